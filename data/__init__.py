@@ -1,0 +1,1 @@
+"""Corpora, tokenizers, packing and prompts: tensors in, tensors out."""

@@ -1,0 +1,214 @@
+"""Document-aware packing: many documents in rows of one length, and their store on disk.
+
+A packed row holds four columns of `length` integers each:
+
+    input_ids  token ids, the pad id after the last document
+    document   index of the document inside the row: 0, 1, 2, ...; -1 for padding
+    position   position inside the document; 0 again where a row cuts a document in two,
+               because attention does not cross rows
+    trained    1 where the token is a training target, else 0
+"""
+
+import json
+import os
+import shutil
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+COLUMNS = ("input_ids", "document", "position", "trained")
+_DTYPE = "<i4"
+
+Encoded = tuple[list[int], list[bool]]
+
+
+def pack(documents: Iterable[Encoded], length: int, pad_id: int) -> Iterator[dict[str, list[int]]]:
+    """Fill rows of exactly `length` tokens with `(ids, trained)` documents, greedily, in order.
+
+    A document that does not fit goes on in the next row as a new chunk. No chunk is shorter than
+    two tokens, for one token alone predicts nothing: a single free place at a row's end is
+    padded, a single token left of a document is dropped, and so is a one-token document.
+    Raises ValueError when `length` is below 2.
+
+    >>> [row["input_ids"] for row in pack([([5, 6, 7], [True] * 3)] * 2, 4, pad_id=0)]
+    [[5, 6, 7, 0], [5, 6, 7, 0]]
+    """
+    if length < 2:
+        raise ValueError(f"length={length} is too short to pack rows. Choose at least 2.")
+    row = _empty_row()
+    for ids, trained in documents:
+        start = 0
+        while len(ids) - start >= 2:
+            free = length - len(row["input_ids"])
+            if free < 2:
+                yield _padded(row, length, pad_id)
+                row = _empty_row()
+                continue
+            stop = min(start + free, len(ids))
+            _append(row, ids[start:stop], trained[start:stop])
+            start = stop
+    if row["input_ids"]:
+        yield _padded(row, length, pad_id)
+
+
+def _empty_row() -> dict[str, list[int]]:
+    return {column: [] for column in COLUMNS}
+
+
+def _append(row: dict[str, list[int]], ids: list[int], trained: list[bool]) -> None:
+    document = row["document"][-1] + 1 if row["document"] else 0
+    row["input_ids"] += ids
+    row["document"] += [document] * len(ids)
+    row["position"] += range(len(ids))
+    row["trained"] += map(int, trained)
+
+
+def _padded(row: dict[str, list[int]], length: int, pad_id: int) -> dict[str, list[int]]:
+    padding = {"input_ids": pad_id, "document": -1, "position": 0, "trained": 0}
+    missing = length - len(row["input_ids"])
+    return {column: row[column] + [padding[column]] * missing for column in COLUMNS}
+
+
+class PackedRows(Dataset):
+    """Packed rows on disk, mapped into memory: one int32 .npy file a column, and a manifest.
+
+    `rows[i]` is a dict of int64 tensors `[length]`, one a column. Make it with `build` or `open`.
+    """
+
+    def __init__(self, folder: str | os.PathLike) -> None:
+        self.folder = Path(folder)
+        self.manifest = _read_manifest(self.folder)
+        if self.manifest is None:
+            raise ValueError(
+                f"{self.folder} holds no packed rows. "
+                "Build them first: PackedRows.build(folder, documents, length, pad_id, fingerprint)."
+            )
+        self._columns = {
+            column: np.load(self.folder / f"{column}.npy", mmap_mode="r") for column in COLUMNS
+        }
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike) -> "PackedRows":
+        """Open what `build` wrote. Raises ValueError when there is nothing in `folder`."""
+        return cls(folder)
+
+    @classmethod
+    def build(
+        cls,
+        folder: str | os.PathLike,
+        documents: Iterable[Encoded],
+        length: int,
+        pad_id: int,
+        fingerprint: dict,
+    ) -> "PackedRows":
+        """Pack `documents` into `folder`, or open it when it already holds just these rows.
+
+        "Just these" means an equal `fingerprint` (JSON: source, tokenizer, options), `length` and
+        `pad_id`; then `documents` is not read at all. The folder appears whole or not at all.
+        Raises ValueError when no row comes out, or `folder` holds something else.
+        """
+        folder = Path(folder)
+        key = json.loads(json.dumps({**_key(length, pad_id), "fingerprint": fingerprint}))
+        found = _read_manifest(folder)
+        if found is not None and key.items() <= found.items():
+            return cls(folder)
+        if found is None and folder.exists() and any(folder.iterdir()):
+            raise ValueError(f"{folder} is not empty and holds no packed rows. Give a new folder.")
+        # A sibling, so that the final rename stays on one file system.
+        temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
+        temporary.mkdir(parents=True)
+        try:
+            counts = _write(temporary, documents, length, pad_id)
+            (temporary / "manifest.json").write_text(json.dumps({**key, **counts}, indent=2))
+            # Another process may have built the same rows meanwhile, and may be reading them.
+            if _read_manifest(folder) != _read_manifest(temporary):
+                _publish(temporary, folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        return cls(folder)
+
+    def __len__(self) -> int:
+        return self.manifest["rows"]
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {
+            column: torch.from_numpy(array[index].astype(np.int64))
+            for column, array in self._columns.items()
+        }
+
+    def __reduce__(self) -> tuple:
+        # A spawned worker maps the files again; pickling the maps would copy the whole corpus.
+        return PackedRows, (self.folder,)
+
+
+def _key(length: int, pad_id: int) -> dict[str, int]:
+    return {"length": length, "pad_id": pad_id}
+
+
+def _read_manifest(folder: Path) -> dict | None:
+    try:
+        return json.loads((folder / "manifest.json").read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _write(folder: Path, documents: Iterable[Encoded], length: int, pad_id: int) -> Counter:
+    """Stream the packed rows into `folder`. Returns the counts that go into the manifest."""
+    counts = Counter(
+        rows=0, documents=0, short_documents=0, tokens=0, trained_tokens=0, dropped_tokens=0
+    )
+    files = {column: (folder / f"{column}.npy").open("wb") for column in COLUMNS}
+    try:
+        for file in files.values():
+            _write_header(file, 0, length)
+        for row in pack(_counted(documents, counts), length, pad_id):
+            for column, file in files.items():
+                file.write(np.asarray(row[column], dtype=_DTYPE).tobytes())
+            counts["rows"] += 1
+            counts["tokens"] += length - row["document"].count(-1)
+            counts["trained_tokens"] += sum(row["trained"])
+        for file in files.values():
+            file.seek(0)
+            _write_header(file, counts["rows"], length)
+    finally:
+        for file in files.values():
+            file.close()
+    if not counts["rows"]:
+        raise ValueError(
+            f"No row to train on: {counts['short_documents']} documents came in, none with 2 "
+            "tokens or more. Check the source and its split."
+        )
+    # So far all tokens that came in; what did not go out was dropped.
+    counts["dropped_tokens"] -= counts["tokens"]
+    return counts
+
+
+def _counted(documents: Iterable[Encoded], counts: Counter) -> Iterator[Encoded]:
+    for ids, trained in documents:
+        if len(ids) < 2:
+            counts["short_documents"] += 1
+            continue
+        counts["documents"] += 1
+        counts["dropped_tokens"] += len(ids)
+        yield ids, trained
+
+
+def _write_header(file, rows: int, length: int) -> None:
+    # numpy pads the header so that the count of rows can grow in place.
+    np.lib.format.write_array_header_1_0(
+        file, {"descr": _DTYPE, "fortran_order": False, "shape": (rows, length)}
+    )
+
+
+def _publish(temporary: Path, folder: Path) -> None:
+    """Move `temporary` to `folder`; an older one is set aside first, as renames do not replace."""
+    aside = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
+    if folder.exists():
+        os.replace(folder, aside)
+    os.replace(temporary, folder)
+    shutil.rmtree(aside, ignore_errors=True)

@@ -1,0 +1,123 @@
+"""Prompt sets for benches and for collection: the same prompts on every machine."""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from itertools import count as rounds
+from itertools import islice
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from data.chat import encode_prompt, encode_text, start_ids
+from data.sources import load_documents, read_jsonl, row_id
+
+
+def heldout_prompts(
+    source: str,
+    tokenizer: PreTrainedTokenizerBase,
+    count: int,
+    length: int,
+    *,
+    split: str = "heldout",
+    **options,
+) -> list[dict]:
+    """`count` prompts `{"id": str, "prompt_ids": list[int], "text": str}` from `source`.
+
+    Of text, a prompt is a window of exactly `length` tokens. Windows do not overlap, lie at
+    places given by a hash of the document's id, and come from as many documents as there are.
+    Of chats and prompt-answer pairs it is all before the first answer.
+
+    A .jsonl file whose rows have `turns` (MT-bench, Spec-Bench: the first turn, as a chat where
+    the tokenizer has a template) or `prompt` and no answer (HumanEval: as it stands) is a prompt
+    file: it has no splits, and `split` does not matter. A .jsonl file with `text` has splits; its
+    texts are taken whole. A whole prompt longer than `length` keeps its last `length` tokens.
+
+    `options` go to `data.sources.load_documents`. Raises ValueError as that does, and when the
+    source has fewer than `count` prompts.
+    """
+    for name, value in (("count", count), ("length", length)):
+        if value < 1:
+            raise ValueError(f"{name}={value} makes no prompt set. Choose at least 1.")
+    path = Path(source).expanduser()
+    if path.suffix == ".jsonl" and path.is_file() and _is_prompt_file(path):
+        found = _whole_prompts(_prompt_rows(path), tokenizer, length)
+    else:
+        documents = _shuffled(load_documents(source, split, **options))
+        if path.suffix != ".jsonl" and "text" in documents[0]:
+            found = _windows(documents, tokenizer, length)
+        else:
+            found = _whole_prompts(documents, tokenizer, length)
+    prompts = [
+        {"id": id, "prompt_ids": ids, "text": tokenizer.decode(ids)}
+        for id, ids in islice(found, count)
+    ]
+    if len(prompts) < count:
+        raise ValueError(
+            f"source={source!r} has {len(prompts)} prompts of length={length} in split={split!r}, "
+            f"but count={count}. Lower count or length, or give a larger source."
+        )
+    return prompts
+
+
+def _is_prompt_file(path: Path) -> bool:
+    row = next((row for _, row in read_jsonl(path)), {})
+    return "turns" in row or ("prompt" in row and not _has_answer(row))
+
+
+def _has_answer(row: dict) -> bool:
+    return any(column in row for column in ("answer", "response", "completion", "messages"))
+
+
+def _prompt_rows(path: Path) -> list[dict]:
+    """The rows of a prompt file as documents: a first turn is a chat, a prompt is text."""
+    documents = []
+    for line, row in read_jsonl(path):
+        id = row_id(row, f"{path.name}:{line}")
+        if isinstance(row.get("turns"), list) and row["turns"]:
+            documents.append({"id": id, "prompt": row["turns"][0]})
+        elif isinstance(row.get("prompt"), str):
+            documents.append({"id": id, "text": row["prompt"]})
+        else:
+            raise ValueError(
+                f"{path}, line {line}: no 'turns' and no 'prompt', but {sorted(row)}. "
+                "A prompt file needs one of them in every row."
+            )
+    return _shuffled(documents)
+
+
+def _whole_prompts(
+    documents: Iterable[dict], tokenizer: PreTrainedTokenizerBase, length: int
+) -> Iterator[tuple[str, list[int]]]:
+    for document in documents:
+        ids = _prompt_ids(document, tokenizer)[-length:]
+        if ids:
+            yield document["id"], ids
+
+
+def _prompt_ids(document: dict, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    if "text" in document:
+        return encode_text(tokenizer, document["text"])
+    if "messages" in document:
+        return encode_prompt(tokenizer, _before_answer(document["messages"]))
+    if tokenizer.chat_template:
+        return encode_prompt(tokenizer, [{"role": "user", "content": document["prompt"]}])
+    return encode_text(tokenizer, document["prompt"])
+
+
+def _before_answer(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    roles = [message["role"] for message in messages]
+    # A chat that an assistant opens has its first answer after the first user's turn.
+    asked = roles.index("user") if "user" in roles else 0
+    answered = roles.index("assistant", asked) if "assistant" in roles[asked:] else len(roles)
+    return messages[:answered]
+
+
+def _windows(
+    documents: list[dict], tokenizer: PreTrainedTokenizerBase, length: int
+) -> Iterator[tuple[str, list[int]]]:
+    """One window a document, then a second one a document, and so on while there are any."""
+    start = start_ids(tokenizer)
+    windows = [_document_windows(document, tokenizer, start, length) for document in documents]
+    for number in rounds():
+        windows = [(document, more) for document, more in _advance(windows)]
+    return iter(())

@@ -1,0 +1,1 @@
+"""Samplers, verification, caches and their commands; floor 3."""

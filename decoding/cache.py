@@ -1,0 +1,123 @@
+"""A key/value cache whose rows have their own lengths, and a network that decodes with it."""
+
+import time
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from models.masks import Layout, Predicate, dense
+
+
+class RaggedCache(Cache):
+    """Keys and values [B, heads, capacity, head size] a layer, written at each row's own slots.
+
+    Slot s of a row holds the token at position s. Nothing is ever moved or cleared: a rollback is
+    only the caller's lower row length, because the mask hides every slot behind it, and the next
+    forward writes over it. The last slot is scratch, for the padding of ragged rows.
+    """
+
+    def __init__(self, capacity: int):
+        super().__init__(layers=[])
+        self.capacity = capacity
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.place(torch.zeros(1, 1, dtype=torch.long), 0)
+
+    def place(self, slots: Tensor, visible: int) -> None:
+        """Where the next forward writes, [B, Q], and how many slots it reads."""
+        self.slots, self.visible = slots, visible
+        # One row is contiguous: a slice is written an order of magnitude faster than a scatter.
+        self.start = int(slots[0, 0]) if len(slots) == 1 else None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
+        """Called by the attention layers: write [B, heads, Q, D], return what may be read."""
+        if layer_idx == len(self.keys):
+            B, heads, _, D = key_states.shape
+            for store, states in ((self.keys, key_states), (self.values, value_states)):
+                store.append(states.new_zeros(B, heads, self.capacity, states.shape[-1]))
+        for store, states in ((self.keys, key_states), (self.values, value_states)):
+            memory = store[layer_idx]
+            if self.start is not None:
+                memory[:, :, self.start : self.start + states.shape[2]] = states
+            else:
+                memory.scatter_(2, self.slots[:, None, :, None].expand_as(states), states)
+        return self.keys[layer_idx][:, :, : self.visible], self.values[layer_idx][
+            :, :, : self.visible
+        ]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Slots that the last forward could read."""
+        return self.visible
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only these rows."""
+        self.keys = [m[rows] for m in self.keys]
+        self.values = [m[rows] for m in self.values]
+
+
+class CachedNetwork:
+    """A causal LM with a ragged cache: runs tokens at given positions, returns their logits.
+
+    predicate: the attention pattern, the very one that training used.
+    Counts its forwards and their seconds.
+    """
+
+    def __init__(self, network: PreTrainedModel, predicate: Predicate, capacity: int):
+        self.network, self.predicate = network, predicate
+        self.cache = RaggedCache(capacity)
+        self.passes = 0
+        self.seconds = 0.0
+        self._slots = torch.arange(capacity, device=network.device)[None]
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        keep: int,
+        block_start: Tensor | None = None,
+        padding: Tensor | None = None,
+    ) -> Tensor:
+        """Logits [B, keep, V] of the last `keep` tokens.
+
+        tokens, positions: [B, Q]; the token's key and value go to slot `position`.
+        block_start: [B]; tokens and slots from there on are one draft block (clean if None).
+        padding: bool [B, Q]; these tokens go to the scratch slot and mean nothing.
+        """
+        visible = int(positions.max()) + 1
+        q = self._layout(positions, block_start)
+        k = self._layout(self._slots[:, :visible], block_start)
+        # A row's slots behind its last token are stale: another row may reach further.
+        stale = self._slots[:, :visible] > positions[:, -1:]
+        mask = dense(self.predicate, q, k._replace(document=-stale.long()))
+        slots = positions
+        if padding is not None:
+            slots = positions.masked_fill(padding, self.cache.capacity - 1)
+        self.cache.place(slots, visible)
+        started = self._clock()
+        logits = self.network(
+            input_ids=tokens,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=keep,
+        ).logits
+        self.seconds += self._clock() - started
+        self.passes += 1
+        return logits
+
+    def _layout(self, positions: Tensor, block_start: Tensor | None) -> Layout:
+        document = torch.zeros_like(positions[:, :1])
+        if block_start is None:
+            return Layout(document, positions, document - 1)
+        start = block_start[:, None]
+        in_block = positions >= start
+        return Layout(document, torch.where(in_block, start, positions), in_block.long() - 1)
+
+    def _clock(self) -> float:
+        if self.network.device.type == "cuda":  # a forward only queues work there
+            torch.cuda.synchronize()
+        return time.perf_counter()

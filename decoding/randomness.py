@@ -1,0 +1,105 @@
+"""The one place where a sampler's randomness comes from (design, section 3).
+
+A counter-based generator: every number is a hash of (request seed, what it is for, where), so a
+row's output depends on its own seed only, never on its neighbours, and nothing has a state that
+a batch could disturb.
+"""
+
+import math
+import secrets
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Randomness(Protocol):
+    """What a sampler may draw. Tests put an enumerating one in its place."""
+
+    def categorical(self, probs: Tensor) -> Tensor:
+        """One token for each distribution: [B, ..., V] -> [B, ...]."""
+
+    def accept(self, prob: Tensor) -> Tensor:
+        """True with the given probability, elementwise: [B, ...] -> bool [B, ...]."""
+
+    def gumbel(self, positions: Tensor, vocabulary: int) -> Tensor:
+        """Gumbel noise of (row's seed, absolute position, token): [B, n] -> [B, n, vocabulary]."""
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only these rows of the batch (the others are finished)."""
+
+
+class KeyedRandomness:
+    """Counter-based randomness for B requests: splitmix64 of (seed, purpose, counter, index).
+
+    seeds: one whole number a row.
+    Rows stay in step (each takes part in every draw until it is finished and dropped), so the
+    number of draws so far is the same for a row in a batch as for that row alone.
+    """
+
+    def __init__(self, seeds: list[int], device: torch.device | str = "cpu"):
+        # Seeds may be any whole number; 63 bits of them are used.
+        self.seeds = torch.tensor([s % (1 << 63) for s in seeds], device=device)
+        self.draws = 0
+
+    def categorical(self, probs: Tensor) -> Tensor:
+        """See `Randomness`. Inverse of the cumulative distribution, in float64."""
+        cumulative = probs.double().cumsum(-1)
+        # u < 1, so the drawn entry is one where the sum rises: probability zero is never drawn.
+        u = self._uniform(probs.shape[:-1]).unsqueeze(-1) * cumulative[..., -1:]
+        drawn = torch.searchsorted(cumulative, u, right=True).squeeze(-1)
+        return drawn.clamp_max(probs.shape[-1] - 1)
+
+    def accept(self, prob: Tensor) -> Tensor:
+        """See `Randomness`."""
+        return self._uniform(prob.shape) < prob
+
+    def gumbel(self, positions: Tensor, vocabulary: int) -> Tensor:
+        """See `Randomness`. float32; equal on every device up to the rounding of its log."""
+        key = _mix(_mix(self.seeds + _purpose("gumbel"))[:, None] + positions * _STRIDE)
+        tokens = torch.arange(1, vocabulary + 1, device=positions.device) * _STRIDE
+        v = _unit(_mix(key.unsqueeze(-1) + tokens)).float().clamp_max(1 - 2**-24)
+        # Exponential noise first: log1p keeps full precision where it matters, at large g.
+        return -(-torch.log1p(-v)).log()
+
+    def select(self, rows: Tensor) -> None:
+        """See `Randomness`."""
+        self.seeds = self.seeds[rows]
+
+    def _uniform(self, shape: torch.Size) -> Tensor:
+        """float64 in (0, 1), one for each element of [B, ...]; every call is a new draw."""
+        self.draws += 1
+        key = _mix(_mix(self.seeds + _purpose("uniform")) + self.draws * _STRIDE)
+        count = math.prod(shape[1:])
+        index = torch.arange(1, count + 1, device=key.device) * _STRIDE
+        return _unit(_mix(key[:, None] + index)).view(shape)
+
+
+def fresh_seed() -> int:
+    """A seed for a request that names none."""
+    return secrets.randbits(48)
+
+
+# The odd constant of splitmix64 (2^64 / golden ratio), as a signed 64-bit number.
+_STRIDE = 0x9E3779B97F4A7C15 - (1 << 64)
+
+
+def _purpose(name: str) -> int:
+    return int.from_bytes(name.encode()[:7], "little")
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64 (torch's own is arithmetic)."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finaliser of splitmix64; int64 multiplication wraps."""
+    x = (x ^ _shift(x, 30)) * (0xBF58476D1CE4E5B9 - (1 << 64))
+    x = (x ^ _shift(x, 27)) * (0x94D049BB133111EB - (1 << 64))
+    return x ^ _shift(x, 31)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Int64 hash -> float64 in (0, 1), 52 bits."""
+    return (_shift(x, 12).double() + 0.5) * 2.0**-52

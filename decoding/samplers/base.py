@@ -1,0 +1,277 @@
+"""The one decode loop: a method supplies `begin` (prefill) and `cycle` (propose and verify)."""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from decoding.cache import CachedNetwork
+from decoding.distribution import seen_tokens, warp
+from decoding.params import Chunk, Result, SamplingParams, Stats
+from decoding.randomness import KeyedRandomness, Randomness, fresh_seed
+from models.masks import causal
+
+
+class Rows:
+    """The unfinished rows of a batch: committed tokens, and what the method keeps beside them.
+
+    row: each row's number in the request. tokens [B, capacity], lengths [B] committed tokens a row.
+    networks: the method's cached networks by name ('target', 'drafter'). state: the method's own
+    tensors [B, ...].
+    """
+
+    def __init__(self, prompts: list[list[int]], capacity: int, randomness: Randomness, device):
+        self.row = list(range(len(prompts)))
+        self.tokens = torch.zeros(len(prompts), capacity, dtype=torch.long, device=device)
+        for b, prompt in enumerate(prompts):
+            self.tokens[b, : len(prompt)] = torch.tensor(prompt, device=device)
+        self.lengths = torch.tensor([len(p) for p in prompts], device=device)
+        self.randomness = randomness
+        self.networks: dict[str, CachedNetwork] = {}
+        self.state: dict[str, Tensor] = {}
+
+    def append(self, tokens: Tensor, counts: Tensor) -> None:
+        """Commit the first counts [B] of tokens [B, m] to each row."""
+        slots = self.lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        # What lies behind a row's length is never read: the surplus may be written too.
+        self.tokens.scatter_(1, slots, tokens)
+        self.lengths = self.lengths + counts
+
+    def select(self, keep: list[int]) -> None:
+        """Drop the finished rows."""
+        rows = torch.tensor(keep, device=self.tokens.device)
+        self.row = [self.row[b] for b in keep]
+        self.tokens, self.lengths = self.tokens[rows], self.lengths[rows]
+        self.state = {name: x[rows] for name, x in self.state.items()}
+        self.randomness.select(rows)
+        for network in self.networks.values():
+            network.cache.select(rows)
+
+
+@dataclass
+class _Answer:
+    """One row's answer so far, on the host."""
+
+    token_ids: list[int]
+    stats: Stats
+    printed: int = 0  # characters already streamed
+
+
+class Sampler(ABC):
+    """Decodes with a target model. Lossless: the law of the output is that of plain decoding.
+
+    target: any transformers causal LM that takes a 4-D attention mask; tokenizer: its own.
+    """
+
+    lookahead = 1  # tokens behind the last committed one that a cycle may write
+
+    def __init__(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
+        self.target = target.eval()
+        self.tokenizer = tokenizer
+        self.vocabulary = target.config.get_text_config().vocab_size
+        eos = target.generation_config.eos_token_id if target.generation_config else None
+        eos = tokenizer.eos_token_id if eos is None else eos
+        self.eos = frozenset([eos] if isinstance(eos, int) else eos or [])
+
+    @abstractmethod
+    def begin(self, rows: Rows, params: SamplingParams) -> None:
+        """Make the caches and prefill them."""
+
+    @abstractmethod
+    def cycle(self, rows: Rows, params: SamplingParams) -> tuple[Tensor, Tensor]:
+        """One target pass: tokens [B, m] of which the first counts [B] (at least 1) are emitted."""
+
+    def generate(
+        self,
+        prompts: Sequence[str | list[int]],
+        params: SamplingParams | None = None,
+        *,
+        seeds: list[int] | None = None,
+        randomness: Randomness | None = None,
+    ) -> list[Result]:
+        """Decode every prompt (text or token ids) to its end, as one batch."""
+        results: list[Result | None] = [None] * len(prompts)
+        for chunk in self.stream(prompts, params, seeds=seeds, randomness=randomness, text=False):
+            if chunk.result is not None:
+                results[chunk.row] = chunk.result
+        return results
+
+    def stream(
+        self,
+        prompts: Sequence[str | list[int]],
+        params: SamplingParams | None = None,
+        *,
+        seeds: list[int] | None = None,
+        randomness: Randomness | None = None,
+        text: bool = True,
+    ) -> Iterator[Chunk]:
+        """Decode, yielding a `Chunk` whenever a row's committed text grows.
+
+        seeds: one a row; by default params.seed + row. randomness: for tests.
+        text: False yields the finished rows only (no detokenising on the way).
+        """
+        params = params or SamplingParams()
+        prompts = [self._encode(p, params) for p in prompts]
+        if not prompts:
+            raise ValueError("no prompt was given")
+        if seeds is None:
+            first = fresh_seed() if params.seed is None else params.seed
+            seeds = [first + b for b in range(len(prompts))]
+        if len(seeds) != len(prompts):
+            raise ValueError(f"{len(seeds)} seeds were given for {len(prompts)} prompts")
+        device = self.target.device
+        capacity = max(map(len, prompts)) + params.max_new_tokens + self.margin(params)
+        rows = Rows(prompts, capacity, randomness or KeyedRandomness(seeds, device), device)
+        answers = [_Answer([], Stats()) for _ in prompts]
+        started = time.perf_counter()
+
+        with torch.inference_mode():
+            self.begin(rows, params)
+            prefills = {name: n.passes for name, n in rows.networks.items()}
+            while rows.row:
+                tokens, counts = self.cycle(rows, params)
+                rows.append(tokens, counts)
+                keep = []
+                for b, (new, count) in enumerate(zip(tokens.tolist(), counts.tolist())):
+                    answer = answers[rows.row[b]]
+                    chunk = self._commit(rows.row[b], answer, new[:count], params, text)
+                    if chunk is None or chunk.result is None:
+                        keep.append(b)
+                    else:
+                        seconds = time.perf_counter() - started
+                        self._account(answer.stats, rows, prefills, seconds)
+                    if chunk is not None:
+                        paused = time.perf_counter()
+                        yield chunk
+                        started += time.perf_counter() - paused  # the reader's time is not ours
+                if len(keep) < len(rows.row):
+                    rows.select(keep) if keep else rows.row.clear()
+
+    def margin(self, params: SamplingParams) -> int:
+        """Slots needed behind the last token that is kept: a cycle's overshoot, and scratch."""
+        return self.lookahead + 1
+
+    def prefill(self, rows: Rows, name: str, network: CachedNetwork) -> None:
+        """Give a network all prompt tokens but the last, which the first cycle brings."""
+        rows.networks[name] = network
+        width = int(rows.lengths.max()) - 1
+        if width:
+            positions = torch.arange(width, device=rows.tokens.device).expand(len(rows.row), -1)
+            padding = positions >= rows.lengths[:, None] - 1
+            network(
+                rows.tokens[:, :width],
+                positions,
+                keep=1,
+                padding=padding if padding.any() else None,
+            )
+
+    def target_pass(self, rows: Rows, draft: Tensor, params: SamplingParams) -> Tensor:
+        """Warped target logits [B, k+1, V] at draft [B, k] and at the position after it."""
+        last = rows.lengths[:, None] - 1
+        tokens = torch.cat([rows.tokens.gather(1, last), draft], 1)
+        positions = last + torch.arange(tokens.shape[1], device=tokens.device)
+        logits = rows.networks["target"](tokens, positions, keep=tokens.shape[1])
+        seen = None
+        if params.repetition_penalty != 1.0:
+            seen = seen_tokens(rows.tokens, rows.lengths, draft, self.vocabulary)
+        return warp(logits, params, seen)
+
+    def cached_target(self, rows: Rows) -> CachedNetwork:
+        """The target with a cache that fits these rows."""
+        return CachedNetwork(self.target, causal, rows.tokens.shape[1])
+
+    def choose(self, rows: Rows, logits: Tensor, start: Tensor, params: SamplingParams) -> Tensor:
+        """argmax(logits + keyed noise) at absolute positions start + 0, 1, ...: [B, n]."""
+        if params.temperature > 0:
+            positions = start[:, None] + torch.arange(logits.shape[1], device=logits.device)
+            logits = logits + rows.randomness.gumbel(positions, logits.shape[-1])
+        return logits.argmax(-1)
+
+    def _encode(self, prompt: str | list[int], params: SamplingParams) -> list[int]:
+        ids = self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise ValueError("the prompt is empty: give at least one token")
+        bad = [t for t in ids if not 0 <= t < self.vocabulary]
+        if bad:
+            raise ValueError(
+                f"prompt token {bad[0]} is outside the target's vocabulary of {self.vocabulary}"
+            )
+        context = getattr(self.target.config.get_text_config(), "max_position_embeddings", None)
+        if context is not None and len(ids) + params.max_new_tokens > context:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens and max_new_tokens={params.max_new_tokens}, "
+                f"together more than the target's context of {context}: shorten one of them"
+            )
+        return ids
+
+    def _commit(
+        self, row: int, answer: _Answer, new: list[int], params: SamplingParams, text: bool
+    ) -> Chunk | None:
+        """Take a cycle's tokens up to the end of the answer; None: nothing to show yet."""
+        answer.stats.emitted.append(len(new))
+        reason = None
+        room = params.max_new_tokens - len(answer.token_ids)
+        if not params.ignore_eos:
+            end = next((i for i, t in enumerate(new) if t in self.eos), None)
+            if end is not None and end < room:
+                new, reason = new[: end + 1], "eos"
+        if reason is None and len(new) >= room:
+            new, reason = new[:room], "length"
+        before = len(answer.token_ids)
+        answer.token_ids += new
+        answer.stats.emitted[-1] = len(new)
+        decoded = None
+        if params.stop:
+            decoded = self._decode(answer.token_ids)
+            cuts = [at for s in params.stop if (at := decoded.find(s)) >= 0]
+            if cuts:
+                decoded, reason = decoded[: min(cuts)], "stop"
+                answer.token_ids, kept = self._tokens_until(answer.token_ids, params.stop, before)
+                answer.stats.emitted[-1] = kept
+        if reason is None and not text:
+            return None
+        if decoded is None:
+            decoded = self._decode(answer.token_ids)
+        safe = decoded if reason else decoded[: _safe_length(decoded, params.stop)]
+        piece, answer.printed = safe[answer.printed :], max(answer.printed, len(safe))
+        result = None
+        if reason:
+            result = Result(decoded, answer.token_ids, reason, answer.stats)
+        elif not piece:
+            return None
+        return Chunk(row, piece, new, result)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def _tokens_until(
+        self, token_ids: list[int], stop: tuple[str, ...], before: int
+    ) -> tuple[list[int], int]:
+        """Tokens up to the one that completes a stop string, and how many of them are new."""
+        for n in range(before + 1, len(token_ids)):
+            if any(s in self._decode(token_ids[:n]) for s in stop):
+                return token_ids[:n], n - before
+        return token_ids, len(token_ids) - before
+
+    def _account(self, stats: Stats, rows: Rows, prefills: dict[str, int], seconds: float) -> None:
+        """Fill in the passes and the split of the seconds when a row ends."""
+        spent = {name: n.seconds for name, n in rows.networks.items()}
+        passes = {name: n.passes - prefills[name] for name, n in rows.networks.items()}
+        stats.target_passes, stats.drafter_passes = passes["target"], passes.get("drafter", 0)
+        stats.target_s, stats.drafter_s = spent["target"], spent.get("drafter", 0.0)
+        stats.sampler_s = seconds - stats.target_s - stats.drafter_s
+
+
+def _safe_length(text: str, stop: tuple[str, ...]) -> int:
+    """How much of a growing text can be shown: no half character, no start of a stop string."""
+    safe = len(text.rstrip("�"))
+    for s in stop:
+        for n in range(min(len(s) - 1, safe), 0, -1):
+            if text[:safe].endswith(s[:n]):
+                safe -= n
+                break
+    return safe

@@ -1,0 +1,106 @@
+"""DEER: a diffusion drafter drafts a block in one pass, the target verifies it in one pass.
+
+Source: arXiv 2512.15176, section 3.2 and Algorithm 1 (a rejection ends the block: the p's behind
+it were conditioned on the rejected token).
+"""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from decoding import verify
+from decoding.cache import CachedNetwork
+from decoding.distribution import fit_vocabulary, seen_tokens, warp
+from decoding.params import SamplingParams
+from decoding.samplers.base import Rows, Sampler
+from models.masks import draft_blocks
+
+
+class DeerSampler(Sampler):
+    """drafter: a diffusion LM with `prefix_causal` attention over the target's tokens.
+
+    block_size: k, tokens drafted a cycle. mask_id, sep_id: the drafter's own two tokens.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        drafter: PreTrainedModel,
+        *,
+        block_size: int,
+        mask_id: int,
+        sep_id: int,
+    ):
+        super().__init__(target, tokenizer)
+        self.drafter = drafter.eval()
+        self.block_size, self.mask_id, self.sep_id = block_size, mask_id, sep_id
+
+    def margin(self, params: SamplingParams) -> int:
+        """A cycle may overshoot by the block, and the separator and scratch need a slot each."""
+        return (params.block_size or self.block_size) + 3
+
+    def begin(self, rows: Rows, params: SamplingParams) -> None:
+        """Prefill both networks."""
+        self.prefill(rows, "target", self.cached_target(rows))
+        drafter = CachedNetwork(self.drafter, draft_blocks, rows.tokens.shape[1])
+        self.prefill(rows, "drafter", drafter)
+        # Tokens whose keys and values the drafter's cache holds, [B].
+        rows.state["drafted"] = rows.lengths - 1
+
+    def cycle(self, rows: Rows, params: SamplingParams) -> tuple[Tensor, Tensor]:
+        """Draft k tokens, verify them, emit those that stand and one of the target's own."""
+        k = params.block_size or self.block_size
+        q_logits = self.draft_pass(rows, k, params)
+        keyed = params.temperature == 0 or params.verify == "coupled"
+        if keyed:
+            draft = self.choose(rows, q_logits, rows.lengths, params)
+        else:
+            q = q_logits.softmax(-1)
+            draft = rows.randomness.categorical(q)
+        p_logits = self.target_pass(rows, draft, params)
+        if keyed:
+            choice = self.choose(rows, p_logits, rows.lengths, params)
+            accepted, following = verify.coupled(draft, choice)
+        else:
+            rule = {"rejection": verify.rejection, "block": verify.block}[params.verify]
+            accepted, following = rule(draft, q, p_logits.softmax(-1), rows.randomness)
+        tokens = torch.cat([draft, draft[:, :1]], 1)
+        tokens.scatter_(1, accepted[:, None], following[:, None])
+        return tokens, accepted + 1
+
+    def draft_pass(self, rows: Rows, k: int, params: SamplingParams) -> Tensor:
+        """Warped drafter logits [B, k, V] at the next k positions, independent given the prefix.
+
+        One pass over the tokens committed since the last one, the separator and k masks. Rows
+        that committed fewer are padded on the left, so the block stands last in every row.
+        """
+        n = rows.lengths[:, None]
+        width = int((rows.lengths - rows.state["drafted"]).max())
+        steps = torch.arange(-width, k + 1, device=n.device)
+        positions = n + steps
+        padding = positions < rows.state["drafted"][:, None]
+        tokens = rows.tokens.gather(1, positions.clamp_min(0))
+        tokens[:, width] = self.sep_id
+        tokens[:, width + 1 :] = self.mask_id
+        logits = rows.networks["drafter"](
+            tokens,
+            positions.clamp_min(0),
+            keep=k,
+            block_start=rows.lengths,
+            padding=padding if padding.any() else None,
+        )
+        rows.state["drafted"] = rows.lengths
+        logits = fit_vocabulary(logits, self.vocabulary, (self.mask_id, self.sep_id))
+        seen = None
+        if params.repetition_penalty != 1.0:
+            nothing = rows.tokens[:, :0]
+            seen = seen_tokens(rows.tokens, rows.lengths, nothing, self.vocabulary)
+        return warp(logits, params, seen)
+
+
+def from_export(target, tokenizer, drafter, *, block_size, mask_id, sep_id) -> DeerSampler:
+    """The sampler of an exported drafter."""
+    return DeerSampler(
+        target, tokenizer, drafter, block_size=block_size, mask_id=mask_id, sep_id=sep_id
+    )

@@ -1,0 +1,30 @@
+"""Plain autoregressive decoding: the law, and the text, that every other sampler is held to."""
+
+import torch
+from torch import Tensor
+
+from decoding.params import SamplingParams
+from decoding.samplers.base import Rows, Sampler
+
+
+class PlainSampler(Sampler):
+    """One token a target pass. `verify='coupled'` takes the keyed noise, else plain draws."""
+
+    def begin(self, rows: Rows, params: SamplingParams) -> None:
+        """Prefill the target."""
+        self.prefill(rows, "target", self.cached_target(rows))
+
+    def cycle(self, rows: Rows, params: SamplingParams) -> tuple[Tensor, Tensor]:
+        """One token for each row."""
+        nothing = rows.tokens[:, :0]
+        logits = self.target_pass(rows, nothing, params)
+        if params.temperature == 0 or params.verify == "coupled":
+            tokens = self.choose(rows, logits, rows.lengths, params)
+        else:
+            tokens = rows.randomness.categorical(logits.softmax(-1))
+        return tokens, torch.ones_like(rows.lengths)
+
+
+def from_export(target, tokenizer, **_) -> PlainSampler:
+    """The sampler of an export without a drafter."""
+    return PlainSampler(target, tokenizer)

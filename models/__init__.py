@@ -1,0 +1,1 @@
+"""Networks and attention masks; floor 2: imports nothing of parade."""

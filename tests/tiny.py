@@ -1,0 +1,90 @@
+"""Tiny random models of the real classes, and the plain law computed without any sampler code."""
+
+import itertools
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from decoding.distribution import seen_tokens, warp
+
+CLASSES = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+
+def causal_lm(vocabulary, seed=0, kind="llama", layers=2, hidden=16, scale=2.0, **config):
+    """A random causal LM in float64 whose logits are far from uniform."""
+    configuration, network = CLASSES[kind]
+    extra = {"head_dim": hidden // 2} if kind == "qwen3" else {}
+    torch.manual_seed(seed)
+    model = network(
+        configuration(
+            vocab_size=vocabulary,
+            hidden_size=hidden,
+            intermediate_size=2 * hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=512,
+            **{"tie_word_embeddings": False, "eos_token_id": None, "bos_token_id": None}
+            | extra
+            | config,
+        )
+    )
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim > 1:
+                p.normal_(0, scale / hidden**0.5)
+    return model.double().eval()
+
+
+def tokenizer(vocabulary):
+    """A tokenizer whose token i is the i-th letter; no special tokens."""
+    alphabet = [chr(ord("a") + i) if i < 26 else chr(0x100 + i) for i in range(vocabulary)]
+    backend = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def plain_law(model, prompt, params, eos=()):
+    """{answer: probability} of plain decoding by full forwards: no cache, no sampler."""
+    law, frontier = {}, [((), 1.0)]
+    while frontier:
+        answer, weight = frontier.pop()
+        if len(answer) == params.max_new_tokens or (answer and answer[-1] in eos):
+            law[answer] = law.get(answer, 0.0) + weight
+            continue
+        ids = torch.tensor([[*prompt, *answer]])
+        with torch.no_grad():
+            logits = model(ids).logits[:, -1:]
+        seen = seen_tokens(ids, torch.tensor([ids.shape[1]]), ids[:, :0], logits.shape[-1])
+        warped = warp(logits, params, seen)[0, 0]
+        if params.temperature == 0:
+            probs = torch.nn.functional.one_hot(warped.argmax(), len(warped)).double()
+        else:
+            probs = warped.softmax(-1)
+        for token in probs.nonzero().flatten().tolist():
+            frontier.append(((*answer, token), weight * probs[token].item()))
+    return law
+
+
+def total_variation(a, b):
+    """Half the L1 distance of two laws given as {outcome: probability}."""
+    return 0.5 * sum(abs(a.get(x, 0.0) - b.get(x, 0.0)) for x in {*a, *b})
+
+
+def grid(**axes):
+    """Dictionaries of every combination."""
+    return [dict(zip(axes, values)) for values in itertools.product(*axes.values())]

@@ -1,0 +1,1 @@
+"""Lightning modules, fit, export and callbacks; floor 4."""
