@@ -123,9 +123,10 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages, **options) -
 
 
 def _render_with_spans(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[str, Spans]:
-    # apply_chat_template(return_assistant_tokens_mask=True) marks everything up to the end of the
-    # chat when a span ends in white space that the tokenizer's offsets leave out. So take the
-    # spans in characters, and find their tokens ourselves.
+    # apply_chat_template(return_assistant_tokens_mask=True) goes wrong where the tokenizer trims
+    # spaces from its offsets: a span that begins with a space is lost with all later ones, and one
+    # that ends with a space runs to the end of the chat. So take the spans in characters, and find
+    # their tokens ourselves.
     try:
         [text], [spans] = render_jinja_template(
             conversations=[messages],

@@ -86,7 +86,7 @@ class PackedRows(Dataset):
         if self.manifest is None:
             raise ValueError(
                 f"{self.folder} holds no packed rows. "
-                "Build them first: PackedRows.build(folder, documents, length, pad_id, fingerprint)."
+                "Build them first with PackedRows.build(folder, documents, ...)."
             )
         self._columns = {
             column: np.load(self.folder / f"{column}.npy", mmap_mode="r") for column in COLUMNS

@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from itertools import count as rounds
 from itertools import islice
 from pathlib import Path
 
@@ -115,9 +114,39 @@ def _before_answer(messages: list[dict[str, str]]) -> list[dict[str, str]]:
 def _windows(
     documents: list[dict], tokenizer: PreTrainedTokenizerBase, length: int
 ) -> Iterator[tuple[str, list[int]]]:
-    """One window a document, then a second one a document, and so on while there are any."""
-    start = start_ids(tokenizer)
-    windows = [_document_windows(document, tokenizer, start, length) for document in documents]
-    for number in rounds():
-        windows = [(document, more) for document, more in _advance(windows)]
-    return iter(())
+    """One window of each document, then a second one of each, and so on while there are any."""
+    # Generators: a document is tokenized when its first window is asked for, or never.
+    windows = [_document_windows(document, tokenizer, length) for document in documents]
+    while windows:
+        left = []
+        for document_windows in windows:
+            window = next(document_windows, None)
+            if window is not None:
+                yield window
+                left.append(document_windows)
+        windows = left
+
+
+def _document_windows(
+    document: dict, tokenizer: PreTrainedTokenizerBase, length: int
+) -> Iterator[tuple[str, list[int]]]:
+    """The document's disjoint windows, in an order and from an offset that its id decides."""
+    id, start = document["id"], start_ids(tokenizer)
+    width = length - len(start)
+    if width < 1:
+        return
+    ids = tokenizer(document["text"], add_special_tokens=False).input_ids
+    slots = len(ids) // width
+    shift = _hash(id) % (len(ids) - slots * width + 1)
+    for slot in sorted(range(slots), key=lambda slot: _hash(f"{id}:{slot}")):
+        offset = shift + slot * width
+        yield f"{id}@{offset}", start + ids[offset : offset + width]
+
+
+def _shuffled(documents: Iterable[dict]) -> list[dict]:
+    """By a hash of the id: the first few are then a fair sample, in whatever order they came."""
+    return sorted(documents, key=lambda document: _hash(document["id"]))
+
+
+def _hash(text: str) -> int:
+    return int(hashlib.sha1(text.encode()).hexdigest(), 16)

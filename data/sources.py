@@ -95,8 +95,7 @@ def _of_split(documents: Iterable[dict], split: str) -> Iterator[dict]:
 def _looks_like_a_path(source: str) -> bool:
     return (
         source.startswith((".", "/", "~"))
-        or source.count("/") != 1
-        and "/" in source
+        or source.count("/") > 1
         or Path(source).suffix in (*TEXT_SUFFIXES, ".jsonl", ".parquet")
     )
 
@@ -110,8 +109,9 @@ def _local_documents(path: Path, field: str) -> Iterator[dict]:
     if files := _files(path, TEXT_SUFFIXES):
         return _text_documents(files)
     raise ValueError(
-        f"source={str(path)!r} holds nothing that can be read. Allowed: {', '.join(TEXT_SUFFIXES)}, "
-        ".jsonl and .parquet files, or a folder written by Dataset.save_to_disk."
+        f"source={str(path)!r} holds nothing that can be read. "
+        f"Allowed: {', '.join(TEXT_SUFFIXES)}, .jsonl and .parquet files, "
+        "or a folder written by Dataset.save_to_disk."
     )
 
 
@@ -223,6 +223,8 @@ def to_document(row: dict, field: str, default_id: str, where: str) -> dict:
         for column in _CHAT_COLUMNS:
             if row.get(column):
                 return {"id": id, "messages": [_message(turn, where) for turn in row[column]]}
+        if isinstance(turns := row.get("data"), list):
+            return {"id": id, "messages": _alternating(turns, where)}
         for prompt, answer in _PAIR_COLUMNS:
             if isinstance(row.get(prompt), str) and isinstance(row.get(answer), str):
                 return {"id": id, "prompt": _with_input(row, prompt), "answer": row[answer]}
@@ -247,6 +249,15 @@ def _with_input(row: dict, prompt: str) -> str:
     if prompt == "instruction" and row.get("input"):
         return f"{row['instruction']}\n\n{row['input']}"
     return row[prompt]
+
+
+def _alternating(turns: list[str], where: str) -> list[dict[str, str]]:
+    """UltraChat's raw `data`: texts only, the user's first."""
+    roles = ("user", "assistant")
+    return [
+        _message({"role": roles[index % 2], "content": turn}, where)
+        for index, turn in enumerate(turns)
+    ]
 
 
 def _message(turn: dict, where: str) -> dict[str, str]:

@@ -99,8 +99,7 @@ class DeerSampler(Sampler):
         return warp(logits, params, seen)
 
 
-def from_export(target, tokenizer, drafter, *, block_size, mask_id, sep_id) -> DeerSampler:
-    """The sampler of an exported drafter."""
-    return DeerSampler(
-        target, tokenizer, drafter, block_size=block_size, mask_id=mask_id, sep_id=sep_id
-    )
+def from_export(target, tokenizer, drafter, config: dict) -> DeerSampler:
+    """The sampler of an exported drafter; config: its `parade` entry."""
+    keys = ("block_size", "mask_id", "sep_id")
+    return DeerSampler(target, tokenizer, drafter, **{key: config[key] for key in keys})

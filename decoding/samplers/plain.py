@@ -25,6 +25,6 @@ class PlainSampler(Sampler):
         return tokens, torch.ones_like(rows.lengths)
 
 
-def from_export(target, tokenizer, **_) -> PlainSampler:
+def from_export(target, tokenizer, drafter, config: dict) -> PlainSampler:
     """The sampler of an export without a drafter."""
     return PlainSampler(target, tokenizer)

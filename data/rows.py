@@ -1,0 +1,80 @@
+"""Packed rows of a training set, by what they are made from: documents or teacher answers."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from data.answers import read_answers
+from data.chat import encode_document
+from data.packing import PackedRows
+from data.sources import load_documents
+from data.tokenizer import fingerprint
+
+
+def documents(
+    source: str,
+    length: int,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: str,
+    split: str = "train",
+    limit: int | None = None,
+    streaming: bool = False,
+    subset: str | None = None,
+    field: str = "text",
+) -> PackedRows:
+    """Rows of `length` tokens of a corpus (see `data.sources.load_documents`).
+
+    folder: where packed rows are kept, by fingerprint; an equal request finds them again.
+    """
+    made_from = {
+        "source": source,
+        "split": split,
+        "limit": limit,
+        "subset": subset,
+        "field": field,
+        "length": length,
+        "tokenizer": fingerprint(tokenizer),
+    }
+    rows = load_documents(
+        source, split, field=field, streaming=streaming, limit=limit, subset=subset
+    )
+    encoded = (encode_document(tokenizer, row) for row in rows)
+    return _build(encoded, length, tokenizer, folder, made_from)
+
+
+def answers(
+    source: str,
+    length: int,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: str,
+    split: str = "train",
+) -> PackedRows:
+    """Rows of a collection of teacher answers (see `decoding.collect`); answers are trained.
+
+    source: the collection's folder. split: 'train' or 'heldout', by the hash of the prompt's id.
+    """
+    manifest = json.loads((Path(source) / "manifest.json").read_text())
+    if manifest["tokenizer"] != fingerprint(tokenizer):
+        raise ValueError(
+            f"{source} was collected with another tokenizer (fingerprint "
+            f"{manifest['tokenizer']}, here {fingerprint(tokenizer)}): collect again with "
+            f"python -m decoding.collect recipe={manifest['recipe']}"
+        )
+    made_from = {"answers": manifest, "split": split, "length": length}
+    return _build(read_answers(source, split), length, tokenizer, folder, made_from)
+
+
+def _build(
+    encoded: Iterable[tuple[list[int], list[bool]]],
+    length: int,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: str,
+    made_from: dict,
+) -> PackedRows:
+    name = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]
+    # Padding is a document of its own (-1) that nothing sees: any id of the vocabulary will do.
+    pad_id = tokenizer.pad_token_id or 0
+    return PackedRows.build(Path(folder) / name, encoded, length, pad_id, made_from)

@@ -1,0 +1,25 @@
+"""Noise schedules: how much of a draft block is masked. Shared by losses and samplers."""
+
+import torch
+from torch import Generator, Tensor
+
+
+def uniform_times(count: int, low: float, generator: Generator) -> Tensor:
+    """`count` masking rates t in (low, 1], spread evenly (low discrepancy): [count].
+
+    One uniform offset shifts an even grid, so that a row's blocks cover all rates.
+    """
+    offset = torch.rand((), generator=generator, dtype=torch.float64)
+    grid = (offset + torch.arange(count, dtype=torch.float64) / count) % 1
+    grid = 1 - grid[torch.randperm(count, generator=generator)] * (1 - low)
+    return grid.float()
+
+
+def masked_at(times: Tensor, length: int, generator: Generator) -> Tensor:
+    """Each of `length` tokens is masked with probability t: times [A] -> bool [A, length]."""
+    return torch.rand(len(times), length, generator=generator) < times[:, None]
+
+
+def suffix_lengths(count: int, longest: int, generator: Generator) -> Tensor:
+    """R ~ U(1, longest), whole numbers: [count]. DEER (arXiv 2512.15176), section 3.1.2."""
+    return torch.randint(1, longest + 1, (count,), generator=generator)

@@ -1,0 +1,76 @@
+"""The order of the data as a pure function of (seed, sample number).
+
+Sample n of a run is the same row with the same noise on any number of processes, workers and
+accumulation steps; resuming is starting to count elsewhere, and nothing else has to be stored.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler
+
+Corruption = Callable[[dict[str, Tensor], torch.Generator], dict[str, Tensor]]
+
+
+class Stream(Dataset):
+    """rows, shuffled anew each epoch, corrupted with noise keyed by the sample's number."""
+
+    def __init__(self, rows: Dataset, seed: int, corruption: Corruption | None = None):
+        self.rows, self.seed, self.corruption = rows, seed, corruption
+        self._epoch: tuple[int, Tensor] = (-1, torch.empty(0))
+
+    def __getitem__(self, n: int) -> dict[str, Tensor]:
+        """Sample number n, counted over all epochs."""
+        epoch, i = divmod(n, len(self.rows))
+        if self._epoch[0] != epoch:
+            order = torch.randperm(len(self.rows), generator=_generator(self.seed, epoch, 0))
+            self._epoch = (epoch, order)
+        row = self.rows[int(self._epoch[1][i])]
+        if self.corruption is None:
+            return row
+        return self.corruption(row, _generator(self.seed, n, 1))
+
+
+class Schedule(Sampler):
+    """Sample numbers of one process: a list for each micro-batch, step after step.
+
+    A step takes the next batch_size numbers; process `rank` of `world` takes its share of them,
+    micro_batch_size at a time.
+    """
+
+    def __init__(
+        self,
+        steps: range,
+        batch_size: int,
+        micro_batch_size: int,
+        rank: int = 0,
+        world: int = 1,
+    ):
+        if batch_size % (world * micro_batch_size):
+            raise ValueError(
+                f"batch_size={batch_size} must be a multiple of {world} processes times "
+                f"micro_batch_size={micro_batch_size}"
+            )
+        self.steps, self.rank, self.world = steps, rank, world
+        self.batch_size, self.micro_batch_size = batch_size, micro_batch_size
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches of a process in each step."""
+        return self.batch_size // (self.world * self.micro_batch_size)
+
+    def __len__(self) -> int:
+        return len(self.steps) * self.accumulate
+
+    def __iter__(self) -> Iterator[list[int]]:
+        share = self.batch_size // self.world
+        for step in self.steps:
+            first = step * self.batch_size + self.rank * share
+            for start in range(first, first + share, self.micro_batch_size):
+                yield list(range(start, start + self.micro_batch_size))
+
+
+def _generator(seed: int, number: int, purpose: int) -> torch.Generator:
+    """A generator for one purpose and number (distinct streams: 2^20 seeds, 2^42 numbers)."""
+    return torch.Generator().manual_seed((purpose << 62) | ((seed & 0xFFFFF) << 42) | number)

@@ -1,0 +1,106 @@
+"""From an exported folder or a Hub id to the sampler that serves it."""
+
+import importlib
+import json
+import pkgutil
+from pathlib import Path
+
+from huggingface_hub import hf_hub_download
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from data.tokenizer import fingerprint
+from decoding import samplers
+from decoding.cli import unknown
+from decoding.samplers.base import Sampler
+from models import causal
+
+
+def load(
+    path: str,
+    *,
+    target: str | None = None,
+    dtype: str = "auto",
+    device: str = "cpu",
+    trust_remote_code: bool = False,
+) -> Sampler:
+    """The lossless sampler of an export: `decoding.load('runs/deer_stage2/export')`.
+
+    path: a folder or Hub id; an ordinary causal LM gives plain decoding.
+    target: used instead of the one that the export names.
+    Errors: a missing or damaged folder, a target whose tokenizer is not the drafter's.
+    """
+    config = parade_config(path)
+    network = causal.load(path, dtype=dtype, trust_remote_code=trust_remote_code).to(device)
+    tokenizer = load_tokenizer(path, trust_remote_code)
+    if "target" not in config:
+        return sampler_of(config, network, tokenizer)
+    name = target or _beside(path, config["target"])
+    model = causal.load(name, dtype=dtype, trust_remote_code=trust_remote_code).to(device)
+    target_tokenizer = load_tokenizer(name, trust_remote_code)
+    check_tokenizers(target_tokenizer, config["tokenizer_fingerprint"], name, path)
+    return sampler_of(config, model, target_tokenizer, network)
+
+
+def sampler_of(
+    config: dict,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    drafter: PreTrainedModel | None = None,
+) -> Sampler:
+    """The sampler of an export's `parade` entry: `decoding.samplers.<method>.from_export`."""
+    method = config["method"]
+    known = [m.name for m in pkgutil.iter_modules(samplers.__path__) if m.name != "base"]
+    if method not in known:
+        raise unknown("method", method, known)
+    module = importlib.import_module(f"decoding.samplers.{method}")
+    return module.from_export(target, tokenizer, drafter, config)
+
+
+def parade_config(path: str) -> dict:
+    """The `parade` entry of an export's config.json; plain decoding where there is none."""
+    if causal.looks_local(path):
+        file = Path(path) / "config.json"
+        if not file.is_file():
+            raise ValueError(
+                f"no model at {path!r}: there is no {file}. Give an exported folder "
+                "(python -m trainers.fit recipe=deer_stage2 writes one) or a Hub id"
+            )
+    else:
+        try:
+            file = Path(hf_hub_download(path, "config.json"))
+        except Exception as error:
+            raise ValueError(f"cannot reach {path!r} on the Hub: {error}") from error
+    try:
+        return json.loads(file.read_text()).get("parade", {"method": "plain"})
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is damaged: {error}") from error
+
+
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or Hub id."""
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"cannot load a tokenizer from {path!r}: {reason}") from error
+
+
+def check_tokenizers(
+    target: PreTrainedTokenizerBase, drafter_fingerprint: str, target_name: str, drafter_name: str
+) -> None:
+    """Drafter and target must mean the same by a token id (padding rows may differ)."""
+    if fingerprint(target) != drafter_fingerprint:
+        raise ValueError(
+            f"the drafter {drafter_name!r} and the target {target_name!r} have different "
+            f"tokenizers (fingerprints {drafter_fingerprint} and {fingerprint(target)}): "
+            "a drafter serves only targets with its own tokenizer"
+        )
+
+
+def _beside(path: str, target: str) -> str:
+    """A relative target folder is looked for from here, then beside the export."""
+    if causal.looks_local(target) and not Path(target).exists():
+        beside = Path(path) / target
+        if beside.exists():
+            return str(beside)
+    return target

@@ -1,0 +1,52 @@
+"""Causal LMs: stock transformers models, made from a configuration or loaded."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+
+def from_config(
+    tokenizer: PreTrainedTokenizerBase, model_type: str, **config
+) -> PreTrainedModel:
+    """A new causal LM of any transformers model type; `config` are that type's own keys."""
+    configuration = AutoConfig.for_model(
+        model_type,
+        vocab_size=len(tokenizer),
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=None,
+        **config,
+    )
+    return AutoModelForCausalLM.from_config(configuration, attn_implementation="sdpa")
+
+
+def pretrained(
+    tokenizer: PreTrainedTokenizerBase, path: str, dtype: str = "float32"
+) -> PreTrainedModel:
+    """A trained network to go on with; it must know every token of the tokenizer."""
+    network = load(path, dtype)
+    if network.config.vocab_size < len(tokenizer):
+        raise ValueError(
+            f"{path!r} knows {network.config.vocab_size} tokens, its tokenizer {len(tokenizer)}"
+        )
+    return network
+
+
+def load(path: str, dtype: str | torch.dtype = "float32", **options) -> PreTrainedModel:
+    """A causal LM from a folder or the Hub.
+
+    Errors: one line that names the path and what is wrong with it (missing, damaged, not a model).
+    """
+    try:
+        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
+    except Exception as error:  # each library below has its own; a user needs one line
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        if looks_local(path) and not Path(path).exists():
+            reason = "there is no such folder"
+        raise ValueError(f"cannot load a model from {path!r}: {reason}") from error
+
+
+def looks_local(path: str) -> bool:
+    """True for what can only be a folder: Hub ids have at most one slash and no leading dot."""
+    return path.startswith((".", "/", "~")) or path.count("/") != 1 or Path(path).exists()

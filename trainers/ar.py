@@ -1,0 +1,29 @@
+"""Autoregressive training: the lab's target, or a fine-tuned one."""
+
+from torch import Tensor
+
+from models.masks import Layout, attention_mask, causal
+from trainers.base import BaseModule
+from trainers.losses.ar import next_token, next_token_weight
+
+
+class Autoregressive(BaseModule):
+    """Next-token loss on packed rows, no attention across documents."""
+
+    def weight(self, batch: dict[str, Tensor]) -> Tensor:
+        """See `BaseModule`."""
+        return next_token_weight(batch["document"], batch["trained"])
+
+    def losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """See `BaseModule`."""
+        document = batch["document"]
+        layout = Layout(document, batch["position"], document)
+        logits = self.network(
+            input_ids=batch["input_ids"],
+            position_ids=batch["position"],
+            attention_mask=attention_mask(
+                causal, layout, self.network.config._attn_implementation
+            ),
+            use_cache=False,
+        ).logits
+        return next_token(logits, batch["input_ids"], document, batch["trained"])

@@ -1,0 +1,135 @@
+"""The base of every training module: the optimisation, and nothing of any method.
+
+A method supplies unreduced losses and weights; the sums over the whole global batch are made
+here, so the gradient does not depend on how a batch is split over ranks or accumulation steps.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
+
+from decoding.samplers.base import Sampler
+
+
+@dataclass
+class Optimization:
+    """AdamW and its schedule. schedule: a name of `transformers.get_scheduler`."""
+
+    lr: float
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    warmup_steps: int = 100
+    schedule: str = "cosine"
+
+
+class BaseModule(pl.LightningModule):
+    """Trains `network`. A method overrides `weight`, `losses` and, for a drafter, `sampler`.
+
+    target: the model that a drafter drafts for (None for others); it is not trained or saved.
+    """
+
+    def __init__(
+        self,
+        network: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        optimization: Optimization,
+        target: PreTrainedModel | None = None,
+    ):
+        super().__init__()
+        self.network, self.tokenizer, self.optimization = network, tokenizer, optimization
+        self._target = (target,)  # in a tuple, so that it is no submodule
+        self._sums: dict[str, Tensor] = {}
+
+    @property
+    def target(self) -> PreTrainedModel | None:
+        """The model that the drafter drafts for."""
+        return self._target[0]
+
+    def weight(self, batch: dict[str, Tensor]) -> Tensor:
+        """The weights that `losses` returns, without a forward."""
+        raise NotImplementedError
+
+    def losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Unreduced (loss, weight) of equal shape."""
+        raise NotImplementedError
+
+    def evaluate(self, batch: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+        """Validation metrics as {name: (sum, total)}; summed over batches and ranks."""
+        loss, weight = self.losses(batch)
+        return {"loss": ((loss * weight).sum(), weight.sum())}
+
+    def sampler(self) -> Sampler | None:
+        """The lossless sampler of the present weights; None if there is nothing to measure."""
+        return None
+
+    def export_config(self) -> dict:
+        """What `decoding.load` must know about an export (its `parade` entry)."""
+        return {"method": "plain"}
+
+    def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+        """The loss of a micro-batch; gradients of a step add up to sum(loss) / sum(weight)."""
+        loss, weight = self.losses(batch)
+        total = (loss * weight).sum()
+        # DDP averages over processes and Lightning over micro-batches: undo both.
+        parts = self.trainer.world_size * self.trainer.accumulate_grad_batches
+        step_weight = batch["step_weight"]
+        if self.trainer.world_size > 1:
+            step_weight = self.trainer.strategy.reduce(step_weight.clone(), reduce_op="sum")
+        mean = total.detach() / weight.sum().clamp_min(1e-12)
+        self.log("loss", mean, prog_bar=True, sync_dist=True)
+        self.log("lr", self.lr_schedulers().get_last_lr()[0])
+        return total * (parts / step_weight.clamp_min(1e-12))
+
+    def validation_step(self, batch: dict[str, Tensor], index: int) -> None:
+        """Add up the sums and totals of `evaluate`."""
+        for name, pair in self.evaluate(batch).items():
+            pair = torch.stack([x.detach().double() for x in pair])
+            self._sums[name] = self._sums.get(name, 0) + pair
+
+    def on_validation_epoch_end(self) -> None:
+        """Log every metric as one ratio over the whole validation set."""
+        for name, pair in self._sums.items():
+            if self.trainer.world_size > 1:
+                pair = self.trainer.strategy.reduce(pair, reduce_op="sum")
+            value = (pair[0] / pair[1].clamp_min(1e-12)).float()
+            self.log(f"val_{name}", value, prog_bar=name == "loss", rank_zero_only=True)
+        self._sums.clear()
+
+    def configure_optimizers(self):
+        """AdamW without decay on vectors (norms, biases), and the schedule."""
+        o, parameters = self.optimization, [p for p in self.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": o.weight_decay},
+            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=tuple(o.betas), fused=True)
+        steps = self.trainer.max_steps
+        warmup = min(o.warmup_steps, steps // 5)  # a short run must reach its full rate too
+        scheduler = get_scheduler(o.schedule, optimizer, warmup, steps)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class WholeSteps:
+    """Micro-batches of a loader, each with the weight of its whole step on this process.
+
+    Looks one step ahead: `step_weight` must be known before the step's first backward.
+    """
+
+    def __init__(self, loader: Iterable, accumulate: int, module: BaseModule):
+        self.loader, self.accumulate, self.module = loader, accumulate, module
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        step = []
+        for batch in self.loader:
+            step.append(batch)
+            if len(step) == self.accumulate:
+                weight = torch.stack([self.module.weight(b).sum() for b in step]).sum()
+                yield from ({**b, "step_weight": weight} for b in step)
+                step = []

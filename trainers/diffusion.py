@@ -1,0 +1,18 @@
+"""Causal LM to masked-diffusion LM: masked continuations of ordinary text (no teacher)."""
+
+from torch import Tensor
+
+from trainers.drafter import DrafterModule
+from trainers.losses.diffusion import denoising_weight, token_nll
+
+
+class MaskedDiffusion(DrafterModule):
+    """Masked-diffusion bound with weight 1/t over blocks that continue their own prefix."""
+
+    def weight(self, batch: dict[str, Tensor]) -> Tensor:
+        """See `BaseModule`."""
+        return denoising_weight(batch["masked"], batch["rate"], batch["size"])
+
+    def block_losses(self, logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """See `DrafterModule`."""
+        return token_nll(logits, batch["target"]), self.weight(batch)

@@ -1,0 +1,69 @@
+"""What every block drafter's module shares: packed blocks, accuracy by position, the sampler."""
+
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from data.tokenizer import draft_token_ids, fingerprint
+from decoding.load import sampler_of
+from decoding.samplers.base import Sampler
+from models.diffusion import draft_logits
+from trainers.base import BaseModule, Optimization
+
+
+class DrafterModule(BaseModule):
+    """A diffusion drafter on packed draft blocks; a method supplies the loss of their logits.
+
+    method: the sampler that serves the drafter. block_size: tokens drafted a cycle.
+    target_name: the path or Hub id that the export names as its target.
+    """
+
+    def __init__(
+        self,
+        network: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        optimization: Optimization,
+        target: PreTrainedModel | None = None,
+        *,
+        method: str,
+        block_size: int,
+        target_name: str,
+    ):
+        super().__init__(network, tokenizer, optimization, target)
+        self.method, self.block_size, self.target_name = method, block_size, target_name
+
+    def block_losses(self, logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """(loss, weight) [B, A, K] of the drafted tokens' logits [B, A, K, V]."""
+        raise NotImplementedError
+
+    def losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """See `BaseModule`."""
+        return self.block_losses(draft_logits(self.network, batch), batch)
+
+    def evaluate(self, batch: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+        """Loss, and teacher-forced accuracy at each position of a block."""
+        logits = draft_logits(self.network, batch)
+        loss, weight = self.block_losses(logits, batch)
+        right = (logits.argmax(-1) == batch["target"]) & batch["masked"]
+        metrics = {"loss": ((loss * weight).sum(), weight.sum())}
+        for i in range(min(self.block_size, right.shape[-1])):
+            metrics[f"accuracy_{i + 1}"] = (right[..., i].sum(), batch["masked"][..., i].sum())
+        return metrics
+
+    def sampler(self) -> Sampler | None:
+        """See `BaseModule`."""
+        if self.target is None:
+            return None
+        return sampler_of(self.export_config(), self.target, self.tokenizer, self.network)
+
+    def export_config(self) -> dict:
+        """See `BaseModule`."""
+        mask_id, sep_id = draft_token_ids(self.tokenizer)
+        return {
+            "method": self.method,
+            "target": self.target_name,
+            "tokenizer_fingerprint": fingerprint(self.tokenizer),
+            "attention": "prefix_causal",
+            "block_size": self.block_size,
+            "mask_id": mask_id,
+            "sep_id": sep_id,
+        }
