@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from data.answers import read_answers
+from data.answers import read_answers, read_manifest
 from data.chat import encode_document
 from data.packing import PackedRows
 from data.sources import load_documents
@@ -38,11 +38,13 @@ def documents(
         "length": length,
         "tokenizer": fingerprint(tokenizer),
     }
-    rows = load_documents(
-        source, split, field=field, streaming=streaming, limit=limit, subset=subset
-    )
-    encoded = (encode_document(tokenizer, row) for row in rows)
-    return _build(encoded, length, tokenizer, folder, made_from)
+
+    def encoded():  # a generator: rows found on disk must not open the source again
+        options = {"field": field, "streaming": streaming, "limit": limit, "subset": subset}
+        for row in load_documents(source, split, **options):
+            yield encode_document(tokenizer, row)
+
+    return _build(encoded(), length, tokenizer, folder, made_from)
 
 
 def answers(
@@ -56,7 +58,7 @@ def answers(
 
     source: the collection's folder. split: 'train' or 'heldout', by the hash of the prompt's id.
     """
-    manifest = json.loads((Path(source) / "manifest.json").read_text())
+    manifest = read_manifest(source)
     if manifest["tokenizer"] != fingerprint(tokenizer):
         raise ValueError(
             f"{source} was collected with another tokenizer (fingerprint "

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from data.sources import load_documents
+
 EOS_TOKEN = "<eos>"
 MASK_TOKEN = "<|mask|>"
 SEPARATOR_TOKEN = "<|draft|>"
@@ -42,6 +44,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         pad_token=EOS_TOKEN,
         clean_up_tokenization_spaces=False,
     )
+
+
+def corpus_tokenizer(source: str, vocab_size: int) -> PreTrainedTokenizerFast:
+    """`train_tokenizer` on the training documents of a corpus of texts."""
+    return train_tokenizer((row["text"] for row in load_documents(source)), vocab_size)
 
 
 def _not_empty(texts: Iterable[str]) -> Iterable[str]:

@@ -35,7 +35,7 @@ class RaggedCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Called by the attention layers: write [B, heads, Q, D], return what may be read."""
         if layer_idx == len(self.keys):
-            B, heads, _, D = key_states.shape
+            B, heads = key_states.shape[:2]
             for store, states in ((self.keys, key_states), (self.values, value_states)):
                 store.append(states.new_zeros(B, heads, self.capacity, states.shape[-1]))
         for store, states in ((self.keys, key_states), (self.values, value_states)):

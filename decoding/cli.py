@@ -79,7 +79,9 @@ def _convert(key: str, text: str, hint):
     if isinstance(hint, types.UnionType):
         if text.lower() in ("null", "none"):
             return None
-        return _convert(key, text, next(t for t in typing.get_args(hint) if t is not types.NoneType))
+        return _convert(
+            key, text, next(t for t in typing.get_args(hint) if t is not types.NoneType)
+        )
     if typing.get_origin(hint) is tuple:
         item = typing.get_args(hint)[0]
         return tuple(_convert(key, str(x), item) for x in _items(text))

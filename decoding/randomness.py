@@ -69,7 +69,9 @@ class KeyedRandomness:
     def _uniform(self, shape: torch.Size) -> Tensor:
         """float64 in (0, 1), one for each element of [B, ...]; every call is a new draw."""
         self.draws += 1
-        key = _mix(_mix(self.seeds + _purpose("uniform")) + self.draws * _STRIDE)
+        # A one-element tensor: its product wraps around, a Python int would overflow.
+        counter = torch.tensor([self.draws], device=self.seeds.device) * _STRIDE
+        key = _mix(_mix(self.seeds + _purpose("uniform")) + counter)
         count = math.prod(shape[1:])
         index = torch.arange(1, count + 1, device=key.device) * _STRIDE
         return _unit(_mix(key[:, None] + index)).view(shape)
@@ -86,6 +88,11 @@ _STRIDE = 0x9E3779B97F4A7C15 - (1 << 64)
 
 def _purpose(name: str) -> int:
     return int.from_bytes(name.encode()[:7], "little")
+
+
+def _wrap(x: int) -> int:
+    """A whole number as torch's int64 would hold it after overflow."""
+    return (x + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:

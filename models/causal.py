@@ -6,9 +6,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 
-def from_config(
-    tokenizer: PreTrainedTokenizerBase, model_type: str, **config
-) -> PreTrainedModel:
+def from_config(tokenizer: PreTrainedTokenizerBase, model_type: str, **config) -> PreTrainedModel:
     """A new causal LM of any transformers model type; `config` are that type's own keys."""
     configuration = AutoConfig.for_model(
         model_type,

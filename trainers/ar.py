@@ -21,9 +21,7 @@ class Autoregressive(BaseModule):
         logits = self.network(
             input_ids=batch["input_ids"],
             position_ids=batch["position"],
-            attention_mask=attention_mask(
-                causal, layout, self.network.config._attn_implementation
-            ),
+            attention_mask=attention_mask(causal, layout, self.network.config._attn_implementation),
             use_cache=False,
         ).logits
         return next_token(logits, batch["input_ids"], document, batch["trained"])

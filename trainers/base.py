@@ -106,7 +106,7 @@ class BaseModule(pl.LightningModule):
             {"params": [p for p in parameters if p.ndim > 1], "weight_decay": o.weight_decay},
             {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
         ]
-        optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=tuple(o.betas), fused=True)
+        optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=tuple(o.betas))
         steps = self.trainer.max_steps
         warmup = min(o.warmup_steps, steps // 5)  # a short run must reach its full rate too
         scheduler = get_scheduler(o.schedule, optimizer, warmup, steps)
@@ -117,13 +117,14 @@ class WholeSteps:
     """Micro-batches of a loader, each with the weight of its whole step on this process.
 
     Looks one step ahead: `step_weight` must be known before the step's first backward.
+    steps: of the whole run; a resumed loader has fewer left, but Lightning counts from the start.
     """
 
-    def __init__(self, loader: Iterable, accumulate: int, module: BaseModule):
-        self.loader, self.accumulate, self.module = loader, accumulate, module
+    def __init__(self, loader: Iterable, accumulate: int, steps: int, module: BaseModule):
+        self.loader, self.accumulate, self.steps, self.module = loader, accumulate, steps, module
 
     def __len__(self) -> int:
-        return len(self.loader)
+        return self.steps * self.accumulate
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         step = []

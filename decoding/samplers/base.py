@@ -151,6 +151,13 @@ class Sampler(ABC):
                 if len(keep) < len(rows.row):
                     rows.select(keep) if keep else rows.row.clear()
 
+    def start(self, prompt: list[int]) -> tuple[Rows, SamplingParams]:
+        """One greedy row that has not begun, for looking at a single pass."""
+        params = SamplingParams(max_new_tokens=1, temperature=0)
+        capacity = len(prompt) + 1 + self.margin(params)
+        device = self.target.device
+        return Rows([prompt], capacity, KeyedRandomness([0], device), device), params
+
     def margin(self, params: SamplingParams) -> int:
         """Slots needed behind the last token that is kept: a cycle's overshoot, and scratch."""
         return self.lookahead + 1

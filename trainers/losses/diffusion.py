@@ -10,7 +10,9 @@ def token_nll(logits: Tensor, target: Tensor) -> Tensor:
     Example: logits [[0, 0]], target [1] -> [log 2].
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    nll = torch.nn.functional.cross_entropy(logits.flatten(0, -2), target.flatten(), reduction="none")
+    nll = torch.nn.functional.cross_entropy(
+        logits.flatten(0, -2), target.flatten(), reduction="none"
+    )
     return nll.view(target.shape)
 
 

@@ -1,0 +1,119 @@
+"""`python -m decoding.collect recipe=deer_answers`: resumable, sharded collection.
+
+A shard is written whole or not at all, and its rows depend on the seed and the prompts' ids only:
+killed and started again, a collection loses nothing but the shard in work and repeats nothing.
+Several processes (torchrun) share the shards.
+"""
+
+import json
+import os
+import shutil
+import uuid
+from pathlib import Path
+
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from data.answers import shard_path
+from data.prompts import heldout_prompts
+from decoding.cli import main
+from decoding.compose import compose
+
+
+def run(argv: list[str]) -> None:
+    """The command."""
+    collect(compose(argv, "collect"))
+
+
+def collect(config: DictConfig) -> Path:
+    """Collect what is missing of a collection; returns its folder."""
+    folder = Path(config.runs) / config.recipe / (config.name or "")
+    collector = instantiate(config.collector)
+    prompts = heldout_prompts(tokenizer=collector.tokenizer, **config.prompts)
+    manifest = {
+        "recipe": config.recipe,
+        "prompts": dict(config.prompts),
+        "shard_size": config.shard_size,
+        "seed": config.seed,
+        **collector.made_with(),
+    }
+    shards = [prompts[i : i + config.shard_size] for i in range(0, len(prompts), config.shard_size)]
+    _claim(folder, manifest)
+    missing = [i for i in range(len(shards)) if not shard_path(folder, i).exists()]
+    print(f"{folder}: {len(shards)} shards, {len(shards) - len(missing)} of them are there")
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    missing = missing[rank::world]
+    _check_disk(
+        folder, sum(collector.bytes_of(p["prompt_ids"]) for i in missing for p in shards[i])
+    )
+    with _progress() as progress:
+        task = progress.add_task(config.recipe, total=len(missing))
+        for i in missing:
+            _write_shard(shard_path(folder, i), collector.collect(shards[i]))
+            progress.advance(task)
+    if all(shard_path(folder, i).exists() for i in range(len(shards))):
+        _write_text(folder / "complete.json", json.dumps({"shards": len(shards)}))
+    return folder
+
+
+def _claim(folder: Path, manifest: dict) -> None:
+    """Write the manifest, or check that the folder's own is the same."""
+    file = folder / "manifest.json"
+    manifest = json.loads(json.dumps(manifest))
+    if file.exists():
+        stored = json.loads(file.read_text())
+        changed = sorted(k for k in {*stored, *manifest} if stored.get(k) != manifest.get(k))
+        if changed:
+            k = changed[0]
+            raise ValueError(
+                f"{folder} was collected with other settings ({k}: {stored.get(k)}, now "
+                f"{manifest.get(k)}): give another name=..., or remove the folder"
+            )
+        return
+    (folder / "shards").mkdir(parents=True, exist_ok=True)
+    _write_text(file, json.dumps(manifest, indent=1))
+
+
+def _check_disk(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    print(f"at most {needed / 1e6:.1f} MB to write, {free / 1e9:.1f} GB free")
+    if needed > free:
+        raise ValueError(
+            f"{folder} needs up to {needed / 1e6:.0f} MB, but only {free / 1e6:.0f} MB are free"
+        )
+
+
+def _write_shard(file: Path, rows: list[dict]) -> None:
+    import pyarrow
+    import pyarrow.parquet as parquet
+
+    table = pyarrow.Table.from_pylist(rows)
+    _atomically(file, lambda temporary: parquet.write_table(table, temporary))
+
+
+def _write_text(file: Path, text: str) -> None:
+    _atomically(file, lambda temporary: temporary.write_text(text))
+
+
+def _atomically(file: Path, write) -> None:
+    """`write` to a temporary sibling, then rename; nothing half-written is left behind."""
+    temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex}")
+    try:
+        write(temporary)
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        *Progress.get_default_columns()[1:2],
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+
+
+if __name__ == "__main__":
+    main(run)

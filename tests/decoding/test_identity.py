@@ -1,0 +1,244 @@
+"""Same seed, same text: what DEER decodes is what plain decoding decodes, token for token."""
+
+import pytest
+import torch
+
+from decoding.params import SamplingParams
+from decoding.samplers.deer import DeerSampler
+from decoding.samplers.plain import PlainSampler
+from tests import tiny
+
+V = 12
+PROMPTS = [[1], [2, 7, 1, 8], [3, 1, 4, 1, 5, 9, 2, 6], [11, 10], [6, 6, 6, 0, 9]]
+SEEDS = [5, 71, 3, 900, 12]
+WARPS = {
+    "no warp": {},
+    "top-k": dict(top_k=3),
+    "top-p": dict(top_p=0.8),
+    "min-p": dict(min_p=0.2),
+    "penalty": dict(repetition_penalty=1.4),
+    "all": dict(top_k=8, top_p=0.9, min_p=0.05, repetition_penalty=1.2),
+}
+
+
+def target(kind="llama", vocabulary=V, **config):
+    return tiny.causal_lm(vocabulary, seed=0, kind=kind, **config).float()
+
+
+def random_drafter(vocabulary=V + 2):
+    return tiny.causal_lm(vocabulary, seed=1).float()
+
+
+def drafter_of_target(model):
+    """The target's own weights, with two more tokens."""
+    drafter = tiny.causal_lm(V + 2, seed=1).float()
+    with torch.no_grad():
+        for new, old in zip(drafter.parameters(), model.parameters()):
+            new[: len(old)] = old
+    return drafter
+
+
+def deer(model, drafter, k, cls=DeerSampler, vocabulary=V):
+    return cls(model, tiny.tokenizer(V), drafter, block_size=k, mask_id=V, sep_id=V + 1)
+
+
+class Oracle(DeerSampler):
+    """A drafter that agrees often: it knows `answers` by row, except at every fourth position."""
+
+    answers: list[list[int]]
+    prompts: list[list[int]]
+
+    def draft_pass(self, rows, k, params):
+        logits = super().draft_pass(rows, k, params)
+        for b, row in enumerate(rows.row):
+            start = int(rows.lengths[b]) - len(self.prompts[row])
+            for i, token in enumerate(self.answers[row][start : start + k]):
+                if (start + i) % 4 != 3:
+                    logits[b, i, token] = 1e4
+        return logits
+
+
+def oracle(model, k, prompts, answers):
+    sampler = deer(model, random_drafter(), k, Oracle)
+    sampler.prompts, sampler.answers = prompts, answers
+    return sampler
+
+
+def ids(results):
+    return [r.token_ids for r in results]
+
+
+def plain_rows(model, params, prompts=PROMPTS, seeds=SEEDS):
+    """The reference: plain decoding of every prompt alone."""
+    sampler = PlainSampler(model, tiny.tokenizer(V))
+    return [sampler.generate([p], params, seeds=[s])[0] for p, s in zip(prompts, seeds)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("name", WARPS)
+def test_coupled_deer_is_plain_decoding(name, temperature):
+    model = target()
+    params = SamplingParams(max_new_tokens=18, temperature=temperature, **WARPS[name])
+    expected = ids(plain_rows(model, params))
+    samplers = [
+        deer(model, random_drafter(), 3),
+        deer(model, drafter_of_target(model), 1),
+        deer(model, drafter_of_target(model), 6),
+        oracle(model, 2, PROMPTS, expected),
+        oracle(model, 7, PROMPTS, expected),
+    ]
+    for sampler in samplers:
+        assert ids(sampler.generate(PROMPTS, params, seeds=SEEDS)) == expected
+    alone = samplers[0].generate(PROMPTS[2:3], params, seeds=SEEDS[2:3])
+    assert ids(alone) == expected[2:3]
+
+
+def test_another_seed_gives_another_text():
+    params = SamplingParams(max_new_tokens=18)
+    first = ids(plain_rows(target(), params))
+    second = ids(plain_rows(target(), params, seeds=[s + 1 for s in SEEDS]))
+    assert all(a != b for a, b in zip(first, second))
+
+
+def test_the_seed_of_params_counts_up_over_the_rows():
+    sampler = PlainSampler(target(), tiny.tokenizer(V))
+    counted = sampler.generate([[1]] * 3, SamplingParams(max_new_tokens=9, seed=40))
+    given = sampler.generate([[1]] * 3, SamplingParams(max_new_tokens=9), seeds=[40, 41, 42])
+    assert ids(counted) == ids(given)
+
+
+class ShiftedNoise(DeerSampler):
+    """Wrong: the target's choices take the noise of the next position."""
+
+    def choose(self, rows, logits, start, params):
+        by_target = logits.shape[1] > self.block_size
+        return super().choose(rows, logits, start + int(by_target), params)
+
+
+class ForgottenRollback(DeerSampler):
+    """Wrong: the drafted tokens are emitted though they were not accepted."""
+
+    def cycle(self, rows, params):
+        tokens, counts = super().cycle(rows, params)
+        return tokens, (counts + 1).clamp_max(self.block_size + 1)
+
+
+@pytest.mark.parametrize("wrong", [ShiftedNoise, ForgottenRollback])
+def test_a_wrong_sampler_fails_the_same_test(wrong):
+    model, params = target(), SamplingParams(max_new_tokens=18)
+    expected = ids(plain_rows(model, params))
+    right = deer(model, random_drafter(), 3).generate(PROMPTS, params, seeds=SEEDS)
+    broken = deer(model, random_drafter(), 3, wrong).generate(PROMPTS, params, seeds=SEEDS)
+    assert ids(right) == expected
+    assert ids(broken) != expected
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_eos_inside_a_block_ends_the_row_there(ignore_eos):
+    model = target(eos_token_id=[4, 7])
+    params = SamplingParams(max_new_tokens=30, temperature=0.7, ignore_eos=ignore_eos)
+    expected = plain_rows(model, params)
+    # The oracle knows the whole text, behind the end too, so a block goes on after the end.
+    on = plain_rows(model, SamplingParams(max_new_tokens=40, temperature=0.7, ignore_eos=True))
+    sampler = oracle(model, 6, PROMPTS, ids(on))
+    found = sampler.generate(PROMPTS, params, seeds=SEEDS)
+    assert ids(found) == ids(expected)
+    assert [r.finish_reason for r in found] == [r.finish_reason for r in expected]
+    for r in found:
+        ended = r.finish_reason == "eos"
+        assert ended == (r.token_ids[-1] in (4, 7) and not ignore_eos)
+        assert ended or len(r.token_ids) == 30
+    assert ({"eos"} <= {r.finish_reason for r in found}) is not ignore_eos
+
+
+RAGGED = [*PROMPTS, [0, 5, 0, 5, 0, 5], [9, 8, 7], [4]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("rule", ["coupled", "rejection", "block"])
+def test_a_batch_of_eight_is_row_for_row_a_batch_of_one(rule, temperature):
+    model = target(eos_token_id=4)
+    params = SamplingParams(max_new_tokens=16, temperature=temperature, verify=rule)
+    seeds = [7, 70, 700, 1, 10, 100, 3, 30]
+    for sampler in (
+        PlainSampler(model, tiny.tokenizer(V)),
+        deer(model, drafter_of_target(model), 3),
+    ):
+        together = sampler.generate(RAGGED, params, seeds=seeds)
+        alone = [sampler.generate([p], params, seeds=[s])[0] for p, s in zip(RAGGED, seeds)]
+        assert ids(together) == ids(alone)
+        assert [r.stats.emitted for r in together] == [r.stats.emitted for r in alone]
+        assert len({len(r.token_ids) for r in together}) > 1 or temperature == 0
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+@pytest.mark.parametrize("kind", tiny.CLASSES)
+def test_greedy_is_the_text_of_transformers_generate(kind, penalty):
+    model = target(kind, eos_token_id=4)
+    params = SamplingParams(max_new_tokens=20, temperature=0.0, repetition_penalty=penalty)
+    expected = []
+    for prompt in PROMPTS:
+        out = model.generate(
+            torch.tensor([prompt]),
+            do_sample=False,
+            max_new_tokens=20,
+            repetition_penalty=penalty,
+            pad_token_id=0,
+        )
+        expected.append(out[0, len(prompt) :].tolist())
+    assert ids(PlainSampler(model, tiny.tokenizer(V)).generate(PROMPTS, params)) == expected
+    assert ids(deer(model, random_drafter(), 4).generate(PROMPTS, params)) == expected
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("size", [V - 4, V, V + 2, V + 9])
+def test_padded_vocabularies_of_either_side(size, temperature):
+    """As 151,936 against 152,064: either side may have rows that the other lacks."""
+    model = target()
+    sampler = DeerSampler(
+        model,
+        tiny.tokenizer(V),
+        random_drafter(size),
+        block_size=3,
+        mask_id=min(size, V + 2) - 2,
+        sep_id=min(size, V + 2) - 1,
+    )
+    params = SamplingParams(max_new_tokens=30, temperature=temperature)
+    expected = ids(plain_rows(model, params))
+    assert ids(sampler.generate(PROMPTS, params, seeds=SEEDS)) == expected
+    assert temperature == 0 or max(max(answer) for answer in expected) == V - 1
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection", "block"])
+def test_stats_add_up(rule):
+    model = target(eos_token_id=4)
+    params = SamplingParams(max_new_tokens=21, verify=rule)
+    for sampler in (PlainSampler(model, tiny.tokenizer(V)), deer(model, random_drafter(), 3)):
+        for r in sampler.generate(PROMPTS, params, seeds=SEEDS):
+            assert sum(r.stats.emitted) == len(r.token_ids)
+            assert r.stats.target_passes == len(r.stats.emitted)
+            assert min(r.stats.emitted) >= 1
+            assert max(r.stats.emitted) <= 4
+            plain = isinstance(sampler, PlainSampler)
+            assert r.stats.drafter_passes == (0 if plain else r.stats.target_passes)
+            assert min(r.stats.target_s, r.stats.sampler_s) > 0
+
+
+def test_a_drafter_that_knows_the_text_has_its_acceptance_length():
+    """It misses every fourth token: cycles of four (three drafted, one the target's own)."""
+    model, params = target(), SamplingParams(max_new_tokens=20)
+    expected = ids(plain_rows(model, params))
+    found = oracle(model, 3, PROMPTS, expected).generate(PROMPTS, params, seeds=SEEDS)
+    assert [r.stats.emitted for r in found] == [[4] * 5] * len(PROMPTS)
+    assert found[0].stats.acceptance_length == 4
+    plain = plain_rows(model, params)[0]
+    assert plain.stats.acceptance_length == 1
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection", "block"])
+def test_bfloat16_runs(rule):
+    model, drafter = target().bfloat16(), random_drafter().bfloat16()
+    params = SamplingParams(max_new_tokens=12, verify=rule, repetition_penalty=1.2, top_p=0.9)
+    for r in deer(model, drafter, 4).generate(PROMPTS, params, seeds=SEEDS):
+        assert len(r.token_ids) == 12
+        assert all(0 <= t < V for t in r.token_ids)

@@ -1,0 +1,230 @@
+"""`python -m trainers.fit recipe=NAME [scale=paper] [key=value ...]`: train, then export."""
+
+import json
+import subprocess
+import sys
+import warnings
+from functools import partial
+from pathlib import Path
+
+import pytorch_lightning as pl
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.loggers import CSVLogger
+from torch.utils.data import DataLoader
+
+from data.prompts import heldout_prompts
+from data.stream import Schedule, Stream
+from data.tokenizer import fingerprint
+from decoding.cli import main
+from decoding.compose import compose
+from decoding.load import check_tokenizers, load_tokenizer
+from models import causal
+from trainers.base import BaseModule, Optimization, WholeSteps
+from trainers.callbacks import AcceptanceLength, LossGuard, progress
+from trainers.export import write_export
+from trainers.provenance import provenance
+
+# Settings that a run may change when it goes on: where it runs, not what it computes.
+FREE = ("resume", "needs", "trainer.devices", "trainer.num_nodes", "trainer.strategy",
+        "trainer.accelerator", "trainer.workers", "trainer.compile")  # fmt: skip
+
+
+def run(argv: list[str]) -> None:
+    """The command."""
+    # Lightning's advice is for people who write Lightning code, not for those who run a recipe.
+    warnings.filterwarnings("ignore", module="pytorch_lightning")
+    fit(compose(argv, "fit"))
+
+
+def fit(config: DictConfig) -> Path:
+    """Train a recipe and export the result; returns the export's folder."""
+    folder = run_folder(config)
+    export = folder / "export"
+    checkpoint = checkpoint_to_resume(config, folder)
+    if checkpoint is None and (export / "config.json").exists() and config.resume == "auto":
+        print(f"{export} is there already: resume=never trains it anew, name=... beside it")
+        return export
+    prepare_inputs(config)
+    describe(config, folder)
+    pl.seed_everything(config.seed, verbose=False)
+    module = build_module(config)
+    trainer = build_trainer(config, folder, module)
+    first = torch.load(checkpoint, weights_only=False)["global_step"] if checkpoint else 0
+    loaders = build_loaders(config, trainer, module, first)
+    if config.trainer.compile:
+        module.network.compile()
+    print(f"{config.recipe} at scale {config.scale}: {config.trainer.max_steps} steps to {folder}")
+    trainer.fit(module, *loaders, ckpt_path=checkpoint, weights_only=False)
+    metrics = {k: round(float(v), 4) for k, v in trainer.callback_metrics.items()}
+    if trainer.is_global_zero:
+        write_export(module, export, metrics=metrics, folder=folder)
+        print(f"exported to {export}")
+    return export
+
+
+def run_folder(config: DictConfig) -> Path:
+    """`<runs>/<recipe>[/<name>]`."""
+    return Path(config.runs) / config.recipe / (config.name or "")
+
+
+def prepare_inputs(config: DictConfig) -> None:
+    """Every input that is a folder exists; at lab scale a missing one is built first."""
+    for need in config.needs:
+        if Path(need.path).exists():
+            continue
+        if not config.build_inputs:
+            raise ValueError(f"{need.path} is missing. It is made by: {need.command}")
+        print(f"{need.path} is missing, so it is built first: {need.command}", flush=True)
+        arguments = need.command.split()[1:]
+        if subprocess.run([sys.executable, *arguments]).returncode:
+            raise ValueError(f"could not build {need.path} with: {need.command}")
+
+
+def checkpoint_to_resume(config: DictConfig, folder: Path) -> str | None:
+    """The checkpoint that `resume=auto | never | PATH` asks for."""
+    if config.resume == "never":
+        return None
+    if config.resume != "auto":
+        if not Path(config.resume).is_file():
+            raise ValueError(
+                f"resume={config.resume!r} is no checkpoint file. Choose from ['auto', 'never'] "
+                "or give the path of one"
+            )
+        return config.resume
+    stored = folder / "config.yaml"
+    if not stored.exists():
+        return None
+    changed = _difference(OmegaConf.load(stored), config)
+    if changed:
+        key, before, now = changed
+        raise ValueError(
+            f"{folder} holds a run with other settings ({key}: {before}, now {now}): "
+            "give another name=..., or start anew with resume=never"
+        )
+    last = folder / "checkpoints" / "last.ckpt"
+    finished = (folder / "export" / "config.json").exists()
+    return str(last) if last.exists() and not finished else None
+
+
+def _difference(stored: DictConfig, config: DictConfig) -> tuple | None:
+    """The first setting that differs, as (key, before, now)."""
+    flat = []
+    for c in (stored, config):
+        flat.append(dict(_flatten(OmegaConf.to_container(c, resolve=True))))
+    for key in sorted({*flat[0], *flat[1]}):
+        free = any(key == f or key.startswith(f"{f}.") for f in FREE)
+        if not free and flat[0].get(key) != flat[1].get(key):
+            return key, flat[0].get(key), flat[1].get(key)
+    return None
+
+
+def _flatten(node, prefix=""):
+    if not isinstance(node, dict):
+        yield prefix[:-1], node
+        return
+    for key, value in node.items():
+        yield from _flatten(value, f"{prefix}{key}.")
+
+
+def describe(config: DictConfig, folder: Path) -> None:
+    """Write the resolved config and the provenance into the run's folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(config, folder / "config.yaml", resolve=True)
+    (folder / "provenance.json").write_text(json.dumps(provenance(), indent=1))
+
+
+def build_module(config: DictConfig) -> BaseModule:
+    """Tokenizer, network and module of a recipe."""
+    tokenizer = instantiate(config.tokenizer)
+    network = instantiate(config.network, tokenizer=tokenizer)
+    target = None
+    if config.target is not None:
+        check_tokenizers(
+            load_tokenizer(config.target), fingerprint(tokenizer), config.target, config.recipe
+        )
+        if config.acceptance.prompts:
+            target = causal.load(config.target, dtype=config.acceptance.dtype).eval()
+            target.requires_grad_(False)
+    return instantiate(
+        config.module,
+        network=network,
+        tokenizer=tokenizer,
+        optimization=Optimization(**config.optimization),
+        target=target,
+        _convert_="object",
+    )
+
+
+def build_trainer(config: DictConfig, folder: Path, module: BaseModule) -> pl.Trainer:
+    """The Lightning trainer; steps, not epochs, are its unit."""
+    t = config.trainer
+    callbacks = [
+        ModelCheckpoint(
+            folder / "checkpoints",
+            filename="{step}",
+            monitor="step",
+            mode="max",
+            save_top_k=t.keep_last,
+            save_last=True,
+            every_n_train_steps=min(t.checkpoint_every, t.max_steps),
+        ),
+        LossGuard(factor=t.divergence_factor, wait=t.divergence_wait),
+        progress(),
+    ]
+    a = config.acceptance
+    if module.target is not None:
+        prompts = heldout_prompts(a.source, module.tokenizer, a.prompts, a.prompt_length)
+        ids = [p["prompt_ids"] for p in prompts]
+        callbacks.append(AcceptanceLength(ids, list(a.temperatures), a.max_new_tokens))
+    trainer = pl.Trainer(
+        accelerator=t.accelerator,
+        devices=t.devices,
+        num_nodes=t.num_nodes,
+        strategy=t.strategy,
+        precision=t.precision,
+        max_steps=t.max_steps,
+        gradient_clip_val=t.gradient_clip,
+        log_every_n_steps=t.log_every,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        logger=CSVLogger(folder, name="metrics", version=""),
+        callbacks=callbacks,
+        enable_model_summary=False,
+    )
+    schedule = Schedule(range(0), t.batch_size, t.micro_batch_size, world=trainer.world_size)
+    trainer.accumulate_grad_batches = schedule.accumulate
+    trainer.val_check_interval = min(t.validate_every, t.max_steps) * schedule.accumulate
+    return trainer
+
+
+def build_loaders(
+    config: DictConfig, trainer: pl.Trainer, module: BaseModule, first: int
+) -> tuple[WholeSteps, DataLoader]:
+    """Training and validation loaders. The order of the data depends on the seed alone.
+
+    first: the step to start at.
+    """
+    t, d = config.trainer, config.data
+    corruption = None
+    if d.corruption is not None:
+        corruption = instantiate(d.corruption, tokenizer=module.tokenizer)
+    rows = partial(instantiate, tokenizer=module.tokenizer, folder=d.folder)
+    train, held_out = rows(d.train), rows(d.validation)
+    size = (t.batch_size, t.micro_batch_size, trainer.global_rank, trainer.world_size)
+    batches = Schedule(range(first, t.max_steps), *size)
+    loader = DataLoader(
+        Stream(train, config.seed, corruption), batch_sampler=batches, num_workers=t.workers
+    )
+    steps = max(1, min(d.validation_rows, len(held_out)) // t.batch_size)
+    validation = DataLoader(
+        Stream(held_out, config.seed, corruption), batch_sampler=Schedule(range(steps), *size)
+    )
+    return WholeSteps(loader, trainer.accumulate_grad_batches, t.max_steps, module), validation
+
+
+if __name__ == "__main__":
+    main(run)
