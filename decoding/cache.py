@@ -96,9 +96,11 @@ class CachedNetwork:
         if padding is not None:
             slots = positions.masked_fill(padding, self.cache.capacity - 1)
         self.cache.place(slots, visible)
+        # A drafter's vocabulary may be the smaller one: it only guesses, any embedding will do.
+        known = self.network.config.get_text_config().vocab_size
         started = self._clock()
         logits = self.network(
-            input_ids=tokens,
+            input_ids=tokens.clamp_max(known - 1),
             attention_mask=mask,
             position_ids=positions,
             past_key_values=self.cache,

@@ -19,6 +19,7 @@ from data.answers import shard_path
 from data.prompts import heldout_prompts
 from decoding.cli import main
 from decoding.compose import compose
+from decoding.inputs import prepare_inputs
 
 
 def run(argv: list[str]) -> None:
@@ -28,6 +29,7 @@ def run(argv: list[str]) -> None:
 
 def collect(config: DictConfig) -> Path:
     """Collect what is missing of a collection; returns its folder."""
+    prepare_inputs(config)
     folder = Path(config.runs) / config.recipe / (config.name or "")
     collector = instantiate(config.collector)
     prompts = heldout_prompts(tokenizer=collector.tokenizer, **config.prompts)
@@ -41,7 +43,10 @@ def collect(config: DictConfig) -> Path:
     shards = [prompts[i : i + config.shard_size] for i in range(0, len(prompts), config.shard_size)]
     _claim(folder, manifest)
     missing = [i for i in range(len(shards)) if not shard_path(folder, i).exists()]
-    print(f"{folder}: {len(shards)} shards, {len(shards) - len(missing)} of them are there")
+    done = len(shards) - len(missing)
+    print(
+        f"{config.recipe} at scale {config.scale}: {done} of {len(shards)} shards are in {folder}"
+    )
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     missing = missing[rank::world]
     _check_disk(

@@ -39,6 +39,7 @@ class SamplingParams:
             (0 < self.top_p <= 1, "top_p", "in (0, 1]; 1 is off"),
             (0 <= self.min_p < 1, "min_p", "in [0, 1); 0 is off"),
             (self.repetition_penalty > 0, "repetition_penalty", "a positive number; 1 is off"),
+            (not isinstance(self.stop, str), "stop", "a tuple of strings"),
             (all(self.stop), "stop", "strings that are not empty"),
             (self.verify in VERIFY, "verify", f"one of {list(VERIFY)}"),
             (self.block_size is None or self.block_size >= 1, "block_size", "at least 1"),

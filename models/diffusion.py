@@ -42,8 +42,10 @@ def from_causal_lm(
 def keep_layers(network: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
     """Keep these decoder layers of a network, in this order."""
     depth = network.config.num_hidden_layers
-    if not layers or any(not 0 <= i < depth for i in layers):
-        raise ValueError(f"layers={layers} are not layers of a model that has 0 to {depth - 1}")
+    if not layers or any(not 0 <= i < depth for i in layers) or len({*layers}) < len(layers):
+        raise ValueError(
+            f"layers={layers} are not different layers of a model that has 0 to {depth - 1}"
+        )
     kept = [network.model.layers[i] for i in layers]
     for new, layer in enumerate(kept):
         for module in layer.modules():

@@ -1,8 +1,6 @@
 """`python -m trainers.fit recipe=NAME [scale=paper] [key=value ...]`: train, then export."""
 
 import json
-import subprocess
-import sys
 import warnings
 from functools import partial
 from pathlib import Path
@@ -20,6 +18,7 @@ from data.stream import Schedule, Stream
 from data.tokenizer import fingerprint
 from decoding.cli import main
 from decoding.compose import compose
+from decoding.inputs import prepare_inputs
 from decoding.load import check_tokenizers, load_tokenizer
 from models import causal
 from trainers.base import BaseModule, Optimization, WholeSteps
@@ -68,19 +67,6 @@ def fit(config: DictConfig) -> Path:
 def run_folder(config: DictConfig) -> Path:
     """`<runs>/<recipe>[/<name>]`."""
     return Path(config.runs) / config.recipe / (config.name or "")
-
-
-def prepare_inputs(config: DictConfig) -> None:
-    """Every input that is a folder exists; at lab scale a missing one is built first."""
-    for need in config.needs:
-        if Path(need.path).exists():
-            continue
-        if not config.build_inputs:
-            raise ValueError(f"{need.path} is missing. It is made by: {need.command}")
-        print(f"{need.path} is missing, so it is built first: {need.command}", flush=True)
-        arguments = need.command.split()[1:]
-        if subprocess.run([sys.executable, *arguments]).returncode:
-            raise ValueError(f"could not build {need.path} with: {need.command}")
 
 
 def checkpoint_to_resume(config: DictConfig, folder: Path) -> str | None:

@@ -59,6 +59,7 @@ class _Answer:
     token_ids: list[int]
     stats: Stats
     printed: int = 0  # characters already streamed
+    sent: int = 0  # tokens already streamed
 
 
 class Sampler(ABC):
@@ -67,7 +68,7 @@ class Sampler(ABC):
     target: any transformers causal LM that takes a 4-D attention mask; tokenizer: its own.
     """
 
-    lookahead = 1  # tokens behind the last committed one that a cycle may write
+    rules: tuple[str, ...] = ("coupled", "rejection")  # values of `verify` that differ
 
     def __init__(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
         self.target = target.eval()
@@ -160,7 +161,7 @@ class Sampler(ABC):
 
     def margin(self, params: SamplingParams) -> int:
         """Slots needed behind the last token that is kept: a cycle's overshoot, and scratch."""
-        return self.lookahead + 1
+        return 1
 
     def prefill(self, rows: Rows, name: str, network: CachedNetwork) -> None:
         """Give a network all prompt tokens but the last, which the first cycle brings."""
@@ -234,11 +235,12 @@ class Sampler(ABC):
         decoded = None
         if params.stop:
             decoded = self._decode(answer.token_ids)
-            cuts = [at for s in params.stop if (at := decoded.find(s)) >= 0]
-            if cuts:
-                decoded, reason = decoded[: min(cuts)], "stop"
+            if any(s in decoded for s in params.stop):
                 answer.token_ids, kept = self._tokens_until(answer.token_ids, params.stop, before)
                 answer.stats.emitted[-1] = kept
+                # Cut what these tokens say: a later token may complete an earlier stop string.
+                decoded, reason = self._decode(answer.token_ids), "stop"
+                decoded = decoded[: min(at for s in params.stop if (at := decoded.find(s)) >= 0)]
         if reason is None and not text:
             return None
         if decoded is None:
@@ -250,6 +252,7 @@ class Sampler(ABC):
             result = Result(decoded, answer.token_ids, reason, answer.stats)
         elif not piece:
             return None
+        new, answer.sent = answer.token_ids[answer.sent :], len(answer.token_ids)
         return Chunk(row, piece, new, result)
 
     def _decode(self, token_ids: list[int]) -> str:

@@ -22,6 +22,8 @@ class DeerSampler(Sampler):
     block_size: k, tokens drafted a cycle. mask_id, sep_id: the drafter's own two tokens.
     """
 
+    rules = ("coupled", "rejection", "block")
+
     def __init__(
         self,
         target: PreTrainedModel,

@@ -13,11 +13,11 @@ PROMPTS = [[1], [2, 7, 1, 8], [3, 1, 4, 1, 5, 9, 2, 6], [11, 10], [6, 6, 6, 0, 9
 SEEDS = [5, 71, 3, 900, 12]
 WARPS = {
     "no warp": {},
-    "top-k": dict(top_k=3),
-    "top-p": dict(top_p=0.8),
-    "min-p": dict(min_p=0.2),
-    "penalty": dict(repetition_penalty=1.4),
-    "all": dict(top_k=8, top_p=0.9, min_p=0.05, repetition_penalty=1.2),
+    "top-k": {"top_k": 3},
+    "top-p": {"top_p": 0.8},
+    "min-p": {"min_p": 0.2},
+    "penalty": {"repetition_penalty": 1.4},
+    "all": {"top_k": 8, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.2},
 }
 
 
@@ -180,6 +180,7 @@ def test_greedy_is_the_text_of_transformers_generate(kind, penalty):
     for prompt in PROMPTS:
         out = model.generate(
             torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
             do_sample=False,
             max_new_tokens=20,
             repetition_penalty=penalty,

@@ -1,0 +1,26 @@
+# Everything runs in .venv, which every target makes by itself.
+PY := .venv/bin/python
+FIT := $(PY) -m trainers.fit
+RUNS ?= runs
+
+.PHONY: quickstart test lint lab-deer clean
+
+.venv/installed: setup.cfg constraints.txt
+	test -x $(PY) || python3 -m venv .venv
+	$(PY) -m pip install -q -c constraints.txt torch
+	$(PY) -m pip install -q -c constraints.txt -e '.[train,lab,test]'
+	touch $@
+
+quickstart: .venv/installed  ## train and decode with DEER at lab scale, from nothing (minutes)
+	$(FIT) recipe=deer_stage2 runs=$(RUNS)
+	$(PY) -m decoding.bench model=$(RUNS)/deer_stage2/export also=$(RUNS)/deer_stage1/export prompts=16 max_new_tokens=96
+
+test: .venv/installed  ## the whole test suite
+	$(PY) -m pytest
+
+lint: .venv/installed  ## ruff, as CI runs it
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+clean:
+	rm -rf runs .venv

@@ -1,0 +1,237 @@
+"""A drafter is a causal LM with other attention, the same in training and in decoding."""
+
+import copy
+
+import pytest
+import torch
+
+from data.anchors import DraftBlocks, Noise
+from data.tokenizer import draft_token_ids, train_tokenizer, with_draft_tokens
+from decoding.cache import CachedNetwork
+from decoding.params import SamplingParams
+from decoding.randomness import KeyedRandomness
+from decoding.samplers.base import Rows
+from decoding.samplers.deer import DeerSampler
+from models import diffusion
+from models.masks import causal
+from tests import tiny
+
+PLAIN = train_tokenizer(["ab"], 257)
+TOKENIZER = with_draft_tokens(PLAIN)
+V, MASK, SEP = len(PLAIN), *draft_token_ids(TOKENIZER)
+KINDS = pytest.mark.parametrize("kind", tiny.CLASSES)
+
+
+def weights(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@KINDS
+def test_weights_are_copied_and_the_embedding_grows_by_the_draft_tokens(kind):
+    source = tiny.causal_lm(V, kind=kind)
+    before = weights(source)
+    drafter = diffusion.from_causal_lm(source, TOKENIZER)
+    assert drafter.config.vocab_size == V + 2
+    for name, p in drafter.named_parameters():
+        assert torch.equal(p[: len(before[name])], before[name]), name
+    assert drafter.lm_head.weight.shape[0] == V + 2
+    assert torch.isfinite(drafter.lm_head.weight).all()
+    # The source is neither shared nor changed.
+    with torch.no_grad():
+        drafter.model.layers[0].mlp.up_proj.weight.zero_()
+    assert source.config.vocab_size == V
+    assert all(torch.equal(p, before[name]) for name, p in source.named_parameters())
+
+
+def test_a_padded_vocabulary_has_room_already():
+    source = tiny.causal_lm(V + 30)
+    drafter = diffusion.from_causal_lm(source, TOKENIZER)
+    assert drafter.config.vocab_size == V + 30
+    assert torch.equal(drafter.lm_head.weight, source.lm_head.weight)
+
+
+def test_tied_embeddings_stay_tied():
+    drafter = diffusion.from_causal_lm(tiny.causal_lm(V, tie_word_embeddings=True), TOKENIZER)
+    assert drafter.lm_head.weight is drafter.model.embed_tokens.weight
+    assert len(drafter.lm_head.weight) == V + 2
+
+
+def test_new_rows_do_not_depend_on_the_callers_random_state_and_leave_it_alone():
+    source, new = tiny.causal_lm(V), []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        expected = torch.rand(3, generator=torch.Generator().manual_seed(seed))
+        new.append(diffusion.from_causal_lm(source, TOKENIZER).model.embed_tokens.weight[V:])
+        assert torch.equal(torch.rand(3), expected)
+    assert torch.equal(*new)
+
+
+def full_and_cached(model):
+    """Causal logits of a text in one forward, and token by token with the cache."""
+    ids = torch.tensor([[5, 80, 81, 7, 200, 13]])
+    with torch.inference_mode():
+        full = model(ids, use_cache=False).logits
+        network = CachedNetwork(model.eval(), causal, 8)
+        steps = [network(ids[:, i : i + 1], torch.tensor([[i]]), keep=1) for i in range(6)]
+    return full, torch.cat(steps, 1)
+
+
+@KINDS
+@pytest.mark.parametrize("layers", [[0], [3], [0, 2, 3], [2, 0]])
+def test_kept_layers_keep_their_order_and_run_with_a_cache(kind, layers):
+    source = tiny.causal_lm(V, kind=kind, layers=4)
+    drafter = diffusion.from_causal_lm(source, TOKENIZER, layers)
+    assert drafter.config.num_hidden_layers == len(layers)
+    for kept, original in zip(drafter.model.layers, layers, strict=True):
+        old = weights(source.model.layers[original])
+        assert all(torch.equal(p, old[name]) for name, p in kept.named_parameters())
+    full, cached = full_and_cached(drafter)
+    assert torch.allclose(full, cached, atol=1e-9)
+    with torch.inference_mode():  # transformers' own cache counts on the layers' numbers too
+        ids = torch.tensor([[5, 80, 81]])
+        assert torch.allclose(drafter(ids, use_cache=True).logits, full[:, :3], atol=1e-9)
+    assert len(source.model.layers) == source.config.num_hidden_layers == 4
+
+
+@pytest.mark.parametrize("layers", [[], [4], [-1], [0, 9], [1, 1]])
+def test_layers_that_are_not_there(layers):
+    with pytest.raises(ValueError, match="0 to 3") as error:
+        diffusion.from_causal_lm(tiny.causal_lm(V, layers=4), TOKENIZER, layers)
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_of_another_build_is_refused():
+    class Other(torch.nn.Module):
+        config = tiny.CLASSES["llama"][0]()
+
+    with pytest.raises(ValueError, match="Llama, Qwen2 or Qwen3"):
+        diffusion.from_causal_lm(Other(), TOKENIZER)
+
+
+# -- the same draft logits: packed, one block at a time, and in the sampler ----------------------
+
+K = 3
+DOCUMENTS = [11, 7]  # tokens
+ANCHORS = [4, 9, 1, 13, 4]  # clean tokens in front of each block; 13 stands in the second document
+ALL_MASKED = Noise(torch.ones(5, K).bool(), torch.ones(5, K).bool(), torch.ones(5))
+
+
+def packed_row():
+    """Two documents and two tokens of padding, as `data.packing` lays them out."""
+    g = torch.Generator().manual_seed(3)
+    ids = torch.randint(1, V, (sum(DOCUMENTS) + 2,), generator=g)
+    document = torch.tensor([0] * DOCUMENTS[0] + [1] * DOCUMENTS[1] + [-1] * 2)
+    position = torch.tensor([*range(DOCUMENTS[0]), *range(DOCUMENTS[1]), 0, 0])
+    trained = (document >= 0).long()
+    return {"input_ids": ids, "document": document, "position": position, "trained": trained}
+
+
+def drafter(kind):
+    return diffusion.from_causal_lm(tiny.causal_lm(V, seed=6, kind=kind), TOKENIZER).double()
+
+
+def packed_logits(network, row, anchors=ANCHORS, noise=ALL_MASKED):
+    """[A, K, V] of one packed forward."""
+    blocks = DraftBlocks(len(anchors), K, None, TOKENIZER)
+    sample = blocks.lay_out(row, torch.tensor(anchors), noise)
+    with torch.inference_mode():
+        return diffusion.draft_logits(network, {k: v[None] for k, v in sample.items()})[0]
+
+
+def prefix_of(row, anchor):
+    """The clean tokens in front of an anchor, of its own document only."""
+    start = 0 if anchor <= DOCUMENTS[0] else DOCUMENTS[0]
+    return row["input_ids"][start:anchor]
+
+
+def lone_logits(network, row, anchor, drafted=(MASK,) * K):
+    """One block by a forward of its own: prefix, separator, masks, and a mask drawn by hand."""
+    prefix = prefix_of(row, anchor)
+    n = len(prefix)
+    ids = torch.cat([prefix, torch.tensor([SEP, *drafted])])
+    seen = torch.ones(n + 1 + K, n + 1 + K).tril().bool()
+    seen[n:, n:] = True
+    with torch.inference_mode():
+        logits = network(ids[None], attention_mask=seen[None, None], use_cache=False).logits
+    return logits[0, -K:]
+
+
+def close(a, b):
+    return bool((a - b).abs().max() < 1e-9)
+
+
+@KINDS
+def test_packed_blocks_are_each_block_alone(kind):
+    network, row = drafter(kind), packed_row()
+    packed = packed_logits(network, row)
+    for a, anchor in enumerate(ANCHORS):
+        assert close(packed[a], lone_logits(network, row, anchor))
+    assert close(packed[0], packed[4])  # the same anchor twice
+    assert not close(packed[0], packed[1])
+
+
+def test_partly_masked_blocks_show_their_clean_tokens():
+    network, row = drafter("llama"), packed_row()
+    masked = torch.tensor([[True, False, True]] * 5)
+    packed = packed_logits(network, row, noise=ALL_MASKED._replace(masked=masked))
+    second = int(row["input_ids"][9 + 1])
+    assert close(packed[1], lone_logits(network, row, 9, (MASK, second, MASK)))
+    assert not close(packed[1], lone_logits(network, row, 9))
+
+
+def draft_rows(sampler, prompts, params):
+    """Rows of a batch that are prefilled and have drafted nothing."""
+    capacity = max(map(len, prompts)) + params.max_new_tokens + sampler.margin(params)
+    rows = Rows(prompts, capacity, KeyedRandomness([0] * len(prompts)), "cpu")
+    sampler.begin(rows, params)
+    return rows
+
+
+def sampler_of(network):
+    return DeerSampler(tiny.causal_lm(V), PLAIN, network, block_size=K, mask_id=MASK, sep_id=SEP)
+
+
+@KINDS
+def test_the_sampler_drafts_what_training_trains(kind):
+    """Cached, ragged draft passes over the prefixes of the anchors: positions and mask agree."""
+    network, row, params = drafter(kind), packed_row(), SamplingParams()
+    packed = packed_logits(network, row)[..., :V]
+    prompts = [prefix_of(row, a).tolist() for a in ANCHORS]
+    sampler = sampler_of(network)
+    with torch.inference_mode():
+        drafted = sampler.draft_pass(draft_rows(sampler, prompts, params), K, params)
+    assert close(drafted, packed)
+
+
+def test_later_draft_passes_too():
+    """The cache after cycles of different lengths a row, drafted blocks written over."""
+    network, row, params = drafter("qwen3"), packed_row(), SamplingParams(max_new_tokens=20)
+    sampler = sampler_of(network)
+    text = row["input_ids"][: DOCUMENTS[0]]
+    anchors = [1, 2, 3]
+    with torch.inference_mode():
+        rows = draft_rows(sampler, [text[:a].tolist() for a in anchors], params)
+        for counts in ([1, 3, 2], [4, 1, 1], [2, 1, 4]):
+            sampler.draft_pass(rows, K, params)
+            new = torch.stack([text[a : a + K + 1] for a in anchors])
+            rows.append(new, torch.tensor(counts))
+            anchors = [a + c for a, c in zip(anchors, counts)]
+        drafted = sampler.draft_pass(rows, K, params)
+    assert rows.lengths.tolist() == anchors == [8, 7, 10]
+    for a, logits in zip(anchors, drafted):
+        assert close(logits, lone_logits(network, row, a)[:, :V])
+
+
+def test_what_must_and_what_must_not_change_the_logits(monkeypatch):
+    """The comparisons above can fail, and blocks depend on nothing but their prefix."""
+    network, row = drafter("llama"), packed_row()
+    before = packed_logits(network, row)
+
+    changed = copy.deepcopy(row)
+    changed["input_ids"][2] = (changed["input_ids"][2] + 1) % V
+    moved = packed_logits(network, changed)
+    unmoved = [a for a in range(5) if close(moved[a], before[a])]
+    assert unmoved == [2, 3]  # in front of token 2, and in the other document
+
+    monkeypatch.setattr(diffusion, "draft_blocks", causal)
+    assert not close(packed_logits(network, row), before)

@@ -1,0 +1,130 @@
+"""Every attention pattern against a matrix drawn by hand, and its two forms against each other."""
+
+import pytest
+import torch
+
+from models.masks import Layout, attention_mask, causal, dense, draft_blocks, flex
+
+
+def layout(document, index, block):
+    return Layout(*(torch.tensor([list(x)]) for x in (document, index, block)))
+
+
+def drawn(picture):
+    """A matrix of 'x' (sees) and '.' (does not)."""
+    rows = [line.split() for line in picture.strip().splitlines()]
+    return torch.tensor([[c == "x" for c in row] for row in rows])
+
+
+# Two documents of three and two tokens, and one padding token.
+TWO_DOCUMENTS = layout([0, 0, 0, 1, 1, -1], range(6), [-1] * 6)
+
+CAUSAL = drawn("""
+    x . . . . .
+    x x . . . .
+    x x x . . .
+    . . . x . .
+    . . . x x .
+    . . . . . x
+""")
+
+
+def test_causal_within_each_document():
+    assert torch.equal(dense(causal, TWO_DOCUMENTS)[0, 0], CAUSAL)
+    assert torch.equal(dense(draft_blocks, TWO_DOCUMENTS)[0, 0], CAUSAL)  # no block, no difference
+
+
+# The same clean tokens without padding, then block 0 (separator and two masks) after two tokens of
+# the first document, and block 1 (separator and one mask) after one token of the second.
+BLOCKS = layout(
+    document=[0, 0, 0, 1, 1, 0, 0, 0, 1, 1],
+    index=[0, 1, 2, 3, 4, 2, 2, 2, 4, 4],
+    block=[-1, -1, -1, -1, -1, 0, 0, 0, 1, 1],
+)
+
+DRAFT_BLOCKS = drawn("""
+    x . . . . . . . . .
+    x x . . . . . . . .
+    x x x . . . . . . .
+    . . . x . . . . . .
+    . . . x x . . . . .
+    x x . . . x x x . .
+    x x . . . x x x . .
+    x x . . . x x x . .
+    . . . x . . . . x x
+    . . . x . . . . x x
+""")
+
+
+def test_a_block_sees_its_prefix_and_itself():
+    assert torch.equal(dense(draft_blocks, BLOCKS)[0, 0], DRAFT_BLOCKS)
+
+
+def test_two_blocks_of_one_document_do_not_see_each_other():
+    both = layout([0] * 6, [0, 1, 1, 1, 2, 2], [-1, -1, 0, 0, 1, 1])
+    expected = drawn("""
+        x . . . . .
+        x x . . . .
+        x . x x . .
+        x . x x . .
+        x x . . x x
+        x x . . x x
+    """)
+    assert torch.equal(dense(draft_blocks, both)[0, 0], expected)
+
+
+def test_queries_over_other_keys_are_rows_of_the_square():
+    """What a cache does: the last tokens only, over all slots."""
+    last = BLOCKS.map(lambda t: t[:, 5:])
+    assert torch.equal(dense(draft_blocks, last, BLOCKS)[0, 0], DRAFT_BLOCKS[5:])
+
+
+def random_layout(seed):
+    """Clean tokens of a few documents with blocks behind them, and padding."""
+    g = torch.Generator().manual_seed(seed)
+    document = torch.randint(0, 3, (10,), generator=g).sort().values
+    document[8:] = -1
+    index = torch.arange(10)
+    block = torch.full((10,), -1)
+    for number in range(3):
+        anchor = int(torch.randint(1, 8, (), generator=g))
+        size = int(torch.randint(1, 5, (), generator=g))
+        document = torch.cat([document, document[anchor - 1].expand(size)])
+        index = torch.cat([index, torch.full((size,), anchor)])
+        block = torch.cat([block, torch.full((size,), number)])
+    return Layout(document[None], index[None], block[None])
+
+
+@pytest.mark.parametrize("predicate", [causal, draft_blocks])
+@pytest.mark.parametrize("seed", range(5))
+def test_flex_is_dense_element_by_element(predicate, seed):
+    rows = random_layout(seed)
+    L = rows.document.shape[1]
+    mask_mod = flex(predicate, rows).mask_mod
+    q, k = torch.meshgrid(torch.arange(L), torch.arange(L), indexing="ij")
+    zero = torch.tensor(0)
+    assert torch.equal(mask_mod(zero, zero, q, k), dense(predicate, rows)[0, 0])
+
+
+@pytest.mark.parametrize("predicate", [causal, draft_blocks])
+@pytest.mark.parametrize("seed", range(20))
+def test_no_row_is_entirely_masked_and_every_token_sees_itself(predicate, seed):
+    """A row without any key is NaN in a softmax."""
+    mask = dense(predicate, random_layout(seed))[0, 0]
+    assert mask.diagonal().all()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_clean_token_sees_a_block(seed):
+    """What makes the keys and values of a prefix cacheable."""
+    rows = random_layout(seed)
+    mask, clean = dense(draft_blocks, rows)[0, 0], rows.block[0] < 0
+    assert not mask[clean][:, ~clean].any()
+
+
+def test_the_implementation_chooses_the_form():
+    assert torch.equal(attention_mask(causal, TWO_DOCUMENTS, "sdpa")[0, 0], CAUSAL)
+    block_mask = attention_mask(causal, TWO_DOCUMENTS, "flex_attention")
+    assert block_mask.mask_mod is not None
+    with pytest.raises(ValueError, match=r"'eager' cannot take .* Choose from"):
+        attention_mask(causal, TWO_DOCUMENTS, "eager")

@@ -1,0 +1,111 @@
+"""One tiny chain for the whole session: corpus, target, diffusion LM, answers, both stages."""
+
+import random
+
+import pytest
+
+from decoding.collect import collect
+from decoding.compose import compose
+from trainers.fit import fit
+
+WORDS = (
+    "self",
+    "return",
+    "value",
+    "name",
+    "for",
+    "in",
+    "if",
+    "else",
+    "None",
+    "def",
+    "class",
+    "key",
+)
+
+SMALL = [
+    "acceptance.prompts=2",
+    "acceptance.prompt_length=8",
+    "acceptance.max_new_tokens=6",
+    "acceptance.dtype=float32",
+    "trainer.max_steps=4",
+    "trainer.batch_size=4",
+    "trainer.micro_batch_size=4",
+    "trainer.validate_every=4",
+    "trainer.checkpoint_every=2",
+    "trainer.precision=32-true",
+    "trainer.accelerator=cpu",
+    "data.validation_rows=4",
+]
+BLOCKS = ["data.corruption.anchors=4", "data.corruption.length=4", "module.block_size=4"]
+
+
+def write_corpus(folder, documents=160):
+    """Small random programs, enough for a held-out fortieth."""
+    folder.mkdir(parents=True)
+    draw = random.Random(0)
+    for i in range(documents):
+        lines = [" ".join(draw.choices(WORDS, k=6)) for _ in range(12)]
+        (folder / f"{i:03d}.py").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+class Lab:
+    """Commands of the lab scale on a tiny corpus and tiny networks."""
+
+    def __init__(self, root):
+        self.corpus = write_corpus(root / "corpus")
+        self.runs = root / "runs"
+
+    def arguments(self, recipe, *overrides):
+        text = [f"data.{split}.source={self.corpus}" for split in ("train", "validation")]
+        rows = [f"data.{split}.length=48" for split in ("train", "validation")]
+        own = {
+            "ar_target": [
+                f"tokenizer.source={self.corpus}",
+                "tokenizer.vocab_size=320",
+                *text,
+                *rows,
+                "network.hidden_size=32",
+                "network.intermediate_size=64",
+                "network.num_hidden_layers=3",
+                "network.num_attention_heads=2",
+                "network.num_key_value_heads=1",
+                "network.max_position_embeddings=256",
+            ],
+            "diffusion_adapt": [*text, *rows, *BLOCKS],
+            "deer_stage1": [*rows, *BLOCKS],
+            "deer_stage2": [*rows, *BLOCKS],
+        }[recipe]
+        source = f"acceptance.source={self.corpus}"
+        return [f"recipe={recipe}", f"runs={self.runs}", source, *own, *SMALL, *overrides]
+
+    def fit(self, recipe, *overrides):
+        return fit(compose(self.arguments(recipe, *overrides), "fit"))
+
+    def collect_arguments(self, *overrides):
+        return [
+            "recipe=deer_answers",
+            f"runs={self.runs}",
+            f"prompts.source={self.corpus}",
+            "prompts.count=120",
+            "prompts.length=8",
+            "collector.max_new_tokens=16",
+            "collector.dtype=float32",
+            "shard_size=20",
+            *overrides,
+        ]
+
+    def collect(self, *overrides):
+        return collect(compose(self.collect_arguments(*overrides), "collect"))
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory):
+    lab = Lab(tmp_path_factory.mktemp("lab"))
+    lab.fit("ar_target")
+    lab.fit("diffusion_adapt")
+    lab.collect()
+    lab.fit("deer_stage1")
+    lab.fit("deer_stage2")
+    return lab

@@ -1,0 +1,150 @@
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from decoding.compose import compose
+from decoding.load import load
+from decoding.params import SamplingParams
+from decoding.samplers.plain import PlainSampler
+from trainers.fit import fit
+
+
+def weights(export):
+    return load_file(export / "model.safetensors")
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize("recipe", ["ar_target", "diffusion_adapt", "deer_stage1", "deer_stage2"])
+def test_exports_load_in_stock_transformers(lab, recipe):
+    export = lab.runs / recipe / "export"
+    network = AutoModelForCausalLM.from_pretrained(export)
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    assert network.config.vocab_size >= len(tokenizer)
+    files = {p.name for p in export.iterdir()}
+    assert {"config.json", "model.safetensors", "README.md", "generation_config.json"} <= files
+    assert not [f for f in files if "optim" in f or f.endswith(".ckpt")]
+
+
+def test_the_served_drafter_gives_the_text_of_plain_decoding(lab):
+    sampler = load(str(lab.runs / "deer_stage2" / "export"), dtype="float32")
+    plain = PlainSampler(sampler.target, sampler.tokenizer)
+    params = SamplingParams(max_new_tokens=24, temperature=0.8, seed=5)
+    prompts = ["self return", "def class print list"]
+    a, b = sampler.generate(prompts, params), plain.generate(prompts, params)
+    assert [r.token_ids for r in a] == [r.token_ids for r in b]
+    assert a[0].stats.drafter_passes > 0
+
+
+def test_acceptance_length_and_accuracy_are_logged_at_validation(lab):
+    header = (lab.runs / "deer_stage2" / "metrics" / "metrics.csv").read_text().splitlines()[0]
+    names = header.split(",")
+    assert {"acceptance_length_t0", "acceptance_length_t1", "val_loss", "val_accuracy_1"} <= {
+        *names
+    }
+
+
+def test_a_run_records_where_it_came_from(lab):
+    folder = lab.runs / "deer_stage2"
+    story = json.loads((folder / "provenance.json").read_text())
+    assert story["packages"]["torch"] == torch.__version__
+    assert "alpha: 1.01" in (folder / "config.yaml").read_text()
+
+
+def test_a_second_run_reuses_what_is_done(lab, capsys):
+    before = (lab.runs / "deer_stage2" / "export" / "model.safetensors").stat().st_mtime_ns
+    lab.fit("deer_stage2")
+    assert "is there already" in capsys.readouterr().out
+    assert (lab.runs / "deer_stage2" / "export" / "model.safetensors").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("recipe", ["ar_target", "deer_stage1"])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(lab, recipe):
+    whole = weights(lab.runs / recipe / "export")
+    middle = lab.runs / recipe / "checkpoints" / "step=2.ckpt"
+    resumed = lab.fit(recipe, f"name=resumed_{recipe}", f"resume={middle}")
+    assert same(weights(resumed), whole)
+
+
+def test_another_seed_gives_other_weights(lab):
+    """Negative control of the bit-for-bit comparison."""
+    other = lab.fit("ar_target", "name=other_seed", "seed=1")
+    assert not same(weights(other), weights(lab.runs / "ar_target" / "export"))
+
+
+@pytest.mark.parametrize("recipe", ["ar_target", "deer_stage2"])
+def test_accumulation_does_not_change_the_gradient(lab, recipe):
+    """One forward of 4 rows against 4 forwards of 1, in float64."""
+    precision = "trainer.precision=64-true"
+    one = lab.fit(recipe, f"name=one_{recipe}", precision)
+    four = lab.fit(recipe, f"name=four_{recipe}", precision, "trainer.micro_batch_size=1")
+    for name, value in weights(one).items():
+        torch.testing.assert_close(weights(four)[name], value, rtol=0, atol=1e-10)
+    # Negative control: that the comparison sees a change of the sum of rows.
+    half = lab.fit(recipe, f"name=half_{recipe}", precision, "trainer.batch_size=2",
+                   "trainer.micro_batch_size=2")  # fmt: skip
+    assert any((weights(half)[n] - v).abs().max() > 1e-6 for n, v in weights(one).items())
+
+
+class TestMistakes:
+    def refused(self, lab, recipe, *overrides):
+        with pytest.raises(ValueError) as error:
+            lab.fit(recipe, *overrides)
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    def test_missing_input_names_the_command(self, lab, tmp_path):
+        message = self.refused(lab, "deer_stage1", f"runs={tmp_path}", "build_inputs=false")
+        assert "python -m trainers.fit recipe=diffusion_adapt" in message
+
+    def test_other_settings_in_the_same_folder(self, lab):
+        message = self.refused(lab, "deer_stage1", "optimization.lr=0.5")
+        assert "optimization.lr" in message
+        assert "name=" in message
+
+    def test_resume_from_nowhere(self, lab):
+        message = self.refused(lab, "deer_stage1", "name=x1", "resume=/no/such.ckpt")
+        assert "/no/such.ckpt" in message
+
+    def test_batch_that_cannot_be_split(self, lab):
+        message = self.refused(lab, "deer_stage1", "name=x2", "trainer.micro_batch_size=3")
+        assert "batch_size=4" in message
+
+    def test_alpha_below_one(self, lab):
+        with pytest.raises(Exception, match=r"alpha=0\.9"):
+            lab.fit("deer_stage2", "name=x3", "module.alpha=0.9")
+
+    def test_diverging_run_is_stopped(self, lab):
+        message = self.refused(
+            lab, "deer_stage2", "name=x4", "optimization.lr=500.0", "trainer.max_steps=60",
+            "trainer.divergence_wait=2", "optimization.warmup_steps=0",
+        )  # fmt: skip
+        assert "diverges" in message or "nan" in message
+        assert "checkpoint" in message
+
+    def test_target_with_another_tokenizer(self, lab, tmp_path):
+        other = fit(
+            compose(
+                [*lab.arguments("ar_target"), "tokenizer.vocab_size=300", f"runs={tmp_path}"], "fit"
+            )
+        )
+        message = self.refused(lab, "deer_stage1", "name=x5", f"target={other}")
+        assert "different tokenizers" in message
+
+    def test_damaged_weights(self, lab, tmp_path):
+        import shutil
+
+        copy = tmp_path / "export"
+        shutil.copytree(lab.runs / "ar_target" / "export", copy)
+        data = (copy / "model.safetensors").read_bytes()
+        (copy / "model.safetensors").write_bytes(data[: len(data) // 2])
+        with pytest.raises(ValueError, match="cannot load a model"):
+            load(str(copy))
+        (copy / "config.json").write_text("{")
+        with pytest.raises(ValueError, match="damaged"):
+            load(str(copy))
