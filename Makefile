@@ -15,6 +15,15 @@ quickstart: .venv/installed  ## train and decode with DEER at lab scale, from no
 	$(FIT) recipe=deer_stage2 runs=$(RUNS)
 	$(PY) -m decoding.bench model=$(RUNS)/deer_stage2/export also=$(RUNS)/deer_stage1/export prompts=16 max_new_tokens=96
 
+LAB = runs=$(RUNS)/lab trainer.compile=true
+lab-deer: .venv/installed  ## the figures of docs/results.md: about an hour on 2 cores
+	$(FIT) recipe=ar_target $(LAB) trainer.max_steps=2400
+	$(FIT) recipe=diffusion_adapt $(LAB) trainer.max_steps=600
+	$(PY) -m decoding.collect recipe=deer_answers runs=$(RUNS)/lab prompts.count=4096
+	$(FIT) recipe=deer_stage1 $(LAB) trainer.max_steps=1000
+	$(FIT) recipe=deer_stage2 $(LAB) trainer.max_steps=2000
+	$(PY) -m decoding.bench model=$(RUNS)/lab/deer_stage2/export also=$(RUNS)/lab/deer_stage1/export
+
 test: .venv/installed  ## the whole test suite
 	$(PY) -m pytest
 

@@ -70,8 +70,10 @@ def encode_chat(
     others it is found by rendering longer and longer beginnings of the chat. A message of the
     assistant that opens the chat answers nothing, so it is context.
 
+    An answer that the template renders otherwise once more turns follow is context, too.
+
     Raises ValueError without a chat template, without messages, when the template refuses the
-    messages, and when it renders a turn otherwise once more turns follow.
+    messages, and when it renders no answer as it is asked for.
     """
     _check_chat(tokenizer, messages)
     text, spans = _assistant_spans(tokenizer, messages)
@@ -104,14 +106,17 @@ def _assistant_spans(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> 
             continue
         header = _render(tokenizer, messages[:index], add_generation_prompt=True)
         turn = _render(tokenizer, messages[: index + 1])
-        if not (text.startswith(turn) and turn.startswith(header)):
-            raise ValueError(
-                f"The chat template of {tokenizer.name_or_path!r} renders message {index} "
-                "differently once the chat goes on, so its tokens cannot be told apart. Use a "
-                "template with {% generation %} blocks, or chats that end at their first answer."
-            )
-        # White space after the end-of-turn token is the template's, not the assistant's.
-        spans.append((len(header), len(turn.rstrip())))
+        # A model never says an earlier answer in the form that it has later in the chat (Qwen3
+        # drops its thoughts), so such a turn is context, not a target.
+        if text.startswith(turn) and turn.startswith(header):
+            # White space after the end-of-turn token is the template's, not the assistant's.
+            spans.append((len(header), len(turn.rstrip())))
+    if not spans and any(m["role"] == "assistant" for m in messages[1:]):
+        raise ValueError(
+            f"The chat template of {tokenizer.name_or_path!r} renders every answer otherwise than "
+            "it is asked for, so no answer's tokens can be told apart. Use a template with "
+            "{% generation %} blocks."
+        )
     return text, spans
 
 

@@ -4,6 +4,7 @@ Sample n of a run is the same row with the same noise on any number of processes
 accumulation steps; resuming is starting to count elsewhere, and nothing else has to be stored.
 """
 
+import hashlib
 from collections.abc import Callable, Iterator
 
 import torch
@@ -72,5 +73,7 @@ class Schedule(Sampler):
 
 
 def _generator(seed: int, number: int, purpose: int) -> torch.Generator:
-    """A generator for one purpose and number (distinct streams: 2^20 seeds, 2^42 numbers)."""
-    return torch.Generator().manual_seed((purpose << 62) | ((seed & 0xFFFFF) << 42) | number)
+    """A generator of its own for each (seed, number, purpose)."""
+    # torch's CPU generator heeds 32 bits of a seed only, so they must depend on all three.
+    key = hashlib.blake2b(f"{seed} {number} {purpose}".encode(), digest_size=4).digest()
+    return torch.Generator().manual_seed(int.from_bytes(key, "little"))

@@ -16,7 +16,7 @@ import torch
 from transformers import GenerationConfig
 
 from data.prompts import heldout_prompts
-from decoding.cli import main, parse
+from decoding.cli import main, parse, quiet
 from decoding.load import load, load_tokenizer, parade_config
 from decoding.params import Result, SamplingParams, Stats
 from decoding.samplers.base import Sampler
@@ -87,6 +87,7 @@ class Row:
 
 def run(argv: list[str]) -> None:
     """The command."""
+    quiet()
     bench = parse(argv, Bench, "decoding.bench")
     rows = measure(bench)
     report(bench, rows)

@@ -10,6 +10,8 @@ import typing
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, fields
 
+import transformers
+
 
 def main(run: Callable[[list[str]], None]) -> None:
     """Run a command with sys.argv; a user's mistake ends it with one line and status 2."""
@@ -23,6 +25,12 @@ def main(run: Callable[[list[str]], None]) -> None:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         sys.exit(130)
+
+
+def quiet() -> None:
+    """No loading bars and advice of transformers between a command's own lines."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
 
 
 def one_line(error: Exception) -> str:

@@ -17,13 +17,14 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainin
 
 from data.answers import shard_path
 from data.prompts import heldout_prompts
-from decoding.cli import main
+from decoding.cli import main, quiet
 from decoding.compose import compose
 from decoding.inputs import prepare_inputs
 
 
 def run(argv: list[str]) -> None:
     """The command."""
+    quiet()
     collect(compose(argv, "collect"))
 
 

@@ -4,6 +4,7 @@ Later wins: the command's defaults, `scale/<scale>.yaml`, `recipe/<recipe>.yaml`
 `scales.<scale>`, the command line. The grammar of overrides is Hydra's.
 """
 
+import inspect
 from pathlib import Path
 
 from hydra import compose as hydra_compose
@@ -11,6 +12,7 @@ from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
+from hydra.utils import get_object
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -79,7 +81,12 @@ def _check(config: DictConfig, override) -> None:
     *parents, leaf = key.split(".")
     for part in parents:
         node = node.get(part) if isinstance(node, DictConfig) and part in node else None
-    known = {".".join([*parents, str(k)]) for k in node} if isinstance(node, DictConfig) else ()
+    optional = _parameters(node) if isinstance(node, DictConfig) else []
+    if leaf in optional:
+        node[leaf] = None  # a parameter that the recipe leaves at its default
+        return
+    keys = [*node, *optional] if isinstance(node, DictConfig) else []
+    known = {".".join([*parents, str(k)]) for k in keys}
     if key not in known:
         raise unknown("key", key, known or _paths(config))
     if override.is_delete() or OmegaConf.is_interpolation(node, leaf):
@@ -97,6 +104,15 @@ def _check(config: DictConfig, override) -> None:
             f"{key}={value!r} is of type {type(value).__name__}, "
             f"but {expected_name} is needed (default: {default})"
         )
+
+
+def _parameters(node: DictConfig) -> list[str]:
+    """What a `_target_` takes beside the keys that its node has."""
+    if "_target_" not in node:
+        return []
+    parameters = inspect.signature(get_object(node._target_)).parameters.values()
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return [name for name in named if name not in node]
 
 
 def _paths(config: DictConfig, prefix: str = "") -> list[str]:

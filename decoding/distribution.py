@@ -48,8 +48,9 @@ def fit_vocabulary(logits: Tensor, vocabulary: int, excluded: tuple[int, ...]) -
     logits = logits[..., :vocabulary]
     if excluded := [t for t in excluded if t < logits.shape[-1]]:
         logits = logits.index_fill(-1, torch.tensor(excluded, device=logits.device), float("-inf"))
-    missing = vocabulary - logits.shape[-1]
-    return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
+    if missing := vocabulary - logits.shape[-1]:
+        logits = torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
+    return logits
 
 
 def seen_tokens(tokens: Tensor, lengths: Tensor, draft: Tensor, vocabulary: int) -> Tensor:

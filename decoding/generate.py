@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from decoding.cli import main, parse
+from decoding.cli import main, parse, quiet
 from decoding.load import load
 from decoding.params import PARAM_NAMES, SamplingParams
 
@@ -28,6 +28,7 @@ class Generate(SamplingParams):
 
 def run(argv: list[str]) -> None:
     """The command."""
+    quiet()
     g = parse(argv, Generate, "decoding.generate")
     sampler = load(
         g.model,

@@ -20,10 +20,10 @@ def from_config(tokenizer: PreTrainedTokenizerBase, model_type: str, **config) -
 
 
 def pretrained(
-    tokenizer: PreTrainedTokenizerBase, path: str, dtype: str = "float32"
+    tokenizer: PreTrainedTokenizerBase, path: str, dtype: str = "float32", attention: str = "sdpa"
 ) -> PreTrainedModel:
     """A trained network to go on with; it must know every token of the tokenizer."""
-    network = load(path, dtype)
+    network = load(path, dtype, attention)
     if network.config.vocab_size < len(tokenizer):
         raise ValueError(
             f"{path!r} knows {network.config.vocab_size} tokens, its tokenizer {len(tokenizer)}"
@@ -31,13 +31,19 @@ def pretrained(
     return network
 
 
-def load(path: str, dtype: str | torch.dtype = "float32", **options) -> PreTrainedModel:
+def load(
+    path: str, dtype: str | torch.dtype = "float32", attention: str = "sdpa", **options
+) -> PreTrainedModel:
     """A causal LM from a folder or the Hub.
+
+    attention: 'sdpa', or 'flex_attention' (CUDA: block masks instead of dense ones in training).
 
     Errors: one line that names the path and what is wrong with it (missing, damaged, not a model).
     """
     try:
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
+        return AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation=attention, **options
+        )
     except Exception as error:  # each library below has its own; a user needs one line
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         if looks_local(path) and not Path(path).exists():

@@ -169,7 +169,7 @@ VIOLATIONS = [
     (wrong_floors, "models__x", "from data.anchors import DraftBlocks"),
     (wrong_floors, "data__x", "import models"),
     (wrong_floors, "trainers__x", "import recipes"),
-    (wrong_floors, "decoding__x", "from tests import tiny"),
+    (wrong_floors, "decoding__x", "from tests.support import tiny"),
     (heavy_imports, "decoding__samplers__x", "import pytorch_lightning as pl"),
     (heavy_imports, "decoding__load", "def f():\n    import hydra"),
     (heavy_imports, "decoding__cli", "from omegaconf import OmegaConf"),

@@ -1,6 +1,6 @@
 """Exports: a folder that stock transformers loads, checked before it is called done.
 
-`python -m trainers.export run=runs/deer_stage2 [push=org/name]` pushes a run's export to the Hub.
+`python -m trainers.export run=runs/RECIPE [push=org/name]` pushes a run's export to the Hub.
 """
 
 import json

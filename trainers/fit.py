@@ -1,6 +1,7 @@
 """`python -m trainers.fit recipe=NAME [scale=paper] [key=value ...]`: train, then export."""
 
 import json
+import logging
 import warnings
 from functools import partial
 from pathlib import Path
@@ -11,12 +12,14 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader
 
 from data.prompts import heldout_prompts
 from data.stream import Schedule, Stream
 from data.tokenizer import fingerprint
-from decoding.cli import main
+from decoding.cli import main, quiet
 from decoding.compose import compose
 from decoding.inputs import prepare_inputs
 from decoding.load import check_tokenizers, load_tokenizer
@@ -33,8 +36,10 @@ FREE = ("resume", "needs", "trainer.devices", "trainer.num_nodes", "trainer.stra
 
 def run(argv: list[str]) -> None:
     """The command."""
-    # Lightning's advice is for people who write Lightning code, not for those who run a recipe.
+    # The libraries' chatter is for people who write their code, not for those who run a recipe.
     warnings.filterwarnings("ignore", module="pytorch_lightning")
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    quiet()
     fit(compose(argv, "fit"))
 
 
@@ -50,12 +55,17 @@ def fit(config: DictConfig) -> Path:
     describe(config, folder)
     pl.seed_everything(config.seed, verbose=False)
     module = build_module(config)
-    trainer = build_trainer(config, folder, module)
-    first = torch.load(checkpoint, weights_only=False)["global_step"] if checkpoint else 0
+    try:
+        trainer = build_trainer(config, folder, module)
+    except MisconfigurationException as error:  # a strategy or device that is not to be had here
+        raise ValueError(str(error)) from error
+    first = step_of(checkpoint) if checkpoint else 0
     loaders = build_loaders(config, trainer, module, first)
     if config.trainer.compile:
         module.network.compile()
-    print(f"{config.recipe} at scale {config.scale}: {config.trainer.max_steps} steps to {folder}")
+    if trainer.is_global_zero:
+        steps = config.trainer.max_steps
+        print(f"{config.recipe} at scale {config.scale}: {steps} steps to {folder}")
     trainer.fit(module, *loaders, ckpt_path=checkpoint, weights_only=False)
     metrics = {k: round(float(v), 4) for k, v in trainer.callback_metrics.items()}
     if trainer.is_global_zero:
@@ -95,6 +105,18 @@ def checkpoint_to_resume(config: DictConfig, folder: Path) -> str | None:
     return str(last) if last.exists() and not finished else None
 
 
+def step_of(checkpoint: str) -> int:
+    """The step that a checkpoint was written at."""
+    try:
+        return torch.load(checkpoint, weights_only=False, map_location="cpu")["global_step"]
+    except Exception as error:  # zip, pickle and torch have an error each for a damaged file
+        others = sorted(str(p) for p in Path(checkpoint).parent.glob("*.ckpt"))
+        raise ValueError(
+            f"the checkpoint {checkpoint} is damaged ({type(error).__name__}): give another one "
+            f"with resume=, of {others}, or start anew with resume=never"
+        ) from error
+
+
 def _difference(stored: DictConfig, config: DictConfig) -> tuple | None:
     """The first setting that differs, as (key, before, now)."""
     flat = []
@@ -115,6 +137,7 @@ def _flatten(node, prefix=""):
         yield from _flatten(value, f"{prefix}{key}.")
 
 
+@rank_zero_only
 def describe(config: DictConfig, folder: Path) -> None:
     """Write the resolved config and the provenance into the run's folder."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -150,7 +173,8 @@ def build_trainer(config: DictConfig, folder: Path, module: BaseModule) -> pl.Tr
     callbacks = [
         ModelCheckpoint(
             folder / "checkpoints",
-            filename="{step}",
+            filename="step-{step}",
+            auto_insert_metric_name=False,
             monitor="step",
             mode="max",
             save_top_k=t.keep_last,

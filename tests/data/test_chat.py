@@ -79,14 +79,19 @@ def test_turn_without_special_tokens_begins_at_its_first_token(chat_tokenizer):
     assert piece.strip() == "return 2"
 
 
-def test_unstable_template_is_refused(chat_tokenizer):
+def test_an_answer_that_is_rendered_otherwise_later_is_context(chat_tokenizer):
     # As Qwen3: the last answer is rendered with a thinking block, earlier ones without.
     chat_tokenizer.chat_template = (
         "{% for m in messages %}{{ m['role'] }}:{% if loop.last %}<think></think>{% endif %}"
         "{{ m['content'] }}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}assistant:{% endif %}"
     )
-    with pytest.raises(ValueError, match="renders message 2 differently once the chat goes on"):
+    ids, trained = encode_chat(chat_tokenizer, MESSAGES)
+    said = chat_tokenizer.decode([i for i, t in zip(ids, trained, strict=True) if t])
+    assert said == f"<think></think>{MESSAGES[-1]['content']}<|im_end|>"
+    # Here no answer stands as it was asked for.
+    chat_tokenizer.chat_template = chat_tokenizer.chat_template.replace("assistant:{%", "bot:{%")
+    with pytest.raises(ValueError, match="renders every answer otherwise"):
         encode_chat(chat_tokenizer, MESSAGES)
 
 

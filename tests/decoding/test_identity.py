@@ -6,7 +6,7 @@ import torch
 from decoding.params import SamplingParams
 from decoding.samplers.deer import DeerSampler
 from decoding.samplers.plain import PlainSampler
-from tests import tiny
+from tests.support import tiny
 
 V = 12
 PROMPTS = [[1], [2, 7, 1, 8], [3, 1, 4, 1, 5, 9, 2, 6], [11, 10], [6, 6, 6, 0, 9]]

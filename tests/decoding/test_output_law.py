@@ -7,8 +7,8 @@ from decoding import verify
 from decoding.params import SamplingParams
 from decoding.samplers.deer import DeerSampler
 from decoding.samplers.plain import PlainSampler
-from tests import tiny
-from tests.enumerating import output_law
+from tests.support import tiny
+from tests.support.enumerating import output_law
 
 
 def deer(vocabulary, k, eos=None, seed=0, drafter_vocabulary=None):
@@ -123,7 +123,7 @@ def test_block_verification_accepts_no_less_than_rejection():
 
 def first_cycle(sampler, rule):
     """E[tokens emitted by the first target pass], by enumeration."""
-    from tests.enumerating import EnumeratingRandomness
+    from tests.support.enumerating import EnumeratingRandomness
 
     params = SamplingParams(max_new_tokens=sampler.block_size + 1, verify=rule)
     mean, paths = 0.0, [[]]

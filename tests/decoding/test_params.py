@@ -8,7 +8,7 @@ import pytest
 from decoding import cli
 from decoding.params import SamplingParams
 from decoding.samplers.plain import PlainSampler
-from tests import tiny
+from tests.support import tiny
 
 BAD = [
     ({"max_new_tokens": 0}, "max_new_tokens=0 "),

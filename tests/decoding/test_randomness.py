@@ -9,7 +9,7 @@ from scipy import stats
 from decoding.params import SamplingParams
 from decoding.randomness import KeyedRandomness
 from decoding.samplers.plain import PlainSampler
-from tests import tiny
+from tests.support import tiny
 
 HUGE = [2**200 + 5, -1, -(2**62), 2**62 + 1, 0]
 

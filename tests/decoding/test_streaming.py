@@ -10,7 +10,7 @@ from decoding.params import SamplingParams
 from decoding.samplers.base import Sampler
 from decoding.samplers.deer import DeerSampler
 from decoding.samplers.plain import PlainSampler
-from tests import tiny
+from tests.support import tiny
 
 LETTERS = "ab é漢🙂👩\n"
 TOKENIZER = train_tokenizer(["ab ab aba 🙂🙂 é漢 bé a🙂b\n"] * 20, 265)

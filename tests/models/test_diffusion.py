@@ -14,7 +14,7 @@ from decoding.samplers.base import Rows
 from decoding.samplers.deer import DeerSampler
 from models import diffusion
 from models.masks import causal
-from tests import tiny
+from tests.support import tiny
 
 PLAIN = train_tokenizer(["ab"], 257)
 TOKENIZER = with_draft_tokens(PLAIN)

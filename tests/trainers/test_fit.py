@@ -66,7 +66,7 @@ def test_a_second_run_reuses_what_is_done(lab, capsys):
 @pytest.mark.parametrize("recipe", ["ar_target", "deer_stage1"])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(lab, recipe):
     whole = weights(lab.runs / recipe / "export")
-    middle = lab.runs / recipe / "checkpoints" / "step=2.ckpt"
+    middle = lab.runs / recipe / "checkpoints" / "step-2.ckpt"
     resumed = lab.fit(recipe, f"name=resumed_{recipe}", f"resume={middle}")
     assert same(weights(resumed), whole)
 
@@ -110,6 +110,17 @@ class TestMistakes:
     def test_resume_from_nowhere(self, lab):
         message = self.refused(lab, "deer_stage1", "name=x1", "resume=/no/such.ckpt")
         assert "/no/such.ckpt" in message
+
+    def test_damaged_checkpoint(self, lab, tmp_path):
+        damaged = tmp_path / "last.ckpt"
+        whole = (lab.runs / "deer_stage1" / "checkpoints" / "last.ckpt").read_bytes()
+        damaged.write_bytes(whole[: len(whole) // 2])
+        message = self.refused(lab, "deer_stage1", "name=x6", f"resume={damaged}")
+        assert "is damaged" in message
+
+    def test_strategy_that_the_machine_cannot_run(self, lab):
+        strategy = "trainer.strategy=deepspeed_stage_2"
+        assert "DeepSpeed" in self.refused(lab, "deer_stage1", "name=x7", strategy)
 
     def test_batch_that_cannot_be_split(self, lab):
         message = self.refused(lab, "deer_stage1", "name=x2", "trainer.micro_batch_size=3")

@@ -119,7 +119,7 @@ def modules():
     """Every training module with a batch that it takes."""
     from data.anchors import DraftBlocks, SuffixNoise, UniformNoise
     from data.tokenizer import train_tokenizer, with_draft_tokens
-    from tests import tiny
+    from tests.support import tiny
     from trainers.ar import Autoregressive
     from trainers.base import Optimization
     from trainers.deer import Distillation, Refinement

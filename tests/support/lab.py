@@ -2,8 +2,6 @@
 
 import random
 
-import pytest
-
 from decoding.collect import collect
 from decoding.compose import compose
 from trainers.fit import fit
@@ -98,14 +96,3 @@ class Lab:
 
     def collect(self, *overrides):
         return collect(compose(self.collect_arguments(*overrides), "collect"))
-
-
-@pytest.fixture(scope="session")
-def lab(tmp_path_factory):
-    lab = Lab(tmp_path_factory.mktemp("lab"))
-    lab.fit("ar_target")
-    lab.fit("diffusion_adapt")
-    lab.collect()
-    lab.fit("deer_stage1")
-    lab.fit("deer_stage2")
-    return lab

@@ -1,0 +1,107 @@
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pyarrow.parquet as parquet
+import pytest
+
+from data.answers import read_answers, shard_path
+from decoding import collect as module
+from decoding.cli import one_line
+
+
+def rows(folder):
+    return [
+        r for s in sorted((folder / "shards").glob("*")) for r in parquet.read_table(s).to_pylist()
+    ]
+
+
+def test_answers_are_keyed_by_prompt_and_temperature(lab):
+    found = rows(lab.runs / "deer_answers")
+    assert len(found) == 2 * 120
+    assert len({(r["id"], r["answer"]) for r in found}) == len(found)
+    assert {r["temperature"] for r in found} == {0.0, 1.0}
+    assert all(1 <= len(r["answer_ids"]) <= 16 for r in found)
+    manifest = json.loads((lab.runs / "deer_answers" / "manifest.json").read_text())
+    assert manifest["teacher"].endswith("ar_target/export")
+
+
+def test_only_answers_are_trained(lab):
+    ids, trained = next(iter(read_answers(lab.runs / "deer_answers", "train")))
+    assert len(ids) == len(trained)
+    assert trained[:8] == [False] * 8
+    assert all(trained[8:])
+
+
+def test_killed_and_started_again_is_the_collection_that_was_not(lab):
+    """kill -9 of a real process, twice; then the rest."""
+    folder = lab.runs / "deer_answers" / "killed"
+    arguments = lab.collect_arguments("name=killed")
+    for shards in (1, 3):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "decoding.collect", *arguments],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+        )
+        while process.poll() is None and len(list((folder / "shards").glob("[0-9]*"))) < shards:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert not (folder / "complete.json").exists()
+    kept = {p.name: p.stat().st_mtime_ns for p in (folder / "shards").glob("[0-9]*")}
+    assert kept
+    lab.collect("name=killed")
+    assert rows(folder) == rows(lab.runs / "deer_answers")
+    for name, written in kept.items():
+        assert (folder / "shards" / name).stat().st_mtime_ns == written, "collected twice"
+
+
+def test_another_seed_gives_other_answers(lab):
+    """Negative control of the comparison above."""
+    lab.collect("name=other", "seed=9")
+    assert rows(lab.runs / "deer_answers" / "other") != rows(lab.runs / "deer_answers")
+
+
+def test_processes_share_the_shards(lab, monkeypatch):
+    folder = lab.runs / "deer_answers" / "two"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    lab.collect("name=two")
+    assert [shard_path(folder, i).exists() for i in range(6)] == [True, False] * 3
+    assert not (folder / "complete.json").exists()
+    monkeypatch.setenv("RANK", "1")
+    lab.collect("name=two")
+    assert (folder / "complete.json").exists()
+    assert rows(folder) == rows(lab.runs / "deer_answers")
+
+
+def test_other_settings_are_refused(lab):
+    with pytest.raises(ValueError, match=r"other settings \(max_new_tokens: 16, now 8\)"):
+        lab.collect("collector.max_new_tokens=8")
+
+
+def test_full_disk_leaves_nothing_half_written(lab, monkeypatch):
+    def full(table, path):
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(parquet, "write_table", full)
+    with pytest.raises(OSError, match="No space") as error:
+        lab.collect("name=full")
+    assert "disk is full" in one_line(error.value)
+    assert list((lab.runs / "deer_answers" / "full" / "shards").iterdir()) == []
+    monkeypatch.undo()
+    lab.collect("name=full")
+    assert rows(lab.runs / "deer_answers" / "full") == rows(lab.runs / "deer_answers")
+
+
+def test_disk_estimate_comes_first(lab, monkeypatch):
+    usage = type("Usage", (), {"free": 100})
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: usage)
+    with pytest.raises(ValueError, match="are free"):
+        lab.collect("name=small")
+    assert not list((lab.runs / "deer_answers" / "small" / "shards").iterdir())

@@ -1,0 +1,102 @@
+"""scale=paper on tiny random models of the published classes and small local data sets."""
+
+import json
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from data.tokenizer import train_tokenizer
+from decoding.collect import collect
+from decoding.compose import compose
+from decoding.load import load
+from decoding.params import SamplingParams
+from decoding.samplers.plain import PlainSampler
+from tests.support import tiny
+from tests.support.lab import BLOCKS, SMALL
+from trainers.fit import fit
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """A Qwen3 target, a Qwen2.5 source with another padding, and chats and code as JSONL."""
+    root = tmp_path_factory.mktemp("hub")
+    texts = [f"def f{i}(x):\n    return x + {i}\n" for i in range(200)]
+    tokenizer = train_tokenizer(texts, 300)
+    tokenizer.chat_template = TEMPLATE
+    for name, kind, vocabulary in (("target", "qwen3", 320), ("source", "qwen2", 304)):
+        model = tiny.causal_lm(vocabulary, kind=kind, eos_token_id=0).float()
+        model.save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+    chats = [
+        {"id": f"c{i}", "messages": [{"role": "user", "content": f"write f{i}"},
+                                     {"role": "assistant", "content": t}]}
+        for i, t in enumerate(texts)
+    ]  # fmt: skip
+    code = [{"id": f"o{i}", "input": f"write f{i}", "output": t} for i, t in enumerate(texts)]
+    (root / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    (root / "code.jsonl").write_text("\n".join(map(json.dumps, code)))
+    return root
+
+
+def arguments(hub, recipe, source=None):
+    small = [a for a in SMALL if not a.startswith("acceptance")]
+    found = [
+        f"recipe={recipe}", "scale=paper", f"runs={hub / 'runs'}", *small,
+        "trainer.workers=0", "trainer.compile=false", "acceptance.prompts=0",
+        "data.train.length=64", "data.validation.length=64",
+    ]  # fmt: skip
+    if source:
+        found += [f"data.{s}.source={hub / source}" for s in ("train", "validation")]
+        found += ["data.train.split=train", "data.validation.split=heldout"]
+    return found
+
+
+def test_the_published_chain_runs_on_local_models(hub):
+    target = f"target={hub / 'target'}"
+    fit(
+        compose(
+            [*arguments(hub, "diffusion_adapt", "chats.jsonl"), *BLOCKS, target,
+             f"network.source.path={hub / 'source'}"], "fit",
+        )
+    )  # fmt: skip
+    collect(
+        compose(
+            ["recipe=deer_answers", "scale=paper", f"runs={hub / 'runs'}",
+             f"collector.teacher={hub / 'target'}", "collector.max_new_tokens=12",
+             "collector.device=cpu", "collector.dtype=float32", "prompts.count=100",
+             "prompts.length=40", "shard_size=25", f"prompts.source={hub / 'code.jsonl'}"],
+            "collect",
+        )
+    )  # fmt: skip
+    fit(compose([*arguments(hub, "deer_stage1"), *BLOCKS, target], "fit"))
+    export = fit(compose([*arguments(hub, "deer_stage2"), *BLOCKS, target], "fit"))
+    network = AutoModelForCausalLM.from_pretrained(export)
+    assert type(network).__name__ == "Qwen2ForCausalLM"
+    # 304 rows hold the 300 tokens and the two draft tokens: nothing was resized.
+    assert network.config.vocab_size == 304
+    sampler = load(str(export), dtype="float32")
+    assert type(sampler.target).__name__ == "Qwen3ForCausalLM"
+    params = SamplingParams(max_new_tokens=16, temperature=1.0, seed=2)
+    plain = PlainSampler(sampler.target, sampler.tokenizer)
+    a, b = (s.generate(["def f3(x):"], params)[0] for s in (sampler, plain))
+    assert a.token_ids == b.token_ids
+
+
+def test_fine_tuning_a_target(hub):
+    export = fit(
+        compose(
+            [*arguments(hub, "ar_target", "code.jsonl"), f"tokenizer.path={hub / 'target'}",
+             f"network.path={hub / 'target'}"], "fit",
+        )
+    )  # fmt: skip
+    assert type(AutoModelForCausalLM.from_pretrained(export)).__name__ == "Qwen3ForCausalLM"
+
+
+def test_nothing_is_built_silently(hub, tmp_path):
+    with pytest.raises(ValueError, match=r"It is made by: python -m .*recipe=deer_stage1"):
+        fit(compose([*arguments(hub, "deer_stage2"), f"runs={tmp_path}"], "fit"))
