@@ -17,8 +17,10 @@ from transformers import GenerationConfig
 
 from data.prompts import heldout_prompts
 from decoding.cli import main, parse, quiet
+from decoding.distribution import warp
 from decoding.load import load, load_tokenizer, parade_config
 from decoding.params import Result, SamplingParams, Stats
+from decoding.randomness import KeyedRandomness
 from decoding.samplers.base import Sampler
 from decoding.samplers.plain import PlainSampler
 
@@ -89,12 +91,11 @@ def run(argv: list[str]) -> None:
     """The command."""
     quiet()
     bench = parse(argv, Bench, "decoding.bench")
-    rows = measure(bench)
-    report(bench, rows)
+    report(bench, *measure(bench))
 
 
-def measure(bench: Bench) -> list[Row]:
-    """Decode every prompt with every sampler; one `Row` each."""
+def measure(bench: Bench) -> tuple[list[Row], list[list[int]]]:
+    """Decode every prompt with every sampler: one `Row` each, and the prompts' tokens."""
     from rich.progress import track
 
     samplers = {name: load(name, target=bench.target, dtype=bench.dtype, device=bench.device)
@@ -114,7 +115,7 @@ def measure(bench: Bench) -> list[Row]:
                 [prompt["prompt_ids"]], row.params, seeds=[bench.seed + i]
             )
             row.seconds.append(perf_counter() - started)
-    return rows
+    return rows, [p["prompt_ids"] for p in prompts]
 
 
 def _rows(bench: Bench, samplers: dict, first: Sampler, temperature: float) -> list[Row]:
@@ -166,7 +167,7 @@ def summary(row: Row, plain: Row) -> dict:
     }
 
 
-def report(bench: Bench, rows: list[Row]) -> None:
+def report(bench: Bench, rows: list[Row], prompts: list[list[int]]) -> None:
     """Print the table; write bench.csv and accepted.png."""
     from rich.console import Console
     from rich.table import Table
@@ -186,7 +187,7 @@ def report(bench: Bench, rows: list[Row]) -> None:
     print("speed-up: median over prompts, against plain; same law: differs only by its draws")
     for row in rows:
         if row.law == "same text" and row.name != "plain":
-            explain_divergence(row, plain[row.params.temperature])
+            explain_divergence(row, plain[row.params.temperature], prompts, bench.seed)
     with (out / "bench.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, lines[0].keys())
         writer.writeheader()
@@ -195,20 +196,35 @@ def report(bench: Bench, rows: list[Row]) -> None:
     print(f"wrote {out / 'bench.csv'} and {out / 'accepted.png'}")
 
 
-def explain_divergence(row: Row, plain: Row) -> None:
-    """Where a row's text first differs from plain decoding, how near the target's choice was.
+def explain_divergence(row: Row, plain: Row, prompts: list[list[int]], seed: int) -> None:
+    """Where a row's text first differs from plain decoding, and how near the choice was there.
 
-    In float32 that is a bug; in bfloat16 a wide pass and a one-token pass round differently.
+    In float32 a difference is a bug; in bfloat16 a wide pass and a one-token pass round
+    differently, which shows where the two best choices are closer than the rounding.
     """
     for i, (a, b) in enumerate(zip(row.results, plain.results)):
         if a.token_ids == b.token_ids:
             continue
         at = next(j for j, (x, y) in enumerate(zip(a.token_ids, b.token_ids)) if x != y)
+        gap = margin(plain, prompts[i] + b.token_ids[:at], seed + i)
         print(
             f"{row.name} at T={row.params.temperature:g}: first difference in prompt {i} at token "
-            f"{at}, {a.token_ids[at]} against {b.token_ids[at]} ({plain.sampler.target.dtype})"
+            f"{at}; the two best choices are {gap:.2g} apart there ({plain.sampler.target.dtype})"
         )
         return
+
+
+def margin(plain: Row, ids: list[int], seed: int) -> float:
+    """How far the best choice for the next token is ahead of the second, in logits."""
+    tokens = torch.tensor([ids], device=plain.sampler.target.device)
+    with torch.inference_mode():
+        logits = warp(plain.sampler.target(tokens).logits[:, -1:], plain.params)
+        if plain.params.temperature > 0:
+            noise = KeyedRandomness([seed], tokens.device)
+            position = torch.tensor([[len(ids)]], device=tokens.device)
+            logits = logits + noise.gumbel(position, logits.shape[-1])
+    best, second = logits.flatten().topk(2).values.tolist()
+    return best - second
 
 
 def picture(rows: list[Row], file: Path) -> None:

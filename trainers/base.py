@@ -84,6 +84,7 @@ class BaseModule(pl.LightningModule):
         self.log("lr", self.lr_schedulers().get_last_lr()[0])
         return total * (parts / step_weight.clamp_min(1e-12))
 
+    @torch.compiler.set_stance("force_eager")  # a few batches are not worth another compilation
     def validation_step(self, batch: dict[str, Tensor], index: int) -> None:
         """Add up the sums and totals of `evaluate`."""
         for name, pair in self.evaluate(batch).items():

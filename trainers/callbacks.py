@@ -5,6 +5,7 @@ import sys
 import time
 
 import pytorch_lightning as pl
+import torch
 from pytorch_lightning.callbacks import Callback, RichProgressBar
 
 from decoding.params import SamplingParams
@@ -23,6 +24,7 @@ class AcceptanceLength(Callback):
             for t in temperatures
         ]
 
+    @torch.compiler.set_stance("force_eager")  # every pass has another shape
     def on_validation_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Decode the prompts at every temperature."""
         sampler = module.sampler()

@@ -3,7 +3,6 @@
 `python -m trainers.export run=runs/RECIPE [push=org/name]` pushes a run's export to the Hub.
 """
 
-import json
 import os
 import shutil
 import uuid
@@ -11,14 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from huggingface_hub import HfApi
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from decoding.cli import main, parse
 from decoding.load import load_tokenizer, parade_config
 from decoding.samplers.base import Sampler
+from models.causal import looks_local
+from trainers import hub
 from trainers.base import BaseModule
+from trainers.bundle import write_bundle
+from trainers.card import model_card, with_bench
 
 # Rows longer than any tokenizer's padding of the vocabulary (multiples of 512 are usual).
 PADDING = 1024
@@ -26,34 +28,66 @@ PADDING = 1024
 
 @dataclass(frozen=True)
 class Export:
-    """Push the export of a finished run to the Hub (HF_TOKEN and HF_ENDPOINT are honoured).
+    """Complete the model card of a finished run's export with its bench.csv, and push it.
 
-    run: the run's folder. push: 'org/name'. private: of a repository that is new.
+    run: the run's folder. push: 'org/name' on the Hub (HF_TOKEN and HF_ENDPOINT are honoured).
+    private: of a repository that is new. revision: a branch, made if there is none; null: main.
+    dry_run: print what would be pushed, and touch nothing.
     """
 
     run: str
     push: str | None = None
-    private: bool = False
+    private: bool | None = None
+    revision: str | None = None
+    message: str = "Export by parade"
+    dry_run: bool = False
 
 
 def run(argv: list[str]) -> None:
     """The command."""
     e = parse(argv, Export, "trainers.export")
+    if e.push is not None:
+        hub.check_name(e.push)
     folder = Path(e.run) / "export"
-    if not (folder / "config.json").is_file():
+    if not all((folder / name).is_file() for name in ("config.json", "README.md")):
         raise ValueError(
             f"{e.run!r} holds no export: a finished run of python -m trainers.fit writes one"
         )
-    print(f"{folder}: {parade_config(str(folder))}")
+    config = parade_config(str(folder))
+    print(f"{folder}: {config}")
+    card = complete_card(folder)
+    if not e.dry_run and card != (folder / "README.md").read_text():
+        (folder / "README.md").write_text(card)
     if e.push is None:
         return
-    try:
-        api = HfApi()
-        api.create_repo(e.push, private=e.private, exist_ok=True)
-        api.upload_folder(repo_id=e.push, folder_path=folder, commit_message="Export by parade")
-    except Exception as error:  # the client has many; a user needs one line
-        raise ValueError(f"could not push to {e.push!r}: {error}") from error
-    print(f"pushed to {e.push}")
+    files, others = hub.uploads(folder)
+    files["README.md"] = len(card.encode())
+    would = "would push" if e.dry_run else "pushing"
+    print(f"{would} {folder} to {e.push}, revision {e.revision or 'main'}:")
+    for name, size in files.items():
+        print(f"{size:>16,}  {name}")
+    print(f"{len(files)} files, {sum(files.values()):,} bytes")
+    if others:
+        print(f"left out, no part of an export: {', '.join(others)}")
+    target = config.get("target")
+    if target and looks_local(target):
+        print(f"its target {target} is a folder here: elsewhere it is loaded with target=...")
+    if not e.dry_run:
+        options = {"revision": e.revision, "message": e.message, "private": e.private}
+        print(f"pushed: {hub.push(folder, e.push, **options)}")
+
+
+def complete_card(folder: Path) -> str:
+    """The text of an export's model card, with the results of the bench beside it if there are."""
+    card = (folder / "README.md").read_text()
+    results = folder.parent / "bench" / "bench.csv"
+    if not results.is_file():
+        return card
+    command = f"python -m decoding.bench model={folder}"
+    if results.stat().st_mtime < (folder / "config.json").stat().st_mtime:
+        print(f"{results} is older than the export and left out: {command} measures anew")
+        return card
+    return with_bench(card, results, command)
 
 
 def write_export(module: BaseModule, export: Path, metrics: dict, folder: Path) -> None:
@@ -78,7 +112,9 @@ def write_export(module: BaseModule, export: Path, metrics: dict, folder: Path) 
         )
         network.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
-        card = model_card(module.export_config(), metrics, folder)
+        if "target" in network.config.parade:
+            write_bundle(temporary, network.config.parade["method"])
+        card = model_card(module.export_config(), metrics, folder, packed_rows(module))
         (temporary / "README.md").write_text(card)
         for name in ("config.yaml", "provenance.json"):
             shutil.copy(folder / name, temporary / f"parade_{name}")
@@ -97,6 +133,8 @@ def _check_vocabulary(drafter: int, target: int) -> None:
         )
 
 
+# A compiled network rounds otherwise than the plain one that every user of the export runs.
+@torch.compiler.set_stance("force_eager")
 def _check_reload(module: BaseModule, folder: Path) -> None:
     """The folder, loaded by stock transformers, gives the trainer's logits, bit for bit."""
     network = module.network.eval()
@@ -124,37 +162,12 @@ def first_draft(sampler: Sampler, prompt: list[int]) -> Tensor:
     return torch.where(logits.isfinite(), logits, 0)
 
 
-def model_card(config: dict, metrics: dict, folder: Path) -> str:
-    """The README.md of an export."""
-    story = json.loads((folder / "provenance.json").read_text())
-    table = "\n".join(f"| {name} | {value} |" for name, value in sorted(metrics.items()))
-    target = config.get("target")
-    base = f"base_model: {target}\n" if target else ""
-    versions = ", ".join(f"{k} {v}" for k, v in story["packages"].items())
-    serve = "python -m decoding.generate model=<this folder> prompt='def fib(n):'"
-    return f"""---
-library_name: transformers
-license: apache-2.0
-{base}tags: [parade, speculative-decoding]
----
-# A parade model: {config["method"]}
-
-{f"A drafter for `{target}`: decoding with it is lossless." if target else "A causal LM."}
-
-```
-{serve}
-```
-
-Made by `{story["command"]}` (commit {story["git_commit"]}); the resolved configuration is in
-`parade_config.yaml`. Versions: {versions}.
-
-Measured at the last validation of the run (acceptance length: tokens emitted per target pass, the
-bonus or correction token included):
-
-| metric | value |
-|---|---|
-{table}
-"""
+def packed_rows(module: BaseModule) -> str | None:
+    """The fingerprint of the packed rows that a module was trained on, if it was on such rows."""
+    try:
+        return module.trainer.train_dataloader.loader.dataset.rows.folder.name
+    except (AttributeError, RuntimeError):  # other data, or no trainer
+        return None
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 import csv
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from decoding.bench import Bench, measure, report, summary
+from decoding.bench import Bench, explain_divergence, margin, measure, report, summary
 
 
 @pytest.fixture(scope="module")
@@ -22,10 +23,8 @@ def bench(lab, tmp_path_factory):
 
 
 def test_table_csv_and_picture(bench, capsys):
-    from pathlib import Path
-
-    rows = measure(bench)
-    report(bench, rows)
+    rows, prompts = measure(bench)
+    report(bench, rows, prompts)
     shown = capsys.readouterr().out
     assert "acceptance length" in shown
     assert "first difference" not in shown
@@ -41,13 +40,12 @@ def test_table_csv_and_picture(bench, capsys):
 
 
 def test_a_difference_is_reported(bench, capsys):
-    from decoding.bench import explain_divergence
-
-    rows = measure(bench)
+    rows, prompts = measure(bench)
     plain, other = rows[0], rows[2]
     other.results[1].token_ids[4] += 1
-    explain_divergence(other, plain)
+    explain_divergence(other, plain, prompts, bench.seed)
     assert "prompt 1 at token 4" in capsys.readouterr().out
+    assert margin(plain, prompts[1] + plain.results[1].token_ids[:4], bench.seed + 1) > 0
     assert summary(other, plain)["identical to plain"] == "2/3"
 
 

@@ -71,7 +71,7 @@ class Lab:
                 "network.num_key_value_heads=1",
                 "network.max_position_embeddings=256",
             ],
-            "diffusion_adapt": [*text, *rows, *BLOCKS],
+            "diffusion_adapt": [*text, *rows, *BLOCKS, "network.layers=[0,2]"],
             "deer_stage1": [*rows, *BLOCKS],
             "deer_stage2": [*rows, *BLOCKS],
         }[recipe]

@@ -1,0 +1,268 @@
+"""Decoding through stock transformers: `target.generate(..., custom_generate='org/drafter')`.
+
+`trainers.bundle` copies this module, and what it imports, into every drafter's export.
+"""
+
+import inspect
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from types import FrameType
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoTokenizer,
+    EosTokenCriteria,
+    GenerationConfig,
+    LogitNormalization,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MinPLogitsWarper,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from decoding.params import SamplingParams
+from models import causal
+
+# The processors that `decoding.distribution.warp` applies, in transformers' own order, each with
+# the parameter that it stands for and the attribute that holds its value.
+PROCESSORS = {
+    RepetitionPenaltyLogitsProcessor: ("repetition_penalty", "penalty"),
+    TemperatureLogitsWarper: ("temperature", "temperature"),
+    TopKLogitsWarper: ("top_k", "top_k"),
+    TopPLogitsWarper: ("top_p", "top_p"),
+    MinPLogitsWarper: ("min_p", "min_p"),
+}
+# Arguments of `generate` that change the output, or what else it does, in ways not kept here.
+REFUSED = (
+    "logits_processor",
+    "stopping_criteria",
+    "prefix_allowed_tokens_fn",
+    "synced_gpus",
+    "assistant_model",
+    "negative_prompt_ids",
+    "negative_prompt_attention_mask",
+    "past_key_values",
+    "position_ids",
+    "inputs_embeds",
+    "stop_strings",
+)
+# What transformers itself adds to a model's inputs.
+PREPARED = {
+    "attention_mask",
+    "position_ids",
+    "cache_position",
+    "past_key_values",
+    "use_cache",
+    "logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
+}
+HUB = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies")
+# Rows longer than any padding of a vocabulary (multiples of 512 are usual).
+PADDING = 1024
+
+# The last drafter used with each target; it is freed with the target.
+_LOADED: WeakKeyDictionary[PreTrainedModel, tuple] = WeakKeyDictionary()
+
+
+def generate(
+    from_export: Callable,
+    model: PreTrainedModel,
+    *,
+    drafter: str | None = None,
+    seed: int | None = None,
+    verify: str = "coupled",
+    block_size: int | None = None,
+    streamer=None,
+    **arguments,
+) -> Tensor:
+    """What `model.generate(**arguments)` returns, [B, prompt and answer], decoded with a drafter.
+
+    transformers prepares everything as it always does (defaults, padding, end tokens, processors)
+    and leaves only the loop to the sampler. What the sampler cannot keep exactly is a ValueError.
+
+    from_export: the factory of a sampler's module. drafter: the folder or Hub id that
+    `custom_generate` names, unless given. seed: row i decodes with seed + i; None draws from
+    torch's generator, so `torch.manual_seed` repeats a call. verify, block_size: as in
+    `SamplingParams`.
+    """
+    name = drafter or _named_by(inspect.currentframe())
+    hub = {key: arguments.pop(key) for key in HUB if key in arguments}
+    _check_target(model)
+    for key in REFUSED:
+        value = arguments.get(key)
+        # An empty list of processors, and synced_gpus=False, ask for nothing.
+        if not (value is None or value is False or (isinstance(value, list) and not value)):
+            raise _unsupported(key)
+
+    def decode(
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **model_kwargs,
+    ) -> Tensor:
+        """The decoding loop that transformers calls in place of its own."""
+        if streamer is not None and len(input_ids) > 1:
+            raise _unsupported("a streamer with more than one row")
+        values = _values(generation_config, logits_processor, model_kwargs)
+        max_length, eos = _ends(stopping_criteria)
+        _check_window(model, max_length)
+        params = SamplingParams(
+            max_new_tokens=max_length - input_ids.shape[1],
+            seed=_fresh_seed(generation_config) if seed is None else seed,
+            verify=verify,
+            block_size=block_size,
+            **values,
+        )
+        network, tokenizer = _load(name, model, hub)
+        training = model.training
+        sampler = from_export(model, tokenizer, network, network.config.parade)
+        sampler.eos = frozenset(eos)
+        mask = model_kwargs.get("attention_mask")
+        mask = torch.ones_like(input_ids) if mask is None else mask
+        prompts = [row[seen.bool()].tolist() for row, seen in zip(input_ids, mask)]
+        answers: list[list[int]] = [[] for _ in prompts]
+        try:
+            # Closed at once on an error: torch's inference mode ends with it.
+            with closing(sampler.stream(prompts, params, text=streamer is not None)) as chunks:
+                for chunk in chunks:
+                    answers[chunk.row] += chunk.token_ids
+                    for token in chunk.token_ids if streamer is not None else ():
+                        streamer.put(torch.tensor([token]))
+        finally:
+            model.train(training)  # a sampler puts its target into evaluation mode
+        if streamer is not None:
+            streamer.end()
+        return _together(input_ids, answers, generation_config.pad_token_id, eos)
+
+    # The class's own method: an instance may have one that its repository replaced.
+    return type(model).generate(model, **arguments, streamer=streamer, custom_generate=decode)
+
+
+def _unsupported(what: str) -> ValueError:
+    return ValueError(
+        f"{what} is not supported with a drafter: the output would not be that of plain decoding. "
+        "Leave it out, or call generate without custom_generate"
+    )
+
+
+def _named_by(frame: FrameType | None) -> str:
+    """The `custom_generate` of the `generate` call that led here.
+
+    transformers passes every argument on but this one, and runs a copy of the code that knows
+    nothing of the folder it came from: only the caller's frame still has the name.
+    """
+    while frame is not None:
+        name = frame.f_locals.get("custom_generate")
+        if isinstance(name, str):
+            return name
+        frame = frame.f_back
+    raise ValueError("which drafter? Name its folder or Hub id: generate(..., drafter='org/name')")
+
+
+def _check_target(model: PreTrainedModel) -> None:
+    """Errors: a drafter in the target's place; attention that the sampler's masks do not fit."""
+    target = (getattr(model.config, "parade", None) or {}).get("target")
+    if target is not None:
+        raise ValueError(
+            f"this model is a drafter: load its target {target!r} and call the target's generate "
+            "with custom_generate= the drafter"
+        )
+    attention = model.config._attn_implementation
+    if attention != "sdpa":
+        raise ValueError(
+            f"attention implementation {attention!r} cannot take the mask of a draft block: load "
+            "the target with attn_implementation='sdpa'"
+        )
+    layers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    if model.config.is_encoder_decoder or layers - {"full_attention", "sliding_attention"}:
+        raise _unsupported(f"{type(model).__name__} as a target")
+
+
+def _check_window(model: PreTrainedModel, length: int) -> None:
+    """A draft block's mask has no sliding window: the text must end before it would matter."""
+    window = getattr(model.config.get_text_config(), "sliding_window", None)
+    if window is not None and length > window:
+        raise _unsupported(f"a text of {length} tokens, beyond the sliding window of {window},")
+
+
+def _values(
+    config: GenerationConfig, processors: LogitsProcessorList, model_kwargs: dict
+) -> dict[str, float]:
+    """Sampling parameters of what transformers prepared; errors: anything they cannot say."""
+    mode = config.get_generation_mode()
+    if mode not in ("greedy_search", "sample"):
+        raise _unsupported(mode.replace("_", " "))
+    if config.return_dict_in_generate:
+        raise _unsupported("return_dict_in_generate")
+    for key, value in model_kwargs.items():
+        if key not in PREPARED and value is not None:
+            raise _unsupported(key)
+    values = {"temperature": 1.0 if config.do_sample else 0.0}
+    for processor in processors:
+        if type(processor) is LogitNormalization:
+            continue  # changes no law
+        if type(processor) not in PROCESSORS:
+            raise _unsupported(type(processor).__name__)
+        name, attribute = PROCESSORS[type(processor)]
+        values[name] = getattr(processor, attribute)
+    return values
+
+
+def _ends(criteria: StoppingCriteriaList) -> tuple[int, list[int]]:
+    """(longest row, end-of-sequence tokens) of the stopping criteria."""
+    length, eos = 0, []
+    for criterion in criteria:
+        if type(criterion) is MaxLengthCriteria:
+            length = criterion.max_length
+        elif type(criterion) is EosTokenCriteria:
+            eos = criterion.eos_token_id.tolist()
+        else:
+            raise _unsupported(type(criterion).__name__)
+    return length, eos
+
+
+def _fresh_seed(config: GenerationConfig) -> int:
+    """Greedy decoding leaves torch's generator alone, as transformers does."""
+    return int(torch.randint(1 << 48, ())) if config.do_sample else 0
+
+
+def _load(
+    name: str, model: PreTrainedModel, hub: dict
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The drafter and its tokenizer, loaded once for each target; again when the folder changed."""
+    config = Path(name) / "config.json"
+    written = config.stat().st_mtime_ns if config.is_file() else None
+    key = (name, written, repr(hub), model.device, model.dtype)
+    if _LOADED.get(model, (None,))[0] != key:
+        network = causal.load(name, dtype=model.dtype, **hub).to(model.device)
+        ours, theirs = (n.config.get_text_config().vocab_size for n in (network, model))
+        if "target" not in (getattr(network.config, "parade", None) or {}):
+            raise ValueError(f"{name!r} is no drafter: its config.json names no target")
+        if abs(ours - theirs) > PADDING:
+            raise ValueError(
+                f"the drafter {name!r} has {ours} tokens, the target {theirs}: it drafts for "
+                f"{network.config.parade['target']!r}"
+            )
+        _LOADED[model] = key, network, AutoTokenizer.from_pretrained(name, **hub)
+    return _LOADED[model][1:]
+
+
+def _together(input_ids: Tensor, answers: list[list[int]], pad: int | None, eos: list) -> Tensor:
+    """Prompts and answers in one tensor [B, L]; finished rows end in padding."""
+    if pad is None:
+        pad = eos[0] if eos else 0  # without an end token every row is full
+    width = max(map(len, answers))
+    rows = [answer + [pad] * (width - len(answer)) for answer in answers]
+    return torch.cat([input_ids, torch.tensor(rows, device=input_ids.device)], 1)

@@ -1,0 +1,447 @@
+"""Pushing an export with the real client to a Hub in a thread (tests/support/hub_server.py)."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+
+import huggingface_hub.utils
+import pytest
+import yaml
+from huggingface_hub import constants
+
+from decoding.load import load
+from decoding.params import SamplingParams
+from tests.support.hub_server import READ, WRITE, Blob, HubServer
+from tests.support.tiny import causal_lm, tokenizer
+from trainers import hub
+from trainers.card import model_card
+from trainers.export import run
+
+REPO = "org/name"
+CONFIG = {
+    "recipe": "some_recipe",
+    "scale": "lab",
+    "seed": 3,
+    "network": {
+        "_target_": "models.x",
+        "source": {"_target_": "models.y", "path": "runs/a/export"},
+    },
+    "data": {"train": {"_target_": "data.rows.documents", "source": "stdlib", "length": 256}},
+    "trainer": {"max_steps": 60, "batch_size": 8},
+    "acceptance": {
+        "source": "stdlib",
+        "prompts": 8,
+        "prompt_length": 64,
+        "max_new_tokens": 48,
+        "dtype": "bfloat16",
+    },
+}
+STORY = {
+    "command": "python -m trainers.fit recipe=some_recipe",
+    "git_commit": "c0ffee",
+    "git_dirty": False,
+    "packages": {"torch": "2.13.0"},
+    "python": "3.11.7",
+}
+METRICS = {"val_loss": 1.5, "acceptance_length_t0": 2.5, "acceptance_length_t1": 2.25}
+BENCH = "sampler,temperature,tokens/s\nplain,0.0,10.5\nours,0.0,21.0\n"
+STRANGERS = {
+    "optimizer.pt",
+    "trainer_state.json",
+    "checkpoints/last.ckpt",
+    "checkpoints/model.safetensors",
+    "custom_generate/__pycache__/generate.cpython-311.pyc",
+}
+
+
+def write(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A run with an export of two shards, and with what must never leave."""
+    folder = tmp_path / "run"
+    write(folder / "config.yaml", yaml.safe_dump(CONFIG, sort_keys=False))
+    write(folder / "provenance.json", json.dumps(STORY))
+    write(folder / "checkpoints" / "last.ckpt", b"optimizer state")
+    export, draw = folder / "export", random.Random(0)
+    for name in STRANGERS:
+        write(export / name, b"no part of an export")
+    for i in (1, 2):
+        write(export / f"model-0000{i}-of-00002.safetensors", draw.randbytes(200_000 + i))
+    write(export / "model.safetensors.index.json", "{}")
+    write(export / "config.json", json.dumps({"parade": {"method": "plain"}}))
+    for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        write(export / name, json.dumps({"name": name}))
+    for name in ("generate.py", "decoding_verify.py", "requirements.txt"):
+        write(export / "custom_generate" / name, f"# {name}\n")
+    write(export / "parade_config.yaml", yaml.safe_dump(CONFIG, sort_keys=False))
+    write(export / "parade_provenance.json", json.dumps(STORY))
+    write(export / "README.md", model_card({"method": "plain"}, METRICS, folder))
+    return folder
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """No waiting; the seconds that would have been waited."""
+    waits = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    return waits
+
+
+@pytest.fixture
+def client(monkeypatch, waits):
+    """The client of this process, logged in, without Xet."""
+    monkeypatch.setenv("HF_TOKEN", WRITE)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    huggingface_hub.utils.close_session()
+    yield
+    huggingface_hub.utils.close_session()
+
+
+@pytest.fixture
+def server(monkeypatch, client):
+    with HubServer() as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
+        yield server
+
+
+def push(folder, *arguments):
+    run([f"run={folder}", f"push={REPO}", *arguments])
+
+
+def on_disk(folder):
+    """{path: bytes} of all that belongs to the export."""
+    export = folder / "export"
+    paths = {p.relative_to(export).as_posix(): p for p in export.rglob("*") if p.is_file()}
+    return {name: path.read_bytes() for name, path in paths.items() if name not in STRANGERS}
+
+
+def refused(folder, *arguments):
+    with pytest.raises(ValueError) as error:
+        push(folder, *arguments)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_push_is_the_export_byte_for_byte_and_nothing_else(server, folder):
+    push(folder, "message=First one")
+    files = server.files(REPO)
+    assert files == on_disk(folder)
+    assert {"README.md", "custom_generate/generate.py", "parade_config.yaml"} <= files.keys()
+    assert server.commits(REPO) == ["First one"]
+    assert server.count("PUT") == 2
+    assert not server.repos[REPO].private
+
+
+def test_dry_run_touches_nothing(server, folder, capsys):
+    write(folder / "bench" / "bench.csv", BENCH)
+    before = on_disk(folder)
+    push(folder, "dry_run=true", "revision=v2")
+    said = capsys.readouterr().out
+    assert server.requests == []
+    assert on_disk(folder) == before
+    push(folder)
+    sizes = {name: len(content) for name, content in server.files(REPO).items()}
+    for name, size in sizes.items():
+        assert f"{size:,}  {name}\n" in said
+    assert f"{len(sizes)} files, {sum(sizes.values()):,} bytes" in said
+    assert "org/name, revision v2" in said
+    assert "optimizer.pt" in said.splitlines()[-1]
+
+
+def test_a_revision_is_made_and_main_is_left_alone(server, folder):
+    push(folder, "revision=long/name", "message=On a branch")
+    assert server.files(REPO, "long/name") == on_disk(folder)
+    assert server.commits(REPO, "long/name") == ["On a branch"]
+    assert server.commits(REPO) == []
+    push(folder, "revision=long/name")  # an existing one is fine, and so is nothing new
+    assert server.commits(REPO, "long/name") == ["On a branch"]
+
+
+def test_private(server, folder):
+    push(folder, "private=true")
+    assert server.repos[REPO].private
+    push(folder, "private=true")
+
+
+def test_private_is_not_pushed_into_a_public_repository(server, folder):
+    server.create(REPO)
+    assert "public" in refused(folder, "private=true")
+    assert server.count("PUT") == 0
+    assert server.files(REPO) == {}
+
+
+def test_weights_of_an_earlier_push_go(server, folder):
+    push(folder)
+    for path in (folder / "export").glob("model*"):
+        path.unlink()
+    write(folder / "export" / "model.safetensors", b"one shard")
+    push(folder)
+    assert server.files(REPO) == on_disk(folder)
+    assert len(server.commits(REPO)) == 2
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "how"),
+    [
+        ("POST", "/repos/create", 503),
+        ("POST", "/repos/create", "cut"),
+        ("POST", "/repos/create", "lost"),
+        ("POST", "/branch/", 503),
+        ("GET", "/tree/", 503),
+        ("POST", "/validate-yaml", 503),
+        ("POST", "/preupload/", 503),
+        ("POST", "/objects/batch", 503),
+        ("PUT", "/lfs/", 503),
+        ("PUT", "/lfs/", "cut"),
+        ("PUT", "/lfs/", "lost"),
+        ("POST", "/verify", 503),
+        ("POST", "/commit/", 503),
+        ("POST", "/commit/", "cut"),
+        ("POST", "/commit/", "lost"),
+    ],
+)
+def test_a_passing_failure_is_outlived(server, folder, waits, method, path, how):
+    # A commit whose answer was lost is found there, and not made again.
+    server.fail(method, path, how, times=1 if (path, how) == ("/commit/", "lost") else 2)
+    push(folder, "revision=v2")
+    assert server.files(REPO, "v2") == on_disk(folder)
+    assert len(server.commits(REPO, "v2")) == 1
+    assert sum(fault.times for fault in server.faults) == 0
+    assert waits
+
+
+def test_waiting_doubles_and_ends(server, folder, waits):
+    server.fail("POST", "/repos/create", 503, times=99)
+    assert "503" in refused(folder)
+    assert waits == [1, 2, 4, 8]
+    assert server.count("POST") == 5
+
+
+@pytest.mark.parametrize(("method", "path"), [("POST", "/preupload/"), ("PUT", "/lfs/")])
+def test_what_the_client_repeats_is_not_repeated_again(server, folder, waits, method, path):
+    export = folder / "export"
+    (export / "model-00002-of-00002.safetensors").unlink()
+    server.fail(method, path, 503, times=99)
+    assert "503" in refused(folder)
+    assert waits == [1, 2, 4, 8, 8]
+    assert server.count(method, path) == 6
+
+
+def test_a_second_run_sends_what_is_missing(server, folder, waits):
+    shard = folder / "export" / "model-00002-of-00002.safetensors"
+    second = Blob(shard.read_bytes(), lfs=True).oid
+    server.fail("PUT", second, 403)
+    assert "403" in refused(folder)
+    assert server.count("PUT") == 2
+    assert server.commits(REPO) == []
+    push(folder)
+    assert [r for r in server.requests if r.startswith("PUT")][2:] == [f"PUT /lfs/{second}"]
+    assert server.files(REPO) == on_disk(folder)
+    push(folder)
+    assert server.count("PUT") == 3
+    assert len(server.commits(REPO)) == 1
+    assert waits == []
+
+
+def test_large_files_in_parts(monkeypatch, client, folder):
+    with HubServer(chunk_size=64_000) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
+        server.fail("PUT", "/part/3", "cut")
+        push(folder)
+        assert server.files(REPO) == on_disk(folder)
+        assert server.count("PUT") == 2 * 4 + 1
+
+
+def test_the_client_s_pipeline_for_xet(monkeypatch, client, folder):
+    """What the client does by default, Xet's own transfer left out: no file is large."""
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+    with HubServer(lfs=False) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
+        server.fail("POST", "/commit/", "lost")
+        push(folder)
+        assert server.files(REPO) == on_disk(folder)
+
+
+class TestMistakes:
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "name",
+            "a/b/c",
+            "org/",
+            "/name",
+            "org/na me",
+            "org/a--b",
+            "https://huggingface.co/org/name",
+        ],
+    )
+    def test_no_name_of_a_repository(self, server, folder, name):
+        with pytest.raises(ValueError, match="give push=org/name") as error:
+            run([f"run={folder}", f"push={name}", "dry_run=true"])
+        assert name in str(error.value)
+        assert server.requests == []
+
+    def test_no_token(self, server, folder, monkeypatch, tmp_path):
+        monkeypatch.delenv("HF_TOKEN")
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+        message = refused(folder)
+        assert "hf auth login" in message
+        assert "HF_TOKEN" in message
+        assert server.requests == []
+
+    def test_a_token_that_the_hub_does_not_know(self, server, folder, monkeypatch, waits):
+        monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+        message = refused(folder)
+        assert "does not accept the token" in message
+        assert server.endpoint in message
+        assert waits == []
+
+    @pytest.mark.parametrize("exists", [False, True])
+    def test_a_token_that_may_not_write(self, server, folder, monkeypatch, exists):
+        if exists:
+            server.create(REPO)
+        monkeypatch.setenv("HF_TOKEN", READ)
+        assert "may not write there" in refused(folder)
+
+    def test_a_run_without_export(self, server, tmp_path):
+        assert "holds no export" in refused(tmp_path)
+
+    def test_nobody_there(self, server, folder, monkeypatch, waits):
+        monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+        message = refused(folder)
+        assert "no connection to http://127.0.0.1:9" in message
+        assert "HF_ENDPOINT" in message
+        assert waits == [1, 2, 4, 8]
+
+    def test_no_address(self, server, folder, monkeypatch):
+        monkeypatch.setattr(constants, "ENDPOINT", "127.0.0.1:9")
+        assert "HF_ENDPOINT" in refused(folder)
+
+    def test_offline(self, server, folder, monkeypatch):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        assert "HF_HUB_OFFLINE" in refused(folder)
+
+    def test_a_card_that_the_hub_refuses(self, server, folder):
+        write(folder / "export" / "README.md", "---\nbase_model: a/b/c\n---\n")
+        assert "Invalid metadata in README.md" in refused(folder)
+        assert server.count("PUT") == 0
+
+
+class TestCard:
+    def card(self, folder):
+        return (folder / "export" / "README.md").read_text()
+
+    def test_says_what_was_made_how_and_from_what(self, folder):
+        config = {"method": "some", "target": "Qwen/Qwen3-8B", "block_size": 8}
+        card = model_card(config, METRICS, folder, "88072c4ae3d2bc55")
+        metadata = yaml.safe_load(card.split("---\n")[1])
+        assert metadata["base_model"] == ["Qwen/Qwen3-8B"]  # folders of this machine are none
+        assert metadata["license"] == "other"
+        assert metadata["license_link"] == "https://huggingface.co/Qwen/Qwen3-8B"
+        for fact in (
+            "some, block_size 8",
+            "runs/a/export",
+            "source=stdlib, length=256",
+            "88072c4ae3d2bc55",
+            "some_recipe",
+            "c0ffee",
+            "torch 2.13.0",
+            STORY["command"],
+            "| 0 | 2.5 |\n| 1 | 2.25 |",
+            "8 held-out prompts (stdlib) of 64 tokens, 48 new ones",
+            "| val_loss | 1.5 |",
+        ):
+            assert fact in card
+
+    def test_weights_of_nobody_else_are_under_parade_s_licence(self, folder):
+        metadata = yaml.safe_load(self.card(folder).split("---\n")[1])
+        assert metadata["license"] == "apache-2.0"
+        assert "base_model" not in metadata
+
+    def test_the_bench_is_added_once(self, folder):
+        plain = self.card(folder)
+        write(folder / "bench" / "bench.csv", BENCH)
+        run([f"run={folder}"])
+        card = self.card(folder)
+        assert card.startswith(plain.rstrip())
+        assert "| sampler | temperature | tokens/s |" in card
+        assert f"python -m decoding.bench model={folder / 'export'}" in card
+        run([f"run={folder}"])
+        assert self.card(folder) == card
+        write(folder / "bench" / "bench.csv", BENCH.replace("21.0", "22.0"))
+        run([f"run={folder}"])
+        assert self.card(folder) == card.replace("21.0", "22.0")
+
+    def test_a_bench_of_other_weights_is_left_out(self, folder, capsys):
+        plain = self.card(folder)
+        write(folder / "bench" / "bench.csv", BENCH)
+        os.utime(folder / "bench" / "bench.csv", (0, 0))
+        run([f"run={folder}"])
+        assert self.card(folder) == plain
+        assert "older than the export" in capsys.readouterr().out
+
+
+def test_uploads_never_holds_what_lies_deeper(folder):
+    write(folder / "export" / "deeper" / "config.json", "{}")
+    files, others = hub.uploads(folder / "export")
+    assert set(others) == STRANGERS | {"deeper/config.json"}
+    assert set(files) == on_disk(folder).keys() - {"deeper/config.json"}
+
+
+def test_the_command_pushes_and_decoding_loads_it_back(folder, tmp_path):
+    """Both as a user starts them: HF_ENDPOINT is read when the client is imported."""
+    export = folder / "export"
+    for path in export.glob("model*"):
+        path.unlink()
+    model = causal_lm(26).float()
+    model.config.parade = {"method": "plain"}
+    model.save_pretrained(export)
+    tokenizer(26).save_pretrained(export)
+    code = (
+        "from decoding.load import load; from decoding.params import SamplingParams; "
+        f"sampler = load('{REPO}', dtype='float32'); "
+        "params = SamplingParams(max_new_tokens=8, temperature=0); "
+        "print(sampler.generate(['abc'], params)[0].token_ids)"
+    )
+    with HubServer() as server:
+        environment = os.environ | {
+            "HF_ENDPOINT": server.endpoint,
+            "HF_TOKEN": WRITE,
+            "HF_HOME": str(tmp_path / "home"),
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_OFFLINE": "0",
+            "NO_PROXY": "127.0.0.1",
+        }
+
+        def python(*arguments):
+            command = [sys.executable, *arguments]
+            return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+        arguments = [f"run={folder}", f"push={REPO}", "private=true"]
+        done = python("-m", "trainers.export", *arguments)
+        assert done.returncode == 0, done.stderr
+        assert f"pushed: {server.endpoint}/{REPO}/commit/" in done.stdout
+        assert server.files(REPO) == on_disk(folder)
+
+        loaded = python("-c", code)
+        assert loaded.returncode == 0, loaded.stderr
+        here = load(str(export), dtype="float32")
+        answer = here.generate(["abc"], SamplingParams(max_new_tokens=8, temperature=0))[
+            0
+        ].token_ids
+        assert loaded.stdout.split("\n")[-2] == str(answer)
+
+        environment["HF_TOKEN"] = "hf_wrong"
+        done = python("-m", "trainers.export", *arguments)
+        assert done.returncode == 2
+        assert done.stderr.startswith("error: could not push")
+        assert done.stderr.count("\n") == 1

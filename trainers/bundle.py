@@ -1,0 +1,115 @@
+"""The sampler that travels with an export, as `custom_generate/`: run by stock transformers.
+
+`generate(..., custom_generate=...)` of transformers copies `generate.py` and the files beside it
+that a line `from .name import ...` names, and runs the copy. So the modules that a sampler is made
+of are written side by side, their imports of each other made relative. They stay the very source
+that the tests prove lossless: there is no second sampler.
+"""
+
+import ast
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("data", "models", "decoding")
+ENTRY = "decoding.custom_generate"
+REQUIREMENTS = "torch>=2.8\ntransformers>=5.0\n"
+
+GENERATE = '''\
+"""Lossless decoding with this drafter, by its target's own `generate`:
+
+    target.generate(**inputs, custom_generate="<this folder or repository>", trust_remote_code=True)
+
+Written by parade (trainers/bundle.py) with copies of its modules.
+"""
+
+from .{entry} import generate as _generate
+from .{sampler} import from_export
+
+# transformers copies only the files that a line of this form names.
+{modules}
+
+
+def generate(model, **arguments):
+    """See `{entry}.generate`."""
+    return _generate(from_export, model, **arguments)
+'''
+
+
+def write_bundle(folder: Path, method: str) -> None:
+    """Write `folder/custom_generate/`, which needs torch and transformers only.
+
+    method: the sampler's module in `decoding/samplers/`.
+    """
+    sampler = f"decoding.samplers.{method}"
+    modules = closure([ENTRY, sampler])
+    bundle = folder / "custom_generate"
+    bundle.mkdir()
+    for module in modules:
+        source = f"# A copy of parade's {module}, made by trainers/bundle.py.\n{flattened(module)}"
+        (bundle / f"{flat(module)}.py").write_text(source, encoding="utf-8")
+    named = "\n".join(f"from .{flat(module)} import __name__ as _" for module in modules)
+    text = GENERATE.format(entry=flat(ENTRY), sampler=flat(sampler), modules=named)
+    (bundle / "generate.py").write_text(text, encoding="utf-8")
+    (bundle / "requirements.txt").write_text(REQUIREMENTS, encoding="utf-8")
+
+
+def closure(modules: Iterable[str]) -> list[str]:
+    """These modules of parade and all that they import of it, sorted."""
+    found, left = set(), set(modules)
+    while left:
+        found |= left
+        left = {name for module in left for _, names in _internal(module) for name in names} - found
+    return sorted(found)
+
+
+def flattened(module: str) -> str:
+    """A module's source, its imports of parade's other modules made relative siblings.
+
+    `from decoding.params import Stats` becomes `from .decoding_params import Stats`, and
+    `from decoding import verify` becomes `from . import decoding_verify as verify`.
+    """
+    lines = _source(module).split("\n")
+    # From the last to the first, so that the line numbers before it stay right.
+    for node, names in sorted(_internal(module), key=lambda pair: -pair[0].lineno):
+        if names == [node.module]:
+            new = [ast.unparse(ast.ImportFrom(flat(node.module), node.names, level=1))]
+        else:
+            new = [
+                f"from . import {flat(name)} as {alias.asname or alias.name}"
+                for name, alias in zip(names, node.names)
+            ]
+        lines[node.lineno - 1 : node.end_lineno] = [" " * node.col_offset + line for line in new]
+    return "\n".join(lines)
+
+
+def flat(module: str) -> str:
+    """'decoding.samplers.base' -> 'decoding_samplers_base'."""
+    return module.replace(".", "_")
+
+
+def _internal(module: str) -> Iterator[tuple[ast.ImportFrom, list[str]]]:
+    """The imports of parade's modules in one of them, each with the modules that it needs."""
+    for node in ast.walk(ast.parse(_source(module))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] in PACKAGES:
+                    raise ValueError(
+                        f"{module}: `import {alias.name}` cannot be bundled, write "
+                        "`from package import module`"
+                    )
+        elif isinstance(node, ast.ImportFrom) and node.module.split(".")[0] in PACKAGES:
+            if _file(node.module).is_file():
+                yield node, [node.module]
+            else:  # modules of a package
+                yield node, [f"{node.module}.{alias.name}" for alias in node.names]
+
+
+def _file(module: str) -> Path:
+    return ROOT.joinpath(*module.split(".")).with_suffix(".py")
+
+
+def _source(module: str) -> str:
+    if not _file(module).is_file():
+        raise ValueError(f"cannot bundle {module}: there is no {_file(module)}")
+    return _file(module).read_text(encoding="utf-8")

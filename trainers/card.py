@@ -1,0 +1,135 @@
+"""The model card of an export: what it is, what it was made from, what was measured and how."""
+
+import csv
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import yaml
+from huggingface_hub import ModelCardData
+
+from models.causal import looks_local
+
+BENCH = ("<!-- bench -->", "<!-- end of bench -->")
+ACCEPTANCE = "acceptance_length_t"
+
+
+def model_card(config: dict, metrics: dict, folder: Path, rows: str | None = None) -> str:
+    """The README.md of an export.
+
+    config: its `parade` entry. metrics: of the run's last validation. folder: the run's, with its
+    config and provenance. rows: the fingerprint of the packed rows that it was trained on.
+    """
+    story = json.loads((folder / "provenance.json").read_text())
+    settings = yaml.safe_load((folder / "config.yaml").read_text())
+    target = config.get("target")
+    started_from = list(_paths(settings["network"]))
+    bases = [name for name in dict.fromkeys([*started_from, target]) if name]
+    bases = [name for name in bases if not looks_local(name)]
+    # Weights made from others' weights are under the others' terms, whatever parade's own are.
+    licence, terms = {"license": "apache-2.0"}, "Apache-2.0; the training data keeps its own terms"
+    if bases:
+        link = f"https://huggingface.co/{bases[0]}"
+        licence = {"license": "other", "license_name": "of-the-base-model", "license_link": link}
+        terms = f"that of {' and '.join(bases)}"
+    data = ModelCardData(
+        library_name="transformers",
+        **licence,
+        base_model=bases or None,
+        tags=["parade", *(["speculative-decoding", "custom_generate"] if target else [])],
+    )
+    serve = "python -m decoding.generate model=<this folder or repository> prompt='def fib(n):'"
+    if target:  # with transformers alone, nothing of parade installed
+        stock = "custom_generate='<this folder or repository>', trust_remote_code=True"
+        serve += f"\n\n# or, in Python:\ntarget.generate(**inputs, {stock})"
+    trainer, train = settings["trainer"], dict(settings["data"]["train"])
+    reader = train.pop("_target_")
+    packed = f"; packed rows {rows}" if rows else ""
+    details = [k for k in config if k not in ("method", "target")]
+    dirty = ", with uncommitted changes" if story["git_dirty"] else ""
+    facts = {
+        "Base model": ", ".join(f"`{name}`" for name in started_from) or "none, random weights",
+        "Target": f"`{target}`" if target else None,
+        "Method": ", ".join([config["method"], *(f"{k} {config[k]}" for k in details)]),
+        "Data": f"{', '.join(f'{k}={v}' for k, v in train.items())} ({reader}{packed})",
+        "Recipe": f"`{settings['recipe']}` at scale `{settings['scale']}`: {trainer['max_steps']} "
+        f"steps of {trainer['batch_size']} rows, seed {settings['seed']}; every setting is in "
+        "`parade_config.yaml`",
+        "Command": f"`{story['command']}` (commit {story['git_commit']}{dirty})",
+        "Versions": ", ".join(
+            [f"Python {story['python']}", *(f"{k} {v}" for k, v in story["packages"].items())]
+        ),
+        "Licence": terms,
+    }
+    facts = "\n".join(f"- {name}: {fact}" for name, fact in facts.items() if fact)
+    return f"""---
+{data.to_yaml()}
+---
+# A parade model: {config["method"]}
+
+{f"A drafter for `{target}`: decoding with it is lossless." if target else "A causal LM."}
+
+```
+{serve}
+```
+
+{facts}
+
+## Measured
+
+Last values of the run of the command above; acceptance and `val_`: of its last validation.
+
+{_measured(metrics, settings["acceptance"])}
+"""
+
+
+def _measured(metrics: dict, acceptance: dict) -> str:
+    names = [k for k in sorted(metrics) if k.startswith(ACCEPTANCE)]
+    lengths = [(k.removeprefix(ACCEPTANCE), metrics[k]) for k in names]
+    others = [(k, metrics[k]) for k in sorted(metrics) if k not in names]
+    text = _table(["metric", "value"], others)
+    if lengths:
+        text = f"""{_table(["temperature", "acceptance length"], lengths)}
+
+Acceptance length is tokens emitted per target pass, the bonus or correction token included:
+{acceptance["prompts"]} held-out prompts ({acceptance["source"]}) of \
+{acceptance["prompt_length"]} tokens, {acceptance["max_new_tokens"]} new ones each, target in \
+{acceptance["dtype"]}.
+
+{text}"""
+    return text
+
+
+def with_bench(card: str, results: Path, command: str) -> str:
+    """The card with the table of a bench.csv at its end, in the place of an earlier one.
+
+    command: what measured it.
+    """
+    with results.open(newline="") as file:
+        head, *rows = csv.reader(file)
+    section = f"""{BENCH[0]}
+## Side by side
+
+Measured by `{command}`. Acceptance length is tokens emitted per target pass, the bonus or
+correction token included; speed-up is the median over prompts, against plain decoding.
+
+{_table(head, rows)}
+{BENCH[1]}"""
+    old = re.compile(rf"\s*{BENCH[0]}.*?{BENCH[1]}", re.DOTALL)
+    return f"{old.sub('', card).rstrip()}\n\n{section}\n"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)
+
+
+def _paths(node) -> Iterator[str]:
+    """What a network's settings load: every value of a key `path`."""
+    if isinstance(node, dict):
+        for key, value in node.items():
+            if key == "path":
+                yield value
+            else:
+                yield from _paths(value)
