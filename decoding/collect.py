@@ -49,7 +49,7 @@ def collect(config: DictConfig) -> Path:
         f"{config.recipe} at scale {config.scale}: {done} of {len(shards)} shards are in {folder}"
     )
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    missing = missing[rank::world]
+    missing = [i for i in missing if i % world == rank]
     _check_disk(
         folder, sum(collector.bytes_of(p["prompt_ids"]) for i in missing for p in shards[i])
     )

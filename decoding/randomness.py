@@ -41,6 +41,7 @@ class KeyedRandomness:
         # Seeds may be any whole number; 63 bits of them are used.
         self.seeds = torch.tensor([s % (1 << 63) for s in seeds], device=device)
         self.draws = 0
+        self._ahead = torch.empty(len(seeds), 0, 0, device=device)  # see _uniform
 
     def categorical(self, probs: Tensor) -> Tensor:
         """See `Randomness`. Inverse of the cumulative distribution, in float64."""
@@ -58,29 +59,39 @@ class KeyedRandomness:
         """See `Randomness`. float32; equal on every device up to the rounding of its log."""
         key = _mix(_mix(self.seeds + _purpose("gumbel"))[:, None] + positions * _STRIDE)
         tokens = torch.arange(1, vocabulary + 1, device=positions.device) * _STRIDE
-        v = _unit(_mix(key.unsqueeze(-1) + tokens)).float().clamp_max(1 - 2**-24)
+        bits = _shift(_mix(key.unsqueeze(-1) + tokens), 11).bitwise_or_(1)  # odd: never 0
+        v = bits.float().mul_(2.0**-53).clamp_max_(1 - 2**-24)
         # Exponential noise first: log1p keeps full precision where it matters, at large g.
-        return -(-torch.log1p(-v)).log()
+        return v.neg_().log1p_().neg_().log_().neg_()
 
     def select(self, rows: Tensor) -> None:
         """See `Randomness`."""
-        self.seeds = self.seeds[rows]
+        self.seeds, self._ahead = self.seeds[rows], self._ahead[rows]
 
     def _uniform(self, shape: torch.Size) -> Tensor:
-        """float64 in (0, 1), one for each element of [B, ...]; every call is a new draw."""
+        """float64 in (0, 1), one for each element of [B, ...]; every call is a new draw.
+
+        Number i of draw d is a hash of (seed, d, i). They are made for many draws at once, because
+        a handful of numbers costs as much as thousands.
+        """
+        count, at = math.prod(shape[1:]), self.draws % _AHEAD
+        if at == 0 or count > self._ahead.shape[-1]:
+            width = max(count, self._ahead.shape[-1], 16)
+            first = self.draws - at
+            draws = torch.arange(first, first + _AHEAD, device=self.seeds.device) * _STRIDE
+            key = _mix(_mix(self.seeds + _purpose("uniform"))[:, None] + draws)
+            index = torch.arange(1, width + 1, device=key.device) * _STRIDE
+            self._ahead = _unit(_mix(key.unsqueeze(-1) + index))
         self.draws += 1
-        # A one-element tensor: its product wraps around, a Python int would overflow.
-        counter = torch.tensor([self.draws], device=self.seeds.device) * _STRIDE
-        key = _mix(_mix(self.seeds + _purpose("uniform")) + counter)
-        count = math.prod(shape[1:])
-        index = torch.arange(1, count + 1, device=key.device) * _STRIDE
-        return _unit(_mix(key[:, None] + index)).view(shape)
+        return self._ahead[:, at, :count].reshape(shape)
 
 
 def fresh_seed() -> int:
     """A seed for a request that names none."""
     return secrets.randbits(48)
 
+
+_AHEAD = 32  # draws made at once
 
 # The odd constant of splitmix64 (2^64 / golden ratio), as a signed 64-bit number.
 _STRIDE = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -90,21 +101,16 @@ def _purpose(name: str) -> int:
     return int.from_bytes(name.encode()[:7], "little")
 
 
-def _wrap(x: int) -> int:
-    """A whole number as torch's int64 would hold it after overflow."""
-    return (x + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
 def _shift(x: Tensor, bits: int) -> Tensor:
     """Logical right shift of int64 (torch's own is arithmetic)."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _mix(x: Tensor) -> Tensor:
     """The finaliser of splitmix64; int64 multiplication wraps."""
-    x = (x ^ _shift(x, 30)) * (0xBF58476D1CE4E5B9 - (1 << 64))
-    x = (x ^ _shift(x, 27)) * (0x94D049BB133111EB - (1 << 64))
-    return x ^ _shift(x, 31)
+    x = _shift(x, 30).bitwise_xor_(x).mul_(0xBF58476D1CE4E5B9 - (1 << 64))
+    x = _shift(x, 27).bitwise_xor_(x).mul_(0x94D049BB133111EB - (1 << 64))
+    return _shift(x, 31).bitwise_xor_(x)
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ def rejection(draft: Tensor, q: Tensor, p: Tensor, randomness: Randomness) -> tu
     The later p's were conditioned on the rejected token, so nothing after it can stand.
     """
     accepted = _leading(randomness.accept(acceptance_probability(draft, q, p)))
-    correction = residual(_at(p, accepted), _at(_extended(q), accepted))
+    correction = residual(_at(p, accepted), _drafted_at(q, accepted))
     return accepted, randomness.categorical(correction)
 
 
@@ -43,9 +43,9 @@ def block(draft: Tensor, q: Tensor, p: Tensor, randomness: Randomness) -> tuple[
     fell = randomness.accept(torch.cat([h, r[:, -1:]], 1))
     order = torch.arange(1, draft.shape[1] + 1, device=draft.device)
     accepted = (fell * order).amax(1)
-    scaled = _at(r[..., None] * p, accepted)
+    scaled = r.gather(1, accepted[:, None]) * _at(p, accepted)
     bonus = (accepted == draft.shape[1])[:, None]
-    correction = torch.where(bonus, _at(p, accepted), residual(scaled, _at(_extended(q), accepted)))
+    correction = torch.where(bonus, _at(p, accepted), residual(scaled, _drafted_at(q, accepted)))
     return accepted, randomness.categorical(correction)
 
 
@@ -81,9 +81,10 @@ def _at(x: Tensor, i: Tensor) -> Tensor:
     return x[torch.arange(len(x), device=x.device), i]
 
 
-def _extended(q: Tensor) -> Tensor:
-    """Q with a zero distribution for the position after the block, where nothing was drafted."""
-    return torch.nn.functional.pad(q, (0, 0, 0, 1))
+def _drafted_at(q: Tensor, i: Tensor) -> Tensor:
+    """The drafter's distribution at i [B]; zero behind the block, where nothing was drafted."""
+    k = q.shape[1]
+    return _at(q, i.clamp_max(k - 1)) * (i < k)[:, None]
 
 
 def _leading(stands: Tensor) -> Tensor:

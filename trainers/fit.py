@@ -67,7 +67,7 @@ def fit(config: DictConfig) -> Path:
         steps = config.trainer.max_steps
         print(f"{config.recipe} at scale {config.scale}: {steps} steps to {folder}")
     trainer.fit(module, *loaders, ckpt_path=checkpoint, weights_only=False)
-    # The last step need not be one of the periodic ones, and an export that fails must lose nothing.
+    # The last step need not be a periodic one, and an export that fails must lose nothing.
     trainer.save_checkpoint(folder / "checkpoints" / "last.ckpt")
     metrics = {k: round(float(v), 4) for k, v in trainer.callback_metrics.items()}
     if trainer.is_global_zero:

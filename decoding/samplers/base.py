@@ -192,12 +192,12 @@ class Sampler(ABC):
         """The target with a cache that fits these rows."""
         return CachedNetwork(self.target, causal, rows.tokens.shape[1])
 
-    def choose(self, rows: Rows, logits: Tensor, start: Tensor, params: SamplingParams) -> Tensor:
-        """argmax(logits + keyed noise) at absolute positions start + 0, 1, ...: [B, n]."""
-        if params.temperature > 0:
-            positions = start[:, None] + torch.arange(logits.shape[1], device=logits.device)
-            logits = logits + rows.randomness.gumbel(positions, logits.shape[-1])
-        return logits.argmax(-1)
+    def noise(self, rows: Rows, count: int, params: SamplingParams) -> Tensor | None:
+        """Keyed noise [B, count, V] of the next absolute positions; None at temperature 0."""
+        if params.temperature == 0:
+            return None
+        positions = rows.lengths[:, None] + torch.arange(count, device=rows.tokens.device)
+        return rows.randomness.gumbel(positions, self.vocabulary)
 
     def _encode(self, prompt: str | list[int], params: SamplingParams) -> list[int]:
         ids = self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
@@ -274,6 +274,11 @@ class Sampler(ABC):
         stats.target_passes, stats.drafter_passes = passes["target"], passes.get("drafter", 0)
         stats.target_s, stats.drafter_s = spent["target"], spent.get("drafter", 0.0)
         stats.sampler_s = seconds - stats.target_s - stats.drafter_s
+
+
+def choose(logits: Tensor, noise: Tensor | None) -> Tensor:
+    """argmax(logits + noise) over [B, n, V], the noise from its first n positions: [B, n]."""
+    return (logits if noise is None else logits + noise[:, : logits.shape[1]]).argmax(-1)
 
 
 def _safe_length(text: str, stop: tuple[str, ...]) -> int:

@@ -12,7 +12,7 @@ from decoding import verify
 from decoding.cache import CachedNetwork
 from decoding.distribution import fit_vocabulary, seen_tokens, warp
 from decoding.params import SamplingParams
-from decoding.samplers.base import Rows, Sampler
+from decoding.samplers.base import Rows, Sampler, choose
 from models.masks import draft_blocks
 
 
@@ -56,14 +56,14 @@ class DeerSampler(Sampler):
         q_logits = self.draft_pass(rows, k, params)
         keyed = params.temperature == 0 or params.verify == "coupled"
         if keyed:
-            draft = self.choose(rows, q_logits, rows.lengths, params)
+            noise = self.noise(rows, k + 1, params)  # drafter and target share it
+            draft = choose(q_logits, noise)
         else:
             q = q_logits.softmax(-1)
             draft = rows.randomness.categorical(q)
         p_logits = self.target_pass(rows, draft, params)
         if keyed:
-            choice = self.choose(rows, p_logits, rows.lengths, params)
-            accepted, following = verify.coupled(draft, choice)
+            accepted, following = verify.coupled(draft, choose(p_logits, noise))
         else:
             rule = {"rejection": verify.rejection, "block": verify.block}[params.verify]
             accepted, following = rule(draft, q, p_logits.softmax(-1), rows.randomness)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from decoding.params import SamplingParams
-from decoding.samplers.base import Rows, Sampler
+from decoding.samplers.base import Rows, Sampler, choose
 
 
 class PlainSampler(Sampler):
@@ -19,7 +19,7 @@ class PlainSampler(Sampler):
         nothing = rows.tokens[:, :0]
         logits = self.target_pass(rows, nothing, params)
         if params.temperature == 0 or params.verify == "coupled":
-            tokens = self.choose(rows, logits, rows.lengths, params)
+            tokens = choose(logits, self.noise(rows, 1, params))
         else:
             tokens = rows.randomness.categorical(logits.softmax(-1))
         return tokens, torch.ones_like(rows.lengths)

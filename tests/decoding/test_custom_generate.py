@@ -210,7 +210,7 @@ def test_the_targets_mode_stays(drafted, training):
         ({"do_sample": True, "temperature": 0.0}, "strictly positive"),
         ({"max_new_tokens": 600}, "more than the target's context of 512"),
         ({"temprature": 1}, "temprature"),
-        ({"verify": "hope"}, "one of ['coupled', 'rejection', 'block']"),
+        ({"verify": "hope"}, "verify='hope' is not allowed"),
         ({"drafter": "nowhere/at/all"}, "there is no such folder"),
     ],
 )

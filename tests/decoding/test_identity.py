@@ -108,11 +108,14 @@ def test_the_seed_of_params_counts_up_over_the_rows():
 
 
 class ShiftedNoise(DeerSampler):
-    """Wrong: the target's choices take the noise of the next position."""
+    """Wrong: the noise stands at the block's number instead of the absolute position."""
 
-    def choose(self, rows, logits, start, params):
-        by_target = logits.shape[1] > self.block_size
-        return super().choose(rows, logits, start + int(by_target), params)
+    def noise(self, rows, count, params):
+        first = rows.lengths
+        rows.lengths = first - first % count
+        noise = super().noise(rows, count, params)
+        rows.lengths = first
+        return noise
 
 
 class ForgottenRollback(DeerSampler):

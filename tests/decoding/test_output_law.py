@@ -88,7 +88,7 @@ def go_on_after_a_rejection(draft, q, p, randomness):
     """Wrong: counts every accepted token, though those behind a rejection saw the wrong prefix."""
     stands = randomness.accept(verify.acceptance_probability(draft, q, p))
     accepted = stands.sum(1)
-    rest = verify.residual(verify._at(p, accepted), verify._at(verify._extended(q), accepted))
+    rest = verify.residual(verify._at(p, accepted), verify._drafted_at(q, accepted))
     return accepted, randomness.categorical(rest)
 
 
