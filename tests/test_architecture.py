@@ -21,7 +21,17 @@ LIGHT = [  # where they must not be imported, not even inside a function
     "decoding/samplers/*.py",
     *(
         f"decoding/{name}.py"
-        for name in ("cache", "distribution", "params", "randomness", "verify", "load", "cli")
+        for name in (
+            "cache",
+            "cli",
+            "custom_generate",
+            "distribution",
+            "generate",
+            "load",
+            "params",
+            "randomness",
+            "verify",
+        )
     ),
     "models/*.py",
     "data/*.py",
@@ -30,7 +40,15 @@ LIGHT = [  # where they must not be imported, not even inside a function
 LAZY = {"datasets"}  # there only inside functions
 SHARED_LOSSES = {"diffusion", "ar"}  # pieces of several methods, not methods
 KNOWN_METHODS = {"asarm", "assd", "deer", "pcllm", "jacobi", "spiffy", "cspd"}
-NAMELESS = ["fit", "base", "callbacks", "export"]  # of trainers/: they name no method
+NAMELESS = [
+    "fit",
+    "base",
+    "callbacks",
+    "export",
+    "bundle",
+    "hub",
+    "card",
+]  # of trainers/: they name no method
 
 
 def imports(path):

@@ -132,6 +132,7 @@ class WholeSteps:
         for batch in self.loader:
             step.append(batch)
             if len(step) == self.accumulate:
-                weight = torch.stack([self.module.weight(b).sum() for b in step]).sum()
+                # float64, so that the sum does not depend on how the step is split.
+                weight = sum(self.module.weight(b).sum(dtype=torch.float64) for b in step)
                 yield from ({**b, "step_weight": weight} for b in step)
                 step = []

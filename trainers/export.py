@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from data.tokenizer import fingerprint
 from decoding.cli import main, parse
 from decoding.load import load_tokenizer, parade_config
 from decoding.samplers.base import Sampler
@@ -139,7 +140,11 @@ def _check_reload(module: BaseModule, folder: Path) -> None:
     """The folder, loaded by stock transformers, gives the trainer's logits, bit for bit."""
     network = module.network.eval()
     again = AutoModelForCausalLM.from_pretrained(folder, dtype=network.dtype).to(network.device)
-    load_tokenizer(str(folder))
+    if fingerprint(load_tokenizer(str(folder))) != fingerprint(module.tokenizer):
+        raise ValueError(
+            "transformers loads another tokenizer from the export than the trainer's: it chooses "
+            f"the class by the model's type, {network.config.model_type!r}, and that changes it"
+        )
     ids = torch.arange(1, 9, device=network.device)[None] % network.config.vocab_size
     with torch.inference_mode():
         difference = (network(ids).logits - again.eval()(ids).logits).abs().max().item()

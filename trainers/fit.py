@@ -10,8 +10,10 @@ import pytorch_lightning as pl
 import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
+from pytorch_lightning.accelerators import CUDAAccelerator
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
+from pytorch_lightning.strategies import DeepSpeedStrategy, FSDPStrategy
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader
@@ -55,10 +57,7 @@ def fit(config: DictConfig) -> Path:
     describe(config, folder)
     pl.seed_everything(config.seed, verbose=False)
     module = build_module(config)
-    try:
-        trainer = build_trainer(config, folder, module)
-    except MisconfigurationException as error:  # a strategy or device that is not to be had here
-        raise ValueError(str(error)) from error
+    trainer = build_trainer(config, folder, module)
     first = step_of(checkpoint) if checkpoint else 0
     loaders = build_loaders(config, trainer, module, first)
     if config.trainer.compile:
@@ -191,7 +190,26 @@ def build_trainer(config: DictConfig, folder: Path, module: BaseModule) -> pl.Tr
         prompts = heldout_prompts(a.source, module.tokenizer, a.prompts, a.prompt_length)
         ids = [p["prompt_ids"] for p in prompts]
         callbacks.append(AcceptanceLength(ids, list(a.temperatures), a.max_new_tokens))
-    trainer = pl.Trainer(
+    try:
+        trainer = _trainer(config, folder, callbacks)
+    except MisconfigurationException as error:  # a strategy or device that is not to be had here
+        raise ValueError(" ".join(str(error).split())) from error
+    if isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy)) and not isinstance(
+        trainer.accelerator, CUDAAccelerator
+    ):
+        raise ValueError(
+            f"trainer.strategy={t.strategy} needs a CUDA GPU, and there is none here. "
+            "Choose from ['auto', 'ddp'] on a CPU"
+        )
+    schedule = Schedule(range(0), t.batch_size, t.micro_batch_size, world=trainer.world_size)
+    trainer.accumulate_grad_batches = schedule.accumulate
+    trainer.val_check_interval = min(t.validate_every, t.max_steps) * schedule.accumulate
+    return trainer
+
+
+def _trainer(config: DictConfig, folder: Path, callbacks: list) -> pl.Trainer:
+    t = config.trainer
+    return pl.Trainer(
         accelerator=t.accelerator,
         devices=t.devices,
         num_nodes=t.num_nodes,
@@ -207,10 +225,6 @@ def build_trainer(config: DictConfig, folder: Path, module: BaseModule) -> pl.Tr
         callbacks=callbacks,
         enable_model_summary=False,
     )
-    schedule = Schedule(range(0), t.batch_size, t.micro_batch_size, world=trainer.world_size)
-    trainer.accumulate_grad_batches = schedule.accumulate
-    trainer.val_check_interval = min(t.validate_every, t.max_steps) * schedule.accumulate
-    return trainer
 
 
 def build_loaders(

@@ -71,6 +71,7 @@ class Sampler(ABC):
     rules: tuple[str, ...] = ("coupled", "rejection")  # values of `verify` that differ
 
     def __init__(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
+        check_attention(target)
         self.target = target.eval()
         self.tokenizer = tokenizer
         self.vocabulary = target.config.get_text_config().vocab_size
@@ -274,6 +275,22 @@ class Sampler(ABC):
         stats.target_passes, stats.drafter_passes = passes["target"], passes.get("drafter", 0)
         stats.target_s, stats.drafter_s = spent["target"], spent.get("drafter", 0.0)
         stats.sampler_s = seconds - stats.target_s - stats.drafter_s
+
+
+def check_attention(network: PreTrainedModel) -> None:
+    """Raise ValueError for a network that would not follow the masks that decoding gives it."""
+    config = network.config.get_text_config()
+    kinds = {*(getattr(config, "layer_types", None) or [])} - {"full_attention"}
+    if kinds or getattr(config, "use_sliding_window", False):
+        raise ValueError(
+            f"this {config.model_type!r} model has layers of {sorted(kinds) or 'sliding attention'}"
+            ": only full attention takes the masks of a draft block"
+        )
+    if config._attn_implementation != "sdpa":
+        raise ValueError(
+            f"attention implementation {config._attn_implementation!r} would misread a boolean "
+            "mask: load the model with attn_implementation='sdpa'"
+        )
 
 
 def choose(logits: Tensor, noise: Tensor | None) -> Tensor:

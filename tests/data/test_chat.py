@@ -82,7 +82,8 @@ def test_turn_without_special_tokens_begins_at_its_first_token(chat_tokenizer):
 def test_an_answer_that_is_rendered_otherwise_later_is_context(chat_tokenizer):
     # As Qwen3: the last answer is rendered with a thinking block, earlier ones without.
     chat_tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['role'] }}:{% if loop.last %}<think></think>{% endif %}"
+        "{% for m in messages %}{{ m['role'] }}:"
+        "{% if loop.last and m['role'] == 'assistant' %}<think></think>{% endif %}"
         "{{ m['content'] }}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}assistant:{% endif %}"
     )

@@ -23,7 +23,7 @@ def test_a_target_folder_is_looked_for_beside_the_export(lab, tmp_path, monkeypa
     config["parade"]["target"] = "./target"
     (export / "config.json").write_text(json.dumps(config))
     monkeypatch.chdir(tmp_path)
-    assert load(str(export)).target.config.vocab_size == 320
+    assert load(str(export)).target.name_or_path == str(export / "./target")
 
 
 def test_an_unknown_method_lists_those_that_exist(lab, tmp_path):

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.tokenizer import train_tokenizer
 from decoding.collect import collect
@@ -27,10 +27,13 @@ def hub(tmp_path_factory):
     root = tmp_path_factory.mktemp("hub")
     texts = [f"def f{i}(x):\n    return x + {i}\n" for i in range(200)]
     tokenizer = train_tokenizer(texts, 300)
-    tokenizer.chat_template = TEMPLATE
-    for name, kind, vocabulary in (("target", "qwen3", 320), ("source", "qwen2", 304)):
+    for name, kind, vocabulary in (("source", "qwen2", 304), ("target", "qwen3", 320)):
         model = tiny.causal_lm(vocabulary, kind=kind, eos_token_id=0).float()
         model.save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+        # Both Qwens have one tokenizer class, which transformers chooses by the model's type.
+        tokenizer = AutoTokenizer.from_pretrained(root / name)
+        tokenizer.chat_template = TEMPLATE
         tokenizer.save_pretrained(root / name)
     chats = [
         {"id": f"c{i}", "messages": [{"role": "user", "content": f"write f{i}"},
