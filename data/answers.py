@@ -32,6 +32,7 @@ def read_answers(folder: str | Path, split: str) -> Iterator[tuple[list[int], li
         raise ValueError(f"{folder} holds no answers: python -m decoding.collect writes them")
     for shard in shards:
         for row in parquet.read_table(shard).to_pylist():
-            if is_held_out(row["id"]) == (split == "heldout"):
+            # Prompts come from training documents: their ids alone are never held out.
+            if is_held_out(f"answers to {row['id']}") == (split == "heldout"):
                 prompt, answer = row["prompt_ids"], row["answer_ids"]
                 yield prompt + answer, [False] * len(prompt) + [True] * len(answer)

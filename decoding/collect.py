@@ -11,14 +11,13 @@ import shutil
 import uuid
 from pathlib import Path
 
-from hydra.utils import instantiate
 from omegaconf import DictConfig
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from data.answers import shard_path
 from data.prompts import heldout_prompts
 from decoding.cli import main, quiet
-from decoding.compose import compose
+from decoding.compose import build, compose
 from decoding.inputs import prepare_inputs
 
 
@@ -32,7 +31,7 @@ def collect(config: DictConfig) -> Path:
     """Collect what is missing of a collection; returns its folder."""
     prepare_inputs(config)
     folder = Path(config.runs) / config.recipe / (config.name or "")
-    collector = instantiate(config.collector)
+    collector = build(config.collector)
     prompts = heldout_prompts(tokenizer=collector.tokenizer, **config.prompts)
     manifest = {
         "recipe": config.recipe,

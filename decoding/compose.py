@@ -11,8 +11,8 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
-from hydra.utils import get_object
+from hydra.errors import HydraException, InstantiationException
+from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -55,6 +55,19 @@ def compose(argv: list[str], command: str) -> DictConfig:
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(" ".join(str(error).split())) from error
     return config
+
+
+def build(node: DictConfig, **given):
+    """`hydra.utils.instantiate`, with a user's mistake as it was raised."""
+    try:
+        return instantiate(node, **given)
+    except InstantiationException as error:
+        cause: BaseException = error
+        while isinstance(cause, InstantiationException) and cause.__cause__ is not None:
+            cause = cause.__cause__
+        if isinstance(cause, (ValueError, OSError)):
+            raise cause from None
+        raise
 
 
 def defaults(recipe: str, scale: str, command: str) -> DictConfig:

@@ -74,15 +74,22 @@ class BaseModule(pl.LightningModule):
         """The loss of a micro-batch; gradients of a step add up to sum(loss) / sum(weight)."""
         loss, weight = self.losses(batch)
         total = (loss * weight).sum()
+        step_weight = self._over_ranks(batch["step_weight"]).clamp_min(1e-12)
+        accumulate = self.trainer.accumulate_grad_batches
+        self._step_loss = total.detach() + (self._step_loss if index % accumulate else 0)
+        if (index + 1) % accumulate == 0:
+            mean = self._over_ranks(self._step_loss) / step_weight
+            self.log("loss", mean, prog_bar=True)
+            self._log_step(self.trainer.global_step + 1)
+            self.log("lr", self.lr_schedulers().get_last_lr()[0])
         # DDP averages over processes and Lightning over micro-batches: undo both.
-        parts = self.trainer.world_size * self.trainer.accumulate_grad_batches
-        step_weight = batch["step_weight"]
-        if self.trainer.world_size > 1:
-            step_weight = self.trainer.strategy.reduce(step_weight.clone(), reduce_op="sum")
-        mean = total.detach() / weight.sum().clamp_min(1e-12)
-        self.log("loss", mean, prog_bar=True, sync_dist=True)
-        self.log("lr", self.lr_schedulers().get_last_lr()[0])
-        return total * (parts / step_weight.clamp_min(1e-12))
+        return total * (self.trainer.world_size * accumulate / step_weight)
+
+    def _over_ranks(self, x: Tensor) -> Tensor:
+        """The sum over all processes."""
+        if self.trainer.world_size == 1:
+            return x
+        return self.trainer.strategy.reduce(x.clone(), reduce_op="sum")
 
     @torch.compiler.set_stance("force_eager")  # a few batches are not worth another compilation
     def validation_step(self, batch: dict[str, Tensor], index: int) -> None:
@@ -94,11 +101,15 @@ class BaseModule(pl.LightningModule):
     def on_validation_epoch_end(self) -> None:
         """Log every metric as one ratio over the whole validation set."""
         for name, pair in self._sums.items():
-            if self.trainer.world_size > 1:
-                pair = self.trainer.strategy.reduce(pair, reduce_op="sum")
+            pair = self._over_ranks(pair)
             value = (pair[0] / pair[1].clamp_min(1e-12)).float()
-            self.log(f"val_{name}", value, prog_bar=name == "loss", rank_zero_only=True)
+            self.log(f"val_{name}", value, prog_bar=name == "loss")
         self._sums.clear()
+        self._log_step(self.trainer.global_step)
+
+    def _log_step(self, done: int) -> None:
+        """Loggers take their step from here: Lightning's own count slips when a run is resumed."""
+        self.log("step", float(done))
 
     def configure_optimizers(self):
         """AdamW without decay on vectors (norms, biases), and the schedule."""

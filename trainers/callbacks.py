@@ -9,6 +9,7 @@ import torch
 from pytorch_lightning.callbacks import Callback, RichProgressBar
 
 from decoding.params import SamplingParams
+from trainers.checkpoints import Checkpoints
 
 
 class AcceptanceLength(Callback):
@@ -35,7 +36,7 @@ class AcceptanceLength(Callback):
             params = SamplingParams(**{**vars(params), "verify": verify})
             emitted = [n for r in sampler.generate(self.prompts, params) for n in r.stats.emitted]
             name = f"acceptance_length_t{params.temperature:g}"
-            module.log(name, sum(emitted) / len(emitted), prog_bar=True, rank_zero_only=True)
+            module.log(name, sum(emitted) / len(emitted), prog_bar=True)
         module.network.train()
 
 
@@ -52,8 +53,9 @@ class LossGuard(Callback):
 
     def on_train_batch_end(self, trainer, module, outputs, batch, index) -> None:
         """Judge the step's loss."""
-        loss = float(trainer.callback_metrics["loss"])
-        step = trainer.global_step
+        if "loss" not in trainer.callback_metrics:  # the first step is still accumulating
+            return
+        loss, step = float(trainer.callback_metrics["loss"]), trainer.global_step
         if not math.isfinite(loss):
             raise ValueError(f"the loss is {loss} at step {step}: {self._advice(trainer)}")
         self.smooth = loss if self.smooth is None else 0.95 * self.smooth + 0.05 * loss
@@ -67,8 +69,8 @@ class LossGuard(Callback):
             )
 
     def _advice(self, trainer: pl.Trainer) -> str:
-        kept = trainer.checkpoint_callback and trainer.checkpoint_callback.last_model_path
-        kept = f"the last checkpoint is {kept}" if kept else "no checkpoint had been written yet"
+        files = next(c for c in trainer.callbacks if isinstance(c, Checkpoints)).files()
+        kept = f"the last checkpoint is {files[-1]}" if files else "there is no checkpoint yet"
         return f"lower optimization.lr (or the loss's weights, such as module.alpha); {kept}"
 
 

@@ -2,17 +2,15 @@
 
 import json
 import logging
+import sys
 import warnings
 from functools import partial
 from pathlib import Path
 
 import pytorch_lightning as pl
 import torch
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.accelerators import CUDAAccelerator
-from pytorch_lightning.callbacks import ModelCheckpoint
-from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.strategies import DeepSpeedStrategy, FSDPStrategy
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
@@ -22,12 +20,14 @@ from data.prompts import heldout_prompts
 from data.stream import Schedule, Stream
 from data.tokenizer import fingerprint
 from decoding.cli import main, quiet
-from decoding.compose import compose
+from decoding.compose import build, compose
 from decoding.inputs import prepare_inputs
 from decoding.load import check_tokenizers, load_tokenizer
 from models import causal
 from trainers.base import BaseModule, Optimization, WholeSteps
 from trainers.callbacks import AcceptanceLength, LossGuard, progress
+from trainers.checkpoints import Checkpoints, Preempted, checkpoint_files
+from trainers.curve import Curve
 from trainers.export import write_export
 from trainers.provenance import provenance
 
@@ -57,18 +57,21 @@ def fit(config: DictConfig) -> Path:
     describe(config, folder)
     pl.seed_everything(config.seed, verbose=False)
     module = build_module(config)
-    trainer = build_trainer(config, folder, module)
     first = step_of(checkpoint) if checkpoint else 0
+    trainer = build_trainer(config, folder, module, first)
     loaders = build_loaders(config, trainer, module, first)
     if config.trainer.compile:
         module.network.compile()
     if trainer.is_global_zero:
         steps = config.trainer.max_steps
         print(f"{config.recipe} at scale {config.scale}: {steps} steps to {folder}")
-    trainer.fit(module, *loaders, ckpt_path=checkpoint, weights_only=False)
-    # The last step need not be a periodic one, and an export that fails must lose nothing.
-    trainer.save_checkpoint(folder / "checkpoints" / "last.ckpt")
-    metrics = {k: round(float(v), 4) for k, v in trainer.callback_metrics.items()}
+    try:
+        trainer.fit(module, *loaders, ckpt_path=checkpoint, weights_only=False)
+    except Preempted as signal:
+        print(f"{signal} at step {trainer.global_step}: go on with the same command")
+        sys.exit(128 + signal.number)
+    next(c for c in trainer.callbacks if isinstance(c, Checkpoints)).save(trainer)
+    metrics = {k: round(float(v), 4) for k, v in trainer.callback_metrics.items() if k != "step"}
     if trainer.is_global_zero:
         write_export(module, export, metrics=metrics, folder=folder)
         print(f"exported to {export}")
@@ -101,9 +104,16 @@ def checkpoint_to_resume(config: DictConfig, folder: Path) -> str | None:
             f"{folder} holds a run with other settings ({key}: {before}, now {now}): "
             "give another name=..., or start anew with resume=never"
         )
-    last = folder / "checkpoints" / "last.ckpt"
-    finished = (folder / "export" / "config.json").exists()
-    return str(last) if last.exists() and not finished else None
+    if (folder / "export" / "config.json").exists():  # finished
+        return None
+    for file in reversed(checkpoint_files(folder / "checkpoints")):
+        try:
+            step_of(str(file))
+        except ValueError as error:
+            print(f"{error}; falling back to the one before")
+        else:
+            return str(file)
+    return None
 
 
 def step_of(checkpoint: str) -> int:
@@ -148,8 +158,8 @@ def describe(config: DictConfig, folder: Path) -> None:
 
 def build_module(config: DictConfig) -> BaseModule:
     """Tokenizer, network and module of a recipe."""
-    tokenizer = instantiate(config.tokenizer)
-    network = instantiate(config.network, tokenizer=tokenizer)
+    tokenizer = build(config.tokenizer)
+    network = build(config.network, tokenizer=tokenizer)
     target = None
     if config.target is not None:
         check_tokenizers(
@@ -158,7 +168,7 @@ def build_module(config: DictConfig) -> BaseModule:
         if config.acceptance.prompts:
             target = causal.load(config.target, dtype=config.acceptance.dtype).eval()
             target.requires_grad_(False)
-    return instantiate(
+    return build(
         config.module,
         network=network,
         tokenizer=tokenizer,
@@ -168,20 +178,13 @@ def build_module(config: DictConfig) -> BaseModule:
     )
 
 
-def build_trainer(config: DictConfig, folder: Path, module: BaseModule) -> pl.Trainer:
-    """The Lightning trainer; steps, not epochs, are its unit."""
+def build_trainer(
+    config: DictConfig, folder: Path, module: BaseModule, first: int = 0
+) -> pl.Trainer:
+    """The Lightning trainer; steps, not epochs, are its unit. first: the step to start at."""
     t = config.trainer
     callbacks = [
-        ModelCheckpoint(
-            folder / "checkpoints",
-            filename="step-{step}",
-            auto_insert_metric_name=False,
-            monitor="step",
-            mode="max",
-            save_top_k=t.keep_last,
-            save_last=True,
-            every_n_train_steps=min(t.checkpoint_every, t.max_steps),
-        ),
+        Checkpoints(folder / "checkpoints", every=t.checkpoint_every, keep=t.keep_last),
         LossGuard(factor=t.divergence_factor, wait=t.divergence_wait),
         progress(),
     ]
@@ -191,7 +194,7 @@ def build_trainer(config: DictConfig, folder: Path, module: BaseModule) -> pl.Tr
         ids = [p["prompt_ids"] for p in prompts]
         callbacks.append(AcceptanceLength(ids, list(a.temperatures), a.max_new_tokens))
     try:
-        trainer = _trainer(config, folder, callbacks)
+        trainer = _trainer(config, Curve(folder / "metrics.csv", first), callbacks)
     except MisconfigurationException as error:  # a strategy or device that is not to be had here
         raise ValueError(" ".join(str(error).split())) from error
     if isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy)) and not isinstance(
@@ -207,7 +210,7 @@ def build_trainer(config: DictConfig, folder: Path, module: BaseModule) -> pl.Tr
     return trainer
 
 
-def _trainer(config: DictConfig, folder: Path, callbacks: list) -> pl.Trainer:
+def _trainer(config: DictConfig, logger: Curve, callbacks: list) -> pl.Trainer:
     t = config.trainer
     return pl.Trainer(
         accelerator=t.accelerator,
@@ -221,7 +224,8 @@ def _trainer(config: DictConfig, folder: Path, callbacks: list) -> pl.Trainer:
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
-        logger=CSVLogger(folder, name="metrics", version=""),
+        enable_checkpointing=False,
+        logger=logger,
         callbacks=callbacks,
         enable_model_summary=False,
     )
@@ -237,8 +241,8 @@ def build_loaders(
     t, d = config.trainer, config.data
     corruption = None
     if d.corruption is not None:
-        corruption = instantiate(d.corruption, tokenizer=module.tokenizer)
-    rows = partial(instantiate, tokenizer=module.tokenizer, folder=d.folder)
+        corruption = build(d.corruption, tokenizer=module.tokenizer)
+    rows = partial(build, tokenizer=module.tokenizer, folder=d.folder)
     train, held_out = rows(d.train), rows(d.validation)
     size = (t.batch_size, t.micro_batch_size, trainer.global_rank, trainer.world_size)
     batches = Schedule(range(first, t.max_steps), *size)

@@ -27,7 +27,7 @@ def hub(tmp_path_factory):
     root = tmp_path_factory.mktemp("hub")
     texts = [f"def f{i}(x):\n    return x + {i}\n" for i in range(200)]
     tokenizer = train_tokenizer(texts, 300)
-    for name, kind, vocabulary in (("source", "qwen2", 304), ("target", "qwen3", 320)):
+    for name, kind, vocabulary in (("source", "qwen2", 320), ("target", "qwen3", 304)):
         model = tiny.causal_lm(vocabulary, kind=kind, eos_token_id=0).float()
         model.save_pretrained(root / name)
         tokenizer.save_pretrained(root / name)
@@ -80,8 +80,8 @@ def test_the_published_chain_runs_on_local_models(hub):
     export = fit(compose([*arguments(hub, "deer_stage2"), *BLOCKS, target], "fit"))
     network = AutoModelForCausalLM.from_pretrained(export)
     assert type(network).__name__ == "Qwen2ForCausalLM"
-    # 304 rows hold the 300 tokens and the two draft tokens: nothing was resized.
-    assert network.config.vocab_size == 304
+    # 320 rows hold all tokens and the two draft tokens: nothing was resized.
+    assert network.config.vocab_size == 320
     sampler = load(str(export), dtype="float32")
     assert type(sampler.target).__name__ == "Qwen3ForCausalLM"
     params = SamplingParams(max_new_tokens=16, temperature=1.0, seed=2)
