@@ -1,11 +1,12 @@
 """`python -m decoding.bench model=runs/deer_stage2/export`: samplers side by side, one run.
 
 Every prompt goes through every sampler in turn (interleaved, so that a slow minute of the machine
-hits them all), one prompt at a time, after a warm-up. Writes a table, `bench.csv` and
-`accepted.png`.
+hits them all), one prompt at a time, after a warm-up. Writes a table, `bench.csv`, `accepted.png`
+and the command that made them.
 """
 
 import csv
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -192,6 +193,7 @@ def report(bench: Bench, rows: list[Row], prompts: list[list[int]]) -> None:
         writer = csv.DictWriter(file, lines[0].keys())
         writer.writeheader()
         writer.writerows(lines)
+    (out / "command.txt").write_text(" ".join(["python -m decoding.bench", *sys.argv[1:]]))
     picture(rows, out / "accepted.png")
     print(f"wrote {out / 'bench.csv'} and {out / 'accepted.png'}")
 

@@ -88,7 +88,7 @@ def complete_card(folder: Path) -> str:
     if results.stat().st_mtime < (folder / "config.json").stat().st_mtime:
         print(f"{results} is older than the export and left out: {command} measures anew")
         return card
-    return with_bench(card, results, command)
+    return with_bench(card, results, (results.parent / "command.txt").read_text())
 
 
 def write_export(module: BaseModule, export: Path, metrics: dict, folder: Path) -> None:

@@ -221,7 +221,6 @@ class Sampler(ABC):
         self, row: int, answer: _Answer, new: list[int], params: SamplingParams, text: bool
     ) -> Chunk | None:
         """Take a cycle's tokens up to the end of the answer; None: nothing to show yet."""
-        answer.stats.emitted.append(len(new))
         reason = None
         room = params.max_new_tokens - len(answer.token_ids)
         if not params.ignore_eos:
@@ -232,16 +231,15 @@ class Sampler(ABC):
             new, reason = new[:room], "length"
         before = len(answer.token_ids)
         answer.token_ids += new
-        answer.stats.emitted[-1] = len(new)
         decoded = None
         if params.stop:
             decoded = self._decode(answer.token_ids)
             if any(s in decoded for s in params.stop):
-                answer.token_ids, kept = self._tokens_until(answer.token_ids, params.stop, before)
-                answer.stats.emitted[-1] = kept
+                answer.token_ids = self._tokens_until(answer.token_ids, params.stop, before)
                 # Cut what these tokens say: a later token may complete an earlier stop string.
                 decoded, reason = self._decode(answer.token_ids), "stop"
                 decoded = decoded[: min(at for s in params.stop if (at := decoded.find(s)) >= 0)]
+        answer.stats.emitted.append(len(answer.token_ids) - before)
         if reason is None and not text:
             return None
         if decoded is None:
@@ -259,14 +257,12 @@ class Sampler(ABC):
     def _decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
-    def _tokens_until(
-        self, token_ids: list[int], stop: tuple[str, ...], before: int
-    ) -> tuple[list[int], int]:
-        """Tokens up to the one that completes a stop string, and how many of them are new."""
+    def _tokens_until(self, token_ids: list[int], stop: tuple[str, ...], before: int) -> list[int]:
+        """Tokens up to the one that completes a stop string; the first `before` hold none."""
         for n in range(before + 1, len(token_ids)):
             if any(s in self._decode(token_ids[:n]) for s in stop):
-                return token_ids[:n], n - before
-        return token_ids, len(token_ids) - before
+                return token_ids[:n]
+        return token_ids
 
     def _account(self, stats: Stats, rows: Rows, prefills: dict[str, int], seconds: float) -> None:
         """Fill in the passes and the split of the seconds when a row ends."""

@@ -47,6 +47,7 @@ STORY = {
     "python": "3.11.7",
 }
 METRICS = {"val_loss": 1.5, "acceptance_length_t0": 2.5, "acceptance_length_t1": 2.25}
+COMMAND = "python -m decoding.bench model=runs/x/export prompts=3"
 BENCH = "sampler,temperature,tokens/s\nplain,0.0,10.5\nours,0.0,21.0\n"
 STRANGERS = {
     "optimizer.pt",
@@ -141,8 +142,13 @@ def test_a_push_is_the_export_byte_for_byte_and_nothing_else(server, folder):
     assert not server.repos[REPO].private
 
 
-def test_dry_run_touches_nothing(server, folder, capsys):
+def write_bench(folder):
     write(folder / "bench" / "bench.csv", BENCH)
+    write(folder / "bench" / "command.txt", COMMAND)
+
+
+def test_dry_run_touches_nothing(server, folder, capsys):
+    write_bench(folder)
     before = on_disk(folder)
     push(folder, "dry_run=true", "revision=v2")
     said = capsys.readouterr().out
@@ -369,12 +375,12 @@ class TestCard:
 
     def test_the_bench_is_added_once(self, folder):
         plain = self.card(folder)
-        write(folder / "bench" / "bench.csv", BENCH)
+        write_bench(folder)
         run([f"run={folder}"])
         card = self.card(folder)
         assert card.startswith(plain.rstrip())
         assert "| sampler | temperature | tokens/s |" in card
-        assert f"python -m decoding.bench model={folder / 'export'}" in card
+        assert COMMAND in card
         run([f"run={folder}"])
         assert self.card(folder) == card
         write(folder / "bench" / "bench.csv", BENCH.replace("21.0", "22.0"))
@@ -383,7 +389,7 @@ class TestCard:
 
     def test_a_bench_of_other_weights_is_left_out(self, folder, capsys):
         plain = self.card(folder)
-        write(folder / "bench" / "bench.csv", BENCH)
+        write_bench(folder)
         os.utime(folder / "bench" / "bench.csv", (0, 0))
         run([f"run={folder}"])
         assert self.card(folder) == plain
