@@ -49,6 +49,11 @@ class BaseModule(pl.LightningModule):
         """The model that the drafter drafts for."""
         return self._target[0]
 
+    def on_fit_start(self) -> None:
+        """Bring the target to the network's device."""
+        if self.target is not None:
+            self.target.to(self.device)
+
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
         """The weights that `losses` returns, without a forward."""
         raise NotImplementedError

@@ -1,5 +1,6 @@
 """What every block drafter's module shares: packed blocks, accuracy by position, the sampler."""
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -7,6 +8,7 @@ from data.tokenizer import draft_token_ids, fingerprint
 from decoding.load import sampler_of
 from decoding.samplers.base import Sampler
 from models.diffusion import draft_logits
+from models.masks import Layout, attention_mask, causal
 from trainers.base import BaseModule, Optimization
 
 
@@ -48,6 +50,25 @@ class DrafterModule(BaseModule):
         for i in range(min(self.block_size, right.shape[-1])):
             metrics[f"accuracy_{i + 1}"] = (right[..., i].sum(), batch["masked"][..., i].sum())
         return metrics
+
+    @torch.no_grad()
+    def teacher_logits(self, batch: dict[str, Tensor]) -> Tensor:
+        """The target's logits [B, A, K, Vt] for every drafted token, given the clean tokens."""
+        B, A, K = batch["target"].shape
+        S = batch["input_ids"].shape[1] - A * (1 + K)
+        layout = Layout(batch["document"], batch["position_ids"], batch["block"])
+        layout = layout.map(lambda t: t[:, :S])
+        kind = self.target.config._attn_implementation
+        logits = self.target(
+            input_ids=batch["input_ids"][:, :S],
+            position_ids=batch["position_ids"][:, :S],
+            attention_mask=attention_mask(causal, layout, kind),
+            use_cache=False,
+        ).logits
+        # Token start + i is predicted at the place before it.
+        at = batch["start"].unsqueeze(-1) + torch.arange(K, device=logits.device) - 1
+        rows = torch.arange(B, device=logits.device)[:, None, None]
+        return logits[rows, at.clamp(0, S - 1)]
 
     def sampler(self) -> Sampler | None:
         """See `BaseModule`."""

@@ -23,3 +23,15 @@ def denoising_weight(masked: Tensor, t: Tensor, L: Tensor) -> Tensor:
     Returns [..., K]; 0 for an empty block (L = 0).
     """
     return masked / (t * L.clamp_min(1)).unsqueeze(-1)
+
+
+def soft_nll(logits: Tensor, teacher: Tensor) -> Tensor:
+    """Cross-entropy -sum_v p(v) log q(v) with a teacher, p = softmax(teacher): [..., V] -> [...].
+
+    The expectation of `token_nll` over the teacher's token: the same gradient on average, without
+    the noise of the draw. Vocabularies may be padded differently: p is over what both have.
+    """
+    shared = min(logits.shape[-1], teacher.shape[-1])
+    log_q = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    p = teacher[..., :shared].to(log_q.dtype).softmax(-1)
+    return -(p * log_q[..., :shared]).sum(-1)
