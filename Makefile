@@ -21,7 +21,7 @@ lab-deer: .venv/installed  ## the figures of docs/results.md: about an hour on 2
 	$(FIT) recipe=diffusion_adapt $(LAB) trainer.max_steps=400
 	$(PY) -m decoding.collect recipe=deer_answers runs=$(RUNS)/lab prompts.count=2560
 	$(FIT) recipe=deer_stage1 $(LAB) trainer.max_steps=600
-	$(FIT) recipe=deer_stage2 $(LAB) trainer.max_steps=1000
+	$(FIT) recipe=deer_stage2 $(LAB) trainer.max_steps=950
 	$(PY) -m decoding.bench model=$(RUNS)/lab/deer_stage2/export also=$(RUNS)/lab/deer_stage1/export
 
 test: .venv/installed  ## the whole test suite

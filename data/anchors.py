@@ -46,11 +46,17 @@ class UniformNoise:
 
 
 class SuffixNoise:
-    """All of the last R ~ U(1, K) tokens masked: stage II."""
+    """All of the last R ~ U(shortest, K) tokens masked: stage II.
+
+    shortest: 1 is the paper's; K trains just the block that decoding drafts.
+    """
+
+    def __init__(self, shortest: int = 1):
+        self.shortest = shortest
 
     def __call__(self, count: int, length: int, generator: Generator) -> Noise:
         """See `Schedule`."""
-        R = suffix_lengths(count, length, generator)
+        R = suffix_lengths(count, self.shortest, length, generator)
         present = torch.arange(length) < R[:, None]
         return Noise(present, present, torch.ones(count))
 

@@ -20,6 +20,8 @@ def masked_at(times: Tensor, length: int, generator: Generator) -> Tensor:
     return torch.rand(len(times), length, generator=generator) < times[:, None]
 
 
-def suffix_lengths(count: int, longest: int, generator: Generator) -> Tensor:
-    """R ~ U(1, longest), whole numbers: [count]. DEER (arXiv 2512.15176), section 3.1.2."""
-    return torch.randint(1, longest + 1, (count,), generator=generator)
+def suffix_lengths(count: int, shortest: int, longest: int, generator: Generator) -> Tensor:
+    """R ~ U(shortest, longest), whole numbers: [count]. DEER (arXiv 2512.15176), section 3.1.2."""
+    if not 1 <= shortest <= longest:
+        raise ValueError(f"shortest={shortest} is not allowed: it must be in 1..{longest}")
+    return torch.randint(shortest, longest + 1, (count,), generator=generator)

@@ -73,7 +73,7 @@ class Lab:
             ],
             "diffusion_adapt": [*text, *rows, *BLOCKS, "network.layers=[0,2]"],
             "deer_stage1": [*rows, *BLOCKS],
-            "deer_stage2": [*rows, *BLOCKS],
+            "deer_stage2": [*rows, *BLOCKS, "data.corruption.schedule.shortest=1"],
         }[recipe]
         source = f"acceptance.source={self.corpus}"
         return [f"recipe={recipe}", f"runs={self.runs}", source, *own, *SMALL, *overrides]

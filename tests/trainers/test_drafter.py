@@ -1,0 +1,89 @@
+"""What block drafters share: the teacher's distribution stands at the right places."""
+
+import pytest
+import torch
+
+from data.anchors import DraftBlocks, SuffixNoise
+from data.tokenizer import train_tokenizer, with_draft_tokens
+from models.diffusion import draft_logits, from_causal_lm
+from tests.support import tiny
+from trainers.base import Optimization
+from trainers.deer import Refinement
+from trainers.losses.diffusion import soft_nll, token_nll
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return with_draft_tokens(train_tokenizer(["return value"], 258))
+
+
+def module_of(tokenizer, soft):
+    target = tiny.causal_lm(257, seed=1)
+    network = from_causal_lm(tiny.causal_lm(257, seed=2), tokenizer)
+    return Refinement(
+        network, tokenizer, Optimization(lr=1e-3), target,
+        method="deer", block_size=3, target_name="x", alpha=1.5, soft=soft,
+    )  # fmt: skip
+
+
+def batch_of(tokenizer):
+    """Two documents in a row, and padding."""
+    generator = torch.Generator().manual_seed(0)
+    row = {
+        "input_ids": torch.randint(1, 250, (14,), generator=generator),
+        "document": torch.tensor([0] * 7 + [1] * 6 + [-1]),
+        "position": torch.tensor([*range(7), *range(6), 0]),
+        "trained": torch.tensor([1] * 13 + [0]),
+    }
+    sample = DraftBlocks(5, 3, SuffixNoise(), tokenizer)(row, generator)
+    return row, {name: x[None] for name, x in sample.items()}
+
+
+def test_teacher_logits_are_those_of_the_true_prefix(tokenizer):
+    module = module_of(tokenizer, soft=1.0)
+    row, batch = batch_of(tokenizer)
+    found = module.teacher_logits(batch)
+    checked = 0
+    for a, i in batch["masked"][0].nonzero().tolist():
+        at = int(batch["start"][0, a]) + i  # the token that is drafted
+        first = 7 if at >= 7 else 0
+        prefix = row["input_ids"][first:at][None]
+        expected = module.target(prefix).logits[0, -1]
+        torch.testing.assert_close(found[0, a, i], expected, rtol=0, atol=1e-9)
+        checked += 1
+    assert checked >= 5
+
+
+def test_soft_targets_of_a_certain_teacher_are_the_tokens(tokenizer):
+    _, batch = batch_of(tokenizer)
+    logits = draft_logits(module_of(tokenizer, 0.0).network, batch)
+    certain = torch.nn.functional.one_hot(batch["target"], 257) * 1e4
+    torch.testing.assert_close(
+        soft_nll(logits, certain.double()), token_nll(logits, batch["target"]), rtol=0, atol=1e-9
+    )
+    # Negative control: an uncertain teacher gives another loss.
+    even = torch.zeros_like(certain).double()
+    assert (soft_nll(logits, even) - token_nll(logits, batch["target"])).abs().max() > 0.1
+
+
+def test_soft_nll_by_hand():
+    # p = (1/2, 1/2) over the two shared tokens, q = (1/4, 1/4, 1/2): -log(1/4).
+    q = torch.tensor([0.25, 0.25, 0.5], dtype=torch.float64).log()
+    expected = torch.tensor(4.0, dtype=torch.float64).log()
+    torch.testing.assert_close(soft_nll(q, torch.zeros(2, dtype=torch.float64)), expected)
+
+
+def test_soft_zero_is_equation_4_and_soft_one_is_the_teacher_s(tokenizer):
+    _, batch = batch_of(tokenizer)
+    hard, soft, half = (module_of(tokenizer, s) for s in (0.0, 1.0, 0.5))
+    losses = [m.losses(batch) for m in (hard, soft, half)]
+    torch.testing.assert_close(losses[2][0], (losses[0][0] + losses[1][0]) / 2)
+    logits = draft_logits(hard.network, batch)
+    torch.testing.assert_close(losses[0][0], token_nll(logits, batch["target"]))
+    for m, (_, weight) in zip((hard, soft, half), losses):
+        assert torch.equal(weight, m.weight(batch))
+
+
+def test_bad_soft(tokenizer):
+    with pytest.raises(ValueError, match=r"soft=1.5 is not allowed"):
+        module_of(tokenizer, 1.5)
