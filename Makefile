@@ -13,7 +13,7 @@ RUNS ?= runs
 
 quickstart: .venv/installed  ## train and decode with DEER at lab scale, from nothing (minutes)
 	$(FIT) recipe=deer_stage2 runs=$(RUNS)
-	$(PY) -m decoding.bench model=$(RUNS)/deer_stage2/export also=$(RUNS)/deer_stage1/export prompts=16 max_new_tokens=96
+	$(PY) -m decoding.bench model=$(RUNS)/deer_stage2/export also=$(RUNS)/deer_stage1/export prompts=12 max_new_tokens=64
 
 LAB = runs=$(RUNS)/lab trainer.compile=true
 lab-deer: .venv/installed  ## the figures of docs/results.md: about an hour on 2 cores
