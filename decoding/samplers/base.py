@@ -209,12 +209,14 @@ class Sampler(ABC):
             raise ValueError(
                 f"prompt token {bad[0]} is outside the target's vocabulary of {self.vocabulary}"
             )
-        context = getattr(self.target.config.get_text_config(), "max_position_embeddings", None)
-        if context is not None and len(ids) + params.max_new_tokens > context:
-            raise ValueError(
-                f"the prompt has {len(ids)} tokens and max_new_tokens={params.max_new_tokens}, "
-                f"together more than the target's context of {context}: shorten one of them"
-            )
+        config = self.target.config.get_text_config()
+        for limit in ("max_position_embeddings", "sliding_window"):
+            context = getattr(config, limit, None)
+            if context is not None and len(ids) + params.max_new_tokens > context:
+                raise ValueError(
+                    f"the prompt has {len(ids)} tokens and max_new_tokens={params.max_new_tokens}, "
+                    f"together more than the target's context of {context}: shorten one of them"
+                )
         return ids
 
     def _commit(
@@ -276,11 +278,13 @@ class Sampler(ABC):
 def check_attention(network: PreTrainedModel) -> None:
     """Raise ValueError for a network that would not follow the masks that decoding gives it."""
     config = network.config.get_text_config()
-    kinds = {*(getattr(config, "layer_types", None) or [])} - {"full_attention"}
-    if kinds or getattr(config, "use_sliding_window", False):
+    # A sliding window does no harm before a text outgrows it, which `Sampler._encode` checks.
+    allowed = {"full_attention", "sliding_attention"}
+    kinds = {*(getattr(config, "layer_types", None) or [])} - allowed
+    if kinds:
         raise ValueError(
-            f"this {config.model_type!r} model has layers of {sorted(kinds) or 'sliding attention'}"
-            ": only full attention takes the masks of a draft block"
+            f"this {config.model_type!r} model has layers of {sorted(kinds)}: only full attention "
+            "takes the masks of a draft block"
         )
     if config._attn_implementation != "sdpa":
         raise ValueError(

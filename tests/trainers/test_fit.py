@@ -55,7 +55,7 @@ def test_a_run_records_where_it_came_from(lab):
     folder = lab.runs / "deer_stage2"
     story = json.loads((folder / "provenance.json").read_text())
     assert story["packages"]["torch"] == torch.__version__
-    assert "alpha: 1.01" in (folder / "config.yaml").read_text()
+    assert "alpha: 1.1\n" in (folder / "config.yaml").read_text()
 
 
 def test_a_second_run_reuses_what_is_done(lab, capsys):
