@@ -28,9 +28,10 @@ class Checkpoints(Callback):
 
     def __init__(self, folder: Path, every: int, keep: int):
         self.folder, self.every, self.keep, self.signal = folder, every, keep, 0
+        self.first = 0  # the step that this process starts or goes on at
 
-    def on_fit_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Take the signals over; a handler only takes a note."""
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Take the signals over (from Lightning, which has just set its own); only note them."""
         self.first = trainer.global_step
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._note)
