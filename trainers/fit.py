@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 import sys
 import warnings
 from functools import partial
@@ -54,6 +55,8 @@ def fit(config: DictConfig) -> Path:
         print(f"{export} is there already: resume=never trains it anew, name=... beside it")
         return export
     prepare_inputs(config)
+    if checkpoint is None:
+        start_anew(folder)
     describe(config, folder)
     pl.seed_everything(config.seed, verbose=False)
     module = build_module(config)
@@ -70,6 +73,8 @@ def fit(config: DictConfig) -> Path:
     except Preempted as signal:
         print(f"{signal} at step {trainer.global_step}: go on with the same command")
         sys.exit(128 + signal.number)
+    if trainer.global_step < config.trainer.max_steps:  # interrupted: nothing to export
+        raise ValueError(f"stopped at step {trainer.global_step}: go on with the same command")
     next(c for c in trainer.callbacks if isinstance(c, Checkpoints)).save(trainer)
     metrics = {k: round(float(v), 4) for k, v in trainer.callback_metrics.items() if k != "step"}
     if trainer.is_global_zero:
@@ -81,6 +86,14 @@ def fit(config: DictConfig) -> Path:
 def run_folder(config: DictConfig) -> Path:
     """`<runs>/<recipe>[/<name>]`."""
     return Path(config.runs) / config.recipe / (config.name or "")
+
+
+@rank_zero_only
+def start_anew(folder: Path) -> None:
+    """Remove an earlier run's checkpoints and export: resume=auto must not find them later."""
+    for file in checkpoint_files(folder / "checkpoints"):
+        file.unlink()
+    shutil.rmtree(folder / "export", ignore_errors=True)
 
 
 def checkpoint_to_resume(config: DictConfig, folder: Path) -> str | None:
