@@ -37,13 +37,14 @@ def compose(argv: list[str], command: str) -> DictConfig:
                 f"{argument!r} is not of the form key=value. Recipes: {names('recipe')}"
             )
     chosen = {"scale": "lab"}
-    chosen |= {k: v for k, _, v in (a.partition("=") for a in argv) if k in ("recipe", "scale")}
+    groups = ("recipe", "scale", "strategy") if command == "fit" else ("recipe", "scale")
+    chosen |= {k: v for k, _, v in (a.partition("=") for a in argv) if k in groups}
     if "recipe" not in chosen:
         raise ValueError(f"recipe= is missing. Choose from {names('recipe')}")
     for group, name in chosen.items():
         if name not in names(group):
             raise unknown(group, name, names(group))
-    config = defaults(chosen["recipe"], chosen["scale"], command)
+    config = defaults(command, **chosen)
     rest = [a for a in argv if a.partition("=")[0] not in chosen]
     try:
         for override in OverridesParser.create().parse_overrides(rest):
@@ -70,7 +71,7 @@ def build(node: DictConfig, **given):
         raise
 
 
-def defaults(recipe: str, scale: str, command: str) -> DictConfig:
+def defaults(command: str, recipe: str, scale: str, strategy: str | None = None) -> DictConfig:
     """A recipe at a scale before the user's overrides."""
     file = OmegaConf.load(RECIPES / "recipe" / f"{recipe}.yaml")
     if file.command != command:
@@ -82,7 +83,8 @@ def defaults(recipe: str, scale: str, command: str) -> DictConfig:
         OmegaConf.load(RECIPES / "scale" / f"{scale}.yaml").get(command, {}),
         file,
         scales[scale] or {},
-        {"recipe": recipe, "scale": scale},
+        OmegaConf.load(RECIPES / "strategy" / f"{strategy}.yaml") if strategy else {},
+        {"recipe": recipe, "scale": scale} | ({"strategy": strategy} if strategy else {}),
     )
 
 

@@ -51,8 +51,15 @@ class BaseModule(pl.LightningModule):
 
     def on_fit_start(self) -> None:
         """Bring the target to the network's device."""
+        self.network.train()  # a loaded one comes in evaluation mode
         if self.target is not None:
             self.target.to(self.device)
+
+    def configure_model(self) -> None:
+        """Split the network over the processes, if the strategy does."""
+        strategy = self.trainer.strategy
+        if hasattr(strategy, "shard"):
+            strategy.shard(self.network, self.trainer.precision)
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
         """The weights that `losses` returns, without a forward."""
@@ -123,7 +130,8 @@ class BaseModule(pl.LightningModule):
             {"params": [p for p in parameters if p.ndim > 1], "weight_decay": o.weight_decay},
             {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
         ]
-        optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=tuple(o.betas))
+        AdamW = getattr(self.trainer.strategy, "optimizer", torch.optim.AdamW)
+        optimizer = AdamW(groups, lr=o.lr, betas=tuple(o.betas))
         steps = self.trainer.max_steps
         warmup = min(o.warmup_steps, steps // 5)  # a short run must reach its full rate too
         scheduler = get_scheduler(o.schedule, optimizer, warmup, steps)

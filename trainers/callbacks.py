@@ -9,7 +9,9 @@ import torch
 from pytorch_lightning.callbacks import Callback, RichProgressBar
 
 from decoding.params import SamplingParams
+from decoding.samplers.base import Sampler
 from trainers.checkpoints import Checkpoints
+from trainers.strategies import whole_network
 
 
 class AcceptanceLength(Callback):
@@ -28,16 +30,23 @@ class AcceptanceLength(Callback):
     @torch.compiler.set_stance("force_eager")  # every pass has another shape
     def on_validation_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Decode the prompts at every temperature."""
-        sampler = module.sampler()
-        if sampler is None:
+        if module.sampler() is None:
             return
+        with whole_network(module) as here:
+            lengths = self._measure(module.sampler()) if here else None
+        # What is logged must be the same on every process: it decides what is kept.
+        for name, length in trainer.strategy.broadcast(lengths).items():
+            module.log(name, length, prog_bar=True)
+        module.network.train()
+
+    def _measure(self, sampler: Sampler) -> dict[str, float]:
+        lengths = {}
         for params in self.params:
             verify = "coupled" if params.temperature == 0 else "rejection"
             params = SamplingParams(**{**vars(params), "verify": verify})
             emitted = [n for r in sampler.generate(self.prompts, params) for n in r.stats.emitted]
-            name = f"acceptance_length_t{params.temperature:g}"
-            module.log(name, sum(emitted) / len(emitted), prog_bar=True)
-        module.network.train()
+            lengths[f"acceptance_length_t{params.temperature:g}"] = sum(emitted) / len(emitted)
+        return lengths
 
 
 class LossGuard(Callback):

@@ -31,10 +31,12 @@ from trainers.checkpoints import Checkpoints, Preempted, checkpoint_files
 from trainers.curve import Curve
 from trainers.export import write_export
 from trainers.provenance import provenance
+from trainers.strategies import whole_network
 
 # Settings that a run may change when it goes on: where it runs, not what it computes.
-FREE = ("resume", "needs", "trainer.devices", "trainer.num_nodes", "trainer.strategy",
-        "trainer.accelerator", "trainer.workers", "trainer.compile")  # fmt: skip
+FREE = ("resume", "needs", "strategy", "trainer.devices", "trainer.num_nodes", "trainer.strategy",
+        "trainer.accelerator", "trainer.workers", "trainer.compile",
+        "trainer.checkpoint_activations")  # fmt: skip
 
 
 def run(argv: list[str]) -> None:
@@ -63,6 +65,8 @@ def fit(config: DictConfig) -> Path:
     first = step_of(checkpoint) if checkpoint else 0
     trainer = build_trainer(config, folder, module, first)
     loaders = build_loaders(config, trainer, module, first)
+    if config.trainer.checkpoint_activations:
+        module.network.gradient_checkpointing_enable({"use_reentrant": False})
     if config.trainer.compile:
         module.network.compile()
     if trainer.is_global_zero:
@@ -77,9 +81,10 @@ def fit(config: DictConfig) -> Path:
         raise ValueError(f"stopped at step {trainer.global_step}: go on with the same command")
     next(c for c in trainer.callbacks if isinstance(c, Checkpoints)).save(trainer)
     metrics = {k: round(float(v), 4) for k, v in trainer.callback_metrics.items() if k != "step"}
-    if trainer.is_global_zero:
-        write_export(module, export, metrics=metrics, folder=folder)
-        print(f"exported to {export}")
+    with whole_network(module):
+        if trainer.is_global_zero:
+            write_export(module, export, metrics=metrics, folder=folder)
+            print(f"exported to {export}")
     return export
 
 
@@ -214,8 +219,8 @@ def build_trainer(
         trainer.accelerator, CUDAAccelerator
     ):
         raise ValueError(
-            f"trainer.strategy={t.strategy} needs a CUDA GPU, and there is none here. "
-            "Choose from ['auto', 'ddp'] on a CPU"
+            f"{type(trainer.strategy).__name__} needs a CUDA GPU, and there is none here. "
+            "Choose from strategy=ddp and strategy=fsdp2 on a CPU"
         )
     schedule = Schedule(range(0), t.batch_size, t.micro_batch_size, world=trainer.world_size)
     trainer.accumulate_grad_batches = schedule.accumulate
@@ -229,7 +234,7 @@ def _trainer(config: DictConfig, logger: Curve, callbacks: list) -> pl.Trainer:
         accelerator=t.accelerator,
         devices=t.devices,
         num_nodes=t.num_nodes,
-        strategy=t.strategy,
+        strategy=build(t.strategy) if isinstance(t.strategy, DictConfig) else t.strategy,
         precision=t.precision,
         max_steps=t.max_steps,
         gradient_clip_val=t.gradient_clip,

@@ -1,6 +1,9 @@
 """One tiny chain for the whole session: corpus, target, diffusion LM, answers, both stages."""
 
+import os
 import random
+import subprocess
+import sys
 
 from decoding.collect import collect
 from decoding.compose import compose
@@ -80,6 +83,16 @@ class Lab:
 
     def fit(self, recipe, *overrides):
         return fit(compose(self.arguments(recipe, *overrides), "fit"))
+
+    def start(self, recipe, *overrides, **environment):
+        """The same as a process of its own; its output is one pipe."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "trainers.fit", *self.arguments(recipe, *overrides)],
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
 
     def collect_arguments(self, *overrides):
         return [

@@ -1,0 +1,155 @@
+"""Sharded training: the curve of one process, whole exports, exact resumes, clear refusals."""
+
+import csv
+import signal
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, modeling_utils
+
+from decoding.compose import build, compose, names
+from tests.support import tiny
+from trainers.strategies import DeepSpeed, with_weights, without_weights
+
+STEPS = ("trainer.max_steps=24", "trainer.log_every=1", "trainer.validate_every=12")
+TWO = ("trainer.devices=2", "trainer.micro_batch_size=2", "strategy=fsdp2")
+
+
+def finish(process):
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    return output
+
+
+def curve(lab, name, metric="loss"):
+    with (lab.runs / "deer_stage2" / name / "metrics.csv").open() as file:
+        return {int(r["step"]): float(r[metric]) for r in csv.DictReader(file) if r[metric]}
+
+
+def weights(lab, name):
+    return load_file(lab.runs / "deer_stage2" / name / "export" / "model.safetensors")
+
+
+def distance(a, b):
+    assert a.keys() == b.keys()
+    return max((a[k] - b[k]).abs().max().item() for k in a)
+
+
+@pytest.fixture(scope="module")
+def one(lab):
+    lab.fit("deer_stage2", *STEPS, "name=one_process")
+    return "one_process"
+
+
+@pytest.fixture(scope="module")
+def sharded(lab):
+    finish(lab.start("deer_stage2", *STEPS, *TWO, "name=sharded"))
+    return "sharded"
+
+
+class TestFSDP2:
+    def test_two_processes_train_as_one(self, lab, one, sharded):
+        a, b = curve(lab, one), curve(lab, sharded)
+        assert a.keys() == b.keys()
+        assert max(abs(a[s] - b[s]) for s in a) <= 2e-6
+        for metric in ("acceptance_length_t0", "acceptance_length_t1"):
+            assert curve(lab, one, metric) == curve(lab, sharded, metric)
+
+    def test_the_export_is_whole_and_ordinary(self, lab, one, sharded):
+        assert distance(weights(lab, one), weights(lab, sharded)) <= 1e-6
+        folder = lab.runs / "deer_stage2" / sharded / "export"
+        assert AutoModelForCausalLM.from_pretrained(folder).num_parameters() == sum(
+            p.numel() for p in weights(lab, sharded).values()
+        )
+
+    def test_another_seed_is_another_curve(self, lab, one, sharded):
+        """Negative control of the comparisons above."""
+        lab.fit("deer_stage2", *STEPS, "name=other_seed", "seed=1")
+        a, b = curve(lab, "other_seed"), curve(lab, sharded)
+        assert max(abs(a[s] - b[s]) for s in a) > 1e-3
+        assert distance(weights(lab, "other_seed"), weights(lab, sharded)) > 1e-3
+
+    def test_a_stopped_run_goes_on_bit_for_bit(self, lab, sharded):
+        process = lab.start("deer_stage2", *STEPS, *TWO, "name=sharded_stopped")
+        checkpoints = lab.runs / "deer_stage2" / "sharded_stopped" / "checkpoints"
+        while process.poll() is None and not (checkpoints / "step-4.ckpt").exists():
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 128 + signal.SIGTERM, output
+        assert all(p.is_dir() for p in checkpoints.iterdir())
+        finish(lab.start("deer_stage2", *STEPS, *TWO, "name=sharded_stopped"))
+        assert curve(lab, "sharded_stopped") == curve(lab, sharded)
+        assert distance(weights(lab, "sharded_stopped"), weights(lab, sharded)) == 0
+
+    def test_a_sharded_checkpoint_goes_on_with_another_number_of_processes(self, lab, sharded):
+        """Two processes, then one."""
+        until = ("trainer.max_steps=24", "name=fewer")
+        process = lab.start("deer_stage2", *STEPS, *TWO, *until)
+        checkpoints = lab.runs / "deer_stage2" / "fewer" / "checkpoints"
+        while process.poll() is None and not (checkpoints / "step-4.ckpt").exists():
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=120)
+        finish(lab.start("deer_stage2", *STEPS, "name=fewer", "strategy=fsdp2"))
+        a, b = curve(lab, "fewer"), curve(lab, sharded)
+        assert a.keys() == b.keys()
+        assert max(abs(a[s] - b[s]) for s in a) <= 2e-6
+
+
+def test_checkpointed_activations_change_nothing(lab, one, monkeypatch):
+    calls, real = [], modeling_utils.checkpoint
+    monkeypatch.setattr(
+        modeling_utils, "checkpoint", lambda *a, **k: calls.append(1) or real(*a, **k)
+    )
+    lab.fit("deer_stage2", *STEPS, "name=activations", "trainer.checkpoint_activations=true")
+    assert curve(lab, "activations") == curve(lab, one)
+    assert distance(weights(lab, "activations"), weights(lab, one)) == 0
+    assert len(calls) == 24 * 2  # steps and layers
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_skeleton_takes_its_weights_back(tied):
+    network = tiny.causal_lm(64, tie_word_embeddings=tied).eval()
+    skeleton = without_weights(network)
+    assert all(p.is_meta for p in skeleton.parameters())
+    assert not any(p.is_meta for p in network.parameters())
+    names = {n for n, _ in network.named_parameters()}
+    saved = {n: p for n, p in network.state_dict().items() if n in names}
+    again = with_weights(skeleton, saved, torch.device("cpu"))
+    ids = torch.arange(1, 9)[None]
+    assert torch.equal(again(ids).logits, network(ids).logits)
+    saved.pop("model.norm.weight")
+    with pytest.raises(AssertionError, match="lost"):
+        with_weights(skeleton, saved, torch.device("cpu"))
+
+
+class TestDeepSpeed:
+    @pytest.mark.parametrize("name", [n for n in names("strategy") if "deepspeed" in n])
+    def test_its_recipes_say_what_they_name(self, name):
+        strategy = build(
+            compose(["recipe=deer_stage2", f"strategy={name}"], "fit").trainer.strategy
+        )
+        assert isinstance(strategy, DeepSpeed)
+        zero = strategy.config["zero_optimization"]
+        stage, _, offload = name.removeprefix("deepspeed_").partition("_")
+        assert zero["stage"] == int(stage)
+        assert ("offload_optimizer" in zero) == bool(offload)
+        assert ("offload_param" in zero) == (bool(offload) and stage == "3")
+
+    def test_without_a_gpu_it_is_refused_with_what_would_work(self, lab):
+        with pytest.raises(ValueError, match="strategy=ddp and strategy=fsdp2") as error:
+            lab.fit("deer_stage2", "strategy=deepspeed_2", "name=deepspeed")
+        assert "\n" not in str(error.value)
+
+
+def test_an_unknown_strategy_lists_the_known():
+    with pytest.raises(ValueError, match="fsdp2"):
+        compose(["recipe=deer_stage2", "strategy=fsdp3"], "fit")
+
+
+def test_a_name_of_lightnings_is_a_strategy_too():
+    config = compose(["recipe=deer_stage2", "trainer.strategy=deepspeed_stage_2"], "fit")
+    assert config.trainer.strategy == "deepspeed_stage_2"
