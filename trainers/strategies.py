@@ -142,8 +142,8 @@ def with_weights(
 ) -> PreTrainedModel:
     """The skeleton's copy with these weights, ready to run."""
     network = copy.deepcopy(skeleton)
-    missing, unknown = network.load_state_dict(weights, strict=False, assign=True)
+    unknown = network.load_state_dict(weights, strict=False, assign=True).unexpected_keys
     network.tie_weights()
     lost = [name for name, p in network.named_parameters() if p.is_meta]
-    assert not lost and not unknown, f"weights lost {lost} or unknown {unknown}"
+    assert not lost + unknown, f"weights lost: {lost}, unknown: {unknown}"
     return network.to(device).eval()
