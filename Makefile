@@ -3,7 +3,7 @@ PY := .venv/bin/python
 FIT := $(PY) -m trainers.fit
 RUNS ?= runs
 
-.PHONY: quickstart test lint lab-deer clean
+.PHONY: quickstart test chaos lint lab-deer clean
 
 .venv/installed: setup.cfg constraints.txt
 	test -x $(PY) || python3 -m venv .venv
@@ -26,6 +26,9 @@ lab-deer: .venv/installed  ## the figures of docs/results.md: about an hour on 2
 
 test: .venv/installed  ## the whole test suite
 	$(PY) -m pytest -n 2
+
+chaos: .venv/installed  ## kill a run ten times, also in a checkpoint's write: it must end as if left alone (minutes)
+	$(PY) -m tests.chaos
 
 lint: .venv/installed  ## ruff, as CI runs it
 	$(PY) -m ruff check .

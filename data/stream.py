@@ -23,14 +23,18 @@ class Stream(Dataset):
 
     def __getitem__(self, n: int) -> dict[str, Tensor]:
         """Sample number n, counted over all epochs."""
+        row = self.rows[self.row_of(n)]
+        if self.corruption is None:
+            return row
+        return self.corruption(row, _generator(self.seed, n, 1))
+
+    def row_of(self, n: int) -> int:
+        """The index of the row that sample number n is made from."""
         epoch, i = divmod(n, len(self.rows))
         if self._epoch[0] != epoch:
             order = torch.randperm(len(self.rows), generator=_generator(self.seed, epoch, 0))
             self._epoch = (epoch, order)
-        row = self.rows[int(self._epoch[1][i])]
-        if self.corruption is None:
-            return row
-        return self.corruption(row, _generator(self.seed, n, 1))
+        return int(self._epoch[1][i])
 
 
 class Schedule(Sampler):
@@ -49,9 +53,16 @@ class Schedule(Sampler):
         world: int = 1,
     ):
         if batch_size % (world * micro_batch_size):
+            sizes = [n for n in range(1, batch_size + 1) if batch_size % (world * n) == 0]
+            processes = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
             raise ValueError(
                 f"batch_size={batch_size} must be a multiple of {world} processes times "
-                f"micro_batch_size={micro_batch_size}"
+                f"micro_batch_size={micro_batch_size}. "
+                + (
+                    f"Choose micro_batch_size from {sizes}"
+                    if sizes
+                    else f"Choose the number of processes from {processes}"
+                )
             )
         self.steps, self.rank, self.world = steps, rank, world
         self.batch_size, self.micro_batch_size = batch_size, micro_batch_size
@@ -61,13 +72,17 @@ class Schedule(Sampler):
         """Micro-batches of a process in each step."""
         return self.batch_size // (self.world * self.micro_batch_size)
 
+    def samples(self, step: int) -> range:
+        """The sample numbers of a step (0 is the first) of all processes together."""
+        return range(step * self.batch_size, (step + 1) * self.batch_size)
+
     def __len__(self) -> int:
         return len(self.steps) * self.accumulate
 
     def __iter__(self) -> Iterator[list[int]]:
         share = self.batch_size // self.world
         for step in self.steps:
-            first = step * self.batch_size + self.rank * share
+            first = self.samples(step).start + self.rank * share
             for start in range(first, first + share, self.micro_batch_size):
                 yield list(range(start, start + self.micro_batch_size))
 

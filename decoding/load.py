@@ -3,9 +3,11 @@
 import importlib
 import json
 import pkgutil
+from importlib.util import find_spec
 from pathlib import Path
 
 from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from data.tokenizer import fingerprint
@@ -13,6 +15,11 @@ from decoding import samplers
 from decoding.cli import unknown
 from decoding.samplers.base import Sampler
 from models import causal
+
+# Where a kept adapter's export has its `parade` entry: beside a config.json, transformers would
+# look for the weights of the adapter's base in the same folder.
+KEPT = "parade_export.json"
+CONFIGS = ("config.json", KEPT, "adapter_config.json")  # the first that is there
 
 
 def load(
@@ -57,23 +64,41 @@ def sampler_of(
 
 
 def parade_config(path: str) -> dict:
-    """The `parade` entry of an export's config.json; plain decoding where there is none."""
+    """The `parade` entry of an export; plain decoding where there is none.
+
+    Errors: no model there, a damaged file, an adapter where peft is not installed.
+    """
     if causal.looks_local(path):
-        file = Path(path) / "config.json"
-        if not file.is_file():
+        file = next((f for f in (Path(path) / name for name in CONFIGS) if f.is_file()), None)
+        if file is None:
             raise ValueError(
-                f"no model at {path!r}: there is no {file}. Give an exported folder "
-                "(python -m trainers.fit recipe=deer_stage2 writes one) or a Hub id"
+                f"no model at {path!r}: there is no {Path(path) / CONFIGS[0]}. Give an exported "
+                "folder (python -m trainers.fit recipe=deer_stage2 writes one) or a Hub id"
             )
     else:
         try:
-            file = Path(hf_hub_download(path, "config.json"))
+            file = _download(path)
         except Exception as error:
             raise ValueError(f"cannot reach {path!r} on the Hub: {error}") from error
+    if file.name != CONFIGS[0] and find_spec("peft") is None:
+        raise ValueError(
+            f"{path!r} is an adapter beside its base model, which needs peft: pip install peft, or "
+            "export it with lora.merge=true"
+        )
     try:
         return json.loads(file.read_text()).get("parade", {"method": "plain"})
     except json.JSONDecodeError as error:
         raise ValueError(f"{file} is damaged: {error}") from error
+
+
+def _download(path: str) -> Path:
+    """The first of CONFIGS that a repository has."""
+    for name in CONFIGS[:-1]:
+        try:
+            return Path(hf_hub_download(path, name))
+        except EntryNotFoundError:
+            continue
+    return Path(hf_hub_download(path, CONFIGS[-1]))
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

@@ -40,15 +40,6 @@ LIGHT = [  # where they must not be imported, not even inside a function
 LAZY = {"datasets"}  # there only inside functions
 SHARED_LOSSES = {"diffusion", "ar"}  # pieces of several methods, not methods
 KNOWN_METHODS = {"asarm", "assd", "deer", "pcllm", "jacobi", "spiffy", "cspd"}
-NAMELESS = [
-    "fit",
-    "base",
-    "callbacks",
-    "export",
-    "bundle",
-    "hub",
-    "card",
-]  # of trainers/: they name no method
 
 
 def imports(path):
@@ -129,11 +120,10 @@ def tangled_methods(root):
 
 
 def named_methods(root):
-    """Methods' names in the files that must serve every method."""
-    found = []
-    for stem in NAMELESS:
-        path = root / "trainers" / f"{stem}.py"
-        for method in sorted(methods(root)) if path.exists() else ():
+    """Methods' names in the files of trainers/ that are no method's own: they serve every one."""
+    found, known = [], sorted(methods(root))
+    for path in sorted((root / "trainers").glob("*.py")):
+        for method in known if path.stem not in known else ():
             # Letters on neither side: 'deer_stage2' counts, 'reindeer' does not.
             pattern = rf"(?<![a-z]){re.escape(method)}(?![a-z])"
             if re.search(pattern, path.read_text(), re.IGNORECASE):

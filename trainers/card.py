@@ -33,14 +33,19 @@ def model_card(config: dict, metrics: dict, folder: Path, rows: str | None = Non
         link = f"https://huggingface.co/{bases[0]}"
         licence = {"license": "other", "license_name": "of-the-base-model", "license_link": link}
         terms = f"that of {' and '.join(bases)}"
+    lora = settings["lora"] if settings.get("lora", {}).get("rank") else None
+    kept = lora is not None and not lora["merge"]
+    tags = ["speculative-decoding"] if target else []
+    if target and not kept:  # with transformers alone, nothing of parade installed
+        tags.append("custom_generate")
     data = ModelCardData(
-        library_name="transformers",
+        library_name="peft" if kept else "transformers",
         **licence,
         base_model=bases or None,
-        tags=["parade", *(["speculative-decoding", "custom_generate"] if target else [])],
+        tags=["parade", *tags],
     )
     serve = "python -m decoding.generate model=<this folder or repository> prompt='def fib(n):'"
-    if target:  # with transformers alone, nothing of parade installed
+    if "custom_generate" in tags:
         stock = "custom_generate='<this folder or repository>', trust_remote_code=True"
         serve += f"\n\n# or, in Python:\ntarget.generate(**inputs, {stock})"
     trainer, train = settings["trainer"], dict(settings["data"]["train"])
@@ -52,7 +57,9 @@ def model_card(config: dict, metrics: dict, folder: Path, rows: str | None = Non
         "Base model": ", ".join(f"`{name}`" for name in started_from) or "none, random weights",
         "Target": f"`{target}`" if target else None,
         "Method": ", ".join([config["method"], *(f"{k} {config[k]}" for k in details)]),
+        "LoRA": _lora(lora) if lora else None,
         "Data": f"{', '.join(f'{k}={v}' for k, v in train.items())} ({reader}{packed})",
+        **_origin(story),
         "Recipe": f"`{settings['recipe']}` at scale `{settings['scale']}`: {trainer['max_steps']} "
         f"steps of {trainer['batch_size']} rows, seed {settings['seed']}; every setting is in "
         "`parade_config.yaml`",
@@ -82,6 +89,28 @@ Last values of the run of the command above; acceptance and `val_`: of its last 
 
 {_measured(metrics, settings["acceptance"])}
 """
+
+
+def _origin(story: dict) -> dict[str, str]:
+    """Data, inputs and machine of a run, as far as its provenance tells of them."""
+    held_out = story.get("data", {}).get("validation", {}).get("fingerprint")
+    inputs = [f"`{name}` ({digest})" for name, digest in story.get("inputs", {}).items()]
+    resumed = [f"at step {s['step']} ({s['time']})" for s in story.get("resumed", [])]
+    facts = {"Validated on": held_out and f"packed rows {held_out}", "Inputs": ", ".join(inputs)}
+    if "trainer" in story:
+        t, hardware = story["trainer"], story["hardware"]
+        machine = ", ".join(dict.fromkeys(hardware["gpus"])) or hardware["processor"]
+        facts["Machine"] = (
+            f"{t['world_size']} x {machine}, {t['strategy']} in {t['precision']}"
+            f"{'; resumed ' if resumed else ''}{', '.join(resumed)}"
+        )
+    return facts
+
+
+def _lora(lora: dict) -> str:
+    values = ", ".join(f"{key} {lora[key]}" for key in ("rank", "alpha", "dropout"))
+    kept = "merged into the weights" if lora["merge"] else "kept: peft adds it to the base model"
+    return f"{values}, targets {' '.join(lora['targets'])}; {kept}"
 
 
 def _measured(metrics: dict, acceptance: dict) -> str:

@@ -1,14 +1,22 @@
 """Checkpoints: when they are written, which are kept, and what a signal does."""
 
-import re
+import math
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytorch_lightning as pl
+import torch
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
+
+from trainers.checkpoint_files import (
+    checkpoint_files,
+    checkpoint_path,
+    remove_checkpoint,
+    write_checkpoint,
+)
 
 
 class Preempted(Exception):
@@ -20,19 +28,34 @@ class Preempted(Exception):
 
 
 class Checkpoints(Callback):
-    """A checkpoint every so many steps and on SIGTERM and SIGUSR1 (pre-emption, requeue).
+    """A checkpoint every so many steps, at the end, and on SIGTERM and SIGUSR1 (pre-emption).
 
     Written before a step's first forward: all that the step before has logged and validated is on
-    disk by then, so a resumed run's curve has neither gaps nor doubles. keep: how many stay.
+    disk by then, so a resumed run's curve has neither gaps nor doubles. keep: how many of the
+    last ones stay. best: how many stay beside them, written after the validations with the best
+    result so far; see `measured`.
     """
 
-    def __init__(self, folder: Path, every: int, keep: int):
-        self.folder, self.every, self.keep, self.signal = folder, every, keep, 0
+    def __init__(self, folder: Path, every: int, keep: int, best: int = 0):
+        for key, value, least in (
+            ("checkpoint_every", every, 1),
+            ("keep_last", keep, 1),
+            ("keep_best", best, 0),
+        ):
+            if value < least:
+                raise ValueError(f"trainer.{key}={value} must be at least {least}")
+        self.folder, self.every, self.keep, self.best = folder, every, keep, best
+        self.signal = 0
         self.first = 0  # the step that this process starts or goes on at
+        self.found: dict[int, tuple[str, float]] = {}  # by step, the best first: see `measured`
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Take the signals over (from Lightning, which has just set its own); only note them."""
         self.first = trainer.global_step
+        self.found = {s: v for s, v in self.found.items() if self._path(s).exists()}
+        lightning = trainer._signal_connector
+        if lightning.received_sigterm:  # while the run was set up; it would exit with status 0
+            self.signal, lightning.received_sigterm = signal.SIGTERM, False
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._note)
 
@@ -41,31 +64,97 @@ class Checkpoints(Callback):
         step = trainer.global_step
         if index % trainer.accumulate_grad_batches:
             return
-        # The ranks may hear of a signal in different steps; they stop in the same one.
-        stop = trainer.strategy.reduce_boolean_decision(bool(self.signal), all=False)
-        if step and (stop or step % self.every == 0):
+        # The ranks may hear of a signal in different steps; they stop in the same one, with the
+        # same exit status.
+        heard = torch.tensor(int(self.signal), device=trainer.strategy.root_device)
+        number = int(trainer.strategy.reduce(heard, reduce_op="max"))
+        if step and (number or step % self.every == 0 or step in self.found):
             self.save(trainer)
-        if stop:
-            raise Preempted(self.signal or signal.SIGTERM)
+        if number:
+            raise Preempted(number)
+
+    def on_validation_end(self, trainer, module) -> None:
+        """Note a measurement that is among the best. The weights are those of the next save."""
+        now = trainer.strategy.broadcast(measured(trainer.callback_metrics))
+        if math.isfinite(now[1]):
+            found = {**self.found, trainer.global_step: now}
+            order = sorted(found, key=lambda step: better(*found[step]), reverse=True)
+            self.found = {step: found[step] for step in order[: self.best]}
+
+    def on_train_end(self, trainer, module) -> None:
+        """The last checkpoint. None if the run was ended early: Lightning would not go on alike."""
+        if trainer.global_step < trainer.max_steps:
+            return
+        self.save(trainer)
+        if self.found and trainer.is_global_zero:
+            step, (name, value) = next(iter(self.found.items()))
+            print(f"best checkpoint: {self._path(step)} ({name} {value:.4g})")
 
     def save(self, trainer: pl.Trainer) -> None:
         """Write the checkpoint of this step, atomically, and drop the oldest ones."""
         if trainer.global_step > self.first:  # else it is the one that the run goes on from
             with _between_batches(trainer):
-                trainer.save_checkpoint(self.folder / f"step-{trainer.global_step}.ckpt")
+                write_checkpoint(trainer, self._path(trainer.global_step))
             self._drop()
+
+    def on_save_checkpoint(self, trainer, module, checkpoint: dict) -> None:
+        """What a resumed run must know of this one."""
+        checkpoint["run"] = {
+            "processes": trainer.world_size,
+            "accumulate": trainer.accumulate_grad_batches,
+            "found": self.found,
+        }
+
+    def on_load_checkpoint(self, trainer, module, checkpoint: dict) -> None:
+        """Go on with it; on another number of processes too, and say what that costs."""
+        now = {"processes": trainer.world_size, "accumulate": trainer.accumulate_grad_batches}
+        before = checkpoint.get("run", {**now, "found": {}})
+        self.found = before["found"]
+        if any(before[key] != now[key] for key in now) and trainer.is_global_zero:
+            print(
+                f"going on with {now['processes']} processes x {now['accumulate']} forwards a "
+                f"step, after {before['processes']} x {before['accumulate']}: the same data in the "
+                "same steps, but sums are rounded and dropout is drawn otherwise: no longer bit "
+                "for bit"
+            )
+        # Lightning counts forwards, and a step may have another number of them now.
+        counted = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        for counts in (counted["total"], counted["current"]):
+            for key in counts:
+                counts[key] = counts[key] // before["accumulate"] * now["accumulate"]
 
     def files(self) -> list[Path]:
         """The checkpoints there are, oldest step first."""
         return checkpoint_files(self.folder)
 
+    def _path(self, step: int) -> Path:
+        return checkpoint_path(self.folder, step)
+
     @rank_zero_only
     def _drop(self) -> None:
-        for file in self.files()[: -self.keep]:
-            file.unlink()
+        best = {self._path(step) for step in self.found}
+        for path in self.files()[: -self.keep]:
+            if path not in best:
+                remove_checkpoint(path)
 
     def _note(self, number: int, frame) -> None:
         self.signal = number
+
+
+def measured(metrics: dict) -> tuple[str, float]:
+    """What a run's checkpoints are compared by, and its value at this validation.
+
+    The acceptance length, at the lowest temperature; for a run that measures none, the validation
+    loss; nan without either.
+    """
+    lengths = sorted(name for name in metrics if name.startswith("acceptance_length"))
+    name = lengths[0] if lengths else "val_loss"
+    return name, float(metrics.get(name, math.nan))
+
+
+def better(name: str, value: float) -> float:
+    """A value to be compared by: greater is better."""
+    return -value if name == "val_loss" else value
 
 
 @contextmanager
@@ -78,9 +167,3 @@ def _between_batches(trainer: pl.Trainer) -> Iterator[None]:
     yield
     for count in (progress.total, progress.current):
         count.ready += counted
-
-
-def checkpoint_files(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, oldest step first."""
-    steps = {f: re.fullmatch(r"step-(\d+)", f.stem) for f in folder.glob("*.ckpt")}
-    return sorted((f for f, m in steps.items() if m), key=lambda f: int(steps[f][1]))

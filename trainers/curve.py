@@ -8,20 +8,31 @@ from pytorch_lightning.loggers import Logger
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 
+def read_curve(file: Path) -> list[dict[str, str]]:
+    """The rows of a metrics.csv, in the order in which they were logged; '' where nothing was."""
+    if not file.exists():
+        return []
+    with file.open(newline="") as lines:
+        whole = [line for line in lines if line.endswith("\n")]  # else a kill cut it short
+    return [row for row in csv.DictReader(whole) if row["step"].isdigit()]
+
+
+def measured_at(file: Path, step: int) -> dict[str, float]:
+    """All that a metrics.csv has of a step."""
+    rows = [row for row in read_curve(file) if int(row.pop("step")) == step]
+    return {name: round(float(x), 4) for row in rows for name, x in row.items() if x}
+
+
 class Curve(Logger):
     """Appends a row for every step that is logged; a new metric adds a column.
 
     first: how many steps the checkpoint has that the run goes on from. Rows of later steps are
-    forgotten: they are computed again.
+    forgotten with the first row that is logged: they are computed again.
     """
 
     def __init__(self, file: Path, first: int = 0):
         super().__init__()
-        self.file, self.columns = file, ["step"]
-        if rank_zero_only.rank == 0:
-            rows = [row for row in self._read() if int(row["step"]) <= first]
-            self.columns = list(rows[0]) if rows else ["step"]
-            self._write(rows)
+        self.file, self.first, self.columns = file, first, []
 
     @property
     def name(self) -> str:
@@ -40,22 +51,21 @@ class Curve(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         """Append one row, on disk before the next step."""
+        if not self.columns:
+            rows = [r for r in read_curve(self.file) if int(r["step"]) <= self.first]
+            self.columns = list(rows[0]) if rows else ["step"]
+            self._write(rows)
         row = {**metrics, "step": int(step)}
         row.pop("epoch", None)  # steps are the unit
         new = sorted(k for k in row if k not in self.columns)
         if new:
-            rows = self._read()
+            rows = read_curve(self.file)
             self.columns += new
             self._write(rows)
         with self.file.open("a", newline="") as file:
             csv.DictWriter(file, self.columns).writerow(row)
-
-    def _read(self) -> list[dict]:
-        if not self.file.exists():
-            return []
-        with self.file.open(newline="") as file:
-            # A row that a kill cut short has no step, or one that is not a number.
-            return [r for r in csv.DictReader(file) if (r.get("step") or "").isdigit()]
+            file.flush()
+            os.fsync(file.fileno())
 
     def _write(self, rows: list[dict]) -> None:
         temporary = self.file.with_suffix(".tmp")

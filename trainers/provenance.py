@@ -1,20 +1,56 @@
 """Where a run came from: kept beside its weights and in its model card."""
 
+import hashlib
+import json
+import os
 import platform
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
+import pytorch_lightning as pl
 import torch
+from huggingface_hub.constants import HF_HUB_CACHE
+from huggingface_hub.file_download import repo_folder_name
+from omegaconf import DictConfig, OmegaConf
+from pytorch_lightning.utilities.rank_zero import rank_zero_only
+from torch.utils.data import Dataset
+
+from data.packing import PackedRows
 
 PACKAGES = ("torch", "transformers", "tokenizers", "pytorch-lightning", "datasets", "hydra-core")
+# Of a config: what says where and how to run. All else may name an input.
+NO_INPUTS = ("command", "recipe", "scale", "strategy", "name", "runs", "logger", "trainer")
+BLOCKS, BLOCK = 16, 4096  # of a big file, what is read of it; bytes
 
 
-def provenance() -> dict:
-    """Command line, git commit, package versions, hardware."""
+@rank_zero_only
+def write_provenance(file: Path, start: dict, resumed: bool) -> None:
+    """Keep the story of a run: its first start, and under 'resumed' every later one."""
+    story = start
+    if resumed and file.exists():
+        story = json.loads(file.read_text())
+        story["resumed"] = [*story.get("resumed", []), start]
+    temporary = file.with_suffix(".tmp")
+    temporary.write_text(json.dumps(story, indent=1))
+    os.replace(temporary, file)
+
+
+def provenance(
+    config: DictConfig, trainer: pl.Trainer, rows: dict[str, Dataset], first: int
+) -> dict:
+    """A start of a run: when, how, with what, on what, from what.
+
+    rows: the packed rows by split. first: the step that it starts, or goes on, at.
+    """
     return {
-        "command": " ".join(["python -m trainers.fit", *sys.argv[1:]]),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "step": first,
+        "command": f"python -m trainers.fit {shlex.join(sys.argv[1:])}".strip(),
         "git_commit": _git("rev-parse", "HEAD"),
         "git_dirty": bool(_git("status", "--porcelain")),
         "packages": {name: metadata.version(name) for name in PACKAGES},
@@ -24,7 +60,89 @@ def provenance() -> dict:
             "threads": torch.get_num_threads(),
             "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         },
+        "trainer": {
+            "world_size": trainer.world_size,
+            "num_nodes": trainer.num_nodes,
+            "devices": trainer.num_devices,
+            "accelerator": type(trainer.accelerator).__name__,
+            "strategy": type(trainer.strategy).__name__,
+            "precision": trainer.precision,
+        },
+        "data": {split: described_rows(r) for split, r in rows.items()},
+        "inputs": inputs(config),
     }
+
+
+def described_rows(rows: Dataset) -> dict:
+    """How many rows there are and, of packed rows, their fingerprint and tokens."""
+    if not isinstance(rows, PackedRows):
+        return {"rows": len(rows)}
+    tokens = rows.manifest["tokens"]
+    return {"fingerprint": rows.folder.name, "rows": len(rows), "tokens": tokens}
+
+
+def inputs(config: DictConfig) -> dict[str, str]:
+    """What a run reads, as the config names it: {path: fingerprint, Hub id: commit}.
+
+    A Hub id that the Hub's cache on this machine does not know is left out.
+    """
+    settings = OmegaConf.to_container(config, resolve=True)
+    for key in NO_INPUTS:
+        settings.pop(key, None)
+    settings["data"].pop("folder")  # its rows are fingerprinted one by one
+    names = sorted(set(_strings(settings)))
+    paths = [n for n in names if os.path.exists(n)]
+    # A file of a folder that is named too, such as the mark of a complete one, is no other input.
+    paths = [p for p in paths if not any(Path(q) in Path(p).parents for q in paths)]
+    commits = {n: commit(n) for n in names if n not in paths}
+    return {p: input_fingerprint(p) for p in paths} | {n: c for n, c in commits.items() if c}
+
+
+def input_fingerprint(path: str | Path) -> str:
+    """16 hex digits that tell whether an input is still what it was, in milliseconds.
+
+    SHA-256 over the names, sizes and contents of a model's config.json and weights, or of all
+    files of any other folder (a collection, a corpus), or of a single file. Of a file beyond
+    64 KiB 16 evenly spread blocks of 4 KiB stand for its content: weights trained anew differ,
+    a change of a few bytes may pass.
+    """
+    path, digest = Path(path), hashlib.sha256()
+    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    if (path / "config.json").is_file():
+        weights = (".safetensors", ".bin")
+        files = [f for f in files if f.parent == path]
+        files = [f for f in files if f.name == "config.json" or f.suffix in weights]
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.relative_to(path)} {size}\n".encode())
+        with file.open("rb") as stream:
+            if size <= BLOCKS * BLOCK:
+                digest.update(stream.read())
+                continue
+            for i in range(BLOCKS):
+                stream.seek(i * (size - BLOCK) // (BLOCKS - 1))
+                digest.update(stream.read(BLOCK))
+    return digest.hexdigest()[:16]
+
+
+def commit(name: str) -> str | None:
+    """The commit of a model or data set of the Hub that this machine's cache has as its main."""
+    if name.count("/") != 1:
+        return None
+    for kind in ("model", "dataset"):
+        folder = repo_folder_name(repo_id=name, repo_type=kind)
+        reference = Path(HF_HUB_CACHE, folder, "refs", "main")
+        if reference.is_file():
+            return reference.read_text().strip()
+    return None
+
+
+def _strings(node) -> Iterator[str]:
+    if isinstance(node, str):
+        yield node
+    elif isinstance(node, (dict, list)):
+        for item in node.values() if isinstance(node, dict) else node:
+            yield from _strings(item)
 
 
 def _git(*arguments: str) -> str | None:

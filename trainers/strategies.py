@@ -1,12 +1,14 @@
 """Sharded training: FSDP2 for any transformers network, and the whole network back again."""
 
 import copy
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.strategies import DeepSpeedStrategy, ModelParallelStrategy
+from omegaconf import DictConfig
+from pytorch_lightning.strategies import DeepSpeedStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import (
@@ -16,6 +18,8 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from transformers import PreTrainedModel
+
+from decoding.compose import build
 
 
 class FSDP2(ModelParallelStrategy):
@@ -106,6 +110,19 @@ class DeepSpeed(DeepSpeedStrategy):
         if not self.is_global_zero:
             return None
         return with_weights(self._skeleton, weights, self.root_device)
+
+
+def strategy_of(value: DictConfig | str) -> Strategy | str:
+    """The strategy of `trainer.strategy`: a node with a `_target_`, or a name of Lightning's.
+
+    Errors: the names of FSDP1, which splits no network with tied weights.
+    """
+    if isinstance(value, DictConfig):
+        return build(value)
+    if value.startswith("fsdp"):
+        raise ValueError(f"trainer.strategy={value} is torch's first FSDP: take strategy=fsdp2")
+    zero = re.fullmatch(r"deepspeed(?:_stage_([123])(_offload)?)?", value)
+    return DeepSpeed(int(zero[1] or 2), offload=bool(zero[2])) if zero else value
 
 
 @contextmanager

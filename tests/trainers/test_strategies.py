@@ -11,8 +11,10 @@ from transformers import AutoModelForCausalLM, modeling_utils
 
 from decoding.compose import build, compose, names
 from tests.support import tiny
-from trainers.strategies import DeepSpeed, with_weights, without_weights
+from trainers import export
+from trainers.strategies import DeepSpeed, strategy_of, with_weights, without_weights
 
+WEIGHTS = "model.safetensors"
 STEPS = ("trainer.max_steps=24", "trainer.log_every=1", "trainer.validate_every=12")
 TWO = ("trainer.devices=2", "trainer.micro_batch_size=2", "strategy=fsdp2")
 
@@ -29,7 +31,7 @@ def curve(lab, name, metric="loss"):
 
 
 def weights(lab, name):
-    return load_file(lab.runs / "deer_stage2" / name / "export" / "model.safetensors")
+    return load_file(lab.runs / "deer_stage2" / name / "export" / WEIGHTS)
 
 
 def distance(a, b):
@@ -63,6 +65,15 @@ class TestFSDP2:
         assert AutoModelForCausalLM.from_pretrained(folder).num_parameters() == sum(
             p.numel() for p in weights(lab, sharded).values()
         )
+
+    def test_a_sharded_checkpoint_becomes_an_ordinary_export(self, lab, sharded):
+        run = lab.runs / "deer_stage2" / sharded
+        last, before = run / "checkpoints" / "step-24.ckpt", run / "checkpoints" / "step-22.ckpt"
+        assert last.is_dir()
+        export.run([f"run={run}", f"checkpoint={last}"])
+        export.run([f"run={run}", f"checkpoint={before}"])
+        assert distance(load_file(run / "export-step-24" / WEIGHTS), weights(lab, sharded)) == 0
+        assert distance(load_file(run / "export-step-22" / WEIGHTS), weights(lab, sharded)) > 0
 
     def test_another_seed_is_another_curve(self, lab, one, sharded):
         """Negative control of the comparisons above."""
@@ -150,6 +161,19 @@ def test_an_unknown_strategy_lists_the_known():
         compose(["recipe=deer_stage2", "strategy=fsdp3"], "fit")
 
 
-def test_a_name_of_lightnings_is_a_strategy_too():
-    config = compose(["recipe=deer_stage2", "trainer.strategy=deepspeed_stage_2"], "fit")
-    assert config.trainer.strategy == "deepspeed_stage_2"
+class TestNamesOfLightnings:
+    def test_deepspeeds_are_ours(self):
+        config = compose(
+            ["recipe=deer_stage2", "trainer.strategy=deepspeed_stage_3_offload"], "fit"
+        )
+        zero = strategy_of(config.trainer.strategy).config["zero_optimization"]
+        assert zero["stage"] == 3
+        assert {"offload_optimizer", "offload_param"} <= {*zero}
+        assert strategy_of("deepspeed").config["zero_optimization"]["stage"] == 2
+
+    def test_others_are_left_to_lightning(self):
+        assert strategy_of("ddp") == "ddp"
+
+    def test_the_first_fsdp_is_refused(self):
+        with pytest.raises(ValueError, match="strategy=fsdp2"):
+            strategy_of("fsdp_cpu_offload")

@@ -1,0 +1,46 @@
+"""What tests compare of runs, and a run as a kill leaves it."""
+
+import csv
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from trainers.checkpoint_files import checkpoint_files, step_of
+
+
+def curve(folder: Path, column: str = "loss") -> dict[int, float]:
+    """A column of metrics.csv by step."""
+    with (folder / "metrics.csv").open() as file:
+        return {int(r["step"]): float(r[column]) for r in csv.DictReader(file) if r[column]}
+
+
+def same_weights(a: Path, b: Path) -> bool:
+    """Whether two runs have exported the same, bit for bit."""
+    one, other = (load_file(f / "export" / "model.safetensors") for f in (a, b))
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+def same_run(a: Path, b: Path) -> bool:
+    """Whether two runs have the same weights, bit for bit, and the same metrics, byte for byte."""
+    one, other = ((f / "metrics.csv").read_bytes() for f in (a, b))
+    return same_weights(a, b) and one == other
+
+
+def kept(folder: Path) -> list[int]:
+    """The steps of a run's checkpoints, whole ones all."""
+    return [step_of(path) for path in checkpoint_files(folder / "checkpoints")]
+
+
+def cut(whole: Path, name: str, step: int) -> Path:
+    """A copy of a run as if it had been killed after the checkpoint of a step; its folder."""
+    copy = whole.with_name(name)
+    shutil.copytree(whole, copy)
+    shutil.rmtree(copy / "export")
+    config = (copy / "config.yaml").read_text()
+    (copy / "config.yaml").write_text(config.replace(f"name: {whole.name}\n", f"name: {name}\n"))
+    for path in checkpoint_files(copy / "checkpoints"):
+        if step_of(path) > step:
+            path.unlink()
+    return copy

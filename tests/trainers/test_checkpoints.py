@@ -1,0 +1,361 @@
+"""Checkpoints in one process: what they restore, which stay, and what happens to a bad one."""
+
+import errno
+import math
+import resource
+import shutil
+import signal
+from types import SimpleNamespace
+
+import pytest
+import torch
+from pytorch_lightning.callbacks import Callback
+
+from tests.support.runs import curve, cut, kept, same_run, same_weights
+from trainers import checkpoints as checkpoints_module
+from trainers import fit as fit_module
+from trainers.checkpoint_files import (
+    DirectIO,
+    checkpoint_files,
+    forget_after,
+    remove_checkpoint,
+    step_of,
+    write_checkpoint,
+)
+from trainers.checkpoints import Checkpoints, measured
+from trainers.curve import Curve
+from trainers.randomness import RandomStates
+
+LONG = ("trainer.max_steps=12", "trainer.log_every=1", "trainer.keep_last=9")
+DROPOUT = (*LONG, "+network.attention_dropout=0.4")
+
+
+def folder(lab, name):
+    return lab.runs / "ar_target" / name
+
+
+@pytest.fixture(scope="module")
+def whole(lab):
+    """Twelve steps with dropout, without a stop; all checkpoints stay."""
+    return lab.fit("ar_target", *DROPOUT, "name=whole").parent
+
+
+class TestRestored:
+    def test_dropout_goes_on_where_it_was(self, lab, whole):
+        copy = cut(whole, "dropout", 6)
+        lab.fit("ar_target", *DROPOUT, "name=dropout")
+        assert same_run(copy, whole)
+
+    def test_without_the_random_states_it_does_not(self, lab, whole, monkeypatch):
+        """Negative control."""
+        monkeypatch.setattr(RandomStates, "on_load_checkpoint", lambda *a: None)
+        copy = cut(whole, "forgotten", 6)
+        lab.fit("ar_target", *DROPOUT, "name=forgotten")
+        a, b = curve(copy), curve(whole)
+        assert [s for s in a if a[s] != b[s]] == [*range(7, 13)]
+        assert not same_weights(copy, whole)
+
+    def test_another_split_of_the_batch_goes_on(self, lab, capsys):
+        """Also when Lightning, which counts forwards, has counted other ones."""
+        one = lab.fit("ar_target", *LONG, "name=one_forward").parent
+        four = cut(one, "four_forwards", 6)
+        capsys.readouterr()
+        lab.fit("ar_target", *LONG, "name=four_forwards", "trainer.micro_batch_size=1")
+        assert "1 processes x 4 forwards a step, after 1 x 1" in capsys.readouterr().out
+        assert curve(four) == pytest.approx(curve(one), rel=1e-6)
+        assert curve(four, "lr") == curve(one, "lr")
+        assert curve(four, "val_loss").keys() == {4, 8, 12}
+
+    def test_a_run_killed_before_its_export_exports(self, lab, whole):
+        copy = cut(whole, "unexported", 12)
+        lab.fit("ar_target", *DROPOUT, "name=unexported")
+        assert same_run(copy, whole)
+
+    def test_an_older_checkpoint_begins_a_new_branch(self, lab, whole):
+        """What came later is forgotten: neither rotation nor a later resume may take it."""
+        copy = cut(whole, "branch", 12)
+        (copy / "export").mkdir()
+        (copy / "export" / "config.json").write_text("{}")
+        resume = f"resume={copy}/checkpoints/step-4.ckpt"
+        stop_at(7, lab, "ar_target", *DROPOUT, "name=branch", resume)
+        assert kept(copy) == [2, 4, 6]
+        lab.fit("ar_target", *DROPOUT, "name=branch")
+        assert same_run(copy, whole)
+
+    @pytest.mark.parametrize("harm", ["cut", "byte", "empty"])
+    def test_a_damaged_checkpoint_falls_back(self, lab, whole, harm, capsys):
+        copy = cut(whole, f"harm_{harm}", 8)
+        newest = copy / "checkpoints" / "step-8.ckpt"
+        data = bytearray(newest.read_bytes())
+        data[len(data) // 2] ^= 1
+        size = {"cut": len(data) // 2, "byte": len(data), "empty": 0}[harm]
+        newest.write_bytes(data[:size])
+        lab.fit("ar_target", *DROPOUT, f"name=harm_{harm}")
+        assert "is damaged" in capsys.readouterr().out
+        assert same_run(copy, whole)
+
+
+def stop_at(step, lab, *arguments):
+    """Fit, and end it at a step as nothing but an interruption does."""
+
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer, *rest):
+            trainer.should_stop = trainer.global_step == step
+
+    build = fit_module.build_trainer
+
+    def with_stop(*a, **k):
+        trainer = build(*a, **k)
+        trainer.callbacks.append(Stop())
+        return trainer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fit_module, "build_trainer", with_stop)
+        with pytest.raises(ValueError, match=f"stopped at step {step}: go on with the same"):
+            lab.fit(*arguments)
+
+
+def test_an_interrupted_run_is_not_exported_and_goes_on(lab, whole):
+    stop_at(5, lab, "ar_target", *DROPOUT, "name=interrupted")
+    assert not (folder(lab, "interrupted") / "export").exists()
+    assert kept(folder(lab, "interrupted")) == [2, 4]
+    lab.fit("ar_target", *DROPOUT, "name=interrupted")
+    assert same_run(folder(lab, "interrupted"), whole)
+
+
+def test_a_run_that_starts_anew_leaves_nothing_to_resume(lab):
+    name = ("name=anew", "trainer.max_steps=4")
+    lab.fit("ar_target", *name)
+    stop_at(1, lab, "ar_target", *name, "resume=never", "seed=1")
+    assert kept(folder(lab, "anew")) == []
+    assert not (folder(lab, "anew") / "export").exists()
+    lab.fit("ar_target", *name, "seed=1")
+    lab.fit("ar_target", "name=other", "trainer.max_steps=4", "seed=1")
+    assert same_run(folder(lab, "anew"), folder(lab, "other"))
+
+
+def test_a_signal_while_the_run_is_set_up_counts(tmp_path):
+    """Lightning takes it then, and ends a run of several processes with status 0 for it."""
+    connector = SimpleNamespace(received_sigterm=True)
+    trainer = SimpleNamespace(global_step=0, _signal_connector=connector)
+    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1)}
+    callback = Checkpoints(tmp_path, every=1, keep=1)
+    try:
+        callback.on_train_start(trainer, None)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert callback.signal == signal.SIGTERM
+    assert not connector.received_sigterm
+
+
+class TestBest:
+    LENGTHS = {2: 1.5, 4: 2.5, 6: 2.0, 8: 2.5, 10: 1.0, 12: 1.25}
+    RUN = ("trainer.max_steps=12", "trainer.validate_every=2", "trainer.checkpoint_every=5")
+
+    @pytest.fixture
+    def lengths(self, monkeypatch):
+        """Acceptance lengths by step."""
+
+        def given(metrics):
+            return "acceptance_length_t0", self.LENGTHS.get(int(metrics["step"]), math.nan)
+
+        monkeypatch.setattr(checkpoints_module, "measured", given)
+
+    def test_the_longest_acceptance_stays_beside_the_last(self, lab, lengths, capsys):
+        lab.fit("ar_target", *self.RUN, "name=best", "trainer.keep_last=1")
+        assert kept(folder(lab, "best")) == [4, 12]
+        assert "step-4.ckpt (acceptance_length_t0 2.5)" in capsys.readouterr().out
+
+    def test_none_is_kept_for_none(self, lab, lengths):
+        lab.fit("ar_target", *self.RUN, "name=none", "trainer.keep_last=1", "trainer.keep_best=0")
+        assert kept(folder(lab, "none")) == [12]
+
+    def test_it_is_known_after_a_resume(self, lab, lengths, capsys):
+        run = (*self.RUN, "name=known", "trainer.keep_last=1", "trainer.keep_best=2")
+        stop_at(7, lab, "ar_target", *run)
+        assert kept(folder(lab, "known")) == [4, 6]
+        lab.fit("ar_target", *run)
+        assert kept(folder(lab, "known")) == [4, 8, 12]
+        assert "step-4.ckpt (acceptance_length_t0 2.5)" in capsys.readouterr().out
+
+    def test_without_acceptance_it_is_the_lowest_validation_loss(self, lab):
+        lab.fit("ar_target", *self.RUN, "name=loss", "trainer.keep_last=1", "optimization.lr=1.0")
+        losses = curve(folder(lab, "loss"), "val_loss")
+        best = min(losses, key=losses.get)
+        assert best != 12, "the rule must be seen"
+        assert kept(folder(lab, "loss")) == [best, 12]
+
+    def test_the_weights_are_those_that_were_measured(self, lab, whole):
+        """The checkpoint after a validation gives its loss again."""
+        path = whole / "checkpoints" / "step-8.ckpt"
+        found = torch.load(path, weights_only=False)["run"]["found"]
+        losses = {s: v for s, v in curve(whole, "val_loss").items() if s <= 8}
+        ((step, (name, value)),) = found.items()
+        assert (step, name) == (min(losses, key=losses.get), "val_loss")
+        assert value == losses[step]
+
+    def test_what_is_measured(self):
+        metrics = {"val_loss": 3.0, "acceptance_length_t1": 1.5, "acceptance_length_t0": 2.0}
+        assert measured(metrics) == ("acceptance_length_t0", 2.0)
+        assert measured({"loss": 2.0, "val_loss": 3.0}) == ("val_loss", 3.0)
+
+
+class TestMistakes:
+    def refused(self, lab, recipe, *overrides):
+        with pytest.raises(ValueError) as error:
+            lab.fit(recipe, *overrides)
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    @pytest.mark.parametrize("resume", ["auto", "never"])
+    def test_folder_of_another_recipe(self, lab, resume):
+        folder(lab, "taken").mkdir(exist_ok=True)
+        (folder(lab, "taken") / "config.yaml").write_text("recipe: diffusion_adapt\n")
+        message = self.refused(lab, "ar_target", "name=taken", f"resume={resume}")
+        assert "holds a run of recipe 'diffusion_adapt', not of 'ar_target'" in message
+
+    @pytest.mark.parametrize("setting", ["checkpoint_every=0", "keep_last=0", "keep_best=-1"])
+    def test_number_that_is_too_small(self, lab, setting):
+        message = self.refused(lab, "ar_target", "name=small", f"trainer.{setting}")
+        assert f"trainer.{setting} must be at least" in message
+
+    def test_name_of_a_folder_of_the_run(self, lab):
+        assert "name=export" in self.refused(lab, "ar_target", "name=export")
+
+    def test_processes_that_cannot_share_a_batch(self, lab):
+        arguments = ("name=three", "trainer.devices=3", "strategy=ddp")
+        message = self.refused(lab, "ar_target", *arguments, "trainer.micro_batch_size=1")
+        assert "multiple of 3 processes" in message
+        assert "Choose the number of processes from [1, 2, 4]" in message
+        assert not folder(lab, "three").exists()
+
+    def test_batch_that_cannot_be_split_leaves_nothing_behind(self, lab):
+        arguments = ("name=unsplit", "trainer.micro_batch_size=3")
+        message = self.refused(lab, "ar_target", *arguments)
+        assert "batch_size=4" in message
+        assert "micro_batch_size from [1, 2, 4]" in message
+        assert not folder(lab, "unsplit").exists()
+
+    @pytest.mark.parametrize("place", ["file", "/proc"])
+    def test_folder_that_cannot_be_written(self, lab, tmp_path, place):
+        if place == "file":
+            (tmp_path / "file").write_text("")
+            place = tmp_path / "file"
+        message = self.refused(lab, "ar_target", f"runs={place}/runs")
+        assert f"cannot write into the run's folder {place}/runs/ar_target (" in message
+
+    def test_byte_that_changed(self, lab, whole, tmp_path):
+        """All of a checkpoint is looked at, not only whether it ends."""
+        file = tmp_path / "step-6.ckpt"
+        data = bytearray((whole / "checkpoints" / file.name).read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+        assert "is damaged" in self.refused(lab, "ar_target", "name=bit", f"resume={file}")
+
+
+def full(*arguments):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+class TestFullDisk:
+    @pytest.fixture
+    def little_space(self, monkeypatch):
+        """From the second checkpoint on, the system writes 40 kB of a file and no more."""
+        save, calls = DirectIO.save_checkpoint, []
+
+        def limited(*arguments, **options):
+            calls.append(1)
+            if len(calls) == 1:
+                return save(*arguments, **options)
+            before = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, before[1]))
+            try:
+                return save(*arguments, **options)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+        monkeypatch.setattr(DirectIO, "save_checkpoint", limited)
+
+    def test_the_last_checkpoint_survives(self, lab, whole, little_space, monkeypatch):
+        with pytest.raises(ValueError, match="could not be written") as error:
+            lab.fit("ar_target", *DROPOUT, "name=full")
+        last = folder(lab, "full") / "checkpoints" / "step-2.ckpt"
+        assert "File too large" in str(error.value)
+        assert str(last) in str(error.value)
+        assert "\n" not in str(error.value)
+        assert [*last.parent.iterdir()] == [last]
+        assert step_of(last) == 2
+        monkeypatch.undo()
+        lab.fit("ar_target", *DROPOUT, "name=full")
+        assert same_run(folder(lab, "full"), whole)
+
+    def test_when_the_rename_fails(self, tmp_path, monkeypatch):
+        sharded = Sharded(2)
+        monkeypatch.setattr("os.replace", full)
+        with pytest.raises(ValueError, match=r"No space left on device.*none yet"):
+            write_checkpoint(sharded, tmp_path / "step-2.ckpt")
+        assert not [*tmp_path.iterdir()]
+
+
+class Sharded:
+    """As much of a trainer as it takes to write a folder of shards."""
+
+    is_global_zero = True
+
+    def __init__(self, step):
+        self.global_step = step
+        self.strategy = SimpleNamespace(
+            reduce_boolean_decision=lambda decision, all: decision, barrier=lambda: None
+        )
+
+    def save_checkpoint(self, path):
+        for name in ("meta.pt", "shards/0.bin", "shards/1.bin"):
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            (path / name).write_bytes(b"x" * 100)
+
+
+class TestFolders:
+    """Checkpoints of strategies that write a folder of shards."""
+
+    @pytest.fixture
+    def path(self, tmp_path):
+        write_checkpoint(Sharded(2), tmp_path / "step-2.ckpt")
+        write_checkpoint(Sharded(10), tmp_path / "step-10.ckpt")
+        return tmp_path / "step-10.ckpt"
+
+    def test_they_are_listed_by_step(self, path):
+        assert [step_of(p) for p in checkpoint_files(path.parent)] == [2, 10]
+
+    @pytest.mark.parametrize("shard", ["meta.pt", "shards/1.bin", "manifest.json"])
+    @pytest.mark.parametrize("harm", ["missing", "cut"])
+    def test_damage_is_seen(self, path, shard, harm):
+        if harm == "missing":
+            (path / shard).unlink()
+        else:
+            (path / shard).write_bytes((path / shard).read_bytes()[:50])
+        with pytest.raises(ValueError, match=r"is damaged.*step-2\.ckpt"):
+            step_of(path)
+
+    def test_a_half_removed_one_is_no_checkpoint(self, path, monkeypatch):
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "rmtree", full)
+            with pytest.raises(OSError):
+                remove_checkpoint(path)
+        assert [p.name for p in checkpoint_files(path.parent)] == ["step-2.ckpt"]
+        forget_after(path.parent, 2)
+        assert [p.name for p in path.parent.iterdir()] == ["step-2.ckpt"]
+
+    def test_a_killed_write_is_no_checkpoint(self, path):
+        Sharded(12).save_checkpoint(path.parent / ".step-12.partial")
+        assert len(checkpoint_files(path.parent)) == 2
+        forget_after(path.parent, 10)
+        assert sorted(p.name for p in path.parent.iterdir()) == ["step-10.ckpt", "step-2.ckpt"]
+
+
+def test_a_row_that_a_kill_cut_short_is_forgotten(tmp_path):
+    """'12' of '125' would be a row of an earlier step."""
+    file = tmp_path / "metrics.csv"
+    file.write_text("step,loss\n119,3.5\n120,3.25\n12")
+    Curve(file, first=120).log_metrics({"loss": 3.0}, step=121)
+    assert file.read_text().split() == ["step,loss", "119,3.5", "120,3.25", "121,3.0"]

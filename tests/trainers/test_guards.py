@@ -1,0 +1,167 @@
+"""What stops a run, what the message says, and what is left on the disk."""
+
+import re
+
+import pytest
+import torch
+
+from data.packing import PackedRows
+from decoding.compose import compose
+from tests.support.spoil import nan, spoil
+from trainers.ar import Autoregressive
+from trainers.deer import Distillation
+from trainers.guards import LossGuard, memory_advice, memory_error
+
+EACH = ("trainer.checkpoint_every=1", "trainer.keep_last=1", "trainer.keep_best=0")
+
+
+def refused(lab, recipe, *overrides):
+    with pytest.raises(ValueError) as error:
+        lab.fit(recipe, *overrides)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def checkpoints(lab, name):
+    """{step: whether all weights of its checkpoint are finite}."""
+    files = (lab.runs / "ar_target" / name / "checkpoints").glob("*.ckpt")
+    stored = [torch.load(f, weights_only=False) for f in files]
+    return {
+        s["global_step"]: all(w.isfinite().all() for w in s["state_dict"].values()) for s in stored
+    }
+
+
+def judged(lab, name):
+    """What the guard knew at the last step."""
+    file = lab.runs / "ar_target" / name / "checkpoints" / "step-4.ckpt"
+    return torch.load(file, weights_only=False)["callbacks"]["LossGuard"]
+
+
+@pytest.mark.parametrize("micro", [4, 2])
+def test_a_loss_that_is_not_finite_names_step_samples_and_rows(lab, monkeypatch, micro):
+    """The third step goes wrong; its rows are those that the module has seen."""
+    name, seen = f"nan_{micro}", []
+    spoil(monkeypatch, Autoregressive, 10 // micro, nan)  # rows 8 to 11 make the third step
+    whole = Autoregressive.losses
+    keep = lambda self, batch: seen.extend(batch["input_ids"]) or whole(self, batch)  # noqa: E731
+    monkeypatch.setattr(Autoregressive, "losses", keep)
+    message = refused(lab, "ar_target", f"name={name}", f"trainer.micro_batch_size={micro}", *EACH)
+    assert "the loss is nan at step 3, on samples 8 to 11" in message
+    rows, folder = re.search(r"\(rows \[([\d, ]+)\] of (\S+)\)", message).groups()
+    packed = PackedRows.open(folder)
+    named = [packed[int(i)]["input_ids"] for i in rows.split(",")]
+    assert torch.equal(torch.stack(named), torch.stack(seen[8:12]))
+    assert not torch.equal(torch.stack(named), torch.stack(seen[4:8]))
+    assert checkpoints(lab, name) == {2: True}
+    assert re.search(r"the last checkpoint is \S+step-2\.ckpt", message)
+
+
+def spoil_update(monkeypatch):
+    """The second update is not finite, though no loss was."""
+
+    def on_before_optimizer_step(self, optimizer):
+        if self.trainer.global_step == 1:
+            for p in self.parameters():
+                p.grad.fill_(float("inf"))
+
+    monkeypatch.setattr(Autoregressive, "on_before_optimizer_step", on_before_optimizer_step)
+
+
+def test_weights_that_are_not_finite_are_never_written(lab, monkeypatch):
+    spoil_update(monkeypatch)
+    message = refused(lab, "ar_target", "name=no_weights", *EACH)
+    assert "the weights are not finite after the update at step 2" in message
+    assert checkpoints(lab, "no_weights") == {1: True}
+
+
+def test_without_the_guard_they_would_be(lab, monkeypatch):
+    """Negative control."""
+    spoil_update(monkeypatch)
+    monkeypatch.delattr(LossGuard, "on_save_checkpoint")
+    message = refused(lab, "ar_target", "name=bad_weights", *EACH)
+    assert "the loss is nan at step 3" in message
+    assert checkpoints(lab, "bad_weights") == {2: False}
+
+
+def test_a_resumed_run_is_judged_as_the_uninterrupted_one(lab):
+    wait = "trainer.divergence_wait=1"
+    lab.fit("ar_target", "name=judged", wait)
+    before = lab.runs / "ar_target" / "judged" / "checkpoints" / "step-2.ckpt"
+    lab.fit("ar_target", "name=judged_again", wait, f"resume={before}")
+    assert judged(lab, "judged_again") == judged(lab, "judged")
+    assert torch.load(before, weights_only=False)["callbacks"]["LossGuard"] != judged(lab, "judged")
+    # A step is judged once, however many forwards it has.
+    lab.fit("ar_target", "name=judged_parts", wait, "trainer.micro_batch_size=1")
+    for key, value in judged(lab, "judged").items():
+        assert abs(judged(lab, "judged_parts")[key] - value) < 1e-5
+
+
+def no_memory(loss):
+    return torch.empty(2**60, dtype=torch.uint8)  # the allocator's own error
+
+
+def test_no_memory_on_the_cpu_says_what_to_lower(lab, monkeypatch):
+    spoil(monkeypatch, Autoregressive, 1, no_memory)
+    message = refused(lab, "ar_target", "name=memory")
+    assert "no memory is left on the CPU, which was asked for 1152921504606846976 bytes" in message
+    assert "lower trainer.micro_batch_size=4 (trainer.batch_size=4 stays" in message
+    assert "trainer.checkpoint_activations=true" in message
+    assert "data.train.length=48" in message
+    assert "anchors" not in message
+    assert "fsdp2" not in message  # the processes of one machine share its memory
+
+
+def no_gpu_memory(loss):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ...")
+
+
+def test_no_memory_on_a_gpu_says_what_to_lower(lab, monkeypatch):
+    spoil(monkeypatch, Distillation, 1, no_gpu_memory)
+    one = ("trainer.micro_batch_size=1", "trainer.checkpoint_activations=true")
+    message = refused(lab, "deer_stage1", "name=memory", *one)
+    assert "no memory is left on the GPU, which was asked for 2.50 GiB" in message
+    assert "micro_batch_size" not in message  # 1 is the least there is
+    assert "checkpoint_activations" not in message
+    assert "strategy=fsdp2 or strategy=deepspeed_3 (now auto, trainer.devices=1)" in message
+    assert "data.train.length=48 or data.corruption.anchors=4" in message
+    assert "acceptance.prompts=0" in message
+
+
+def test_other_errors_stay_what_they_are(lab, monkeypatch):
+    """Negative control."""
+
+    def broken(loss):
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    spoil(monkeypatch, Autoregressive, 1, broken)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        lab.fit("ar_target", "name=broken")
+
+
+def test_a_sharded_run_is_told_to_offload():
+    def advice(strategy):
+        given = ["recipe=deer_stage1", "scale=paper", f"strategy={strategy}"]
+        return memory_advice("CUDA out of memory.", compose(given, "fit"))
+
+    assert "take strategy=fsdp2_offload (now fsdp2" in advice("fsdp2")
+    assert "strategy=" not in advice("deepspeed_3_offload")
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("x"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
+        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 9"), True),
+        (OSError(12, "Cannot allocate memory"), True),
+        (RuntimeError("CUDA error: device-side assert triggered"), False),
+        (ValueError("module.memory: out of memory"), False),
+    ],
+)
+def test_what_lack_of_memory_is(error, is_one):
+    assert (memory_error(error) is not None) == is_one
+    outer = ValueError("cannot load a model")
+    outer.__cause__ = error
+    assert (memory_error(outer) is not None) == is_one

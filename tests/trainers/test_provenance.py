@@ -1,0 +1,130 @@
+"""What a run keeps of where it came from, and what its card says of it."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
+
+from tests.support.spoil import nan, spoil
+from trainers import provenance
+from trainers.ar import Autoregressive
+from trainers.provenance import commit, input_fingerprint, inputs
+
+
+def story(lab, recipe, name=""):
+    return json.loads((lab.runs / recipe / name / "provenance.json").read_text())
+
+
+def test_data_inputs_and_machine_are_recorded(lab):
+    found = story(lab, "deer_stage2")
+    for split in ("train", "validation"):
+        rows = found["data"][split]
+        manifest = json.loads(
+            (lab.runs / "data" / rows["fingerprint"] / "manifest.json").read_text()
+        )
+        assert (rows["rows"], rows["tokens"]) == (manifest["rows"], manifest["tokens"])
+    made_from = [lab.corpus, lab.runs / "deer_answers"]
+    made_from += [lab.runs / recipe / "export" for recipe in ("ar_target", "deer_stage1")]
+    assert found["inputs"] == {str(path): input_fingerprint(path) for path in made_from}
+    assert found["trainer"] == {
+        "world_size": 1, "num_nodes": 1, "devices": 1, "accelerator": "CPUAccelerator",
+        "strategy": "SingleDeviceStrategy", "precision": "32-true",
+    }  # fmt: skip
+    assert found["hardware"]["gpus"] == []
+    assert found["step"] == 0
+
+
+def test_it_goes_with_the_weights_and_into_the_card(lab):
+    export = lab.runs / "deer_stage2" / "export"
+    found = story(lab, "deer_stage2")
+    assert json.loads((export / "parade_provenance.json").read_text()) == found
+    card = (export / "README.md").read_text()
+    for rows in found["data"].values():
+        assert f"packed rows {rows['fingerprint']}" in card
+    for path, digest in found["inputs"].items():
+        assert f"`{path}` ({digest})" in card
+    assert "SingleDeviceStrategy in 32-true" in card
+    assert "resumed" not in card
+
+
+def test_a_resumed_run_appends_its_start(lab, monkeypatch):
+    with monkeypatch.context() as patch:
+        spoil(patch, Autoregressive, 3, nan)
+        with pytest.raises(ValueError, match="nan"):
+            lab.fit("ar_target", "name=twice")
+    first = story(lab, "ar_target", "twice")
+    export = lab.fit("ar_target", "name=twice")
+    both = story(lab, "ar_target", "twice")
+    (second,) = both.pop("resumed")
+    assert both == first
+    assert second["step"] == 2
+    assert second["data"] == first["data"]
+    assert second.keys() == first.keys()
+    assert f"resumed at step 2 ({second['time']})" in (export / "README.md").read_text()
+    lab.fit("ar_target", "name=twice", "resume=never")
+    assert "resumed" not in story(lab, "ar_target", "twice")
+
+
+class TestInputs:
+    @pytest.fixture
+    def model(self, lab, tmp_path):
+        return shutil.copytree(lab.runs / "ar_target" / "export", tmp_path / "model")
+
+    def test_a_model_is_its_config_and_weights(self, lab, model):
+        before = input_fingerprint(model)
+        assert before == input_fingerprint(lab.runs / "ar_target" / "export")
+        (model / "README.md").write_text("with a bench")
+        assert input_fingerprint(model) == before
+        weights = load_file(model / "model.safetensors")
+        first = min(weights)
+        weights[first] = weights[first] + 1e-3  # trained a little more: the same shapes and sizes
+        size = (model / "model.safetensors").stat().st_size
+        save_file(weights, model / "model.safetensors", {"format": "pt"})
+        assert (model / "model.safetensors").stat().st_size == size
+        trained = input_fingerprint(model)
+        assert trained != before
+        (model / "config.json").write_text("{}")
+        assert input_fingerprint(model) not in (before, trained)
+
+    def test_big_weights_are_told_apart_by_blocks(self, tmp_path):
+        file = tmp_path / "big.safetensors"
+        found = set()
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            save_file({"w": torch.randn(1_000_000)}, file)
+            found.add(input_fingerprint(file))
+            found.add(input_fingerprint(file))
+        assert len(found) == 2
+
+    def test_a_corpus_is_all_of_its_files(self, tmp_path):
+        (tmp_path / "deep").mkdir()
+        (tmp_path / "deep" / "a.py").write_text("a = 1")
+        found = [input_fingerprint(tmp_path)]
+        (tmp_path / "deep" / "a.py").write_text("a = 2")
+        found.append(input_fingerprint(tmp_path))
+        (tmp_path / "deep" / "a.py").rename(tmp_path / "deep" / "b.py")
+        found.append(input_fingerprint(tmp_path))
+        assert len(set(found)) == 3
+
+    def test_hub_ids_have_the_commit_that_the_cache_knows(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(provenance, "HF_HUB_CACHE", str(tmp_path))
+        for folder, hash in (("models--org--net", "c0ffee"), ("datasets--org--text", "beef")):
+            (tmp_path / folder / "refs").mkdir(parents=True)
+            (tmp_path / folder / "refs" / "main").write_text(f"{hash}\n")
+        assert [commit(n) for n in ("org/net", "org/text", "org/other")] == ["c0ffee", "beef", None]
+        config = {
+            "runs": str(tmp_path), "scale": "lab", "trainer": {}, "target": "org/net",
+            "data": {"folder": str(tmp_path), "train": {"source": "org/text", "split": "train"}},
+            "network": {"sources": [{"path": "org/other"}]},
+            "needs": [{"path": str(tmp_path / "models--org--net" / "refs")},
+                      {"path": str(tmp_path / "models--org--net" / "refs" / "main")}],
+        }  # fmt: skip
+        needed = str(tmp_path / "models--org--net" / "refs")
+        assert inputs(OmegaConf.create(config)) == {
+            "org/net": "c0ffee",
+            "org/text": "beef",
+            needed: input_fingerprint(needed),
+        }

@@ -1,0 +1,183 @@
+"""Checkpoints on disk: complete or absent, whatever kills the write.
+
+`step-N.ckpt` is a file, or a folder of shards where the strategy writes one. Both are made under a
+hidden name and renamed when all of it is on the disk: the rename is the mark of a complete one.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from zipfile import BadZipFile, ZipFile
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.plugins.io import TorchCheckpointIO
+from pytorch_lightning.utilities.rank_zero import rank_zero_only
+from torch import nn
+from torch.distributed.checkpoint import load
+from torch.distributed.checkpoint.api import CheckpointException
+
+ENGINE = "checkpoint"  # of a folder that DeepSpeed has written: the tag that Lightning gives it
+MANIFEST = "manifest.json"  # of a folder: its step, and the size in bytes of every file
+
+
+class DirectIO(TorchCheckpointIO):
+    """One file, written straight to where it belongs.
+
+    Lightning's own goes by a copy in memory and one in /tmp, which a kill leaves there.
+    """
+
+    def save_checkpoint(self, checkpoint, path, storage_options=None) -> None:
+        """Write the file; what it fails with has the system's reason in its context."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "wb") as file:
+            torch.save(checkpoint, file)
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, oldest step first."""
+    return sorted((f for f in folder.glob("*.ckpt") if _number(f) is not None), key=_number)
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step stands."""
+    return folder / f"step-{step}.ckpt"
+
+
+def write_checkpoint(trainer: pl.Trainer, path: Path) -> None:
+    """Save the trainer's state; every process must call.
+
+    Errors: a full or unwritable disk, on all processes, in one line. Nothing is left of the
+    write, and the checkpoints before it are untouched.
+    """
+    partial = _hidden(path)
+
+    def failed(problem: str | None) -> bool:  # on any process; they wait for each other here
+        return trainer.strategy.reduce_boolean_decision(problem is not None, all=False)
+
+    problem = _problem(trainer.save_checkpoint, partial)
+    if problem is not None:
+        trainer.strategy.barrier()  # the others stand at the one that ends save_checkpoint
+    if not failed(problem) and trainer.is_global_zero:
+        problem = _problem(_put_in_place, partial, path, trainer.global_step)
+    if failed(problem):
+        if trainer.is_global_zero:
+            _delete(partial)
+        before = checkpoint_files(path.parent)
+        raise ValueError(
+            f"the checkpoint {path} could not be written "
+            f"({problem or 'another process tells why'}): mend that and go on with the same "
+            f"command; the last checkpoint is {before[-1] if before else 'none yet'}"
+        )
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint. A kill in the midst leaves nothing that looks like one."""
+    if path.is_dir():
+        path = path.rename(_hidden(path))
+    _delete(path)
+
+
+@rank_zero_only
+def forget_after(folder: Path, step: int) -> None:
+    """Remove the checkpoints of later steps, and what killed writes have left."""
+    for partial in folder.glob(".step-*.partial"):
+        _delete(partial)
+    for path in checkpoint_files(folder):
+        if _number(path) > step:
+            remove_checkpoint(path)
+
+
+def step_of(path: Path) -> int:
+    """The step that a checkpoint was written at. Errors: it is damaged; all of it is looked at."""
+    try:
+        return (_step_of_folder if path.is_dir() else _step_of_file)(path)
+    except Exception as error:  # zip, pickle and torch have an error each for a damaged file
+        others = [str(p) for p in checkpoint_files(path.parent) if p != path]
+        raise ValueError(
+            f"the checkpoint {path} is damaged ({type(error).__name__}): give another one "
+            f"with resume=, of {others}, or start anew with resume=never"
+        ) from error
+
+
+def load_weights(module: nn.Module, path: Path) -> None:
+    """Fill a module with a checkpoint's weights, however many processes have written them."""
+    if path.is_file():
+        state = torch.load(path, weights_only=False, map_location="cpu", mmap=True)["state_dict"]
+        module.load_state_dict(state)
+    elif (path / ENGINE).is_dir():  # DeepSpeed's: bfloat16 weights, float32 masters
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        module.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(str(path), ENGINE))
+    else:
+        load({"state_dict": module.state_dict()}, checkpoint_id=path, no_dist=True)  # in place
+
+
+def _step_of_file(file: Path) -> int:
+    with ZipFile(file) as archive:  # torch.load does not notice a changed byte, the zip's sum does
+        if archive.testzip() is not None:
+            raise BadZipFile
+    return torch.load(file, weights_only=False, map_location="cpu", mmap=True)["global_step"]
+
+
+def _step_of_folder(folder: Path) -> int:
+    manifest = json.loads((folder / MANIFEST).read_text())
+    if any((folder / name).stat().st_size != size for name, size in manifest["files"].items()):
+        raise EOFError
+    return manifest["step"]
+
+
+def _put_in_place(partial: Path, path: Path, step: int) -> None:
+    files = [partial]
+    if partial.is_dir():
+        files = [f for f in partial.rglob("*") if f.is_file()]
+        sizes = {str(f.relative_to(partial)): f.stat().st_size for f in files}
+        manifest = partial / MANIFEST
+        manifest.write_text(json.dumps({"step": step, "files": sizes}))
+        files += [manifest, *(f for f in (partial, *partial.rglob("*")) if f.is_dir())]
+    for file in files:
+        _sync(file)
+    os.replace(partial, path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    """On the disk, so that it outlives a crash of the machine too."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _problem(action: Callable, *arguments) -> str | None:
+    """Do it; the reason in a few words if it fails."""
+    try:
+        action(*arguments)
+    except (OSError, RuntimeError, CheckpointException) as error:
+        if isinstance(error, CheckpointException):
+            error, _ = next(iter(error.failures.values()))
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__cause__ or cause.__context__
+        return getattr(cause, "strerror", None) or " ".join(str(error).split())[:200]
+    return None
+
+
+def _number(path: Path) -> int | None:
+    found = re.fullmatch(r"step-(\d+)", path.stem)
+    return int(found[1]) if found else None
+
+
+def _hidden(path: Path) -> Path:
+    return path.with_name(f".{path.stem}.partial")
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,120 @@
+"""The folder of an export, which stock transformers loads: written, and checked before that."""
+
+import json
+import os
+import shutil
+import uuid
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from data.tokenizer import fingerprint
+from decoding.load import KEPT, load_tokenizer
+from decoding.samplers.base import Sampler
+from trainers.base import BaseModule
+from trainers.bundle import write_bundle
+from trainers.card import model_card
+from trainers.lora import to_export
+
+# Rows longer than any tokenizer's padding of the vocabulary (multiples of 512 are usual).
+PADDING = 1024
+
+
+def is_export(folder: Path) -> bool:
+    """Whether a run has written its export there: whole weights, or an adapter."""
+    return any((folder / name).is_file() for name in ("config.json", KEPT))
+
+
+def write_export(
+    module: BaseModule, export: Path, metrics: dict, folder: Path, merge: bool = True
+) -> None:
+    """Write weights, config, tokenizer and model card; reload and compare; then put in place.
+
+    metrics: the run's last validation. folder: the run's, whose config and provenance go along.
+    merge: adapters become part of the weights; else the export is the adapter alone, and loads
+    its base by itself.
+    Errors: a vocabulary smaller than the tokenizer's; a reloaded model with other logits.
+    """
+    network, tokenizer = to_export(module.network, merge), module.tokenizer
+    kept = hasattr(network, "peft_config")
+    if network.config.vocab_size < len(tokenizer):
+        raise ValueError(
+            f"the network knows {network.config.vocab_size} tokens, its tokenizer "
+            f"{len(tokenizer)}: an export of it could not be used"
+        )
+    if module.target is not None:
+        _check_vocabulary(network.config.vocab_size, module.target.config.vocab_size)
+    temporary = export.with_name(f".{export.name}.{uuid.uuid4().hex}")
+    try:
+        network.config.parade = module.export_config()
+        network.generation_config = GenerationConfig(
+            eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id
+        )
+        network.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        if kept:
+            entry = {"parade": network.config.parade}
+            (temporary / KEPT).write_text(json.dumps(entry, indent=2))
+        elif "target" in network.config.parade:  # what travels needs torch and transformers only
+            write_bundle(temporary, network.config.parade["method"])
+        card = model_card(module.export_config(), metrics, folder, packed_rows(module))
+        (temporary / "README.md").write_text(card)
+        for name in ("config.yaml", "provenance.json"):
+            shutil.copy(folder / name, temporary / f"parade_{name}")
+        _check_reload(module, network, temporary)
+        if export.exists():
+            shutil.rmtree(export)
+        os.replace(temporary, export)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _check_vocabulary(drafter: int, target: int) -> None:
+    if abs(drafter - target) > PADDING:
+        raise ValueError(
+            f"the drafter has {drafter} tokens, the target {target}: more than padding explains"
+        )
+
+
+# A compiled network rounds otherwise than the plain one that every user of the export runs.
+@torch.compiler.set_stance("force_eager")
+def _check_reload(module: BaseModule, network: PreTrainedModel, folder: Path) -> None:
+    """The folder, loaded by stock transformers, gives the written network's logits bit for bit."""
+    network = network.eval()
+    again = AutoModelForCausalLM.from_pretrained(folder, dtype=network.dtype).to(network.device)
+    if fingerprint(load_tokenizer(str(folder))) != fingerprint(module.tokenizer):
+        raise ValueError(
+            "transformers loads another tokenizer from the export than the trainer's: it chooses "
+            f"the class by the model's type, {network.config.model_type!r}, and that changes it"
+        )
+    ids = torch.arange(1, 9, device=network.device)[None] % network.config.vocab_size
+    with torch.inference_mode():
+        difference = (network(ids).logits - again.eval()(ids).logits).abs().max().item()
+    sampler = module.sampler()
+    if sampler is not None:
+        prompt = ids[0].tolist()
+        sampler.drafter = network
+        drafted = first_draft(sampler, prompt)
+        sampler.drafter = again
+        difference = max(difference, (drafted - first_draft(sampler, prompt)).abs().max().item())
+    if difference:
+        raise ValueError(f"the export's logits differ from the trainer's by {difference:.2e}")
+
+
+def first_draft(sampler: Sampler, prompt: list[int]) -> Tensor:
+    """A drafter's logits [k, V] of the first block behind a prompt, by the sampler's own pass."""
+    rows, params = sampler.start(prompt)
+    with torch.inference_mode():
+        sampler.begin(rows, params)
+        logits = sampler.draft_pass(rows, sampler.block_size, params)[0]
+    return torch.where(logits.isfinite(), logits, 0)
+
+
+def packed_rows(module: BaseModule) -> str | None:
+    """The fingerprint of the packed rows that a module was trained on, if it was on such rows."""
+    try:
+        return module.trainer.train_dataloader.loader.dataset.rows.folder.name
+    except (AttributeError, RuntimeError):  # other data, or no trainer
+        return None

@@ -1,0 +1,146 @@
+"""What stops a run, and says in one line why and what to do: a loss gone wrong, no memory left."""
+
+import functools
+import math
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytorch_lightning as pl
+import torch
+from omegaconf import DictConfig, OmegaConf
+from pytorch_lightning.callbacks import Callback
+from torch import Tensor
+
+from trainers.checkpoints import Checkpoints
+
+# What the libraries say when there is no memory left, in lower case.
+NO_MEMORY = ("out of memory", "allocate memory", "not enough memory", "status_alloc_failed")
+
+
+class LossGuard(Callback):
+    """Stops a run whose loss is not finite, or diverges, with the last good checkpoint kept.
+
+    A step is judged before the next one's checkpoint is written, and weights that are not finite
+    (a finite loss can have such gradients) are never written. The message names the step's data.
+    factor: the smoothed loss may be so many times its best value. The loss of the first `wait`
+    steps is not judged.
+    """
+
+    def __init__(self, factor: float, wait: int):
+        self.factor, self.wait = factor, wait
+        self.smooth, self.best = None, math.inf
+
+    def state_dict(self) -> dict:
+        """What a resumed run must know to judge as the uninterrupted one does."""
+        return {"smooth": self.smooth, "best": self.best}
+
+    def load_state_dict(self, state: dict) -> None:
+        """See `state_dict`."""
+        self.smooth, self.best = state["smooth"], state["best"]
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, index) -> None:
+        """Judge a step's loss, once its last micro-batch is done."""
+        if (index + 1) % trainer.accumulate_grad_batches:
+            return
+        loss, step = float(trainer.callback_metrics["loss"]), trainer.global_step
+        if not math.isfinite(loss):
+            raise ValueError(f"the loss is {loss} {advice(trainer)}")
+        self.smooth = loss if self.smooth is None else 0.95 * self.smooth + 0.05 * loss
+        if step < self.wait:
+            return
+        self.best = min(self.best, self.smooth)
+        if self.smooth > self.factor * self.best:
+            raise ValueError(
+                f"the loss diverges: smoothed it is {self.smooth:.3f}, its best was "
+                f"{self.best:.3f}, {advice(trainer)}"
+            )
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, module, checkpoint) -> None:
+        """Refuse weights that are not finite, on every process if they are so on one."""
+        finite = all_finite(module.network.parameters())
+        if not trainer.strategy.reduce_boolean_decision(finite):
+            raise ValueError(f"the weights are not finite after the update {advice(trainer)}")
+
+
+def all_finite(parameters: Iterable[Tensor]) -> bool:
+    """Whether all of this process's weights are finite numbers."""
+    local = [p.to_local() if hasattr(p, "to_local") else p for p in parameters]
+    return bool(torch.stack([p.isfinite().all().cpu() for p in local]).all())
+
+
+def advice(trainer: pl.Trainer) -> str:
+    """Where a run went wrong (step, samples, packed rows), what to lower and what is kept."""
+    step, loader = trainer.global_step, trainer.train_dataloader.loader
+    samples = loader.batch_sampler.samples(step - 1)
+    rows = [loader.dataset.row_of(n) for n in samples]
+    folder = getattr(loader.dataset.rows, "folder", "the training set")
+    files = next(c for c in trainer.callbacks if isinstance(c, Checkpoints)).files()
+    kept = f"the last checkpoint is {files[-1]}" if files else "there is no checkpoint yet"
+    return (
+        f"at step {step}, on samples {samples[0]} to {samples[-1]} (rows {rows} of {folder}): "
+        f"look at them, or lower optimization.lr (or the loss's weights, such as module.alpha); "
+        f"{kept}"
+    )
+
+
+def with_memory_advice(fit: Callable[[DictConfig], Path]) -> Callable[[DictConfig], Path]:
+    """`fit`, with one line on the settings that need less memory where there is not enough."""
+
+    @functools.wraps(fit)
+    def advised(config: DictConfig) -> Path:
+        try:
+            return fit(config)
+        except Exception as error:
+            text = memory_error(error)
+            if text is None:
+                raise
+            raise ValueError(memory_advice(text, config)) from error
+
+    return advised
+
+
+def memory_error(error: BaseException | None) -> str | None:
+    """What a library said when it got no memory; None if an error has another reason."""
+    while error is not None:
+        text = str(error)
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+            isinstance(error, (RuntimeError, OSError))
+            and any(sign in text.lower() for sign in NO_MEMORY)
+        ):
+            return text
+        error = error.__cause__
+    return None
+
+
+def memory_advice(text: str, config: DictConfig) -> str:
+    """The settings that need less memory, with their present values, the harmless ones first.
+
+    text: what the library said; it tells a GPU from the CPU, and how much was asked for.
+    """
+    t, s = config.trainer, OmegaConf.select
+    device = "GPU" if re.search("cuda|hip", text, re.IGNORECASE) else "CPU"
+    asked = re.search(r"tried to allocate ([\d.]+ \w+)", text, re.IGNORECASE)
+    asked = f", which was asked for {asked[1]}" if asked else ""
+    ways = []
+    if t.micro_batch_size > 1:
+        ways.append(
+            f"lower trainer.micro_batch_size={t.micro_batch_size} (trainer.batch_size="
+            f"{t.batch_size} stays, so the result does not change)"
+        )
+    if not t.checkpoint_activations:
+        ways.append("set trainer.checkpoint_activations=true")
+    if device == "GPU" and "offload" not in config.strategy:
+        sharded = config.strategy in ("fsdp2", "deepspeed_3")
+        other = f"{config.strategy}_offload" if sharded else "fsdp2 or strategy=deepspeed_3"
+        ways.append(f"take strategy={other} (now {config.strategy}, trainer.devices={t.devices})")
+    if config.target is not None and config.acceptance.prompts:
+        ways.append("set acceptance.prompts=0, which leaves the target out of memory")
+    sizes = [
+        f"{key}={s(config, key)}"
+        for key in ("data.train.length", "data.corruption.anchors")
+        if s(config, key) is not None
+    ]
+    if sizes:
+        ways.append(f"lower {' or '.join(sizes)}, which changes what is trained")
+    return f"no memory is left on the {device}{asked}. In this order: {'; '.join(ways)}"

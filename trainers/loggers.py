@@ -1,0 +1,100 @@
+"""Where a run's metrics go: metrics.csv always, and wandb or TensorBoard beside it."""
+
+import os
+import shutil
+import uuid
+from importlib.util import find_spec
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+from pytorch_lightning.loggers import Logger, TensorBoardLogger, WandbLogger
+from pytorch_lightning.utilities.rank_zero import rank_zero_only
+
+from decoding.cli import one_line, unknown
+from trainers.curve import Curve
+
+
+def check_logger(name: str | None) -> None:
+    """Raise ValueError for a logger that does not exist, or is not installed."""
+    names = ["tensorboard", "wandb"]
+    if name is None:
+        return
+    if name not in names:
+        raise unknown("logger", str(name), names)
+    if find_spec(name) is None:
+        raise ValueError(f"logger={name} needs a package that is not here: pip install {name}")
+
+
+def build_loggers(config: DictConfig, folder: Path, first: int) -> list[Logger]:
+    """The loggers of a run. first: the step that it starts, or goes on, at.
+
+    What is beside metrics.csv is on the first process only. Errors: no connection to wandb, or a
+    key that it does not accept.
+    """
+    loggers: list[Logger] = [Curve(folder / "metrics.csv", first)]
+    if config.logger is not None and rank_zero_only.rank == 0:
+        make = {"tensorboard": tensorboard_logger, "wandb": wandb_logger}[config.logger]
+        loggers.append(make(config, folder, first))
+    return loggers
+
+
+def tensorboard_logger(config: DictConfig, folder: Path, first: int) -> Logger:
+    """Event files in <folder>/tensorboard; points behind the step `first` are made again."""
+    if first == 0:
+        shutil.rmtree(folder / "tensorboard", ignore_errors=True)
+    logger = TensorBoardLogger(folder, name="tensorboard", version="", purge_step=first + 1)
+    if first == 0:  # a resumed run has them already
+        logger.log_hyperparams(OmegaConf.to_container(config, resolve=True))
+    return logger
+
+
+class Wandb(WandbLogger):
+    """A run on wandb that ends with the fit, so that the next fit of the process has its own."""
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """End the run, as failed if the fit was."""
+        self.experiment.finish(exit_code=int(status != "success"))
+
+
+def wandb_logger(config: DictConfig, folder: Path, first: int) -> Logger:
+    """A run of the project parade, kept in <folder>/wandb; a resumed one goes on with its id.
+
+    WANDB_MODE is honoured; without it, and without a key, the run stays offline.
+    """
+    import wandb
+
+    file = folder / "wandb" / "id"
+    if first == 0 or not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(uuid.uuid4().hex[:8])
+    try:
+        mode = os.environ.get("WANDB_MODE")
+        keyless = mode is None and not wandb.login(prompt=False)
+        run = wandb.init(
+            project="parade",
+            name=folder.relative_to(config.runs).as_posix(),
+            config=OmegaConf.to_container(config, resolve=True),
+            dir=folder,
+            id=file.read_text(),
+            resume="allow",
+            allow_val_change=True,  # what a run may change when it goes on, see trainers/resume.py
+            mode="offline" if keyless else mode,
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+    except wandb.Error as error:
+        raise ValueError(
+            f"logger=wandb: {one_line(error).rstrip('.')}. See to the network or the key (wandb "
+            "login), or set WANDB_MODE=offline and send the run later"
+        ) from error
+    # Its own count of steps counts what is logged; ours is the axis of every metric.
+    run.define_metric("trainer/global_step")
+    run.define_metric("*", step_metric="trainer/global_step")
+    if keyless:
+        print(
+            "wandb has no key here (wandb login, or WANDB_API_KEY), so the run stays offline; "
+            f"send it with: wandb sync {Path(run.dir).parent}"
+        )
+    elif run.url:
+        print(f"wandb: {run.url}")
+    return Wandb(experiment=run)
