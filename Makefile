@@ -25,7 +25,7 @@ lab-deer: .venv/installed  ## the figures of docs/results.md: about an hour on 2
 	$(PY) -m decoding.bench model=$(RUNS)/lab/deer_stage2/export also=$(RUNS)/lab/deer_stage1/export
 
 PCLLM = $(RUNS)/lab/pcllm_round
-BENCH = $(PY) -m decoding.bench temperatures=[0,1]
+BENCH = $(PY) -m decoding.bench
 lab-pcllm: .venv/installed  ## both rounds of pcLLM and their benches; shares lab-deer's target
 	$(FIT) recipe=ar_target $(LAB) trainer.max_steps=2400
 	$(PY) -m decoding.collect recipe=pcllm_trajectories runs=$(RUNS)/lab prompts.count=2560
