@@ -3,7 +3,7 @@ PY := .venv/bin/python
 FIT := $(PY) -m trainers.fit
 RUNS ?= runs
 
-.PHONY: quickstart test chaos lint lab-deer clean
+.PHONY: quickstart test chaos lint lab-deer lab-pcllm clean
 
 .venv/installed: setup.cfg constraints.txt
 	test -x $(PY) || python3 -m venv .venv
@@ -23,6 +23,18 @@ lab-deer: .venv/installed  ## the figures of docs/results.md: about an hour on 2
 	$(FIT) recipe=deer_stage1 $(LAB) trainer.max_steps=500
 	$(FIT) recipe=deer_stage2 $(LAB) trainer.max_steps=1600
 	$(PY) -m decoding.bench model=$(RUNS)/lab/deer_stage2/export also=$(RUNS)/lab/deer_stage1/export
+
+PCLLM = $(RUNS)/lab/pcllm_round
+BENCH = $(PY) -m decoding.bench
+lab-pcllm: .venv/installed  ## both rounds of pcLLM and their benches; shares lab-deer's target
+	$(FIT) recipe=ar_target $(LAB) trainer.max_steps=2400
+	$(PY) -m decoding.collect recipe=pcllm_trajectories runs=$(RUNS)/lab prompts.count=2560
+	$(FIT) recipe=pcllm_round1 $(LAB) trainer.max_steps=800
+	$(PY) -m decoding.collect recipe=pcllm_trajectories runs=$(RUNS)/lab prompts.count=2560 name=round2 collector.teacher=$(PCLLM)1/export collector.block_size=32
+	$(FIT) recipe=pcllm_round2 $(LAB) trainer.max_steps=400
+	$(BENCH) model=$(RUNS)/lab/ar_target/export 'sampler=[method=jacobi,block_size=16]' out=$(RUNS)/lab/ar_target/bench_jacobi
+	$(BENCH) model=$(PCLLM)2/export also=$(PCLLM)1/export 'sampler=[method=jacobi,block_size=16]' out=$(PCLLM)2/bench_jacobi
+	$(BENCH) model=$(PCLLM)2/export also=$(PCLLM)1/export
 
 test: .venv/installed  ## the whole test suite
 	$(PY) -m pytest -n 2

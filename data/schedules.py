@@ -25,3 +25,22 @@ def suffix_lengths(count: int, shortest: int, longest: int, generator: Generator
     if not 1 <= shortest <= longest:
         raise ValueError(f"shortest={shortest} is not allowed: it must be in 1..{longest}")
     return torch.randint(shortest, longest + 1, (count,), generator=generator)
+
+
+def progressive_times(count: int, window: int, order: str, generator: Generator) -> Tensor:
+    """Noise ratios t_1..t_count of consecutive blocks, of W = {0, 1/w, ..., (w-1)/w}: [count].
+
+    Source: pcLLM, Eq. 7 and section 4.3. order: 'linear' is t_i = W[i mod w]; 'reverse' the same
+    windows from the noisiest down; 'random' draws each t_i from W.
+    Example: count 5, window 2: linear 0, 1/2, 0, 1/2, 0.
+    """
+    if window < 1:
+        raise ValueError(f"window={window} is not allowed: it must be at least 1 block")
+    step = torch.arange(count) % window
+    if order == "reverse":
+        step = window - 1 - step
+    elif order == "random":
+        step = torch.randint(window, (count,), generator=generator)
+    elif order != "linear":
+        raise ValueError(f"unknown order {order!r}. Choose from ['linear', 'random', 'reverse']")
+    return step / window

@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 from data.prompts import heldout_prompts
 from decoding.cli import main, parse, quiet
 from decoding.distribution import warp
-from decoding.load import load, load_tokenizer, parade_config
+from decoding.load import load, load_tokenizer, parade_config, sampling_config
 from decoding.params import Result, SamplingParams, Stats
 from decoding.randomness import KeyedRandomness
 from decoding.samplers.base import Sampler
@@ -32,12 +32,14 @@ class Bench:
 
     model: an export. also: further exports for the same target (a stage before, say).
     source: 'stdlib', a text folder or a JSONL of prompts. temperatures: e.g. [0,1].
+    sampler: another method or other knobs than the exports', e.g. [method=jacobi,block_size=32].
     out: the folder of the results; None: 'bench' beside the export.
     """
 
     model: str
     also: tuple[str, ...] = ()
     target: str | None = None
+    sampler: tuple[str, ...] = ()
     source: str = "stdlib"
     prompts: int = 64
     prompt_length: int = 64
@@ -99,8 +101,9 @@ def measure(bench: Bench) -> tuple[list[Row], list[list[int]]]:
     """Decode every prompt with every sampler: one `Row` each, and the prompts' tokens."""
     from rich.progress import track
 
-    samplers = {name: load(name, target=bench.target, dtype=bench.dtype, device=bench.device)
-                for name in (bench.model, *bench.also)}  # fmt: skip
+    options = {"target": bench.target, "sampler": bench.sampler}
+    options |= {"dtype": bench.dtype, "device": bench.device}
+    samplers = {name: load(name, **options) for name in (bench.model, *bench.also)}
     first = samplers[bench.model]
     tokenizer = load_tokenizer(
         bench.target or parade_config(bench.model).get("target", bench.model)
@@ -136,7 +139,7 @@ def _rows(bench: Bench, samplers: dict, first: Sampler, temperature: float) -> l
             "same law" if temperature else "same text"),
     ]  # fmt: skip
     for path, sampler in samplers.items():
-        name = parade_config(path)["method"]
+        name = sampling_config(path, bench.sampler)["method"]
         name = name if path == bench.model else f"{name} ({Path(path).parent.name})"
         # Without temperature every rule is the same.
         for rule in sampler.rules if temperature else sampler.rules[:1]:
@@ -236,7 +239,7 @@ def picture(rows: list[Row], file: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    drafted = [r for r in rows if r.results[0].stats.drafter_passes]
+    drafted = [r for r in rows if not isinstance(r.sampler, (PlainSampler, HuggingFace))]
     if not drafted:
         return
     temperatures = sorted({r.params.temperature for r in drafted})

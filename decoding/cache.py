@@ -52,6 +52,13 @@ class RaggedCache(Cache):
         """Slots that the last forward could read."""
         return self.visible
 
+    def move(self, source: Tensor, to: Tensor) -> None:
+        """Copy what stands at slots source [B, m] to slots to [B, m]."""
+        for memory in (*self.keys, *self.values):
+            slots = [s[:, None, :, None].expand(*memory.shape[:2], -1, memory.shape[3])
+                     for s in (source, to)]  # fmt: skip
+            memory.scatter_(2, slots[1], memory.gather(2, slots[0]))
+
     def select(self, rows: Tensor) -> None:
         """Keep only these rows."""
         self.keys = [m[rows] for m in self.keys]
@@ -79,20 +86,27 @@ class CachedNetwork:
         keep: int,
         block_start: Tensor | None = None,
         padding: Tensor | None = None,
+        branch: Tensor | None = None,
     ) -> Tensor:
         """Logits [B, keep, V] of the last `keep` tokens.
 
         tokens, positions: [B, Q]; the token's key and value go to slot `position`.
         block_start: [B]; tokens and slots from there on are one draft block (clean if None).
         padding: bool [B, Q]; these tokens go to the scratch slot and mean nothing.
+        branch: [B, Q], -1 outside of any; branches share positions, so the tokens go to
+            consecutive slots from the first token's position on.
         """
-        visible = int(positions.max()) + 1
+        slots = positions
+        if branch is not None:
+            slots = positions[:, :1] + self._slots[:, : tokens.shape[1]]
+        visible = int(slots.max()) + 1
         q = self._layout(positions, block_start)
         k = self._layout(self._slots[:, :visible], block_start)
+        if branch is not None:
+            q, k = _branched(q, k, slots, branch)
         # A row's slots behind its last token are stale: another row may reach further.
-        stale = self._slots[:, :visible] > positions[:, -1:]
+        stale = self._slots[:, :visible] > slots[:, -1:]
         mask = dense(self.predicate, q, k._replace(document=-stale.long()))
-        slots = positions
         if padding is not None:
             slots = positions.masked_fill(padding, self.cache.capacity - 1)
         self.cache.place(slots, visible)
@@ -125,3 +139,10 @@ class CachedNetwork:
         if self.network.device.type == "cuda":  # a forward only queues work there
             torch.cuda.synchronize()
         return time.perf_counter()
+
+
+def _branched(q: Layout, k: Layout, slots: Tensor, branch: Tensor) -> tuple[Layout, Layout]:
+    """Queries and keys of a pass whose tokens, at these slots, stand in these branches [B, Q]."""
+    index = k.index.expand(len(slots), -1).scatter(1, slots, q.index)
+    block = torch.full_like(index, -1).scatter(1, slots, branch)
+    return q._replace(block=branch), Layout(k.document, index, block)

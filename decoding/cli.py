@@ -69,7 +69,7 @@ def parse(argv: list[str], into: type, command: str):
         key, value = split(argument)
         if key not in known:
             raise unknown("key", key, known)
-        values[key] = _convert(key, value, hints[key])
+        values[key] = convert(key, value, hints[key])
     for name, f in known.items():
         if f.default is MISSING and f.default_factory is MISSING and name not in values:
             raise ValueError(f"{name}= is missing: python -m {command} {name}=...")
@@ -82,17 +82,15 @@ def _usage(f) -> str:
     return f"{f.name}={f.default if f.default is not MISSING else f.default_factory()}"
 
 
-def _convert(key: str, text: str, hint):
+def convert(key: str, text: str, hint):
     """A value of the type `hint`: str, int, float, bool, tuple[x, ...] or an optional one."""
     if isinstance(hint, types.UnionType):
         if text.lower() in ("null", "none"):
             return None
-        return _convert(
-            key, text, next(t for t in typing.get_args(hint) if t is not types.NoneType)
-        )
+        return convert(key, text, next(t for t in typing.get_args(hint) if t is not types.NoneType))
     if typing.get_origin(hint) is tuple:
         item = typing.get_args(hint)[0]
-        return tuple(_convert(key, str(x), item) for x in _items(text))
+        return tuple(convert(key, str(x), item) for x in _items(text))
     try:
         if hint is bool:
             return {"true": True, "false": False}[text.lower()]

@@ -9,11 +9,15 @@ from decoding.params import PARAM_NAMES, SamplingParams
 
 @dataclass(frozen=True)
 class Generate(SamplingParams):
-    """Decode one prompt with an export's lossless sampler; the text is printed as it comes."""
+    """Decode one prompt with an export's lossless sampler; the text is printed as it comes.
+
+    sampler: another method or other knobs than the export's, e.g. [method=jacobi,block_size=32].
+    """
 
     model: str = ""
     prompt: str = ""
     target: str | None = None
+    sampler: tuple[str, ...] = ()
     dtype: str = "auto"
     device: str = "cpu"
     trust_remote_code: bool = False
@@ -33,6 +37,7 @@ def run(argv: list[str]) -> None:
     sampler = load(
         g.model,
         target=g.target,
+        sampler=g.sampler,
         dtype=g.dtype,
         device=g.device,
         trust_remote_code=g.trust_remote_code,

@@ -3,6 +3,7 @@
 import importlib
 import json
 import pkgutil
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from data.tokenizer import fingerprint
 from decoding import samplers
-from decoding.cli import unknown
+from decoding.cli import convert, split, unknown
 from decoding.samplers.base import Sampler
 from models import causal
 
@@ -26,6 +27,7 @@ def load(
     path: str,
     *,
     target: str | None = None,
+    sampler: Iterable[str] = (),
     dtype: str = "auto",
     device: str = "cpu",
     trust_remote_code: bool = False,
@@ -34,9 +36,10 @@ def load(
 
     path: a folder or Hub id; an ordinary causal LM gives plain decoding.
     target: used instead of the one that the export names.
+    sampler: another method, or other knobs, than the export names: ('method=jacobi', 'blocks=4').
     Errors: a missing or damaged folder, a target whose tokenizer is not the drafter's.
     """
-    config = parade_config(path)
+    config = sampling_config(path, sampler)
     network = causal.load(path, dtype=dtype, trust_remote_code=trust_remote_code).to(device)
     tokenizer = load_tokenizer(path, trust_remote_code)
     if "target" not in config:
@@ -55,12 +58,29 @@ def sampler_of(
     drafter: PreTrainedModel | None = None,
 ) -> Sampler:
     """The sampler of an export's `parade` entry: `decoding.samplers.<method>.from_export`."""
-    method = config["method"]
+    return _module(config["method"]).from_export(target, tokenizer, drafter, config)
+
+
+def _module(method: str):
     known = [m.name for m in pkgutil.iter_modules(samplers.__path__) if m.name != "base"]
     if method not in known:
         raise unknown("method", method, known)
-    module = importlib.import_module(f"decoding.samplers.{method}")
-    return module.from_export(target, tokenizer, drafter, config)
+    return importlib.import_module(f"decoding.samplers.{method}")
+
+
+def sampling_config(path: str, sampler: Iterable[str] = ()) -> dict:
+    """The `parade` entry of an export with other knobs 'key=value' (see `load`).
+
+    A method's knobs are the `KNOBS` of its module: {name: type}.
+    """
+    given, config = dict(split(pair) for pair in sampler), parade_config(path)
+    config["method"] = given.pop("method", config["method"])
+    types = getattr(_module(config["method"]), "KNOBS", {})
+    for key, text in given.items():
+        if key not in types:
+            raise unknown(f"knob of {config['method']}", key, types)
+        config[key] = convert(key, text, types[key])
+    return config
 
 
 def parade_config(path: str) -> dict:

@@ -8,6 +8,7 @@ A predicate answers "may this query see this key?" from index tensors that descr
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -48,6 +49,35 @@ def draft_blocks(q: Layout, k: Layout) -> Tensor:
     prefix = clean_key & (k.index < q.index + (q.block < 0).to(q.index.dtype))
     own_block = ~clean_key & (k.block == q.block)
     return (q.document == k.document) & (prefix | own_block)
+
+
+def branches(q: Layout, k: Layout) -> Tensor:
+    """Tokens outside branches are causal; a branch sees those in front of it, and itself causally.
+
+    index: of every token its position, so tokens of different branches may share one. block: -1
+    outside, else the branch. With a prompt outside, all noisy blocks as branch 0 and all clean
+    blocks as branch 1 this is pcLLM's noise-conditioned mask (NC): a noisy block sees the prompt,
+    earlier noisy blocks and itself. In decoding it verifies several drafts in one pass.
+    """
+    return causal(q, k) & ((k.block < 0) | (k.block == q.block))
+
+
+def clean_windows(span: int) -> Predicate:
+    """`branches` of noisy (0) and clean (1) blocks, but a noisy one sees *clean* earlier windows.
+
+    pcLLM's ablation NC-IC. span: tokens of a window; index: 0 at the first token of block 1.
+    """
+
+    def predicate(q: Layout, k: Layout) -> Tensor:
+        earlier = _window(k, span) < _window(q, span)
+        read = torch.where((q.block == 0) & earlier, 1, q.block)
+        return causal(q, k) & ((k.block < 0) | (k.block == read))
+
+    return predicate
+
+
+def _window(tokens: Layout, span: int) -> Tensor:
+    return tokens.index.div(span, rounding_mode="floor")
 
 
 def dense(predicate: Predicate, q: Layout, k: Layout | None = None) -> Tensor:

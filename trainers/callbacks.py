@@ -37,7 +37,8 @@ class AcceptanceLength(Callback):
     def _measure(self, sampler: Sampler) -> dict[str, float]:
         lengths = {}
         for params in self.params:
-            verify = "coupled" if params.temperature == 0 else "rejection"
+            drafted = params.temperature > 0 and "rejection" in sampler.rules
+            verify = "rejection" if drafted else "coupled"
             params = SamplingParams(**{**vars(params), "verify": verify})
             emitted = [n for r in sampler.generate(self.prompts, params) for n in r.stats.emitted]
             lengths[f"acceptance_length_t{params.temperature:g}"] = sum(emitted) / len(emitted)

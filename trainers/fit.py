@@ -148,7 +148,7 @@ def build_trainer(config: DictConfig, folder: Path, module: BaseModule) -> pl.Tr
         progress(),
     ]
     a = config.acceptance
-    if module.target is not None:
+    if a.prompts:
         prompts = heldout_prompts(a.source, module.tokenizer, a.prompts, a.prompt_length)
         ids = [p["prompt_ids"] for p in prompts]
         callbacks.append(AcceptanceLength(ids, list(a.temperatures), a.max_new_tokens))

@@ -37,7 +37,7 @@ class Rows:
     def append(self, tokens: Tensor, counts: Tensor) -> None:
         """Commit the first counts [B] of tokens [B, m] to each row."""
         slots = self.lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-        # What lies behind a row's length is never read: the surplus may be written too.
+        # What lies behind a row's length is nothing yet, or guesses: the surplus is written too.
         self.tokens.scatter_(1, slots, tokens)
         self.lengths = self.lengths + counts
 
@@ -184,6 +184,10 @@ class Sampler(ABC):
         tokens = torch.cat([rows.tokens.gather(1, last), draft], 1)
         positions = last + torch.arange(tokens.shape[1], device=tokens.device)
         logits = rows.networks["target"](tokens, positions, keep=tokens.shape[1])
+        return self.warped(logits, rows, draft, params)
+
+    def warped(self, logits: Tensor, rows: Rows, draft: Tensor, params: SamplingParams) -> Tensor:
+        """Target logits [B, k+1, V] at draft [B, k] and behind it, as they are sampled from."""
         seen = None
         if params.repetition_penalty != 1.0:
             seen = seen_tokens(rows.tokens, rows.lengths, draft, self.vocabulary)

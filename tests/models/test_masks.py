@@ -3,7 +3,16 @@
 import pytest
 import torch
 
-from models.masks import Layout, attention_mask, causal, dense, draft_blocks, flex
+from models.masks import (
+    Layout,
+    attention_mask,
+    branches,
+    causal,
+    clean_windows,
+    dense,
+    draft_blocks,
+    flex,
+)
 
 
 def layout(document, index, block):
@@ -79,6 +88,65 @@ def test_queries_over_other_keys_are_rows_of_the_square():
     assert torch.equal(dense(draft_blocks, last, BLOCKS)[0, 0], DRAFT_BLOCKS[5:])
 
 
+# A prompt of two tokens and two blocks of two, each noisy (0) and then clean (1).
+NOISY_AND_CLEAN = layout(
+    document=[0] * 10,
+    index=[-2, -1, 0, 1, 0, 1, 2, 3, 2, 3],
+    block=[-1, -1, 0, 0, 1, 1, 0, 0, 1, 1],
+)
+
+NOISE_CONDITIONED = drawn("""
+    x . . . . . . . . .
+    x x . . . . . . . .
+    x x x . . . . . . .
+    x x x x . . . . . .
+    x x . . x . . . . .
+    x x . . x x . . . .
+    x x x x . . x . . .
+    x x x x . . x x . .
+    x x . . x x . . x .
+    x x . . x x . . x x
+""")
+# Every window is one block: the second noisy block sees the first clean one.
+CLEAN_WINDOWS_OF_ONE = drawn("""
+    x . . . . . . . . .
+    x x . . . . . . . .
+    x x x . . . . . . .
+    x x x x . . . . . .
+    x x . . x . . . . .
+    x x . . x x . . . .
+    x x . . x x x . . .
+    x x . . x x x x . .
+    x x . . x x . . x .
+    x x . . x x . . x x
+""")
+
+
+def test_noise_conditioned_blocks_and_a_window_of_two():
+    assert torch.equal(dense(branches, NOISY_AND_CLEAN)[0, 0], NOISE_CONDITIONED)
+    # Both blocks are of one window, so nothing is clean for a noisy block.
+    assert torch.equal(dense(clean_windows(4), NOISY_AND_CLEAN)[0, 0], NOISE_CONDITIONED)
+
+
+def test_earlier_windows_are_clean_for_a_noisy_block():
+    assert torch.equal(dense(clean_windows(2), NOISY_AND_CLEAN)[0, 0], CLEAN_WINDOWS_OF_ONE)
+
+
+def test_three_blocks_and_a_window_of_two():
+    """One token a block: x c x c x c; only the third noisy block is of another window."""
+    three = layout([0] * 7, [-1, 0, 0, 1, 1, 2, 2], [-1, 0, 1, 0, 1, 0, 1])
+    expected = drawn("""
+        x . . . . . .
+        x x . . . . .
+        x . x . . . .
+        x x . x . . .
+        x . x . x . .
+        x . x . x x .
+        x . x . x . x
+    """)
+    assert torch.equal(dense(clean_windows(2), three)[0, 0], expected)
+
+
 def random_layout(seed):
     """Clean tokens of a few documents with blocks behind them, and padding."""
     g = torch.Generator().manual_seed(seed)
@@ -95,7 +163,7 @@ def random_layout(seed):
     return Layout(document[None], index[None], block[None])
 
 
-@pytest.mark.parametrize("predicate", [causal, draft_blocks])
+@pytest.mark.parametrize("predicate", [causal, draft_blocks, branches, clean_windows(3)])
 @pytest.mark.parametrize("seed", range(5))
 def test_flex_is_dense_element_by_element(predicate, seed):
     rows = random_layout(seed)
@@ -106,7 +174,7 @@ def test_flex_is_dense_element_by_element(predicate, seed):
     assert torch.equal(mask_mod(zero, zero, q, k), dense(predicate, rows)[0, 0])
 
 
-@pytest.mark.parametrize("predicate", [causal, draft_blocks])
+@pytest.mark.parametrize("predicate", [causal, draft_blocks, branches, clean_windows(3)])
 @pytest.mark.parametrize("seed", range(20))
 def test_no_row_is_entirely_masked_and_every_token_sees_itself(predicate, seed):
     """A row without any key is NaN in a softmax."""

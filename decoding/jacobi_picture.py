@@ -1,0 +1,132 @@
+"""`python -m decoding.jacobi_picture model=runs/pcllm_round1/export prompt='def fib(n):'`.
+
+A picture of the Jacobi trajectory of one answer, as in pcLLM's Figure 2: a line for each state of
+each block, a cell for each token.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from data.trajectories import replay
+from decoding.cli import main, parse, quiet
+from decoding.load import load_tokenizer
+from decoding.params import SamplingParams
+from decoding.trajectories import Recorder
+from models import causal
+
+WRONG, GUESSED, ACCEPTED = range(3)
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Draw the greedy Jacobi trajectory of one prompt, block by block, and count what it gains.
+
+    model: an export, or any causal LM. out: the picture's file.
+    """
+
+    model: str
+    prompt: str
+    block_size: int = 16
+    max_new_tokens: int = 64
+    seed: int = 0
+    dtype: str = "float32"
+    device: str = "cpu"
+    out: str = "trajectory.png"
+
+
+class Counts(NamedTuple):
+    """Of a block: its passes; tokens that passes accepted beyond one each (fast-forwarded); tokens
+    that were right behind a wrong one and stayed so until they were accepted (stationary).
+    """
+
+    passes: int
+    fast_forwarded: int
+    stationary: int
+
+
+def kinds(states: Tensor, clean: Tensor) -> Tensor:
+    """WRONG, GUESSED (right, behind a wrong token) or ACCEPTED for states [k, n] and clean [n].
+
+    >>> kinds(torch.tensor([[1, 9, 3]]), torch.tensor([1, 2, 3])).tolist()
+    [[2, 0, 1]]
+    """
+    right = (states == clean).long()
+    return right + right.cumprod(1)
+
+
+def counts(states: Tensor, clean: Tensor) -> Counts:
+    """The counts of a block's states [k, n] with its fixed point's real tokens clean [n]."""
+    found, passes = kinds(states, clean), len(states) - 1
+    accepted = (found == ACCEPTED).sum(1)
+    beyond = (accepted.diff() - 1).clamp_min(0).sum()
+    # Never wrong again after a state in which it was guessed.
+    stays = (found != WRONG).flip(0).long().cumprod(0).flip(0).bool()
+    stationary = ((found == GUESSED) & stays).any(0).sum()
+    return Counts(passes, int(beyond), int(stationary))
+
+
+def run(argv: list[str]) -> None:
+    """The command."""
+    quiet()
+    t = parse(argv, Picture, "decoding.jacobi_picture")
+    tokenizer = load_tokenizer(t.model)
+    network = causal.load(t.model, dtype=t.dtype).to(t.device)
+    recorder = Recorder(network, tokenizer, block_size=t.block_size, running=False)
+    params = SamplingParams(max_new_tokens=t.max_new_tokens, temperature=0.0)
+    (result,) = recorder.generate([t.prompt], params, seeds=[t.seed])
+    answer, n = torch.tensor(result.token_ids), t.block_size
+    blocks = [
+        (states[:, : len(clean)], clean)
+        for states, clean in zip(replay(recorder.found[0], n), answer.split(n))
+    ]
+    print("block  tokens  passes  fast-forwarded  stationary")
+    for i, (states, clean) in enumerate(blocks):
+        c = counts(states, clean)
+        line = (i + 1, len(clean), c.passes, c.fast_forwarded, c.stationary)
+        print("{:>5}  {:>6}  {:>6}  {:>14}  {:>10}".format(*line))
+    passes = sum(len(states) - 1 for states, _ in blocks)
+    print(f"{len(answer)} tokens in {passes} passes: {len(answer) / passes:.2f} tokens a pass")
+    draw(blocks, tokenizer, Path(t.out))
+    print(f"wrote {t.out}")
+
+
+def draw(blocks: list[tuple[Tensor, Tensor]], tokenizer, file: Path) -> None:
+    """The picture: accepted tokens blue, right guesses red, wrong ones grey."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.colors import ListedColormap
+
+    width = max(states.shape[1] for states, _ in blocks)
+    heights = [len(states) for states, _ in blocks]
+    figure, axes = plt.subplots(
+        len(blocks), 1, figsize=(0.62 * width + 1, 0.26 * sum(heights) + 0.5 * len(blocks)),
+        squeeze=False, height_ratios=heights,
+    )  # fmt: skip
+    colours = ListedColormap(["#d9d9d9", "#f4a6a0", "#9ec5ea"])
+    for i, (axis, (states, clean)) in enumerate(zip(axes[:, 0], blocks)):
+        axis.pcolormesh(
+            kinds(states, clean), cmap=colours, vmin=WRONG, vmax=ACCEPTED, edgecolors="white"
+        )
+        for y, state in enumerate(states.tolist()):
+            for x, token in enumerate(state):
+                text = repr(tokenizer.decode([token]))[1:-1].replace("$", r"\$")
+                axis.text(x + 0.5, y + 0.5, text[:8], ha="center", va="center", fontsize=6)
+        axis.invert_yaxis()
+        axis.set_xlim(0, width)
+        axis.set_xticks([])
+        axis.set_yticks([0.5, len(states) - 0.5], ["0", str(len(states) - 1)])
+        axis.set_ylabel(f"block {i + 1}", fontsize=8)
+        axis.spines[:].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(file, dpi=130)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main(run)

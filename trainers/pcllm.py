@@ -1,0 +1,87 @@
+"""pcLLM: a causal LM learns to predict through its own unconverged guesses (Eq. 7-9)."""
+
+import torch
+from torch import Tensor
+
+from data.tokenizer import fingerprint
+from decoding.load import sampler_of
+from decoding.samplers.base import Sampler
+from models.masks import Layout, attention_mask, branches, clean_windows
+from trainers.base import BaseModule
+from trainers.losses.diffusion import token_nll
+from trainers.losses.pcllm import divergence, progressive_consistency
+
+MASKS = ("nc", "nc_ic")
+
+
+class ProgressiveConsistency(BaseModule):
+    """Consistency of noisy with clean contexts plus w times the AR loss, in one forward.
+
+    mask: 'nc', a noisy block sees earlier noisy blocks; 'nc_ic', clean ones of earlier windows.
+    window: blocks of a window. w: weight of the AR loss. sampling: the `parade` entry of the
+    export, method and its knobs.
+    """
+
+    def __init__(self, *args, mask: str, window: int, w: float, sampling: dict, **kwargs):
+        super().__init__(*args, **kwargs)
+        if mask not in MASKS:
+            raise ValueError(f"unknown mask {mask!r}. Choose from {list(MASKS)}")
+        if w < 0:
+            raise ValueError(f"w={w} is not allowed: it must be at least 0")
+        self.mask, self.window, self.w, self.sampling = mask, window, w, dict(sampling)
+
+    def weight(self, batch: dict[str, Tensor]) -> Tensor:
+        """See `BaseModule`."""
+        return batch["present"].float()
+
+    def losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """See `BaseModule`."""
+        noisy, clean = self.logits(batch)
+        return progressive_consistency(
+            noisy, clean, batch["target"], batch["noised"], batch["present"], self.w
+        )
+
+    def logits(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Logits [B, N, n, V] of every token given noisy and given clean blocks."""
+        B, N, n = batch["target"].shape
+        predicate = branches if self.mask == "nc" else clean_windows(self.window * n)
+        layout = Layout(batch["document"], batch["index"], batch["block"])
+        logits = self.network(
+            input_ids=batch["input_ids"],
+            position_ids=batch["position_ids"],
+            attention_mask=attention_mask(
+                predicate, layout, self.network.config._attn_implementation
+            ),
+            use_cache=False,
+            logits_to_keep=1 + 2 * N * n,
+        ).logits
+        # A token is predicted at the place before it; block 1's first at the prompt's last.
+        first, blocks = logits[:, :1], logits[:, 1:].view(B, N, 2, n, -1)
+        noisy, clean = (
+            torch.cat([first, blocks[:, :, kind].flatten(1, 2)[:, :-1]], 1) for kind in (0, 1)
+        )
+        if self.mask == "nc_ic":  # the token before a window is a clean one
+            opens = torch.arange(N * n, device=logits.device) % (self.window * n) == 0
+            noisy = torch.where(opens[:, None], clean, noisy)
+        return noisy.view(B, N, n, -1), clean.view(B, N, n, -1)
+
+    def evaluate(self, batch: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+        """Loss and its two terms; the share of right guesses behind a wrong token."""
+        noisy, clean = self.logits(batch)
+        target, noised, present = batch["target"], batch["noised"], batch["present"]
+        loss, weight = progressive_consistency(noisy, clean, target, noised, present, self.w)
+        right = (noisy.argmax(-1) == target) & noised
+        return {
+            "loss": ((loss * weight).sum(), weight.sum()),
+            "consistency": ((divergence(clean, noisy) * noised).sum(), noised.sum()),
+            "ar": ((token_nll(clean, target) * present).sum(), present.sum()),
+            "right_guesses": (right.sum(), noised.sum()),
+        }
+
+    def sampler(self) -> Sampler | None:
+        """See `BaseModule`."""
+        return sampler_of(self.export_config(), self.network, self.tokenizer)
+
+    def export_config(self) -> dict:
+        """See `BaseModule`."""
+        return {**self.sampling, "tokenizer_fingerprint": fingerprint(self.tokenizer)}
