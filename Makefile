@@ -3,7 +3,7 @@ PY := .venv/bin/python
 FIT := $(PY) -m trainers.fit
 RUNS ?= runs
 
-.PHONY: quickstart test lint lab-deer clean
+.PHONY: quickstart test lint lab-deer lab-asarm clean
 
 .venv/installed: setup.cfg constraints.txt
 	test -x $(PY) || python3 -m venv .venv
@@ -23,6 +23,11 @@ lab-deer: .venv/installed  ## the figures of docs/results.md: about an hour on 2
 	$(FIT) recipe=deer_stage1 $(LAB) trainer.max_steps=500
 	$(FIT) recipe=deer_stage2 $(LAB) trainer.max_steps=1600
 	$(PY) -m decoding.bench model=$(RUNS)/lab/deer_stage2/export also=$(RUNS)/lab/deer_stage1/export
+
+lab-asarm: .venv/installed  ## an any-subset model that fills holes, and its bench
+	$(FIT) recipe=ar_target $(LAB) trainer.max_steps=2400
+	$(FIT) recipe=asarm_joint $(LAB) trainer.max_steps=1600 data.corruption.curriculum=200
+	$(PY) -m decoding.infill_bench model=$(RUNS)/lab/asarm_joint/export judge=$(RUNS)/lab/ar_target/export
 
 test: .venv/installed  ## the whole test suite
 	$(PY) -m pytest -n 2

@@ -25,3 +25,27 @@ def suffix_lengths(count: int, shortest: int, longest: int, generator: Generator
     if not 1 <= shortest <= longest:
         raise ValueError(f"shortest={shortest} is not allowed: it must be in 1..{longest}")
     return torch.randint(shortest, longest + 1, (count,), generator=generator)
+
+
+def golden(n: int) -> float:
+    """Number n of a sequence in [0, 1) of which any stretch is spread evenly (low discrepancy).
+
+    The additive recurrence frac((n + 1/2) / phi): it needs neither the size of a batch nor its
+    place among processes.
+
+    >>> [round(golden(n), 2) for n in range(4)]
+    [0.31, 0.93, 0.55, 0.16]
+    """
+    return (n + 0.5) * 0.6180339887498949 % 1
+
+
+def widening(start: float, rates: tuple[float, float], done: float) -> tuple[float, float]:
+    """A curriculum's rates: both ends go linearly from `start` to `rates` as done goes to 1.
+
+    AS-ARM (arXiv 2504.20456), appendix E.3.
+
+    >>> widening(0.5, (0.75, 1.0), 0.5)
+    (0.625, 0.75)
+    """
+    low, high = rates
+    return start + (low - start) * done, start + (high - start) * done

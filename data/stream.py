@@ -30,6 +30,7 @@ class Stream(Dataset):
         row = self.rows[int(self._epoch[1][i])]
         if self.corruption is None:
             return row
+        row = {**row, "number": torch.tensor(n)}  # for noise that changes in the course of a run
         return self.corruption(row, _generator(self.seed, n, 1))
 
 
