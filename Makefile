@@ -3,7 +3,7 @@ PY := .venv/bin/python
 FIT := $(PY) -m trainers.fit
 RUNS ?= runs
 
-.PHONY: quickstart test chaos lint lab-deer lab-pcllm clean
+.PHONY: quickstart test chaos lint lab-deer lab-pcllm lab-asarm clean
 
 .venv/installed: setup.cfg constraints.txt
 	test -x $(PY) || python3 -m venv .venv
@@ -35,6 +35,11 @@ lab-pcllm: .venv/installed  ## both rounds of pcLLM and their benches; shares la
 	$(BENCH) model=$(RUNS)/lab/ar_target/export 'sampler=[method=jacobi,block_size=16]' out=$(RUNS)/lab/ar_target/bench_jacobi
 	$(BENCH) model=$(PCLLM)2/export also=$(PCLLM)1/export 'sampler=[method=jacobi,block_size=16]' out=$(PCLLM)2/bench_jacobi
 	$(BENCH) model=$(PCLLM)2/export also=$(PCLLM)1/export
+
+lab-asarm: .venv/installed  ## an any-subset model that fills holes, and its bench
+	$(FIT) recipe=ar_target $(LAB) trainer.max_steps=2400
+	$(FIT) recipe=asarm_joint $(LAB) trainer.max_steps=1600 data.corruption.curriculum=200
+	$(PY) -m decoding.infill_bench model=$(RUNS)/lab/asarm_joint/export judge=$(RUNS)/lab/ar_target/export
 
 test: .venv/installed  ## the whole test suite
 	$(PY) -m pytest -n 2

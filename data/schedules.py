@@ -44,3 +44,27 @@ def progressive_times(count: int, window: int, order: str, generator: Generator)
     elif order != "linear":
         raise ValueError(f"unknown order {order!r}. Choose from ['linear', 'random', 'reverse']")
     return step / window
+
+
+def golden(n: int) -> float:
+    """Number n of a sequence in [0, 1) of which any stretch is spread evenly (low discrepancy).
+
+    The additive recurrence frac((n + 1/2) / phi): it needs neither the size of a batch nor its
+    place among processes.
+
+    >>> [round(golden(n), 2) for n in range(4)]
+    [0.31, 0.93, 0.55, 0.16]
+    """
+    return (n + 0.5) * 0.6180339887498949 % 1
+
+
+def widening(start: float, rates: tuple[float, float], done: float) -> tuple[float, float]:
+    """A curriculum's rates: both ends go linearly from `start` to `rates` as done goes to 1.
+
+    AS-ARM (arXiv 2504.20456), appendix E.3.
+
+    >>> widening(0.5, (0.75, 1.0), 0.5)
+    (0.625, 0.75)
+    """
+    low, high = rates
+    return start + (low - start) * done, start + (high - start) * done

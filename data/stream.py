@@ -26,6 +26,8 @@ class Stream(Dataset):
         row = self.rows[self.row_of(n)]
         if self.corruption is None:
             return row
+        if isinstance(row, dict):  # for noise that changes in the course of a run
+            row = {**row, "number": torch.tensor(n)}
         return self.corruption(row, _generator(self.seed, n, 1))
 
     def row_of(self, n: int) -> int:

@@ -60,15 +60,30 @@ def _not_empty(texts: Iterable[str]) -> Iterable[str]:
         raise ValueError("No text to train a tokenizer on: the corpus is empty.")
 
 
+def with_mask_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """A copy of `tokenizer` that has a mask token: its own, or a new one behind all others."""
+    tokenizer = copy.deepcopy(tokenizer)
+    if tokenizer.mask_token is None:
+        tokenizer.add_special_tokens({"mask_token": MASK_TOKEN})
+    return tokenizer
+
+
+def mask_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id of the mask token. Raises ValueError for a tokenizer without one."""
+    if tokenizer.mask_token_id is None:
+        raise ValueError(
+            "The tokenizer has no mask token. Call data.tokenizer.with_mask_token(tokenizer) first."
+        )
+    return tokenizer.mask_token_id
+
+
 def with_draft_tokens(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     """A copy of `tokenizer` that has a mask token and a separator token.
 
     The tokenizer's own mask token is kept where there is one. New tokens get the ids after the
     whole vocabulary, so every id of `tokenizer` keeps its meaning. `tokenizer` is not changed.
     """
-    tokenizer = copy.deepcopy(tokenizer)
-    if tokenizer.mask_token is None:
-        tokenizer.add_special_tokens({"mask_token": MASK_TOKEN})
+    tokenizer = with_mask_token(tokenizer)
     # As a plain added token: the list of the tokenizer's own extra special tokens stays whole.
     tokenizer.add_tokens([SEPARATOR_TOKEN], special_tokens=True)
     return tokenizer

@@ -105,6 +105,12 @@ def measure(bench: Bench) -> tuple[list[Row], list[list[int]]]:
     options |= {"dtype": bench.dtype, "device": bench.device}
     samplers = {name: load(name, **options) for name in (bench.model, *bench.also)}
     first = samplers[bench.model]
+    for name, sampler in samplers.items():
+        if not sampler.continues:
+            raise ValueError(
+                f"{name} fills holes and goes on from no prompt, so it has no place in this bench: "
+                "python -m decoding.generate model=... prompt='a = <hole:4>' shows what it does"
+            )
     tokenizer = load_tokenizer(
         bench.target or parade_config(bench.model).get("target", bench.model)
     )

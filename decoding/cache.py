@@ -109,7 +109,13 @@ class CachedNetwork:
         mask = dense(self.predicate, q, k._replace(document=-stale.long()))
         if padding is not None:
             slots = positions.masked_fill(padding, self.cache.capacity - 1)
-        self.cache.place(slots, visible)
+        return self.run(tokens, positions, slots, mask, keep)
+
+    def run(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, mask: Tensor, keep: int
+    ) -> Tensor:
+        """One forward: tokens at positions, written to slots, under a mask over the first slots."""
+        self.cache.place(slots, mask.shape[-1])
         # A drafter's vocabulary may be the smaller one: it only guesses, any embedding will do.
         known = self.network.config.get_text_config().vocab_size
         started = self._clock()

@@ -12,6 +12,7 @@ class Generate(SamplingParams):
     """Decode one prompt with an export's lossless sampler; the text is printed as it comes.
 
     sampler: another method or other knobs than the export's, e.g. [method=jacobi,block_size=32].
+    prompt: the text to go on from; of a model that infills, a text with holes such as <hole:12>.
     """
 
     model: str = ""
@@ -43,7 +44,8 @@ def run(argv: list[str]) -> None:
         trust_remote_code=g.trust_remote_code,
     )
     params = SamplingParams(**{name: getattr(g, name) for name in PARAM_NAMES})
-    print(g.prompt, end="", flush=True)
+    if sampler.continues:
+        print(g.prompt, end="", flush=True)
     for chunk in sampler.stream([g.prompt], params):
         print(chunk.text, end="", flush=True)
     s, n = chunk.result.stats, len(chunk.result.token_ids)

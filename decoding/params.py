@@ -17,6 +17,7 @@ class SamplingParams:
     verify: how drafts are verified, one of `VERIFY`; each is lossless. With `coupled` the text
         is the same as plain decoding with the same seed, with any drafter or none.
     block_size: tokens drafted a cycle; None takes the drafter's own.
+    draft: how drafts are made, for a sampler with several ways (infilling); None takes its own.
     """
 
     max_new_tokens: int = 128
@@ -30,6 +31,7 @@ class SamplingParams:
     seed: int | None = None
     verify: str = "coupled"
     block_size: int | None = None
+    draft: str | None = None
 
     def __post_init__(self):
         allowed = [

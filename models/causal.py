@@ -20,7 +20,10 @@ def from_config(tokenizer: PreTrainedTokenizerBase, model_type: str, **config) -
 
 
 def pretrained(
-    tokenizer: PreTrainedTokenizerBase, path: str, dtype: str = "float32", attention: str = "sdpa"
+    tokenizer: PreTrainedTokenizerBase,
+    path: str,
+    dtype: str = "float32",
+    attention: str | None = None,
 ) -> PreTrainedModel:
     """A trained network to go on with; it must know every token of the tokenizer."""
     network = load(path, dtype, attention)
@@ -32,11 +35,12 @@ def pretrained(
 
 
 def load(
-    path: str, dtype: str | torch.dtype = "float32", attention: str = "sdpa", **options
+    path: str, dtype: str | torch.dtype = "float32", attention: str | None = None, **options
 ) -> PreTrainedModel:
     """A causal LM from a folder or the Hub.
 
-    attention: 'sdpa', or 'flex_attention' (CUDA: block masks instead of dense ones in training).
+    attention: 'sdpa', or 'flex_attention' (CUDA: block masks instead of dense ones in training);
+        None takes 'sdpa' where the class has it (XLNet has only its own).
 
     Errors: one line that names the path and what is wrong with it (missing, damaged, not a model).
     """

@@ -26,6 +26,8 @@ LIGHT = [  # where they must not be imported, not even inside a function
             "cli",
             "custom_generate",
             "distribution",
+            "infill",
+            "streams",
             "generate",
             "load",
             "params",

@@ -44,14 +44,15 @@ def model_card(config: dict, metrics: dict, folder: Path, rows: str | None = Non
         base_model=bases or None,
         tags=["parade", *tags],
     )
-    serve = "python -m decoding.generate model=<this folder or repository> prompt='def fib(n):'"
+    prompt = config.get("example", "def fib(n):")
+    serve = f"python -m decoding.generate model=<this folder or repository> prompt='{prompt}'"
     if "custom_generate" in tags:
         stock = "custom_generate='<this folder or repository>', trust_remote_code=True"
         serve += f"\n\n# or, in Python:\ntarget.generate(**inputs, {stock})"
     trainer, train = settings["trainer"], dict(settings["data"]["train"])
     reader = train.pop("_target_")
     packed = f"; packed rows {rows}" if rows else ""
-    details = [k for k in config if k not in ("method", "target")]
+    details = [k for k in config if k not in ("method", "target", "example")]
     dirty = ", with uncommitted changes" if story["git_dirty"] else ""
     facts = {
         "Base model": ", ".join(f"`{name}`" for name in started_from) or "none, random weights",
@@ -69,13 +70,14 @@ def model_card(config: dict, metrics: dict, folder: Path, rows: str | None = Non
         ),
         "Licence": terms,
     }
+    about = "A causal LM." if config["method"] == "plain" else "Decoding with it is lossless."
     facts = "\n".join(f"- {name}: {fact}" for name, fact in facts.items() if fact)
     return f"""---
 {data.to_yaml()}
 ---
 # A parade model: {config["method"]}
 
-{f"A drafter for `{target}`: decoding with it is lossless." if target else "A causal LM."}
+{f"A drafter for `{target}`: decoding with it is lossless." if target else about}
 
 ```
 {serve}

@@ -199,9 +199,10 @@ def build_loaders(
     first: the step to start at.
     """
     t, d = config.trainer, config.data
-    corruption = None
+    corruption = check = None
     if d.corruption is not None:
         corruption = build(d.corruption, tokenizer=module.tokenizer)
+        check = build(d.validation_corruption or d.corruption, tokenizer=module.tokenizer)
     rows = partial(build, tokenizer=module.tokenizer, folder=d.folder)
     train, held_out = rows(d.train), rows(d.validation)
     size = (t.batch_size, t.micro_batch_size, trainer.global_rank, trainer.world_size)
@@ -211,7 +212,7 @@ def build_loaders(
     )
     steps = max(1, min(d.validation_rows, len(held_out)) // t.batch_size)
     validation = DataLoader(
-        Stream(held_out, config.seed, corruption), batch_sampler=Schedule(range(steps), *size)
+        Stream(held_out, config.seed, check), batch_sampler=Schedule(range(steps), *size)
     )
     return WholeSteps(loader, trainer.accumulate_grad_batches, t.max_steps, module), validation
 

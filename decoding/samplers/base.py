@@ -4,6 +4,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,8 +55,9 @@ class Rows:
 
 @dataclass
 class _Answer:
-    """One row's answer so far, on the host."""
+    """One row's answer so far, on the host. prompt: what `_encode` made of the row's prompt."""
 
+    prompt: Any
     token_ids: list[int]
     stats: Stats
     printed: int = 0  # characters already streamed
@@ -69,9 +71,11 @@ class Sampler(ABC):
     """
 
     rules: tuple[str, ...] = ("coupled", "rejection")  # values of `verify` that differ
+    drafts: tuple[str, ...] = ()  # values of `draft`, of samplers that draft in several ways
+    continues = True  # the text goes on from the prompt, which is not part of it
 
     def __init__(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
-        check_attention(target)
+        self.check(target)
         self.target = target.eval()
         self.tokenizer = tokenizer
         self.vocabulary = target.config.get_text_config().vocab_size
@@ -117,6 +121,11 @@ class Sampler(ABC):
         text: False yields the finished rows only (no detokenising on the way).
         """
         params = params or SamplingParams()
+        if params.draft is not None and params.draft not in self.drafts:
+            raise ValueError(
+                f"draft={params.draft!r} is not allowed: this sampler drafts in "
+                f"{list(self.drafts) or 'one way only, so leave it out'}"
+            )
         prompts = [self._encode(p, params) for p in prompts]
         if not prompts:
             raise ValueError("no prompt was given")
@@ -125,10 +134,8 @@ class Sampler(ABC):
             seeds = [first + b for b in range(len(prompts))]
         if len(seeds) != len(prompts):
             raise ValueError(f"{len(seeds)} seeds were given for {len(prompts)} prompts")
-        device = self.target.device
-        capacity = max(map(len, prompts)) + params.max_new_tokens + self.margin(params)
-        rows = Rows(prompts, capacity, randomness or KeyedRandomness(seeds, device), device)
-        answers = [_Answer([], Stats()) for _ in prompts]
+        rows = self._rows(prompts, params, randomness or KeyedRandomness(seeds, self.target.device))
+        answers = [_Answer(p, [], Stats()) for p in prompts]
         started = time.perf_counter()
 
         with torch.inference_mode():
@@ -156,9 +163,11 @@ class Sampler(ABC):
     def start(self, prompt: list[int]) -> tuple[Rows, SamplingParams]:
         """One greedy row that has not begun, for looking at a single pass."""
         params = SamplingParams(max_new_tokens=1, temperature=0)
-        capacity = len(prompt) + 1 + self.margin(params)
-        device = self.target.device
-        return Rows([prompt], capacity, KeyedRandomness([0], device), device), params
+        return self._rows([prompt], params, KeyedRandomness([0], self.target.device)), params
+
+    def check(self, target: PreTrainedModel) -> None:
+        """Raise ValueError for a target that this sampler cannot decode with."""
+        check_attention(target)
 
     def margin(self, params: SamplingParams) -> int:
         """Slots needed behind the last token that is kept: a cycle's overshoot, and scratch."""
@@ -203,6 +212,10 @@ class Sampler(ABC):
             return None
         positions = rows.lengths[:, None] + torch.arange(count, device=rows.tokens.device)
         return rows.randomness.gumbel(positions, self.vocabulary)
+
+    def _rows(self, prompts: list[list[int]], params: SamplingParams, randomness) -> Rows:
+        capacity = max(map(len, prompts)) + params.max_new_tokens + self.margin(params)
+        return Rows(prompts, capacity, randomness, self.target.device)
 
     def _encode(self, prompt: str | list[int], params: SamplingParams) -> list[int]:
         ids = self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)

@@ -9,6 +9,10 @@ import math
 
 import torch
 
+# Where p = q in truth, p/q is 1 up to rounding, which may differ from batch to batch: a path
+# through such a rejection could not be walked again. What is left out shows in the law's sum.
+ROUNDING = 1e-14
+
 
 class EnumeratingRandomness:
     """One batch of paths. weight[r]: probability of the path that row r took."""
@@ -43,7 +47,7 @@ class EnumeratingRandomness:
         return torch.tensor(decided).view(probs.shape[:-1])
 
     def _decide(self, row, probs):
-        possible = [i for i, p in enumerate(probs) if p > 0]
+        possible = [i for i, p in enumerate(probs) if p > ROUNDING]
         if len(possible) == 1:
             return possible[0]
         taken, path = self.taken[row], self.paths[row]

@@ -1,0 +1,193 @@
+"""`python -m decoding.infill_bench model=... judge=...`: ways to draft side by side.
+
+Held-out windows with a share of their tokens hidden anywhere are filled by every way to draft.
+Fewer calls must not change what comes out: a judge's perplexity and the entropy of each text are
+compared with sequential decoding by Welch's t-test (arXiv 2504.20456, Tables 1, 5 and 6, and E.4).
+"""
+
+import csv
+import math
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, stdev
+from time import perf_counter
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from data.prompts import heldout_prompts
+from decoding.cli import main, parse, quiet
+from decoding.load import load, load_tokenizer
+from decoding.params import Result, SamplingParams
+from models import causal
+
+
+@dataclass(frozen=True)
+class InfillBench:
+    """Fill held-out texts with every way to draft; calls, seconds, perplexity, entropy.
+
+    model: an export that infills. judge: a causal LM that rates the filled texts. source: 'stdlib',
+    or a text folder. hidden: the share of each window's tokens that is hidden, at random places.
+    block_sizes: k of the ways that draft. out: the folder of infill.csv; None: 'bench' beside the
+    export.
+    """
+
+    model: str
+    judge: str
+    source: str = "stdlib"
+    samples: int = 128
+    length: int = 256
+    hidden: float = 0.95
+    block_sizes: tuple[int, ...] = (5,)
+    batch_size: int = 8
+    temperature: float = 1.0
+    verify: str = "rejection"
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    seed: int = 0
+    out: str | None = None
+
+
+@dataclass
+class Row:
+    """One way to draft, over all windows: a figure for each window."""
+
+    draft: str
+    block_size: int | None
+    calls: list[float] = field(default_factory=list)
+    perplexity: list[float] = field(default_factory=list)
+    entropy: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def run(argv: list[str]) -> None:
+    """The command."""
+    quiet()
+    bench = parse(argv, InfillBench, "decoding.infill_bench")
+    report(bench, measure(bench))
+
+
+def measure(bench: InfillBench) -> list[Row]:
+    """Fill every window by every way, batch by batch, the ways in turn."""
+    from rich.progress import track
+
+    sampler = load(bench.model, dtype=bench.dtype, device=bench.device)
+    if sampler.continues:
+        raise ValueError(f"{bench.model} does not fill holes: python -m decoding.bench serves it")
+    judge = causal.load(bench.judge, dtype=bench.dtype).to(bench.device).eval()
+    judge_tokenizer = load_tokenizer(bench.judge)
+    prompts = hide(
+        bench, heldout_prompts(bench.source, sampler.tokenizer, bench.samples, bench.length)
+    )
+    first, *others = sampler.drafts
+    rows = [Row(first, None), *(Row(d, k) for d in others for k in bench.block_sizes)]
+    for start in track(range(0, len(prompts), bench.batch_size), "infill bench"):
+        batch = prompts[start : start + bench.batch_size]
+        for i, row in enumerate(rows):
+            params = SamplingParams(
+                temperature=bench.temperature,
+                verify=bench.verify,
+                draft=row.draft,
+                block_size=row.block_size,
+                # Its own draws for each way: a t-test compares independent samples.
+                seed=bench.seed + start + i * bench.samples,
+            )
+            started = perf_counter()
+            results = sampler.generate(batch, params)
+            row.seconds += perf_counter() - started
+            for result in results:
+                row.calls.append(result.stats.target_passes)
+                row.perplexity.append(perplexity(judge, judge_tokenizer, result))
+                row.entropy.append(entropy(judge_tokenizer(result.text)["input_ids"]))
+    return rows
+
+
+def hide(bench: InfillBench, windows: list[dict]) -> list[list[int | None]]:
+    """Each window with a share of its tokens hidden, at places that the seed decides."""
+    generator = torch.Generator().manual_seed(bench.seed)
+    count = max(1, round(bench.hidden * bench.length))
+    hidden = []
+    for window in windows:
+        ids: list[int | None] = list(window["prompt_ids"])
+        for place in torch.randperm(len(ids), generator=generator)[:count].tolist():
+            ids[place] = None
+        hidden.append(ids)
+    return hidden
+
+
+def perplexity(judge: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, result: Result) -> float:
+    """Generative perplexity of a text under a judge, Eq. 21 over all tokens but the first."""
+    ids = torch.tensor([tokenizer(result.text)["input_ids"]], device=judge.device)
+    with torch.inference_mode():
+        logits: Tensor = judge(ids).logits.float()
+    loss = torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:])
+    return math.exp(loss.item())
+
+
+def entropy(ids: list[int]) -> float:
+    """Shannon entropy of a text's token frequencies in bits, Eq. 22.
+
+    >>> entropy([7, 8, 7, 8])
+    1.0
+    """
+    shares = [count / len(ids) for count in Counter(ids).values()]
+    return -sum(p * math.log2(p) for p in shares)
+
+
+def summary(row: Row, plain: Row) -> dict:
+    """A row of the table; ratios and p-values against sequential decoding."""
+    from scipy.stats import ttest_ind
+
+    line = {"draft": row.draft, "k": row.block_size or ""}
+    line["calls"] = spread(row.calls)
+    line["calls / sequential"] = round(fmean(row.calls) / fmean(plain.calls), 3)
+    line["speed-up"] = round(plain.seconds / row.seconds, 2)
+    for name in ("perplexity", "entropy"):
+        here, there = getattr(row, name), getattr(plain, name)
+        line[name] = spread(here)
+        p = ttest_ind(here, there, equal_var=False).pvalue
+        line[f"p ({name})"] = "" if row is plain else round(float(p), 2)
+    return line
+
+
+def spread(values: list[float]) -> str:
+    """Mean and its standard error."""
+    error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return f"{fmean(values):.2f} ± {error:.2f}"
+
+
+def report(bench: InfillBench, rows: list[Row]) -> None:
+    """Print the table; write infill.csv and the command."""
+    from rich.console import Console
+    from rich.table import Table
+
+    out = Path(bench.out) if bench.out else Path(bench.model).parent / "bench"
+    out.mkdir(parents=True, exist_ok=True)
+    lines = [summary(row, rows[0]) for row in rows]
+    title = (
+        f"{bench.samples} windows of {bench.length} tokens, {bench.hidden:.0%} hidden, "
+        f"batch {bench.batch_size}, {bench.dtype}"
+    )
+    table = Table(title=title)
+    for key in lines[0]:
+        table.add_column(key, justify="left" if key == "draft" else "right")
+    for line in lines:
+        table.add_row(*(str(v) for v in line.values()))
+    console = Console(width=None if Console().is_terminal else 150)
+    console.print(table)
+    print("calls: network passes a window; p: Welch's t-test against sequential decoding")
+    with (out / "infill.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, lines[0].keys())
+        writer.writeheader()
+        writer.writerows(lines)
+    (out / "infill_command.txt").write_text(
+        " ".join(["python -m decoding.infill_bench", *sys.argv[1:]])
+    )
+    print(f"wrote {out / 'infill.csv'}")
+
+
+if __name__ == "__main__":
+    main(run)
