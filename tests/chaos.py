@@ -5,6 +5,7 @@ SIGKILL at random moments, at least two of them in the midst of a checkpoint's w
 each time by the same command. Status 1 if weights or metrics.csv differ from the undisturbed run's.
 """
 
+import logging
 import os
 import random
 import subprocess
@@ -62,6 +63,7 @@ def run(argv: list[str]) -> None:
 def prepared(root: Path) -> Lab:
     """What the run needs: tiny networks that draw dropout while they train."""
     lab = Lab(root)
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         lab.fit("ar_target", "+network.attention_dropout=0.1")
         lab.fit("diffusion_adapt")

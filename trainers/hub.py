@@ -19,7 +19,12 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from decoding.cli import one_line
 
-WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
+WEIGHTS = (
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "adapter_model*.safetensors",
+    "adapter_config.json",
+)
 
 # All that may leave, `*` within one folder. A list of what must not leave would forget something:
 # optimizer state and checkpoints have many names.

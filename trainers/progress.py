@@ -48,9 +48,8 @@ class Pace:
 class Progress(Callback):
     """Step, losses, the latest acceptance length, tokens/s and time left, on the first process.
 
-    tokens/s counts the tokens of the packed rows that all processes trained on, row length times
-    rows (padding included; the noisy copies of a token are not counted), and no time of
-    validation.
+    tokens/s counts the tokens that went into the network on all processes, padding and the noisy
+    copies of a token included, and no time of validation.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
@@ -58,13 +57,13 @@ class Progress(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Start the clock."""
-        loader = trainer.train_dataloader.loader
-        self.tokens = loader.batch_sampler.batch_size * len(loader.dataset.rows[0]["input_ids"])
         self.pace = Pace(self.clock())
 
     def on_train_batch_end(self, trainer, module, outputs, batch, index) -> None:
         """Show a step, once its last micro-batch is done."""
         if (index + 1) % trainer.accumulate_grad_batches == 0:
+            forwards = trainer.accumulate_grad_batches * trainer.world_size
+            self.tokens = batch["input_ids"].numel() * forwards
             self.pace.stepped(self.clock())
             self._show(trainer)
 

@@ -101,10 +101,10 @@ def inputs(config: DictConfig) -> dict[str, str]:
 def input_fingerprint(path: str | Path) -> str:
     """16 hex digits that tell whether an input is still what it was, in milliseconds.
 
-    SHA-256 over the names, sizes and contents of a model's config.json and weights, or of all
-    files of any other folder (a collection, a corpus), or of a single file. Of a file beyond
-    64 KiB 16 evenly spread blocks of 4 KiB stand for its content: weights trained anew differ,
-    a change of a few bytes may pass.
+    SHA-256 over the names, sizes and contents of a model's config.json and weights, of a
+    collection's manifest and shards, of all files of any other folder, or of a single file. Of a
+    file beyond 64 KiB 16 evenly spread blocks of 4 KiB stand for its content: weights trained anew
+    differ, a change of a few bytes may pass.
     """
     path, digest = Path(path), hashlib.sha256()
     files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
@@ -112,6 +112,8 @@ def input_fingerprint(path: str | Path) -> str:
         weights = (".safetensors", ".bin")
         files = [f for f in files if f.parent == path]
         files = [f for f in files if f.name == "config.json" or f.suffix in weights]
+    elif (path / "manifest.json").is_file():  # a collection: others may have their folders in it
+        files = [f for f in files if f.parent in (path, path / "shards")]
     for file in files:
         size = file.stat().st_size
         digest.update(f"{file.relative_to(path)} {size}\n".encode())

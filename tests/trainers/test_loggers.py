@@ -76,10 +76,10 @@ class TestTensorBoard:
         assert self.events(lab, "board").PluginTagToContent("hparams")
 
     def test_a_run_anew_leaves_no_old_points(self, lab):
-        given = ("name=anew", "logger=tensorboard", *EACH)
+        given = ("name=logged_anew", "logger=tensorboard", *EACH)
         lab.fit("ar_target", *given)
         lab.fit("ar_target", *given, "resume=never", "trainer.max_steps=2")
-        assert [s for s, _ in self.curve(self.events(lab, "anew"), "loss")] == [1, 2]
+        assert [s for s, _ in self.curve(self.events(lab, "logged_anew"), "loss")] == [1, 2]
 
 
 def wandb_records(file):

@@ -17,6 +17,7 @@ from decoding.params import SamplingParams
 from decoding.samplers.plain import PlainSampler
 from models.diffusion import from_causal_lm
 from tests.support import tiny
+from trainers import hub
 from trainers.fit import build_module
 from trainers.lora import add_lora, to_export
 from trainers.strategies import with_weights, without_weights
@@ -322,3 +323,9 @@ def test_mistakes_are_refused_before_training(lab):
         with pytest.raises(ValueError, match=words):
             lab.fit(recipe, "name=mistake", "lora.rank=4", *overrides)
         assert not (lab.runs / recipe / "mistake" / "config.yaml").exists()
+
+
+def test_a_push_takes_the_adapter_along(kept):
+    files, others = hub.uploads(kept)
+    assert {"adapter_config.json", "adapter_model.safetensors", "parade_export.json"} <= {*files}
+    assert not others

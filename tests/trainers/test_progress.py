@@ -103,7 +103,8 @@ def test_a_terminal_shows_a_bar_and_the_same_figures(lab, monkeypatch):
     screen = bar_of(lab, monkeypatch, "name=bar")
     bars = [line for line in screen if line.startswith("training ")]
     assert re.fullmatch(r"training +━{40} 4/4 0:00:00 left", bars[-1])
-    figures = r"192 tokens/s  loss [\d.]+  val_loss [\d.]+  acceptance length t0 [\d.]+ t1 [\d.]+"
+    # 4 rows of 48 tokens and 4 blocks of 5.
+    figures = r"272 tokens/s  loss [\d.]+  val_loss [\d.]+  acceptance length t0 [\d.]+ t1 [\d.]+"
     assert any(re.fullmatch(figures, line) for line in screen), screen
     assert any(line.startswith("validating ") for line in screen)
     assert not [line for line in screen if "v_num" in line or "poch" in line]

@@ -109,6 +109,18 @@ class TestInputs:
         found.append(input_fingerprint(tmp_path))
         assert len(set(found)) == 3
 
+    def test_a_collection_is_not_those_in_its_folder(self, tmp_path):
+        for name in ("manifest.json", "shards/0.parquet"):
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(name)
+        found = [input_fingerprint(tmp_path)]
+        (tmp_path / "another" / "shards").mkdir(parents=True)
+        (tmp_path / "another" / "shards" / "0.parquet").write_text("b")
+        found.append(input_fingerprint(tmp_path))
+        (tmp_path / "shards" / "1.parquet").write_text("c")
+        found.append(input_fingerprint(tmp_path))
+        assert found[0] == found[1] != found[2]
+
     def test_hub_ids_have_the_commit_that_the_cache_knows(self, tmp_path, monkeypatch):
         monkeypatch.setattr(provenance, "HF_HUB_CACHE", str(tmp_path))
         for folder, hash in (("models--org--net", "c0ffee"), ("datasets--org--text", "beef")):
