@@ -18,10 +18,10 @@ quickstart: .venv/installed  ## train and decode with DEER at lab scale, from no
 LAB = runs=$(RUNS)/lab trainer.compile=true
 lab-deer: .venv/installed  ## the figures of docs/results.md: about an hour on 2 cores
 	$(FIT) recipe=ar_target $(LAB) trainer.max_steps=2400
-	$(FIT) recipe=diffusion_adapt $(LAB) trainer.max_steps=300
+	$(FIT) recipe=diffusion_adapt $(LAB) trainer.max_steps=400
 	$(PY) -m decoding.collect recipe=deer_answers runs=$(RUNS)/lab prompts.count=2560
-	$(FIT) recipe=deer_stage1 $(LAB) trainer.max_steps=500
-	$(FIT) recipe=deer_stage2 $(LAB) trainer.max_steps=1600
+	$(FIT) recipe=deer_stage1 $(LAB) trainer.max_steps=600
+	$(FIT) recipe=deer_stage2 $(LAB) trainer.max_steps=950
 	$(PY) -m decoding.bench model=$(RUNS)/lab/deer_stage2/export also=$(RUNS)/lab/deer_stage1/export
 
 PCLLM = $(RUNS)/lab/pcllm_round

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytorch_lightning as pl
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.accelerators import CUDAAccelerator
-from pytorch_lightning.strategies import DeepSpeedStrategy
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader
@@ -35,7 +34,7 @@ from trainers.progress import progress
 from trainers.provenance import provenance, write_provenance
 from trainers.randomness import RandomStates
 from trainers.resume import checkpoint_to_resume, forget, run_folder
-from trainers.strategies import strategy_of, whole_network
+from trainers.strategies import needs_gpu, strategy_of, whole_network
 
 
 def run(argv: list[str]) -> None:
@@ -156,10 +155,10 @@ def build_trainer(config: DictConfig, folder: Path, module: BaseModule) -> pl.Tr
         trainer = _trainer(config, callbacks)
     except MisconfigurationException as error:  # a strategy or device that is not to be had here
         raise ValueError(" ".join(str(error).split())) from error
-    gpu = isinstance(trainer.accelerator, CUDAAccelerator)
-    if isinstance(trainer.strategy, DeepSpeedStrategy) and not gpu:
+    if needs_gpu(trainer.strategy) and not isinstance(trainer.accelerator, CUDAAccelerator):
+        given = t.strategy if config.strategy == "auto" else config.strategy
         raise ValueError(
-            f"{type(trainer.strategy).__name__} needs a CUDA GPU, and there is none here. "
+            f"strategy={given} needs a CUDA GPU, and there is none here. "
             "Choose from strategy=ddp and strategy=fsdp2 on a CPU"
         )
     schedule = Schedule(range(0), t.batch_size, t.micro_batch_size, world=trainer.world_size)

@@ -125,6 +125,11 @@ def strategy_of(value: DictConfig | str) -> Strategy | str:
     return DeepSpeed(int(zero[1] or 2), offload=bool(zero[2])) if zero else value
 
 
+def needs_gpu(strategy: Strategy) -> bool:
+    """Whether a strategy runs on CUDA only: DeepSpeed, and what is kept in the CPU's memory."""
+    return isinstance(strategy, DeepSpeedStrategy) or getattr(strategy, "offload", False)
+
+
 @contextmanager
 def whole_network(module: pl.LightningModule) -> Iterator[bool]:
     """`module.network` is the whole network meanwhile. True on the processes that have it.

@@ -32,6 +32,24 @@ SLURM = {
 }
 
 
+# A fit that keeps the gradients of its step; the other process runs the same file.
+SAVE_GRADIENTS = """
+import sys
+import torch
+from pytorch_lightning import Callback
+from decoding.compose import compose
+from trainers import fit
+
+class Save(Callback):
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        if trainer.is_global_zero:
+            torch.save({n: p.grad for n, p in module.named_parameters()}, sys.argv[1])
+
+fit.progress = Save
+fit.fit(compose(sys.argv[2:], "fit"))
+"""
+
+
 @pytest.fixture(scope="module")
 def whole(lab):
     """The folder of an undisturbed run of one process; all its checkpoints stay."""
@@ -68,6 +86,29 @@ def test_two_processes_give_the_loss_curve_of_one(lab, whole):
     lab.fit("deer_stage2", *LONG, "name=seed", "seed=1")
     assert greatest_difference(one, curve(whole.with_name("seed"))) > 1e-3
     assert not same_weights(whole, whole.with_name("seed"))
+
+
+def test_two_processes_give_the_gradient_of_one(lab, tmp_path):
+    """In float64, of the same global batch, to 1e-10."""
+    script = tmp_path / "save_gradients.py"
+    script.write_text(SAVE_GRADIENTS)
+
+    def gradients(name, *overrides):
+        given = lab.arguments("deer_stage2", f"name={name}", "trainer.precision=64-true")
+        subprocess.run(
+            [sys.executable, script, tmp_path / name, *given, "trainer.max_steps=1", *overrides],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())},
+            check=True,
+            timeout=200,
+        )
+        return torch.load(tmp_path / name)
+
+    one, two = gradients("gradient_of_one"), gradients("gradient_of_two", *TWO)
+    assert all(g.dtype == torch.float64 for g in one.values())
+    assert max((one[n] - two[n]).abs().max().item() for n in one) <= 1e-10
+    # Negative control: half of the batch.
+    half = gradients("gradient_of_half", "trainer.batch_size=2", "trainer.micro_batch_size=2")
+    assert max((one[n] - half[n]).abs().max().item() for n in one) > 1e-6
 
 
 def test_under_torchrun_two_processes_go_on_with_the_run_of_one(lab, whole):

@@ -66,6 +66,21 @@ class TestFSDP2:
             p.numel() for p in weights(lab, sharded).values()
         )
 
+    def test_accumulation_checkpointed_activations_and_bfloat16(self, lab, one, sharded):
+        """The first two change nothing; in bfloat16 the masters, and the export, are float32."""
+        more = (*TWO, "trainer.micro_batch_size=1", "trainer.checkpoint_activations=true")
+        finish(lab.start("deer_stage2", *STEPS, *more, "name=sharded_more"))
+        a, b = curve(lab, one), curve(lab, "sharded_more")
+        assert max(abs(a[s] - b[s]) for s in a) <= 2e-6
+        half = (*more, "trainer.precision=bf16-mixed", "name=sharded_half")
+        finish(lab.start("deer_stage2", *STEPS, *half))
+        b = curve(lab, "sharded_half")
+        assert 1e-5 < max(abs(a[s] - b[s]) for s in a) < 3e-2
+        exported = weights(lab, "sharded_half")
+        assert {w.dtype for w in exported.values()} == {torch.float32}
+        rounded = {n: w.bfloat16().float() for n, w in exported.items()}
+        assert distance(exported, rounded) > 0, "the masters are bfloat16"
+
     def test_a_sharded_checkpoint_becomes_an_ordinary_export(self, lab, sharded):
         run = lab.runs / "deer_stage2" / sharded
         last, before = run / "checkpoints" / "step-24.ckpt", run / "checkpoints" / "step-22.ckpt"
@@ -150,9 +165,14 @@ class TestDeepSpeed:
         assert ("offload_optimizer" in zero) == bool(offload)
         assert ("offload_param" in zero) == (bool(offload) and stage == "3")
 
-    def test_without_a_gpu_it_is_refused_with_what_would_work(self, lab):
+    @pytest.mark.parametrize(
+        "given",
+        ["strategy=deepspeed_2", "strategy=fsdp2_offload", "trainer.strategy=deepspeed_stage_1"],
+    )
+    def test_without_a_gpu_it_is_refused_with_what_would_work(self, lab, given):
         with pytest.raises(ValueError, match="strategy=ddp and strategy=fsdp2") as error:
-            lab.fit("deer_stage2", "strategy=deepspeed_2", "name=deepspeed")
+            lab.fit("deer_stage2", given, "name=no_gpu")
+        assert str(error.value).startswith(given.removeprefix("trainer."))
         assert "\n" not in str(error.value)
 
 
