@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from data.answers import read_manifest, shard_path
+from data.fingerprints import input_fingerprint
 from data.schedules import progressive_times
 from data.stdlib import check_split, is_held_out
 from data.tokenizer import fingerprint
@@ -213,15 +214,5 @@ def _write(file: Path, source: Path, split: str) -> None:
 
 
 def weights_fingerprint(model: str) -> str:
-    """16 hex digits of a folder's weights (their sizes and both ends); a Hub id is its own."""
-    files = sorted(Path(model).glob("*.safetensors"))
-    if not files:
-        return model
-    digest = hashlib.sha256()
-    for path in files:
-        with path.open("rb") as file:
-            size = path.stat().st_size
-            digest.update(f"{size} ".encode() + file.read(1 << 20))
-            file.seek(max(0, size - (1 << 20)))
-            digest.update(file.read())
-    return digest.hexdigest()[:16]
+    """That of a folder's model; a Hub id is its own."""
+    return input_fingerprint(model) if Path(model).is_dir() else model

@@ -1,6 +1,5 @@
 """Where a run came from: kept beside its weights and in its model card."""
 
-import hashlib
 import json
 import os
 import platform
@@ -20,12 +19,12 @@ from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from torch.utils.data import Dataset
 
+from data.fingerprints import input_fingerprint
 from data.packing import PackedRows
 
 PACKAGES = ("torch", "transformers", "tokenizers", "pytorch-lightning", "datasets", "hydra-core")
 # Of a config: what says where and how to run. All else may name an input.
 NO_INPUTS = ("command", "recipe", "scale", "strategy", "name", "runs", "logger", "trainer")
-BLOCKS, BLOCK = 16, 4096  # of a big file, what is read of it; bytes
 
 
 @rank_zero_only
@@ -96,35 +95,6 @@ def inputs(config: DictConfig) -> dict[str, str]:
     paths = [p for p in paths if not any(Path(q) in Path(p).parents for q in paths)]
     commits = {n: commit(n) for n in names if n not in paths}
     return {p: input_fingerprint(p) for p in paths} | {n: c for n, c in commits.items() if c}
-
-
-def input_fingerprint(path: str | Path) -> str:
-    """16 hex digits that tell whether an input is still what it was, in milliseconds.
-
-    SHA-256 over the names, sizes and contents of a model's config.json and weights, of a
-    collection's manifest and shards, of all files of any other folder, or of a single file. Of a
-    file beyond 64 KiB 16 evenly spread blocks of 4 KiB stand for its content: weights trained anew
-    differ, a change of a few bytes may pass.
-    """
-    path, digest = Path(path), hashlib.sha256()
-    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-    if (path / "config.json").is_file():
-        weights = (".safetensors", ".bin")
-        files = [f for f in files if f.parent == path]
-        files = [f for f in files if f.name == "config.json" or f.suffix in weights]
-    elif (path / "manifest.json").is_file():  # a collection: others may have their folders in it
-        files = [f for f in files if f.parent in (path, path / "shards")]
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.relative_to(path)} {size}\n".encode())
-        with file.open("rb") as stream:
-            if size <= BLOCKS * BLOCK:
-                digest.update(stream.read())
-                continue
-            for i in range(BLOCKS):
-                stream.seek(i * (size - BLOCK) // (BLOCKS - 1))
-                digest.update(stream.read(BLOCK))
-    return digest.hexdigest()[:16]
 
 
 def commit(name: str) -> str | None:

@@ -8,10 +8,11 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
+from data.fingerprints import input_fingerprint
 from tests.support.spoil import nan, spoil
 from trainers import provenance
 from trainers.ar import Autoregressive
-from trainers.provenance import commit, input_fingerprint, inputs
+from trainers.provenance import commit, inputs
 
 
 def story(lab, recipe, name=""):
