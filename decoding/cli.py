@@ -3,6 +3,7 @@
 import ast
 import difflib
 import errno
+import logging
 import os
 import sys
 import types
@@ -31,6 +32,8 @@ def quiet() -> None:
     """No loading bars and advice of transformers between a command's own lines."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    # transformers imports it where it is installed, and it announces that there is no GPU.
+    logging.getLogger("DeepSpeed").addFilter(lambda r: "accelerator to CPU" not in r.getMessage())
 
 
 def one_line(error: Exception) -> str:

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from zipfile import BadZipFile, ZipFile
@@ -113,7 +114,9 @@ def load_weights(module: nn.Module, path: Path) -> None:
 
         module.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(str(path), ENGINE))
     else:
-        load({"state_dict": module.state_dict()}, checkpoint_id=path, no_dist=True)  # in place
+        with warnings.catch_warnings():  # that it loads in one process is what is wanted
+            warnings.simplefilter("ignore", UserWarning)
+            load({"state_dict": module.state_dict()}, checkpoint_id=path, no_dist=True)  # in place
 
 
 def _step_of_file(file: Path) -> int:

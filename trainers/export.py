@@ -5,7 +5,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from decoding.cli import main, parse
+from decoding.cli import main, parse, quiet
 from decoding.load import parade_config
 from models.causal import looks_local
 from trainers import hub
@@ -38,6 +38,7 @@ class Export:
 
 def run(argv: list[str]) -> None:
     """The command."""
+    quiet()
     e = parse(argv, Export, "trainers.export")
     if e.push is not None:
         hub.check_name(e.push)
