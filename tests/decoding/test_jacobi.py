@@ -1,5 +1,7 @@
 """Jacobi decoding is plain decoding, token for token, whatever it guesses and recycles."""
 
+import random
+
 import pytest
 import torch
 
@@ -90,6 +92,24 @@ def test_every_way_is_plain_decoding_in_a_ragged_batch_and_alone(n, temperature)
             alone = sampler.generate(PROMPTS[2:3], params, seeds=SEEDS[2:3])
             assert ids(alone) == expected[2:3]
             assert alone[0].stats.emitted == together[2].stats.emitted
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_two_hundred_prompts(temperature):
+    """Batches of 5, as ragged as they come; the end token may fall anywhere."""
+    model, draw = target(), random.Random(0)
+    model.generation_config.eos_token_id = 7
+    params = SamplingParams(max_new_tokens=16, temperature=temperature)
+    ways = [jacobi(model, 5, True), multi(model, 4, 2, 2)]
+    ended = 0
+    for first in range(0, 200, 5):
+        prompts = [draw.choices(range(V), k=draw.randint(1, 12)) for _ in range(5)]
+        seeds = [*range(first, first + 5)]
+        expected = plain_rows(model, params, prompts, seeds)
+        ended += sum(r.finish_reason == "eos" for r in expected)
+        for way in ways:
+            assert ids(way.generate(prompts, params, seeds=seeds)) == ids(expected)
+    assert 0 < ended < 200
 
 
 @pytest.mark.parametrize("offset", range(1, 9))
