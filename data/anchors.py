@@ -75,7 +75,9 @@ class DraftBlocks:
         self.anchors, self.length, self.schedule = anchors, length, schedule
         self.mask_id, self.sep_id = draft_token_ids(tokenizer)
 
-    def __call__(self, row: dict[str, Tensor], generator: Generator) -> dict[str, Tensor]:
+    def __call__(
+        self, row: dict[str, Tensor], generator: Generator, number: int = 0
+    ) -> dict[str, Tensor]:
         """A row of `data.packing.PackedRows` ([S] each) -> one sample of the batch.
 
         input_ids, position_ids, document, index, block: [S + A(1+K)], the layout of

@@ -6,12 +6,14 @@ accumulation steps; resuming is starting to count elsewhere, and nothing else ha
 
 import hashlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-Corruption = Callable[[dict[str, Tensor], torch.Generator], dict[str, Tensor]]
+# (row, generator, number of the sample, for noise that changes in the course of a run) -> sample
+Corruption = Callable[[Any, torch.Generator, int], dict[str, Tensor]]
 
 
 class Stream(Dataset):
@@ -26,9 +28,7 @@ class Stream(Dataset):
         row = self.rows[self.row_of(n)]
         if self.corruption is None:
             return row
-        if isinstance(row, dict):  # for noise that changes in the course of a run
-            row = {**row, "number": torch.tensor(n)}
-        return self.corruption(row, _generator(self.seed, n, 1))
+        return self.corruption(row, _generator(self.seed, n, 1), n)
 
     def row_of(self, n: int) -> int:
         """The index of the row that sample number n is made from."""

@@ -38,8 +38,10 @@ class AnySubset:
         self.curriculum = curriculum * batch_size
         self.mask_id = mask_token_id(tokenizer)
 
-    def __call__(self, row: dict[str, Tensor], generator: Generator) -> dict[str, Tensor]:
-        """A row of `data.packing.PackedRows` ([N] each) with its number -> one sample.
+    def __call__(
+        self, row: dict[str, Tensor], generator: Generator, number: int
+    ) -> dict[str, Tensor]:
+        """A row of `data.packing.PackedRows` ([N] each) -> sample `number` of the run.
 
         The whole row is one sequence: documents follow each other behind their end tokens, as
         published. input_ids, position_ids, document, index, block: [2N], see
@@ -47,7 +49,7 @@ class AnySubset:
         """
         ids, present = row["input_ids"], row["document"] >= 0
         places = (row["trained"].bool() & present).nonzero().flatten()
-        hidden = self.hidden_count(int(row["number"]), len(places))
+        hidden = self.hidden_count(number, len(places))
         chosen = places[torch.randperm(len(places), generator=generator)[:hidden]]
         masked = torch.zeros_like(present)
         masked[chosen] = True

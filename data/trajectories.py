@@ -52,7 +52,7 @@ class NoisyBlocks:
         self.window, self.order = window, order
         self.pad_id = tokenizer.pad_token_id or 0
 
-    def __call__(self, answer: Answer, generator: Generator) -> dict[str, Tensor]:
+    def __call__(self, answer: Answer, generator: Generator, number: int = 0) -> dict[str, Tensor]:
         """An answer of `Trajectories` -> one sample of the batch (see `interleave`)."""
         times = progressive_times(len(answer.clean), self.window, self.order, generator)
         noisy = answer.clean.clone()

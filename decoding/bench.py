@@ -5,8 +5,6 @@ hits them all), one prompt at a time, after a warm-up. Writes a table, `bench.cs
 and the command that made them.
 """
 
-import csv
-import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +20,7 @@ from decoding.distribution import warp
 from decoding.load import load, load_tokenizer, parade_config, sampling_config
 from decoding.params import Result, SamplingParams, Stats
 from decoding.randomness import KeyedRandomness
+from decoding.report import picture, write_table
 from decoding.samplers.base import Sampler
 from decoding.samplers.plain import PlainSampler
 
@@ -179,32 +178,21 @@ def summary(row: Row, plain: Row) -> dict:
 
 def report(bench: Bench, rows: list[Row], prompts: list[list[int]]) -> None:
     """Print the table; write bench.csv and accepted.png."""
-    from rich.console import Console
-    from rich.table import Table
-
     out = Path(bench.out) if bench.out else _beside(bench.model)
-    out.mkdir(parents=True, exist_ok=True)
     plain = {row.params.temperature: row for row in rows if row.name == "plain"}
     lines = [summary(row, plain[row.params.temperature]) for row in rows]
-    table = Table(title=f"{bench.prompts} held-out prompts, batch 1, {bench.dtype}")
-    for key in lines[0]:
-        table.add_column(key, justify="left" if key == "sampler" else "right")
-    for line in lines:
-        table.add_row(*(str(v) for v in line.values()))
-    console = Console(width=None if Console().is_terminal else 150)
-    console.print(table)
+    title = f"{bench.prompts} held-out prompts, batch 1, {bench.dtype}"
+    write_table(lines, out / "bench.csv", title, "decoding.bench")
     print("acceptance length: tokens emitted per target pass, bonus or correction included;")
     print("speed-up: median over prompts, against plain; same law: differs only by its draws")
     for row in rows:
         if row.law == "same text" and row.name != "plain":
             explain_divergence(row, plain[row.params.temperature], prompts, bench.seed)
-    with (out / "bench.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, lines[0].keys())
-        writer.writeheader()
-        writer.writerows(lines)
-    (out / "command.txt").write_text(" ".join(["python -m decoding.bench", *sys.argv[1:]]))
-    picture(rows, out / "accepted.png")
-    print(f"wrote {out / 'bench.csv'} and {out / 'accepted.png'}")
+    drafted = [r for r in rows if not isinstance(r.sampler, (PlainSampler, HuggingFace))]
+    print(f"wrote {out / 'bench.csv'}")
+    if drafted:
+        draw(drafted, out / "accepted.png")
+        print(f"wrote {out / 'accepted.png'}")
 
 
 def explain_divergence(row: Row, plain: Row, prompts: list[list[int]], seed: int) -> None:
@@ -238,41 +226,28 @@ def margin(plain: Row, ids: list[int], seed: int) -> float:
     return best - second
 
 
-def picture(rows: list[Row], file: Path) -> None:
+def draw(rows: list[Row], file: Path) -> None:
     """Accepted-length distribution: share of target passes that emitted n tokens."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    drafted = [r for r in rows if not isinstance(r.sampler, (PlainSampler, HuggingFace))]
-    if not drafted:
-        return
-    temperatures = sorted({r.params.temperature for r in drafted})
-    figure, axes = plt.subplots(
-        1, len(temperatures), figsize=(5.5 * len(temperatures), 3.8), squeeze=False
-    )
-    for axis, temperature in zip(axes[0], temperatures):
-        here = [r for r in drafted if r.params.temperature == temperature]
-        for j, row in enumerate(here):
-            emitted = [n for r in row.results for n in r.stats.emitted]
-            counts, width = Counter(emitted), 0.8 / len(here)
-            xs = range(1, max(emitted) + 1)
-            axis.bar(
-                [x - 0.4 + width * (j + 0.5) for x in xs],
-                [counts[x] / len(emitted) for x in xs],
-                width,
-                label=f"{row.name}: mean {sum(emitted) / len(emitted):.2f}",
-            )
-        axis.set_title(f"temperature {temperature:g}")
-        axis.set_xlabel("tokens emitted by a target pass")
-        axis.set_ylabel("share of target passes")
-        axis.xaxis.get_major_locator().set_params(integer=True)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
+    temperatures = sorted({r.params.temperature for r in rows})
+    size = (5.5 * len(temperatures), 3.8)
+    with picture(file, ncols=len(temperatures), figsize=size) as axes:
+        for axis, temperature in zip(axes[0], temperatures):
+            here = [r for r in rows if r.params.temperature == temperature]
+            for j, row in enumerate(here):
+                emitted = [n for r in row.results for n in r.stats.emitted]
+                counts, width = Counter(emitted), 0.8 / len(here)
+                xs = range(1, max(emitted) + 1)
+                axis.bar(
+                    [x - 0.4 + width * (j + 0.5) for x in xs],
+                    [counts[x] / len(emitted) for x in xs],
+                    width,
+                    label=f"{row.name}: mean {sum(emitted) / len(emitted):.2f}",
+                )
+            axis.set_title(f"temperature {temperature:g}")
+            axis.set_xlabel("tokens emitted by a target pass")
+            axis.set_ylabel("share of target passes")
+            axis.xaxis.get_major_locator().set_params(integer=True)
+            axis.legend(frameon=False)
 
 
 def _beside(model: str) -> Path:

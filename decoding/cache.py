@@ -1,6 +1,8 @@
 """A key/value cache whose rows have their own lengths, and a network that decodes with it."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -65,18 +67,37 @@ class RaggedCache(Cache):
         self.values = [m[rows] for m in self.values]
 
 
-class CachedNetwork:
+class CountedNetwork:
+    """A network in decoding: counts its forwards and their seconds."""
+
+    def __init__(self, network: PreTrainedModel):
+        self.network = network
+        self.passes, self.seconds = 0, 0.0
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Around one forward."""
+        started = self._clock()
+        yield
+        self.seconds += self._clock() - started
+        self.passes += 1
+
+    def _clock(self) -> float:
+        if self.network.device.type == "cuda":  # a forward only queues work there
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+class CachedNetwork(CountedNetwork):
     """A causal LM with a ragged cache: runs tokens at given positions, returns their logits.
 
     predicate: the attention pattern, the very one that training used.
-    Counts its forwards and their seconds.
     """
 
     def __init__(self, network: PreTrainedModel, predicate: Predicate, capacity: int):
-        self.network, self.predicate = network, predicate
+        super().__init__(network)
+        self.predicate = predicate
         self.cache = RaggedCache(capacity)
-        self.passes = 0
-        self.seconds = 0.0
         self._slots = torch.arange(capacity, device=network.device)[None]
 
     def __call__(
@@ -118,20 +139,17 @@ class CachedNetwork:
         self.cache.place(slots, mask.shape[-1])
         # A drafter's vocabulary may be the smaller one: it only guesses, any embedding will do.
         known = self.network.config.get_text_config().vocab_size
-        started = self._clock()
-        logits = self.network(
-            input_ids=tokens.clamp_max(known - 1),
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=self.cache,
-            use_cache=True,
-            # As indices, which copy: on a view of a longer row the CPU's bfloat16 product with the
-            # head is five times slower.
-            logits_to_keep=self._slots[0, tokens.shape[1] - keep : tokens.shape[1]],
-        ).logits
-        self.seconds += self._clock() - started
-        self.passes += 1
-        return logits
+        with self.counted():
+            return self.network(
+                input_ids=tokens.clamp_max(known - 1),
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=self.cache,
+                use_cache=True,
+                # As indices, which copy: on a view of a longer row the CPU's bfloat16 product with
+                # the head is five times slower.
+                logits_to_keep=self._slots[0, tokens.shape[1] - keep : tokens.shape[1]],
+            ).logits
 
     def _layout(self, positions: Tensor, block_start: Tensor | None) -> Layout:
         document = torch.zeros_like(positions[:, :1])
@@ -140,11 +158,6 @@ class CachedNetwork:
         start = block_start[:, None]
         in_block = positions >= start
         return Layout(document, torch.where(in_block, start, positions), in_block.long() - 1)
-
-    def _clock(self) -> float:
-        if self.network.device.type == "cuda":  # a forward only queues work there
-            torch.cuda.synchronize()
-        return time.perf_counter()
 
 
 def _branched(q: Layout, k: Layout, slots: Tensor, branch: Tensor) -> tuple[Layout, Layout]:

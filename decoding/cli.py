@@ -5,6 +5,7 @@ import difflib
 import errno
 import logging
 import os
+import shlex
 import sys
 import types
 import typing
@@ -26,6 +27,11 @@ def main(run: Callable[[list[str]], None]) -> None:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         sys.exit(130)
+
+
+def typed(command: str) -> str:
+    """This process's command as a user types it. command: the module that runs."""
+    return f"python -m {command} {shlex.join(sys.argv[1:])}".strip()
 
 
 def quiet() -> None:

@@ -5,9 +5,7 @@ Fewer calls must not change what comes out: a judge's perplexity and the entropy
 compared with sequential decoding by Welch's t-test (arXiv 2504.20456, Tables 1, 5 and 6, and E.4).
 """
 
-import csv
 import math
-import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +20,7 @@ from data.prompts import heldout_prompts
 from decoding.cli import main, parse, quiet
 from decoding.load import load, load_tokenizer
 from decoding.params import Result, SamplingParams
+from decoding.report import write_table
 from models import causal
 
 
@@ -161,31 +160,14 @@ def spread(values: list[float]) -> str:
 
 def report(bench: InfillBench, rows: list[Row]) -> None:
     """Print the table; write infill.csv and the command."""
-    from rich.console import Console
-    from rich.table import Table
-
     out = Path(bench.out) if bench.out else Path(bench.model).parent / "bench"
-    out.mkdir(parents=True, exist_ok=True)
-    lines = [summary(row, rows[0]) for row in rows]
     title = (
         f"{bench.samples} windows of {bench.length} tokens, {bench.hidden:.0%} hidden, "
         f"batch {bench.batch_size}, {bench.dtype}"
     )
-    table = Table(title=title)
-    for key in lines[0]:
-        table.add_column(key, justify="left" if key == "draft" else "right")
-    for line in lines:
-        table.add_row(*(str(v) for v in line.values()))
-    console = Console(width=None if Console().is_terminal else 150)
-    console.print(table)
+    lines = [summary(row, rows[0]) for row in rows]
+    write_table(lines, out / "infill.csv", title, "decoding.infill_bench")
     print("calls: network passes a window; p: Welch's t-test against sequential decoding")
-    with (out / "infill.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, lines[0].keys())
-        writer.writeheader()
-        writer.writerows(lines)
-    (out / "infill_command.txt").write_text(
-        " ".join(["python -m decoding.infill_bench", *sys.argv[1:]])
-    )
     print(f"wrote {out / 'infill.csv'}")
 
 

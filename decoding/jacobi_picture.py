@@ -15,6 +15,7 @@ from data.trajectories import replay
 from decoding.cli import main, parse, quiet
 from decoding.load import load_tokenizer
 from decoding.params import SamplingParams
+from decoding.report import picture
 from decoding.trajectories import Recorder
 from models import causal
 
@@ -96,36 +97,27 @@ def run(argv: list[str]) -> None:
 
 def draw(blocks: list[tuple[Tensor, Tensor]], tokenizer, file: Path) -> None:
     """The picture: accepted tokens blue, right guesses red, wrong ones grey."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
     from matplotlib.colors import ListedColormap
 
     width = max(states.shape[1] for states, _ in blocks)
     heights = [len(states) for states, _ in blocks]
-    figure, axes = plt.subplots(
-        len(blocks), 1, figsize=(0.62 * width + 1, 0.26 * sum(heights) + 0.5 * len(blocks)),
-        squeeze=False, height_ratios=heights,
-    )  # fmt: skip
+    size = (0.62 * width + 1, 0.26 * sum(heights) + 0.5 * len(blocks))
     colours = ListedColormap(["#d9d9d9", "#f4a6a0", "#9ec5ea"])
-    for i, (axis, (states, clean)) in enumerate(zip(axes[:, 0], blocks)):
-        axis.pcolormesh(
-            kinds(states, clean), cmap=colours, vmin=WRONG, vmax=ACCEPTED, edgecolors="white"
-        )
-        for y, state in enumerate(states.tolist()):
-            for x, token in enumerate(state):
-                text = repr(tokenizer.decode([token]))[1:-1].replace("$", r"\$")
-                axis.text(x + 0.5, y + 0.5, text[:8], ha="center", va="center", fontsize=6)
-        axis.invert_yaxis()
-        axis.set_xlim(0, width)
-        axis.set_xticks([])
-        axis.set_yticks([0.5, len(states) - 0.5], ["0", str(len(states) - 1)])
-        axis.set_ylabel(f"block {i + 1}", fontsize=8)
-        axis.spines[:].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(file, dpi=130)
-    plt.close(figure)
+    with picture(file, nrows=len(blocks), figsize=size, height_ratios=heights) as axes:
+        for i, (axis, (states, clean)) in enumerate(zip(axes[:, 0], blocks)):
+            axis.pcolormesh(
+                kinds(states, clean), cmap=colours, vmin=WRONG, vmax=ACCEPTED, edgecolors="white"
+            )
+            for y, state in enumerate(states.tolist()):
+                for x, token in enumerate(state):
+                    text = repr(tokenizer.decode([token]))[1:-1].replace("$", r"\$")
+                    axis.text(x + 0.5, y + 0.5, text[:8], ha="center", va="center", fontsize=6)
+            axis.invert_yaxis()
+            axis.set_xlim(0, width)
+            axis.set_xticks([])
+            axis.set_yticks([0.5, len(states) - 0.5], ["0", str(len(states) - 1)])
+            axis.set_ylabel(f"block {i + 1}", fontsize=8)
+            axis.spines[:].set_visible(False)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ Tokens per forward of `jacobi_mr` for every block size, number of blocks and spa
 Figure 4b), as a table, `sweep.csv` and `sweep.png`.
 """
 
-import csv
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -14,6 +13,7 @@ from data.prompts import heldout_prompts
 from decoding.cli import main, parse, quiet
 from decoding.load import load
 from decoding.params import SamplingParams
+from decoding.report import picture, write_table
 from decoding.samplers.jacobi_mr import JacobiMRSampler
 
 
@@ -43,9 +43,7 @@ class Sweep:
 
 def run(argv: list[str]) -> None:
     """The command."""
-    from rich.console import Console
     from rich.progress import track
-    from rich.table import Table
 
     quiet()
     sweep = parse(argv, Sweep, "decoding.jacobi_sweep")
@@ -54,18 +52,9 @@ def run(argv: list[str]) -> None:
     ids = [p["prompt_ids"] for p in prompts]
     combinations = list(product(sweep.block_sizes, sweep.blocks, sweep.spawn_ratios))
     lines = [measure(sweep, plain, ids, *knobs) for knobs in track(combinations, "sweep")]
-    table = Table(title=f"{sweep.prompts} held-out prompts as one batch, {sweep.dtype}")
-    for name in lines[0]:
-        table.add_column(name, justify="right")
-    for line in lines:
-        table.add_row(*map(str, line.values()))
-    Console().print(table)
     out = Path(sweep.out)
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / "sweep.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, lines[0])
-        writer.writeheader()
-        writer.writerows(lines)
+    title = f"{sweep.prompts} held-out prompts as one batch, {sweep.dtype}"
+    write_table(lines, out / "sweep.csv", title, "decoding.jacobi_sweep")
     draw(lines, out / "sweep.png")
     print(f"wrote {out / 'sweep.csv'} and {out / 'sweep.png'}")
 
@@ -98,28 +87,20 @@ def measure(
 
 def draw(lines: list[dict], file: Path) -> None:
     """Tokens per forward over the block size, a line for each number of blocks and ratio."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(5.5, 3.8))
-    for blocks, ratio in dict.fromkeys((x["blocks"], x["spawn ratio"]) for x in lines):
-        here = [x for x in lines if (x["blocks"], x["spawn ratio"]) == (blocks, ratio)]
-        axis.plot(
-            [x["block size"] for x in here],
-            [x["tokens per forward"] for x in here],
-            marker="o",
-            label=f"K = {blocks}, r = {ratio:g}",
-        )
-    axis.set_xscale("log", base=2)
-    axis.set_xlabel("block size")
-    axis.set_ylabel("tokens per forward")
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
+    with picture(file, figsize=(5.5, 3.8)) as axes:
+        axis = axes[0, 0]
+        for blocks, ratio in dict.fromkeys((x["blocks"], x["spawn ratio"]) for x in lines):
+            here = [x for x in lines if (x["blocks"], x["spawn ratio"]) == (blocks, ratio)]
+            axis.plot(
+                [x["block size"] for x in here],
+                [x["tokens per forward"] for x in here],
+                marker="o",
+                label=f"K = {blocks}, r = {ratio:g}",
+            )
+        axis.set_xscale("log", base=2)
+        axis.set_xlabel("block size")
+        axis.set_ylabel("tokens per forward")
+        axis.legend(frameon=False)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decoding.cache import CachedNetwork
+from decoding.cache import CachedNetwork, CountedNetwork
 from models.masks import Layout, dense, draft_blocks
 from models.twostream import xlnet_logits
 
@@ -62,7 +62,7 @@ class TwoStreamNetwork(CachedNetwork):
         )
 
 
-class XLNetNetwork:
+class XLNetNetwork(CountedNetwork):
     """XLNet, without a cache: each call runs the whole row.
 
     A position's query and content share one row of XLNet's mask, so a call may ask about each
@@ -70,8 +70,8 @@ class XLNetNetwork:
     """
 
     def __init__(self, network: PreTrainedModel):
-        self.network, self.cache = network, self
-        self.passes, self.seconds = 0, 0.0
+        super().__init__(network)
+        self.cache = self
 
     def select(self, rows: Tensor) -> None:
         """Nothing is kept between calls."""
@@ -96,5 +96,6 @@ class XLNetNetwork:
         sees = torch.zeros_like(index).scatter(1, order, (index + 1) * there)
         sees = sees.scatter(1, positions, seen)
         visible = at[:, None, :] < sees[:, :, None]
-        self.passes += 1
-        return xlnet_logits(self.network, ids, visible, positions, torch.ones_like(seen).bool())
+        asked = torch.ones_like(seen).bool()
+        with self.counted():
+            return xlnet_logits(self.network, ids, visible, positions, asked)

@@ -15,11 +15,11 @@ BENCH = ("<!-- bench -->", "<!-- end of bench -->")
 ACCEPTANCE = "acceptance_length_t"
 
 
-def model_card(config: dict, metrics: dict, folder: Path, rows: str | None = None) -> str:
+def model_card(config: dict, metrics: dict, folder: Path) -> str:
     """The README.md of an export.
 
-    config: its `parade` entry. metrics: of the run's last validation. folder: the run's, with its
-    config and provenance. rows: the fingerprint of the packed rows that it was trained on.
+    config: its `parade` entry. metrics: the last of each (`trainers.curve.latest`). folder: the
+    run's, with its config and provenance.
     """
     story = json.loads((folder / "provenance.json").read_text())
     settings = yaml.safe_load((folder / "config.yaml").read_text())
@@ -51,7 +51,6 @@ def model_card(config: dict, metrics: dict, folder: Path, rows: str | None = Non
         serve += f"\n\n# or, in Python:\ntarget.generate(**inputs, {stock})"
     trainer, train = settings["trainer"], dict(settings["data"]["train"])
     reader = train.pop("_target_")
-    packed = f"; packed rows {rows}" if rows else ""
     details = [k for k in config if k not in ("method", "target", "example")]
     dirty = ", with uncommitted changes" if story["git_dirty"] else ""
     facts = {
@@ -59,7 +58,7 @@ def model_card(config: dict, metrics: dict, folder: Path, rows: str | None = Non
         "Target": f"`{target}`" if target else None,
         "Method": ", ".join([config["method"], *(f"{k} {config[k]}" for k in details)]),
         "LoRA": _lora(lora) if lora else None,
-        "Data": f"{', '.join(f'{k}={v}' for k, v in train.items())} ({reader}{packed})",
+        "Data": f"{', '.join(f'{k}={v}' for k, v in train.items())} ({reader})",
         **_origin(story),
         "Recipe": f"`{settings['recipe']}` at scale `{settings['scale']}`: {trainer['max_steps']} "
         f"steps of {trainer['batch_size']} rows, seed {settings['seed']}; every setting is in "
@@ -87,7 +86,7 @@ def model_card(config: dict, metrics: dict, folder: Path, rows: str | None = Non
 
 ## Measured
 
-Last values of the run of the command above; acceptance and `val_`: of its last validation.
+The last value of each until the step of the export; acceptance and `val_`: of a validation.
 
 {_measured(metrics, settings["acceptance"])}
 """
@@ -95,10 +94,11 @@ Last values of the run of the command above; acceptance and `val_`: of its last 
 
 def _origin(story: dict) -> dict[str, str]:
     """Data, inputs and machine of a run, as far as its provenance tells of them."""
-    held_out = story.get("data", {}).get("validation", {}).get("fingerprint")
+    rows = {split: about.get("fingerprint") for split, about in story.get("data", {}).items()}
+    packed = [f"{digest} ({split})" for split, digest in rows.items() if digest]
     inputs = [f"`{name}` ({digest})" for name, digest in story.get("inputs", {}).items()]
     resumed = [f"at step {s['step']} ({s['time']})" for s in story.get("resumed", [])]
-    facts = {"Validated on": held_out and f"packed rows {held_out}", "Inputs": ", ".join(inputs)}
+    facts = {"Packed rows": ", ".join(packed), "Inputs": ", ".join(inputs)}
     if "trainer" in story:
         t, hardware = story["trainer"], story["hardware"]
         machine = ", ".join(dict.fromkeys(hardware["gpus"])) or hardware["processor"]

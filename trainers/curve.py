@@ -17,9 +17,9 @@ def read_curve(file: Path) -> list[dict[str, str]]:
     return [row for row in csv.DictReader(whole) if row["step"].isdigit()]
 
 
-def measured_at(file: Path, step: int) -> dict[str, float]:
-    """All that a metrics.csv has of a step."""
-    rows = [row for row in read_curve(file) if int(row.pop("step")) == step]
+def latest(file: Path, step: int) -> dict[str, float]:
+    """The last value of each metric in a metrics.csv until a step."""
+    rows = [row for row in read_curve(file) if int(row.pop("step")) <= step]
     return {name: round(float(x), 4) for row in rows for name, x in row.items() if x}
 
 

@@ -11,7 +11,7 @@ from models.causal import looks_local
 from trainers import hub
 from trainers.card import with_bench
 from trainers.checkpoint_files import load_weights, step_of
-from trainers.curve import measured_at
+from trainers.curve import latest
 from trainers.export_folder import is_export, write_export
 from trainers.fit import build_module
 
@@ -88,7 +88,7 @@ def export_checkpoint(run: Path, checkpoint: Path) -> Path:
     load_weights(module, checkpoint)
     # Not <run>/export: a run that is not finished must not look as if it were.
     folder = run / f"export-step-{step}"
-    metrics = measured_at(run / "metrics.csv", step)
+    metrics = latest(run / "metrics.csv", step)
     write_export(module, folder, metrics=metrics, folder=run, merge=config.lora.merge)
     return folder
 

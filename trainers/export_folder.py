@@ -32,9 +32,9 @@ def write_export(
 ) -> None:
     """Write weights, config, tokenizer and model card; reload and compare; then put in place.
 
-    metrics: the run's last validation. folder: the run's, whose config and provenance go along.
-    merge: adapters become part of the weights; else the export is the adapter alone, and loads
-    its base by itself.
+    metrics: the last of each, for the card. folder: the run's, whose config and provenance go
+    along. merge: adapters become part of the weights; else the export is the adapter alone, and
+    loads its base by itself.
     Errors: a vocabulary smaller than the tokenizer's; a reloaded model with other logits.
     """
     network, tokenizer = to_export(module.network, merge), module.tokenizer
@@ -59,7 +59,7 @@ def write_export(
             (temporary / KEPT).write_text(json.dumps(entry, indent=2))
         elif "target" in network.config.parade:  # what travels needs torch and transformers only
             write_bundle(temporary, network.config.parade["method"])
-        card = model_card(module.export_config(), metrics, folder, packed_rows(module))
+        card = model_card(module.export_config(), metrics, folder)
         (temporary / "README.md").write_text(card)
         for name in ("config.yaml", "provenance.json"):
             shutil.copy(folder / name, temporary / f"parade_{name}")
@@ -109,11 +109,3 @@ def first_draft(sampler: Sampler, prompt: list[int]) -> Tensor:
         sampler.begin(rows, params)
         logits = sampler.draft_pass(rows, sampler.block_size, params)[0]
     return torch.where(logits.isfinite(), logits, 0)
-
-
-def packed_rows(module: BaseModule) -> str | None:
-    """The fingerprint of the packed rows that a module was trained on, if it was on such rows."""
-    try:
-        return module.trainer.train_dataloader.loader.dataset.rows.folder.name
-    except (AttributeError, RuntimeError):  # other data, or no trainer
-        return None

@@ -26,6 +26,7 @@ from trainers.base import BaseModule, Optimization, WholeSteps
 from trainers.callbacks import AcceptanceLength
 from trainers.checkpoint_files import DirectIO
 from trainers.checkpoints import Checkpoints, Preempted
+from trainers.curve import latest
 from trainers.export_folder import is_export, write_export
 from trainers.guards import LossGuard, with_memory_advice
 from trainers.loggers import build_loggers, check_logger
@@ -82,10 +83,10 @@ def fit(config: DictConfig) -> Path:
         sys.exit(128 + signal.number)
     if trainer.global_step < config.trainer.max_steps:  # interrupted: nothing to export
         raise ValueError(f"stopped at step {trainer.global_step}: go on with the same command")
-    metrics = {k: round(float(v), 4) for k, v in trainer.callback_metrics.items() if k != "step"}
     with whole_network(module):
         if trainer.is_global_zero:
             merge = config.lora.merge
+            metrics = latest(folder / "metrics.csv", trainer.global_step)
             write_export(module, export, metrics=metrics, folder=folder, merge=merge)
             print(f"exported to {export}")
     return export

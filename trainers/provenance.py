@@ -3,9 +3,7 @@
 import json
 import os
 import platform
-import shlex
 import subprocess
-import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from importlib import metadata
@@ -15,12 +13,14 @@ import pytorch_lightning as pl
 import torch
 from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.file_download import repo_folder_name
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from torch.utils.data import Dataset
 
 from data.fingerprints import input_fingerprint
 from data.packing import PackedRows
+from decoding.cli import typed
 
 PACKAGES = ("torch", "transformers", "tokenizers", "pytorch-lightning", "datasets", "hydra-core")
 # Of a config: what says where and how to run. All else may name an input.
@@ -49,7 +49,7 @@ def provenance(
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "step": first,
-        "command": f"python -m trainers.fit {shlex.join(sys.argv[1:])}".strip(),
+        "command": typed("trainers.fit"),
         "git_commit": _git("rev-parse", "HEAD"),
         "git_dirty": bool(_git("status", "--porcelain")),
         "packages": {name: metadata.version(name) for name in PACKAGES},
@@ -99,7 +99,9 @@ def inputs(config: DictConfig) -> dict[str, str]:
 
 def commit(name: str) -> str | None:
     """The commit of a model or data set of the Hub that this machine's cache has as its main."""
-    if name.count("/") != 1:
+    try:
+        validate_repo_id(name)
+    except HFValidationError:  # a sentence, a command
         return None
     for kind in ("model", "dataset"):
         folder = repo_folder_name(repo_id=name, repo_type=kind)

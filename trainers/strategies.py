@@ -115,7 +115,7 @@ class DeepSpeed(DeepSpeedStrategy):
 def strategy_of(value: DictConfig | str) -> Strategy | str:
     """The strategy of `trainer.strategy`: a node with a `_target_`, or a name of Lightning's.
 
-    Errors: the names of FSDP1, which splits no network with tied weights.
+    Errors: the names of torch's first FSDP, in whose place there is FSDP2.
     """
     if isinstance(value, DictConfig):
         return build(value)

@@ -10,7 +10,7 @@ from data.stream import Schedule, Stream
 ROWS = [{"x": torch.tensor([i])} for i in range(13)]
 
 
-def noisy(row, generator):
+def noisy(row, generator, number):
     return {**row, "noise": torch.rand(2, generator=generator)}
 
 
@@ -54,7 +54,7 @@ def test_every_sample_has_its_own_noise_and_shares_none_with_the_shuffle():
         again.setdefault(int(stream[n]["x"]), []).append(stream[n]["noise"][0].item())
     assert all(len(set(v)) == 2 for v in again.values())
     # The permutation of epoch e and the noise of sample e come from different generators.
-    permute = Stream(ROWS, 5, lambda row, g: {"x": torch.randperm(13, generator=g)})
+    permute = Stream(ROWS, 5, lambda row, g, n: {"x": torch.randperm(13, generator=g)})
     assert all(permute[e]["x"].tolist() != order(5, e) for e in range(3))
 
 

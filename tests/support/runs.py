@@ -1,6 +1,5 @@
 """What tests compare of runs, and a run as a kill leaves it."""
 
-import csv
 import shutil
 from pathlib import Path
 
@@ -8,12 +7,13 @@ import torch
 from safetensors.torch import load_file
 
 from trainers.checkpoint_files import checkpoint_files, step_of
+from trainers.curve import read_curve
 
 
 def curve(folder: Path, column: str = "loss") -> dict[int, float]:
     """A column of metrics.csv by step."""
-    with (folder / "metrics.csv").open() as file:
-        return {int(r["step"]): float(r[column]) for r in csv.DictReader(file) if r[column]}
+    rows = read_curve(folder / "metrics.csv")
+    return {int(r["step"]): float(r[column]) for r in rows if r[column]}
 
 
 def same_weights(a: Path, b: Path) -> bool:

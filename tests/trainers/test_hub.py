@@ -45,6 +45,7 @@ STORY = {
     "git_dirty": False,
     "packages": {"torch": "2.13.0"},
     "python": "3.11.7",
+    "data": {"train": {"fingerprint": "88072c4ae3d2bc55"}},
 }
 METRICS = {"val_loss": 1.5, "acceptance_length_t0": 2.5, "acceptance_length_t1": 2.25}
 COMMAND = "python -m decoding.bench model=runs/x/export prompts=3"
@@ -348,7 +349,7 @@ class TestCard:
 
     def test_says_what_was_made_how_and_from_what(self, folder):
         config = {"method": "some", "target": "Qwen/Qwen3-8B", "block_size": 8}
-        card = model_card(config, METRICS, folder, "88072c4ae3d2bc55")
+        card = model_card(config, METRICS, folder)
         metadata = yaml.safe_load(card.split("---\n")[1])
         assert metadata["base_model"] == ["Qwen/Qwen3-8B"]  # folders of this machine are none
         assert metadata["license"] == "other"
@@ -357,7 +358,7 @@ class TestCard:
             "some, block_size 8",
             "runs/a/export",
             "source=stdlib, length=256",
-            "88072c4ae3d2bc55",
+            "Packed rows: 88072c4ae3d2bc55 (train)",
             "some_recipe",
             "c0ffee",
             "torch 2.13.0",

@@ -98,6 +98,20 @@ def test_mistakes_in_knobs(chain, knob, message):
         load(str(chain.runs / "pcllm_round1" / "export"), sampler=[knob])
 
 
+def test_an_adapter_is_trained_and_served(chain):
+    export = chain.round(1, "name=adapter", "lora.rank=4")
+    base = load_file(chain.runs / "ar_target" / "export" / "model.safetensors")
+    trained = load_file(export / "model.safetensors")
+    changed = {k for k in base if not torch.equal(base[k], trained[k])}
+    assert changed
+    assert all("proj" in k for k in changed)
+    served = load(str(export), dtype="float32")
+    params = SamplingParams(max_new_tokens=12, temperature=0.0)
+    plain = PlainSampler(served.target, served.tokenizer).generate(["self return"], params)
+    found = served.generate(["self return"], params)
+    assert found[0].token_ids == plain[0].token_ids
+
+
 def test_validation_measures_the_sampler_and_both_terms(chain):
     names = (chain.runs / "pcllm_round2" / "metrics.csv").read_text().splitlines()[0].split(",")
     terms = {"val_consistency", "val_ar", "val_right_guesses"}

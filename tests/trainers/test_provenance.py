@@ -43,8 +43,8 @@ def test_it_goes_with_the_weights_and_into_the_card(lab):
     found = story(lab, "deer_stage2")
     assert json.loads((export / "parade_provenance.json").read_text()) == found
     card = (export / "README.md").read_text()
-    for rows in found["data"].values():
-        assert f"packed rows {rows['fingerprint']}" in card
+    for split, rows in found["data"].items():
+        assert f"{rows['fingerprint']} ({split})" in card
     for path, digest in found["inputs"].items():
         assert f"`{path}` ({digest})" in card
     assert "SingleDeviceStrategy in 32-true" in card
@@ -128,6 +128,7 @@ class TestInputs:
             (tmp_path / folder / "refs").mkdir(parents=True)
             (tmp_path / folder / "refs" / "main").write_text(f"{hash}\n")
         assert [commit(n) for n in ("org/net", "org/text", "org/other")] == ["c0ffee", "beef", None]
+        assert commit("python -m trainers.fit runs=runs/lab") is None  # one slash, but no id
         config = {
             "runs": str(tmp_path), "scale": "lab", "trainer": {}, "target": "org/net",
             "data": {"folder": str(tmp_path), "train": {"source": "org/text", "split": "train"}},

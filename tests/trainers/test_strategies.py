@@ -1,6 +1,5 @@
 """Sharded training: the curve of one process, whole exports, exact resumes, clear refusals."""
 
-import csv
 import signal
 import time
 
@@ -10,7 +9,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, modeling_utils
 
 from decoding.compose import build, compose, names
-from tests.support import tiny
+from tests.chaos import finish
+from tests.support import runs, tiny
 from trainers import export
 from trainers.strategies import DeepSpeed, strategy_of, with_weights, without_weights
 
@@ -19,15 +19,8 @@ STEPS = ("trainer.max_steps=24", "trainer.log_every=1", "trainer.validate_every=
 TWO = ("trainer.devices=2", "trainer.micro_batch_size=2", "strategy=fsdp2")
 
 
-def finish(process):
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
-    return output
-
-
 def curve(lab, name, metric="loss"):
-    with (lab.runs / "deer_stage2" / name / "metrics.csv").open() as file:
-        return {int(r["step"]): float(r[metric]) for r in csv.DictReader(file) if r[metric]}
+    return runs.curve(lab.runs / "deer_stage2" / name, metric)
 
 
 def weights(lab, name):
