@@ -18,7 +18,7 @@ from data.prompts import heldout_prompts
 from decoding.cli import main, parse, quiet
 from decoding.distribution import warp
 from decoding.load import load, load_tokenizer, parade_config, sampling_config
-from decoding.params import Result, SamplingParams, Stats
+from decoding.params import KEYED, Result, SamplingParams, Stats
 from decoding.randomness import KeyedRandomness
 from decoding.report import picture, write_table
 from decoding.samplers.base import Sampler
@@ -146,10 +146,12 @@ def _rows(bench: Bench, samplers: dict, first: Sampler, temperature: float) -> l
     for path, sampler in samplers.items():
         name = sampling_config(path, bench.sampler)["method"]
         name = name if path == bench.model else f"{name} ({Path(path).parent.name})"
-        # Without temperature every rule is the same.
-        for rule in sampler.rules if temperature else sampler.rules[:1]:
-            law = "same text" if rule == "coupled" else "same law"
-            label = f"{name}, {rule}" if temperature else name
+        rules = ("coupled",) if isinstance(sampler, PlainSampler) else sampler.rules
+        if not temperature:  # the others are `coupled` then
+            rules = [rule for rule in rules if rule in KEYED]
+        for rule in rules:
+            label = f"{name}, {rule}" if temperature or rule == "tree" else name
+            law = "same text" if rule in KEYED else "same law"
             rows.append(Row(label, sampler, params(rule), law))
     return rows
 

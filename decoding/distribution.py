@@ -53,15 +53,18 @@ def fit_vocabulary(logits: Tensor, vocabulary: int, excluded: tuple[int, ...]) -
     return logits
 
 
-def seen_tokens(tokens: Tensor, lengths: Tensor, draft: Tensor, vocabulary: int) -> Tensor:
+def seen_tokens(
+    tokens: Tensor, lengths: Tensor, draft: Tensor, vocabulary: int, before: Tensor | None = None
+) -> Tensor:
     """Which tokens stand before each drafted position: bool [B, k+1, vocabulary].
 
     tokens [B, L] with the first lengths [B] committed; draft [B, k]. Entry i counts the committed
-    tokens and draft[:, :i].
+    tokens and the drafted ones before[:, i] ([B, k+1, k]; those in front of it if None).
     """
     counts = torch.zeros(len(tokens), vocabulary, device=tokens.device)
     committed = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
     counts.scatter_add_(1, tokens.clamp_max(vocabulary - 1), committed.to(counts.dtype))
-    drafted = torch.nn.functional.one_hot(draft, vocabulary).cumsum(1)
-    drafted = torch.nn.functional.pad(drafted, (0, 0, 1, 0))
-    return (counts[:, None] + drafted) > 0
+    if before is None:
+        before = counts.new_ones(draft.shape[1] + 1, draft.shape[1]).tril(-1)
+    one_hot = torch.nn.functional.one_hot(draft, vocabulary).to(counts.dtype)
+    return (counts[:, None] + before.to(counts.dtype) @ one_hot) > 0

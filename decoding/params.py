@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field, fields
 
-VERIFY = ("coupled", "rejection", "block")
+VERIFY = ("coupled", "rejection", "block", "tree")
+KEYED = ("coupled", "tree")  # every choice is argmax(log p + g), with the noise g of its position
 
 
 @dataclass(frozen=True)
@@ -14,8 +15,8 @@ class SamplingParams:
     stop: the text ends before the first of these strings.
     ignore_eos: go on after an end-of-sequence token (benches).
     seed: None draws one. Row i of a batch uses seed + i, and depends on nothing else.
-    verify: how drafts are verified, one of `VERIFY`; each is lossless. With `coupled` the text
-        is the same as plain decoding with the same seed, with any drafter or none.
+    verify: how drafts are verified, one of `VERIFY`; each is lossless. With `coupled` and `tree`
+        the text is the same as plain decoding with the same seed, with any drafter or none.
     block_size: tokens drafted a cycle; None takes the drafter's own.
     draft: how drafts are made, for a sampler with several ways (infilling); None takes its own.
     """
@@ -51,6 +52,11 @@ class SamplingParams:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} is not allowed: it must be {rule}"
                 )
+
+    @property
+    def keyed(self) -> bool:
+        """Whether the text is that of plain decoding with the same seed (T=0: greedy)."""
+        return self.temperature == 0 or self.verify in KEYED
 
 
 @dataclass

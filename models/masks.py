@@ -62,6 +62,15 @@ def branches(q: Layout, k: Layout) -> Tensor:
     return causal(q, k) & ((k.block < 0) | (k.block == q.block))
 
 
+def tree(q: Layout, k: Layout) -> Tensor:
+    """Tokens outside the tree are causal; a node sees those in front of it, and its own path.
+
+    index: position. block: -1 outside; of a node the set of nodes on its path from the root, one
+    bit each, itself included: another node is on it if that one's path is part of it.
+    """
+    return causal(q, k) & ((k.block < 0) | (q.block & k.block == k.block))
+
+
 def clean_windows(span: int) -> Predicate:
     """`branches` of noisy (0) and clean (1) blocks, but a noisy one sees *clean* earlier windows.
 

@@ -87,7 +87,7 @@ class AsarmSampler(Infiller):
     def cycle(self, rows: Rows, params: SamplingParams) -> tuple[Tensor, Tensor]:
         """Verify the drafts that there are, and ask for the next ones, in one pass."""
         way, k = params.draft or self.draft, params.block_size or self.block_size
-        keyed = params.temperature == 0 or params.verify == "coupled"
+        keyed = params.keyed
         if way == "assd_ngram":
             self.draft_ngrams(rows, k, params)
         draft, q = rows.state["draft"], rows.state.get("q")
@@ -169,14 +169,14 @@ class AsarmSampler(Infiller):
         text = torch.zeros_like(rows.tokens).scatter(1, order, rows.tokens)
         known = torch.zeros_like(known).scatter(1, order, known)
         noise = None
-        if params.temperature == 0 or params.verify == "coupled":
+        if params.keyed:
             noise = self.order_noise(rows, k, params)
         drafts, qs = [], []
         for i in range(k):
             at = order.gather(1, n + i)
             c = bigrams(text, known, at, self.vocabulary, self.mask_id).log()[:, None]
             c = c.where((n + i < rows.state["size"][:, None])[..., None], nothing(c))
-            if params.temperature == 0 or params.verify == "coupled":
+            if params.keyed:
                 drafts.append(choose(c, None if noise is None else noise[:, i : i + 1]))
             else:
                 qs.append(c.softmax(-1))

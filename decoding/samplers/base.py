@@ -126,6 +126,11 @@ class Sampler(ABC):
                 f"draft={params.draft!r} is not allowed: this sampler drafts in "
                 f"{list(self.drafts) or 'one way only, so leave it out'}"
             )
+        if params.temperature > 0 and params.verify not in self.rules:
+            raise ValueError(
+                f"verify={params.verify!r} is not offered by this sampler. "
+                f"Choose from {list(self.rules)}"
+            )
         prompts = [self._encode(p, params) for p in prompts]
         if not prompts:
             raise ValueError("no prompt was given")
@@ -195,11 +200,21 @@ class Sampler(ABC):
         logits = rows.networks["target"](tokens, positions, keep=tokens.shape[1])
         return self.warped(logits, rows, draft, params)
 
-    def warped(self, logits: Tensor, rows: Rows, draft: Tensor, params: SamplingParams) -> Tensor:
-        """Target logits [B, k+1, V] at draft [B, k] and behind it, as they are sampled from."""
+    def warped(
+        self,
+        logits: Tensor,
+        rows: Rows,
+        draft: Tensor,
+        params: SamplingParams,
+        before: Tensor | None = None,
+    ) -> Tensor:
+        """Target logits [B, k+1, V] at draft [B, k] and behind it, as they are sampled from.
+
+        before: what stands before each of them, where the draft is no chain (`seen_tokens`).
+        """
         seen = None
         if params.repetition_penalty != 1.0:
-            seen = seen_tokens(rows.tokens, rows.lengths, draft, self.vocabulary)
+            seen = seen_tokens(rows.tokens, rows.lengths, draft, self.vocabulary, before)
         return warp(logits, params, seen)
 
     def cached_target(self, rows: Rows) -> CachedNetwork:

@@ -6,23 +6,28 @@ it were conditioned on the rejected token).
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding import verify
 from decoding.cache import CachedNetwork
 from decoding.distribution import fit_vocabulary, seen_tokens, warp
-from decoding.params import SamplingParams
+from decoding.params import VERIFY, SamplingParams
 from decoding.samplers.base import Rows, Sampler, choose
-from models.masks import draft_blocks
+from decoding.tree import LIMIT, draft_trees, walk
+from models.masks import causal, draft_blocks, tree
+
+KNOBS = {"block_size": int, "nodes": int}
 
 
 class DeerSampler(Sampler):
     """drafter: a diffusion LM with `prefix_causal` attention over the target's tokens.
 
     block_size: k, tokens drafted a cycle. mask_id, sep_id: the drafter's own two tokens.
+    nodes: of the tree that `verify=tree` drafts in the block's place.
     """
 
-    rules = ("coupled", "rejection", "block")
+    rules = VERIFY
 
     def __init__(
         self,
@@ -33,18 +38,25 @@ class DeerSampler(Sampler):
         block_size: int,
         mask_id: int,
         sep_id: int,
+        nodes: int = 32,
     ):
         super().__init__(target, tokenizer)
+        if not 1 <= nodes <= LIMIT:
+            raise ValueError(f"nodes={nodes} is not allowed: it must be from 1 to {LIMIT}")
         self.drafter = drafter.eval()
         self.block_size, self.mask_id, self.sep_id = block_size, mask_id, sep_id
+        self.nodes = nodes
 
     def margin(self, params: SamplingParams) -> int:
-        """A cycle may overshoot by the block, and the separator and scratch need a slot each."""
-        return (params.block_size or self.block_size) + 3
+        """A cycle may overshoot by what it drafts; separator and scratch need a slot each."""
+        drafted = params.block_size or self.block_size
+        return (max(drafted, self.nodes) if params.verify == "tree" else drafted) + 3
 
     def begin(self, rows: Rows, params: SamplingParams) -> None:
         """Prefill both networks."""
-        self.prefill(rows, "target", self.cached_target(rows))
+        predicate = tree if params.verify == "tree" else causal
+        target = CachedNetwork(self.target, predicate, rows.tokens.shape[1])
+        self.prefill(rows, "target", target)
         drafter = CachedNetwork(self.drafter, draft_blocks, rows.tokens.shape[1])
         self.prefill(rows, "drafter", drafter)
         # Tokens whose keys and values the drafter's cache holds, [B].
@@ -54,9 +66,11 @@ class DeerSampler(Sampler):
         """Draft k tokens, verify them, emit those that stand and one of the target's own."""
         k = params.block_size or self.block_size
         q_logits = self.draft_pass(rows, k, params)
-        keyed = params.temperature == 0 or params.verify == "coupled"
+        keyed = params.keyed
         if keyed:
             noise = self.noise(rows, k + 1, params)  # drafter and target share it
+            if params.verify == "tree":
+                return self.tree_cycle(rows, q_logits, noise, params)
             draft = choose(q_logits, noise)
         else:
             q = q_logits.softmax(-1)
@@ -70,6 +84,40 @@ class DeerSampler(Sampler):
         tokens = torch.cat([draft, draft[:, :1]], 1)
         tokens.scatter_(1, accepted[:, None], following[:, None])
         return tokens, accepted + 1
+
+    def tree_cycle(
+        self, rows: Rows, q_logits: Tensor, noise: Tensor | None, params: SamplingParams
+    ) -> tuple[Tensor, Tensor]:
+        """Verify a tree of drafts in one pass: the output of `coupled`, whatever the tree.
+
+        So the tree may know the noise: a token's chance to be the target's choice is about
+        softmax(log q + g), and of that the tree is the best.
+        """
+        noisy = q_logits if noise is None else q_logits + noise[:, :-1]
+        trees = draft_trees(noisy, self.nodes)
+        last, depth = rows.lengths[:, None] - 1, pad(trees.depth, (1, 0))
+        logits = rows.networks["target"](
+            torch.cat([rows.tokens.gather(1, last), trees.token], 1),
+            last + depth,
+            keep=depth.shape[1],
+            branch=pad(trees.path, (1, 0), value=-1),
+        )
+        logits = self.warped(logits, rows, trees.token, params, trees.before())
+        if noise is not None:
+            noise = noise.gather(1, depth[:, :, None].expand_as(logits))
+        choice = choose(logits, noise)
+        paths = [walk(*row) for row in zip(trees.rows, choice.tolist())]
+        count = torch.tensor([len(path) for path in paths], device=choice.device)
+        # Where a path has ended, its places stand for themselves.
+        steps = torch.arange(int(count.max()), device=choice.device)
+        node = steps.repeat(len(paths), 1)
+        for b, path in enumerate(paths):
+            node[b, : len(path)] = node.new_tensor(path)
+        if (node != steps).any():
+            rows.networks["target"].cache.move(
+                rows.lengths[:, None] + node, rows.lengths[:, None] + steps
+            )
+        return choice.gather(1, pad(node + 1, (1, 0))), count + 1
 
     def draft_pass(self, rows: Rows, k: int, params: SamplingParams) -> Tensor:
         """Warped drafter logits [B, k, V] at the next k positions, independent given the prefix.
@@ -103,5 +151,5 @@ class DeerSampler(Sampler):
 
 def from_export(target, tokenizer, drafter, config: dict) -> DeerSampler:
     """The sampler of an exported drafter; config: its `parade` entry."""
-    keys = ("block_size", "mask_id", "sep_id")
+    keys = ("mask_id", "sep_id", *(key for key in KNOBS if key in config))
     return DeerSampler(target, tokenizer, drafter, **{key: config[key] for key in keys})

@@ -3,12 +3,14 @@
 import torch
 from torch import Tensor
 
-from decoding.params import SamplingParams
+from decoding.params import VERIFY, SamplingParams
 from decoding.samplers.base import Rows, Sampler, choose
 
 
 class PlainSampler(Sampler):
-    """One token a target pass. `verify='coupled'` takes the keyed noise, else plain draws."""
+    """One token a target pass, with keyed noise where `verify` promises a text."""
+
+    rules = VERIFY
 
     def begin(self, rows: Rows, params: SamplingParams) -> None:
         """Prefill the target."""
@@ -18,7 +20,7 @@ class PlainSampler(Sampler):
         """One token for each row."""
         nothing = rows.tokens[:, :0]
         logits = self.target_pass(rows, nothing, params)
-        if params.temperature == 0 or params.verify == "coupled":
+        if params.keyed:
             tokens = choose(logits, self.noise(rows, 1, params))
         else:
             tokens = rows.randomness.categorical(logits.softmax(-1))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from decoding.params import SamplingParams
+from decoding.params import KEYED, VERIFY, SamplingParams
 from decoding.samplers.deer import DeerSampler
 from decoding.samplers.plain import PlainSampler
 from tests.support import tiny
@@ -38,8 +38,8 @@ def drafter_of_target(model):
     return drafter
 
 
-def deer(model, drafter, k, cls=DeerSampler, vocabulary=V):
-    return cls(model, tiny.tokenizer(V), drafter, block_size=k, mask_id=V, sep_id=V + 1)
+def deer(model, drafter, k, cls=DeerSampler, **knobs):
+    return cls(model, tiny.tokenizer(V), drafter, block_size=k, mask_id=V, sep_id=V + 1, **knobs)
 
 
 class Oracle(DeerSampler):
@@ -74,11 +74,12 @@ def plain_rows(model, params, prompts=PROMPTS, seeds=SEEDS):
     return [sampler.generate([p], params, seeds=[s])[0] for p, s in zip(prompts, seeds)]
 
 
+@pytest.mark.parametrize("rule", KEYED)
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize("name", WARPS)
-def test_coupled_deer_is_plain_decoding(name, temperature):
+def test_keyed_deer_is_plain_decoding(name, temperature, rule):
     model = target()
-    params = SamplingParams(max_new_tokens=18, temperature=temperature, **WARPS[name])
+    params = SamplingParams(18, temperature, verify=rule, **WARPS[name])
     expected = ids(plain_rows(model, params))
     samplers = [
         deer(model, random_drafter(), 3),
@@ -158,7 +159,7 @@ RAGGED = [*PROMPTS, [0, 5, 0, 5, 0, 5], [9, 8, 7], [4]]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-@pytest.mark.parametrize("rule", ["coupled", "rejection", "block"])
+@pytest.mark.parametrize("rule", VERIFY)
 def test_a_batch_of_eight_is_row_for_row_a_batch_of_one(rule, temperature):
     model = target(eos_token_id=4)
     params = SamplingParams(max_new_tokens=16, temperature=temperature, verify=rule)
@@ -213,7 +214,7 @@ def test_padded_vocabularies_of_either_side(size, temperature):
     assert temperature == 0 or max(max(answer) for answer in expected) == V - 1
 
 
-@pytest.mark.parametrize("rule", ["coupled", "rejection", "block"])
+@pytest.mark.parametrize("rule", VERIFY)
 def test_stats_add_up(rule):
     model = target(eos_token_id=4)
     params = SamplingParams(max_new_tokens=21, verify=rule)
@@ -239,7 +240,7 @@ def test_a_drafter_that_knows_the_text_has_its_acceptance_length():
     assert plain.stats.acceptance_length == 1
 
 
-@pytest.mark.parametrize("rule", ["coupled", "rejection", "block"])
+@pytest.mark.parametrize("rule", VERIFY)
 def test_bfloat16_runs(rule):
     model, drafter = target().bfloat16(), random_drafter().bfloat16()
     params = SamplingParams(max_new_tokens=12, verify=rule, repetition_penalty=1.2, top_p=0.9)

@@ -24,7 +24,7 @@ BAD = [
     ({"stop": ("x", "")}, "stop=('x', '') "),
     ({"stop": "ab"}, "stop='ab' "),
     ({"block_size": 0}, "block_size=0 "),
-    ({"verify": "magic"}, "['coupled', 'rejection', 'block']"),
+    ({"verify": "magic"}, "['coupled', 'rejection', 'block', 'tree']"),
 ]
 
 
