@@ -17,14 +17,15 @@ from decoding.samplers.base import Rows, Sampler, choose
 from decoding.tree import LIMIT, draft_trees, walk
 from models.masks import causal, draft_blocks, tree
 
-KNOBS = {"block_size": int, "nodes": int}
+KNOBS = {"block_size": int, "nodes": int, "sharpness": float}
 
 
 class DeerSampler(Sampler):
     """drafter: a diffusion LM with `prefix_causal` attention over the target's tokens.
 
     block_size: k, tokens drafted a cycle. mask_id, sep_id: the drafter's own two tokens.
-    nodes: of the tree that `verify=tree` drafts in the block's place.
+    nodes, sharpness: of the tree that `verify=tree` drafts in the block's place, how many it has
+    and how sure of the drafter its shape is (`draft_trees`).
     """
 
     rules = VERIFY
@@ -38,14 +39,17 @@ class DeerSampler(Sampler):
         block_size: int,
         mask_id: int,
         sep_id: int,
-        nodes: int = 32,
+        nodes: int = 16,
+        sharpness: float = 1.0,
     ):
         super().__init__(target, tokenizer)
         if not 1 <= nodes <= LIMIT:
             raise ValueError(f"nodes={nodes} is not allowed: it must be from 1 to {LIMIT}")
         self.drafter = drafter.eval()
         self.block_size, self.mask_id, self.sep_id = block_size, mask_id, sep_id
-        self.nodes = nodes
+        if sharpness <= 0:
+            raise ValueError(f"sharpness={sharpness} is not allowed: it must be above 0")
+        self.nodes, self.sharpness = nodes, sharpness
 
     def margin(self, params: SamplingParams) -> int:
         """A cycle may overshoot by what it drafts; separator and scratch need a slot each."""
@@ -94,7 +98,7 @@ class DeerSampler(Sampler):
         softmax(log q + g), and of that the tree is the best.
         """
         noisy = q_logits if noise is None else q_logits + noise[:, :-1]
-        trees = draft_trees(noisy, self.nodes)
+        trees = draft_trees(noisy, self.nodes, self.sharpness)
         last, depth = rows.lengths[:, None] - 1, pad(trees.depth, (1, 0))
         logits = rows.networks["target"](
             torch.cat([rows.tokens.gather(1, last), trees.token], 1),
@@ -104,7 +108,7 @@ class DeerSampler(Sampler):
         )
         logits = self.warped(logits, rows, trees.token, params, trees.before())
         if noise is not None:
-            noise = noise.gather(1, depth[:, :, None].expand_as(logits))
+            noise = noise[torch.arange(len(depth), device=depth.device)[:, None], depth]
         choice = choose(logits, noise)
         paths = [walk(*row) for row in zip(trees.rows, choice.tolist())]
         count = torch.tensor([len(path) for path in paths], device=choice.device)

@@ -1,0 +1,104 @@
+"""`python -m decoding.calibrate model=runs/deer_stage2/export`: the draft tree for this machine.
+
+More nodes are accepted more often and cost a wider pass; where the balance lies depends on drafter,
+target and machine, so it is measured: real decodes of held-out prompts. What is fastest goes into
+the export, and `verify=tree` takes it from there.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from time import perf_counter
+
+from data.prompts import heldout_prompts
+from decoding.cli import main, parse, quiet
+from decoding.load import load, parade_config, sampler_of
+from decoding.params import SamplingParams
+from decoding.report import write_table
+
+
+@dataclass(frozen=True)
+class Calibrate:
+    """Decode held-out prompts with trees of several shapes, one prompt at a time.
+
+    model: the folder of an export that drafts; its config.json is written. nodes, sharpness: the
+    values to try (see `DeerSampler`). temperatures: the best shape is the fastest over all of them.
+    """
+
+    model: str
+    target: str | None = None
+    source: str = "stdlib"
+    prompts: int = 8
+    prompt_length: int = 64
+    max_new_tokens: int = 64
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    nodes: tuple[int, ...] = (8, 12, 16, 24, 32, 48)
+    sharpness: tuple[float, ...] = (0.7, 1.0, 1.4)
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    seed: int = 0
+    out: str | None = None
+
+
+def run(argv: list[str]) -> None:
+    """The command."""
+    from rich.progress import track
+
+    quiet()
+    c = parse(argv, Calibrate, "decoding.calibrate")
+    config = Path(c.model) / "config.json"
+    if not config.is_file():
+        raise ValueError(f"model={c.model!r} is no folder of an export: there is no {config}")
+    sampler = load(c.model, target=c.target, dtype=c.dtype, device=c.device)
+    if getattr(sampler, "drafter", None) is None:
+        raise ValueError(f"{c.model} drafts no trees: there is nothing to calibrate")
+    prompts = heldout_prompts(c.source, sampler.tokenizer, c.prompts, c.prompt_length)
+    ids = [p["prompt_ids"] for p in prompts]
+    shapes = list(product(c.nodes, c.sharpness))
+    samplers = [reshaped(c, sampler, *shape) for shape in shapes]
+    lines = [measure(c, s, ids) for s in track(samplers, "calibrate")]
+    out = Path(c.out) if c.out else config.parents[1] / "calibration"
+    title = f"{c.prompts} held-out prompts, batch 1, {c.dtype}"
+    write_table(lines, out / "calibration.csv", title, "decoding.calibrate")
+    best = max(lines, key=lambda line: line["tokens/s"])
+    keep(config, {name: best[name] for name in ("nodes", "sharpness")})
+    print(f"nodes={best['nodes']} and sharpness={best['sharpness']} are now in {config}")
+
+
+def reshaped(c: Calibrate, sampler, nodes: int, sharpness: float):
+    """The same sampler with trees of another shape."""
+    config = {**parade_config(c.model), "nodes": nodes, "sharpness": sharpness}
+    return sampler_of(config, sampler.target, sampler.tokenizer, sampler.drafter)
+
+
+def measure(c: Calibrate, sampler, prompts: list[list[int]]) -> dict:
+    """One line of the table; tokens/s over all prompts and temperatures."""
+    line = {"nodes": sampler.nodes, "sharpness": sampler.sharpness}
+    tokens = seconds = 0
+    for temperature in c.temperatures:
+        params = SamplingParams(
+            c.max_new_tokens, temperature, ignore_eos=True, seed=c.seed, verify="tree"
+        )
+        sampler.generate(prompts[:1], params)  # warm-up
+        started = perf_counter()
+        results = [sampler.generate([ids], params)[0] for ids in prompts]
+        seconds += perf_counter() - started
+        emitted = [n for r in results for n in r.stats.emitted]
+        line[f"acceptance length, T={temperature:g}"] = round(sum(emitted) / len(emitted), 2)
+        tokens += sum(emitted)
+    return {**line, "tokens/s": round(tokens / seconds, 1)}
+
+
+def keep(config: Path, knobs: dict) -> None:
+    """Write knobs into an export's `parade` entry, whole or not at all."""
+    entry = json.loads(config.read_text())
+    entry["parade"].update(knobs)
+    temporary = config.with_suffix(".tmp")
+    temporary.write_text(json.dumps(entry, indent=2) + "\n")
+    os.replace(temporary, config)
+
+
+if __name__ == "__main__":
+    main(run)

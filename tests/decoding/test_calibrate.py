@@ -1,0 +1,46 @@
+"""Calibration measures real trees, and leaves the best one's shape in the export."""
+
+import csv
+import json
+import shutil
+
+import pytest
+
+from decoding.calibrate import run
+from decoding.load import load
+
+
+@pytest.fixture
+def export(lab, tmp_path):
+    return shutil.copytree(lab.runs / "deer_stage2" / "export", tmp_path / "run" / "export")
+
+
+def arguments(lab, export, *more):
+    return [
+        f"model={export}", f"target={lab.runs / 'ar_target' / 'export'}", f"source={lab.corpus}",
+        "prompts=2", "prompt_length=8", "max_new_tokens=8", "dtype=float32", *more,
+    ]  # fmt: skip
+
+
+def test_the_fastest_shape_is_kept(lab, export):
+    assert load(str(export)).nodes == 16
+    run(arguments(lab, export, "nodes=[3,5]", "sharpness=[0.5,1.0]"))
+    lines = list(csv.DictReader((export.parent / "calibration" / "calibration.csv").open()))
+    assert len(lines) == 4
+    best = max(lines, key=lambda line: float(line["tokens/s"]))
+    served = load(str(export))
+    assert (served.nodes, served.sharpness) == (int(best["nodes"]), float(best["sharpness"]))
+    assert all(float(line["acceptance length, T=1"]) >= 1 for line in lines)
+
+
+def test_mistakes(lab, export):
+    before = (export / "config.json").read_text()
+    with pytest.raises(ValueError, match="drafts no trees"):
+        run(arguments(lab, lab.runs / "ar_target" / "export"))
+    with pytest.raises(ValueError, match="is no folder of an export"):
+        run(arguments(lab, "org/drafter"))
+    for values, message in (("nodes=[64]", "nodes=64"), ("sharpness=[0.0]", "sharpness=0.0")):
+        with pytest.raises(ValueError, match=f"{message} is not allowed"):
+            run(arguments(lab, export, values))
+    assert (export / "config.json").read_text() == before
+    assert "nodes" not in json.loads(before)["parade"]
