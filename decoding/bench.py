@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 from data.prompts import heldout_prompts
 from decoding.cli import main, parse, quiet
 from decoding.distribution import warp
-from decoding.load import load, load_tokenizer, parade_config, sampling_config
+from decoding.load import check_one_tokenizer, load, parade_config, sampling_config
 from decoding.params import Result, SamplingParams, Stats
 from decoding.randomness import KeyedRandomness
 from decoding.report import picture, write_table
@@ -29,7 +29,8 @@ from decoding.samplers.plain import PlainSampler
 class Bench:
     """Compare an export's sampler with plain decoding and with Hugging Face generate.
 
-    model: an export. also: further exports for the same target (a stage before, say).
+    model: an export. also: further exports of its tokenizer (a stage before, say); one that decodes
+        with weights of its own is compared with plain decoding of those.
     source: 'stdlib', a text folder or a JSONL of prompts. temperatures: e.g. [0,1].
     sampler: another method or other knobs than the exports', e.g. [method=jacobi,block_size=32].
     out: the folder of the results; None: 'bench' beside the export.
@@ -85,6 +86,7 @@ class Row:
     sampler: Sampler | HuggingFace
     params: SamplingParams
     law: str  # what it promises against plain decoding: 'same text' or 'same law'
+    plain: "Row | None" = None  # of the same weights and temperature; None: it is that itself
     results: list[Result] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
@@ -103,18 +105,16 @@ def measure(bench: Bench) -> tuple[list[Row], list[list[int]]]:
     options = {"target": bench.target, "sampler": bench.sampler}
     options |= {"dtype": bench.dtype, "device": bench.device}
     samplers = {name: load(name, **options) for name in (bench.model, *bench.also)}
-    first = samplers[bench.model]
     for name, sampler in samplers.items():
         if not sampler.continues:
             raise ValueError(
                 f"{name} fills holes and goes on from no prompt, so it has no place in this bench: "
                 "python -m decoding.generate model=... prompt='a = <hole:4>' shows what it does"
             )
-    tokenizer = load_tokenizer(
-        bench.target or parade_config(bench.model).get("target", bench.model)
-    )
+    check_one_tokenizer({name: s.tokenizer for name, s in samplers.items()})
+    tokenizer = samplers[bench.model].tokenizer
     prompts = heldout_prompts(bench.source, tokenizer, bench.prompts, bench.prompt_length)
-    rows = [row for t in bench.temperatures for row in _rows(bench, samplers, first, t)]
+    rows = [row for t in bench.temperatures for row in _rows(bench, samplers, t)]
     for row in rows:  # warm-up: allocations, kernels' first calls
         row.sampler.generate([prompts[0]["prompt_ids"]], row.params, seeds=[bench.seed])
     for i, prompt in enumerate(track(prompts, "bench")):
@@ -127,7 +127,7 @@ def measure(bench: Bench) -> tuple[list[Row], list[list[int]]]:
     return rows, [p["prompt_ids"] for p in prompts]
 
 
-def _rows(bench: Bench, samplers: dict, first: Sampler, temperature: float) -> list[Row]:
+def _rows(bench: Bench, samplers: dict[str, Sampler], temperature: float) -> list[Row]:
     def params(verify: str) -> SamplingParams:
         return SamplingParams(
             max_new_tokens=bench.max_new_tokens,
@@ -137,25 +137,31 @@ def _rows(bench: Bench, samplers: dict, first: Sampler, temperature: float) -> l
             block_size=bench.block_size,
         )
 
-    plain = PlainSampler(first.target, first.tokenizer)
-    rows = [
-        Row("plain", plain, params("coupled"), "same text"),
-        Row("transformers generate", HuggingFace(first.target), params("coupled"),
-            "same law" if temperature else "same text"),
-    ]  # fmt: skip
+    rows, plain = [], {}
     for path, sampler in samplers.items():
-        name = sampling_config(path, bench.sampler)["method"]
-        name = name if path == bench.model else f"{name} ({Path(path).parent.name})"
+        other = "" if path == bench.model else f" ({Path(path).parent.name})"
+        config = parade_config(path)
+        target = (bench.target or config["target"]) if "target" in config else path
+        if target not in plain:
+            own = PlainSampler(sampler.target, sampler.tokenizer)
+            plain[target] = Row(f"plain{other}", own, params("coupled"), "same text")
+            rows.append(plain[target])
+        if path == bench.model:
+            law = "same law" if temperature else "same text"
+            stock = HuggingFace(sampler.target)
+            rows.append(Row("transformers generate", stock, params("coupled"), law, plain[target]))
+        name = sampling_config(path, bench.sampler)["method"] + other
         # Without temperature every rule is the same.
         for rule in sampler.rules if temperature else sampler.rules[:1]:
             law = "same text" if rule == "coupled" else "same law"
             label = f"{name}, {rule}" if temperature else name
-            rows.append(Row(label, sampler, params(rule), law))
+            rows.append(Row(label, sampler, params(rule), law, plain[target]))
     return rows
 
 
-def summary(row: Row, plain: Row) -> dict:
+def summary(row: Row) -> dict:
     """A row of the table. Acceptance length: tokens per target pass, bonus included."""
+    plain = row.plain or row
     stats = [r.stats for r in row.results]
     tokens = sum(len(r.token_ids) for r in row.results)
     emitted = [n for s in stats for n in s.emitted]
@@ -179,15 +185,16 @@ def summary(row: Row, plain: Row) -> dict:
 def report(bench: Bench, rows: list[Row], prompts: list[list[int]]) -> None:
     """Print the table; write bench.csv and accepted.png."""
     out = Path(bench.out) if bench.out else _beside(bench.model)
-    plain = {row.params.temperature: row for row in rows if row.name == "plain"}
-    lines = [summary(row, plain[row.params.temperature]) for row in rows]
+    lines = [summary(row) for row in rows]
     title = f"{bench.prompts} held-out prompts, batch 1, {bench.dtype}"
     write_table(lines, out / "bench.csv", title, "decoding.bench")
     print("acceptance length: tokens emitted per target pass, bonus or correction included;")
     print("speed-up: median over prompts, against plain; same law: differs only by its draws")
+    if len({id(row.plain.sampler) for row in rows if row.plain}) > 1:
+        print("plain: one-token decoding of the same weights as the rows below it")
     for row in rows:
-        if row.law == "same text" and row.name != "plain":
-            explain_divergence(row, plain[row.params.temperature], prompts, bench.seed)
+        if row.law == "same text" and row.plain:
+            explain_divergence(row, prompts, bench.seed)
     drafted = [r for r in rows if not isinstance(r.sampler, (PlainSampler, HuggingFace))]
     print(f"wrote {out / 'bench.csv'}")
     if drafted:
@@ -195,12 +202,13 @@ def report(bench: Bench, rows: list[Row], prompts: list[list[int]]) -> None:
         print(f"wrote {out / 'accepted.png'}")
 
 
-def explain_divergence(row: Row, plain: Row, prompts: list[list[int]], seed: int) -> None:
+def explain_divergence(row: Row, prompts: list[list[int]], seed: int) -> None:
     """Where a row's text first differs from plain decoding, and how near the choice was there.
 
     In float32 a difference is a bug; in bfloat16 a wide pass and a one-token pass round
     differently, which shows where the two best choices are closer than the rounding.
     """
+    plain = row.plain
     for i, (a, b) in enumerate(zip(row.results, plain.results)):
         if a.token_ids == b.token_ids:
             continue

@@ -1,11 +1,15 @@
 import csv
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from data.tokenizer import train_tokenizer
 from decoding.bench import Bench, explain_divergence, margin, measure, report, summary
+from tests.support import tiny
+from tests.support.lab import write_corpus
 
 
 @pytest.fixture(scope="module")
@@ -31,22 +35,58 @@ def test_table_csv_and_picture(bench, capsys):
     lines = list(csv.DictReader((Path(bench.out) / "bench.csv").open()))
     names = {(line["sampler"], line["temperature"]) for line in lines}
     assert {("plain", "0.0"), ("transformers generate", "1.0"), ("deer", "0.0")} <= names
+    assert len([name for name, _ in names if name.startswith("plain")]) == 2  # one target
     assert {("deer, block", "1.0"), ("deer (deer_stage1), coupled", "1.0")} <= names
     same = [line for line in lines if line["sampler"] in ("deer", "deer, coupled")]
     assert all(line["identical to plain"] == "3/3" for line in same)
     assert (Path(bench.out) / "accepted.png").stat().st_size > 5000
     plain = next(r for r in rows if r.name == "plain")
-    assert summary(plain, plain)["target passes"] == 3 * 12
+    assert summary(plain)["target passes"] == 3 * 12
 
 
 def test_a_difference_is_reported(bench, capsys):
     rows, prompts = measure(bench)
     plain, other = rows[0], rows[2]
     other.results[1].token_ids[4] += 1
-    explain_divergence(other, plain, prompts, bench.seed)
+    explain_divergence(other, prompts, bench.seed)
     assert "prompt 1 at token 4" in capsys.readouterr().out
     assert margin(plain, prompts[1] + plain.results[1].token_ids[:4], bench.seed + 1) > 0
-    assert summary(other, plain)["identical to plain"] == "2/3"
+    assert summary(other)["identical to plain"] == "2/3"
+
+
+def test_other_weights_are_compared_with_their_own_plain_text(tmp_path):
+    corpus, tokenizer = write_corpus(tmp_path / "corpus"), train_tokenizer(["self return"], 270)
+    models = [tmp_path / f"run{seed}" / "export" for seed in range(5)]
+    for seed, model in enumerate(models):
+        tiny.causal_lm(len(tokenizer), seed=seed).save_pretrained(model)
+        tokenizer.save_pretrained(model)
+    first, *others = map(str, models)
+    compared = Bench(
+        model=first, also=tuple(others), sampler=("method=jacobi", "block_size=4"),
+        source=str(corpus), prompts=2, prompt_length=8, max_new_tokens=8, dtype="float32",
+        temperatures=(0.0, 1.0), out=str(tmp_path / "out"),
+    )  # fmt: skip
+    rows, prompts = measure(compared)
+    report(compared, rows, prompts)
+    with (tmp_path / "out" / "bench.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    found = [line for line in lines if line["sampler"].startswith("jacobi")]
+    assert len(found) == 10
+    assert [line["identical to plain"] for line in found] == ["2/2"] * 10
+    plain = {row.name: row for row in rows if row.plain is None and row.params.temperature == 0}
+    assert [*plain] == ["plain", *(f"plain (run{seed})" for seed in range(1, 5))]
+    texts = {name: [r.token_ids for r in row.results] for name, row in plain.items()}
+    jacobi = next(row for row in rows if row.name == "jacobi (run1)")
+    assert [r.token_ids for r in jacobi.results] == texts["plain (run1)"]
+    # The plain text of the first weights is not that of the others: the comparison says so.
+    assert summary(replace(jacobi, plain=plain["plain"]))["identical to plain"] == "0/2"
+
+
+def test_exports_of_different_tokenizers_are_refused(bench, tmp_path):
+    tiny.causal_lm(300).save_pretrained(tmp_path / "other")
+    train_tokenizer(["another text"], 300).save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match="different tokenizers"):
+        measure(replace(bench, also=(str(tmp_path / "other"),)))
 
 
 @pytest.mark.parametrize(
