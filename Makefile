@@ -3,7 +3,7 @@ PY := .venv/bin/python
 FIT := $(PY) -m trainers.fit
 RUNS ?= runs
 
-.PHONY: quickstart test chaos lint lab-deer lab-pcllm lab-asarm clean
+.PHONY: quickstart test chaos lint lab-deer lab-pcllm lab-pcllm-ablations lab-asarm clean
 
 .venv/installed: setup.cfg constraints.txt
 	test -x $(PY) || python3 -m venv .venv
@@ -26,6 +26,7 @@ lab-deer: .venv/installed  ## the figures of docs/results.md: about an hour on 2
 
 PCLLM = $(RUNS)/lab/pcllm_round
 BENCH = $(PY) -m decoding.bench
+HELDOUT = $(PY) -m decoding.heldout_loss model=$(RUNS)/lab/ar_target/export answers=$(RUNS)/lab/pcllm_trajectories runs=$(RUNS)/lab
 lab-pcllm: .venv/installed  ## both rounds of pcLLM and their benches; shares lab-deer's target
 	$(FIT) recipe=ar_target $(LAB) trainer.max_steps=2400
 	$(PY) -m decoding.collect recipe=pcllm_trajectories runs=$(RUNS)/lab prompts.count=2560
@@ -35,6 +36,21 @@ lab-pcllm: .venv/installed  ## both rounds of pcLLM and their benches; shares la
 	$(BENCH) model=$(RUNS)/lab/ar_target/export 'sampler=[method=jacobi,block_size=16]' out=$(RUNS)/lab/ar_target/bench_jacobi
 	$(BENCH) model=$(PCLLM)2/export also=$(PCLLM)1/export 'sampler=[method=jacobi,block_size=16]' out=$(PCLLM)2/bench_jacobi
 	$(BENCH) model=$(PCLLM)2/export also=$(PCLLM)1/export
+	$(HELDOUT) 'also=[$(PCLLM)1/export,$(PCLLM)2/export]' out=$(PCLLM)2/heldout_loss
+
+ABLATION = $(FIT) recipe=pcllm_round1 $(LAB) trainer.max_steps=400
+ABLATED = $(PCLLM)1/linear_4/export,$(PCLLM)1/nc_ic_4/export,$(PCLLM)1/random_8/export,$(PCLLM)1/random_4/export,$(PCLLM)1/reverse_8/export
+lab-pcllm-ablations: .venv/installed  ## pcLLM's mask, schedule and window (Tables 3 and 4), one short round 1 each
+	$(FIT) recipe=ar_target $(LAB) trainer.max_steps=2400
+	$(PY) -m decoding.collect recipe=pcllm_trajectories runs=$(RUNS)/lab prompts.count=2560
+	$(ABLATION) name=linear_8
+	$(ABLATION) name=linear_4 data.corruption.window=4
+	$(ABLATION) name=nc_ic_4 data.corruption.window=4 module.mask=nc_ic
+	$(ABLATION) name=random_8 data.corruption.order=random
+	$(ABLATION) name=random_4 data.corruption.order=random data.corruption.window=4
+	$(ABLATION) name=reverse_8 data.corruption.order=reverse
+	$(BENCH) model=$(PCLLM)1/linear_8/export 'also=[$(ABLATED)]' 'sampler=[method=jacobi,block_size=16]' 'temperatures=[0]' out=$(PCLLM)1/ablations
+	$(HELDOUT) 'also=[$(PCLLM)1/linear_8/export,$(ABLATED)]' out=$(PCLLM)1/ablations/heldout_loss
 
 lab-asarm: .venv/installed  ## an any-subset model that fills holes, and its bench
 	$(FIT) recipe=ar_target $(LAB) trainer.max_steps=2400

@@ -58,6 +58,13 @@ def answers(
 
     source: the collection's folder. split: 'train' or 'heldout', by the hash of the prompt's id.
     """
+    manifest = checked_manifest(source, tokenizer)
+    made_from = {"answers": manifest, "split": split, "length": length}
+    return _build(read_answers(source, split), length, tokenizer, folder, made_from)
+
+
+def checked_manifest(source: str, tokenizer: PreTrainedTokenizerBase) -> dict:
+    """What a collection was made with; ValueError for one of another tokenizer."""
     manifest = read_manifest(source)
     if manifest["tokenizer"] != fingerprint(tokenizer):
         raise ValueError(
@@ -65,8 +72,7 @@ def answers(
             f"{manifest['tokenizer']}, here {fingerprint(tokenizer)}): collect again with "
             f"python -m decoding.collect recipe={manifest['recipe']}"
         )
-    made_from = {"answers": manifest, "split": split, "length": length}
-    return _build(read_answers(source, split), length, tokenizer, folder, made_from)
+    return manifest
 
 
 def _build(

@@ -142,6 +142,18 @@ def check_tokenizers(
         )
 
 
+def check_one_tokenizer(tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:
+    """Models side by side must mean the same by a token id. tokenizers: by the model's name."""
+    first, *others = tokenizers
+    for other in others:
+        if fingerprint(tokenizers[other]) != fingerprint(tokenizers[first]):
+            raise ValueError(
+                f"{other!r} and {first!r} have different tokenizers (fingerprints "
+                f"{fingerprint(tokenizers[other])} and {fingerprint(tokenizers[first])}): "
+                "only models of one tokenizer can be compared token for token"
+            )
+
+
 def _beside(path: str, target: str) -> str:
     """A relative target folder is looked for from here, then beside the export."""
     if causal.looks_local(target) and not Path(target).exists():

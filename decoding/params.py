@@ -65,12 +65,14 @@ class Stats:
 
     emitted: tokens emitted by each target pass of this row, the bonus or correction token
         included; their mean is the acceptance length (as vLLM and `speculators` count it).
+    drafted: tokens that these passes verified.
     target_passes, drafter_passes: forwards that this row took part in, the prefill not counted.
     target_s, drafter_s, sampler_s: seconds in the target's forwards (prefill included), in the
         drafter's, and in everything else; of the whole batch, for each of its rows.
     """
 
     emitted: list[int] = field(default_factory=list)
+    drafted: int = 0
     target_passes: int = 0
     drafter_passes: int = 0
     target_s: float = 0.0

@@ -92,8 +92,8 @@ def _check_reload(module: BaseModule, network: PreTrainedModel, folder: Path) ->
     ids = torch.arange(1, 9, device=network.device)[None] % network.config.vocab_size
     with torch.inference_mode():
         difference = (network(ids).logits - again.eval()(ids).logits).abs().max().item()
-    if module.target is not None:
-        sampler, prompt = module.sampler(), ids[0].tolist()
+    sampler, prompt = module.sampler(), ids[0].tolist()
+    if module.target is not None and sampler is not None:
         sampler.drafter = network
         drafted = first_draft(sampler, prompt)
         sampler.drafter = again

@@ -91,7 +91,7 @@ class AsarmSampler(Infiller):
         if way == "assd_ngram":
             self.draft_ngrams(rows, k, params)
         draft, q = rows.state["draft"], rows.state.get("q")
-        d = draft.shape[1]
+        d = rows.drafted = draft.shape[1]
         # Algorithm 1 leaves out the token behind the drafts: its next pass drafts it first.
         behind = way != "assd" or d == 0
         ahead = {"assd": 0 if d else k - 1, "assd_fused": k}.get(way, 0)

@@ -22,7 +22,7 @@ class Rows:
 
     row: each row's number in the request. tokens [B, capacity], lengths [B] committed tokens a row.
     networks: the method's cached networks by name ('target', 'drafter'). state: the method's own
-    tensors [B, ...].
+    tensors [B, ...]. drafted: tokens a row that the last pass verified.
     """
 
     def __init__(self, prompts: list[list[int]], capacity: int, randomness: Randomness, device):
@@ -34,6 +34,7 @@ class Rows:
         self.randomness = randomness
         self.networks: dict[str, CachedNetwork] = {}
         self.state: dict[str, Tensor] = {}
+        self.drafted = 0
 
     def append(self, tokens: Tensor, counts: Tensor) -> None:
         """Commit the first counts [B] of tokens [B, m] to each row."""
@@ -152,6 +153,7 @@ class Sampler(ABC):
                 keep = []
                 for b, (new, count) in enumerate(zip(tokens.tolist(), counts.tolist())):
                     answer = answers[rows.row[b]]
+                    answer.stats.drafted += rows.drafted
                     chunk = self._commit(rows.row[b], answer, new[:count], params, text)
                     if chunk is None or chunk.result is None:
                         keep.append(b)
@@ -194,6 +196,7 @@ class Sampler(ABC):
 
     def target_pass(self, rows: Rows, draft: Tensor, params: SamplingParams) -> Tensor:
         """Warped target logits [B, k+1, V] at draft [B, k] and at the position after it."""
+        rows.drafted = draft.shape[1]
         last = rows.lengths[:, None] - 1
         tokens = torch.cat([rows.tokens.gather(1, last), draft], 1)
         positions = last + torch.arange(tokens.shape[1], device=tokens.device)

@@ -99,6 +99,7 @@ class DeerSampler(Sampler):
         """
         noisy = q_logits if noise is None else q_logits + noise[:, :-1]
         trees = draft_trees(noisy, self.nodes, self.sharpness)
+        rows.drafted = trees.token.shape[1]
         last, depth = rows.lengths[:, None] - 1, pad(trees.depth, (1, 0))
         logits = rows.networks["target"](
             torch.cat([rows.tokens.gather(1, last), trees.token], 1),

@@ -112,6 +112,7 @@ class JacobiMRSampler(JacobiSampler):
             logits = self.target_pass(rows, guess, params)
             return choose(logits, self.noise(rows, W + 1, params)), []
         drafts, sizes = [guess, *candidates.unbind(1)], [W, *[n] * C]
+        rows.drafted = sum(sizes)
         last = rows.lengths[:, None] - 1
         tokens = torch.cat([rows.tokens.gather(1, last), *drafts], 1)
         steps = torch.cat([torch.arange(1, size + 1, device=device) for size in sizes])

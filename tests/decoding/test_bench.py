@@ -1,11 +1,17 @@
 import csv
+import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from decoding.bench import Bench, explain_divergence, margin, measure, report, summary
+from data.tokenizer import train_tokenizer
+from decoding.bench import Bench, measure, run
+from decoding.bench_report import at_positions, explain_divergence, margin, report, summary
+from tests.support import tiny
+from tests.support.lab import write_corpus
 
 
 @pytest.fixture(scope="module")
@@ -24,29 +30,123 @@ def bench(lab, tmp_path_factory):
 
 def test_table_csv_and_picture(bench, capsys):
     rows, prompts = measure(bench)
-    report(bench, rows, prompts)
+    report(Path(bench.out), rows, prompts, "a title", bench.seed)
     shown = capsys.readouterr().out
     assert "acceptance length" in shown
     assert "first difference" not in shown
     lines = list(csv.DictReader((Path(bench.out) / "bench.csv").open()))
     names = {(line["sampler"], line["temperature"]) for line in lines}
     assert {("plain", "0.0"), ("transformers generate", "1.0"), ("deer", "0.0")} <= names
+    assert len([name for name, _ in names if name.startswith("plain")]) == 2  # one target
     assert {("deer, block", "1.0"), ("deer (deer_stage1), coupled", "1.0")} <= names
-    same = [line for line in lines if line["sampler"] in ("deer", "deer, coupled")]
+    assert {("deer, tree", "0.0"), ("deer, tree", "1.0")} <= names
+    assert {("transformers prompt lookup", "0.0")} <= names
+    keyed = ("deer", "deer, coupled", "deer, tree", "transformers generate")
+    same = [line for line in lines if line["sampler"] in keyed and line["temperature"] == "0.0"]
+    same += [line for line in lines if line["sampler"] in ("deer, coupled", "deer, tree")]
+    assert len(same) == 6
     assert all(line["identical to plain"] == "3/3" for line in same)
-    assert (Path(bench.out) / "accepted.png").stat().st_size > 5000
+    for name in ("accepted", "speed-up"):
+        assert (Path(bench.out) / f"{name}.png").stat().st_size > 5000
     plain = next(r for r in rows if r.name == "plain")
-    assert summary(plain, plain)["target passes"] == 3 * 12
+    assert summary(plain)["target passes"] == 3 * 12
+
+
+def test_what_programs_read(bench):
+    rows, prompts = measure(replace(bench, also=(), temperatures=(1.0,)))
+    report(Path(bench.out), rows, prompts, "a title", bench.seed)
+    found = json.loads((Path(bench.out) / "bench.json").read_text())
+    assert [line["sampler"] for line in found["rows"]] == [row.name for row in rows]
+    assert found["machine"]["threads"] >= 1
+    assert all(ms > 0 for ms in found["rows"][-1]["ms a cycle"].values())
+    lines = {x["sampler"]: x for x in csv.DictReader((Path(bench.out) / "acceptance.csv").open())}
+    for row in rows:
+        if not row.drafts:
+            continue
+        line, passes = lines[row.name], sum(s.target_passes for s in row.stats)
+        nodes = 16 if row.params.verify == "tree" else 4
+        assert int(line["num_drafts"]) == passes
+        assert int(line["num_draft_tokens"]) == passes * nodes
+        assert int(line["num_accepted_tokens"]) == 3 * 12 - passes
+        rates = [float(line[f"acceptance_at_pos_{i}"]) for i in range(len(at_positions(row)))]
+        assert sum(rates) == pytest.approx(float(line["acceptance_length"]) - 1, abs=1e-3)
+        assert rates == sorted(rates, reverse=True)
+    answers = Path(bench.out) / "spec_bench" / "deer_coupled_T=1.jsonl"
+    answers = [json.loads(line) for line in answers.read_text().splitlines()]
+    row = next(row for row in rows if row.name == "deer, coupled")
+    assert [a["choices"][0]["turns"] for a in answers] == [[r.text] for r in row.results]
+    assert [a["question_id"] for a in answers] == [p["id"] for p in prompts]
+
+
+def test_batches_an_assistant_and_a_profile(bench, lab, tmp_path):
+    lab.fit("ar_drafter")
+    arguments = [
+        f"model={bench.model}", f"source={bench.source}", "prompts=3", "prompt_length=8",
+        "max_new_tokens=6", "dtype=float32", "temperatures=[0.0]", "batch_sizes=[1,2]",
+        f"assistant={lab.runs / 'ar_drafter' / 'export'}", "profile=true", f"out={tmp_path}",
+    ]  # fmt: skip
+    run(arguments)
+    lines = list(csv.DictReader((tmp_path / "bench.csv").open()))
+    assert {line["identical to plain"] for line in lines} == {"3/3"}
+    alone = {line["sampler"] for line in lines if line["batch"] == "1"}
+    stock = {"transformers assisted", "transformers prompt lookup"}
+    assert alone - {line["sampler"] for line in lines if line["batch"] == "2"} == stock
+    assisted = next(line for line in lines if line["sampler"] == "transformers assisted")
+    assert 1 <= float(assisted["acceptance length"]) <= 6
+    plain = {line["batch"]: line for line in lines if line["sampler"] == "plain"}
+    assert [plain[b]["target passes"] for b in "12"] == ["18", "12"]
+    widths = [int(line["width"]) for line in csv.DictReader((tmp_path / "pass_cost.csv").open())]
+    assert widths[0] == 1
+    assert (tmp_path / "pass_cost.png").stat().st_size > 5000
+    with pytest.raises(ValueError, match=r"batch_sizes=\[4\] with prompts=3 is not allowed"):
+        run([*arguments, "batch_sizes=[4]"])
 
 
 def test_a_difference_is_reported(bench, capsys):
     rows, prompts = measure(bench)
-    plain, other = rows[0], rows[2]
+    prompts = [p["prompt_ids"] for p in prompts]
+    plain = rows[0]
+    other = next(row for row in rows if row.drafts)
     other.results[1].token_ids[4] += 1
-    explain_divergence(other, plain, prompts, bench.seed)
+    explain_divergence(other, prompts, bench.seed)
     assert "prompt 1 at token 4" in capsys.readouterr().out
     assert margin(plain, prompts[1] + plain.results[1].token_ids[:4], bench.seed + 1) > 0
-    assert summary(other, plain)["identical to plain"] == "2/3"
+    assert summary(other)["identical to plain"] == "2/3"
+
+
+def test_other_weights_are_compared_with_their_own_plain_text(tmp_path):
+    corpus, tokenizer = write_corpus(tmp_path / "corpus"), train_tokenizer(["self return"], 270)
+    models = [tmp_path / f"run{seed}" / "export" for seed in range(5)]
+    for seed, model in enumerate(models):
+        tiny.causal_lm(len(tokenizer), seed=seed).save_pretrained(model)
+        tokenizer.save_pretrained(model)
+    first, *others = map(str, models)
+    compared = Bench(
+        model=first, also=tuple(others), sampler=("method=jacobi", "block_size=4"),
+        source=str(corpus), prompts=2, prompt_length=8, max_new_tokens=8, dtype="float32",
+        temperatures=(0.0, 1.0), out=str(tmp_path / "out"),
+    )  # fmt: skip
+    rows, prompts = measure(compared)
+    report(tmp_path / "out", rows, prompts, "a title", compared.seed)
+    with (tmp_path / "out" / "bench.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    found = [line for line in lines if line["sampler"].startswith("jacobi")]
+    assert len(found) == 10
+    assert [line["identical to plain"] for line in found] == ["2/2"] * 10
+    plain = {row.name: row for row in rows if row.plain is None and row.params.temperature == 0}
+    assert [*plain] == ["plain", *(f"plain (run{seed})" for seed in range(1, 5))]
+    texts = {name: [r.token_ids for r in row.results] for name, row in plain.items()}
+    jacobi = next(row for row in rows if row.name == "jacobi (run1)")
+    assert [r.token_ids for r in jacobi.results] == texts["plain (run1)"]
+    # The plain text of the first weights is not that of the others: the comparison says so.
+    assert summary(replace(jacobi, plain=plain["plain"]))["identical to plain"] == "0/2"
+
+
+def test_exports_of_different_tokenizers_are_refused(bench, tmp_path):
+    tiny.causal_lm(300).save_pretrained(tmp_path / "other")
+    train_tokenizer(["another text"], 300).save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match="different tokenizers"):
+        measure(replace(bench, also=(str(tmp_path / "other"),)))
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,7 @@ class Lab:
                 "network.max_position_embeddings=256",
             ],
             "diffusion_adapt": [*text, *rows, *BLOCKS, "network.layers=[0,2]"],
+            "ar_drafter": [*rows, "network.layers=[0,2]"],
             "asarm_joint": [*text, *rows, "data.corruption.curriculum=2"],
             "deer_stage1": [*rows, *BLOCKS],
             "deer_stage2": [*rows, *BLOCKS, "data.corruption.schedule.shortest=1"],

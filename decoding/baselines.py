@@ -1,0 +1,48 @@
+"""What a user has without parade: transformers' own ways to generate, for benches."""
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from decoding.params import Result, SamplingParams, Stats
+
+
+class HuggingFace:
+    """`transformers.generate` of a target, behind the interface of a sampler.
+
+    arguments: of `generate`, such as assistant_model= (another model drafts) or
+    prompt_lookup_num_tokens= (the text itself drafts).
+    """
+
+    def __init__(self, target: PreTrainedModel, **arguments):
+        self.target, self.arguments = target, arguments
+        self._passes = 0
+        target.register_forward_pre_hook(self._count)
+
+    def generate(
+        self, prompts: list[list[int]], params: SamplingParams, *, seeds: list[int]
+    ) -> list[Result]:
+        """The same settings, transformers' own cache and loop; end tokens are ignored."""
+        torch.manual_seed(seeds[0])
+        width, device = max(map(len, prompts)), self.target.device
+        ids = [[0] * (width - len(p)) + p for p in prompts]
+        seen = [[0] * (width - len(p)) + [1] * len(p) for p in prompts]
+        config = GenerationConfig(
+            max_new_tokens=params.max_new_tokens,
+            do_sample=params.temperature > 0,
+            temperature=params.temperature or None,
+            top_k=params.top_k,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        before = self._passes
+        out = self.target.generate(
+            torch.tensor(ids, device=device),
+            attention_mask=torch.tensor(seen, device=device),
+            generation_config=config,
+            **self.arguments,
+        )
+        stats = Stats(target_passes=self._passes - before)
+        return [Result("", row, "length", stats) for row in out[:, width:].tolist()]
+
+    def _count(self, *_) -> None:
+        self._passes += 1

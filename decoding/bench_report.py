@@ -1,0 +1,348 @@
+"""What a bench found, for people and for programs.
+
+bench.csv: the table. bench.json: the same with spread, milliseconds a cycle and the machine.
+acceptance.csv: drafts and what was accepted of them, with vLLM's names. spec_bench/*.jsonl: answers
+in Spec-Bench's format, a file a sampler. accepted.png, speed-up.png; command.txt.
+"""
+
+import csv
+import json
+import os
+import platform
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median, quantiles
+
+import torch
+from torch import Tensor
+
+from decoding.baselines import HuggingFace
+from decoding.cache import CachedNetwork
+from decoding.cli import typed
+from decoding.distribution import warp
+from decoding.params import Result, SamplingParams, Stats
+from decoding.randomness import KeyedRandomness
+from decoding.report import picture, write_table
+from decoding.samplers.base import Sampler
+from decoding.samplers.plain import PlainSampler
+from models.masks import causal
+
+WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # of the passes whose cost is measured
+CONTEXT = 128  # tokens in front of them
+
+
+@dataclass
+class Row:
+    """One sampler at one temperature and batch size, over all prompts.
+
+    law: what it promises against plain decoding, 'same text' or 'same law'. plain: plain decoding
+    of the same weights, at the same temperature and batch size; None: it is that itself.
+    results: one a prompt; seconds: one a batch.
+    """
+
+    name: str
+    sampler: Sampler | HuggingFace
+    params: SamplingParams
+    batch: int
+    law: str
+    plain: "Row | None" = None
+    results: list[Result] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def stats(self) -> list[Stats]:
+        """Of each prompt."""
+        return [r.stats for r in self.results]
+
+    @property
+    def batches(self) -> list[Stats]:
+        """Of each batch: those of its longest row, which took part in every pass of it."""
+        chunks = [self.stats[i : i + self.batch] for i in range(0, len(self.stats), self.batch)]
+        return [max(chunk, key=lambda s: s.target_passes) for chunk in chunks]
+
+    @property
+    def speedups(self) -> list[float]:
+        """Against plain decoding, batch by batch."""
+        plain = self.plain or self
+        return [b / a for a, b in zip(self.seconds, plain.seconds)]
+
+    @property
+    def drafts(self) -> bool:
+        """Whether it drafts, with a drafter of parade's."""
+        return not isinstance(self.sampler, (PlainSampler, HuggingFace))
+
+
+def report(out: Path, rows: list[Row], prompts: list[dict], title: str, seed: int) -> None:
+    """Print the table; write all files into the folder `out`."""
+    lines = [summary(row) for row in rows]
+    write_table(lines, out / "bench.csv", title, "decoding.bench")
+    print("acceptance length: tokens emitted per target pass, bonus or correction included;")
+    print("speed-up: median over prompts, against plain; same law: differs only by its draws")
+    if len({id(row.plain.sampler) for row in rows if row.plain}) > 1:
+        print("plain: one-token decoding of the same weights as the rows below it")
+    for row in rows:
+        if row.law == "same text" and row.plain:
+            explain_divergence(row, [p["prompt_ids"] for p in prompts], seed)
+    write_json(out / "bench.json", rows, lines)
+    write_answers(out / "spec_bench", rows, prompts)
+    written = ["bench.csv", "bench.json", "spec_bench", "speed-up.png"]
+    draw_speedups(rows, out / "speed-up.png")
+    drafting = [row for row in rows if row.drafts]
+    if drafting:
+        write_acceptance(out / "acceptance.csv", drafting)
+        draw_accepted(drafting, out / "accepted.png")
+        written += ["acceptance.csv", "accepted.png"]
+    print(f"wrote {', '.join(written)} into {out}")
+
+
+def summary(row: Row) -> dict:
+    """A row of the table. Acceptance length: tokens per target pass, bonus included."""
+    tokens = sum(len(r.token_ids) for r in row.results)
+    forwards = sum(s.target_s + s.drafter_s for s in row.batches)
+    total = forwards + sum(s.sampler_s for s in row.batches)
+    plain = row.plain or row
+    same = sum(a.token_ids == b.token_ids for a, b in zip(row.results, plain.results))
+    return {
+        "sampler": row.name,
+        "temperature": row.params.temperature,
+        "batch": row.batch,
+        "tokens/s": round(tokens / sum(row.seconds), 1),
+        "speed-up": round(median(row.speedups), 2),
+        "acceptance length": round(tokens / sum(s.target_passes for s in row.stats), 2),
+        "target passes": sum(s.target_passes for s in row.batches),
+        "drafter passes": sum(s.drafter_passes for s in row.batches),
+        "outside forwards": f"{100 * (1 - forwards / total):.1f}%" if forwards else "",
+        "identical to plain": f"{same}/{len(row.stats)}" if row.law == "same text" else row.law,
+    }
+
+
+def cycle(row: Row) -> dict[str, float]:
+    """Milliseconds of a cycle (one target pass): in the drafter, in the target, in all the rest."""
+    parts = {"drafter": "drafter_s", "target": "target_s", "rest": "sampler_s"}
+    passes = sum(s.target_passes for s in row.batches)
+    spent = {name: sum(getattr(s, key) for s in row.batches) for name, key in parts.items()}
+    return {name: round(1000 * seconds / passes, 3) for name, seconds in spent.items()}
+
+
+def write_json(file: Path, rows: list[Row], lines: list[dict]) -> None:
+    """The table's lines with more to each, and what they were measured on."""
+    for row, line in zip(rows, lines):
+        few = len(row.speedups) < 2
+        line["speed-up, quartiles"] = [] if few else [round(q, 3) for q in quantiles(row.speedups)]
+        if not isinstance(row.sampler, HuggingFace):
+            line["ms a cycle"] = cycle(row)
+    machine = {
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "torch": torch.__version__,
+    }
+    about = {"command": typed("decoding.bench"), "machine": machine, "rows": lines}
+    file.write_text(json.dumps(about, indent=1) + "\n")
+
+
+def write_acceptance(file: Path, rows: list[Row]) -> None:
+    """Drafts and accepted tokens; a position's rate is the share of drafts accepted that far."""
+    found = []
+    for row in rows:
+        accepted = [n - 1 for s in row.stats for n in s.emitted]
+        found.append(
+            {
+                "sampler": row.name,
+                "temperature": row.params.temperature,
+                "batch": row.batch,
+                "num_drafts": len(accepted),
+                "num_draft_tokens": sum(s.drafted for s in row.stats),
+                "num_accepted_tokens": sum(accepted),
+                "acceptance_length": round(1 + sum(accepted) / len(accepted), 4),
+                **{
+                    f"acceptance_at_pos_{i}": round(share, 4)
+                    for i, share in enumerate(at_positions(row))
+                },
+            }
+        )
+    columns = max((list(line) for line in found), key=len)
+    with file.open("w", newline="") as out:
+        writer = csv.DictWriter(out, columns, restval=0.0)
+        writer.writeheader()
+        writer.writerows(found)
+
+
+def at_positions(row: Row) -> list[float]:
+    """The share of drafts of which more than i tokens were accepted, for i = 0, 1, ..."""
+    accepted = [n - 1 for s in row.stats for n in s.emitted]
+    return [sum(a > i for a in accepted) / len(accepted) for i in range(max(accepted))]
+
+
+def write_answers(folder: Path, rows: list[Row], prompts: list[dict]) -> None:
+    """What each sampler answered, one prompt at a time, in Spec-Bench's format."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for row in rows:
+        if row.batch > 1:
+            continue
+        model = f"{row.name}, T={row.params.temperature:g}"
+        name = re.sub(r"[^\w.=-]+", "_", model).strip("_")
+        with (folder / f"{name}.jsonl").open("w") as file:
+            for prompt, result, seconds in zip(prompts, row.results, row.seconds):
+                choice = {
+                    "index": 0,
+                    "turns": [result.text],
+                    "decoding_steps": [result.stats.target_passes],
+                    "new_tokens": [len(result.token_ids)],
+                    "wall_time": [seconds],
+                    "accept_lengths": result.stats.emitted,
+                }
+                line = {"question_id": prompt["id"], "model_id": model, "choices": [choice]}
+                file.write(json.dumps(line) + "\n")
+
+
+def explain_divergence(row: Row, prompts: list[list[int]], seed: int) -> None:
+    """Where a row's text first differs from plain decoding, and how near the choice was there.
+
+    In float32 a difference is a bug; in bfloat16 a wide pass and a one-token pass round
+    differently, which shows where the two best choices are closer than the rounding.
+    """
+    plain = row.plain
+    for i, (a, b) in enumerate(zip(row.results, plain.results)):
+        if a.token_ids == b.token_ids:
+            continue
+        at = next(j for j, (x, y) in enumerate(zip(a.token_ids, b.token_ids)) if x != y)
+        gap = margin(plain, prompts[i] + b.token_ids[:at], seed + i)
+        print(
+            f"{row.name} at T={row.params.temperature:g}: first difference in prompt {i} at token "
+            f"{at}; the two best choices are {gap:.2g} apart there ({plain.sampler.target.dtype})"
+        )
+        return
+
+
+def margin(plain: Row, ids: list[int], seed: int) -> float:
+    """How far the best choice for the next token is ahead of the second, in logits."""
+    tokens = torch.tensor([ids], device=plain.sampler.target.device)
+    with torch.inference_mode():
+        logits = warp(plain.sampler.target(tokens).logits[:, -1:], plain.params)
+        if plain.params.temperature > 0:
+            noise = KeyedRandomness([seed], tokens.device)
+            position = torch.tensor([[len(ids)]], device=tokens.device)
+            logits = logits + noise.gumbel(position, logits.shape[-1])
+    best, second = logits.flatten().topk(2).values.tolist()
+    return best - second
+
+
+def draw_accepted(rows: list[Row], file: Path) -> None:
+    """Of each temperature: how many tokens target passes emitted, and how far drafts stand."""
+    rows = [row for row in rows if row.batch == min(r.batch for r in rows)]
+    temperatures = sorted({row.params.temperature for row in rows})
+    size = (5.5 * len(temperatures), 7.0)
+    with picture(file, nrows=2, ncols=len(temperatures), figsize=size) as axes:
+        for (above, below), temperature in zip(axes.T, temperatures):
+            here = [row for row in rows if row.params.temperature == temperature]
+            for j, row in enumerate(here):
+                emitted = [n for s in row.stats for n in s.emitted]
+                counts, width = Counter(emitted), 0.8 / len(here)
+                xs = range(1, max(emitted) + 1)
+                above.bar(
+                    [x - 0.4 + width * (j + 0.5) for x in xs],
+                    [counts[x] / len(emitted) for x in xs],
+                    width,
+                    label=f"{row.name}: mean {sum(emitted) / len(emitted):.2f}",
+                )
+                rates = at_positions(row)
+                below.plot(range(1, len(rates) + 1), rates, marker="o", markersize=3)
+            above.set_title(f"temperature {temperature:g}")
+            above.set_xlabel("tokens emitted by a target pass")
+            above.set_ylabel("share of target passes")
+            above.legend(frameon=False)
+            below.set_xlabel("position in the draft")
+            below.set_ylabel("share of drafts accepted so far")
+            below.set_ylim(0, 1)
+            for axis in (above, below):
+                axis.xaxis.get_major_locator().set_params(integer=True)
+
+
+def draw_speedups(rows: list[Row], file: Path) -> None:
+    """Bars of the speed-up against plain decoding, with its quartiles; a panel a group."""
+    groups: dict[tuple, list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.params.temperature, row.batch), []).append(row)
+    most = max(map(len, groups.values()))
+    size = (4.6 * len(groups), 0.32 * most + 1.4)
+    with picture(file, ncols=len(groups), figsize=size) as axes:
+        for axis, ((temperature, batch), here) in zip(axes[0], groups.items()):
+            middle = [median(row.speedups) for row in here]
+            low, high = zip(*(_quartiles(row.speedups) for row in here))
+            errors = [
+                [m - a for m, a in zip(middle, low)],
+                [b - m for m, b in zip(middle, high)],
+            ]
+            colours = ["#3b6fb6" if row.drafts else "#b9b9b9" for row in here]
+            names = [row.name for row in here]
+            axis.barh(range(len(here)), middle, xerr=errors, color=colours, ecolor="#555555")
+            axis.set_yticks(range(len(here)), names, fontsize=8)
+            axis.invert_yaxis()
+            axis.axvline(1, color="#555555", linewidth=0.8, linestyle=":")
+            axis.set_title(f"temperature {temperature:g}, batch {batch}")
+            axis.set_xlabel("speed-up against plain decoding")
+
+
+def _quartiles(values: list[float]) -> tuple[float, float]:
+    if len(values) < 2:
+        return values[0], values[0]
+    low, _, high = quantiles(values)
+    middle = median(values)
+    return min(low, middle), max(high, middle)
+
+
+def profile(rows: list[Row], out: Path) -> None:
+    """Where the time of a cycle goes, and what a pass of the target costs by its width."""
+    ours = [row for row in rows if not isinstance(row.sampler, HuggingFace)]
+    lines = []
+    for row in ours:
+        spent = cycle(row)
+        share = spent["rest"] / sum(spent.values())
+        lines.append(
+            {
+                "sampler": row.name,
+                "temperature": row.params.temperature,
+                "batch": row.batch,
+                **{f"{name}, ms a cycle": value for name, value in spent.items()},
+                "rest": f"{100 * share:.1f}%",
+            }
+        )
+    write_table(lines, out / "profile.csv", "where a cycle's time goes", "decoding.bench")
+    costs = pass_cost(ours[0].sampler)
+    title = f"a pass of the target over {CONTEXT} tokens, by its width"
+    lines = [{"width": width, "ms": round(ms, 3)} for width, ms in costs.items()]
+    write_table(lines, out / "pass_cost.csv", title, "decoding.bench")
+    with picture(out / "pass_cost.png", figsize=(5.5, 3.8)) as axes:
+        axis = axes[0, 0]
+        axis.plot([*costs], [*costs.values()], marker="o", markersize=3)
+        axis.set_ylim(0, None)
+        axis.set_xlabel("tokens in a pass of the target")
+        axis.set_ylabel("milliseconds (median)")
+    print(f"wrote profile.csv, pass_cost.csv and pass_cost.png into {out}")
+
+
+def pass_cost(sampler: Sampler, repeats: int = 20) -> dict[int, float]:
+    """Median milliseconds of a target pass over a cache, for each of WIDTHS."""
+    device, found = sampler.target.device, {}
+    network = CachedNetwork(sampler.target, causal, CONTEXT + max(WIDTHS) + 1)
+    tokens = torch.zeros(1, CONTEXT + max(WIDTHS), dtype=torch.long, device=device)
+    positions = torch.arange(tokens.shape[1], device=device)[None]
+
+    def run(first: int, width: int) -> Tensor:
+        these = slice(first, first + width)
+        return network(tokens[:, these], positions[:, these], keep=width)
+
+    with torch.inference_mode():
+        run(0, CONTEXT)
+        for width in WIDTHS:
+            times = []
+            for _ in range(repeats + 3):
+                before = network.seconds
+                run(CONTEXT, width)
+                times.append(network.seconds - before)
+            found[width] = 1000 * median(times[3:])
+    return found

@@ -1,0 +1,144 @@
+"""`python -m decoding.heldout_loss model=runs/ar_target/export also=[runs/pcllm_round2/export]`.
+
+What it cost to change a causal LM's weights: the next-token loss of every model on the same
+held-out text, beside that of the first, as a table and `heldout_loss.csv`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from data.answers import read_answers
+from data.packing import Encoded
+from data.rows import checked_manifest, documents
+from data.stream import Stream
+from decoding.cli import main, parse, quiet
+from decoding.load import check_one_tokenizer, load, load_tokenizer, parade_config
+from decoding.report import write_table
+
+
+@dataclass(frozen=True)
+class HeldoutLoss:
+    """Mean next-token loss in nats, float32, of causal LMs on the same held-out tokens.
+
+    model: what the others are compared with. also: further models of its tokenizer.
+    source, length: the corpus and its rows, as data.validation of a recipe names them.
+    answers: a collection (runs/pcllm_trajectories, runs/deer_answers), whose held-out answers
+        count after their prompts; None: only the corpus.
+    rows: at most so many of the corpus and so many answers, in the order in which a training run
+        of that seed validates on them. runs: where that run keeps its data.
+    out: the folder of the results.
+    """
+
+    model: str
+    also: tuple[str, ...] = ()
+    source: str = "stdlib"
+    length: int = 256
+    answers: str | None = None
+    rows: int = 256
+    batch_size: int = 8
+    device: str = "cpu"
+    seed: int = 0
+    runs: str = "runs"
+    out: str = "heldout_loss"
+
+    def __post_init__(self):
+        for name in ("rows", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is not allowed: at least 1")
+
+
+def run(argv: list[str]) -> None:
+    """The command."""
+    quiet()
+    h = parse(argv, HeldoutLoss, "decoding.heldout_loss")
+    names = tuple(dict.fromkeys((h.model, *h.also)))
+    for name in names:
+        if "target" in parade_config(name):
+            raise ValueError(f"{name} is a drafter, which changes no text: give its target")
+    check_one_tokenizer({name: load_tokenizer(name) for name in names})
+    texts = heldout_texts(h, load_tokenizer(h.model))
+    lines = [{"model": name, **losses(h, name, texts)} for name in names]
+    for line in lines:
+        for what in texts:
+            line[f"{what}, % above first"] = round(100 * (line[what] / lines[0][what] - 1), 2)
+    lines = [{k: round(x, 4) if k in texts else x for k, x in line.items()} for line in lines]
+    tokens = ", ".join(f"{sum(sum(t) for _, t in of)} of {what}" for what, of in texts.items())
+    file = Path(h.out) / "heldout_loss.csv"
+    title = f"next-token loss in nats, float32, held-out tokens: {tokens}"
+    write_table(lines, file, title, "decoding.heldout_loss")
+    print(f"wrote {file}")
+
+
+def losses(h: HeldoutLoss, name: str, texts: dict[str, list[Encoded]]) -> dict[str, float]:
+    """The mean loss of one model on each kind of text."""
+    sampler = load(name, dtype="float32", device=h.device)
+    if not sampler.continues:
+        raise ValueError(f"{name} fills holes and predicts no next token: give causal LMs")
+    return {what: mean_loss(sampler.target, of, h.batch_size) for what, of in texts.items()}
+
+
+def heldout_texts(h: HeldoutLoss, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[Encoded]]:
+    """`(ids, trained)` of every text that counts, by what it is: 'corpus', 'answers'."""
+    corpus = documents(h.source, h.length, tokenizer, f"{h.runs}/data", split="heldout")
+    stream = Stream(corpus, h.seed)
+    chosen = (stream[n] for n in range(min(h.rows, len(corpus))))
+    texts = {"corpus": [text for row in chosen for text in split_row(row)]}
+    if h.answers is not None:
+        checked_manifest(h.answers, tokenizer)
+        answers = list(read_answers(h.answers, "heldout"))
+        stream = Stream(answers, h.seed)
+        texts["answers"] = [stream[n] for n in range(min(h.rows, len(answers)))]
+    for what, of in texts.items():
+        if not any(any(trained[1:]) for _, trained in of):
+            raise ValueError(
+                f"there is no held-out token to predict in the {what} of "
+                f"{h.source if what == 'corpus' else h.answers}: about one text in forty is held "
+                "out, so give more of them"
+            )
+    return texts
+
+
+def split_row(row: dict[str, Tensor]) -> Iterator[Encoded]:
+    """The documents of a packed row, each as a text of its own: none sees another.
+
+    >>> row = dict(input_ids=[5, 6, 7, 0], document=[0, 0, 1, -1], trained=[1, 0, 1, 0])
+    >>> list(split_row({k: torch.tensor(v) for k, v in row.items()}))
+    [([5, 6], [True, False]), ([7], [True])]
+    """
+    for number in range(int(row["document"].max()) + 1):
+        here = row["document"] == number
+        yield row["input_ids"][here].tolist(), row["trained"][here].bool().tolist()
+
+
+@torch.inference_mode()
+def mean_loss(network: PreTrainedModel, texts: list[Encoded], batch_size: int) -> float:
+    """The mean of -log p(x_{i+1} | x_{<=i}) over the trained tokens but each text's first."""
+    total, count = 0.0, 0
+    texts = sorted(texts, key=lambda text: len(text[0]))
+    for start in range(0, len(texts), batch_size):
+        batch = texts[start : start + batch_size]
+        # Padded behind: a causal model sees none of it.
+        ids, trained = (
+            pad_sequence([torch.tensor(text[i]) for text in batch], batch_first=True).to(
+                network.device
+            )
+            for i in (0, 1)
+        )
+        logits = network(input_ids=ids, use_cache=False).logits[:, :-1]
+        nll = torch.nn.functional.cross_entropy(
+            logits.transpose(1, 2), ids[:, 1:], reduction="none"
+        )
+        weight = trained[:, 1:].double()
+        total += float((nll * weight).sum())
+        count += int(weight.sum())
+    return total / count
+
+
+if __name__ == "__main__":
+    main(run)

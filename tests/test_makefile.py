@@ -1,0 +1,57 @@
+"""The lab's targets: every command parses, and what is measured is made by the same target."""
+
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from decoding.bench import Bench
+from decoding.cli import parse
+from decoding.compose import compose
+from decoding.heldout_loss import HeldoutLoss
+from decoding.infill_bench import InfillBench
+from trainers.resume import run_folder
+
+ROOT = Path(__file__).parents[1]
+MEASURES = {
+    "decoding.bench": Bench,
+    "decoding.heldout_loss": HeldoutLoss,
+    "decoding.infill_bench": InfillBench,
+}
+
+
+def commands(target):
+    """(module, arguments) of every command of a target."""
+    dry = ["make", "-n", target, "RUNS=runs"]
+    lines = subprocess.run(dry, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for line in lines.splitlines():
+        _, dash, rest = line.partition(" -m ")
+        module, *arguments = shlex.split(rest) if dash else [""]
+        if module.startswith(("trainers.", "decoding.")):
+            yield module, arguments
+
+
+@pytest.mark.parametrize("target", ["lab-deer", "lab-pcllm", "lab-pcllm-ablations", "lab-asarm"])
+def test_the_commands_of_a_lab(target):
+    made, measured = {}, set()
+    for module, arguments in commands(target):
+        if module in MEASURES:
+            found = parse(arguments, MEASURES[module], module)
+            measured |= {found.model, *getattr(found, "also", ())}
+            continue
+        command = module.rpartition(".")[2]
+        config = compose(arguments, command)
+        if command == "fit":
+            made[f"{run_folder(config)}/export"] = config
+    assert measured
+    assert measured <= made.keys()
+
+
+def test_an_ablation_of_the_mask_changes_it():
+    fits = [compose(a, "fit") for module, a in commands("lab-pcllm-ablations") if "fit" in module]
+    rounds = {c.name: c for c in fits if c.recipe == "pcllm_round1"}
+    assert len({(c.module.mask, *c.data.corruption.values()) for c in rounds.values()}) == 6
+    # In a window that holds all eight blocks of an answer NC-IC is NC.
+    assert [c.data.corruption.window for c in rounds.values() if c.module.mask == "nc_ic"] == [4]
+    assert rounds["nc_ic_4"].module.window == rounds["linear_4"].module.window == 4
