@@ -2,7 +2,7 @@
 
 Held-out windows with a share of their tokens hidden anywhere are filled by every way to draft.
 Fewer calls must not change what comes out: a judge's perplexity and the entropy of each text are
-compared with sequential decoding by Welch's t-test (arXiv 2504.20456, Tables 1, 5 and 6, and E.4).
+compared with sequential decoding by Welch's t-test (arXiv 2504.20456, Tables 1 and 5 to 8, E.4).
 """
 
 import math
@@ -18,9 +18,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from data.prompts import heldout_prompts
 from decoding.cli import main, parse, quiet
-from decoding.load import load, load_tokenizer
+from decoding.load import load, load_tokenizer, sampler_of, sampling_config
 from decoding.params import Result, SamplingParams
 from decoding.report import write_table
+from decoding.samplers.base import Sampler
 from models import causal
 
 
@@ -30,8 +31,9 @@ class InfillBench:
 
     model: an export that infills. judge: a causal LM that rates the filled texts. source: 'stdlib',
     or a text folder. hidden: the share of each window's tokens that is hidden, at random places.
-    block_sizes: k of the ways that draft. out: the folder of infill.csv; None: 'bench' beside the
-    export.
+    block_sizes: k of the ways that draft. knobs: samplers to compare, each by one knob: every way
+    is measured twice with [cache=true,cache=false] (Table 7), or with [tolerance=0,tolerance=0.05]
+    and lossy=true (Table 8). out: the folder of infill.csv; None: 'bench' beside the export.
     """
 
     model: str
@@ -41,6 +43,8 @@ class InfillBench:
     length: int = 256
     hidden: float = 0.95
     block_sizes: tuple[int, ...] = (5,)
+    knobs: tuple[str, ...] = ()
+    lossy: bool = False
     batch_size: int = 8
     temperature: float = 1.0
     verify: str = "rejection"
@@ -54,12 +58,17 @@ class InfillBench:
 class Row:
     """One way to draft, over all windows: a figure for each window."""
 
+    knob: str
+    sampler: Sampler
     draft: str
     block_size: int | None
+    lossy: str = ""
     calls: list[float] = field(default_factory=list)
     perplexity: list[float] = field(default_factory=list)
     entropy: list[float] = field(default_factory=list)
     seconds: float = 0.0
+    passes: int = 0  # of a batch, however many of its rows take part
+    network_s: float = 0.0
 
 
 def run(argv: list[str]) -> None:
@@ -73,16 +82,15 @@ def measure(bench: InfillBench) -> list[Row]:
     """Fill every window by every way, batch by batch, the ways in turn."""
     from rich.progress import track
 
-    sampler = load(bench.model, dtype=bench.dtype, device=bench.device)
-    if sampler.continues:
+    first = load(bench.model, dtype=bench.dtype, device=bench.device)
+    if first.continues:
         raise ValueError(f"{bench.model} does not fill holes: python -m decoding.bench serves it")
     judge = causal.load(bench.judge, dtype=bench.dtype).to(bench.device).eval()
     judge_tokenizer = load_tokenizer(bench.judge)
     prompts = hide(
-        bench, heldout_prompts(bench.source, sampler.tokenizer, bench.samples, bench.length)
+        bench, heldout_prompts(bench.source, first.tokenizer, bench.samples, bench.length)
     )
-    first, *others = sampler.drafts
-    rows = [Row(first, None), *(Row(d, k) for d in others for k in bench.block_sizes)]
+    rows = [row for knob in bench.knobs or ("",) for row in ways(bench, first, knob)]
     for start in track(range(0, len(prompts), bench.batch_size), "infill bench"):
         batch = prompts[start : start + bench.batch_size]
         for i, row in enumerate(rows):
@@ -91,17 +99,30 @@ def measure(bench: InfillBench) -> list[Row]:
                 verify=bench.verify,
                 draft=row.draft,
                 block_size=row.block_size,
+                lossy=bench.lossy,
                 # Its own draws for each way: a t-test compares independent samples.
                 seed=bench.seed + start + i * bench.samples,
             )
             started = perf_counter()
-            results = sampler.generate(batch, params)
+            results = row.sampler.generate(batch, params)
             row.seconds += perf_counter() - started
+            row.lossy = results[0].stats.lossy
+            row.passes += max(r.stats.target_passes for r in results)
+            row.network_s += max(r.stats.target_s for r in results)
             for result in results:
                 row.calls.append(result.stats.target_passes)
                 row.perplexity.append(perplexity(judge, judge_tokenizer, result))
                 row.entropy.append(entropy(judge_tokenizer(result.text)["input_ids"]))
     return rows
+
+
+def ways(bench: InfillBench, first: Sampler, knob: str) -> list[Row]:
+    """Every way to draft of the export's sampler with one knob ('': as exported)."""
+    config = sampling_config(bench.model, [knob] if knob else [])
+    sampler = sampler_of(config, first.target, first.tokenizer)
+    plain, *others = sampler.drafts
+    drafting = [Row(knob, sampler, d, k) for d in others for k in bench.block_sizes]
+    return [Row(knob, sampler, plain, None), *drafting]
 
 
 def hide(bench: InfillBench, windows: list[dict]) -> list[list[int | None]]:
@@ -140,10 +161,13 @@ def summary(row: Row, plain: Row) -> dict:
     """A row of the table; ratios and p-values against sequential decoding."""
     from scipy.stats import ttest_ind
 
-    line = {"draft": row.draft, "k": row.block_size or ""}
+    line = {"knob": row.knob} if row.knob else {}
+    line["draft"] = f"{row.draft} (lossy: {row.lossy})" if row.lossy else row.draft
+    line["k"] = row.block_size or ""
     line["calls"] = spread(row.calls)
     line["calls / sequential"] = round(fmean(row.calls) / fmean(plain.calls), 3)
     line["speed-up"] = round(plain.seconds / row.seconds, 2)
+    line["ms a pass"] = round(1000 * row.network_s / row.passes, 2)
     for name in ("perplexity", "entropy"):
         here, there = getattr(row, name), getattr(plain, name)
         line[name] = spread(here)
@@ -165,9 +189,11 @@ def report(bench: InfillBench, rows: list[Row]) -> None:
         f"{bench.samples} windows of {bench.length} tokens, {bench.hidden:.0%} hidden, "
         f"batch {bench.batch_size}, {bench.dtype}"
     )
-    lines = [summary(row, rows[0]) for row in rows]
+    plain = {row.knob: row for row in rows if row.block_size is None}
+    lines = [summary(row, plain[row.knob]) for row in rows]
     write_table(lines, out / "infill.csv", title, "decoding.infill_bench")
-    print("calls: network passes a window; p: Welch's t-test against sequential decoding")
+    print("calls: network passes a window; ms a pass: the network's time, of a whole batch")
+    print("p: Welch's t-test against sequential decoding")
     print(f"wrote {out / 'infill.csv'}")
 
 

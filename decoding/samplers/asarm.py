@@ -33,7 +33,7 @@ from decoding.streams import TwoStreamNetwork, XLNetNetwork
 from models.twostream import is_xlnet, joint_logits
 
 DRAFTS = ("sequential", "assd", "assd_ngram", "assd_fused")
-KNOBS = {"tolerance": float}
+KNOBS = {"cache": bool, "tolerance": float}
 
 
 class AsarmSampler(Infiller):
@@ -41,7 +41,8 @@ class AsarmSampler(Infiller):
     there is a tolerance.
 
     draft: one of `DRAFTS`, unless a request names another. block_size: k, tokens drafted a cycle.
-    cache: keep the content stream's keys and values (False: for comparison only).
+    cache: keep the content stream's keys and values. False, for comparison only: every pass runs
+    the whole text.
     tolerance: epsilon of appendix F.5, added to the acceptance ratio; above 0 it is lossy.
     """
 
@@ -254,5 +255,7 @@ def nothing(logits: Tensor) -> Tensor:
 
 def from_export(target, tokenizer, drafter, config: dict) -> AsarmSampler:
     """The sampler of an exported any-subset model; config: its `parade` entry."""
+    if "cache" in config and is_xlnet(target):
+        raise ValueError("cache= means nothing here: XLNet runs the whole text in every pass")
     keys = ("mask_id", "draft", "block_size", *KNOBS)
     return AsarmSampler(target, tokenizer, **{key: config[key] for key in keys if key in config})

@@ -8,7 +8,8 @@ import torch
 
 from decoding.infill import Template
 from decoding.params import SamplingParams
-from decoding.samplers.asarm import DRAFTS, AsarmSampler
+from decoding.samplers.asarm import DRAFTS, AsarmSampler, from_export
+from decoding.streams import TwoStreamNetwork
 from tests.support import subsets, tiny
 
 V = 12
@@ -82,6 +83,30 @@ def test_a_batch_is_row_for_row_a_batch_of_one_with_or_without_a_cache(draft, ru
     for r in together:
         assert r.stats.target_passes == len(r.stats.emitted) <= len(r.token_ids)
         assert r.stats.drafter_passes == 0
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_only_without_a_cache_a_pass_runs_the_whole_text(monkeypatch, draft):
+    widths, run = [], TwoStreamNetwork.run
+
+    def recorded(self, tokens, *args, keep):
+        widths.append(tokens.shape[1] - keep)  # the content that this pass brings
+        return run(self, tokens, *args, keep=keep)
+
+    monkeypatch.setattr(TwoStreamNetwork, "run", recorded)
+    prompt = [1] * 20 + [_] * 10
+    sampler(draft, cache=False).generate([prompt], SamplingParams(seed=1))
+    assert min(widths) >= 20
+    widths.clear()
+    sampler(draft).generate([prompt], SamplingParams(seed=1))
+    assert 20 <= widths[0] <= 20 + 4  # the n-gram drafts come with the prompt
+    assert max(widths[1:]) <= 1 + 4
+
+
+def test_xlnet_has_no_cache_to_switch_off():
+    config = {"mask_id": V, "draft": "assd", "block_size": 3, "cache": False}
+    with pytest.raises(ValueError, match="cache= means nothing here"):
+        from_export(subsets.xlnet(V), tiny.tokenizer(V), None, config)
 
 
 class ForgetsTheCorrection(AsarmSampler):

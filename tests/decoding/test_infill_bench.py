@@ -1,11 +1,13 @@
 import csv
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from decoding.infill_bench import InfillBench, entropy, hide, measure, perplexity, report
+from decoding.infill_bench import InfillBench, entropy, hide, measure, perplexity, report, ways
+from decoding.load import load
 from decoding.params import Result, Stats
 from tests.support import tiny
 
@@ -37,6 +39,28 @@ def test_the_table(bench, capsys):
     assert lines[0]["calls"] == "9.00 ± 0.00"
     assert lines[0]["p (entropy)"] == ""
     assert all(float(line["calls / sequential"]) <= 1 for line in lines)
+
+
+@pytest.mark.filterwarnings("ignore:block_size=")
+def test_samplers_that_differ_by_a_knob(bench, tmp_path):
+    knobs = ("tolerance=0", "tolerance=0.5")
+    two = dataclasses.replace(bench, knobs=knobs, block_sizes=(3,), out=str(tmp_path))
+    with pytest.raises(ValueError, match="lossy=true"):
+        measure(two)
+    report(two, measure(dataclasses.replace(two, lossy=True)))
+    lines = list(csv.DictReader((tmp_path / "infill.csv").open()))
+    drafts = ["assd", "assd_ngram", "assd_fused"]
+    lossy = [f"{d} (lossy: tolerance=0.5)" for d in drafts]
+    assert [line["draft"] for line in lines] == ["sequential", *drafts, "sequential", *lossy]
+    assert [line["knob"] for line in lines] == [knobs[0]] * 4 + [knobs[1]] * 4
+    assert all(float(line["ms a pass"]) > 0 for line in lines)
+
+
+def test_the_cache_is_a_knob(bench):
+    first = load(bench.model)
+    kept, whole = (ways(bench, first, f"cache={c}")[0].sampler for c in ("true", "false"))
+    assert (kept.cache, whole.cache) == (True, False)
+    assert kept.target is whole.target is first.target
 
 
 def test_hidden_places_follow_the_seed(bench):
