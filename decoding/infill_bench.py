@@ -3,6 +3,7 @@
 Held-out windows with a share of their tokens hidden anywhere are filled by every way to draft.
 Fewer calls must not change what comes out: a judge's perplexity and the entropy of each text are
 compared with sequential decoding by Welch's t-test (arXiv 2504.20456, Tables 1 and 5 to 8, E.4).
+A hidden middle is also compared with what stood there, by ROUGE (Table 3).
 """
 
 import math
@@ -24,13 +25,17 @@ from decoding.report import write_table
 from decoding.samplers.base import Sampler
 from models import causal
 
+PLACES = ("random", "middle")
+ROUGE = ("rouge1", "rouge2", "rougeL")
+
 
 @dataclass(frozen=True)
 class InfillBench:
     """Fill held-out texts with every way to draft; calls, seconds, perplexity, entropy.
 
     model: an export that infills. judge: a causal LM that rates the filled texts. source: 'stdlib',
-    or a text folder. hidden: the share of each window's tokens that is hidden, at random places.
+    or texts (see `data.prompts`). hidden: the share of each window's tokens that is hidden. hide:
+    where: at 'random' places, or all in the 'middle'.
     block_sizes: k of the ways that draft. knobs: samplers to compare, each by one knob: every way
     is measured twice with [cache=true,cache=false] (Table 7), or with [tolerance=0,tolerance=0.05]
     and lossy=true (Table 8). out: the folder of infill.csv; None: 'bench' beside the export.
@@ -42,6 +47,7 @@ class InfillBench:
     samples: int = 128
     length: int = 256
     hidden: float = 0.95
+    hide: str = "random"
     block_sizes: tuple[int, ...] = (5,)
     knobs: tuple[str, ...] = ()
     lossy: bool = False
@@ -52,6 +58,10 @@ class InfillBench:
     device: str = "cpu"
     seed: int = 0
     out: str | None = None
+
+    def __post_init__(self):
+        if self.hide not in PLACES:
+            raise ValueError(f"unknown place to hide {self.hide!r}. Choose from {list(PLACES)}")
 
 
 @dataclass
@@ -67,6 +77,7 @@ class Row:
     perplexity: list[float] = field(default_factory=list)
     entropy: list[float] = field(default_factory=list)
     seconds: float = 0.0
+    rouge: list[tuple[float, ...]] = field(default_factory=list)
     passes: int = 0  # of a batch, however many of its rows take part
     network_s: float = 0.0
 
@@ -87,9 +98,11 @@ def measure(bench: InfillBench) -> list[Row]:
         raise ValueError(f"{bench.model} does not fill holes: python -m decoding.bench serves it")
     judge = causal.load(bench.judge, dtype=bench.dtype).to(bench.device).eval()
     judge_tokenizer = load_tokenizer(bench.judge)
-    prompts = hide(
-        bench, heldout_prompts(bench.source, first.tokenizer, bench.samples, bench.length)
-    )
+    windows = [
+        window["prompt_ids"]
+        for window in heldout_prompts(bench.source, first.tokenizer, bench.samples, bench.length)
+    ]
+    prompts = hide(bench, windows)
     rows = [row for knob in bench.knobs or ("",) for row in ways(bench, first, knob)]
     for start in track(range(0, len(prompts), bench.batch_size), "infill bench"):
         batch = prompts[start : start + bench.batch_size]
@@ -109,10 +122,14 @@ def measure(bench: InfillBench) -> list[Row]:
             row.lossy = results[0].stats.lossy
             row.passes += max(r.stats.target_passes for r in results)
             row.network_s += max(r.stats.target_s for r in results)
-            for result in results:
+            for b, result in enumerate(results, start=start):
                 row.calls.append(result.stats.target_passes)
                 row.perplexity.append(perplexity(judge, judge_tokenizer, result))
                 row.entropy.append(entropy(judge_tokenizer(result.text)["input_ids"]))
+                if bench.hide == "middle":
+                    there = [t for t, p in zip(windows[b], prompts[b]) if p is None]
+                    texts = map(first.tokenizer.decode, (result.token_ids, there))
+                    row.rouge.append(rouge(*texts))
     return rows
 
 
@@ -125,14 +142,17 @@ def ways(bench: InfillBench, first: Sampler, knob: str) -> list[Row]:
     return [Row(knob, sampler, plain, None), *drafting]
 
 
-def hide(bench: InfillBench, windows: list[dict]) -> list[list[int | None]]:
-    """Each window with a share of its tokens hidden, at places that the seed decides."""
+def hide(bench: InfillBench, windows: list[list[int]]) -> list[list[int | None]]:
+    """Each window with a share of its tokens hidden, in its middle or where the seed decides."""
     generator = torch.Generator().manual_seed(bench.seed)
-    count = max(1, round(bench.hidden * bench.length))
     hidden = []
     for window in windows:
-        ids: list[int | None] = list(window["prompt_ids"])
-        for place in torch.randperm(len(ids), generator=generator)[:count].tolist():
+        ids: list[int | None] = list(window)
+        count = max(1, round(bench.hidden * len(ids)))
+        places = range(len(ids))[(len(ids) - count) // 2 :]
+        if bench.hide == "random":
+            places = torch.randperm(len(ids), generator=generator).tolist()
+        for place in places[:count]:
             ids[place] = None
         hidden.append(ids)
     return hidden
@@ -157,6 +177,18 @@ def entropy(ids: list[int]) -> float:
     return -sum(p * math.log2(p) for p in shares)
 
 
+def rouge(text: str, reference: str) -> tuple[float, ...]:
+    """F-measures of ROUGE-1, ROUGE-2 and ROUGE-L in percent, of lower-cased words and digits.
+
+    >>> rouge("x = one", "x = two")
+    (50.0, 0.0, 50.0)
+    """
+    from torchmetrics.functional.text import rouge_score
+
+    scores = rouge_score(text, reference, rouge_keys=ROUGE)
+    return tuple(100 * scores[f"{name}_fmeasure"].item() for name in ROUGE)
+
+
 def summary(row: Row, plain: Row) -> dict:
     """A row of the table; ratios and p-values against sequential decoding."""
     from scipy.stats import ttest_ind
@@ -173,6 +205,8 @@ def summary(row: Row, plain: Row) -> dict:
         line[name] = spread(here)
         p = ttest_ind(here, there, equal_var=False).pvalue
         line[f"p ({name})"] = "" if row is plain else round(float(p), 2)
+    for name, values in zip(ROUGE, zip(*row.rouge)):
+        line[name.replace("rouge", "ROUGE-")] = spread(values)
     return line
 
 
@@ -186,7 +220,8 @@ def report(bench: InfillBench, rows: list[Row]) -> None:
     """Print the table; write infill.csv and the command."""
     out = Path(bench.out) if bench.out else Path(bench.model).parent / "bench"
     title = (
-        f"{bench.samples} windows of {bench.length} tokens, {bench.hidden:.0%} hidden, "
+        f"{bench.samples} windows of {bench.length} tokens, {bench.hidden:.0%} hidden "
+        f"({bench.hide}), "
         f"batch {bench.batch_size}, {bench.dtype}"
     )
     plain = {row.knob: row for row in rows if row.block_size is None}

@@ -6,9 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from decoding.infill_bench import InfillBench, entropy, hide, measure, perplexity, report, ways
-from decoding.load import load
+from data.prompts import heldout_prompts
+from decoding.infill_bench import (
+    InfillBench,
+    entropy,
+    hide,
+    measure,
+    perplexity,
+    report,
+    rouge,
+    summary,
+    ways,
+)
+from decoding.load import load, load_tokenizer
 from decoding.params import Result, Stats
+from decoding.samplers.asarm import AsarmSampler
 from tests.support import tiny
 
 
@@ -64,11 +76,46 @@ def test_the_cache_is_a_knob(bench):
 
 
 def test_hidden_places_follow_the_seed(bench):
-    windows = [{"prompt_ids": list(range(12))}] * 2
+    windows = [list(range(12))] * 2
     hidden = hide(bench, windows)
     assert [ids.count(None) for ids in hidden] == [9, 9]
     assert hidden == hide(bench, windows)
     assert hidden[0] != hidden[1]
+
+
+def test_a_hidden_middle(bench):
+    middle = dataclasses.replace(bench, hide="middle", hidden=0.5)
+    hidden = hide(middle, [list(range(8)), list(range(5)), [7]])
+    assert hidden == [[0, 1, None, None, None, None, 6, 7], [0, None, None, 3, 4], [None]]
+    with pytest.raises(ValueError, match=r"'sides'. Choose from \['random', 'middle'\]"):
+        dataclasses.replace(bench, hide="sides")
+
+
+@pytest.mark.filterwarnings("ignore:block_size=")
+def test_a_middle_is_compared_with_what_stood_there(bench, monkeypatch):
+    middle = dataclasses.replace(bench, hide="middle", block_sizes=(3,))
+    rows = measure(middle)
+    line = summary(rows[0], rows[0])
+    assert [line[f"ROUGE-{x}"].count("±") for x in (1, 2, "L")] == [1, 1, 1]
+    assert all(max(scores) < 100 for row in rows for scores in row.rouge)
+
+    tokenizer = load_tokenizer(bench.model)
+    found = heldout_prompts(bench.source, tokenizer, bench.samples, bench.length)
+    windows = {(*w["prompt_ids"][:1], *w["prompt_ids"][10:]): w["prompt_ids"] for w in found}
+
+    def knows_all(self, prompts, params):
+        there = [windows[p[0], *p[10:]] for p in prompts]
+        stats = Stats(emitted=[9], target_passes=1)
+        return [Result(tokenizer.decode(w), w[1:10], "length", stats) for w in there]
+
+    monkeypatch.setattr(AsarmSampler, "generate", knows_all)
+    assert {scores for row in measure(middle) for scores in row.rouge} == {(100.0,) * 3}
+
+
+def test_rouge_by_hand():
+    """Of 'a b c d' and 'a x b c': three words, one pair of two in common, 'a b c' in order."""
+    assert rouge("a b c d", "A  x b, c!") == pytest.approx((75, 100 / 3, 75))
+    assert rouge("", "a b") == (0, 0, 0)
 
 
 def test_metrics_by_hand():
