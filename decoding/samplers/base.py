@@ -274,6 +274,12 @@ class Sampler(ABC):
             return None
         if decoded is None:
             decoded = self._decode(answer.token_ids)
+        return self._chunk(row, answer, decoded, reason, params)
+
+    def _chunk(
+        self, row: int, answer: _Answer, decoded: str, reason: str | None, params: SamplingParams
+    ) -> Chunk | None:
+        """What a row's text so far adds to what was shown of it; None: nothing yet."""
         safe = decoded if reason else decoded[: _safe_length(decoded, params.stop)]
         piece, answer.printed = safe[answer.printed :], max(answer.printed, len(safe))
         result = None
