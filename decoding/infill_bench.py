@@ -25,7 +25,7 @@ from decoding.report import write_table
 from decoding.samplers.base import Sampler
 from models import causal
 
-PLACES = ("random", "middle")
+PLACES = ("random", "middle", "lines")
 ROUGE = ("rouge1", "rouge2", "rougeL")
 
 
@@ -34,8 +34,8 @@ class InfillBench:
     """Fill held-out texts with every way to draft; calls, seconds, perplexity, entropy.
 
     model: an export that infills. judge: a causal LM that rates the filled texts. source: 'stdlib',
-    or texts (see `data.prompts`). hidden: the share of each window's tokens that is hidden. hide:
-    where: at 'random' places, or all in the 'middle'.
+    or texts (see `data.prompts`). hidden: the share of each window that is hidden. hide: tokens at
+    'random' places, tokens in the 'middle', or whole 'lines' in the middle.
     block_sizes: k of the ways that draft. knobs: samplers to compare, each by one knob: every way
     is measured twice with [cache=true,cache=false] (Table 7), or with [tolerance=0,tolerance=0.05]
     and lossy=true (Table 8). out: the folder of infill.csv; None: 'bench' beside the export.
@@ -102,7 +102,7 @@ def measure(bench: InfillBench) -> list[Row]:
         window["prompt_ids"]
         for window in heldout_prompts(bench.source, first.tokenizer, bench.samples, bench.length)
     ]
-    prompts = hide(bench, windows)
+    prompts = hide(bench, windows, first.tokenizer)
     rows = [row for knob in bench.knobs or ("",) for row in ways(bench, first, knob)]
     for start in track(range(0, len(prompts), bench.batch_size), "infill bench"):
         batch = prompts[start : start + bench.batch_size]
@@ -126,7 +126,7 @@ def measure(bench: InfillBench) -> list[Row]:
                 row.calls.append(result.stats.target_passes)
                 row.perplexity.append(perplexity(judge, judge_tokenizer, result))
                 row.entropy.append(entropy(judge_tokenizer(result.text)["input_ids"]))
-                if bench.hide == "middle":
+                if bench.hide != "random":
                     there = [t for t, p in zip(windows[b], prompts[b]) if p is None]
                     texts = map(first.tokenizer.decode, (result.token_ids, there))
                     row.rouge.append(rouge(*texts))
@@ -142,20 +142,35 @@ def ways(bench: InfillBench, first: Sampler, knob: str) -> list[Row]:
     return [Row(knob, sampler, plain, None), *drafting]
 
 
-def hide(bench: InfillBench, windows: list[list[int]]) -> list[list[int | None]]:
-    """Each window with a share of its tokens hidden, in its middle or where the seed decides."""
+def hide(
+    bench: InfillBench, windows: list[list[int]], tokenizer: PreTrainedTokenizerBase
+) -> list[list[int | None]]:
+    """Each window with a share of it hidden (see `InfillBench`); the seed decides random places."""
     generator = torch.Generator().manual_seed(bench.seed)
     hidden = []
-    for window in windows:
-        ids: list[int | None] = list(window)
-        count = max(1, round(bench.hidden * len(ids)))
-        places = range(len(ids))[(len(ids) - count) // 2 :]
-        if bench.hide == "random":
-            places = torch.randperm(len(ids), generator=generator).tolist()
-        for place in places[:count]:
-            ids[place] = None
-        hidden.append(ids)
+    for ids in windows:
+        if bench.hide == "lines":  # a token belongs to the line that it begins in
+            line = [tokenizer.decode(ids[:n]).count("\n") for n in range(len(ids))]
+            lines = middle(line[-1] + 1, bench.hidden)
+            places = {n for n in range(len(ids)) if line[n] in lines}
+        elif bench.hide == "middle":
+            places = {*middle(len(ids), bench.hidden)}
+        else:
+            order = torch.randperm(len(ids), generator=generator).tolist()
+            places = {*order[: len(middle(len(ids), bench.hidden))]}
+        hidden.append([None if n in places else t for n, t in enumerate(ids)])
     return hidden
+
+
+def middle(count: int, share: float) -> range:
+    """The middle share of `count` things, at least one.
+
+    >>> middle(5, 0.6)
+    range(1, 4)
+    """
+    inside = max(1, round(share * count))
+    first = (count - inside) // 2
+    return range(first, first + inside)
 
 
 def perplexity(judge: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, result: Result) -> float:

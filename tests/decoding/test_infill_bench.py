@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from data.prompts import heldout_prompts
+from data.tokenizer import train_tokenizer
 from decoding.infill_bench import (
     InfillBench,
     entropy,
@@ -77,18 +78,30 @@ def test_the_cache_is_a_knob(bench):
 
 def test_hidden_places_follow_the_seed(bench):
     windows = [list(range(12))] * 2
-    hidden = hide(bench, windows)
+    hidden = hide(bench, windows, None)
     assert [ids.count(None) for ids in hidden] == [9, 9]
-    assert hidden == hide(bench, windows)
+    assert hidden == hide(bench, windows, None)
     assert hidden[0] != hidden[1]
 
 
 def test_a_hidden_middle(bench):
     middle = dataclasses.replace(bench, hide="middle", hidden=0.5)
-    hidden = hide(middle, [list(range(8)), list(range(5)), [7]])
+    hidden = hide(middle, [list(range(8)), list(range(5)), [7]], None)
     assert hidden == [[0, 1, None, None, None, None, 6, 7], [0, None, None, 3, 4], [None]]
-    with pytest.raises(ValueError, match=r"'sides'. Choose from \['random', 'middle'\]"):
+    with pytest.raises(ValueError, match=r"'sides'. Choose from \['random', 'middle', 'lines'\]"):
         dataclasses.replace(bench, hide="sides")
+
+
+def test_hidden_lines(bench):
+    """Infill 1/5 and 3/5 of Table 3, a sentence a line."""
+    tokenizer = train_tokenizer(["ab\n c"], 259)
+    ids = tokenizer("ab\nab\n ab\nab\nab\n")["input_ids"]
+    for share, left in [(0.2, "ab\nab\n|ab\nab\n"), (0.6, "ab\n|ab\n")]:
+        lines = dataclasses.replace(bench, hide="lines", hidden=share)
+        [hidden] = hide(lines, [ids], tokenizer)
+        first, last = hidden.index(None), len(hidden) - hidden[::-1].index(None)
+        assert set(hidden[first:last]) == {None}
+        assert left == "|".join(map(tokenizer.decode, (hidden[:first], hidden[last:])))
 
 
 @pytest.mark.filterwarnings("ignore:block_size=")
