@@ -242,8 +242,8 @@ def report(bench: InfillBench, rows: list[Row]) -> None:
     plain = {row.knob: row for row in rows if row.block_size is None}
     lines = [summary(row, plain[row.knob]) for row in rows]
     write_table(lines, out / "infill.csv", title, "decoding.infill_bench")
-    print("calls: network passes a window; ms a pass: the network's time, of a whole batch")
-    print("p: Welch's t-test against sequential decoding")
+    print("calls: network passes a window; p: Welch's t-test against sequential decoding")
+    print("ms a pass: the network's time for a batch, the pass that brings the prompt included")
     print(f"wrote {out / 'infill.csv'}")
 
 
