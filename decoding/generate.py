@@ -9,7 +9,7 @@ from decoding.params import PARAM_NAMES, SamplingParams
 
 @dataclass(frozen=True)
 class Generate(SamplingParams):
-    """Decode one prompt with an export's lossless sampler; the text is printed as it comes.
+    """Decode one prompt with an export's own sampler; the text is printed as it comes.
 
     sampler: another method or other knobs than the export's, e.g. [method=jacobi,block_size=32].
     prompt: the text to go on from; of a model that infills, a text with holes such as <hole:12>.
@@ -54,6 +54,7 @@ def run(argv: list[str]) -> None:
         f"\n\n{n} tokens in {seconds:.2f} s ({n / seconds:.0f} tokens/s), "
         f"{s.target_passes} target passes, {s.drafter_passes} drafter passes, "
         f"{s.acceptance_length:.2f} tokens per target pass, ended by {chunk.result.finish_reason}"
+        + (f", lossy: {s.lossy}" if s.lossy else "")
     )
 
 

@@ -6,13 +6,14 @@ decode loop of `decoding.samplers.base` serves it: a row's tokens stand in the o
 
 import re
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from data.orders import binary_lattice
-from decoding.params import Chunk, Result, SamplingParams
+from decoding.params import Chunk, SamplingParams
 from decoding.randomness import Randomness
 from decoding.samplers.base import Rows, Sampler
 from models.twostream import is_xlnet
@@ -42,9 +43,13 @@ class Template:
         return self.ids.count(None)
 
     def filled(self, answer: list[int]) -> list[int]:
-        """The whole text's tokens, the holes filled from left to right."""
+        """The text's tokens, its holes filled from left to right, up to the first that is open.
+
+        All of them are final: nothing that comes later stands before them.
+        """
         new = iter(answer)
-        return [next(new) if t is None else t for t in self.ids]
+        ids = (next(new, None) if t is None else t for t in self.ids)
+        return list(takewhile(lambda t: t is not None, ids))
 
 
 class Infiller(Sampler):
@@ -131,12 +136,12 @@ class Infiller(Sampler):
     def _commit(
         self, row: int, answer: Any, new: list[int], params: SamplingParams, text: bool
     ) -> Chunk | None:
-        """Take a cycle's tokens; the one chunk comes when the last hole is full."""
+        """See `Sampler`: a chunk is the text up to the first place that is still open."""
         new = new[: answer.prompt.holes - len(answer.token_ids)]
         answer.token_ids += new
         answer.stats.emitted.append(len(new))
-        if len(answer.token_ids) < answer.prompt.holes:
+        reason = "length" if len(answer.token_ids) == answer.prompt.holes else None
+        if reason is None and not text:
             return None
-        whole = self._decode(answer.prompt.filled(answer.token_ids))
-        result = Result(whole, answer.token_ids, "length", answer.stats)
-        return Chunk(row, whole, answer.token_ids, result)
+        shown = self._decode(answer.prompt.filled(answer.token_ids))
+        return self._chunk(row, answer, shown, reason, params)

@@ -2,7 +2,8 @@
 
 Held-out windows with a share of their tokens hidden anywhere are filled by every way to draft.
 Fewer calls must not change what comes out: a judge's perplexity and the entropy of each text are
-compared with sequential decoding by Welch's t-test (arXiv 2504.20456, Tables 1, 5 and 6, and E.4).
+compared with sequential decoding by Welch's t-test (arXiv 2504.20456, Tables 1 and 5 to 8, E.4).
+A hidden middle is also compared with what stood there, by ROUGE (Table 3).
 """
 
 import math
@@ -18,10 +19,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from data.prompts import heldout_prompts
 from decoding.cli import main, parse, quiet
-from decoding.load import load, load_tokenizer
+from decoding.load import load, load_tokenizer, sampler_of, sampling_config
 from decoding.params import Result, SamplingParams
 from decoding.report import write_table
+from decoding.samplers.base import Sampler
 from models import causal
+
+PLACES = ("random", "middle", "lines")
+ROUGE = ("rouge1", "rouge2", "rougeL")
 
 
 @dataclass(frozen=True)
@@ -29,9 +34,11 @@ class InfillBench:
     """Fill held-out texts with every way to draft; calls, seconds, perplexity, entropy.
 
     model: an export that infills. judge: a causal LM that rates the filled texts. source: 'stdlib',
-    or a text folder. hidden: the share of each window's tokens that is hidden, at random places.
-    block_sizes: k of the ways that draft. out: the folder of infill.csv; None: 'bench' beside the
-    export.
+    or texts (see `data.prompts`). hidden: the share of each window that is hidden. hide: tokens at
+    'random' places, tokens in the 'middle', or whole 'lines' in the middle.
+    block_sizes: k of the ways that draft. knobs: samplers to compare, each by one knob: every way
+    is measured twice with [cache=true,cache=false] (Table 7), or with [tolerance=0,tolerance=0.05]
+    and lossy=true (Table 8). out: the folder of infill.csv; None: 'bench' beside the export.
     """
 
     model: str
@@ -40,7 +47,10 @@ class InfillBench:
     samples: int = 128
     length: int = 256
     hidden: float = 0.95
+    hide: str = "random"
     block_sizes: tuple[int, ...] = (5,)
+    knobs: tuple[str, ...] = ()
+    lossy: bool = False
     batch_size: int = 8
     temperature: float = 1.0
     verify: str = "rejection"
@@ -49,17 +59,27 @@ class InfillBench:
     seed: int = 0
     out: str | None = None
 
+    def __post_init__(self):
+        if self.hide not in PLACES:
+            raise ValueError(f"unknown place to hide {self.hide!r}. Choose from {list(PLACES)}")
+
 
 @dataclass
 class Row:
     """One way to draft, over all windows: a figure for each window."""
 
+    knob: str
+    sampler: Sampler
     draft: str
     block_size: int | None
+    lossy: str = ""
     calls: list[float] = field(default_factory=list)
     perplexity: list[float] = field(default_factory=list)
     entropy: list[float] = field(default_factory=list)
     seconds: float = 0.0
+    rouge: list[tuple[float, ...]] = field(default_factory=list)
+    passes: int = 0  # of a batch, however many of its rows take part
+    network_s: float = 0.0
 
 
 def run(argv: list[str]) -> None:
@@ -73,16 +93,17 @@ def measure(bench: InfillBench) -> list[Row]:
     """Fill every window by every way, batch by batch, the ways in turn."""
     from rich.progress import track
 
-    sampler = load(bench.model, dtype=bench.dtype, device=bench.device)
-    if sampler.continues:
+    first = load(bench.model, dtype=bench.dtype, device=bench.device)
+    if first.continues:
         raise ValueError(f"{bench.model} does not fill holes: python -m decoding.bench serves it")
     judge = causal.load(bench.judge, dtype=bench.dtype).to(bench.device).eval()
     judge_tokenizer = load_tokenizer(bench.judge)
-    prompts = hide(
-        bench, heldout_prompts(bench.source, sampler.tokenizer, bench.samples, bench.length)
-    )
-    first, *others = sampler.drafts
-    rows = [Row(first, None), *(Row(d, k) for d in others for k in bench.block_sizes)]
+    windows = [
+        window["prompt_ids"]
+        for window in heldout_prompts(bench.source, first.tokenizer, bench.samples, bench.length)
+    ]
+    prompts = hide(bench, windows, first.tokenizer)
+    rows = [row for knob in bench.knobs or ("",) for row in ways(bench, first, knob)]
     for start in track(range(0, len(prompts), bench.batch_size), "infill bench"):
         batch = prompts[start : start + bench.batch_size]
         for i, row in enumerate(rows):
@@ -91,30 +112,65 @@ def measure(bench: InfillBench) -> list[Row]:
                 verify=bench.verify,
                 draft=row.draft,
                 block_size=row.block_size,
+                lossy=bench.lossy,
                 # Its own draws for each way: a t-test compares independent samples.
                 seed=bench.seed + start + i * bench.samples,
             )
             started = perf_counter()
-            results = sampler.generate(batch, params)
+            results = row.sampler.generate(batch, params)
             row.seconds += perf_counter() - started
-            for result in results:
+            row.lossy = results[0].stats.lossy
+            row.passes += max(r.stats.target_passes for r in results)
+            row.network_s += max(r.stats.target_s for r in results)
+            for b, result in enumerate(results, start=start):
                 row.calls.append(result.stats.target_passes)
                 row.perplexity.append(perplexity(judge, judge_tokenizer, result))
                 row.entropy.append(entropy(judge_tokenizer(result.text)["input_ids"]))
+                if bench.hide != "random":
+                    there = [t for t, p in zip(windows[b], prompts[b]) if p is None]
+                    texts = map(first.tokenizer.decode, (result.token_ids, there))
+                    row.rouge.append(rouge(*texts))
     return rows
 
 
-def hide(bench: InfillBench, windows: list[dict]) -> list[list[int | None]]:
-    """Each window with a share of its tokens hidden, at places that the seed decides."""
+def ways(bench: InfillBench, first: Sampler, knob: str) -> list[Row]:
+    """Every way to draft of the export's sampler with one knob ('': as exported)."""
+    config = sampling_config(bench.model, [knob] if knob else [])
+    sampler = sampler_of(config, first.target, first.tokenizer)
+    plain, *others = sampler.drafts
+    drafting = [Row(knob, sampler, d, k) for d in others for k in bench.block_sizes]
+    return [Row(knob, sampler, plain, None), *drafting]
+
+
+def hide(
+    bench: InfillBench, windows: list[list[int]], tokenizer: PreTrainedTokenizerBase
+) -> list[list[int | None]]:
+    """Each window with a share of it hidden (see `InfillBench`); the seed decides random places."""
     generator = torch.Generator().manual_seed(bench.seed)
-    count = max(1, round(bench.hidden * bench.length))
     hidden = []
-    for window in windows:
-        ids: list[int | None] = list(window["prompt_ids"])
-        for place in torch.randperm(len(ids), generator=generator)[:count].tolist():
-            ids[place] = None
-        hidden.append(ids)
+    for ids in windows:
+        if bench.hide == "lines":  # a token belongs to the line that it begins in
+            line = [tokenizer.decode(ids[:n]).count("\n") for n in range(len(ids))]
+            lines = middle(line[-1] + 1, bench.hidden)
+            places = {n for n in range(len(ids)) if line[n] in lines}
+        elif bench.hide == "middle":
+            places = {*middle(len(ids), bench.hidden)}
+        else:
+            order = torch.randperm(len(ids), generator=generator).tolist()
+            places = {*order[: len(middle(len(ids), bench.hidden))]}
+        hidden.append([None if n in places else t for n, t in enumerate(ids)])
     return hidden
+
+
+def middle(count: int, share: float) -> range:
+    """The middle share of `count` things, at least one.
+
+    >>> middle(5, 0.6)
+    range(1, 4)
+    """
+    inside = max(1, round(share * count))
+    first = (count - inside) // 2
+    return range(first, first + inside)
 
 
 def perplexity(judge: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, result: Result) -> float:
@@ -136,19 +192,36 @@ def entropy(ids: list[int]) -> float:
     return -sum(p * math.log2(p) for p in shares)
 
 
+def rouge(text: str, reference: str) -> tuple[float, ...]:
+    """F-measures of ROUGE-1, ROUGE-2 and ROUGE-L in percent, of lower-cased words and digits.
+
+    >>> rouge("x = one", "x = two")
+    (50.0, 0.0, 50.0)
+    """
+    from torchmetrics.functional.text import rouge_score
+
+    scores = rouge_score(text, reference, rouge_keys=ROUGE)
+    return tuple(100 * scores[f"{name}_fmeasure"].item() for name in ROUGE)
+
+
 def summary(row: Row, plain: Row) -> dict:
     """A row of the table; ratios and p-values against sequential decoding."""
     from scipy.stats import ttest_ind
 
-    line = {"draft": row.draft, "k": row.block_size or ""}
+    line = {"knob": row.knob} if row.knob else {}
+    line["draft"] = f"{row.draft} (lossy: {row.lossy})" if row.lossy else row.draft
+    line["k"] = row.block_size or ""
     line["calls"] = spread(row.calls)
     line["calls / sequential"] = round(fmean(row.calls) / fmean(plain.calls), 3)
     line["speed-up"] = round(plain.seconds / row.seconds, 2)
+    line["ms a pass"] = round(1000 * row.network_s / row.passes, 2)
     for name in ("perplexity", "entropy"):
         here, there = getattr(row, name), getattr(plain, name)
         line[name] = spread(here)
         p = ttest_ind(here, there, equal_var=False).pvalue
         line[f"p ({name})"] = "" if row is plain else round(float(p), 2)
+    for name, values in zip(ROUGE, zip(*row.rouge)):
+        line[name.replace("rouge", "ROUGE-")] = spread(values)
     return line
 
 
@@ -162,12 +235,15 @@ def report(bench: InfillBench, rows: list[Row]) -> None:
     """Print the table; write infill.csv and the command."""
     out = Path(bench.out) if bench.out else Path(bench.model).parent / "bench"
     title = (
-        f"{bench.samples} windows of {bench.length} tokens, {bench.hidden:.0%} hidden, "
+        f"{bench.samples} windows of {bench.length} tokens, {bench.hidden:.0%} hidden "
+        f"({bench.hide}), "
         f"batch {bench.batch_size}, {bench.dtype}"
     )
-    lines = [summary(row, rows[0]) for row in rows]
+    plain = {row.knob: row for row in rows if row.block_size is None}
+    lines = [summary(row, plain[row.knob]) for row in rows]
     write_table(lines, out / "infill.csv", title, "decoding.infill_bench")
     print("calls: network passes a window; p: Welch's t-test against sequential decoding")
+    print("ms a pass: the network's time for a batch, the pass that brings the prompt included")
     print(f"wrote {out / 'infill.csv'}")
 
 

@@ -19,6 +19,7 @@ class SamplingParams:
         the text is the same as plain decoding with the same seed, with any drafter or none.
     block_size: tokens drafted a cycle; None takes the drafter's own.
     draft: how drafts are made, for a sampler with several ways (infilling); None takes its own.
+    lossy: allow what is not lossless (see `Sampler.lossy`); the result's stats name it.
     """
 
     max_new_tokens: int = 128
@@ -33,6 +34,7 @@ class SamplingParams:
     verify: str = "coupled"
     block_size: int | None = None
     draft: str | None = None
+    lossy: bool = False
 
     def __post_init__(self):
         allowed = [
@@ -69,6 +71,7 @@ class Stats:
     target_passes, drafter_passes: forwards that this row took part in, the prefill not counted.
     target_s, drafter_s, sampler_s: seconds in the target's forwards (prefill included), in the
         drafter's, and in everything else; of the whole batch, for each of its rows.
+    lossy: what made the law another than plain decoding's, e.g. 'tolerance=0.05'; '' is lossless.
     """
 
     emitted: list[int] = field(default_factory=list)
@@ -78,6 +81,7 @@ class Stats:
     target_s: float = 0.0
     drafter_s: float = 0.0
     sampler_s: float = 0.0
+    lossy: str = ""
 
     @property
     def acceptance_length(self) -> float:

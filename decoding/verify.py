@@ -1,4 +1,5 @@
-"""Verification of a draft block: accept, residual, next token. Every way is lossless.
+"""Verification of a draft block: accept, residual, next token. Every way is lossless, unless it is
+given a tolerance.
 
 Symbols: k drafted tokens, p [B, k+1, V] the target's probabilities at the k drafted positions and
 at the one after them, q [B, k, V] the very tensor that the draft [B, k] was drawn from.
@@ -12,13 +13,18 @@ from torch import Tensor
 from decoding.randomness import Randomness
 
 
-def rejection(draft: Tensor, q: Tensor, p: Tensor, randomness: Randomness) -> tuple[Tensor, Tensor]:
+def rejection(
+    draft: Tensor, q: Tensor, p: Tensor, randomness: Randomness, tolerance: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Token by token: accept with min(1, p/q), stop at the first rejection, sample (p-q)+ there.
 
     Source: Leviathan et al., arXiv 2211.17192, Algorithm 1; DEER, arXiv 2512.15176, Eq. 5-6.
     The later p's were conditioned on the rejected token, so nothing after it can stand.
+    tolerance: added to p/q, which is lossy (AS-ARM, arXiv 2504.20456, F.5): each place's law moves
+    towards q by at most so much in total variation.
     """
-    accepted = _leading(randomness.accept(acceptance_probability(draft, q, p)))
+    accept = (acceptance_probability(draft, q, p) + tolerance).clamp_max(1)
+    accepted = _leading(randomness.accept(accept))
     correction = residual(_at(p, accepted), _drafted_at(q, accepted))
     return accepted, randomness.categorical(correction)
 

@@ -33,13 +33,17 @@ from decoding.streams import TwoStreamNetwork, XLNetNetwork
 from models.twostream import is_xlnet, joint_logits
 
 DRAFTS = ("sequential", "assd", "assd_ngram", "assd_fused")
+KNOBS = {"cache": bool, "tolerance": float}
 
 
 class AsarmSampler(Infiller):
-    """Fills holes with an any-subset model. Lossless: the law is that of `sequential`.
+    """Fills holes with an any-subset model. Lossless: the law is that of `sequential`, unless
+    there is a tolerance.
 
     draft: one of `DRAFTS`, unless a request names another. block_size: k, tokens drafted a cycle.
-    cache: keep the content stream's keys and values (False: for comparison only).
+    cache: keep the content stream's keys and values. False, for comparison only: every pass runs
+    the whole text.
+    tolerance: epsilon of appendix F.5, added to the acceptance ratio; above 0 it is lossy.
     """
 
     rules = ("coupled", "rejection", "block")
@@ -54,9 +58,19 @@ class AsarmSampler(Infiller):
         draft: str,
         block_size: int,
         cache: bool = True,
+        tolerance: float = 0.0,
     ):
         super().__init__(target, tokenizer, mask_id=mask_id)
+        if not 0 <= tolerance <= 1:
+            raise ValueError(f"tolerance={tolerance} is not allowed: it must be in [0, 1]")
         self.draft, self.block_size, self.cache = draft, block_size, cache
+        self.tolerance = tolerance
+
+    def lossy(self, params: SamplingParams) -> str:
+        """See `Sampler`. Where nothing is drafted there is nothing to tolerate."""
+        if self.tolerance and (params.draft or self.draft) != "sequential":
+            return f"tolerance={self.tolerance:g}"
+        return ""
 
     def margin(self, params: SamplingParams) -> int:
         """A pass reaches two blocks beyond the end, and its queries need a slot each."""
@@ -66,6 +80,11 @@ class AsarmSampler(Infiller):
     def begin(self, rows: Rows, params: SamplingParams) -> None:
         """No pass of its own: the first one brings the prompt."""
         way, k = params.draft or self.draft, params.block_size or self.block_size
+        if self.lossy(params) and (params.verify != "rejection" or params.temperature == 0):
+            raise ValueError(
+                f"{self.lossy(params)} loosens verify='rejection' at a temperature above 0, but "
+                f"verify={params.verify!r} and temperature={params.temperature:g} were given"
+            )
         if way == "assd" and k < 3:
             warnings.warn(
                 f"block_size={k} cannot speed up draft='assd': its two passes give at most {k} "
@@ -102,9 +121,11 @@ class AsarmSampler(Infiller):
         if keyed:
             noise = self.order_noise(rows, d + 1 + ahead, params)
             accepted, following = verify.coupled(draft, choose(p_logits, noise))
+        elif d and params.verify == "block":
+            accepted, following = verify.block(draft, q, p_logits.softmax(-1), rows.randomness)
         elif d:
-            rule = {"rejection": verify.rejection, "block": verify.block}[params.verify]
-            accepted, following = rule(draft, q, p_logits.softmax(-1), rows.randomness)
+            p = p_logits.softmax(-1)
+            accepted, following = verify.rejection(draft, q, p, rows.randomness, self.tolerance)
         else:
             accepted = torch.zeros_like(rows.lengths)
             following = rows.randomness.categorical(p_logits[:, 0].softmax(-1))
@@ -234,5 +255,7 @@ def nothing(logits: Tensor) -> Tensor:
 
 def from_export(target, tokenizer, drafter, config: dict) -> AsarmSampler:
     """The sampler of an exported any-subset model; config: its `parade` entry."""
-    keys = ("mask_id", "draft", "block_size")
-    return AsarmSampler(target, tokenizer, **{key: config[key] for key in keys})
+    if "cache" in config and is_xlnet(target):
+        raise ValueError("cache= means nothing here: XLNet runs the whole text in every pass")
+    keys = ("mask_id", "draft", "block_size", *KNOBS)
+    return AsarmSampler(target, tokenizer, **{key: config[key] for key in keys if key in config})

@@ -68,6 +68,8 @@ class _Answer:
 class Sampler(ABC):
     """Decodes with a target model. Lossless: the law of the output is that of plain decoding.
 
+    A rule that is not must be named by `lossy`, and runs for a user who gives lossy=true only.
+
     target: any transformers causal LM that takes a 4-D attention mask; tokenizer: its own.
     """
 
@@ -132,6 +134,11 @@ class Sampler(ABC):
                 f"verify={params.verify!r} is not offered by this sampler. "
                 f"Choose from {list(self.rules)}"
             )
+        if (lossy := self.lossy(params)) and not params.lossy:
+            raise ValueError(
+                f"{lossy} is lossy: the text would not have the law of plain decoding. Leave it "
+                "out, or allow it with lossy=true"
+            )
         prompts = [self._encode(p, params) for p in prompts]
         if not prompts:
             raise ValueError("no prompt was given")
@@ -141,7 +148,7 @@ class Sampler(ABC):
         if len(seeds) != len(prompts):
             raise ValueError(f"{len(seeds)} seeds were given for {len(prompts)} prompts")
         rows = self._rows(prompts, params, randomness or KeyedRandomness(seeds, self.target.device))
-        answers = [_Answer(p, [], Stats()) for p in prompts]
+        answers = [_Answer(p, [], Stats(lossy=lossy)) for p in prompts]
         started = time.perf_counter()
 
         with torch.inference_mode():
@@ -166,6 +173,10 @@ class Sampler(ABC):
                         started += time.perf_counter() - paused  # the reader's time is not ours
                 if len(keep) < len(rows.row):
                     rows.select(keep) if keep else rows.row.clear()
+
+    def lossy(self, params: SamplingParams) -> str:
+        """What makes this request's law another than plain decoding's; '' where nothing does."""
+        return ""
 
     def start(self, prompt: list[int]) -> tuple[Rows, SamplingParams]:
         """One greedy row that has not begun, for looking at a single pass."""
@@ -281,6 +292,12 @@ class Sampler(ABC):
             return None
         if decoded is None:
             decoded = self._decode(answer.token_ids)
+        return self._chunk(row, answer, decoded, reason, params)
+
+    def _chunk(
+        self, row: int, answer: _Answer, decoded: str, reason: str | None, params: SamplingParams
+    ) -> Chunk | None:
+        """What a row's text so far adds to what was shown of it; None: nothing yet."""
         safe = decoded if reason else decoded[: _safe_length(decoded, params.stop)]
         piece, answer.printed = safe[answer.printed :], max(answer.printed, len(safe))
         result = None

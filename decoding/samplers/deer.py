@@ -40,7 +40,7 @@ class DeerSampler(Sampler):
         mask_id: int,
         sep_id: int,
         nodes: int = 16,
-        sharpness: float = 1.0,
+        sharpness: float = 1.5,
     ):
         super().__init__(target, tokenizer)
         if not 1 <= nodes <= LIMIT:

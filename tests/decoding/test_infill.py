@@ -6,9 +6,11 @@ import re
 import pytest
 import torch
 
+from data.tokenizer import train_tokenizer
 from decoding.infill import Template
 from decoding.params import SamplingParams
-from decoding.samplers.asarm import DRAFTS, AsarmSampler
+from decoding.samplers.asarm import DRAFTS, AsarmSampler, from_export
+from decoding.streams import TwoStreamNetwork
 from tests.support import subsets, tiny
 
 V = 12
@@ -84,6 +86,30 @@ def test_a_batch_is_row_for_row_a_batch_of_one_with_or_without_a_cache(draft, ru
         assert r.stats.drafter_passes == 0
 
 
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_only_without_a_cache_a_pass_runs_the_whole_text(monkeypatch, draft):
+    widths, run = [], TwoStreamNetwork.run
+
+    def recorded(self, tokens, *args, keep):
+        widths.append(tokens.shape[1] - keep)  # the content that this pass brings
+        return run(self, tokens, *args, keep=keep)
+
+    monkeypatch.setattr(TwoStreamNetwork, "run", recorded)
+    prompt = [1] * 20 + [_] * 10
+    sampler(draft, cache=False).generate([prompt], SamplingParams(seed=1))
+    assert min(widths) >= 20
+    widths.clear()
+    sampler(draft).generate([prompt], SamplingParams(seed=1))
+    assert 20 <= widths[0] <= 20 + 4  # the n-gram drafts come with the prompt
+    assert max(widths[1:]) <= 1 + 4
+
+
+def test_xlnet_has_no_cache_to_switch_off():
+    config = {"mask_id": V, "draft": "assd", "block_size": 3, "cache": False}
+    with pytest.raises(ValueError, match="cache= means nothing here"):
+        from_export(subsets.xlnet(V), tiny.tokenizer(V), None, config)
+
+
 class ForgetsTheCorrection(AsarmSampler):
     """Wrong: believes that the cache holds the content of the target's own token."""
 
@@ -125,14 +151,67 @@ def test_text_in_text_out():
     assert re.fullmatch("ab[a-l]{3}c[a-l]{2}", result.text)
     assert len(result.token_ids) == 5
     assert result.finish_reason == "length"
-    chunks = list(sampler().stream(["ab<hole:3>c<hole:2>"], SamplingParams(seed=1)))
-    assert [c.text for c in chunks] == [result.text]
+
+
+def streamed(s, prompt, params):
+    """The chunks of a text; checks that each shows what is committed by then, and no more."""
+    chunks = list(s.stream([prompt], params))
+    result, template = chunks[-1].result, Template(s._tokens(prompt))
+    assert "".join(c.text for c in chunks) == result.text
+    assert [t for c in chunks for t in c.token_ids] == result.token_ids
+    for n in range(1, len(chunks) + 1):
+        committed = result.token_ids[: sum(result.stats.emitted[:n])]
+        places = [p for p, t in enumerate(template.ids) if t is None]
+        open_at = [*places, len(template.ids)][len(committed)]
+        shown = "".join(c.text for c in chunks[:n])
+        assert shown == result.text[:open_at]  # a token is a letter here
+    return [c.text for c in chunks]
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_holes_are_shown_as_they_fill(draft):
+    params = SamplingParams(seed=1)
+    texts = streamed(sampler(draft), "ab<hole:3>c<hole:2><hole:2>de", params)
+    assert texts[0].startswith("ab")
+    assert texts[-1].endswith("de")
+    assert (
+        "".join(texts) == sampler(draft).generate(["ab<hole:3>c<hole:2><hole:2>de"], params)[0].text
+    )
+    assert draft != "sequential" or [len(t) for t in texts] == [3, 1, 2, 1, 1, 1, 3]
+
+
+def test_text_behind_an_open_hole_would_be_seen(monkeypatch):
+    """Negative control: given tokens shown before the hole in front of them is full."""
+    full = Template.filled
+
+    def hasty(self, answer):
+        return full(self, [*answer, *[0] * (self.holes - len(answer))])
+
+    monkeypatch.setattr(Template, "filled", hasty)
+    with pytest.raises(AssertionError):
+        streamed(sampler(), "ab<hole:3>c<hole:2>de", SamplingParams(seed=1))
+
+
+def test_no_half_character_is_shown_and_rows_do_not_mix():
+    tokenizer = train_tokenizer(["ab é漢🙂 "] * 9, 265)
+    s = AsarmSampler(
+        subsets.network(len(tokenizer)).float(), tokenizer,
+        mask_id=len(tokenizer), draft="assd_fused", block_size=3,
+    )  # fmt: skip
+    prompts, params = ["é<hole:9>漢<hole:4>", "<hole:7>🙂a"], SamplingParams(seed=4)
+    texts = [[], []]
+    for chunk in s.stream(prompts, params):
+        texts[chunk.row].append(chunk.text)
+    assert ["".join(t) for t in texts] == [r.text for r in s.generate(prompts, params)]
+    assert not any(t.endswith("�") for row in texts for t in row[:-1])
+    assert min(map(len, texts)) > 1
 
 
 def test_a_template_by_hand():
     t = Template([_, 7, _, 8])
     assert (t.order, t.prompt, t.holes) == ([1, 3, 0, 2], [7, 8], 2)
     assert t.filled([5, 6]) == [5, 7, 6, 8]
+    assert (t.filled([]), t.filled([5])) == ([], [5, 7])
 
 
 def test_the_mask_token_is_never_drawn():

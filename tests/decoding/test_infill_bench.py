@@ -1,12 +1,27 @@
 import csv
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from decoding.infill_bench import InfillBench, entropy, hide, measure, perplexity, report
+from data.prompts import heldout_prompts
+from data.tokenizer import train_tokenizer
+from decoding.infill_bench import (
+    InfillBench,
+    entropy,
+    hide,
+    measure,
+    perplexity,
+    report,
+    rouge,
+    summary,
+    ways,
+)
+from decoding.load import load, load_tokenizer
 from decoding.params import Result, Stats
+from decoding.samplers.asarm import AsarmSampler
 from tests.support import tiny
 
 
@@ -39,12 +54,81 @@ def test_the_table(bench, capsys):
     assert all(float(line["calls / sequential"]) <= 1 for line in lines)
 
 
+@pytest.mark.filterwarnings("ignore:block_size=")
+def test_samplers_that_differ_by_a_knob(bench, tmp_path):
+    knobs = ("tolerance=0", "tolerance=0.5")
+    two = dataclasses.replace(bench, knobs=knobs, block_sizes=(3,), out=str(tmp_path))
+    with pytest.raises(ValueError, match="lossy=true"):
+        measure(two)
+    report(two, measure(dataclasses.replace(two, lossy=True)))
+    lines = list(csv.DictReader((tmp_path / "infill.csv").open()))
+    drafts = ["assd", "assd_ngram", "assd_fused"]
+    lossy = [f"{d} (lossy: tolerance=0.5)" for d in drafts]
+    assert [line["draft"] for line in lines] == ["sequential", *drafts, "sequential", *lossy]
+    assert [line["knob"] for line in lines] == [knobs[0]] * 4 + [knobs[1]] * 4
+    assert all(float(line["ms a pass"]) > 0 for line in lines)
+
+
+def test_the_cache_is_a_knob(bench):
+    first = load(bench.model)
+    kept, whole = (ways(bench, first, f"cache={c}")[0].sampler for c in ("true", "false"))
+    assert (kept.cache, whole.cache) == (True, False)
+    assert kept.target is whole.target is first.target
+
+
 def test_hidden_places_follow_the_seed(bench):
-    windows = [{"prompt_ids": list(range(12))}] * 2
-    hidden = hide(bench, windows)
+    windows = [list(range(12))] * 2
+    hidden = hide(bench, windows, None)
     assert [ids.count(None) for ids in hidden] == [9, 9]
-    assert hidden == hide(bench, windows)
+    assert hidden == hide(bench, windows, None)
     assert hidden[0] != hidden[1]
+
+
+def test_a_hidden_middle(bench):
+    middle = dataclasses.replace(bench, hide="middle", hidden=0.5)
+    hidden = hide(middle, [list(range(8)), list(range(5)), [7]], None)
+    assert hidden == [[0, 1, None, None, None, None, 6, 7], [0, None, None, 3, 4], [None]]
+    with pytest.raises(ValueError, match=r"'sides'. Choose from \['random', 'middle', 'lines'\]"):
+        dataclasses.replace(bench, hide="sides")
+
+
+def test_hidden_lines(bench):
+    """Infill 1/5 and 3/5 of Table 3, a sentence a line."""
+    tokenizer = train_tokenizer(["ab\n c"], 259)
+    ids = tokenizer("ab\nab\n ab\nab\nab\n")["input_ids"]
+    for share, left in [(0.2, "ab\nab\n|ab\nab\n"), (0.6, "ab\n|ab\n")]:
+        lines = dataclasses.replace(bench, hide="lines", hidden=share)
+        [hidden] = hide(lines, [ids], tokenizer)
+        first, last = hidden.index(None), len(hidden) - hidden[::-1].index(None)
+        assert set(hidden[first:last]) == {None}
+        assert left == "|".join(map(tokenizer.decode, (hidden[:first], hidden[last:])))
+
+
+@pytest.mark.filterwarnings("ignore:block_size=")
+def test_a_middle_is_compared_with_what_stood_there(bench, monkeypatch):
+    middle = dataclasses.replace(bench, hide="middle", block_sizes=(3,))
+    rows = measure(middle)
+    line = summary(rows[0], rows[0])
+    assert [line[f"ROUGE-{x}"].count("±") for x in (1, 2, "L")] == [1, 1, 1]
+    assert all(max(scores) < 100 for row in rows for scores in row.rouge)
+
+    tokenizer = load_tokenizer(bench.model)
+    found = heldout_prompts(bench.source, tokenizer, bench.samples, bench.length)
+    windows = {(*w["prompt_ids"][:1], *w["prompt_ids"][10:]): w["prompt_ids"] for w in found}
+
+    def knows_all(self, prompts, params):
+        there = [windows[p[0], *p[10:]] for p in prompts]
+        stats = Stats(emitted=[9], target_passes=1)
+        return [Result(tokenizer.decode(w), w[1:10], "length", stats) for w in there]
+
+    monkeypatch.setattr(AsarmSampler, "generate", knows_all)
+    assert {scores for row in measure(middle) for scores in row.rouge} == {(100.0,) * 3}
+
+
+def test_rouge_by_hand():
+    """Of 'a b c d' and 'a x b c': three words, one pair of two in common, 'a b c' in order."""
+    assert rouge("a b c d", "A  x b, c!") == pytest.approx((75, 100 / 3, 75))
+    assert rouge("", "a b") == (0, 0, 0)
 
 
 def test_metrics_by_hand():

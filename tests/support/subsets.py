@@ -3,7 +3,7 @@
 import itertools
 
 import torch
-from transformers import XLNetConfig, XLNetLMHeadModel
+from transformers import XLNetConfig, XLNetLMHeadModel, XLNetTokenizer
 
 from decoding.distribution import fit_vocabulary, seen_tokens, warp
 from tests.support import tiny
@@ -104,3 +104,13 @@ def infill_law(model, prompt, params):
         for token in probs.nonzero().flatten().tolist():
             frontier.append(((*answer, token), weight * probs[token].item()))
     return law
+
+
+def xlnet_tokenizer():
+    """transformers' XLNetTokenizer with the public one's special tokens and a few words."""
+    special = ["<unk>", "<s>", "</s>", "<cls>", "<sep>", "<pad>", "<mask>", "<eod>", "<eop>"]
+    words = ["▁def", "▁return", "▁f", "▁a", "▁u", "▁if"]
+    letters = "abcdefghijklmnopqrstuvwxyz'\"<>():=0123456789_+.,-"
+    scores = dict.fromkeys(special, 0.0) | {"▁": -3.0}
+    scores |= dict.fromkeys(words, -4.0) | dict.fromkeys(letters, -5.0)
+    return XLNetTokenizer(vocab=list(scores.items()))

@@ -16,6 +16,7 @@ from decoding.load import load, load_tokenizer
 from decoding.params import SamplingParams
 from models import causal
 from tests.support import subsets, tiny
+from tests.support.lab import SMALL
 from trainers.asarm import JointDensity
 from trainers.base import Optimization
 from trainers.fit import build_loaders, build_module, build_trainer, fit
@@ -144,6 +145,33 @@ def test_xlnet_trains_exports_and_loads(lab, export, tmp_path):
     (result,) = sampler.generate(["def <hole:6> self"], SamplingParams(seed=0))
     assert len(result.token_ids) == 6
     assert result.stats.target_passes <= 6
+
+
+def test_code_at_paper_scale_keeps_its_whitespace(tmp_path):
+    folder, source = tmp_path / "xlnet", tmp_path / "code.jsonl"
+    tokenizer = subsets.xlnet_tokenizer()
+    tokenizer.save_pretrained(folder)
+    size = {"d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 32}
+    XLNetLMHeadModel(XLNetConfig(vocab_size=len(tokenizer), **size)).save_pretrained(folder)
+    rows = [{"content": f"def f{i}(a):\n    return a + {i}\n"} for i in range(200)]
+    source.write_text("\n".join(map(json.dumps, rows)))
+    words = [
+        *("recipe=asarm_code", "scale=paper", f"runs={tmp_path}", f"source={source}"),
+        *(f"tokenizer.tokenizer.path={folder}", f"network.path={folder}"),
+        *("data.train.length=48", "data.validation.length=48", "data.corruption.curriculum=2"),
+        *(
+            "trainer.workers=0",
+            "trainer.compile=false",
+            *(w for w in SMALL if "acceptance" not in w),
+        ),
+    ]
+    sampler = load(str(fit(compose(words, "fit"))))
+    assert "\n" in sampler.tokenizer.get_vocab()
+    before, after = "def f(a):\n    ", "\n\treturn a\n"
+    (result,) = sampler.generate([f"{before}<hole:4>{after}"], SamplingParams(seed=0))
+    assert len(result.token_ids) == 4
+    assert result.text.startswith(before)
+    assert result.text.endswith(after)
 
 
 def test_flex_attention_of_xlnet_is_refused_in_one_line(tmp_path):
