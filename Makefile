@@ -3,7 +3,7 @@ PY := .venv/bin/python
 FIT := $(PY) -m trainers.fit
 RUNS ?= runs
 
-.PHONY: quickstart test chaos lint lab-deer lab-pcllm lab-pcllm-ablations lab-asarm clean
+.PHONY: quickstart test chaos packed-step lint lab-deer lab-pcllm lab-pcllm-ablations lab-asarm clean
 
 .venv/installed: setup.cfg constraints.txt
 	test -x $(PY) || python3 -m venv .venv
@@ -62,6 +62,9 @@ test: .venv/installed  ## the whole test suite
 
 chaos: .venv/installed  ## kill a run ten times, also in a checkpoint's write: it must end as if left alone (minutes)
 	$(PY) -m tests.chaos
+
+packed-step: .venv/installed  ## pcLLM's packed training step against separate passes: seconds of each (a minute)
+	$(PY) -m tests.packed_step
 
 lint: .venv/installed  ## ruff, as CI runs it
 	$(PY) -m ruff check .

@@ -1,0 +1,183 @@
+"""`python -m decoding.pass_at_1 model=... problems=HumanEval.jsonl execute=true`: right programs.
+
+pass@1: the share of problems whose one answer passes the problem's own tests (arXiv 2107.03374,
+section 2.1). Writes every program's end to `pass_at_1.jsonl` and the table to `pass_at_1.csv`.
+"""
+
+import json
+import re
+import string
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from data.chat import encode_text
+from data.sources import read_jsonl
+from decoding.cli import main, parse, quiet
+from decoding.load import load
+from decoding.params import Result, SamplingParams
+from decoding.report import write_table
+from decoding.sandbox import Limits, check, execute
+
+# A line leaves the function where it begins at the left margin; decoding need not go on there.
+LEAVES = re.compile(r"^\S", re.MULTILINE)
+STOP = tuple(f"\n{c}" for c in string.printable if not c.isspace())
+
+
+@dataclass(frozen=True)
+class PassAt1:
+    """Complete every problem once with the export's own sampler and run its tests.
+
+    model: an export, or any causal LM. also: further ones, for the same table.
+    problems: a JSONL of HumanEval's keys: task_id, prompt, test, entry_point.
+    execute: true runs what the models wrote on this machine; docs/pcllm.md says how well that is
+        guarded. sampler: another method or other knobs than the exports'.
+    cpu_seconds, wall_seconds, memory (MiB): what one program may use. out: the results' folder.
+    """
+
+    model: str
+    problems: str
+    execute: bool = False
+    also: tuple[str, ...] = ()
+    sampler: tuple[str, ...] = ()
+    max_new_tokens: int = 512
+    temperature: float = 0.0
+    batch_size: int = 8
+    seed: int = 0
+    cpu_seconds: float = 10.0
+    wall_seconds: float = 30.0
+    memory: int = 1024
+    dtype: str = "auto"
+    device: str = "cpu"
+    out: str = "pass_at_1"
+
+    def __post_init__(self):
+        if not self.execute:
+            raise ValueError(
+                "this runs programs that a model wrote, on this machine: read in docs/pcllm.md "
+                "what guards it, and give execute=true"
+            )
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size={self.batch_size} is not allowed: at least 1")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One row of a problem file. test: a program that defines check(candidate)."""
+
+    task_id: str
+    prompt: str
+    test: str
+    entry_point: str
+
+    def program(self, completion: str) -> str:
+        """What is run."""
+        return f"{self.prompt}{completion}\n{self.test}\ncheck({self.entry_point})\n"
+
+
+def run(argv: list[str]) -> None:
+    """The command."""
+    quiet()
+    p = parse(argv, PassAt1, "decoding.pass_at_1")
+    limits = Limits(cpu_seconds=p.cpu_seconds, wall_seconds=p.wall_seconds, memory=p.memory)
+    problems = read_problems(Path(p.problems))
+    check(limits)
+    out = Path(p.out)
+    out.mkdir(parents=True, exist_ok=True)
+    lines = []
+    with (out / "pass_at_1.jsonl").open("w", encoding="utf-8") as file:
+        for model in dict.fromkeys((p.model, *p.also)):
+            found, results = judge(p, model, problems, limits)
+            file.writelines(f"{json.dumps({'model': model, **row})}\n" for row in found)
+            lines.append({"model": model, **summary(found, results)})
+    title = f"{len(problems)} problems of {p.problems}, T = {p.temperature:g}, {p.dtype}"
+    write_table(lines, out / "pass_at_1.csv", title, "decoding.pass_at_1")
+    print(f"wrote {out / 'pass_at_1.jsonl'} and {out / 'pass_at_1.csv'}")
+
+
+def read_problems(file: Path) -> list[Problem]:
+    """The problems of a JSONL; ValueError with file and line where one is not whole."""
+    if not file.is_file():
+        raise ValueError(f"problems={str(file)!r} is no file: give a JSONL such as HumanEval's")
+    names, problems = list(Problem.__dataclass_fields__), []
+    try:
+        for line, row in read_jsonl(file):
+            wrong = [name for name in names if not isinstance(row.get(name), str)]
+            if wrong:
+                raise ValueError(f"{file}, line {line}: no text in {wrong}. Needed: {names}")
+            if not row["entry_point"].isidentifier():
+                raise ValueError(
+                    f"{file}, line {line}: entry_point={row['entry_point']!r} is no function's name"
+                )
+            problems.append(Problem(**{name: row[name] for name in names}))
+    except UnicodeDecodeError:
+        raise ValueError(f"{file} is not UTF-8 text: unpack it first (gunzip)") from None
+    if not problems:
+        raise ValueError(f"{file} holds no problem")
+    return problems
+
+
+def judge(
+    p: PassAt1, model: str, problems: list[Problem], limits: Limits
+) -> tuple[list[dict], list[Result]]:
+    """Every problem's completion by one model and how its program ended; the decodes' results."""
+    from rich.progress import track
+
+    sampler = load(model, sampler=p.sampler, dtype=p.dtype, device=p.device)
+    if not sampler.continues:
+        raise ValueError(f"{model} fills holes and goes on from no prompt: give causal LMs")
+    params = SamplingParams(max_new_tokens=p.max_new_tokens, temperature=p.temperature, stop=STOP)
+    found, results = [], []
+    for start in track(range(0, len(problems), p.batch_size), model):
+        batch = problems[start : start + p.batch_size]
+        prompts = [encode_text(sampler.tokenizer, problem.prompt) for problem in batch]
+        seeds = [p.seed + start + i for i in range(len(batch))]
+        decoded = sampler.generate(prompts, params, seeds=seeds)
+        for problem, ids, result in zip(batch, prompts, decoded):
+            text = continuation(sampler.tokenizer, ids, result.token_ids)
+            completion = within_function(problem.prompt, text)
+            outcome, error = execute(problem.program(completion), limits)
+            row = {"task_id": problem.task_id, "outcome": outcome, "error": error}
+            found.append({**row, "completion": completion})
+        results += decoded
+    return found, results
+
+
+def continuation(tokenizer: PreTrainedTokenizerBase, prompt: list[int], answer: list[int]) -> str:
+    """The text of answer tokens behind a prompt: some tokenizers strip it of its first space."""
+    before, whole = (
+        tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, prompt + answer)
+    )
+    return whole[len(before) :]
+
+
+def within_function(prompt: str, text: str) -> str:
+    """A completion up to the first line that leaves the function.
+
+    >>> within_function("def f():\\n", "    return 1\\n\\nprint(f())\\n")
+    '    return 1\\n\\n'
+    """
+    whole = prompt + text
+    left = LEAVES.search(whole, len(prompt))
+    return whole[len(prompt) : left.start() if left else None]
+
+
+def summary(found: list[dict], results: list[Result]) -> dict:
+    """A line of the table. The standard error is that of a share of independent problems."""
+    count = {
+        name: sum(row["outcome"] == name for row in found)
+        for name in ("passed", "failed", "timed out")
+    }
+    share = count["passed"] / len(found)
+    emitted = [n for result in results for n in result.stats.emitted]
+    return {
+        **count,
+        "pass@1": round(share, 4),
+        "standard error": round((share * (1 - share) / len(found)) ** 0.5, 4),
+        "tokens per forward": round(sum(emitted) / len(emitted), 2),
+    }
+
+
+if __name__ == "__main__":
+    main(run)
