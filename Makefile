@@ -16,18 +16,22 @@ quickstart: .venv/installed  ## train and decode with DEER at lab scale, from no
 	$(PY) -m decoding.bench model=$(RUNS)/deer_stage2/export also=$(RUNS)/deer_stage1/export prompts=12 max_new_tokens=64
 
 LAB = runs=$(RUNS)/lab trainer.compile=true
-lab-deer: .venv/installed  ## the figures of docs/results.md: about an hour on 2 cores
-	$(FIT) recipe=ar_target $(LAB) trainer.max_steps=2400
-	$(FIT) recipe=diffusion_adapt $(LAB) trainer.max_steps=400
-	$(PY) -m decoding.collect recipe=deer_answers runs=$(RUNS)/lab prompts.count=2560
-	$(FIT) recipe=deer_stage1 $(LAB) trainer.max_steps=600
-	$(FIT) recipe=deer_stage2 $(LAB) trainer.max_steps=950
-	$(PY) -m decoding.bench model=$(RUNS)/lab/deer_stage2/export also=$(RUNS)/lab/deer_stage1/export
+BENCH = $(PY) -m decoding.bench
+
+# A deep target, so that a drafter of a quarter of its layers is cheap beside it.
+DEEP = runs=$(RUNS)/lab-deer trainer.compile=true
+DEER = $(RUNS)/lab-deer/deer_stage
+lab-deer: .venv/installed  ## DEER's figures in docs/results.md: about an hour on 2 cores
+	$(FIT) recipe=ar_target $(DEEP) trainer.max_steps=1200 network.num_hidden_layers=12
+	$(FIT) recipe=diffusion_adapt $(DEEP) trainer.max_steps=400 'network.layers=[0,1,11]'
+	$(PY) -m decoding.collect recipe=deer_answers runs=$(RUNS)/lab-deer prompts.count=1920
+	$(FIT) recipe=deer_stage1 $(DEEP) trainer.max_steps=500
+	$(FIT) recipe=deer_stage2 $(DEEP) trainer.max_steps=950
+	$(BENCH) model=$(DEER)2/export also=$(DEER)1/export profile=true
 
 PCLLM = $(RUNS)/lab/pcllm_round
-BENCH = $(PY) -m decoding.bench
 HELDOUT = $(PY) -m decoding.heldout_loss model=$(RUNS)/lab/ar_target/export answers=$(RUNS)/lab/pcllm_trajectories runs=$(RUNS)/lab
-lab-pcllm: .venv/installed  ## both rounds of pcLLM and their benches; shares lab-deer's target
+lab-pcllm: .venv/installed  ## both rounds of pcLLM and their benches
 	$(FIT) recipe=ar_target $(LAB) trainer.max_steps=2400
 	$(PY) -m decoding.collect recipe=pcllm_trajectories runs=$(RUNS)/lab prompts.count=2560
 	$(FIT) recipe=pcllm_round1 $(LAB) trainer.max_steps=800
