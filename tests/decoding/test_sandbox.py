@@ -148,7 +148,7 @@ def test_nothing_is_written_outside_its_folder(attack, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["victim"]
 
 
-def test_without_the_guard_it_would_be_written(tmp_path, monkeypatch):
+def test_without_the_guard_it_is_written_and_the_kernel_still_refuses_a_fork(tmp_path, monkeypatch):
     tmp_path.chmod(0o777)
     victim = tmp_path / "victim"
     victim.write_text("untouched")
@@ -157,6 +157,8 @@ def test_without_the_guard_it_would_be_written(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "read_text", lambda self, encoding=None: text)
     assert outcome(f"open({str(victim)!r}, 'w').close()").outcome == "passed"
     assert victim.stat().st_size == 0
+    found = outcome("import os\nos.fork()")
+    assert found == ("failed", "BlockingIOError: [Errno 11] Resource temporarily unavailable")
 
 
 def test_neither_environment_nor_rights_are_handed_on(monkeypatch):
