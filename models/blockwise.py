@@ -1,0 +1,41 @@
+"""Block-wise masked diffusion LMs: stock causal LM classes under another attention.
+
+A text is denoised block after block. `block_causal`: a block sees the blocks before it and itself;
+`bidirectional`: every token sees the whole text, later blocks as masks included (LLaDA, arXiv
+2502.09992). The logits at a place are about the token of that place, without a shift.
+"""
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from models import masks
+from models.masks import Layout, Predicate, attention_mask
+
+ATTENTION = ("block_causal", "bidirectional")
+
+
+def predicate_of(attention: str, span: int) -> Predicate:
+    """The attention pattern of a kind, for blocks of `span` tokens."""
+    if attention not in ATTENTION:
+        raise ValueError(
+            f"attention={attention!r} is not known: say how the model was trained, attention="
+            f"{' or attention='.join(ATTENTION)}"
+        )
+    return getattr(masks, attention)(span)
+
+
+def denoised_logits(
+    network: PreTrainedModel, batch: dict[str, Tensor], attention: str, span: int
+) -> Tensor:
+    """Logits [B, S, V] of noised rows of `data.blocks`: their noised copy stands last."""
+    layout = Layout(batch["document"], batch["index"], batch["block"])
+    mask = attention_mask(
+        predicate_of(attention, span), layout, network.config._attn_implementation
+    )
+    return network(
+        input_ids=batch["input_ids"],
+        position_ids=batch["index"],
+        attention_mask=mask,
+        use_cache=False,
+        logits_to_keep=batch["masked"].shape[1],
+    ).logits
