@@ -6,9 +6,9 @@ A text is denoised block after block. `block_causal`: a block sees the blocks be
 """
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from models import masks
+from models import diffusion, masks
 from models.masks import Layout, Predicate, attention_mask
 
 ATTENTION = ("block_causal", "bidirectional")
@@ -22,6 +22,22 @@ def predicate_of(attention: str, span: int) -> Predicate:
             f"{' or attention='.join(ATTENTION)}"
         )
     return getattr(masks, attention)(span)
+
+
+def from_causal_lm(
+    source: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, weights: str
+) -> PreTrainedModel:
+    """A network of a causal LM's class and size, with a mask token.
+
+    weights: 'copied', or 'random' to train from scratch.
+    """
+    if weights not in ("copied", "random"):
+        raise ValueError(f"unknown weights {weights!r}. Choose from ['copied', 'random']")
+    network = diffusion.from_causal_lm(source, tokenizer)
+    if weights == "copied":
+        return network
+    kind = network.config._attn_implementation
+    return AutoModelForCausalLM.from_config(network.config, attn_implementation=kind)
 
 
 def denoised_logits(
