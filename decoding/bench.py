@@ -22,6 +22,7 @@ from decoding.params import Result, SamplingParams, Stats
 from decoding.randomness import KeyedRandomness
 from decoding.report import picture, write_table
 from decoding.samplers.base import Sampler
+from decoding.samplers.denoise import DenoiseSampler
 from decoding.samplers.plain import PlainSampler
 
 
@@ -105,6 +106,11 @@ def measure(bench: Bench) -> tuple[list[Row], list[list[int]]]:
     samplers = {name: load(name, **options) for name in (bench.model, *bench.also)}
     first = samplers[bench.model]
     for name, sampler in samplers.items():
+        if isinstance(sampler, DenoiseSampler):
+            raise ValueError(
+                f"{name} is a masked diffusion LM, which plain decoding cannot be: "
+                "python -m decoding.denoise_bench serves it"
+            )
         if not sampler.continues:
             raise ValueError(
                 f"{name} fills holes and goes on from no prompt, so it has no place in this bench: "

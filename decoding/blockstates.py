@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from decoding.cache import CachedNetwork, CountedNetwork
 from decoding.samplers.base import Rows
-from models.blockwise import predicate_of
+from models.blockwise import foreign_logits, is_foreign, predicate_of
 from models.masks import Layout, dense
 
 
@@ -75,6 +75,8 @@ class WholeTexts(CountedNetwork):
 
     def block_logits(self, texts: Tensor, at: Tensor, end: Tensor) -> Tensor:
         """Logits [B, L, V] at places `at` of texts that end at `end`."""
+        if is_foreign(self.network):
+            return self.foreign_block_logits(texts, at, end)
         places = torch.arange(texts.shape[1], device=texts.device).expand_as(texts)
         # What lies behind a text is another document, so that it sees something as well.
         layout = Layout((places >= end[:, None]).long(), places, torch.full_like(texts, -1))
@@ -87,7 +89,22 @@ class WholeTexts(CountedNetwork):
                 use_cache=False,
                 logits_to_keep=asked,
             ).logits
-        return logits.gather(1, (at - asked[0])[..., None].expand(-1, -1, logits.shape[-1]))
+        return at_places(logits, at - asked[0])
+
+    def foreign_block_logits(self, texts: Tensor, at: Tensor, end: Tensor) -> Tensor:
+        """The same by a model that takes no masks: texts of one length together."""
+        rows, found = [], []
+        with self.counted():
+            for length in end.unique().tolist():
+                rows.append((end == length).nonzero().flatten())
+                logits = foreign_logits(self.network, texts[rows[-1], :length])
+                found.append(at_places(logits, at[rows[-1]]))
+        return torch.cat(found)[torch.cat(rows).argsort()]
+
+
+def at_places(logits: Tensor, at: Tensor) -> Tensor:
+    """Of logits [B, W, V] those at places [B, L]: [B, L, V]."""
+    return logits.gather(1, at[..., None].expand(-1, -1, logits.shape[-1]))
 
 
 class AppendedBlocks(WholeTexts):

@@ -1,8 +1,9 @@
 """What draft graph to take: traces of vanilla decoding, objectives on them, and their optimum.
 
-Source: Spiffy, Algorithm 2 and appendices C and E. A trace of a block is, for each state on its way
-but the first, the *chain* of formulas of the states that followed, as that state would have had to
-guess them. A graph's walk over a trace is therefore known exactly, without the model: `passes`.
+Source: Spiffy, arXiv 2509.18085, Algorithm 2, appendices C and E. A trace of a block is, for each
+state on its way but the first, the *chain* of formulas of the states that followed, as that state
+would have had to guess them. A graph's walk over a trace is therefore known exactly, without the
+model: `passes`.
 """
 
 from collections import Counter
@@ -19,6 +20,7 @@ from decoding.samplers.spiffy import SpiffySampler
 
 Chain = tuple[Formula, ...]
 OBJECTIVES = ("degree0", "degree1", "total", "replay")
+SECONDS = 300.0  # that a solver may take; it says then that its optimum is not proved
 ABSENT = -2  # as the step of a block that was not decoded
 
 
@@ -283,9 +285,10 @@ class Program:
             integrality=np.array(self.whole, dtype=int),
             bounds=Bounds(0, np.array(self.upper, dtype=float)),
             constraints=LinearConstraint(matrix, ub=[limit for _, limit in self.rows]),
-            options={"mip_rel_gap": 0.0},
+            options={"mip_rel_gap": 0.0, "time_limit": SECONDS},
         )
-        assert found.x is not None, found.message  # nothing taken is always allowed
+        if found.x is None:  # no time: nothing taken is always allowed
+            return [0.0] * len(self.gains), sum(g * u for g, u in zip(self.gains, self.upper))
         return found.x.tolist(), -found.mip_dual_bound
 
 
@@ -300,8 +303,19 @@ def fewest_passes(
     What a pass accepts decides where the next one begins, so the fewest passes need not be where
     'replay' is greatest. A local optimum: no single exchange or addition helps.
     """
-    best = min((sorted({*nodes}) for nodes in starts), key=lambda nodes: passes(nodes, blocks))
-    fewest = passes(best, blocks)
+    # Numbers in the place of formulas, which take long to hash.
+    number = {q: n for n, q in enumerate(candidates.counts)}
+    known = {*number}
+    cut = [
+        [tuple(number[q] for q in chain[: accepted(known, chain)]) for chain in chains]
+        for chains in blocks
+    ]
+
+    def cost(nodes: Iterable[Formula]) -> int:
+        return passes([number[q] for q in nodes], cut)
+
+    best = min((sorted({*nodes}) for nodes in starts), key=cost)
+    fewest = cost(best)
     better = True
     while better:
         better = False
@@ -310,7 +324,7 @@ def fewest_passes(
                 continue
             for old in [*best] if len(best) >= size else [None]:
                 nodes = sorted({*best, new} - {old})
-                if closed(nodes, candidates) and (n := passes(nodes, blocks)) < fewest:
+                if closed(nodes, candidates) and (n := cost(nodes)) < fewest:
                     best, fewest, better = nodes, n, True
                     break
     return best

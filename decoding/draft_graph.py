@@ -1,8 +1,9 @@
 """Draft graphs of Spiffy as data: which states of a block are guessed, by which formulas.
 
-Source: Spiffy, section 4.3. A formula is a set of (i, j): at the i-th of the masked places, ordered
-by confidence, stands the j-th of its tokens (both from 1). A node is a parent of another one if a
-single step may lead from it there; node 0 is the present state, whose formula is empty.
+Source: Spiffy, arXiv 2509.18085, section 4.3. A formula is a set of (i, j): at the i-th of the
+masked places, ordered by confidence, stands the j-th of its tokens (both from 1). A node is a
+parent of another one if a single step may lead from it there; node 0 is the present state, whose
+formula is empty.
 """
 
 import json

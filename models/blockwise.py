@@ -5,6 +5,7 @@ A text is denoised block after block. `block_causal`: a block sees the blocks be
 2502.09992). The logits at a place are about the token of that place, without a shift.
 """
 
+import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -12,6 +13,8 @@ from models import diffusion, masks
 from models.masks import Layout, Predicate, attention_mask
 
 ATTENTION = ("block_causal", "bidirectional")
+PUBLIC = {"llada": "bidirectional", "Dream": "bidirectional"}  # by model type
+SHIFTED = ("Dream",)  # model types whose logits about a token stand at the place before it
 
 
 def predicate_of(attention: str, span: int) -> Predicate:
@@ -22,6 +25,19 @@ def predicate_of(attention: str, span: int) -> Predicate:
             f"{' or attention='.join(ATTENTION)}"
         )
     return getattr(masks, attention)(span)
+
+
+def is_foreign(network: PreTrainedModel) -> bool:
+    """True for a model of remote code: its attention is its own, and it may take no masks."""
+    return not type(network).__module__.startswith("transformers.")
+
+
+def foreign_logits(network: PreTrainedModel, texts: Tensor) -> Tensor:
+    """Logits [B, W, V] of whole texts [B, W] by a foreign model."""
+    logits = network(input_ids=texts).logits
+    if network.config.model_type in SHIFTED:
+        logits = torch.cat([logits[:, :1], logits[:, :-1]], 1)
+    return logits
 
 
 def from_causal_lm(

@@ -76,8 +76,10 @@ class Calibration(BaseModule):
     def losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Vanilla passes of each prompt. Its traces are kept, on every process those of all."""
         traces = self.trace(batch)
-        every = self.all_gather(traces) if self.trainer.world_size > 1 else traces
-        self.traces.append(every.reshape(-1, *traces.shape[1:]).cpu())
+        every = traces
+        if self.trainer.world_size > 1:  # gloo knows no 16 bits
+            every = self.all_gather(traces.int()).flatten(0, 1).to(traces.dtype)
+        self.traces.append(every.cpu())
         self._graph = None
         steps = (traces[:, :, 0].amax(-1) + 1).clamp_min(0).sum(1).to(torch.float32)
         return steps + 0 * self.idle, self.weight(batch)
@@ -86,15 +88,8 @@ class Calibration(BaseModule):
     def trace(self, batch: dict[str, Tensor]) -> Tensor:
         """The traces of a batch of prompts, see `Tracer`."""
         prompts = [ids[:n].tolist() for ids, n in zip(batch["input_ids"], batch["size"].tolist())]
-        knobs = {k: self.entry[k] for k in denoise.KNOBS if k in self.entry}
-        tracer = Tracer(
-            self.network,
-            self.tokenizer,
-            width=self.width,
-            mask_id=self.entry["mask_id"],
-            attention=self.entry["attention"],
-            **knobs,
-        )
+        options = denoise.options(self.network, self.tokenizer, self.entry)
+        tracer = Tracer(self.network, self.tokenizer, width=self.width, **options)
         found = tracer.trace(prompts, self.params, [*range(len(prompts))])
         return found.to(self.device)
 
@@ -130,7 +125,8 @@ class Calibration(BaseModule):
         )
         nodes = wanted.nodes
         if self.objective == "replay":
-            others = [optimum(o, self.nodes, candidates).nodes for o in OBJECTIVES]
+            published = candidates_of(blocks, rate, min(3, self.top))
+            others = [optimum(o, self.nodes, published).nodes for o in OBJECTIVES]
             nodes = fewest_passes([nodes, *others], self.nodes, candidates, blocks)
         before, after = passes([], blocks), passes(nodes, blocks)
         say(

@@ -17,9 +17,11 @@ from decoding.blockstates import CachedBlocks, WholeTexts
 from decoding.params import SamplingParams
 from decoding.samplers.base import Rows, Sampler
 from decoding.unmasking import Unmasking, judge, next_state
-from models.blockwise import predicate_of
+from models.blockwise import PUBLIC, is_foreign, predicate_of
 
 KNOBS = {
+    "mask_id": int,
+    "attention": str,
     "block_size": int,
     "tokens_per_step": int,
     "threshold": float | None,
@@ -61,6 +63,11 @@ class DenoiseSampler(Sampler):
         if block_size < 1:
             raise ValueError(f"block_size={block_size} is not allowed: it must be at least 1")
         predicate_of(attention, block_size)
+        if is_foreign(target) and attention != "bidirectional":
+            raise ValueError(
+                f"attention={attention!r} cannot be given to a model of remote code, which has its "
+                "own: only bidirectional ones are decoded here"
+            )
         self.mask_id, self.attention, self.block_size = mask_id, attention, block_size
         self.rule = Unmasking(tokens_per_step, threshold, order)
         self.guidance = guidance
@@ -69,6 +76,11 @@ class DenoiseSampler(Sampler):
     def causal(self) -> bool:
         """Whether no block sees a later one."""
         return self.attention == "block_causal"
+
+    def check(self, target: PreTrainedModel) -> None:
+        """See `Sampler`; a foreign model is given no masks."""
+        if not is_foreign(target):
+            super().check(target)
 
     def margin(self, params: SamplingParams) -> int:
         """The last block may reach beyond the answer, and a commit writes a whole one."""
@@ -154,12 +166,35 @@ class DenoiseSampler(Sampler):
                 stacklevel=2,
             )
         ids = super()._encode(prompt, replace(params, max_new_tokens=whole))
+        context = getattr(self.target.config, "max_sequence_length", None)  # LLaDA's name
+        if context is not None and len(ids) + whole > context:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens and {whole} are decoded, together more than the "
+                f"model's context of {context}: shorten one of them"
+            )
         if self.mask_id in ids:
             raise ValueError(f"the prompt contains the mask token ({self.mask_id})")
         return ids
 
 
 def from_export(target, tokenizer, drafter, config: dict) -> DenoiseSampler:
-    """The sampler of an exported masked diffusion LM; config: its `parade` entry."""
-    keys = ("mask_id", "attention", *KNOBS)
-    return DenoiseSampler(target, tokenizer, **{k: config[k] for k in keys if k in config})
+    """The sampler of a masked diffusion LM; config: the `parade` entry of its export."""
+    return DenoiseSampler(target, tokenizer, **options(target, tokenizer, config))
+
+
+def options(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: dict) -> dict:
+    """What `DenoiseSampler` takes, of an export or of a public model, which says less.
+
+    Errors: a mask token or an attention kind that nothing tells.
+    """
+    known = {"block_size": 32, **{k: config[k] for k in KNOBS if k in config}}
+    tells = (getattr(target.config, "mask_token_id", None), tokenizer.mask_token_id)
+    known.setdefault("mask_id", next((t for t in tells if t is not None), None))
+    known.setdefault("attention", PUBLIC.get(target.config.model_type))
+    for key, example in (("mask_id", "126336"), ("attention", "bidirectional")):
+        if known[key] is None:
+            raise ValueError(
+                f"this {target.config.model_type!r} model does not tell its {key}: say it, "
+                f"sampler=[method=denoise,{key}={example}]"
+            )
+    return known

@@ -1,9 +1,9 @@
 """Spiffy: masked diffusion decoding that guesses the states to come and checks them in one pass.
 
-Source: Spiffy, section 4 and Algorithm 1. A pass evaluates the present state of a block and D
-guessed later ones. The present state's logits decide the next state as always; if it was guessed,
-its logits are there already, and decide the one after it. The text is that of `denoise`, token for
-token, whatever the guesses: they only say which states are evaluated early.
+Source: Spiffy, arXiv 2509.18085, section 4 and Algorithm 1. A pass evaluates the present state of a
+block and D guessed later ones. The present state's logits decide the next state as always; if it
+was guessed, its logits are there already, and decide the one after it. The text is that of
+`denoise`, token for token, whatever the guesses: they only say which states are evaluated early.
 """
 
 import torch
@@ -18,6 +18,7 @@ from decoding.samplers import denoise
 from decoding.samplers.base import Rows
 from decoding.samplers.denoise import DenoiseSampler
 from decoding.unmasking import next_state, position_order
+from models.blockwise import is_foreign
 
 KNOBS = {**denoise.KNOBS, "graph": str, "pass": str, "lossy": bool}
 
@@ -50,6 +51,10 @@ class SpiffySampler(DenoiseSampler):
             raise ValueError(
                 "pass=appended is not exact on a model with bidirectional attention, whose other "
                 "blocks have seen one state of this one only: take pass=batched, or say lossy=true"
+            )
+        if self.appended and is_foreign(target):
+            raise ValueError(
+                "pass=appended needs masks, which a model of remote code does not take"
             )
         if self.appended and self.guidance:
             raise ValueError("guidance needs pass=batched: the text without its prompt is another")
@@ -156,7 +161,11 @@ def from_export(target, tokenizer, drafter, config: dict) -> SpiffySampler:
             "this export has no draft graph: calibrate one with python -m trainers.fit "
             "recipe=spiffy_calibrate, or give a file, sampler=[method=spiffy,graph=...]"
         )
-    keys = ("mask_id", "attention", "lossy", *denoise.KNOBS)
-    options = {k: config[k] for k in keys if k in config}
-    graph = read_graph(config["graph"])
-    return SpiffySampler(target, tokenizer, graph=graph, pass_=config.get("pass"), **options)
+    return SpiffySampler(
+        target,
+        tokenizer,
+        graph=read_graph(config["graph"]),
+        pass_=config.get("pass"),
+        lossy=config.get("lossy", False),
+        **denoise.options(target, tokenizer, config),
+    )

@@ -160,6 +160,13 @@ def test_degree1_of_the_papers_size_is_solved_and_proved():
     assert len(found.nodes) == 10
 
 
+def test_a_solver_without_time_says_so(monkeypatch):
+    monkeypatch.setattr("decoding.calibration.SECONDS", 0.0)
+    found = optimum("total", 6, candidates_of(random_blocks(0, 60, 12), 1, top=8))
+    assert found.value <= found.bound + 1e-6
+    assert found.proved == (found.bound < found.value + 1 - 1e-6)
+
+
 def test_an_unknown_objective():
     with pytest.raises(ValueError, match="unknown objective 'degree2'"):
         optimum("degree2", 3, candidates_of([], 1, 3))

@@ -63,6 +63,14 @@ def test_the_report(lab, tmp_path, capsys):
         assert (Path(bench.out) / name).stat().st_size > 5000
 
 
+def test_the_bench_of_causal_models_refuses_it(lab):
+    from decoding.bench import Bench
+    from decoding.bench import measure as measure_causal
+
+    with pytest.raises(ValueError, match="is a masked diffusion LM"):
+        measure_causal(Bench(model=str(lab.fit("dllm_block"))))
+
+
 def test_a_model_without_a_graph_is_refused(lab):
     model = lab.fit("dllm_block")
     with pytest.raises(ValueError, match="has no draft graph: python"):

@@ -120,3 +120,10 @@ def test_the_recipe_trains_exports_and_decodes(lab, attention):
     assert len(result.token_ids) == 8
     assert result.stats.target_passes <= 6
     assert max(result.token_ids) < config["mask_id"]
+
+
+def test_the_paper_scale_trains_on_small_inputs(lab):
+    start = lab.fit("ar_target")
+    small = ["trainer.workers=0", "trainer.compile=false", "trainer.checkpoint_every=4"]
+    export = lab.fit("dllm_block", "name=paper", "scale=paper", f"start={start}", *small)
+    assert load(str(export)).attention == "block_causal"

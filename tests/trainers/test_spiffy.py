@@ -78,3 +78,18 @@ def test_a_causal_lm_is_refused(lab):
     config = compose(lab.arguments("spiffy_calibrate", f"model={lab.runs}/ar_target/export"), "fit")
     with pytest.raises(ValueError, match="is no masked diffusion LM with a known attention"):
         build_module(config)
+
+
+def test_the_paper_scale_calibrates_on_small_inputs(lab, model):
+    small = ["trainer.checkpoint_every=4", "trainer.validate_every=4"]
+    export = lab.fit("spiffy_calibrate", "name=paper", "scale=paper", *small)
+    assert parade_config(str(export))["graph"]["nodes"]
+
+
+def test_two_processes_make_the_graph_of_one(lab, export):
+    two = ["name=two", "trainer.devices=2", "strategy=ddp", "trainer.micro_batch_size=2"]
+    process = lab.start("spiffy_calibrate", *two)
+    said, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, said
+    assert parade_config(str(export.parent / "two" / "export")) == parade_config(str(export))
+    assert said.count("passes for") == 1
