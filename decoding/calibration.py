@@ -32,7 +32,7 @@ class Tracer(SpiffySampler):
 
     def __init__(self, *args, width: int, **options):
         L = options["block_size"]
-        super().__init__(*args, graph=graph_of(L, None, [[(1, width)]]), **options)
+        super().__init__(*args, graph=graph_of(L, None, [[(L, width)]]), **options)
         self.formulas = tuple(x[:0] for x in self.formulas)  # it ranks, but guesses nothing
 
     def trace(self, prompts: list[list[int]], params: SamplingParams, seeds: list[int]) -> Tensor:

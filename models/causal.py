@@ -59,6 +59,8 @@ def load(
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         if looks_local(path) and not Path(path).exists():
             reason = "there is no such folder"
+        elif "trust_remote_code" in str(error):
+            reason = "it brings code of its own: read it, and allow it with trust_remote_code=true"
         raise ValueError(f"cannot load a model from {path!r}: {reason}") from error
 
 

@@ -57,7 +57,8 @@ class Calibration(BaseModule):
                 raise ValueError(f"module.{name}={given} is not allowed: it must be at least 1")
         if objective not in OBJECTIVES:
             raise ValueError(f"unknown objective {objective!r}. Choose from {list(OBJECTIVES)}")
-        self.entry = {**sampling_config(model), **sampling, "method": "spiffy"}
+        knobs = (f"{key}={value}" for key, value in sampling.items())
+        self.entry = sampling_config(model, ("method=spiffy", *knobs))
         if "attention" not in self.entry:
             raise ValueError(
                 f"{model!r} is no masked diffusion LM with a known attention: python -m "

@@ -79,7 +79,8 @@ class Sampler(ABC):
         self.target = target.eval()
         self.tokenizer = tokenizer
         self.vocabulary = target.config.get_text_config().vocab_size
-        eos = target.generation_config.eos_token_id if target.generation_config else None
+        settings = getattr(target, "generation_config", None)
+        eos = settings.eos_token_id if settings else None
         eos = tokenizer.eos_token_id if eos is None else eos
         self.eos = frozenset([eos] if isinstance(eos, int) else eos or [])
 

@@ -117,13 +117,17 @@ class DenoiseSampler(Sampler):
         rows.state["step"] = rows.state["step"] + 1
         return self.finished(rows)
 
-    def judge(self, rows: Rows, logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-        """Scores and confidence of a block's logits [B, L, V] at each row's present step."""
+    def judge(
+        self, rows: Rows, logits: Tensor, params: SamplingParams, ahead: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Scores and confidence of a block's logits [B, L, V], by the noise of each row's present
+        step, or of one so many steps ahead.
+        """
         noise = None
         if self.rule.noisy(params):
-            L, start, step = self.block_size, rows.state["start"], rows.state["step"]
+            L, start, step = self.block_size, rows.state["start"], rows.state["step"] + ahead
             places = start[:, None] + torch.arange(L, device=start.device)
-            # A block takes at most L steps, so no two of (place, step) share a key.
+            # A block takes at most L steps, so no two of (place, step) that count share a key.
             noise = rows.randomness.gumbel(places * L + step[:, None], logits.shape[-1] + 1)
         return judge(logits, noise, self.mask_id, self.rule, params)
 

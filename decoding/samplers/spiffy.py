@@ -23,6 +23,7 @@ from models.blockwise import is_foreign
 KNOBS = {**denoise.KNOBS, "graph": str, "pass": str, "lossy": bool}
 
 PASSES = ("appended", "batched")
+AHEAD = 8  # steps, at most, that are taken ahead to rank by their noise
 
 
 class SpiffySampler(DenoiseSampler):
@@ -59,6 +60,7 @@ class SpiffySampler(DenoiseSampler):
         if self.appended and self.guidance:
             raise ValueError("guidance needs pass=batched: the text without its prompt is another")
         self.graph = graph.for_blocks(self.block_size)
+        self.reach = max((i for node in graph.nodes for i, _ in node), default=1)
         self.width = max((j for node in graph.nodes for _, j in node), default=1)
         if self.width >= self.vocabulary:
             raise ValueError(
@@ -128,17 +130,28 @@ class SpiffySampler(DenoiseSampler):
         self.rank(rows, logits[row, at], params)
 
     def rank(self, rows: Rows, logits: Tensor, params: SamplingParams) -> None:
-        """Order places and tokens for the next drafts (Eq. 10-13), by the next step's own noise.
+        """Order places and tokens for the next drafts (Eq. 10-13).
 
-        logits [B, L, V]: of the last state that was evaluated, one step before the present one.
+        logits [B, L, V]: of the last state that was evaluated, one step before the present one. The
+        steps to come are taken on them as they are, each by its own noise. Without noise that is
+        the paper's order by confidence, and one step tells it.
         """
-        masked = rows.state["block"] == self.mask_id
-        scores, confidence = self.judge(rows, logits, params)
-        rows.state |= {
-            "order": position_order(confidence, masked),
-            "best": scores.topk(self.width).indices,
-            "left": masked.sum(1),
-        }
+        state, L = rows.state["block"], self.block_size
+        left = (state == self.mask_id).sum(1)
+        when, sure = torch.full_like(state, L), logits.new_zeros(state.shape, dtype=torch.float64)
+        best = state[..., None].expand(-1, -1, self.width)
+        for step in range(min(AHEAD, self.reach) if self.rule.noisy(params) else 1):
+            scores, confidence = self.judge(rows, logits, params, step)
+            new = next_state(state, scores, confidence, self.mask_id, self.rule)
+            decided, masked = new != state, state == self.mask_id
+            when = when.masked_fill(decided, step)
+            sure = sure.where(~masked, confidence.to(sure.dtype))
+            best = best.where(~masked[..., None], scores.topk(self.width).indices)
+            state = new
+        # By the step at which a place was decided, and then by confidence.
+        order = position_order(sure, rows.state["block"] == self.mask_id)
+        order = order.gather(1, when.gather(1, order).argsort(dim=1, stable=True))
+        rows.state |= {"order": order, "best": best, "left": left}
 
 
 def formulas(graph: DraftGraph, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -103,7 +103,7 @@ class StepBlind(SpiffySampler):
         self.step = rows.state["step"]
         return super().cycle(rows, params)
 
-    def judge(self, rows, logits, params):
+    def judge(self, rows, logits, params, ahead=0):
         now, rows.state["step"] = rows.state["step"], self.step
         judged = super().judge(rows, logits, params)
         rows.state["step"] = now
@@ -161,15 +161,19 @@ def test_a_cached_block_is_the_block_in_its_final_state():
     assert [r.stats.emitted for r in cached] == [r.stats.emitted for r in whole]
 
 
-def test_a_model_that_looks_at_nothing_is_guessed_at_once():
-    """Then the order is known beforehand: a block takes the pass that ranks, and one more."""
+@pytest.mark.parametrize("rule", [{}, {"order": "random"}], ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_model_that_looks_at_nothing_is_guessed_at_once(temperature, rule):
+    """Then all steps are known beforehand, noise included: a block takes the pass that ranks, and
+    one more. It has three masks left then, and the last of them is no draft.
+    """
     model = network()
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
-    params = SamplingParams(max_new_tokens=NEW, temperature=0)
+    params = SamplingParams(max_new_tokens=NEW, temperature=temperature, seed=1)
     for attention in KINDS:
-        (result,) = spiffy(model, attention, CHAIN).generate([[1] * L], params)
+        (result,) = spiffy(model, attention, CHAIN, **rule).generate([[1] * L], params)
         assert result.stats.emitted == [0, 4] * 3
     assert passes(denoise(model, "block_causal").generate([[1] * L], params)) == NEW
 

@@ -63,6 +63,10 @@ MISTAKES = [
     ("module.nodes=0", "module.nodes=0 is not allowed"),
     ("module.objective=best", "unknown objective 'best'. Choose from"),
     ("+module.sampling.threshold=1.5", "threshold=1.5 is not allowed"),
+    (
+        "+module.sampling.treshold=0.9",
+        "unknown knob of spiffy 'treshold'. Did you mean 'threshold'",
+    ),
     ("data.train.count=0", "count=0 makes no prompt set"),
 ]
 
