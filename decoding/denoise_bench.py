@@ -7,6 +7,7 @@ published, over the blocks up to the first end token.
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean, median
 from time import perf_counter
@@ -189,7 +190,7 @@ def summary(row: Row, plain: Row) -> dict:
 
 
 def report(bench: DenoiseBench, rows: list[Row]) -> None:
-    """Print the table; write denoise.csv, accepted.png and graph.png."""
+    """Print the tables; write denoise.csv, accepted.csv, accepted.png and graph.png."""
     out = Path(bench.out) if bench.out else Path(bench.model).parent / "bench"
     plain = {row.temperature: row for row in rows if row.name == "denoise"}
     lines = [summary(row, plain[row.temperature]) for row in rows]
@@ -198,9 +199,32 @@ def report(bench: DenoiseBench, rows: list[Row]) -> None:
     print("NFE: network passes; up to the end: NFE speed-up over blocks up to the first end token;")
     print("drafts, verify, rank: seconds in per cent of those in the network's passes")
     drafted = [row for row in rows if row.name != "denoise"]
+    lines = [accepted(row, max(len(by_level(r)) for r in drafted)) for row in drafted]
+    title = "share of passes that accept each level; accepted drafts a pass in each block"
+    write_table(lines, out / "accepted.csv", title, "decoding.denoise_bench")
     draw_accepted(drafted, out / "accepted.png")
     draw_graphs({row.name: row.sampler.graph for row in drafted}, out / "graph.png")
-    print(f"wrote {out}/denoise.csv, accepted.png and graph.png")
+    print(f"wrote {out}/denoise.csv, accepted.csv, accepted.png and graph.png")
+
+
+def accepted(row: Row, levels: int) -> dict:
+    """A row of the second table."""
+    shares = [*by_level(row), *[0.0] * levels][:levels]
+    named = {f"level {n}": round(share, 3) for n, share in enumerate(shares, 1)}
+    named |= {f"block {n}": round(mean, 3) for n, mean in enumerate(by_block(row), 1)}
+    return {"sampler": row.name, "temperature": row.temperature, **named}
+
+
+def by_level(row: Row) -> list[float]:
+    """The share of passes that accepted a draft of level 1, 2, ..."""
+    taken = [n for blocks in row.steps for steps in blocks for n in steps]
+    return [sum(n > level for n in taken) / len(taken) for level in range(1, max(taken))]
+
+
+def by_block(row: Row) -> list[float]:
+    """Accepted drafts a pass in the first block, the second, ..."""
+    blocks = zip_longest(*row.steps, fillvalue=[])
+    return [fmean(n - 1 for steps in block for n in steps) for block in blocks]
 
 
 def draw_accepted(rows: list[Row], file: Path) -> None:
@@ -208,15 +232,8 @@ def draw_accepted(rows: list[Row], file: Path) -> None:
     with picture(file, ncols=2, figsize=(11, 3.8)) as axes:
         for row in rows:
             label = f"{row.name}, T={row.temperature:g}"
-            taken = [n for blocks in row.steps for steps in blocks for n in steps]
-            levels = range(1, max(taken))
-            shares = [sum(n > level for n in taken) / len(taken) for level in levels]
-            axes[0, 0].plot(levels, shares, "o-", label=label)
-            blocks = [
-                fmean(n - 1 for of in row.steps if b < len(of) for n in of[b])
-                for b in range(max(map(len, row.steps)))
-            ]
-            axes[0, 1].plot(range(1, 1 + len(blocks)), blocks, "o-", label=label)
+            for axis, values in zip(axes[0], (by_level(row), by_block(row))):
+                axis.plot(range(1, 1 + len(values)), values, "o-", label=label)
         axes[0, 0].set_xlabel("level")
         axes[0, 0].set_ylabel("share of passes that accept it")
         axes[0, 1].set_xlabel("block")

@@ -85,31 +85,33 @@ class SpiffySampler(DenoiseSampler):
         super().begin(rows, params)
         block = rows.state["block"]
         rows.state |= {
-            "order": block,
+            "order": torch.zeros_like(block),
             "best": block[..., None].expand(-1, -1, self.width),
             "left": torch.zeros_like(rows.lengths),
         }
 
     def cycle(self, rows: Rows, params: SamplingParams) -> tuple[Tensor, Tensor]:
         """One pass over the present state and the drafts, and as many steps as they allow."""
-        states = rows.state["block"][:, None]
-        if rows.state["left"].any():
-            states = torch.cat([states, self.drafts(rows)], 1)
+        states = torch.cat([rows.state["block"][:, None], self.drafts(rows)], 1)
         logits = rows.networks["target"].ask(rows, states)
         self.verify(rows, states, logits, params)
         return self.finished(rows)
 
     def drafts(self, rows: Rows) -> Tensor:
-        """The guessed states [B, D, L]; the present one again for a formula that does not fit."""
+        """The guessed states [B, D', L] of the formulas that fit; a row that one does not fit has
+        its present state there. A full block is not worth a guess.
+        """
         i, j, there = self.formulas
-        block, L = rows.state["block"], self.block_size
+        block, left, L = rows.state["block"], rows.state["left"][:, None], self.block_size
         row = torch.arange(len(block), device=block.device)[:, None, None]
         at = rows.state["order"][:, i]  # [B, D, tokens of the largest formula]
-        fits = (i * there).amax(1, keepdim=True) < rows.state["left"][:, None, None]
+        fits = ((i * there).amax(1) < left) & (there.sum(1) < left)  # [B, D]
         # What is not there is written behind the block.
         spare = pad(block[:, None].expand(-1, len(i), -1), (0, 1))
-        drafted = spare.scatter(2, at.where(there & fits, L), rows.state["best"][row, at, j])
-        return drafted[..., :L]
+        drafted = spare.scatter(
+            2, at.where(there & fits[..., None], L), rows.state["best"][row, at, j]
+        )
+        return drafted[:, fits.any(0), :L]
 
     def verify(self, rows: Rows, states: Tensor, logits: Tensor, params: SamplingParams) -> None:
         """Algorithm 1: steps from the present state on while the state that comes was evaluated.

@@ -3,7 +3,15 @@ from pathlib import Path
 
 import pytest
 
-from decoding.denoise_bench import DenoiseBench, Row, Watch, measure, report
+from decoding.denoise_bench import (
+    DenoiseBench,
+    Row,
+    Watch,
+    by_block,
+    by_level,
+    measure,
+    report,
+)
 from decoding.draft_graph import graph_of
 from decoding.params import SamplingParams
 from tests.support.denoising import KINDS, L, denoise, network, spiffy
@@ -39,6 +47,13 @@ def test_blocks_up_to_the_first_end_token():
         assert row.ending(result, prompt_length=5) == blocks
 
 
+def test_acceptances_by_hand():
+    row = Row("spiffy", None, None, 0.0)
+    row.steps = [[[1, 3], [2, 2]], [[4]]]
+    assert by_level(row) == [4 / 5, 2 / 5, 1 / 5]
+    assert by_block(row) == [(0 + 2 + 3) / 3, 1]
+
+
 def test_the_report(lab, tmp_path, capsys):
     lab.fit("dllm_block")
     export = lab.fit("spiffy_calibrate")
@@ -59,6 +74,9 @@ def test_the_report(lab, tmp_path, capsys):
     assert {line["identical"] for line in lines} == {"3/3"}
     assert lines[0]["NFE speed-up"] == lines[0]["up to the end"] == "1.0"
     assert float(lines[1]["NFE speed-up"]) > 1
+    accepted = list(csv.DictReader((tmp_path / "accepted.csv").open()))
+    assert [line["temperature"] for line in accepted] == ["0.0", "1.0"]
+    assert 0 < float(accepted[0]["level 1"]) <= 1
     for name in ("accepted.png", "graph.png"):
         assert (Path(bench.out) / name).stat().st_size > 5000
 
