@@ -3,7 +3,7 @@ PY := .venv/bin/python
 FIT := $(PY) -m trainers.fit
 RUNS ?= runs
 
-.PHONY: quickstart test chaos packed-step lint lab-deer lab-pcllm lab-pcllm-ablations lab-asarm clean
+.PHONY: quickstart test chaos packed-step lint lab-deer lab-pcllm lab-pcllm-ablations lab-asarm lab-spiffy clean
 
 .venv/installed: setup.cfg constraints.txt
 	test -x $(PY) || python3 -m venv .venv
@@ -60,6 +60,20 @@ lab-asarm: .venv/installed  ## an any-subset model that fills holes, and its ben
 	$(FIT) recipe=ar_target $(LAB) trainer.max_steps=2400
 	$(FIT) recipe=asarm_joint $(LAB) trainer.max_steps=1600 data.corruption.curriculum=200
 	$(PY) -m decoding.infill_bench model=$(RUNS)/lab/asarm_joint/export judge=$(RUNS)/lab/ar_target/export
+
+SPIFFY = $(FIT) recipe=spiffy_calibrate runs=$(RUNS)/lab
+DRAFTED = $(RUNS)/lab/spiffy_calibrate
+lab-spiffy: .venv/installed  ## a masked diffusion LM, draft graphs by each objective and for a threshold, and their bench
+	$(FIT) recipe=ar_target $(LAB) trainer.max_steps=2400
+	$(FIT) recipe=dllm_block $(LAB) trainer.max_steps=1600
+	$(SPIFFY)
+	$(SPIFFY) name=few data.train.count=20 trainer.max_steps=2
+	for o in degree0 degree1 total; do $(SPIFFY) name=$$o module.objective=$$o module.top=3 || exit 1; done
+	for d in 3 5 8; do $(SPIFFY) name=replay-$$d module.nodes=$$d && $(SPIFFY) name=degree1-$$d module.objective=degree1 module.top=3 module.nodes=$$d || exit 1; done
+	$(SPIFFY) name=threshold +module.sampling.threshold=0.9
+	$(PY) -m decoding.denoise_bench model=$(DRAFTED)/export also=[$(DRAFTED)/few/export,$(DRAFTED)/degree0/export,$(DRAFTED)/degree1/export,$(DRAFTED)/total/export]
+	$(PY) -m decoding.denoise_bench model=$(DRAFTED)/replay-3/export also=[$(DRAFTED)/degree1-3/export,$(DRAFTED)/replay-5/export,$(DRAFTED)/degree1-5/export,$(DRAFTED)/replay-8/export,$(DRAFTED)/degree1-8/export]
+	$(PY) -m decoding.denoise_bench model=$(DRAFTED)/threshold/export
 
 test: .venv/installed  ## the whole test suite
 	$(PY) -m pytest -n 2

@@ -81,10 +81,10 @@ def measure(bench: Bench) -> tuple[list[Row], list[dict]]:
     options |= {"dtype": bench.dtype, "device": bench.device}
     samplers = {name: load(name, **options) for name in (bench.model, *bench.also)}
     for name, sampler in samplers.items():
-        if not sampler.continues:
+        if sampler.bench != "decoding.bench":
             raise ValueError(
-                f"{name} fills holes and goes on from no prompt, so it has no place in this bench: "
-                "python -m decoding.generate model=... prompt='a = <hole:4>' shows what it does"
+                f"{name} does not decode token by token, so it has no place in this bench: "
+                f"python -m {sampler.bench} model={name}"
             )
     tokenizers = {name: s.tokenizer for name, s in samplers.items()}
     assistant = None

@@ -62,6 +62,7 @@ class Infiller(Sampler):
     """
 
     continues = False
+    bench = "decoding.infill_bench"
 
     def __init__(
         self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, mask_id: int

@@ -3,7 +3,13 @@
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 
 def from_config(tokenizer: PreTrainedTokenizerBase, model_type: str, **config) -> PreTrainedModel:
@@ -45,14 +51,24 @@ def load(
     Errors: one line that names the path and what is wrong with it (missing, damaged, not a model).
     """
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=attention, **options
-        )
+        kind = AutoModelForCausalLM
+        if options.get("trust_remote_code"):
+            kind = _remote_class(path)
+        return kind.from_pretrained(path, dtype=dtype, attn_implementation=attention, **options)
     except Exception as error:  # each library below has its own; a user needs one line
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         if looks_local(path) and not Path(path).exists():
             reason = "there is no such folder"
+        elif "trust_remote_code" in str(error):
+            reason = "it brings code of its own: read it, and allow it with trust_remote_code=true"
         raise ValueError(f"cannot load a model from {path!r}: {reason}") from error
+
+
+def _remote_class(path: str) -> type:
+    """AutoModel for a model whose own code offers itself as that alone (as Dream does)."""
+    offered = getattr(AutoConfig.from_pretrained(path, trust_remote_code=True), "auto_map", {})
+    only = "AutoModel" in offered and "AutoModelForCausalLM" not in offered
+    return AutoModel if only else AutoModelForCausalLM
 
 
 def looks_local(path: str) -> bool:

@@ -85,6 +85,32 @@ def clean_windows(span: int) -> Predicate:
     return predicate
 
 
+def block_causal(span: int) -> Predicate:
+    """A token sees clean blocks of `span` places before its own, and its own block of its own copy.
+
+    index: of every token its position, so block b is the places b span to (b + 1) span - 1. block:
+    -1 for the clean text, else which noised copy, or draft, of its block the token belongs to. The
+    clean text never sees a copy, so its keys and values can be cached; all blocks of a text train
+    in one forward as clean text and one noised copy (block diffusion, arXiv 2503.09573).
+    """
+    return _copies(span, torch.lt)
+
+
+def bidirectional(span: int) -> Predicate:
+    """The same, but a token sees all other clean blocks, later ones too (Spiffy, Fig. 2)."""
+    return _copies(span, torch.ne)
+
+
+def _copies(span: int, seen: Callable[[Tensor, Tensor], Tensor]) -> Predicate:
+    def predicate(q: Layout, k: Layout) -> Tensor:
+        there, here = _window(k, span), _window(q, span)
+        others = (k.block < 0) & seen(there, here)
+        own = (k.block == q.block) & (there == here)
+        return (q.document == k.document) & (others | own)
+
+    return predicate
+
+
 def _window(tokens: Layout, span: int) -> Tensor:
     return tokens.index.div(span, rounding_mode="floor")
 

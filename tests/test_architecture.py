@@ -22,16 +22,20 @@ LIGHT = [  # where they must not be imported, not even inside a function
     *(
         f"decoding/{name}.py"
         for name in (
+            "blockstates",
             "cache",
+            "calibration",
             "cli",
             "custom_generate",
             "distribution",
+            "draft_graph",
             "infill",
             "streams",
             "generate",
             "load",
             "params",
             "randomness",
+            "unmasking",
             "verify",
         )
     ),

@@ -51,7 +51,7 @@ def model_card(config: dict, metrics: dict, folder: Path) -> str:
         serve += f"\n\n# or, in Python:\ntarget.generate(**inputs, {stock})"
     trainer, train = settings["trainer"], dict(settings["data"]["train"])
     reader = train.pop("_target_")
-    details = [k for k in config if k not in ("method", "target", "example")]
+    details = [k for k in config if k not in ("method", "target", "example", "graph")]
     dirty = ", with uncommitted changes" if story["git_dirty"] else ""
     facts = {
         "Base model": ", ".join(f"`{name}`" for name in started_from) or "none, random weights",

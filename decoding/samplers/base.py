@@ -76,13 +76,15 @@ class Sampler(ABC):
     rules: tuple[str, ...] = ("coupled", "rejection")  # values of `verify` that differ
     drafts: tuple[str, ...] = ()  # values of `draft`, of samplers that draft in several ways
     continues = True  # the text goes on from the prompt, which is not part of it
+    bench = "decoding.bench"  # the command that measures it against its plain counterpart
 
     def __init__(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
         self.check(target)
         self.target = target.eval()
         self.tokenizer = tokenizer
         self.vocabulary = target.config.get_text_config().vocab_size
-        eos = target.generation_config.eos_token_id if target.generation_config else None
+        settings = getattr(target, "generation_config", None)
+        eos = settings.eos_token_id if settings else None
         eos = tokenizer.eos_token_id if eos is None else eos
         self.eos = frozenset([eos] if isinstance(eos, int) else eos or [])
 

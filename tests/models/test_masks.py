@@ -6,6 +6,8 @@ import torch
 from models.masks import (
     Layout,
     attention_mask,
+    bidirectional,
+    block_causal,
     branches,
     causal,
     clean_windows,
@@ -163,7 +165,10 @@ def random_layout(seed):
     return Layout(document[None], index[None], block[None])
 
 
-@pytest.mark.parametrize("predicate", [causal, draft_blocks, branches, clean_windows(3)])
+@pytest.mark.parametrize(
+    "predicate",
+    [causal, draft_blocks, branches, clean_windows(3), block_causal(3), bidirectional(3)],
+)
 @pytest.mark.parametrize("seed", range(5))
 def test_flex_is_dense_element_by_element(predicate, seed):
     rows = random_layout(seed)
@@ -174,7 +179,10 @@ def test_flex_is_dense_element_by_element(predicate, seed):
     assert torch.equal(mask_mod(zero, zero, q, k), dense(predicate, rows)[0, 0])
 
 
-@pytest.mark.parametrize("predicate", [causal, draft_blocks, branches, clean_windows(3)])
+@pytest.mark.parametrize(
+    "predicate",
+    [causal, draft_blocks, branches, clean_windows(3), block_causal(3), bidirectional(3)],
+)
 @pytest.mark.parametrize("seed", range(20))
 def test_no_row_is_entirely_masked_and_every_token_sees_itself(predicate, seed):
     """A row without any key is NaN in a softmax."""
@@ -196,3 +204,75 @@ def test_the_implementation_chooses_the_form():
     assert block_mask.mask_mod is not None
     with pytest.raises(ValueError, match=r"'eager' cannot take .* Choose from"):
         attention_mask(causal, TWO_DOCUMENTS, "eager")
+
+
+# A text of five tokens in blocks of two, then a noised copy of it, and a padding token.
+COPIES = layout(
+    document=[0, 0, 0, 0, 0, 0, 0, 0, 0, 0, -1],
+    index=[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0],
+    block=[-1, -1, -1, -1, -1, 0, 0, 0, 0, 0, -1],
+)
+
+BLOCK_CAUSAL = drawn("""
+    x x . . . . . . . . .
+    x x . . . . . . . . .
+    x x x x . . . . . . .
+    x x x x . . . . . . .
+    x x x x x . . . . . .
+    . . . . . x x . . . .
+    . . . . . x x . . . .
+    x x . . . . . x x . .
+    x x . . . . . x x . .
+    x x x x . . . . . x .
+    . . . . . . . . . . x
+""")
+
+BIDIRECTIONAL = drawn("""
+    x x x x x . . . . . .
+    x x x x x . . . . . .
+    x x x x x . . . . . .
+    x x x x x . . . . . .
+    x x x x x . . . . . .
+    . . x x x x x . . . .
+    . . x x x x x . . . .
+    x x . . x . . x x . .
+    x x . . x . . x x . .
+    x x x x . . . . . x .
+    . . . . . . . . . . x
+""")
+
+
+@pytest.mark.parametrize(
+    ("predicate", "matrix"), [(block_causal, BLOCK_CAUSAL), (bidirectional, BIDIRECTIONAL)]
+)
+def test_blocks_and_their_copies(predicate, matrix):
+    assert torch.equal(dense(predicate(2), COPIES)[0, 0], matrix)
+
+
+def test_copies_of_one_block_do_not_see_each_other():
+    """Spiffy, Fig. 2: two blocks and two drafts of the second one."""
+    both = layout([0] * 8, [0, 1, 2, 3, 2, 3, 2, 3], [-1, -1, -1, -1, 0, 0, 1, 1])
+    expected = drawn("""
+        x x . . . . . .
+        x x . . . . . .
+        x x x x . . . .
+        x x x x . . . .
+        x x . . x x . .
+        x x . . x x . .
+        x x . . . . x x
+        x x . . . . x x
+    """)
+    assert torch.equal(dense(block_causal(2), both)[0, 0], expected)
+
+
+def test_documents_of_a_row_have_blocks_of_their_own():
+    two = layout([0, 0, 0, 1, 1, 1], [0, 1, 2, 0, 1, 2], [-1] * 6)
+    expected = drawn("""
+        x x . . . .
+        x x . . . .
+        x x x . . .
+        . . . x x .
+        . . . x x .
+        . . . x x x
+    """)
+    assert torch.equal(dense(block_causal(2), two)[0, 0], expected)

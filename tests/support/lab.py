@@ -77,6 +77,17 @@ class Lab:
             "diffusion_adapt": [*text, *rows, *BLOCKS, "network.layers=[0,2]"],
             "ar_drafter": [*rows, "network.layers=[0,2]"],
             "asarm_joint": [*text, *rows, "data.corruption.curriculum=2"],
+            "dllm_block": [*text, *rows, "module.block_size=4"],
+            "spiffy_calibrate": [
+                *text,
+                *(
+                    f"data.{split}.{key}"
+                    for split in ("train", "validation")
+                    for key in ("count=16", "length=8")
+                ),
+                "module.nodes=3",
+                "module.max_new_tokens=8",
+            ],
             "deer_stage1": [*rows, *BLOCKS],
             "deer_stage2": [*rows, *BLOCKS, "data.corruption.schedule.shortest=1"],
         }[recipe]

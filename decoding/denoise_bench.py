@@ -1,0 +1,268 @@
+"""`python -m decoding.denoise_bench model=runs/spiffy_calibrate/export`: passes saved by drafts.
+
+Every held-out prompt is decoded by vanilla denoising and by each draft graph in turn, one prompt at
+a time, after a warm-up. NFE are network passes; speed-up in NFE is counted over all tokens and, as
+published, over the blocks up to the first end token.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from statistics import fmean, median
+from time import perf_counter
+
+from data.prompts import heldout_prompts
+from decoding.cli import main, parse, quiet
+from decoding.draft_graph import DraftGraph, show
+from decoding.load import load, parade_config
+from decoding.params import Result, SamplingParams
+from decoding.report import picture, write_table
+from decoding.samplers.base import Rows
+from decoding.samplers.denoise import DenoiseSampler
+
+STAGES = ("drafts", "verify", "rank")
+
+
+@dataclass(frozen=True)
+class DenoiseBench:
+    """Compare an export's draft graph with vanilla denoising by the same rule.
+
+    model: an export of spiffy_calibrate. also: further graphs for the same model and rate.
+    sampler: other knobs than the exports', e.g. [threshold=0.9]. source: 'stdlib', a text folder or
+    a JSONL of prompts. out: the folder of the results; None: 'bench' beside the export.
+    """
+
+    model: str
+    also: tuple[str, ...] = ()
+    sampler: tuple[str, ...] = ()
+    source: str = "stdlib"
+    prompts: int = 64
+    prompt_length: int = 64
+    max_new_tokens: int = 128
+    temperatures: tuple[float, ...] = (0.0,)
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    seed: int = 0
+    out: str | None = None
+
+
+class Watch:
+    """Notes what a sampler's passes do, and how long its stages take, without changing it.
+
+    blocks: by the place where it begins, how many steps each pass over a block took, which is one
+    more than the drafts that it accepted; of one row. seconds: by stage, of all decodes.
+    """
+
+    def __init__(self, sampler: DenoiseSampler):
+        self.blocks: dict[int, list[int]] = {}
+        self.seconds: Counter[str] = Counter()
+        self._finished, sampler.finished = sampler.finished, self._note
+        for stage in STAGES:
+            if hasattr(sampler, stage):
+                setattr(sampler, stage, self._timed(stage, getattr(sampler, stage)))
+
+    def take(self) -> list[list[int]]:
+        """The steps of the decode that is done, by block, the first block first."""
+        done, self.blocks = [steps for _, steps in sorted(self.blocks.items())], {}
+        return done
+
+    def _note(self, rows: Rows):
+        taken = self.blocks.setdefault(int(rows.state["start"][0]), [])
+        taken.append(int(rows.state["step"][0]) - sum(taken))
+        return self._finished(rows)
+
+    def _timed(self, stage: str, call):
+        def timed(*arguments):
+            started = perf_counter()
+            done = call(*arguments)
+            self.seconds[stage] += perf_counter() - started
+            return done
+
+        return timed
+
+
+@dataclass
+class Row:
+    """One way to decode at one temperature; by prompt: length, result, steps, seconds."""
+
+    name: str
+    sampler: DenoiseSampler
+    watch: Watch
+    temperature: float
+    lengths: list[int] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)
+    steps: list[list[list[int]]] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def nfe(self) -> list[int]:
+        """Network passes of each prompt."""
+        return [sum(map(len, blocks)) for blocks in self.steps]
+
+    @property
+    def nfe_until_end(self) -> list[int]:
+        """The same over the blocks up to the one with the first end token."""
+        kept = zip(self.results, self.steps, self.lengths)
+        return [sum(map(len, steps[: self.ending(result, n)])) for result, steps, n in kept]
+
+    def ending(self, result: Result, prompt_length: int) -> int:
+        """How many blocks there are up to the one with the first end token."""
+        ids, L = result.token_ids, self.sampler.block_size
+        end = next((n for n, t in enumerate(ids) if t in self.sampler.eos), len(ids) - 1)
+        begun = prompt_length % L if self.sampler.causal else 0
+        return (begun + end) // L + 1
+
+
+def run(argv: list[str]) -> None:
+    """The command."""
+    quiet()
+    bench = parse(argv, DenoiseBench, "decoding.denoise_bench")
+    report(bench, measure(bench))
+
+
+def measure(bench: DenoiseBench) -> list[Row]:
+    """Decode every prompt in every way."""
+    from rich.progress import track
+
+    rows = [row for t in bench.temperatures for row in _rows(bench, t)]
+    tokenizer = rows[0].sampler.tokenizer
+    prompts = heldout_prompts(bench.source, tokenizer, bench.prompts, bench.prompt_length)
+    for row in rows:  # warm-up: allocations, kernels' first calls
+        decode(bench, row, prompts[0]["prompt_ids"], bench.seed)
+        row.watch.seconds.clear()
+        for kept in (row.lengths, row.results, row.steps, row.seconds):
+            kept.clear()
+    for i, prompt in enumerate(track(prompts, "denoise bench")):
+        for row in rows:
+            decode(bench, row, prompt["prompt_ids"], bench.seed + i)
+    return rows
+
+
+def decode(bench: DenoiseBench, row: Row, prompt: list[int], seed: int) -> None:
+    """Decode one prompt, and note what it took."""
+    params = SamplingParams(
+        max_new_tokens=bench.max_new_tokens, temperature=row.temperature, ignore_eos=True
+    )
+    started = perf_counter()
+    row.results += row.sampler.generate([prompt], params, seeds=[seed])
+    row.seconds.append(perf_counter() - started)
+    row.steps.append(row.watch.take())
+    row.lengths.append(len(prompt))
+
+
+def _rows(bench: DenoiseBench, temperature: float) -> list[Row]:
+    options = {"dtype": bench.dtype, "device": bench.device}
+    samplers = {"denoise": load(bench.model, sampler=("method=denoise", *bench.sampler), **options)}
+    for path in (bench.model, *bench.also):
+        if "graph" not in parade_config(path):
+            raise ValueError(
+                f"{path} has no draft graph: python -m trainers.fit recipe=spiffy_calibrate "
+                "makes an export with one"
+            )
+        samplers[_name(path)] = load(path, sampler=bench.sampler, **options)
+    return [Row(name, s, Watch(s), temperature) for name, s in samplers.items()]
+
+
+def _name(path: str) -> str:
+    return f"spiffy ({Path(path).parent.name})"
+
+
+def summary(row: Row, plain: Row) -> dict:
+    """A row of the table; ratios against vanilla denoising."""
+    taken = [n for blocks in row.steps for steps in blocks for n in steps]
+    model = sum(r.stats.target_s for r in row.results)
+    seconds = dict(row.watch.seconds)
+    seconds["verify"] = seconds.get("verify", 0.0) - seconds.get("rank", 0.0)
+    same = sum(a.token_ids == b.token_ids for a, b in zip(row.results, plain.results))
+    return {
+        "sampler": row.name,
+        "temperature": row.temperature,
+        "NFE": sum(row.nfe),
+        "NFE speed-up": round(sum(plain.nfe) / sum(row.nfe), 2),
+        "up to the end": round(sum(plain.nfe_until_end) / sum(row.nfe_until_end), 2),
+        "drafts a pass": round(fmean(taken) - 1, 2),
+        "tokens/s": round(sum(len(r.token_ids) for r in row.results) / sum(row.seconds), 1),
+        "speed-up": round(median(b / a for a, b in zip(row.seconds, plain.seconds)), 2),
+        **{f"{s} %": round(100 * seconds.get(s, 0.0) / model, 1) for s in STAGES},
+        "identical": f"{same}/{len(row.results)}",
+    }
+
+
+def report(bench: DenoiseBench, rows: list[Row]) -> None:
+    """Print the tables; write denoise.csv, accepted.csv, accepted.png and graph.png."""
+    out = Path(bench.out) if bench.out else Path(bench.model).parent / "bench"
+    plain = {row.temperature: row for row in rows if row.name == "denoise"}
+    lines = [summary(row, plain[row.temperature]) for row in rows]
+    title = f"{bench.prompts} held-out prompts, {bench.max_new_tokens} tokens, {bench.dtype}"
+    write_table(lines, out / "denoise.csv", title, "decoding.denoise_bench")
+    print("NFE: network passes; up to the end: NFE speed-up over blocks up to the first end token;")
+    print("drafts, verify, rank: seconds in per cent of those in the network's passes")
+    drafted = [row for row in rows if row.name != "denoise"]
+    lines = [accepted(row, max(len(by_level(r)) for r in drafted)) for row in drafted]
+    title = "share of passes that accept each level; accepted drafts a pass in each block"
+    write_table(lines, out / "accepted.csv", title, "decoding.denoise_bench")
+    draw_accepted(drafted, out / "accepted.png")
+    draw_graphs({row.name: row.sampler.graph for row in drafted}, out / "graph.png")
+    print(f"wrote {out}/denoise.csv, accepted.csv, accepted.png and graph.png")
+
+
+def accepted(row: Row, levels: int) -> dict:
+    """A row of the second table."""
+    shares = [*by_level(row), *[0.0] * levels][:levels]
+    named = {f"level {n}": round(share, 3) for n, share in enumerate(shares, 1)}
+    named |= {f"block {n}": round(mean, 3) for n, mean in enumerate(by_block(row), 1)}
+    return {"sampler": row.name, "temperature": row.temperature, **named}
+
+
+def by_level(row: Row) -> list[float]:
+    """The share of passes that accepted a draft of level 1, 2, ..."""
+    taken = [n for blocks in row.steps for steps in blocks for n in steps]
+    return [sum(n > level for n in taken) / len(taken) for level in range(1, max(taken))]
+
+
+def by_block(row: Row) -> list[float]:
+    """Accepted drafts a pass in the first block, the second, ..."""
+    blocks = zip_longest(*row.steps, fillvalue=[])
+    return [fmean(n - 1 for steps in block for n in steps) for block in blocks]
+
+
+def draw_accepted(rows: list[Row], file: Path) -> None:
+    """Share of passes that accepted at least n drafts, and drafts a pass in each block."""
+    with picture(file, ncols=2, figsize=(11, 3.8)) as axes:
+        for row in rows:
+            label = f"{row.name}, T={row.temperature:g}"
+            for axis, values in zip(axes[0], (by_level(row), by_block(row))):
+                axis.plot(range(1, 1 + len(values)), values, "o-", label=label)
+        axes[0, 0].set_xlabel("level")
+        axes[0, 0].set_ylabel("share of passes that accept it")
+        axes[0, 1].set_xlabel("block")
+        axes[0, 1].set_ylabel("accepted drafts a pass")
+        for axis in axes.flat:
+            axis.xaxis.get_major_locator().set_params(integer=True)
+            axis.legend(frameon=False)
+
+
+def draw_graphs(graphs: dict[str, DraftGraph], file: Path) -> None:
+    """Each draft graph by levels, from the present state down."""
+    with picture(file, ncols=len(graphs), figsize=(6 * len(graphs), 5)) as axes:
+        for axis, (name, graph) in zip(axes[0], graphs.items()):
+            places = {0: (0.0, 0)}
+            for level in sorted({*graph.levels}):
+                here = [n for n, found in enumerate(graph.levels, 1) if found == level]
+                places |= {n: (i - (len(here) - 1) / 2, -level) for i, n in enumerate(here)}
+            for n, parents in enumerate(graph.parents, 1):
+                for p in parents:
+                    axis.plot(*zip(places[p], places[n]), color="0.7", zorder=1)
+            for n, place in places.items():
+                axis.annotate(
+                    show(graph.formula(n)), place, ha="center", va="center", fontsize=7,
+                    bbox={"boxstyle": "round", "facecolor": "white"},
+                )  # fmt: skip
+            axis.set_title(name)
+            axis.set_axis_off()
+            axis.margins(0.2)
+
+
+if __name__ == "__main__":
+    main(run)

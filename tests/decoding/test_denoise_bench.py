@@ -1,0 +1,95 @@
+import csv
+from pathlib import Path
+
+import pytest
+
+from decoding.denoise_bench import (
+    DenoiseBench,
+    Row,
+    Watch,
+    by_block,
+    by_level,
+    measure,
+    report,
+)
+from decoding.draft_graph import graph_of
+from decoding.params import SamplingParams
+from tests.support.denoising import KINDS, L, denoise, network, spiffy
+
+GRAPH = graph_of(L, 1, [[(1, 1)], [(2, 1)], [(1, 1), (2, 1)], [(1, 1), (2, 1), (3, 1)]])
+
+
+@pytest.mark.parametrize("attention", KINDS)
+def test_watching_counts_passes_and_changes_nothing(attention):
+    params, prompt = SamplingParams(max_new_tokens=12, temperature=0), [[2, 7, 1, 8, 3]]
+    (plain,) = denoise(network(), attention).generate(prompt, params)
+    sampler = spiffy(network(), attention, GRAPH)
+    watch = Watch(sampler)
+    (result,) = sampler.generate(prompt, params)
+    assert result.token_ids == plain.token_ids
+    steps = watch.take()
+    assert sum(map(len, steps)) == result.stats.target_passes
+    masks = [4, 4, 4] if attention == "bidirectional" else [3, 4, 4, 4]
+    assert [sum(of) for of in steps] == masks
+    assert max(max(of) for of in steps) > 1
+    assert watch.take() == []
+    assert {*watch.seconds} == {"drafts", "verify", "rank"}
+
+
+def test_blocks_up_to_the_first_end_token():
+    sampler = denoise(network(), "block_causal")
+    (result,) = sampler.generate([[2, 7, 1, 8, 3]], SamplingParams(12, 0))
+    row = Row("denoise", sampler, None, 0.0)
+    ids = [1, 2, 3, 9, 9, 9, 9, 5, 5, 5, 5, 5]  # blocks of 3, 4, 4 and 1 of 4 tokens
+    for end, blocks in ((2, 1), (3, 2), (6, 2), (7, 3), (11, 4)):
+        result.token_ids = [0 if n == end else t for n, t in enumerate(ids)]
+        sampler.eos = frozenset({0})
+        assert row.ending(result, prompt_length=5) == blocks
+
+
+def test_acceptances_by_hand():
+    row = Row("spiffy", None, None, 0.0)
+    row.steps = [[[1, 3], [2, 2]], [[4]]]
+    assert by_level(row) == [4 / 5, 2 / 5, 1 / 5]
+    assert by_block(row) == [(0 + 2 + 3) / 3, 1]
+
+
+def test_the_report(lab, tmp_path, capsys):
+    lab.fit("dllm_block")
+    export = lab.fit("spiffy_calibrate")
+    bench = DenoiseBench(
+        model=str(export),
+        source=str(lab.corpus),
+        prompts=3,
+        prompt_length=8,
+        max_new_tokens=12,
+        temperatures=(0.0, 1.0),
+        dtype="float32",
+        out=str(tmp_path),
+    )
+    report(bench, measure(bench))
+    assert "NFE: network passes" in capsys.readouterr().out
+    lines = list(csv.DictReader((tmp_path / "denoise.csv").open()))
+    assert [line["sampler"] for line in lines] == ["denoise", "spiffy (spiffy_calibrate)"] * 2
+    assert {line["identical"] for line in lines} == {"3/3"}
+    assert lines[0]["NFE speed-up"] == lines[0]["up to the end"] == "1.0"
+    assert float(lines[1]["NFE speed-up"]) > 1
+    accepted = list(csv.DictReader((tmp_path / "accepted.csv").open()))
+    assert [line["temperature"] for line in accepted] == ["0.0", "1.0"]
+    assert 0 < float(accepted[0]["level 1"]) <= 1
+    for name in ("accepted.png", "graph.png"):
+        assert (Path(bench.out) / name).stat().st_size > 5000
+
+
+def test_the_bench_of_causal_models_refuses_it(lab):
+    from decoding.bench import Bench
+    from decoding.bench import measure as measure_causal
+
+    with pytest.raises(ValueError, match="is a masked diffusion LM"):
+        measure_causal(Bench(model=str(lab.fit("dllm_block"))))
+
+
+def test_a_model_without_a_graph_is_refused(lab):
+    model = lab.fit("dllm_block")
+    with pytest.raises(ValueError, match="has no draft graph: python"):
+        measure(DenoiseBench(model=str(model)))

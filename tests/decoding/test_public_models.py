@@ -1,0 +1,119 @@
+"""Public masked diffusion LMs bring classes of their own: tiny random ones of the same shape."""
+
+import json
+import re
+
+import pytest
+import transformers
+from safetensors.torch import save_file
+
+from data.tokenizer import with_mask_token
+from decoding.draft_graph import graph_of
+from decoding.load import load
+from decoding.params import SamplingParams
+from tests.support import tiny
+from tests.support.denoising import L, V, network, reference
+
+CODE = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import MaskedLMOutput
+
+
+class TinyConfig(PretrainedConfig):
+    model_type = "{kind}"
+
+    def __init__(self, inner=None, **kwargs):
+        self.inner = inner or dict()
+        self.vocab_size = self.inner.get("vocab_size", 1)
+        super().__init__(**kwargs)
+
+
+class TinyModel(PreTrainedModel):
+    config_class = TinyConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.llama = LlamaForCausalLM(LlamaConfig(**config.inner))
+        self.post_init()
+
+    def forward(self, input_ids):
+        length = input_ids.shape[1]
+        everywhere = torch.ones(1, 1, length, length, dtype=torch.bool)
+        logits = self.llama(input_ids, attention_mask=everywhere).logits
+        if {shifted}:
+            logits = torch.cat([logits[:, 1:], logits[:, :1]], 1)
+        return MaskedLMOutput(logits=logits)
+"""
+
+
+@pytest.fixture(params=["llada", "Dream"])
+def public(request, tmp_path, monkeypatch):
+    """(folder of such a model, the network inside): LLaDA's and Dream's ways to be loaded."""
+    modules = tmp_path / "modules"
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(modules))
+    monkeypatch.syspath_prepend(str(modules))
+    folder = tmp_path / f"tiny_{request.param.lower()}"
+    model = network().float()
+    model.save_pretrained(folder)
+    with_mask_token(tiny.tokenizer(V)).save_pretrained(folder)
+    state = {f"llama.{name}": x for name, x in model.state_dict().items()}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    offered = {"AutoConfig": "modeling_tiny.TinyConfig", "AutoModel": "modeling_tiny.TinyModel"}
+    config = {"model_type": request.param, "inner": model.config.to_dict(), "dtype": "float32"}
+    if request.param == "llada":
+        offered["AutoModelForCausalLM"] = offered["AutoModel"]
+        config |= {"mask_token_id": V, "max_sequence_length": 64}
+    (folder / "config.json").write_text(json.dumps({**config, "auto_map": offered}))
+    code = CODE.format(kind=request.param, shifted=request.param == "Dream")
+    (folder / "modeling_tiny.py").write_text(code)
+    return folder, model.double()
+
+
+PROMPTS = [[1], [2, 7, 1, 8], [3, 1, 4, 1, 5, 9], [9, 9, 2, 1]]
+GREEDY = SamplingParams(max_new_tokens=12, temperature=0)
+
+
+def open_one(folder, *knobs, **options):
+    options = {"trust_remote_code": True, "dtype": "float64", **options}
+    return load(str(folder), sampler=("method=denoise", f"block_size={L}", *knobs), **options)
+
+
+def test_a_public_model_is_decoded_by_its_own_attention(public, tmp_path):
+    folder, inside = public
+    expected = [reference(inside, p, 12, "bidirectional") for p in PROMPTS]
+    sampler = open_one(folder)
+    assert (sampler.mask_id, sampler.attention) == (V, "bidirectional")
+    found = sampler.generate(PROMPTS, GREEDY)
+    assert [r.token_ids for r in found] == expected
+    assert {r.stats.target_passes for r in found} == {12}
+    graph = graph_of(L, 1, [[(i, 1) for i in range(1, n + 1)] for n in range(1, L)])
+    (tmp_path / "graph.json").write_text(json.dumps(graph.to_dict()))
+    drafted = open_one(folder, "method=spiffy", f"graph={tmp_path / 'graph.json'}")
+    found = drafted.generate(PROMPTS, GREEDY)
+    assert [r.token_ids for r in found] == expected
+    assert max(r.stats.target_passes for r in found) < 12
+
+
+def test_its_code_must_be_allowed_and_its_limits_hold(public):
+    folder, _ = public
+    with pytest.raises(ValueError, match="trust_remote_code") as error:
+        open_one(folder, trust_remote_code=False)
+    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="its own: only bidirectional"):
+        open_one(folder, "attention=block_causal")
+    if "llada" in folder.name:
+        with pytest.raises(ValueError, match="more than the model's context of 64"):
+            open_one(folder).generate([[1] * 60], GREEDY)
+
+
+def test_what_a_model_does_not_tell_is_asked_for(tmp_path):
+    network().save_pretrained(tmp_path)
+    tiny.tokenizer(V).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=re.escape("tell its mask_id: say it, sampler=[method")):
+        open_one(tmp_path)
+    with pytest.raises(ValueError, match="does not tell its attention: say it"):
+        open_one(tmp_path, f"mask_id={V}")
+    sampler = open_one(tmp_path, f"mask_id={V}", "attention=block_causal")
+    expected = reference(network(), [3, 1, 4], 12, "block_causal")
+    assert sampler.generate([[3, 1, 4]], GREEDY)[0].token_ids == expected

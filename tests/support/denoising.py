@@ -1,0 +1,71 @@
+"""Tiny masked diffusion LMs, and a straightforward block-wise sampler without any of ours."""
+
+import torch
+
+from decoding.samplers.denoise import DenoiseSampler
+from decoding.samplers.spiffy import SpiffySampler
+from tests.support import tiny
+
+V = 12  # tokens; the mask is number V
+L = 4  # tokens of a block
+KINDS = ("block_causal", "bidirectional")
+
+
+def network(seed=0, scale=3.0, **config):
+    """A random network in float64 whose mask is never its first choice."""
+    model = tiny.causal_lm(V + 1, seed=seed, scale=scale, **config)
+    with torch.no_grad():
+        model.lm_head.weight[V] = 0
+    return model
+
+
+def denoise(model, attention, cls=DenoiseSampler, **options):
+    options = {"mask_id": V, "attention": attention, "block_size": L, **options}
+    return cls(model, tiny.tokenizer(V), **options)
+
+
+def spiffy(model, attention, graph, **options):
+    return denoise(model, attention, SpiffySampler, graph=graph, **options)
+
+
+def sees(attention, length, span):
+    """What each of `length` tokens sees, by the words of the definition."""
+    seen = torch.zeros(length, length, dtype=torch.bool)
+    for q in range(length):
+        for k in range(length):
+            seen[q, k] = attention == "bidirectional" or k // span <= q // span
+    return seen
+
+
+@torch.no_grad()
+def reference(model, prompt, new, attention, *, S=1, threshold=None, guidance=0.0, span=L):
+    """Greedy low-confidence unmasking as the public samplers do it: one text, full forwards.
+
+    Every pass runs the whole text. A block-causal text ends with its present block.
+    """
+    causal = attention == "block_causal"
+    x = list(prompt) + [V] * new
+    begin = len(prompt) // span * span if causal else len(prompt)
+    while len(x) < begin or (len(x) - begin) % span:
+        x.append(V)
+    for start in range(begin, len(x), span):
+        end = start + span
+        while V in x[start:end]:
+            text = x[:end] if causal else x
+            seen = sees(attention, len(text), span)[None, None]
+            logits = model(torch.tensor([text]), attention_mask=seen).logits[0]
+            if guidance:
+                bare = [V] * len(prompt) + text[len(prompt) :]
+                other = model(torch.tensor([bare]), attention_mask=seen).logits[0]
+                logits = other + (guidance + 1) * (logits - other)
+            found = []
+            for place in range(start, end):
+                if x[place] == V:
+                    p = logits[place].softmax(-1)
+                    token = int(p.argmax())
+                    found.append((float(p[token]), place, token))
+            found.sort(reverse=True)
+            count = S if threshold is None else max(1, sum(p >= threshold for p, _, _ in found))
+            for _, place, token in found[:count]:
+                x[place] = token
+    return x[len(prompt) : len(prompt) + new]

@@ -1,0 +1,149 @@
+"""Spiffy's calibration: vanilla decoding is watched, and the best draft graph goes on export.
+
+No weight is trained. A step decodes a batch of prompts; the graph is made from all traces when it
+is first asked for, at a validation or at the export.
+"""
+
+import torch
+from pytorch_lightning.utilities.rank_zero import rank_zero_only
+from torch import Tensor, nn
+
+from decoding.calibration import (
+    ABSENT,
+    OBJECTIVES,
+    Chain,
+    Tracer,
+    candidates_of,
+    chains_of,
+    fewest_passes,
+    optimum,
+    passes,
+)
+from decoding.draft_graph import DraftGraph, graph_of, show
+from decoding.load import sampling_config
+from decoding.params import SamplingParams
+from decoding.samplers import denoise
+from trainers.base import BaseModule
+
+say = rank_zero_only(print)
+
+
+class Calibration(BaseModule):
+    """Finds the draft graph of a masked diffusion LM (Spiffy, Algorithm 2).
+
+    model: its export. sampling: knobs of `denoise` other than the export's; a graph belongs to a
+    rate or a threshold. nodes: D. objective: see `decoding.calibration`. lookahead: levels of a
+    graph at most. top: candidates a level (3 in the paper). width: tokens of a place that are
+    ranked. max_new_tokens, temperature: of the calibrating decodes.
+    """
+
+    def __init__(
+        self,
+        *args,
+        model: str,
+        sampling: dict,
+        nodes: int,
+        objective: str,
+        lookahead: int,
+        top: int,
+        width: int,
+        max_new_tokens: int,
+        temperature: float,
+        **kwargs,
+    ):
+        super().__init__(*args, **kwargs)
+        for name, given in (("nodes", nodes), ("lookahead", lookahead), ("top", top)):
+            if given < 1:
+                raise ValueError(f"module.{name}={given} is not allowed: it must be at least 1")
+        if objective not in OBJECTIVES:
+            raise ValueError(f"unknown objective {objective!r}. Choose from {list(OBJECTIVES)}")
+        knobs = (f"{key}={value}" for key, value in sampling.items())
+        self.entry = sampling_config(model, ("method=spiffy", *knobs))
+        if "attention" not in self.entry:
+            raise ValueError(
+                f"{model!r} is no masked diffusion LM with a known attention: python -m "
+                "trainers.fit recipe=dllm_block makes one"
+            )
+        self.nodes, self.objective, self.lookahead, self.top = nodes, objective, lookahead, top
+        self.width, self.traces, self._graph = width, [], None
+        self.params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature)
+        self.network.requires_grad_(False)
+        self.idle = nn.Parameter(torch.zeros(()))  # steps are counted by an optimizer's
+
+    def weight(self, batch: dict[str, Tensor]) -> Tensor:
+        """See `BaseModule`: a prompt counts as one."""
+        return torch.ones_like(batch["size"], dtype=torch.float32)
+
+    def losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Vanilla passes of each prompt. Its traces are kept, on every process those of all."""
+        traces = self.trace(batch)
+        every = traces
+        if self.trainer.world_size > 1:  # gloo knows no 16 bits
+            every = self.all_gather(traces.int()).flatten(0, 1).to(traces.dtype)
+        self.traces.append(every.cpu())
+        self._graph = None
+        steps = (traces[:, :, 0].amax(-1) + 1).clamp_min(0).sum(1).to(torch.float32)
+        return steps + 0 * self.idle, self.weight(batch)
+
+    @torch.no_grad()
+    def trace(self, batch: dict[str, Tensor]) -> Tensor:
+        """The traces of a batch of prompts, see `Tracer`."""
+        prompts = [ids[:n].tolist() for ids, n in zip(batch["input_ids"], batch["size"].tolist())]
+        options = denoise.options(self.network, self.tokenizer, self.entry)
+        tracer = Tracer(self.network, self.tokenizer, width=self.width, **options)
+        found = tracer.trace(prompts, self.params, [*range(len(prompts))])
+        return found.to(self.device)
+
+    def evaluate(self, batch: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+        """Passes with the graph for each pass without ('loss'), on held-out prompts, and back."""
+        blocks = self.blocks([self.trace(batch)])
+        found = passes(self.graph().nodes, blocks), passes([], blocks)
+        spiffy, vanilla = (torch.tensor(float(n), device=self.device) for n in found)
+        return {"loss": (spiffy, vanilla), "nfe_speedup": (vanilla, spiffy)}
+
+    def blocks(self, traces: list[Tensor]) -> list[list[Chain]]:
+        """The chains of every block that was decoded."""
+        flat = (block for trace in traces for block in trace.flatten(0, 1))
+        return [chains_of(b, self.lookahead) for b in flat if int(b[0, 0]) != ABSENT]
+
+    def graph(self) -> DraftGraph:
+        """The best graph for all traces so far; what was found, and what is proved, is printed."""
+        if self._graph is None:
+            threshold = self.entry.get("threshold") is not None
+            rate = None if threshold else self.entry.get("tokens_per_step", 1)
+            nodes = self.best(self.blocks(self.traces), rate)
+            self._graph = graph_of(self.entry["block_size"], rate, nodes)
+        return self._graph
+
+    def best(self, blocks: list[list[Chain]], rate: int | None) -> list:
+        """The nodes that the objective takes."""
+        candidates = candidates_of(blocks, rate, self.top)
+        wanted = optimum(self.objective, self.nodes, candidates)
+        proof = "proved" if wanted.proved else "not proved"
+        say(
+            f"{self.objective}: {len(wanted.nodes)} of {len(candidates.counts)} candidates, value "
+            f"{wanted.value}, no graph exceeds {wanted.bound:.6g}: {proof} optimal"
+        )
+        nodes = wanted.nodes
+        if self.objective == "replay":
+            published = candidates_of(blocks, rate, min(3, self.top))
+            others = [optimum(o, self.nodes, published).nodes for o in OBJECTIVES]
+            nodes = fewest_passes([nodes, *others], self.nodes, candidates, blocks)
+        before, after = passes([], blocks), passes(nodes, blocks)
+        say(
+            f"{after} passes for {before} on the traces (a factor of {before / max(1, after):.3f}) "
+            f"with {', '.join(map(show, nodes))}"
+        )
+        return nodes
+
+    def export_config(self) -> dict:
+        """See `BaseModule`."""
+        return {**self.entry, "graph": self.graph().to_dict()}
+
+    def on_save_checkpoint(self, checkpoint: dict) -> None:
+        """The traces so far."""
+        checkpoint["traces"] = self.traces
+
+    def on_load_checkpoint(self, checkpoint: dict) -> None:
+        """See `on_save_checkpoint`."""
+        self.traces, self._graph = checkpoint["traces"], None
