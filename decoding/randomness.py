@@ -29,6 +29,16 @@ class Randomness(Protocol):
         """Keep only these rows of the batch (the others are finished)."""
 
 
+class ContinuousRandomness(Randomness, Protocol):
+    """What a sampler of continuous tokens draws beside it."""
+
+    def normal(self, shape: tuple[int, ...]) -> Tensor:
+        """Standard normal numbers [B, ...], float64."""
+
+    def split(self) -> "ContinuousRandomness":
+        """Randomness of its own for a loop that takes some rows longer: one draw of this one."""
+
+
 class KeyedRandomness:
     """Counter-based randomness for B requests: splitmix64 of (seed, purpose, counter, index).
 
@@ -63,6 +73,15 @@ class KeyedRandomness:
         v = bits.float().mul_(2.0**-53).clamp_max_(1 - 2**-24)
         # Exponential noise first: log1p keeps full precision where it matters, at large g.
         return v.neg_().log1p_().neg_().log_().neg_()
+
+    def normal(self, shape: tuple[int, ...]) -> Tensor:
+        """See `ContinuousRandomness`. Inverse of the normal distribution, in float64."""
+        return torch.special.ndtri(self._uniform(torch.Size(shape)))
+
+    def split(self) -> "KeyedRandomness":
+        """See `ContinuousRandomness`. Its seeds are 52 bits drawn from this one."""
+        seeds = (self._uniform(self.seeds.shape) * 2.0**52).long()
+        return KeyedRandomness(seeds.tolist(), self.seeds.device)
 
     def select(self, rows: Tensor) -> None:
         """See `Randomness`."""
