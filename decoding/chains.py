@@ -1,7 +1,8 @@
-"""Two diffusion chains, a draft's and its target's, coupled at every denoising step.
+"""Two chains that make a token, a draft's and its target's, coupled at every step.
 
-A chain starts at x_T from N(0, I) and takes the kernels N(mean_t(x_t), std_t^2) down to x_0; a
-head gives them as `step(i, x) -> Gaussian`, i = 0 for the first of T steps. The target's chain
+A chain starts at x_T from N(0, I) and draws x_{t-1} from a density given x_t, down to the token
+x_0; a head gives the densities as `step(i, x)`, i = 0 for the first of T steps. A diffusion head's
+are Gaussians; a mixture head's chain has one step, which does not depend on x_T. The target's chain
 follows the draft's in such a way that it keeps its own law, and its x_0 *is* the output token: the
 draft is accepted where both ends are the same. Nothing has to be corrected behind it.
 """
@@ -12,18 +13,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decoding.coupling import reflection, relaxed
+from decoding.coupling import couple, relaxed
 from decoding.randomness import ContinuousRandomness
-from models.densities import Gaussian
+from models.densities import Density
 
-Step = Callable[[int, Tensor], Gaussian]
+Step = Callable[[int, Tensor], Density]
 
 
 class Trajectory(NamedTuple):
-    """A run chain. states: T + 1 tensors [..., D], x_T to x_0; kernels: its T Gaussians."""
+    """A run chain. states: T + 1 tensors [..., D], x_T to x_0; kernels: its T densities."""
 
     states: list[Tensor]
-    kernels: list[Gaussian]
+    kernels: list[Density]
 
 
 def run_chain(
@@ -37,11 +38,11 @@ def run_chain(
     return Trajectory(states, kernels)
 
 
-def stack(chains: Sequence[Trajectory]) -> Trajectory:
-    """Chains [B, D] of tokens drafted one after the other -> [B, n, D]."""
-    states = [torch.stack(x, 1) for x in zip(*(c.states for c in chains))]
+def join(chains: Sequence[Trajectory]) -> Trajectory:
+    """Chains [B, 1, D] of n tokens drafted one after the other -> [B, n, D]."""
+    states = [torch.cat(x, 1) for x in zip(*(c.states for c in chains))]
     kernels = [
-        Gaussian(*(torch.stack(t, 1) for t in zip(*same)))
+        type(same[0])(*(torch.cat(t, 1) for t in zip(*same)))
         for same in zip(*(c.kernels for c in chains))
     ]
     return Trajectory(states, kernels)
@@ -61,7 +62,8 @@ def follow(
     Given both chains' states, a step couples their two kernels maximally. That draws the target's
     state from its own kernel, whatever the draft did, so x_0 has the law of the target's chain. The
     rule is the same after the chains have parted: they may meet again, and the token still stands.
-    drafted: bool [B, ...]; elsewhere there is no draft, and the target's chain runs alone.
+    drafted: bool [B, ...]; elsewhere what `draft` holds means nothing, and the target's chain runs
+        alone.
     align: both chains have the same noise before they are coupled; False: x_T included, each its
         own, so that the states differ and little is accepted (CSpD Table 3). Lossless too.
     coupled: how many of the last steps are coupled (None: all, or without alignment the last).
@@ -70,20 +72,20 @@ def follow(
     drafted = together if drafted is None else drafted
     T = len(draft.kernels)
     first = T - (coupled or (T if align else 1))
-    if not align:
-        x = randomness.normal(x.shape).to(x)
+    alone = not (align and drafted.all())
+    if alone:
+        own = randomness.normal(x.shape).to(x)
+        x = torch.where(drafted[..., None], x, own) if align else own
     for i, (after, q) in enumerate(zip(draft.states[1:], draft.kernels)):
         p = step(i, x)
-        if not drafted.all():
-            here = drafted[..., None]
-            after = torch.where(here, after, p.sample(randomness))
-            q = Gaussian(*(torch.where(here, a, b) for a, b in zip(q, p)))
+        own = p.sample(randomness) if alone else None
         if i >= first:
-            x, together = reflection(after, q, p, randomness)
+            y, together = couple(after, q, p, randomness)
         elif align:
-            x = p.mean + p.std * ((after - q.mean) / q.std)
+            y = p.mean + p.std * ((after - q.mean) / q.std)
         else:
-            x = p.sample(randomness)
+            y = own
+        x = torch.where(drafted[..., None], y, own) if alone else y
     return x, together & drafted
 
 
@@ -104,8 +106,8 @@ def follow_relaxed(
     """
     x, log_sigma = draft.states[0], torch.zeros_like(draft.states[0][..., 0], dtype=torch.float64)
     drafted = log_sigma == 0 if drafted is None else drafted
-    if not align:
-        x = randomness.normal(x.shape).to(x)
+    own = randomness.normal(x.shape).to(x)
+    x = torch.where(drafted[..., None], x, own) if align else own
     for i, (after, q) in enumerate(zip(draft.states[1:-1], draft.kernels[:-1])):
         p = step(i, x)
         noise = randomness.normal(x.shape).to(x)

@@ -2,8 +2,8 @@
 
 Symbols: q the draft's density, p the target's, both of batch shape [B, ...] (`models.densities`);
 x [B, ..., D] drawn from q. Every rule returns (y, together): tokens y [B, ..., D], and whether
-each is x itself. `maximal` and `reflection` are lossless: y has the law p, and P(y = x) is the
-largest possible, the overlap of p and q. `relaxed` is the published rule, and lossy.
+each is x itself. `couple`, by `maximal` or `reflection`, is lossless: y has the law p, and P(y = x)
+is the largest possible, the overlap of p and q. `relaxed` is the published rule, and lossy.
 """
 
 import torch
@@ -12,12 +12,20 @@ from torch import Tensor
 from decoding.randomness import ContinuousRandomness
 from models.densities import Density, Gaussian, at
 
-MOST = 64  # draws of a round of the residual loop
+FIRST, MOST = 8, 256  # draws of the first round of a residual loop, and of a late one
 
 
 def acceptance_probability(x: Tensor, q: Density, p: Density) -> Tensor:
     """min(1, p(x) / q(x)): [B, ...]. CSpD section 3.2, as Leviathan et al., arXiv 2211.17192."""
     return (p.log_prob(x) - q.log_prob(x)).exp().clamp_max(1)
+
+
+def couple(
+    x: Tensor, q: Density, p: Density, randomness: ContinuousRandomness
+) -> tuple[Tensor, Tensor]:
+    """The maximal coupling of any two densities."""
+    gaussian = isinstance(q, Gaussian) and isinstance(p, Gaussian)
+    return (reflection if gaussian else maximal)(x, q, p, randomness)
 
 
 def maximal(
@@ -36,7 +44,7 @@ def residual(p: Density, q: Density, randomness: ContinuousRandomness, wanted: T
     expected, so that a token costs one draw on average whatever the overlap b. It asks no network.
     """
     x = p.mean.new_zeros(*wanted.shape, p.mean.shape[-1])
-    randomness, m = randomness.split(), 4  # its own: rows need different numbers of rounds
+    randomness, m = randomness.split(), FIRST  # its own: rows need different numbers of rounds
     left, here = wanted, torch.arange(len(wanted), device=wanted.device)
     while True:
         rest = left.reshape(len(left), left[:1].numel()).any(1).nonzero().flatten()
@@ -49,7 +57,7 @@ def residual(p: Density, q: Density, randomness: ContinuousRandomness, wanted: T
         stays = randomness.accept(-torch.expm1(many_q.log_prob(y) - many_p.log_prob(y)))
         found = stays.any(-1) & left
         x[here] = torch.where(found[..., None], _first(y, stays), x[here])
-        left, m = left & ~found, min(2 * m, MOST)
+        left, m = left & ~found, min(4 * m, MOST)
 
 
 def reflection(

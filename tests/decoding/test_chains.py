@@ -4,7 +4,7 @@ import pytest
 import torch
 from scipy import stats
 
-from decoding.chains import follow, follow_relaxed, run_chain, stack
+from decoding.chains import follow, follow_relaxed, join, run_chain
 from models.densities import Gaussian
 from tests.support.drawing import TorchRandomness
 
@@ -85,7 +85,9 @@ def test_the_first_step_that_parts_is_the_closed_form():
 
 def test_where_nothing_is_drafted_the_target_runs_alone():
     drafted = torch.arange(N) % 3 > 0
-    _, x, together = followed(NEAR, drafted=drafted)
+    chain, x, together = followed(NEAR, drafted=drafted)
+    own, noise = x[~drafted, 0].numpy(), chain.states[0][~drafted, 0].numpy()
+    assert stats.pearsonr(own, noise).pvalue > 1e-3  # not even x_T is shared
     assert p_value(x[~drafted], TARGET) > 1e-3
     assert p_value(x, TARGET) > 1e-3
     assert not together[~drafted].any()
@@ -109,12 +111,13 @@ def test_with_equal_variances_the_published_rule_is_exact(align):
     assert p_value(x, TARGET) > 1e-3
 
 
-def test_stacked_chains_are_followed_as_one_batch():
+def test_joined_chains_are_followed_as_one_batch():
     randomness = TorchRandomness(0)
-    chains = [run_chain(head(NEAR), randomness.normal((50_000, 1)), 3, randomness) for _ in "ab"]
-    both = stack(chains)
+    starts = [randomness.normal((50_000, 1, 1)) for _ in "ab"]
+    chains = [run_chain(head(NEAR), start, 3, randomness) for start in starts]
+    both = join(chains)
     assert both.states[-1].shape == (50_000, 2, 1)
-    assert torch.equal(both.kernels[1].mean[:, 1], chains[1].kernels[1].mean)
+    assert torch.equal(both.kernels[1].mean[:, 1:], chains[1].kernels[1].mean)
     x, _ = follow(both, head(TARGET), randomness)
     assert p_value(x[:, 0], TARGET) > 1e-3
     assert p_value(x[:, 1], TARGET) > 1e-3

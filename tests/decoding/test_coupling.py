@@ -19,7 +19,7 @@ from decoding.coupling import (
     together_probability,
 )
 from decoding.randomness import KeyedRandomness
-from decoding.two_sample import energy_distance, permutation_test
+from decoding.two_sample import energy_distance, frechet_distance, permutation_test
 from models.densities import Gaussian, GaussianMixture
 from tests.support.drawing import TorchRandomness
 
@@ -179,6 +179,15 @@ def test_energy_distance_tells_laws_apart():
     distance, refused = permutation_test(x, plain)
     assert refused == pytest.approx(1 / 200)
     assert distance == pytest.approx(energy_distance(x, plain), rel=1e-9)
+
+
+def test_frechet_distance_of_gaussians():
+    """|m|^2 + sum (s_a - s_b)^2 for diagonal covariances."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(N, 3, generator=generator, dtype=torch.float64) for _ in "ab")
+    b = 2 * b + torch.tensor([3.0, 0.0, 0.0])
+    assert frechet_distance(a, b) == pytest.approx(9 + 3, rel=0.02)
+    assert frechet_distance(a, a) == pytest.approx(0, abs=1e-9)
 
 
 def test_mixture_density_by_hand():
