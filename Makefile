@@ -3,7 +3,7 @@ PY := .venv/bin/python
 FIT := $(PY) -m trainers.fit
 RUNS ?= runs
 
-.PHONY: quickstart test chaos lint lab-deer lab-pcllm lab-asarm clean
+.PHONY: quickstart test chaos lint lab-deer lab-pcllm lab-asarm lab-cspd clean
 
 .venv/installed: setup.cfg constraints.txt
 	test -x $(PY) || python3 -m venv .venv
@@ -40,6 +40,18 @@ lab-asarm: .venv/installed  ## an any-subset model that fills holes, and its ben
 	$(FIT) recipe=ar_target $(LAB) trainer.max_steps=2400
 	$(FIT) recipe=asarm_joint $(LAB) trainer.max_steps=1600 data.corruption.curriculum=200
 	$(PY) -m decoding.infill_bench model=$(RUNS)/lab/asarm_joint/export judge=$(RUNS)/lab/ar_target/export
+
+CSPD = recipe=cspd_draft runs=$(RUNS)/lab trainer.max_steps=2000
+CSPD_BENCH = $(PY) -m decoding.image_bench model=$(RUNS)/lab/cspd_draft
+lab-cspd: .venv/installed  ## both heads of CSpD, drafters with and without distillation, and their benches
+	$(FIT) recipe=cspd_target runs=$(RUNS)/lab trainer.max_steps=2000
+	$(FIT) $(CSPD)
+	$(CSPD_BENCH)/export features=digits
+	$(FIT) recipe=cspd_target runs=$(RUNS)/lab trainer.max_steps=2000 name=diffusion network.head=diffusion
+	$(FIT) $(CSPD) name=diffusion network.head=diffusion target=$(RUNS)/lab/cspd_target/diffusion/export
+	$(CSPD_BENCH)/diffusion/export features=digits
+	$(FIT) $(CSPD) name=distilled network.head=diffusion target=$(RUNS)/lab/cspd_target/diffusion/export module.distillation=1.0
+	$(CSPD_BENCH)/distilled/export features=digits
 
 test: .venv/installed  ## the whole test suite
 	$(PY) -m pytest -n 2
