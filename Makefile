@@ -41,13 +41,13 @@ lab-asarm: .venv/installed  ## an any-subset model that fills holes, and its ben
 	$(FIT) recipe=asarm_joint $(LAB) trainer.max_steps=1600 data.corruption.curriculum=200
 	$(PY) -m decoding.infill_bench model=$(RUNS)/lab/asarm_joint/export judge=$(RUNS)/lab/ar_target/export
 
-CSPD = recipe=cspd_draft runs=$(RUNS)/lab trainer.max_steps=2000
+CSPD = recipe=cspd_draft runs=$(RUNS)/lab trainer.max_steps=1000
 CSPD_BENCH = $(PY) -m decoding.image_bench model=$(RUNS)/lab/cspd_draft
 lab-cspd: .venv/installed  ## both heads of CSpD, drafters with and without distillation, and their benches
-	$(FIT) recipe=cspd_target runs=$(RUNS)/lab trainer.max_steps=2000
+	$(FIT) recipe=cspd_target runs=$(RUNS)/lab trainer.max_steps=1000
 	$(FIT) $(CSPD)
 	$(CSPD_BENCH)/export features=digits
-	$(FIT) recipe=cspd_target runs=$(RUNS)/lab trainer.max_steps=2000 name=diffusion network.head=diffusion
+	$(FIT) recipe=cspd_target runs=$(RUNS)/lab trainer.max_steps=1000 name=diffusion network.head=diffusion
 	$(FIT) $(CSPD) name=diffusion network.head=diffusion target=$(RUNS)/lab/cspd_target/diffusion/export
 	$(CSPD_BENCH)/diffusion/export features=digits
 	$(FIT) $(CSPD) name=distilled network.head=diffusion target=$(RUNS)/lab/cspd_target/diffusion/export module.distillation=1.0

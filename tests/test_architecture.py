@@ -23,7 +23,9 @@ LIGHT = [  # where they must not be imported, not even inside a function
         f"decoding/{name}.py"
         for name in (
             "cache",
+            "chains",
             "cli",
+            "coupling",
             "custom_generate",
             "distribution",
             "infill",
@@ -31,6 +33,7 @@ LIGHT = [  # where they must not be imported, not even inside a function
             "generate",
             "load",
             "params",
+            "patches",
             "randomness",
             "verify",
         )

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from PIL import Image
 
 from data.images import TokenNoise, digits, patchify, rows, unpatchify
+from tests.support.images import Vae, image_folder
 
 
 def test_patches_and_back():
@@ -30,14 +30,7 @@ def test_digits_are_split_and_cut():
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two classes of eleven images each, one of them damaged."""
-    for name in ("cat", "ant"):
-        (tmp_path / name).mkdir()
-        for i in range(11):
-            Image.new("RGB", (9, 7), (20 * i, 0, 255)).save(tmp_path / name / f"{i:02d}.png")
-    (tmp_path / "ant" / "03.png").write_bytes(b"\x89PNG, or not")
-    (tmp_path / "ant" / "notes.txt").write_text("no image")
-    return tmp_path
+    return image_folder(tmp_path)
 
 
 def test_a_folder_names_and_counts_what_it_skips(folder, tmp_path, capsys):
@@ -54,26 +47,9 @@ def test_a_folder_names_and_counts_what_it_skips(folder, tmp_path, capsys):
     assert image[2].mean().item() == pytest.approx(1, abs=1e-3)
 
 
-class Vae:
-    """Stands in for diffusers' AutoencoderKL: a latent is an average of pixels."""
-
-    asked = 0
-
-    @classmethod
-    def from_pretrained(cls, path):
-        return cls()
-
-    def eval(self):
-        return self
-
-    def encode(self, pixels):
-        Vae.asked += 1
-        mean = torch.nn.functional.avg_pool2d(pixels, 2)
-        return SimpleNamespace(latent_dist=SimpleNamespace(mean=mean))
-
-
 def test_latents_are_made_once(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "diffusers", SimpleNamespace(AutoencoderKL=Vae))
+    monkeypatch.setattr(Vae, "asked", 0)
     options = {"size": 4, "vae": "tiny", "scale": 0.5}
     first = rows(str(folder), 1, str(tmp_path / "kept"), **options)
     again = rows(str(folder), 1, str(tmp_path / "kept"), **options)

@@ -1,6 +1,9 @@
 """Tiny random patch transformers, and the plain chain computed without any sampler code."""
 
+from types import SimpleNamespace
+
 import torch
+from PIL import Image
 
 from decoding.patches import guidance_scale
 from models.patches import PatchConfig, PatchTransformer
@@ -55,3 +58,32 @@ def plain(network, labels, order, params, randomness):
             x = density.cooled(params.temperature).sample(randomness)
         patches[:, n] = x[:, 0]
     return patches
+
+
+def image_folder(root):
+    """Two classes of eleven images each, one of them damaged."""
+    for name in ("cat", "ant"):
+        (root / name).mkdir()
+        for i in range(11):
+            Image.new("RGB", (9, 7), (20 * i, 0, 255)).save(root / name / f"{i:02d}.png")
+    (root / "ant" / "03.png").write_bytes(b"\x89PNG, or not")
+    (root / "ant" / "notes.txt").write_text("no image")
+    return root
+
+
+class Vae:
+    """Stands in for diffusers' AutoencoderKL: a latent is an average of pixels."""
+
+    asked = 0
+
+    @classmethod
+    def from_pretrained(cls, path):
+        return cls()
+
+    def eval(self):
+        return self
+
+    def encode(self, pixels):
+        Vae.asked += 1
+        mean = torch.nn.functional.avg_pool2d(pixels, 2)
+        return SimpleNamespace(latent_dist=SimpleNamespace(mean=mean))

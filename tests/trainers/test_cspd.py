@@ -3,6 +3,8 @@
 import csv
 import json
 import math
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,8 +20,9 @@ from decoding.patches import ImageParams, ImageResult
 from decoding.samplers.sequential import SequentialSampler
 from models.denoising import Schedule, kernels
 from models.densities import GaussianMixture
+from models.patches import MAR
 from tests.support import images
-from tests.support.runs import curve
+from tests.support.runs import curve, cut, same_run
 from trainers.base import Optimization
 from trainers.cspd import Target
 from trainers.fit import fit
@@ -165,11 +168,32 @@ def test_recipes_train_export_and_draw(exports, head):
         assert set(curve(draft.parent, "val_parting")) == {4}
 
 
-def test_a_killed_run_goes_on(exports, tmp_path):
-    whole = fitted(tmp_path / "a", "cspd_target")
-    again = fitted(tmp_path / "b", "cspd_target")
-    one, other = ((p / "model.safetensors").read_bytes() for p in (whole, again))
-    assert one == other
+def test_a_killed_run_goes_on_as_if_it_had_not_been(exports, tmp_path):
+    whole = fitted(tmp_path, "cspd_target", "name=whole").parent
+    killed = cut(whole, "killed", 2)
+    fitted(tmp_path, "cspd_target", "name=killed")
+    assert same_run(whole, killed)
+
+
+def test_the_published_scale_on_a_tiny_folder(tmp_path, monkeypatch):
+    """MAR's sizes and a VAE, both tiny: learned variances, any order, latents on disk."""
+    monkeypatch.setitem(MAR, "B", (64, 1, 8, 1))
+    monkeypatch.setitem(sys.modules, "diffusers", SimpleNamespace(AutoencoderKL=images.Vae))
+    (tmp_path / "photos").mkdir()
+    arguments = [
+        "scale=paper", f"images={images.image_folder(tmp_path / 'photos')}", f"runs={tmp_path}",
+        "trainer.workers=0", "network.mar_size=B", "network.size=2", "network.channels=3",
+        "network.patch=1", "network.classes=2", "network.heads.diffusion.steps=3",
+        "data.train.size=4", "data.validation.size=4", "data.train.vae=tiny",
+        *(a for a in SMALL if not a.startswith("network")), "trainer.batch_size=2",
+        "trainer.micro_batch_size=2",
+    ]  # fmt: skip
+    target = fit(compose(["recipe=cspd_target", *arguments], "fit"))
+    draft = fit(compose(["recipe=cspd_draft", *arguments], "fit"))
+    assert target.parent != draft.parent
+    (result,) = load(str(draft)).generate([1], ImageParams(seed=0, guidance=1.5))
+    assert result.patches.shape == (4, 3)
+    assert len(list((tmp_path / "data").glob("images-*"))) == 1
 
 
 def test_images_are_written(exports, tmp_path, capsys):
