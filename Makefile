@@ -3,7 +3,7 @@ PY := .venv/bin/python
 FIT := $(PY) -m trainers.fit
 RUNS ?= runs
 
-.PHONY: quickstart test chaos packed-step lint lab-deer lab-pcllm lab-pcllm-ablations lab-asarm lab-spiffy clean
+.PHONY: quickstart test chaos packed-step lint lab-deer lab-pcllm lab-pcllm-ablations lab-asarm lab-spiffy lab-cspd clean
 
 .venv/installed: setup.cfg constraints.txt
 	test -x $(PY) || python3 -m venv .venv
@@ -74,6 +74,18 @@ lab-spiffy: .venv/installed  ## a masked diffusion LM, draft graphs by each obje
 	$(PY) -m decoding.denoise_bench model=$(DRAFTED)/export also=[$(DRAFTED)/few/export,$(DRAFTED)/degree0/export,$(DRAFTED)/degree1/export,$(DRAFTED)/total/export]
 	$(PY) -m decoding.denoise_bench model=$(DRAFTED)/replay-3/export also=[$(DRAFTED)/degree1-3/export,$(DRAFTED)/replay-5/export,$(DRAFTED)/degree1-5/export,$(DRAFTED)/replay-8/export,$(DRAFTED)/degree1-8/export]
 	$(PY) -m decoding.denoise_bench model=$(DRAFTED)/threshold/export
+
+CSPD = recipe=cspd_draft runs=$(RUNS)/lab trainer.max_steps=1000
+CSPD_BENCH = $(PY) -m decoding.image_bench model=$(RUNS)/lab/cspd_draft
+lab-cspd: .venv/installed  ## both heads of CSpD, drafters with and without distillation, and their benches
+	$(FIT) recipe=cspd_target runs=$(RUNS)/lab trainer.max_steps=1000
+	$(FIT) $(CSPD)
+	$(CSPD_BENCH)/export features=digits
+	$(FIT) recipe=cspd_target runs=$(RUNS)/lab trainer.max_steps=1000 name=diffusion network.head=diffusion
+	$(FIT) $(CSPD) name=diffusion network.head=diffusion target=$(RUNS)/lab/cspd_target/diffusion/export
+	$(CSPD_BENCH)/diffusion/export features=digits
+	$(FIT) $(CSPD) name=distilled network.head=diffusion target=$(RUNS)/lab/cspd_target/diffusion/export module.distillation=1.0
+	$(CSPD_BENCH)/distilled/export features=digits
 
 test: .venv/installed  ## the whole test suite
 	$(PY) -m pytest -n 2

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from decoding.cli import main, parse, quiet
 from decoding.load import load
 from decoding.params import PARAM_NAMES, SamplingParams
+from decoding.samplers.base import Sampler
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ def run(argv: list[str]) -> None:
         device=g.device,
         trust_remote_code=g.trust_remote_code,
     )
+    if not isinstance(sampler, Sampler):
+        raise ValueError(f"{g.model!r} makes no text but images: use python -m decoding.images")
     params = SamplingParams(**{name: getattr(g, name) for name in PARAM_NAMES})
     if sampler.continues:
         print(g.prompt, end="", flush=True)

@@ -40,6 +40,10 @@ def load(
     Errors: a missing or damaged folder, a target whose tokenizer is not the drafter's.
     """
     config = sampling_config(path, sampler)
+    method = _module(config["method"])
+    if hasattr(method, "load"):  # its models are no language models
+        name = target or ("target" in config and _beside(path, config["target"])) or None
+        return method.load(path, config, target=name, dtype=dtype, device=device)
     network = causal.load(path, dtype=dtype, trust_remote_code=trust_remote_code).to(device)
     tokenizer = load_tokenizer(path, trust_remote_code)
     if "target" not in config:

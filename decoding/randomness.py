@@ -29,18 +29,30 @@ class Randomness(Protocol):
         """Keep only these rows of the batch (the others are finished)."""
 
 
+class ContinuousRandomness(Randomness, Protocol):
+    """What a sampler of continuous tokens draws beside it."""
+
+    def normal(self, shape: tuple[int, ...]) -> Tensor:
+        """Standard normal numbers [B, ...], float64."""
+
+    def split(self) -> "ContinuousRandomness":
+        """Randomness of its own for a loop that takes some rows longer: one draw of this one."""
+
+
 class KeyedRandomness:
     """Counter-based randomness for B requests: splitmix64 of (seed, purpose, counter, index).
 
-    seeds: one whole number a row.
+    seeds: one whole number a row. ahead: draws that are made at once; it changes no number.
     Rows stay in step (each takes part in every draw until it is finished and dropped), so the
     number of draws so far is the same for a row in a batch as for that row alone.
     """
 
-    def __init__(self, seeds: list[int], device: torch.device | str = "cpu"):
+    def __init__(
+        self, seeds: list[int], device: torch.device | str = "cpu", ahead: int | None = None
+    ):
         # Seeds may be any whole number; 63 bits of them are used.
         self.seeds = torch.tensor([s % (1 << 63) for s in seeds], device=device)
-        self.draws = 0
+        self.draws, self.ahead = 0, ahead or _AHEAD
         self._ahead = torch.empty(len(seeds), 0, 0, device=device)  # see _uniform
 
     def categorical(self, probs: Tensor) -> Tensor:
@@ -64,6 +76,16 @@ class KeyedRandomness:
         # Exponential noise first: log1p keeps full precision where it matters, at large g.
         return v.neg_().log1p_().neg_().log_().neg_()
 
+    def normal(self, shape: tuple[int, ...]) -> Tensor:
+        """See `ContinuousRandomness`. Inverse of the normal distribution, in float64."""
+        return torch.special.ndtri(self._uniform(torch.Size(shape)))
+
+    def split(self) -> "KeyedRandomness":
+        """See `ContinuousRandomness`. Its seeds are 52 bits drawn from this one."""
+        seeds = (self._uniform(self.seeds.shape) * 2.0**52).long()
+        # Every round of a loop asks for more at once: nothing is worth making ahead.
+        return KeyedRandomness(seeds.tolist(), self.seeds.device, ahead=1)
+
     def select(self, rows: Tensor) -> None:
         """See `Randomness`."""
         self.seeds, self._ahead = self.seeds[rows], self._ahead[rows]
@@ -74,11 +96,11 @@ class KeyedRandomness:
         Number i of draw d is a hash of (seed, d, i). They are made for many draws at once, because
         a handful of numbers costs as much as thousands.
         """
-        count, at = math.prod(shape[1:]), self.draws % _AHEAD
+        count, at = math.prod(shape[1:]), self.draws % self.ahead
         if at == 0 or count > self._ahead.shape[-1]:
             width = max(count, self._ahead.shape[-1], 16)
             first = self.draws - at
-            draws = torch.arange(first, first + _AHEAD, device=self.seeds.device) * _STRIDE
+            draws = torch.arange(first, first + self.ahead, device=self.seeds.device) * _STRIDE
             key = _mix(_mix(self.seeds + _purpose("uniform"))[:, None] + draws)
             index = torch.arange(1, width + 1, device=key.device) * _STRIDE
             self._ahead = _unit(_mix(key.unsqueeze(-1) + index))

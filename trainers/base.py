@@ -74,6 +74,10 @@ class BaseModule(pl.LightningModule):
         loss, weight = self.losses(batch)
         return {"loss": ((loss * weight).sum(), weight.sum())}
 
+    def tokens(self, batch: dict[str, Tensor]) -> int:
+        """How many tokens of a batch go into the network, for the rate that is shown."""
+        return batch["input_ids"].numel()
+
     def sampler(self) -> Sampler | None:
         """The lossless sampler of the present weights; None if there is nothing to measure."""
         return None

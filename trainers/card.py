@@ -36,7 +36,8 @@ def model_card(config: dict, metrics: dict, folder: Path) -> str:
     lora = settings["lora"] if settings.get("lora", {}).get("rank") else None
     kept = lora is not None and not lora["merge"]
     tags = ["speculative-decoding"] if target else []
-    if target and not kept:  # with transformers alone, nothing of parade installed
+    # With transformers alone, nothing of parade installed: drafters of language models.
+    if target and "tokenizer_fingerprint" in config and not kept:
         tags.append("custom_generate")
     data = ModelCardData(
         library_name="peft" if kept else "transformers",
@@ -46,12 +47,13 @@ def model_card(config: dict, metrics: dict, folder: Path) -> str:
     )
     prompt = config.get("example", "def fib(n):")
     serve = f"python -m decoding.generate model=<this folder or repository> prompt='{prompt}'"
+    serve = config.get("command", serve)
     if "custom_generate" in tags:
         stock = "custom_generate='<this folder or repository>', trust_remote_code=True"
         serve += f"\n\n# or, in Python:\ntarget.generate(**inputs, {stock})"
     trainer, train = settings["trainer"], dict(settings["data"]["train"])
     reader = train.pop("_target_")
-    details = [k for k in config if k not in ("method", "target", "example", "graph")]
+    details = [k for k in config if k not in ("method", "target", "example", "graph", "command")]
     dirty = ", with uncommitted changes" if story["git_dirty"] else ""
     facts = {
         "Base model": ", ".join(f"`{name}`" for name in started_from) or "none, random weights",

@@ -39,25 +39,27 @@ def write_export(
     """
     network, tokenizer = to_export(module.network, merge), module.tokenizer
     kept = hasattr(network, "peft_config")
-    if network.config.vocab_size < len(tokenizer):
+    if tokenizer is not None and network.config.vocab_size < len(tokenizer):
         raise ValueError(
             f"the network knows {network.config.vocab_size} tokens, its tokenizer "
             f"{len(tokenizer)}: an export of it could not be used"
         )
-    if module.target is not None:
+    if module.target is not None and tokenizer is not None:
         _check_vocabulary(network.config.vocab_size, module.target.config.vocab_size)
     temporary = export.with_name(f".{export.name}.{uuid.uuid4().hex}")
     try:
         network.config.parade = module.export_config()
-        network.generation_config = GenerationConfig(
-            eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id
-        )
+        if tokenizer is not None:
+            network.generation_config = GenerationConfig(
+                eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id
+            )
+            tokenizer.save_pretrained(temporary)
         network.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
         if kept:
             entry = {"parade": network.config.parade}
             (temporary / KEPT).write_text(json.dumps(entry, indent=2))
-        elif "target" in network.config.parade:  # what travels needs torch and transformers only
+        elif tokenizer is not None and "target" in network.config.parade:
+            # What travels needs torch and transformers only.
             write_bundle(temporary, network.config.parade["method"])
         card = model_card(module.export_config(), metrics, folder)
         (temporary / "README.md").write_text(card)
@@ -83,6 +85,9 @@ def _check_vocabulary(drafter: int, target: int) -> None:
 def _check_reload(module: BaseModule, network: PreTrainedModel, folder: Path) -> None:
     """The folder, loaded by stock transformers, gives the written network's logits bit for bit."""
     network = network.eval()
+    if module.tokenizer is None:
+        _check_same_outputs(network, folder)
+        return
     again = AutoModelForCausalLM.from_pretrained(folder, dtype=network.dtype).to(network.device)
     if fingerprint(load_tokenizer(str(folder))) != fingerprint(module.tokenizer):
         raise ValueError(
@@ -100,6 +105,19 @@ def _check_reload(module: BaseModule, network: PreTrainedModel, folder: Path) ->
         difference = max(difference, (drafted - first_draft(sampler, prompt)).abs().max().item())
     if difference:
         raise ValueError(f"the export's logits differ from the trainer's by {difference:.2e}")
+
+
+def _check_same_outputs(network: PreTrainedModel, folder: Path) -> None:
+    """The same of a model of no language: by its own class, on the inputs that it names itself."""
+    weights = network.state_dict()
+    again = type(network).from_pretrained(folder, dtype=network.dtype).to(network.device).eval()
+    inputs = {name: x.to(network.device) for name, x in network.dummy_inputs.items()}
+    with torch.inference_mode():
+        difference = (network(**inputs) - again(**inputs)).abs().max().item()
+    if any(not torch.equal(weights[name], x) for name, x in again.state_dict().items()):
+        raise ValueError("the export's weights are not the trainer's")
+    if difference:
+        raise ValueError(f"the export's outputs differ from the trainer's by {difference:.2e}")
 
 
 def first_draft(sampler: Sampler, prompt: list[int]) -> Tensor:

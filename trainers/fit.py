@@ -13,6 +13,7 @@ from pytorch_lightning.accelerators import CUDAAccelerator
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerBase
 
 from data.prompts import heldout_prompts
 from data.stream import Schedule, Stream
@@ -109,10 +110,12 @@ def describe(config: DictConfig, folder: Path) -> None:
 
 
 def build_module(config: DictConfig) -> BaseModule:
-    """Tokenizer, network and module of a recipe."""
-    tokenizer = build(config.tokenizer)
+    """Tokenizer (none for models of no language), network and module of a recipe."""
+    tokenizer = None if config.tokenizer is None else build(config.tokenizer)
+    if tokenizer is None and config.lora.rank:
+        raise ValueError(f"lora.rank={config.lora.rank} is not allowed: only causal LMs take LoRA")
     network = add_lora(
-        build(config.network, tokenizer=tokenizer),
+        build(config.network, **with_tokenizer(tokenizer)),
         tokenizer,
         rank=config.lora.rank,
         alpha=config.lora.alpha,
@@ -121,7 +124,7 @@ def build_module(config: DictConfig) -> BaseModule:
         merge=config.lora.merge,
     )
     target = None
-    if config.target is not None:
+    if config.target is not None and tokenizer is not None:
         check_tokenizers(
             load_tokenizer(config.target), fingerprint(tokenizer), config.target, config.recipe
         )
@@ -136,6 +139,11 @@ def build_module(config: DictConfig) -> BaseModule:
         target=target,
         _convert_="object",
     )
+
+
+def with_tokenizer(tokenizer: PreTrainedTokenizerBase | None, **given) -> dict:
+    """What a recipe's `_target_` is given; the tokenizer only where there is one."""
+    return given if tokenizer is None else {"tokenizer": tokenizer, **given}
 
 
 def build_trainer(config: DictConfig, folder: Path, module: BaseModule) -> pl.Trainer:
@@ -201,9 +209,10 @@ def build_loaders(
     t, d = config.trainer, config.data
     corruption = check = None
     if d.corruption is not None:
-        corruption = build(d.corruption, tokenizer=module.tokenizer)
-        check = build(d.validation_corruption or d.corruption, tokenizer=module.tokenizer)
-    rows = partial(build, tokenizer=module.tokenizer, folder=d.folder)
+        given = with_tokenizer(module.tokenizer)
+        corruption = build(d.corruption, **given)
+        check = build(d.validation_corruption or d.corruption, **given)
+    rows = partial(build, **with_tokenizer(module.tokenizer, folder=d.folder))
     train, held_out = rows(d.train), rows(d.validation)
     size = (t.batch_size, t.micro_batch_size, trainer.global_rank, trainer.world_size)
     batches = Schedule(range(first, t.max_steps), *size)

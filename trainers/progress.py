@@ -63,7 +63,7 @@ class Progress(Callback):
         """Show a step, once its last micro-batch is done."""
         if (index + 1) % trainer.accumulate_grad_batches == 0:
             forwards = trainer.accumulate_grad_batches * trainer.world_size
-            self.tokens = batch["input_ids"].numel() * forwards
+            self.tokens = module.tokens(batch) * forwards
             self.pace.stepped(self.clock())
             self._show(trainer)
 

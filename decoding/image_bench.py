@@ -1,0 +1,262 @@
+"""`python -m decoding.image_bench model=runs/cspd_draft/export`: speculative images side by side.
+
+What the drafter is worth: acceptance against draft length, pre-filling, guidance and temperature;
+where in the image drafts stand; images a second at several batch sizes; and whether the sample sets
+can be told from sequential ones, by a permutation test of their energy distance.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from data.images import digits, patchify
+from decoding.cli import main, parse, quiet
+from decoding.images import pixels, sheet
+from decoding.load import load
+from decoding.patches import ImageParams, ImageResult
+from decoding.report import picture, write_table
+from decoding.samplers.cspd import CspdSampler
+from decoding.samplers.sequential import SequentialSampler
+from decoding.two_sample import frechet_distance, permutation_test
+from models.patches import PatchConfig
+
+
+@dataclass(frozen=True)
+class ImageBench:
+    """Sweep the knobs of a drafter, time it, and test its sample sets.
+
+    model: a drafter's export. target: used instead of the one that it names. gamma, prefill,
+    guidance, temperature: the point around which one knob at a time is swept over gammas, prefills,
+    guidances and temperatures; guidances are tested with guidance_schedule. images: of each point
+    of a sweep. samples: of each set of the permutation test; 0 leaves it out. batch_sizes: for the
+    timings. inner_temperature: of the relaxed rule (42 in the authors' program, 1 in the paper).
+    features: 'digits' adds Fréchet distances on the hidden layer of a small classifier of digits.
+    vae, scale: see `decoding.images`. out: the folder of the results; None: 'bench' beside the
+    export.
+    """
+
+    model: str
+    target: str | None = None
+    gamma: int = 4
+    prefill: float = 0.0
+    guidance: float = 1.0
+    guidance_schedule: str = "constant"
+    temperature: float = 1.0
+    gammas: tuple[int, ...] = (1, 2, 4, 8)
+    prefills: tuple[float, ...] = (0.0, 0.05, 0.15, 0.3)
+    guidances: tuple[float, ...] = (1.0, 2.0, 3.0)
+    temperatures: tuple[float, ...] = (0.8, 0.9, 1.0, 1.1)
+    images: int = 128
+    samples: int = 2000
+    permutations: int = 499
+    batch_sizes: tuple[int, ...] = (1, 8, 128)
+    batches: int = 4
+    inner_temperature: float = 42.0
+    features: str | None = None
+    vae: str | None = None
+    scale: float = 1.0
+    dtype: str = "float32"
+    device: str = "cpu"
+    seed: int = 0
+    out: str | None = None
+
+
+WAYS = {
+    "sequential": None,
+    "exact": {},
+    "exact, not aligned": {"align": False},
+    "exact, last step": {"coupled": 1},
+    "relaxed (lossy)": {"verify": "relaxed", "lossy": True},
+}
+SWEPT = {"gamma": "gammas", "prefill": "prefills", "guidance": "guidances",
+         "temperature": "temperatures"}  # fmt: skip
+
+
+def run(argv: list[str]) -> None:
+    """The command."""
+    quiet()
+    bench = parse(argv, ImageBench, "decoding.image_bench")
+    out = Path(bench.out) if bench.out else Path(bench.model).parent / "bench"
+    sampler = load(bench.model, target=bench.target, dtype=bench.dtype, device=bench.device)
+    if not isinstance(sampler, CspdSampler):
+        raise ValueError(f"{bench.model!r} is no drafter of images: python -m decoding.images")
+    report(bench, sampler, out)
+
+
+def report(bench: ImageBench, sampler: CspdSampler, out: Path) -> None:
+    """Measure everything, and write tables and pictures."""
+    command = "decoding.image_bench"
+    lines, grid = sweep(bench, sampler)
+    write_table(lines, out / "acceptance.csv", f"{bench.images} images a point", command)
+    draw_sweep(lines, out / "acceptance.png")
+    draw_grid(grid, out / "accepted.png")
+    title = f"{bench.samples} samples a set, {bench.dtype}"
+    write_table(ways(bench, sampler), out / "ways.csv", title, command)
+    side_by_side(bench, sampler, out / "samples.png")
+    print(
+        "acceptance rate: drafts that stand of those that were judged; tokens a pass: the bonus or "
+        "correction token included; p: permutation test against sequential samples"
+    )
+    print(f"wrote acceptance.csv, ways.csv and their pictures into {out}")
+
+
+def sweep(bench: ImageBench, sampler: CspdSampler) -> tuple[list[dict], Tensor]:
+    """A line for each value of each knob; and the share of accepted drafts by place [S/p, S/p]."""
+    lines, base = [], params_of(bench)
+    for knob, values in SWEPT.items():
+        for value in getattr(bench, values):
+            results = drawn(bench, sampler, replace(base, **{knob: value}), bench.images)
+            gamma = value if knob == "gamma" else bench.gamma
+            alone = prefilled(bench, sampler, value if knob == "prefill" else None)
+            lines.append({"knob": knob, "value": value, **accepted(results, gamma, alone)})
+    results = drawn(bench, sampler, base, bench.images)
+    side = sampler.target.config.size // sampler.target.config.patch
+    share = torch.stack([r.accepted for r in results]).float().mean(0)
+    return lines, share.view(side, side).cpu()
+
+
+def accepted(results: list[ImageResult], gamma: int, prefilled: int) -> dict:
+    """Acceptance rate, and tokens a target pass.
+
+    Judged is a draft that stands, or the one that a correction replaced; what was drafted behind it
+    was not. A pass that emits gamma + 1 tokens ends in a bonus, any other in a correction.
+    prefilled: tokens of each image that the target made alone.
+    """
+    stands = sum(int(r.accepted.sum()) for r in results)
+    passes = [n for r in results for n in r.stats.emitted]
+    bonuses = sum(n == gamma + 1 for n in passes)
+    judged = sum(passes) - prefilled * len(results) - bonuses
+    return {
+        "acceptance rate": round(stands / max(1, judged), 4),
+        "tokens a pass": round(sum(passes) / len(passes), 3),
+    }
+
+
+def ways(bench: ImageBench, sampler: CspdSampler) -> list[dict]:
+    """A line for each way to decode: acceptance, images a second, distance to sequential ones."""
+    plain, lines = SequentialSampler(sampler.target), []
+    base = params_of(bench)
+    reference = flat(drawn(bench, plain, base, bench.samples, first=1)) if bench.samples else None
+    features = classifier(bench.features, sampler.target.config)
+    for name, options in WAYS.items():
+        way = plain if options is None else sampler
+        params = replace(base, **options or {})
+        if "verify" in (options or {}):
+            params = replace(params, inner_temperature=bench.inner_temperature)
+        results = drawn(bench, way, params, bench.samples or bench.images, first=2)
+        line = {"way": name}
+        judged = accepted(results, bench.gamma, prefilled(bench, sampler))
+        line |= {**judged, "acceptance rate": ""} if options is None else judged
+        for size in bench.batch_sizes:
+            line[f"images/s, batch {size}"] = round(speed(bench, way, params, size), 2)
+        if reference is not None:
+            distance, p = permutation_test(flat(results), reference, bench.permutations, bench.seed)
+            line |= {"energy distance": f"{distance:.2e}", "p": round(p, 4)}
+            if bench.features is not None:
+                pair = (features(images) for images in (flat(results), reference))
+                line["Fréchet"] = f"{frechet_distance(*pair):.3g}"
+        lines.append(line)
+    return lines
+
+
+def speed(bench: ImageBench, sampler: SequentialSampler, params: ImageParams, size: int) -> float:
+    """Images a second in batches of one size, the fastest of a few."""
+    seconds = []
+    for batch in range(bench.batches):
+        started = perf_counter()
+        sampler.generate(classes(sampler, size), replace(params, seed=bench.seed + batch * size))
+        seconds.append(perf_counter() - started)
+    return size / min(seconds)
+
+
+def drawn(
+    bench: ImageBench, sampler: SequentialSampler, params: ImageParams, count: int, first: int = 0
+) -> list[ImageResult]:
+    """`count` images, the classes in turn. first: sets of another number share no seed."""
+    labels, results, size = classes(sampler, count), [], max(bench.batch_sizes)
+    for start in range(0, count, size):
+        seed = bench.seed + first * 1_000_003 + start
+        results += sampler.generate(labels[start : start + size], replace(params, seed=seed))
+    return results
+
+
+def side_by_side(bench: ImageBench, sampler: CspdSampler, file: Path, count: int = 10) -> None:
+    """The target alone above speculation, and where its drafts stand."""
+    config, rows, base = sampler.target.config, {}, params_of(bench)
+    for name, way in (
+        ("target alone", SequentialSampler(sampler.target)),
+        ("speculative", sampler),
+    ):
+        results = drawn(bench, way, base, count)
+        rows[name] = pixels(results, config, bench.vae, bench.scale)
+    side = config.size // config.patch
+    stands = torch.stack([r.accepted for r in results]).float().cpu()
+    rows["its accepted drafts (white)"] = stands.view(count, side, side, 1)
+    sheet(file, rows)
+
+
+def draw_sweep(lines: list[dict], file: Path) -> None:
+    """Acceptance rate against each knob."""
+    with picture(
+        file, nrows=1, ncols=len(SWEPT), figsize=(3 * len(SWEPT), 2.8), sharey=True
+    ) as axes:
+        for axis, knob in zip(axes[0], SWEPT):
+            here = [line for line in lines if line["knob"] == knob]
+            values = [line["value"] for line in here]
+            axis.plot(values, [line["acceptance rate"] for line in here], marker="o")
+            axis.set_xlabel(knob)
+        axes[0, 0].set_ylabel("acceptance rate")
+
+
+def draw_grid(grid: Tensor, file: Path) -> None:
+    """Share of images whose token is the draft's, by place."""
+    with picture(file, figsize=(4, 3.2)) as axes:
+        shown = axes[0, 0].imshow(grid.numpy(), vmin=0, vmax=1, cmap="Greens")
+        axes[0, 0].figure.colorbar(shown, label="share of accepted drafts")
+
+
+def params_of(bench: ImageBench) -> ImageParams:
+    """The point around which everything is measured."""
+    names = (*SWEPT, "guidance_schedule")
+    return ImageParams(**{name: getattr(bench, name) for name in names})
+
+
+def prefilled(bench: ImageBench, sampler: CspdSampler, prefill: float | None = None) -> int:
+    """Tokens of an image that the target makes alone."""
+    share = bench.prefill if prefill is None else prefill
+    return round(share * sampler.target.config.tokens)
+
+
+def classes(sampler: SequentialSampler, count: int) -> list[int]:
+    """`count` classes in turn."""
+    return [i % sampler.target.config.classes for i in range(count)]
+
+
+def classifier(name: str | None, config: PatchConfig) -> Callable[[Tensor], Tensor] | None:
+    """Patches [B, N * D] -> the hidden layer [B, F] of a small classifier, trained here."""
+    if name is None:
+        return None
+    if name != "digits" or (config.size, config.channels) != (8, 1):
+        raise ValueError(
+            f"features={name!r} is not allowed: choose 'digits', for models of 8 x 8 digits"
+        )
+    from sklearn.neural_network import MLPClassifier
+
+    images, labels = digits()
+    patches = patchify(images, config.patch).flatten(1).numpy()
+    fitted = MLPClassifier((64,), max_iter=400, random_state=0).fit(patches, labels.numpy())
+    weight, bias = (torch.from_numpy(x[0]) for x in (fitted.coefs_, fitted.intercepts_))
+    return lambda x: (x.to(weight) @ weight + bias).relu()
+
+
+def flat(results: list[ImageResult]) -> Tensor:
+    """The images' numbers [count, N * D]; every set has the same classes."""
+    return torch.stack([r.patches for r in results]).flatten(1).cpu()
+
+
+if __name__ == "__main__":
+    main(run)

@@ -1,0 +1,103 @@
+"""`python -m decoding.images model=runs/cspd_draft/export classes=[0,1,2]`: images, as a PNG."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from data.images import autoencoder, unpatchify
+from decoding.cli import main, parse, quiet
+from decoding.load import load
+from decoding.patches import ImageParams, ImageResult
+from decoding.report import picture
+from decoding.samplers.sequential import SequentialSampler
+from models.patches import PatchConfig
+
+
+@dataclass(frozen=True)
+class Images:
+    """Draw images of the given classes, and write them side by side.
+
+    model: an export of a drafter (its target is loaded too) or of a target. target: used instead of
+    the one that the export names. sampler: other knobs, as [gamma=8]. count: images of each class.
+    vae, scale: of the latents that the models were trained on (see `data.images.rows`). The other
+    keys: see `decoding.patches.ImageParams`.
+    """
+
+    model: str
+    classes: tuple[int, ...]
+    target: str | None = None
+    sampler: tuple[str, ...] = ()
+    count: int = 1
+    temperature: float = 1.0
+    guidance: float = 1.0
+    guidance_schedule: str = "constant"
+    prefill: float = 0.0
+    verify: str = "exact"
+    lossy: bool = False
+    seed: int | None = None
+    vae: str | None = None
+    scale: float = 1.0
+    dtype: str = "float32"
+    device: str = "cpu"
+    out: str = "images.png"
+
+
+PARAMS = (
+    "temperature", "guidance", "guidance_schedule", "prefill", "verify", "lossy", "seed"
+)  # fmt: skip
+
+
+def run(argv: list[str]) -> None:
+    """The command."""
+    quiet()
+    request = parse(argv, Images, "decoding.images")
+    sampler = load(
+        request.model,
+        target=request.target,
+        sampler=request.sampler,
+        dtype=request.dtype,
+        device=request.device,
+    )
+    if not isinstance(sampler, SequentialSampler):
+        raise ValueError(f"{request.model!r} makes text: use python -m decoding.generate")
+    labels = [c for c in request.classes for _ in range(request.count)]
+    params = ImageParams(**{name: getattr(request, name) for name in PARAMS})
+    results = sampler.generate(labels, params)
+    pictures = pixels(results, sampler.target.config, request.vae, request.scale)
+    rows = zip(request.classes, pictures.split(request.count))
+    sheet(Path(request.out), {f"class {label}": images for label, images in rows})
+    passes = sum(len(r.stats.emitted) for r in results)
+    tokens = sum(sum(r.stats.emitted) for r in results)
+    print(f"{len(results)} images, {tokens / passes:.2f} tokens a target pass: {request.out}")
+
+
+def pixels(
+    results: list[ImageResult], config: PatchConfig, vae: str | None = None, scale: float = 1.0
+) -> Tensor:
+    """Pixels [B, S, S, C] in [0, 1] of results, of latents by their VAE."""
+    patches = torch.stack([r.patches for r in results]).float().cpu()
+    images = unpatchify(patches, config.size, config.patch)
+    if vae is not None:
+        with torch.no_grad():
+            images = autoencoder(vae).decode(images / scale).sample
+    return ((images + 1) / 2).clamp(0, 1).permute(0, 2, 3, 1)
+
+
+def sheet(file: Path, rows: dict[str, Tensor]) -> None:
+    """A row of pictures for each title: {title: [B, S, S, C]}; of latents the first channel."""
+    width = max(map(len, rows.values()))
+    size = {"figsize": (0.7 * width + 1, 0.8 * len(rows))}
+    with picture(file, nrows=len(rows), ncols=width, **size) as axes:
+        for axis in axes.flat:
+            axis.axis("off")
+        for line, (title, images) in zip(axes, rows.items()):
+            line[0].set_title(title, loc="left", fontsize=7)
+            for axis, image in zip(line, images):
+                shown = image if image.shape[-1] == 3 else image[..., 0]
+                axis.imshow(shown.numpy(), cmap="gray", vmin=0, vmax=1)
+
+
+if __name__ == "__main__":
+    main(run)

@@ -1,0 +1,121 @@
+"""Continuous tokens: a target that gives their densities, and a drafter that agrees with it."""
+
+import torch
+from torch import Tensor
+
+from models import patches
+from models.denoising import kernels, noised
+from trainers.base import BaseModule
+from trainers.losses import cspd
+
+
+class Target(BaseModule):
+    """A causal patch transformer with a diffusion or a mixture head, one image a row."""
+
+    def weight(self, batch: dict[str, Tensor]) -> Tensor:
+        """See `BaseModule`."""
+        return torch.ones_like(batch["order"], dtype=torch.float32)
+
+    def losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """See `BaseModule`."""
+        return self.head_loss(self.hidden(self.network, batch), batch), self.weight(batch)
+
+    def tokens(self, batch: dict[str, Tensor]) -> int:
+        """See `BaseModule`."""
+        return batch["order"].numel()
+
+    def hidden(self, network: patches.PatchTransformer, batch: dict[str, Tensor]) -> Tensor:
+        """z [B, N, H] of every token given those before it."""
+        config, given = network.config, tuple(batch["patches"].shape[1:])
+        if given != (config.tokens, config.dim):
+            raise ValueError(
+                f"the data has {given[0]} patches of {given[1]} numbers, the network takes "
+                f"{config.tokens} of {config.dim}: size, channels and patch must fit"
+            )
+        label = batch["label"].where(batch["label"] >= 0, config.classes)
+        return network(batch["patches"], label, batch["order"])
+
+    def head_loss(self, z: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        """The head's own loss [B, N]."""
+        head, x = self.network.head, batch["patches"]
+        if head.schedule is None:
+            return cspd.mixture(head(z), x)
+        time = (batch["time"] * head.schedule.noise_steps).long()  # [B, R, N]
+        state = noised(x[:, None], time, batch["noise"], head.schedule)
+        eps, raw = head(state, time, z[:, None])
+        loss = cspd.denoising(eps, batch["noise"])
+        if raw is not None:
+            loss = loss + cspd.variational(eps, raw, batch["noise"], time, head.schedule)
+        return loss.mean(1)
+
+    def export_config(self) -> dict:
+        """See `BaseModule`."""
+        return {"method": "sequential", "command": COMMAND}
+
+
+class Draft(Target):
+    """A smaller one, that drafts for a target.
+
+    target_name: the target's export. gamma: tokens drafted a cycle. distillation: weight of a loss
+    that draws the draft's denoising means to the target's (diffusion heads of a fixed variance),
+    because acceptance depends on their difference and nothing else; 0 trains on the data alone.
+    """
+
+    def __init__(self, *args, target_name: str, gamma: int, distillation: float = 0.0, **kwargs):
+        super().__init__(*args, **kwargs)
+        head = self.network.head
+        if gamma < 1:
+            raise ValueError(f"gamma={gamma} is not allowed: it must be at least 1")
+        if distillation < 0:
+            raise ValueError(f"distillation={distillation} is not allowed: it must be at least 0")
+        if distillation and (head.schedule is None or head.variance == "learned"):
+            raise ValueError(
+                f"distillation={distillation} needs a diffusion head of fixed variance: give "
+                "distillation=0, or head=diffusion with variance 'small' or 'large'"
+            )
+        self.target_name, self.gamma, self.distillation = target_name, gamma, distillation
+        target = patches.load(target_name).eval().requires_grad_(False)
+        patches.check_pair(target, self.network)
+        if distillation:
+            self._target = (target,)
+
+    def losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """See `BaseModule`."""
+        z = self.hidden(self.network, batch)
+        loss = self.head_loss(z, batch)
+        if self.distillation:
+            loss = loss + self.distillation * self.parting(z, batch)
+        return loss, self.weight(batch)
+
+    def parting(self, z: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        """The mean over states of the chain of -log P(together): [B, N]."""
+        head, teacher = self.network.head, self.target.head
+        times = torch.tensor([k.time for k in kernels(head.schedule)], device=z.device)
+        step = (batch["time"] * head.steps).long()
+        state = noised(batch["patches"][:, None], times[step], batch["noise"], head.schedule)
+        with torch.no_grad():
+            z_target = self.hidden(self.target, batch)[:, None]
+            wanted, _ = teacher(state, times[step], z_target)
+        eps, _ = head(state, times[step], z[:, None])
+        return cspd.parting(eps, wanted, step, head.schedule, head.variance).mean(1)
+
+    def evaluate(self, batch: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+        """Loss and, where the target is at hand, -log P(together) a step."""
+        metrics = super().evaluate(batch)
+        if self.distillation:
+            weight = self.weight(batch)
+            parting = self.parting(self.hidden(self.network, batch), batch)
+            metrics["parting"] = ((parting * weight).sum(), weight.sum())
+        return metrics
+
+    def export_config(self) -> dict:
+        """See `BaseModule`."""
+        return {
+            "method": "cspd",
+            "target": self.target_name,
+            "gamma": self.gamma,
+            "command": COMMAND,
+        }
+
+
+COMMAND = "python -m decoding.images model=<this folder or repository> classes=[0,1]"
