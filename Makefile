@@ -26,7 +26,7 @@ lab-deer: .venv/installed  ## DEER's figures in docs/results.md: about an hour o
 	$(FIT) recipe=diffusion_adapt $(DEEP) trainer.max_steps=400 'network.layers=[0,1,11]'
 	$(PY) -m decoding.collect recipe=deer_answers runs=$(RUNS)/lab-deer prompts.count=1920
 	$(FIT) recipe=deer_stage1 $(DEEP) trainer.max_steps=500
-	$(FIT) recipe=deer_stage2 $(DEEP) trainer.max_steps=950
+	$(FIT) recipe=deer_stage2 $(DEEP) trainer.max_steps=950 trainer.validate_every=475
 	$(BENCH) model=$(DEER)2/export also=$(DEER)1/export profile=true
 
 PCLLM = $(RUNS)/lab/pcllm_round
