@@ -80,7 +80,7 @@ def report(out: Path, rows: list[Row], prompts: list[dict], title: str, seed: in
     write_table(lines, out / "bench.csv", title, "decoding.bench")
     print("acceptance length: tokens emitted per target pass, bonus or correction included;")
     print("speed-up: median over prompts, against plain; same law: differs only by its draws")
-    if len({id(row.plain.sampler) for row in rows if row.plain}) > 1:
+    if len({row.plain.name for row in rows if row.plain}) > 1:
         print("plain: one-token decoding of the same weights as the rows below it")
     for row in rows:
         if row.law == "same text" and row.plain:
@@ -247,17 +247,17 @@ def draw_accepted(rows: list[Row], file: Path) -> None:
                     [x - 0.4 + width * (j + 0.5) for x in xs],
                     [counts[x] / len(emitted) for x in xs],
                     width,
-                    label=f"{row.name}: mean {sum(emitted) / len(emitted):.2f}",
                 )
-                rates = at_positions(row)
-                below.plot(range(1, len(rates) + 1), rates, marker="o", markersize=3)
+                rates, mean = at_positions(row), sum(emitted) / len(emitted)
+                label = f"{row.name}: mean {mean:.2f}"
+                below.plot(range(1, len(rates) + 1), rates, marker="o", markersize=3, label=label)
             above.set_title(f"temperature {temperature:g}")
             above.set_xlabel("tokens emitted by a target pass")
             above.set_ylabel("share of target passes")
-            above.legend(frameon=False)
             below.set_xlabel("position in the draft")
             below.set_ylabel("share of drafts accepted so far")
             below.set_ylim(0, 1)
+            below.legend(frameon=False, fontsize=8, loc="upper right")  # where there are no bars
             for axis in (above, below):
                 axis.xaxis.get_major_locator().set_params(integer=True)
 

@@ -20,7 +20,8 @@ def write_table(lines: list[dict], file: Path, title: str, command: str) -> None
 
     table = Table(title=title)
     for key, value in lines[0].items():
-        table.add_column(key, justify="left" if isinstance(value, str) else "right")
+        first = not table.columns  # the name of a line is not broken into pieces
+        table.add_column(key, justify="left" if isinstance(value, str) else "right", no_wrap=first)
     for line in lines:
         table.add_row(*map(str, line.values()))
     Console(width=None if Console().is_terminal else WIDTH).print(table)
