@@ -111,11 +111,7 @@ def _kept(source: Path, folder: Path, size: int, vae: str | None, scale: float):
         for pixels, label in _pixels(files, size, skipped):
             images.append((pixels if vae is None else _encoder(vae)(pixels) * scale).half().numpy())
             labels.append(label)
-        if skipped:
-            shown = ", ".join(skipped[:8]) + (", ..." if len(skipped) > 8 else "")
-            print(f"{source}: {len(skipped)} of {len(files)} images cannot be read: {shown}")
-        if not images:
-            raise ValueError(f"source={str(source)!r}: none of its {len(files)} images can be read")
+        _name_unreadable(source, skipped, len(files))
         np.save(place / "images.npy", np.stack(images))
         np.save(place / "labels.npy", np.array(labels))
         manifest = {"images": len(images), "skipped": skipped, "vae": vae, "scale": scale}
@@ -145,6 +141,30 @@ def image_files(source: Path) -> list[tuple[Path, int]]:
     return files
 
 
+def pictures(source: str, size: int) -> Iterator[Tensor]:
+    """Every image of a source (see `rows`) as pixels [C, size, size] in [-1, 1].
+
+    Unreadable files of a folder are counted and named at the end.
+    """
+    if source == "digits":
+        yield from digits()[0]
+        return
+    place, skipped = Path(source).expanduser(), []
+    files = image_files(place)
+    for pixels, _ in _pixels(files, size, skipped):
+        yield pixels
+    _name_unreadable(place, skipped, len(files))
+
+
+def _name_unreadable(source: Path, skipped: list[str], files: int) -> None:
+    """One line about the files that cannot be read; an error if all are such."""
+    if skipped:
+        shown = ", ".join(skipped[:8]) + (", ..." if len(skipped) > 8 else "")
+        print(f"{source}: {len(skipped)} of {files} images cannot be read: {shown}")
+    if len(skipped) == files:
+        raise ValueError(f"source={str(source)!r}: none of its {files} images can be read")
+
+
 def _pixels(
     files: list[tuple[Path, int]], size: int, skipped: list[str]
 ) -> Iterator[tuple[Tensor, int]]:
@@ -153,7 +173,9 @@ def _pixels(
         import numpy as np
         from PIL import Image, ImageOps
     except ImportError:
-        raise ValueError("a folder of images needs Pillow. Run: pip install pillow") from None
+        raise ValueError(
+            "a folder of images needs Pillow. Run: pip install 'parade[images]'"
+        ) from None
     for file, label in files:
         try:
             with Image.open(file) as image:
@@ -183,7 +205,9 @@ def autoencoder(vae: str):
     try:
         from diffusers import AutoencoderKL
     except ImportError:
-        raise ValueError(f"vae={vae!r} needs diffusers. Run: pip install diffusers") from None
+        raise ValueError(
+            f"vae={vae!r} needs diffusers. Run: pip install 'parade[images]'"
+        ) from None
     if vae not in _loaded:
         _loaded[vae] = AutoencoderKL.from_pretrained(vae).eval()
     return _loaded[vae]

@@ -5,7 +5,6 @@ where in the image drafts stand; images a second at several batch sizes; and whe
 can be told from sequential ones, by a permutation test of their energy distance.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -13,7 +12,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from data.images import digits, patchify
+from decoding import image_features
 from decoding.cli import main, parse, quiet
 from decoding.images import pixels, sheet
 from decoding.load import load
@@ -22,7 +21,6 @@ from decoding.report import picture, write_table
 from decoding.samplers.cspd import CspdSampler
 from decoding.samplers.sequential import SequentialSampler
 from decoding.two_sample import frechet_distance, permutation_test
-from models.patches import PatchConfig
 
 
 @dataclass(frozen=True)
@@ -34,9 +32,9 @@ class ImageBench:
     guidances and temperatures; guidances are tested with guidance_schedule. images: of each point
     of a sweep. samples: of each set of the permutation test; 0 leaves it out. batch_sizes: for the
     timings. inner_temperature: of the relaxed rule (42 in the authors' program, 1 in the paper).
-    features: 'digits' adds Fréchet distances on the hidden layer of a small classifier of digits.
-    vae, scale: see `decoding.images`. out: the folder of the results; None: 'bench' beside the
-    export.
+    features: adds Fréchet distances, of the features 'digits' or 'inception' (see
+    `decoding.image_features`). vae, scale: see `decoding.images`. out: the folder of the results;
+    None: 'bench' beside the export.
     """
 
     model: str
@@ -140,8 +138,11 @@ def ways(bench: ImageBench, sampler: CspdSampler) -> list[dict]:
     """A line for each way to decode: acceptance, images a second, distance to sequential ones."""
     plain, lines = SequentialSampler(sampler.target), []
     base = params_of(bench)
-    reference = flat(drawn(bench, plain, base, bench.samples, first=1)) if bench.samples else None
-    features = classifier(bench.features, sampler.target.config)
+    reference = drawn(bench, plain, base, bench.samples, first=1) if bench.samples else None
+    features = None
+    if reference and bench.features is not None:
+        shown = pictures(bench, sampler, reference[:1])
+        features, _ = image_features.load(bench.features, *shown.shape[1:3])
     for name, options in WAYS.items():
         way = plain if options is None else sampler
         params = replace(base, **options or {})
@@ -154,11 +155,13 @@ def ways(bench: ImageBench, sampler: CspdSampler) -> list[dict]:
         for size in bench.batch_sizes:
             line[f"images/s, batch {size}"] = round(speed(bench, way, params, size), 2)
         if reference is not None:
-            distance, p = permutation_test(flat(results), reference, bench.permutations, bench.seed)
+            sets = flat(results), flat(reference)
+            distance, p = permutation_test(*sets, bench.permutations, bench.seed)
             line |= {"energy distance": f"{distance:.2e}", "p": round(p, 4)}
-            if bench.features is not None:
-                pair = (features(images) for images in (flat(results), reference))
-                line["Fréchet"] = f"{frechet_distance(*pair):.3g}"
+        if features is not None:
+            with torch.no_grad():
+                pair = [features(pictures(bench, sampler, s)) for s in (results, reference)]
+            line["Fréchet"] = f"{frechet_distance(*pair):.3g}"
         lines.append(line)
     return lines
 
@@ -236,21 +239,9 @@ def classes(sampler: SequentialSampler, count: int) -> list[int]:
     return [i % sampler.target.config.classes for i in range(count)]
 
 
-def classifier(name: str | None, config: PatchConfig) -> Callable[[Tensor], Tensor] | None:
-    """Patches [B, N * D] -> the hidden layer [B, F] of a small classifier, trained here."""
-    if name is None:
-        return None
-    if name != "digits" or (config.size, config.channels) != (8, 1):
-        raise ValueError(
-            f"features={name!r} is not allowed: choose 'digits', for models of 8 x 8 digits"
-        )
-    from sklearn.neural_network import MLPClassifier
-
-    images, labels = digits()
-    patches = patchify(images, config.patch).flatten(1).numpy()
-    fitted = MLPClassifier((64,), max_iter=400, random_state=0).fit(patches, labels.numpy())
-    weight, bias = (torch.from_numpy(x[0]) for x in (fitted.coefs_, fitted.intercepts_))
-    return lambda x: (x.to(weight) @ weight + bias).relu()
+def pictures(bench: ImageBench, sampler: SequentialSampler, results: list[ImageResult]) -> Tensor:
+    """Pixels [count, C, S, S] in [0, 1]."""
+    return pixels(results, sampler.target.config, bench.vae, bench.scale).permute(0, 3, 1, 2)
 
 
 def flat(results: list[ImageResult]) -> Tensor:

@@ -1,0 +1,169 @@
+"""`python -m decoding.fid model=... real=imagenet/val`: FID and IS of a model's images.
+
+Fréchet inception distance: Heusel et al., arXiv 1706.08500. Inception Score: Salimans et al., arXiv
+1606.03498.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from data.images import pictures
+from decoding import image_features
+from decoding.cli import main, parse, quiet, unknown
+from decoding.images import pixels
+from decoding.load import load
+from decoding.patches import ImageParams
+from decoding.report import write_table
+from decoding.samplers.cspd import CspdSampler
+from decoding.samplers.sequential import SequentialSampler
+
+
+@dataclass(frozen=True)
+class Fid:
+    """Compare images of the target alone, and of the drafter's rules, with real ones.
+
+    model: a drafter's export, or a target's for `sequential` alone. target: used instead of the one
+    that the drafter names. real: 'digits', or a folder with a folder of images for each class.
+    ways: of 'sequential', 'exact' and 'relaxed' (lossy, its inner_temperature 42 in the authors'
+    program). samples: of each way, the classes in turn; 50,000 is usual, and figures of other
+    numbers cannot be compared with it. features, weights: see `decoding.image_features`. vae,
+    scale: see `decoding.images`. The other keys: see `decoding.patches.ImageParams`. out: the
+    folder of the results; None: 'fid' beside the export.
+    """
+
+    model: str
+    real: str
+    target: str | None = None
+    ways: tuple[str, ...] = ("sequential", "exact", "relaxed")
+    samples: int = 50_000
+    batch_size: int = 64
+    features: str = "inception"
+    weights: str | None = None
+    gamma: int | None = None
+    prefill: float = 0.0
+    guidance: float = 1.0
+    guidance_schedule: str = "constant"
+    temperature: float = 1.0
+    inner_temperature: float = 42.0
+    vae: str | None = None
+    scale: float = 1.0
+    dtype: str = "float32"
+    device: str = "cpu"
+    seed: int = 0
+    out: str | None = None
+
+
+RULES = {
+    "sequential": {},
+    "exact": {"verify": "exact"},
+    "relaxed": {"verify": "relaxed", "lossy": True},
+}
+PARAMS = ("gamma", "prefill", "guidance", "guidance_schedule", "temperature", "inner_temperature")
+
+
+def run(argv: list[str]) -> None:
+    """The command."""
+    quiet()
+    request = parse(argv, Fid, "decoding.fid")
+    for way in request.ways:
+        if way not in RULES:
+            raise unknown("way", way, RULES)
+    if request.samples < 2 or request.batch_size < 1:
+        raise ValueError(
+            f"samples={request.samples} and batch_size={request.batch_size} are not allowed: they "
+            "must be at least 2 and 1"
+        )
+    sampler = load(request.model, target=request.target, dtype=request.dtype, device=request.device)
+    if not isinstance(sampler, SequentialSampler):
+        raise ValueError(f"{request.model!r} makes text, no images: FID compares images")
+    drafts = [way for way in request.ways if way != "sequential"]
+    if drafts and not isinstance(sampler, CspdSampler):
+        raise ValueError(f"{request.model!r} is no drafter: ways=[sequential], not {drafts[0]!r}")
+    out = Path(request.out) if request.out else Path(request.model).parent / "fid"
+    lines = measure(request, sampler)
+    title = f"{request.samples} images a way, {request.features}, {request.dtype}"
+    write_table(lines, out / "fid.csv", title, "decoding.fid")
+    print(f"FID: to the images of {request.real}; IS: mean and deviation over ten parts")
+    print(f"wrote {out / 'fid.csv'}")
+
+
+@torch.no_grad()
+def measure(request: Fid, sampler: SequentialSampler) -> list[dict]:
+    """A line for each way."""
+    from torchmetrics.image.fid import FrechetInceptionDistance
+    from torchmetrics.image.inception import InceptionScore
+
+    channels, side = next(drawn(request, sampler, request.ways[0])).shape[1:3]
+    features, logits = image_features.load(
+        request.features, channels, side, request.weights, request.device
+    )
+    size = features(torch.zeros(1, channels, side, side, device=request.device)).shape[1]
+    distance = FrechetInceptionDistance(Given(size), reset_real_features=False).set_dtype(
+        torch.float64
+    )
+    for images in real(request, channels, side):
+        distance.update(features(images.to(request.device)).cpu(), real=True)
+    lines = []
+    for way in request.ways:
+        distance.reset()
+        score = InceptionScore(Given(size))
+        for images in drawn(request, sampler, way):
+            found = features(images.to(request.device))
+            distance.update(found.cpu(), real=False)
+            score.update(logits(found).cpu())
+        mean, deviation = score.compute()
+        line = {"way": f"{way} (lossy)" if way == "relaxed" else way}
+        line["FID"] = f"{distance.compute().item():.4g}"
+        lines.append(line | {"IS": f"{mean.item():.3f} ± {deviation.item():.3f}"})
+    return lines
+
+
+class Given(nn.Module):
+    """What torchmetrics takes for a network where features are already computed."""
+
+    def __init__(self, num_features: int):
+        super().__init__()
+        self.num_features = num_features
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Its argument."""
+        return features
+
+
+def drawn(request: Fid, sampler: SequentialSampler, way: str) -> Iterator[Tensor]:
+    """The model's images, batches of pixels [B, C, S, S] in [0, 1]. Ways share no seed."""
+    config = sampler.target.config
+    plain = way == "sequential"
+    options = {name: getattr(request, name) for name in PARAMS} | RULES[way]
+    source = SequentialSampler(sampler.target) if plain else sampler
+    first = request.seed + [*RULES].index(way) * request.samples
+    for start in range(0, request.samples, request.batch_size):
+        count = min(request.batch_size, request.samples - start)
+        labels = [(start + i) % config.classes for i in range(count)]
+        results = source.generate(labels, ImageParams(seed=first + start, **options))
+        yield pixels(results, config, request.vae, request.scale).permute(0, 3, 1, 2)
+
+
+def real(request: Fid, channels: int, side: int) -> Iterator[Tensor]:
+    """The real images in the same form."""
+    batch = []
+    for image in pictures(request.real, side):
+        if len(image) != channels:
+            raise ValueError(
+                f"real={request.real!r} has images of {len(image)} channels, the model's have "
+                f"{channels}: give vae=... if it makes latents, or other images"
+            )
+        batch.append((image + 1) / 2)
+        if len(batch) == request.batch_size:
+            yield torch.stack(batch)
+            batch = []
+    if batch:
+        yield torch.stack(batch)
+
+
+if __name__ == "__main__":
+    main(run)

@@ -1,0 +1,105 @@
+"""FID and Inception Score: against closed forms and an independent Fréchet distance."""
+
+import math
+
+import pytest
+import torch
+
+from data.images import digits
+from decoding import image_features
+from decoding.fid import Fid, Given, measure, run
+from decoding.samplers.sequential import SequentialSampler
+from decoding.two_sample import frechet_distance
+from models.patches import from_config
+
+
+@pytest.fixture(scope="module")
+def target():
+    torch.manual_seed(0)
+    network = from_config(
+        size=8, channels=1, patch=4, classes=10, order="raster", head="mixture",
+        backbone={"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+                  "num_attention_heads": 2},
+        heads={"mixture": {"components": 2, "least_std": 0.03}},
+    )  # fmt: skip
+    return SequentialSampler(network.eval())
+
+
+def test_the_classifier_knows_its_digits():
+    images, labels = digits()
+    features, logits = image_features.load("digits", 1, 8)
+    with torch.no_grad():
+        found = logits(features((images + 1) / 2)).argmax(-1)
+    assert (found == labels).float().mean() > 0.99
+
+
+def test_fid_is_the_distance_of_the_features(target):
+    request = Fid(model="", real="digits", ways=("sequential",), samples=64, features="digits")
+    (line,) = measure(request, target)
+    from decoding.fid import drawn, real
+
+    features, logits = image_features.load("digits", 1, 8)
+    with torch.no_grad():
+        ours = torch.cat([features(x) for x in drawn(request, target, "sequential")])
+        theirs = torch.cat([features(x) for x in real(request, 1, 8)])
+        p = logits(ours).double().softmax(-1)
+    assert float(line["FID"]) == pytest.approx(frechet_distance(ours, theirs), rel=2e-3)
+    assert frechet_distance(ours[:32], theirs) != pytest.approx(float(line["FID"]), rel=2e-3)
+    whole = (p * (p.log() - p.mean(0).log())).sum(-1).mean().exp().item()
+    # Over ten parts instead of the whole: at most the whole's, and at least 1.
+    assert 1 <= float(line["IS"].split()[0]) <= whole + 1e-3
+
+
+def test_the_score_of_sure_and_even_classes_is_their_number():
+    from torchmetrics.image.inception import InceptionScore
+
+    score = InceptionScore(Given(4), splits=1)
+    score.update(1e3 * torch.eye(4).repeat(5, 1))
+    assert score.compute()[0].item() == pytest.approx(4)
+
+
+def test_inception_is_refused_in_one_line_without_its_package_or_weights(tmp_path):
+    with pytest.raises(ValueError, match=r"parade\[images\]|weights cannot be had") as error:
+        image_features.load("inception", 3, 32, str(tmp_path / "none.pth"))
+    assert "\n" not in str(error.value)
+
+
+def test_inception_gives_features_and_logits(tmp_path, monkeypatch):
+    pytest.importorskip("torch_fidelity")
+    from torchmetrics.image.fid import NoTrainInceptionV3
+
+    file = tmp_path / "weights.pth"
+    torch.save({}, file)
+    monkeypatch.setattr(NoTrainInceptionV3, "load_state_dict", lambda self, state: None)
+    torch.manual_seed(0)
+    features, logits = image_features.load("inception", 3, 32, str(file))
+    with torch.no_grad():
+        found = features(torch.rand(2, 3, 32, 32))
+    assert found.shape == (2, 2048)
+    assert logits(found).shape == (2, 1008)
+    assert math.isfinite(logits(found).sum().item())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"features": "resnet"}, "unknown features 'resnet'"),
+        ({"features": "inception"}, "wants 3 channels"),
+        ({"real": "nowhere"}, "is no folder"),
+    ],
+)
+def test_mistakes_are_one_line(target, given, message):
+    request = {"model": "", "real": "digits", "samples": 4, "features": "digits"} | given
+    with pytest.raises(ValueError, match=message) as error:
+        measure(Fid(ways=("sequential",), **request), target)
+    assert "\n" not in str(error.value)
+
+
+def test_an_unknown_way_is_refused():
+    with pytest.raises(ValueError, match="unknown way 'exactly'"):
+        run(["model=x", "real=digits", "ways=[exactly]"])
+
+
+def test_too_large_digits_are_refused():
+    with pytest.raises(ValueError, match="8 x 8"):
+        image_features.load("digits", 1, 16)
