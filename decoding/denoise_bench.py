@@ -31,6 +31,7 @@ class DenoiseBench:
     model: an export of spiffy_calibrate. also: further graphs for the same model and rate.
     sampler: other knobs than the exports', e.g. [threshold=0.9]. source: 'stdlib', a text folder or
     a JSONL of prompts. out: the folder of the results; None: 'bench' beside the export.
+    trust_remote_code: of a public model's graph, allow the code that the model brings.
     """
 
     model: str
@@ -45,6 +46,7 @@ class DenoiseBench:
     device: str = "cpu"
     seed: int = 0
     out: str | None = None
+    trust_remote_code: bool = False
 
 
 class Watch:
@@ -152,7 +154,7 @@ def decode(bench: DenoiseBench, row: Row, prompt: list[int], seed: int) -> None:
 
 
 def _rows(bench: DenoiseBench, temperature: float) -> list[Row]:
-    options = {"dtype": bench.dtype, "device": bench.device}
+    options = {name: getattr(bench, name) for name in ("dtype", "device", "trust_remote_code")}
     samplers = {"denoise": load(bench.model, sampler=("method=denoise", *bench.sampler), **options)}
     for path in (bench.model, *bench.also):
         if "graph" not in parade_config(path):

@@ -5,6 +5,7 @@ has left them; the graph is made from all traces when it is first asked for, at 
 the export.
 """
 
+import json
 from pathlib import Path
 from zlib import crc32
 
@@ -29,21 +30,28 @@ from decoding.load import sampling_config
 from decoding.params import SamplingParams
 from decoding.samplers import denoise
 from decoding.traces import read_trace, write_trace
+from models.blockwise import is_foreign
 from trainers.base import BaseModule
 from trainers.provenance import commit
 
 say = rank_zero_only(print)
+# Of a public model that brings code of its own.
+COMMAND = (
+    "python -m decoding.generate model=<this folder or repository> trust_remote_code=true "
+    "prompt='def fib(n):'"
+)
 FORMAT = 1  # of a trace: to be raised when the same key would give another one
 
 
 class Calibration(BaseModule):
     """Finds the draft graph of a masked diffusion LM (Spiffy, Algorithm 2).
 
-    model: its export. sampling: knobs of `denoise` other than the export's; a graph belongs to a
-    rate or a threshold. nodes: D. objective: see `decoding.calibration`. lookahead: levels of a
-    graph at most. top: candidates a level (3 in the paper). width: tokens of a place that are
-    ranked. max_new_tokens, temperature, seed: of the calibrating decodes. traces: the folder of the
-    traces, for all calibrations that differ only in the graph that they want.
+    model: its folder or Hub id: an export, or a public model. sampling: knobs of `denoise` other
+    than the export's; a graph belongs to a rate or a threshold. nodes: D. objective: see
+    `decoding.calibration`. lookahead: levels of a graph at most. top: candidates a level (3 in the
+    paper). width: tokens of a place that are ranked. max_new_tokens, temperature, seed: of the
+    calibrating decodes. traces: the folder of the traces, for all calibrations that differ only in
+    the graph that they want.
     """
 
     def __init__(
@@ -70,14 +78,20 @@ class Calibration(BaseModule):
             raise ValueError(f"unknown objective {objective!r}. Choose from {list(OBJECTIVES)}")
         knobs = (f"{key}={value}" for key, value in sampling.items())
         self.entry = sampling_config(model, ("method=spiffy", *knobs))
-        if "attention" not in self.entry:
+        try:
+            self.entry |= denoise.options(self.network, self.tokenizer, self.entry)
+        except ValueError as error:
             raise ValueError(
                 f"{model!r} is no masked diffusion LM with a known attention: python -m "
-                "trainers.fit recipe=dllm_block makes one"
-            )
+                "trainers.fit recipe=dllm_block makes one; of another one say what its "
+                "configuration does not tell, +module.sampling.attention=bidirectional "
+                "+module.sampling.mask_id=..."
+            ) from error
+        if is_foreign(self.network):  # public, and without its code a copy would be of no use
+            self.exports_weights = False
         self.nodes, self.objective, self.lookahead, self.top = nodes, objective, lookahead, top
         self.width, self.traces, self._graph = width, [], None
-        self.folder, self.seed = traces, seed
+        self.model, self.folder, self.seed = model, traces, seed
         self.weights = input_fingerprint(model) if Path(model).exists() else commit(model) or model
         self.params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature)
         self.network.requires_grad_(False)
@@ -175,12 +189,19 @@ class Calibration(BaseModule):
 
     def export_config(self) -> dict:
         """See `BaseModule`."""
-        return {**self.entry, "graph": self.graph().to_dict()}
+        entry = {**self.entry, "graph": self.graph().to_dict()}
+        if not self.exports_weights:
+            entry |= {"target": self.model, "command": COMMAND}
+        return entry
 
-    def on_save_checkpoint(self, checkpoint: dict) -> None:
-        """The traces so far."""
-        checkpoint["traces"] = self.traces
+    def export_files(self) -> dict[str, str]:
+        """See `BaseModule`: the graph alone, to be used with other exports."""
+        return {"parade_graph.json": json.dumps(self.graph().to_dict(), indent=1)}
 
-    def on_load_checkpoint(self, checkpoint: dict) -> None:
-        """See `on_save_checkpoint`."""
-        self.traces, self._graph = checkpoint["traces"], None
+    def state_dict(self, *arguments, **options) -> dict:
+        """The traces so far: all that a run changes. The network's weights lie where they lay."""
+        return {"traces": self.traces}
+
+    def load_state_dict(self, state_dict: dict, *arguments, **options) -> None:
+        """See `state_dict`."""
+        self.traces, self._graph = state_dict["traces"], None

@@ -22,7 +22,7 @@ def model(lab):
 
 @pytest.fixture(scope="module")
 def export(lab, model):
-    return lab.fit("spiffy_calibrate")
+    return lab.fit("spiffy_calibrate", "name=whole")
 
 
 def test_the_export_speculates_and_says_what_denoise_says(export, model):
@@ -97,6 +97,7 @@ def test_a_stopped_run_goes_on_to_the_same_graph(lab, export, capsys, tmp_path):
     assert before in config
     (stopped / "config.yaml").write_text(config.replace(before, f"traces: {tmp_path}"))
     again = lab.fit("spiffy_calibrate", "name=stopped", f"module.traces={tmp_path}")
+    assert json.loads((stopped / "provenance.json").read_text())["resumed"][0]["step"] == 2
     assert parade_config(str(again)) == parade_config(str(export))
     said = capsys.readouterr().out
     assert re.search(r"replay: \d+ of \d+ candidates, value \d+, .* proved optimal", said)
@@ -148,5 +149,5 @@ def test_two_processes_make_the_graph_of_one(lab, export, tmp_path):
     process = lab.start("spiffy_calibrate", *two)
     said, _ = process.communicate(timeout=240)
     assert process.returncode == 0, said
-    assert parade_config(str(export.parent / "two" / "export")) == parade_config(str(export))
+    assert parade_config(str(export.parent.parent / "two" / "export")) == parade_config(str(export))
     assert said.count("passes for") == 1
