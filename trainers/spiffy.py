@@ -92,7 +92,7 @@ class Calibration(BaseModule):
         self.nodes, self.objective, self.lookahead, self.top = nodes, objective, lookahead, top
         self.width, self.traces, self._graph = width, [], None
         self.model, self.folder, self.seed = model, traces, seed
-        self.weights = input_fingerprint(model) if Path(model).exists() else commit(model) or model
+        self.digest = input_fingerprint(model) if Path(model).exists() else commit(model) or model
         self.params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature)
         self.network.requires_grad_(False)
         self.idle = nn.Parameter(torch.zeros(()))  # steps are counted by an optimizer's
@@ -133,7 +133,7 @@ class Calibration(BaseModule):
         """All that the trace of a prompt depends on."""
         return {
             "format": FORMAT,
-            "model": self.weights,
+            "model": self.digest,
             "dtype": str(self.network.dtype),
             "precision": self.trainer.precision,
             "options": options,

@@ -1,8 +1,8 @@
 """Calibration on public models, which bring code of their own: the export only refers to them."""
 
+import csv
 import json
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -91,13 +91,17 @@ def test_its_commands(public, export, capsys, tmp_path):
     generate.run([f"model={export}", "trust_remote_code=true", "prompt=abc", "max_new_tokens=8",
                   "temperature=0"])  # fmt: skip
     assert "target passes" in capsys.readouterr().out
+    small = public.calibrate("trust_remote_code=true", "name=small", "module.nodes=1")
     bench = DenoiseBench(
-        model=str(export), source=str(public.prompts), prompts=3, prompt_length=4,
-        max_new_tokens=8, dtype="float64", out=str(tmp_path), trust_remote_code=True,
+        model=str(export), also=(str(small),), source=str(public.prompts), prompts=3,
+        prompt_length=4, max_new_tokens=8, dtype="float64", out=str(tmp_path),
+        trust_remote_code=True,
     )  # fmt: skip
     report(bench, measure(bench))
     assert (tmp_path / "graph.png").is_file()
-    assert "3/3" in (tmp_path / "denoise.csv").read_text().splitlines()[-1]
+    rows = [*csv.DictReader((tmp_path / "denoise.csv").open())]
+    assert [row["sampler"] for row in rows] == ["denoise", "spiffy (whole)", "spiffy (small)"]
+    assert {row["identical"] for row in rows} == {"3/3"}
     export_command.run([f"run={export.parent}", "push=org/graph", "dry_run=true"])
     assert "elsewhere it is loaded with target=" in capsys.readouterr().out
 
@@ -141,16 +145,3 @@ def test_what_a_configuration_does_not_tell_is_asked_for(tmp_path, monkeypatch):
     told = ["+module.sampling.attention=bidirectional", f"+module.sampling.mask_id={V}"]
     export = unknown.calibrate("trust_remote_code=true", "resume=never", *told)
     assert opened(export).attention == "bidirectional"
-
-
-def test_a_hub_id_is_not_built():
-    """A folder that is missing is; what may be a Hub id is left to the loader, which says more."""
-    from decoding.inputs import prepare_inputs
-
-    def config(path):
-        need = SimpleNamespace(path=path, command="python -m x")
-        return SimpleNamespace(needs=[need], build_inputs=False)
-
-    prepare_inputs(config("org/model"))
-    with pytest.raises(ValueError, match="runs/x/export is missing"):
-        prepare_inputs(config("runs/x/export"))
