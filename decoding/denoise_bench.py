@@ -15,7 +15,7 @@ from time import perf_counter
 from data.prompts import heldout_prompts
 from decoding.cli import main, parse, quiet
 from decoding.draft_graph import DraftGraph, show
-from decoding.load import load, parade_config
+from decoding.load import load, parade_config, sampler_of, sampling_config
 from decoding.params import Result, SamplingParams
 from decoding.report import picture, write_table
 from decoding.samplers.base import Rows
@@ -28,9 +28,10 @@ STAGES = ("drafts", "verify", "rank")
 class DenoiseBench:
     """Compare an export's draft graph with vanilla denoising by the same rule.
 
-    model: an export of spiffy_calibrate. also: further graphs for the same model and rate.
+    model: an export of spiffy_calibrate. also: others, whose graphs are tried on the same model.
     sampler: other knobs than the exports', e.g. [threshold=0.9]. source: 'stdlib', a text folder or
     a JSONL of prompts. out: the folder of the results; None: 'bench' beside the export.
+    trust_remote_code: of a public model's graph, allow the code that the model brings.
     """
 
     model: str
@@ -45,6 +46,7 @@ class DenoiseBench:
     device: str = "cpu"
     seed: int = 0
     out: str | None = None
+    trust_remote_code: bool = False
 
 
 class Watch:
@@ -125,8 +127,10 @@ def measure(bench: DenoiseBench) -> list[Row]:
     """Decode every prompt in every way."""
     from rich.progress import track
 
-    rows = [row for t in bench.temperatures for row in _rows(bench, t)]
-    tokenizer = rows[0].sampler.tokenizer
+    options = {name: getattr(bench, name) for name in ("dtype", "device", "trust_remote_code")}
+    loaded = load(bench.model, sampler=("method=denoise",), **options)
+    rows = [row for t in bench.temperatures for row in _rows(bench, loaded, t)]
+    tokenizer = loaded.tokenizer
     prompts = heldout_prompts(bench.source, tokenizer, bench.prompts, bench.prompt_length)
     for row in rows:  # warm-up: allocations, kernels' first calls
         decode(bench, row, prompts[0]["prompt_ids"], bench.seed)
@@ -151,16 +155,16 @@ def decode(bench: DenoiseBench, row: Row, prompt: list[int], seed: int) -> None:
     row.lengths.append(len(prompt))
 
 
-def _rows(bench: DenoiseBench, temperature: float) -> list[Row]:
-    options = {"dtype": bench.dtype, "device": bench.device}
-    samplers = {"denoise": load(bench.model, sampler=("method=denoise", *bench.sampler), **options)}
+def _rows(bench: DenoiseBench, loaded: DenoiseSampler, temperature: float) -> list[Row]:
+    configs = {"denoise": sampling_config(bench.model, ("method=denoise", *bench.sampler))}
     for path in (bench.model, *bench.also):
         if "graph" not in parade_config(path):
             raise ValueError(
                 f"{path} has no draft graph: python -m trainers.fit recipe=spiffy_calibrate "
                 "makes an export with one"
             )
-        samplers[_name(path)] = load(path, sampler=bench.sampler, **options)
+        configs[_name(path)] = sampling_config(path, bench.sampler)
+    samplers = {n: sampler_of(c, loaded.target, loaded.tokenizer) for n, c in configs.items()}
     return [Row(name, s, Watch(s), temperature) for name, s in samplers.items()]
 
 

@@ -44,11 +44,13 @@ def load(
     if hasattr(method, "load"):  # its models are no language models
         name = target or ("target" in config and _beside(path, config["target"])) or None
         return method.load(path, config, target=name, dtype=dtype, device=device)
+    name = (target or _beside(path, config["target"])) if "target" in config else None
+    if name and "tokenizer_fingerprint" not in config:  # no drafter's weights: a draft graph
+        path, name = name, None
     network = causal.load(path, dtype=dtype, trust_remote_code=trust_remote_code).to(device)
     tokenizer = load_tokenizer(path, trust_remote_code)
-    if "target" not in config:
+    if name is None:
         return sampler_of(config, network, tokenizer)
-    name = target or _beside(path, config["target"])
     model = causal.load(name, dtype=dtype, trust_remote_code=trust_remote_code).to(device)
     target_tokenizer = load_tokenizer(name, trust_remote_code)
     check_tokenizers(target_tokenizer, config["tokenizer_fingerprint"], name, path)

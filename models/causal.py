@@ -30,9 +30,10 @@ def pretrained(
     path: str,
     dtype: str = "float32",
     attention: str | None = None,
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """A trained network to go on with; it must know every token of the tokenizer."""
-    network = load(path, dtype, attention)
+    network = load(path, dtype, attention, trust_remote_code=trust_remote_code)
     if network.config.vocab_size < len(tokenizer):
         raise ValueError(
             f"{path!r} knows {network.config.vocab_size} tokens, its tokenizer {len(tokenizer)}"

@@ -30,7 +30,10 @@ class BaseModule(pl.LightningModule):
     """Trains `network`. A method overrides `weight`, `losses` and, for a drafter, `sampler`.
 
     target: the model that a drafter drafts for (None for others); it is not trained or saved.
+    exports_weights: False where an export only names the model that it is for, as its target.
     """
+
+    exports_weights = True
 
     def __init__(
         self,
@@ -85,6 +88,10 @@ class BaseModule(pl.LightningModule):
     def export_config(self) -> dict:
         """What `decoding.load` must know about an export (its `parade` entry)."""
         return {"method": "plain"}
+
+    def export_files(self) -> dict[str, str]:
+        """What else an export holds, as {name: text}."""
+        return {}
 
     def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
         """The loss of a micro-batch; gradients of a step add up to sum(loss) / sum(weight)."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from data.tokenizer import fingerprint
-from decoding.load import KEPT, load_tokenizer
+from decoding.load import CONFIGS, KEPT, load_tokenizer, parade_config, sampler_of
 from decoding.samplers.base import Sampler
 from trainers.base import BaseModule
 from trainers.bundle import write_bundle
@@ -23,7 +23,7 @@ PADDING = 1024
 
 
 def is_export(folder: Path) -> bool:
-    """Whether a run has written its export there: whole weights, or an adapter."""
+    """Whether a run has written its export there: whole weights, an adapter, or a reference."""
     return any((folder / name).is_file() for name in ("config.json", KEPT))
 
 
@@ -34,11 +34,11 @@ def write_export(
 
     metrics: the last of each, for the card. folder: the run's, whose config and provenance go
     along. merge: adapters become part of the weights; else the export is the adapter alone, and
-    loads its base by itself.
+    loads its base by itself. A module without weights of its own (`exports_weights`) exports the
+    `parade` entry, and no copy of its network.
     Errors: a vocabulary smaller than the tokenizer's; a reloaded model with other logits.
     """
     network, tokenizer = to_export(module.network, merge), module.tokenizer
-    kept = hasattr(network, "peft_config")
     if tokenizer is not None and network.config.vocab_size < len(tokenizer):
         raise ValueError(
             f"the network knows {network.config.vocab_size} tokens, its tokenizer "
@@ -48,29 +48,46 @@ def write_export(
         _check_vocabulary(network.config.vocab_size, module.target.config.vocab_size)
     temporary = export.with_name(f".{export.name}.{uuid.uuid4().hex}")
     try:
-        network.config.parade = module.export_config()
-        if tokenizer is not None:
-            network.generation_config = GenerationConfig(
-                eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id
-            )
-            tokenizer.save_pretrained(temporary)
-        network.save_pretrained(temporary)
-        if kept:
-            entry = {"parade": network.config.parade}
-            (temporary / KEPT).write_text(json.dumps(entry, indent=2))
-        elif tokenizer is not None and "target" in network.config.parade:
-            # What travels needs torch and transformers only.
-            write_bundle(temporary, network.config.parade["method"])
+        write = _write_weights if module.exports_weights else _write_reference
+        write(module, network, temporary)
         card = model_card(module.export_config(), metrics, folder)
-        (temporary / "README.md").write_text(card)
+        for name, text in {"README.md": card, **module.export_files()}.items():
+            (temporary / name).write_text(text)
         for name in ("config.yaml", "provenance.json"):
             shutil.copy(folder / name, temporary / f"parade_{name}")
-        _check_reload(module, network, temporary)
+        if module.exports_weights:
+            _check_reload(module, network, temporary)
         if export.exists():
             shutil.rmtree(export)
         os.replace(temporary, export)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write_weights(module: BaseModule, network: PreTrainedModel, folder: Path) -> None:
+    """The network and its tokenizer, as stock transformers loads them."""
+    tokenizer = module.tokenizer
+    network.config.parade = module.export_config()
+    if tokenizer is not None:
+        network.generation_config = GenerationConfig(
+            eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id
+        )
+        tokenizer.save_pretrained(folder)
+    network.save_pretrained(folder)
+    if hasattr(network, "peft_config"):
+        entry = {"parade": network.config.parade}
+        (folder / KEPT).write_text(json.dumps(entry, indent=2))
+    elif tokenizer is not None and "target" in network.config.parade:
+        # What travels needs torch and transformers only.
+        write_bundle(folder, network.config.parade["method"])
+
+
+def _write_reference(module: BaseModule, network: PreTrainedModel, folder: Path) -> None:
+    """The entry alone: it names where the network is, and a sampler can be made of the two."""
+    folder.mkdir()
+    entry = {"parade": module.export_config()}
+    (folder / CONFIGS[0]).write_text(json.dumps(entry, indent=2))
+    sampler_of(parade_config(str(folder)), network, module.tokenizer)
 
 
 def _check_vocabulary(drafter: int, target: int) -> None:

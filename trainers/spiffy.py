@@ -1,13 +1,19 @@
 """Spiffy's calibration: vanilla decoding is watched, and the best draft graph goes on export.
 
-No weight is trained. A step decodes a batch of prompts; the graph is made from all traces when it
-is first asked for, at a validation or at the export.
+No weight is trained. A step decodes a batch of prompts, or reads their traces where an earlier run
+has left them; the graph is made from all traces when it is first asked for, at a validation or at
+the export.
 """
+
+import json
+from pathlib import Path
+from zlib import crc32
 
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
+from data.fingerprints import input_fingerprint
 from decoding.calibration import (
     ABSENT,
     OBJECTIVES,
@@ -23,18 +29,29 @@ from decoding.draft_graph import DraftGraph, graph_of, show
 from decoding.load import sampling_config
 from decoding.params import SamplingParams
 from decoding.samplers import denoise
+from decoding.traces import read_trace, write_trace
+from models.blockwise import is_foreign
 from trainers.base import BaseModule
+from trainers.provenance import commit
 
 say = rank_zero_only(print)
+# Of a public model that brings code of its own.
+COMMAND = (
+    "python -m decoding.generate model=<this folder or repository> trust_remote_code=true "
+    "prompt='def fib(n):'"
+)
+FORMAT = 1  # of a trace: to be raised when the same key would give another one
 
 
 class Calibration(BaseModule):
     """Finds the draft graph of a masked diffusion LM (Spiffy, Algorithm 2).
 
-    model: its export. sampling: knobs of `denoise` other than the export's; a graph belongs to a
-    rate or a threshold. nodes: D. objective: see `decoding.calibration`. lookahead: levels of a
-    graph at most. top: candidates a level (3 in the paper). width: tokens of a place that are
-    ranked. max_new_tokens, temperature: of the calibrating decodes.
+    model: its folder or Hub id: an export, or a public model. sampling: knobs of `denoise` other
+    than the export's; a graph belongs to a rate or a threshold. nodes: D. objective: see
+    `decoding.calibration`. lookahead: levels of a graph at most. top: candidates a level (3 in the
+    paper). width: tokens of a place that are ranked. max_new_tokens, temperature, seed: of the
+    calibrating decodes. traces: the folder of the traces, for all calibrations that differ only in
+    the graph that they want.
     """
 
     def __init__(
@@ -49,6 +66,8 @@ class Calibration(BaseModule):
         width: int,
         max_new_tokens: int,
         temperature: float,
+        seed: int,
+        traces: str,
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
@@ -59,13 +78,21 @@ class Calibration(BaseModule):
             raise ValueError(f"unknown objective {objective!r}. Choose from {list(OBJECTIVES)}")
         knobs = (f"{key}={value}" for key, value in sampling.items())
         self.entry = sampling_config(model, ("method=spiffy", *knobs))
-        if "attention" not in self.entry:
+        try:
+            self.entry |= denoise.options(self.network, self.tokenizer, self.entry)
+        except ValueError as error:
             raise ValueError(
                 f"{model!r} is no masked diffusion LM with a known attention: python -m "
-                "trainers.fit recipe=dllm_block makes one"
-            )
+                "trainers.fit recipe=dllm_block makes one; of another one say what its "
+                "configuration does not tell, +module.sampling.attention=bidirectional "
+                "+module.sampling.mask_id=..."
+            ) from error
+        if is_foreign(self.network):  # public, and without its code a copy would be of no use
+            self.exports_weights = False
         self.nodes, self.objective, self.lookahead, self.top = nodes, objective, lookahead, top
         self.width, self.traces, self._graph = width, [], None
+        self.model, self.folder, self.seed = model, traces, seed
+        self.digest = input_fingerprint(model) if Path(model).exists() else commit(model) or model
         self.params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature)
         self.network.requires_grad_(False)
         self.idle = nn.Parameter(torch.zeros(()))  # steps are counted by an optimizer's
@@ -87,12 +114,36 @@ class Calibration(BaseModule):
 
     @torch.no_grad()
     def trace(self, batch: dict[str, Tensor]) -> Tensor:
-        """The traces of a batch of prompts, see `Tracer`."""
+        """The traces of a batch of prompts, see `Tracer`. Those on disk are not made again."""
         prompts = [ids[:n].tolist() for ids, n in zip(batch["input_ids"], batch["size"].tolist())]
         options = denoise.options(self.network, self.tokenizer, self.entry)
         tracer = Tracer(self.network, self.tokenizer, width=self.width, **options)
-        found = tracer.trace(prompts, self.params, [*range(len(prompts))])
-        return found.to(self.device)
+        keys = [self.key(tracer, options, prompt) for prompt in prompts]
+        found = [read_trace(self.folder, key) for key in keys]
+        missing = [n for n, trace in enumerate(found) if trace is None]
+        if missing:
+            seeds = [crc32(f"{self.seed}/{prompts[n]}".encode()) for n in missing]
+            made = tracer.trace([prompts[n] for n in missing], self.params, seeds)
+            for n, trace in zip(missing, made):
+                write_trace(self.folder, keys[n], trace)
+                found[n] = trace
+        return torch.stack(found).to(self.device)
+
+    def key(self, tracer: Tracer, options: dict, prompt: list[int]) -> dict:
+        """All that the trace of a prompt depends on."""
+        return {
+            "format": FORMAT,
+            "model": self.digest,
+            "dtype": str(self.network.dtype),
+            "precision": self.trainer.precision,
+            "options": options,
+            "width": self.width,
+            "eos": sorted(tracer.eos),
+            "max_new_tokens": self.params.max_new_tokens,
+            "temperature": self.params.temperature,
+            "seed": self.seed,
+            "prompt": prompt,
+        }
 
     def evaluate(self, batch: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
         """Passes with the graph for each pass without ('loss'), on held-out prompts, and back."""
@@ -138,12 +189,19 @@ class Calibration(BaseModule):
 
     def export_config(self) -> dict:
         """See `BaseModule`."""
-        return {**self.entry, "graph": self.graph().to_dict()}
+        entry = {**self.entry, "graph": self.graph().to_dict()}
+        if not self.exports_weights:
+            entry |= {"target": self.model, "command": COMMAND}
+        return entry
 
-    def on_save_checkpoint(self, checkpoint: dict) -> None:
-        """The traces so far."""
-        checkpoint["traces"] = self.traces
+    def export_files(self) -> dict[str, str]:
+        """See `BaseModule`: the graph alone, to be used with other exports."""
+        return {"parade_graph.json": json.dumps(self.graph().to_dict(), indent=1)}
 
-    def on_load_checkpoint(self, checkpoint: dict) -> None:
-        """See `on_save_checkpoint`."""
-        self.traces, self._graph = checkpoint["traces"], None
+    def state_dict(self, *arguments, **options) -> dict:
+        """The traces so far: all that a run changes. The network's weights lie where they lay."""
+        return {"traces": self.traces}
+
+    def load_state_dict(self, state_dict: dict, *arguments, **options) -> None:
+        """See `state_dict`."""
+        self.traces, self._graph = state_dict["traces"], None

@@ -87,8 +87,11 @@ class TestInputs:
         assert (model / "model.safetensors").stat().st_size == size
         trained = input_fingerprint(model)
         assert trained != before
+        (model / "modeling_own.py").write_text("# code that the model brings")
+        coded = input_fingerprint(model)
+        assert coded not in (before, trained)
         (model / "config.json").write_text("{}")
-        assert input_fingerprint(model) not in (before, trained)
+        assert input_fingerprint(model) not in (before, trained, coded)
 
     def test_big_weights_are_told_apart_by_blocks(self, tmp_path):
         file = tmp_path / "big.safetensors"

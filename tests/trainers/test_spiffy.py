@@ -2,9 +2,12 @@
 
 import json
 import re
+import shutil
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from decoding.blockstates import CachedBlocks
 from decoding.compose import compose
 from decoding.load import load, parade_config
 from decoding.params import SamplingParams
@@ -19,7 +22,7 @@ def model(lab):
 
 @pytest.fixture(scope="module")
 def export(lab, model):
-    return lab.fit("spiffy_calibrate")
+    return lab.fit("spiffy_calibrate", "name=whole")
 
 
 def test_the_export_speculates_and_says_what_denoise_says(export, model):
@@ -42,9 +45,59 @@ def test_the_curve_tells_passes_and_the_validation_their_quotient(export):
     assert loss * speedup == pytest.approx(1, rel=1e-4)
 
 
-def test_a_stopped_run_goes_on_to_the_same_graph(lab, export, capsys):
-    cut(export.parent, "stopped", 2)
-    again = lab.fit("spiffy_calibrate", "name=stopped")
+class Decoded(Exception):
+    """The network was asked."""
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    def ask(*arguments):
+        raise Decoded
+
+    monkeypatch.setattr(CachedBlocks, "ask", ask)
+
+
+def test_another_graph_of_the_same_traces_decodes_nothing(lab, export, no_network):
+    wants = ["module.objective=degree1", "module.top=3", "module.nodes=2", "module.lookahead=2"]
+    again = lab.fit("spiffy_calibrate", "name=shared", *wants)
+    assert len(parade_config(str(again))["graph"]["nodes"]) == 2
+    # The prompts are what is shared, so it is no matter which stand in a batch.
+    lab.fit("spiffy_calibrate", "name=halves", "trainer.micro_batch_size=2")
+
+
+OTHERS = ["seed=1", "+module.sampling.tokens_per_step=2", "module.temperature=1", "module.width=3",
+          "module.max_new_tokens=4", "data.train.length=9", "network.dtype=bfloat16"]  # fmt: skip
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_another_decode_is_decoded(lab, export, no_network, other):
+    with pytest.raises(Decoded):
+        lab.fit("spiffy_calibrate", "name=others", "resume=never", other)
+
+
+def test_another_model_is_decoded_and_a_damaged_trace_named(lab, export, no_network, tmp_path):
+    retrained = shutil.copytree(lab.runs / "dllm_block" / "export", tmp_path / "retrained")
+    weights = load_file(retrained / "model.safetensors")
+    name = min(weights)
+    weights[name] = weights[name] + 1e-3
+    save_file(weights, retrained / "model.safetensors", {"format": "pt"})
+    with pytest.raises(Decoded):
+        lab.fit("spiffy_calibrate", "name=retrained", f"model={retrained}")
+    traces = shutil.copytree(lab.runs / "traces", tmp_path / "traces")
+    for file in traces.iterdir():
+        file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=re.escape(str(traces)) + ".* is damaged or no trace"):
+        lab.fit("spiffy_calibrate", "name=damaged", f"module.traces={traces}")
+
+
+def test_a_stopped_run_goes_on_to_the_same_graph(lab, export, capsys, tmp_path):
+    stopped = cut(export.parent, "stopped", 2)
+    config = (stopped / "config.yaml").read_text()
+    before = f"traces: {lab.runs}/traces"
+    assert before in config
+    (stopped / "config.yaml").write_text(config.replace(before, f"traces: {tmp_path}"))
+    again = lab.fit("spiffy_calibrate", "name=stopped", f"module.traces={tmp_path}")
+    assert json.loads((stopped / "provenance.json").read_text())["resumed"][0]["step"] == 2
     assert parade_config(str(again)) == parade_config(str(export))
     said = capsys.readouterr().out
     assert re.search(r"replay: \d+ of \d+ candidates, value \d+, .* proved optimal", said)
@@ -90,10 +143,11 @@ def test_the_paper_scale_calibrates_on_small_inputs(lab, model):
     assert parade_config(str(export))["graph"]["nodes"]
 
 
-def test_two_processes_make_the_graph_of_one(lab, export):
+def test_two_processes_make_the_graph_of_one(lab, export, tmp_path):
     two = ["name=two", "trainer.devices=2", "strategy=ddp", "trainer.micro_batch_size=2"]
+    two.append(f"module.traces={tmp_path}")
     process = lab.start("spiffy_calibrate", *two)
     said, _ = process.communicate(timeout=240)
     assert process.returncode == 0, said
-    assert parade_config(str(export.parent / "two" / "export")) == parade_config(str(export))
+    assert parade_config(str(export.parent.parent / "two" / "export")) == parade_config(str(export))
     assert said.count("passes for") == 1
