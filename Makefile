@@ -30,7 +30,7 @@ lab-deer: .venv/installed  ## DEER's figures in docs/results.md: about an hour o
 	$(BENCH) model=$(DEER)2/export also=$(DEER)1/export profile=true
 
 PCLLM = $(RUNS)/lab/pcllm_round
-HELDOUT = $(PY) -m decoding.heldout_loss model=$(RUNS)/lab/ar_target/export answers=$(RUNS)/lab/pcllm_trajectories runs=$(RUNS)/lab
+HELDOUT = $(PY) -m decoding.bench.heldout_loss model=$(RUNS)/lab/ar_target/export answers=$(RUNS)/lab/pcllm_trajectories runs=$(RUNS)/lab
 lab-pcllm: .venv/installed  ## both rounds of pcLLM and their benches
 	$(FIT) recipe=ar_target $(LAB) trainer.max_steps=2400
 	$(PY) -m decoding.collect recipe=pcllm_trajectories runs=$(RUNS)/lab prompts.count=2560
@@ -59,7 +59,7 @@ lab-pcllm-ablations: .venv/installed  ## pcLLM's mask, schedule and window (Tabl
 lab-asarm: .venv/installed  ## an any-subset model that fills holes, and its bench
 	$(FIT) recipe=ar_target $(LAB) trainer.max_steps=2400
 	$(FIT) recipe=asarm_joint $(LAB) trainer.max_steps=1600 data.corruption.curriculum=200
-	$(PY) -m decoding.infill_bench model=$(RUNS)/lab/asarm_joint/export judge=$(RUNS)/lab/ar_target/export
+	$(PY) -m decoding.bench.infill model=$(RUNS)/lab/asarm_joint/export judge=$(RUNS)/lab/ar_target/export
 
 SPIFFY = $(FIT) recipe=spiffy_calibrate runs=$(RUNS)/lab
 DRAFTED = $(RUNS)/lab/spiffy_calibrate
@@ -71,12 +71,12 @@ lab-spiffy: .venv/installed  ## a masked diffusion LM, draft graphs by each obje
 	for o in degree0 degree1 total; do $(SPIFFY) name=$$o module.objective=$$o module.top=3 || exit 1; done
 	for d in 3 5 8; do $(SPIFFY) name=replay-$$d module.nodes=$$d && $(SPIFFY) name=degree1-$$d module.objective=degree1 module.top=3 module.nodes=$$d || exit 1; done
 	$(SPIFFY) name=threshold +module.sampling.threshold=0.9
-	$(PY) -m decoding.denoise_bench model=$(DRAFTED)/export also=[$(DRAFTED)/few/export,$(DRAFTED)/degree0/export,$(DRAFTED)/degree1/export,$(DRAFTED)/total/export]
-	$(PY) -m decoding.denoise_bench model=$(DRAFTED)/replay-3/export also=[$(DRAFTED)/degree1-3/export,$(DRAFTED)/replay-5/export,$(DRAFTED)/degree1-5/export,$(DRAFTED)/replay-8/export,$(DRAFTED)/degree1-8/export]
-	$(PY) -m decoding.denoise_bench model=$(DRAFTED)/threshold/export
+	$(PY) -m decoding.bench.denoise model=$(DRAFTED)/export also=[$(DRAFTED)/few/export,$(DRAFTED)/degree0/export,$(DRAFTED)/degree1/export,$(DRAFTED)/total/export]
+	$(PY) -m decoding.bench.denoise model=$(DRAFTED)/replay-3/export also=[$(DRAFTED)/degree1-3/export,$(DRAFTED)/replay-5/export,$(DRAFTED)/degree1-5/export,$(DRAFTED)/replay-8/export,$(DRAFTED)/degree1-8/export]
+	$(PY) -m decoding.bench.denoise model=$(DRAFTED)/threshold/export
 
 CSPD = recipe=cspd_draft runs=$(RUNS)/lab trainer.max_steps=1000
-CSPD_BENCH = $(PY) -m decoding.image_bench model=$(RUNS)/lab/cspd_draft
+CSPD_BENCH = $(PY) -m decoding.bench.images model=$(RUNS)/lab/cspd_draft
 lab-cspd: .venv/installed  ## both heads of CSpD, drafters with and without distillation, and their benches
 	$(FIT) recipe=cspd_target runs=$(RUNS)/lab trainer.max_steps=1000
 	$(FIT) $(CSPD)

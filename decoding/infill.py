@@ -62,7 +62,7 @@ class Infiller(Sampler):
     """
 
     continues = False
-    bench = "decoding.infill_bench"
+    bench = "decoding.bench.infill"
 
     def __init__(
         self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, mask_id: int

@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from decoding.bench import Bench
+from decoding.bench.heldout_loss import HeldoutLoss
+from decoding.bench.infill import InfillBench
+from decoding.bench.text import Bench
 from decoding.cli import parse
 from decoding.compose import compose
-from decoding.heldout_loss import HeldoutLoss
-from decoding.infill_bench import InfillBench
 from trainers.resume import run_folder
 
 ROOT = Path(__file__).parents[1]
 MEASURES = {
     "decoding.bench": Bench,
-    "decoding.heldout_loss": HeldoutLoss,
-    "decoding.infill_bench": InfillBench,
+    "decoding.bench.heldout_loss": HeldoutLoss,
+    "decoding.bench.infill": InfillBench,
 }
 
 

@@ -24,19 +24,21 @@ class LossGuard(Callback):
     A step is judged before the next one's checkpoint is written, and weights that are not finite
     (a finite loss can have such gradients) are never written. The message names the step's data.
     factor: the smoothed loss may be so many times its best value. The loss of the first `wait`
-    steps is not judged.
+    steps is not judged. Where the best value is small or negative (a density's loss can be), a
+    quarter of the way from the first step's loss takes its place as the measure.
     """
 
     def __init__(self, factor: float, wait: int):
         self.factor, self.wait = factor, wait
-        self.smooth, self.best = None, math.inf
+        self.first, self.smooth, self.best = None, None, math.inf
 
     def state_dict(self) -> dict:
         """What a resumed run must know to judge as the uninterrupted one does."""
-        return {"smooth": self.smooth, "best": self.best}
+        return {"first": self.first, "smooth": self.smooth, "best": self.best}
 
     def load_state_dict(self, state: dict) -> None:
         """See `state_dict`."""
+        self.first = state["first"]
         self.smooth, self.best = state["smooth"], state["best"]
 
     def on_train_batch_end(self, trainer, module, outputs, batch, index) -> None:
@@ -46,11 +48,14 @@ class LossGuard(Callback):
         loss, step = float(trainer.callback_metrics["loss"]), trainer.global_step
         if not math.isfinite(loss):
             raise ValueError(f"the loss is {loss} {advice(trainer)}")
-        self.smooth = loss if self.smooth is None else 0.95 * self.smooth + 0.05 * loss
+        if self.smooth is None:
+            self.first = self.smooth = loss
+        self.smooth = 0.95 * self.smooth + 0.05 * loss
         if step < self.wait:
             return
         self.best = min(self.best, self.smooth)
-        if self.smooth > self.factor * self.best:
+        unit = max(self.best, (self.first - self.best) / 4)
+        if self.smooth > self.best + (self.factor - 1) * unit:
             raise ValueError(
                 f"the loss diverges: smoothed it is {self.smooth:.3f}, its best was "
                 f"{self.best:.3f}, {advice(trainer)}"

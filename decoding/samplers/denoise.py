@@ -41,7 +41,7 @@ class DenoiseSampler(Sampler):
     """
 
     rules = ("coupled",)
-    bench = "decoding.denoise_bench"
+    bench = "decoding.bench.denoise"
 
     def __init__(
         self,

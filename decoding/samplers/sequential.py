@@ -17,7 +17,7 @@ class SequentialSampler:
     """Images of a patch transformer; a batch of classes, one image each."""
 
     continues = False  # no text goes on: benches of texts refuse it
-    bench = "decoding.image_bench"
+    bench = "decoding.bench.images"
 
     def __init__(self, target: PatchTransformer):
         self.target = target.eval()

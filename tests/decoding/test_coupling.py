@@ -9,6 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
+from decoding.bench.two_sample import energy_distance, frechet_distance, permutation_test
 from decoding.coupling import (
     acceptance_probability,
     maximal,
@@ -19,7 +20,6 @@ from decoding.coupling import (
     together_probability,
 )
 from decoding.randomness import KeyedRandomness
-from decoding.two_sample import energy_distance, frechet_distance, permutation_test
 from models.densities import Gaussian, GaussianMixture
 from tests.support.drawing import TorchRandomness
 

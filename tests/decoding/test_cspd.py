@@ -8,11 +8,11 @@ import pytest
 import torch
 from scipy import stats
 
+from decoding.bench.two_sample import permutation_test
 from decoding.patches import ImageParams, PatchNetwork, PatchRows, guidance_scale
 from decoding.randomness import KeyedRandomness
 from decoding.samplers.cspd import CspdSampler
 from decoding.samplers.sequential import SequentialSampler
-from decoding.two_sample import permutation_test
 from tests.support import images
 from tests.support.drawing import TorchRandomness
 

@@ -111,9 +111,9 @@ def test_generate_prints_the_filled_text(export):
 
 
 def test_the_bench_of_continuations_refuses_an_infiller(export):
-    from decoding.bench import Bench, measure
+    from decoding.bench.text import Bench, measure
 
-    with pytest.raises(ValueError, match=r"python -m decoding\.infill_bench"):
+    with pytest.raises(ValueError, match=r"python -m decoding\.bench\.infill"):
         measure(Bench(model=str(export)))
 
 

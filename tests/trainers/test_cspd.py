@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from data.images import TokenNoise
+from decoding.bench.images import ImageBench, accepted, report
 from decoding.compose import compose
 from decoding.coupling import together_probability
-from decoding.image_bench import ImageBench, accepted, report
 from decoding.images import run
 from decoding.load import load
 from decoding.params import Stats
@@ -253,14 +253,14 @@ def test_mistakes_are_one_line(exports, tmp_path, overrides, message):
 
 
 def test_a_bench_of_a_target_is_refused(exports):
-    from decoding.image_bench import run as bench
+    from decoding.bench.images import run as bench
 
     with pytest.raises(ValueError, match="is no drafter"):
         bench([f"model={exports['mixture'][0]}"])
 
 
 def test_commands_for_texts_refuse_images(exports):
-    from decoding.bench import Bench, measure
+    from decoding.bench.text import Bench, measure
     from decoding.generate import run as generate
 
     model = str(exports["mixture"][1])

@@ -1,6 +1,7 @@
 """What stops a run, what the message says, and what is left on the disk."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -94,6 +95,36 @@ def test_a_resumed_run_is_judged_as_the_uninterrupted_one(lab):
     lab.fit("ar_target", "name=judged_parts", wait, "trainer.micro_batch_size=1")
     for key, value in judged(lab, "judged").items():
         assert abs(judged(lab, "judged_parts")[key] - value) < 1e-5
+
+
+def judge(monkeypatch, losses):
+    """The step at which these losses are stopped; None: not at all."""
+    monkeypatch.setattr("trainers.guards.advice", lambda trainer: "")
+    guard, trainer = LossGuard(factor=1.5, wait=20), SimpleNamespace(accumulate_grad_batches=1)
+    for trainer.global_step, loss in enumerate(losses, 1):
+        trainer.callback_metrics = {"loss": loss}
+        try:
+            guard.on_train_batch_end(trainer, None, None, None, 0)
+        except ValueError:
+            return trainer.global_step
+    return None
+
+
+def test_a_loss_may_cross_zero(monkeypatch):
+    """That of a density: it falls from 5 to -1.3 and wavers there."""
+    steps = torch.arange(400.0)
+    wavers = 0.5 * torch.randn(400, generator=torch.Generator().manual_seed(0))
+    falls = 6.3 * torch.exp(-steps / 40) - 1.3
+    assert judge(monkeypatch, (falls + wavers).tolist()) is None
+    rises = falls + (steps - 300).clamp_min(0) * 0.1
+    assert 300 < judge(monkeypatch, rises.tolist()) < 360
+
+
+def test_a_positive_loss_may_be_half_again_its_best(monkeypatch):
+    steps = torch.arange(400.0)
+    falls = 5 * torch.exp(-steps / 40) + 3.5
+    assert judge(monkeypatch, (falls + 1.7 * (steps > 300)).tolist()) is None
+    assert 300 < judge(monkeypatch, (falls + 1.9 * (steps > 300)).tolist()) < 400
 
 
 def no_memory(loss):

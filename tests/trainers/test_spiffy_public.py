@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from decoding import generate
+from decoding.bench.denoise import DenoiseBench, measure, report
 from decoding.blockstates import WholeTexts
 from decoding.compose import compose
-from decoding.denoise_bench import DenoiseBench, measure, report
 from decoding.load import load, parade_config
 from decoding.params import SamplingParams
 from tests.support.denoising import L, V

@@ -1,4 +1,4 @@
-"""`python -m decoding.image_bench model=runs/cspd_draft/export`: speculative images side by side.
+"""`python -m decoding.bench.images model=runs/cspd_draft/export`: speculative images side by side.
 
 What the drafter is worth: acceptance against draft length, pre-filling, guidance and temperature;
 where in the image drafts stand; images a second at several batch sizes; and whether the sample sets
@@ -12,7 +12,8 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from decoding import image_features
+from decoding.bench import image_features
+from decoding.bench.two_sample import frechet_distance, permutation_test
 from decoding.cli import main, parse, quiet
 from decoding.images import pixels, sheet
 from decoding.load import load
@@ -20,7 +21,6 @@ from decoding.patches import ImageParams, ImageResult
 from decoding.report import picture, write_table
 from decoding.samplers.cspd import CspdSampler
 from decoding.samplers.sequential import SequentialSampler
-from decoding.two_sample import frechet_distance, permutation_test
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class ImageBench:
     of a sweep. samples: of each set of the permutation test; 0 leaves it out. batch_sizes: for the
     timings. inner_temperature: of the relaxed rule (42 in the authors' program, 1 in the paper).
     features: adds Fréchet distances, of the features 'digits' or 'inception' (see
-    `decoding.image_features`). vae, scale: see `decoding.images`. out: the folder of the results;
-    None: 'bench' beside the export.
+    `decoding.bench.image_features`). vae, scale: see `decoding.images`. out: the folder of the
+    results; None: 'bench' beside the export.
     """
 
     model: str
@@ -77,7 +77,7 @@ SWEPT = {"gamma": "gammas", "prefill": "prefills", "guidance": "guidances",
 def run(argv: list[str]) -> None:
     """The command."""
     quiet()
-    bench = parse(argv, ImageBench, "decoding.image_bench")
+    bench = parse(argv, ImageBench, "decoding.bench.images")
     out = Path(bench.out) if bench.out else Path(bench.model).parent / "bench"
     sampler = load(bench.model, target=bench.target, dtype=bench.dtype, device=bench.device)
     if not isinstance(sampler, CspdSampler):
@@ -87,7 +87,7 @@ def run(argv: list[str]) -> None:
 
 def report(bench: ImageBench, sampler: CspdSampler, out: Path) -> None:
     """Measure everything, and write tables and pictures."""
-    command = "decoding.image_bench"
+    command = "decoding.bench.images"
     lines, grid = sweep(bench, sampler)
     write_table(lines, out / "acceptance.csv", f"{bench.images} images a point", command)
     draw_sweep(lines, out / "acceptance.png")

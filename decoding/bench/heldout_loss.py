@@ -1,4 +1,4 @@
-"""`python -m decoding.heldout_loss model=runs/ar_target/export also=[runs/pcllm_round2/export]`.
+"""`python -m decoding.bench.heldout_loss model=runs/ar_target/export also=[...]`.
 
 What it cost to change a causal LM's weights: the next-token loss of every model on the same
 held-out text, beside that of the first, as a table and `heldout_loss.csv`.
@@ -56,7 +56,7 @@ class HeldoutLoss:
 def run(argv: list[str]) -> None:
     """The command."""
     quiet()
-    h = parse(argv, HeldoutLoss, "decoding.heldout_loss")
+    h = parse(argv, HeldoutLoss, "decoding.bench.heldout_loss")
     names = tuple(dict.fromkeys((h.model, *h.also)))
     for name in names:
         if "target" in parade_config(name):
@@ -71,7 +71,7 @@ def run(argv: list[str]) -> None:
     tokens = ", ".join(f"{sum(sum(t) for _, t in of)} of {what}" for what, of in texts.items())
     file = Path(h.out) / "heldout_loss.csv"
     title = f"next-token loss in nats, float32, held-out tokens: {tokens}"
-    write_table(lines, file, title, "decoding.heldout_loss")
+    write_table(lines, file, title, "decoding.bench.heldout_loss")
     print(f"wrote {file}")
 
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from decoding.denoise_bench import (
+from decoding.bench.denoise import (
     DenoiseBench,
     Row,
     Watch,
@@ -82,10 +82,10 @@ def test_the_report(lab, tmp_path, capsys):
 
 
 def test_the_bench_of_causal_models_refuses_it(lab):
-    from decoding.bench import Bench
-    from decoding.bench import measure as measure_causal
+    from decoding.bench.text import Bench
+    from decoding.bench.text import measure as measure_causal
 
-    with pytest.raises(ValueError, match=r"python -m decoding\.denoise_bench"):
+    with pytest.raises(ValueError, match=r"python -m decoding\.bench\.denoise"):
         measure_causal(Bench(model=str(lab.fit("dllm_block"))))
 
 

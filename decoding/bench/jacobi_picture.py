@@ -1,4 +1,4 @@
-"""`python -m decoding.jacobi_picture model=runs/pcllm_round1/export prompt='def fib(n):'`.
+"""`python -m decoding.bench.jacobi_picture model=runs/pcllm_round1/export prompt='def fib(n):'`.
 
 A picture of the Jacobi trajectory of one answer, as in pcLLM's Figure 2: a line for each state of
 each block, a cell for each token.
@@ -73,7 +73,7 @@ def counts(states: Tensor, clean: Tensor) -> Counts:
 def run(argv: list[str]) -> None:
     """The command."""
     quiet()
-    t = parse(argv, Picture, "decoding.jacobi_picture")
+    t = parse(argv, Picture, "decoding.bench.jacobi_picture")
     tokenizer = load_tokenizer(t.model)
     network = causal.load(t.model, dtype=t.dtype).to(t.device)
     recorder = Recorder(network, tokenizer, block_size=t.block_size, running=False)

@@ -1,4 +1,4 @@
-"""`python -m decoding.jacobi_sweep model=runs/pcllm_round2/export`: which knobs suit a model.
+"""`python -m decoding.bench.jacobi_sweep model=runs/pcllm_round2/export`: which knobs suit a model.
 
 Tokens per forward of `jacobi_mr` for every block size, number of blocks and spawn ratio (pcLLM,
 Figure 4b), as a table, `sweep.csv` and `sweep.png`.
@@ -46,7 +46,7 @@ def run(argv: list[str]) -> None:
     from rich.progress import track
 
     quiet()
-    sweep = parse(argv, Sweep, "decoding.jacobi_sweep")
+    sweep = parse(argv, Sweep, "decoding.bench.jacobi_sweep")
     plain = load(sweep.model, sampler=["method=plain"], dtype=sweep.dtype, device=sweep.device)
     prompts = heldout_prompts(sweep.source, plain.tokenizer, sweep.prompts, sweep.prompt_length)
     ids = [p["prompt_ids"] for p in prompts]
@@ -54,7 +54,7 @@ def run(argv: list[str]) -> None:
     lines = [measure(sweep, plain, ids, *knobs) for knobs in track(combinations, "sweep")]
     out = Path(sweep.out)
     title = f"{sweep.prompts} held-out prompts as one batch, {sweep.dtype}"
-    write_table(lines, out / "sweep.csv", title, "decoding.jacobi_sweep")
+    write_table(lines, out / "sweep.csv", title, "decoding.bench.jacobi_sweep")
     draw(lines, out / "sweep.png")
     print(f"wrote {out / 'sweep.csv'} and {out / 'sweep.png'}")
 

@@ -6,9 +6,16 @@ import json
 import pytest
 
 from data.tokenizer import train_tokenizer
-from decoding import pass_at_1
+from decoding.bench import pass_at_1
+from decoding.bench.pass_at_1 import (
+    STOP,
+    Problem,
+    continuation,
+    read_problems,
+    run,
+    within_function,
+)
 from decoding.params import Result, Stats
-from decoding.pass_at_1 import STOP, Problem, continuation, read_problems, run, within_function
 from tests.support import tiny
 
 TOKENIZER = train_tokenizer(["def add(a, b):\n    return a + b\n"], 300)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from data.tokenizer import train_tokenizer
-from decoding.bench import Bench, measure, run
-from decoding.bench_report import at_positions, explain_divergence, margin, report, summary
+from decoding.bench.text import Bench, measure, run
+from decoding.bench.text_report import at_positions, explain_divergence, margin, report, summary
 from tests.support import tiny
 from tests.support.lab import write_corpus
 

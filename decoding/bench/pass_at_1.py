@@ -1,4 +1,4 @@
-"""`python -m decoding.pass_at_1 model=... problems=HumanEval.jsonl execute=true`: right programs.
+"""`python -m decoding.bench.pass_at_1 model=... problems=HumanEval.jsonl execute=true`.
 
 pass@1: the share of problems whose one answer passes the problem's own tests (arXiv 2107.03374,
 section 2.1). Writes every program's end to `pass_at_1.jsonl` and the table to `pass_at_1.csv`.
@@ -14,11 +14,11 @@ from transformers import PreTrainedTokenizerBase
 
 from data.chat import encode_text
 from data.sources import read_jsonl
+from decoding.bench.sandbox import Limits, check, execute
 from decoding.cli import main, parse, quiet
 from decoding.load import load
 from decoding.params import Result, SamplingParams
 from decoding.report import write_table
-from decoding.sandbox import Limits, check, execute
 
 # A line leaves the function where it begins at the left margin; decoding need not go on there.
 LEAVES = re.compile(r"^\S", re.MULTILINE)
@@ -79,7 +79,7 @@ class Problem:
 def run(argv: list[str]) -> None:
     """The command."""
     quiet()
-    p = parse(argv, PassAt1, "decoding.pass_at_1")
+    p = parse(argv, PassAt1, "decoding.bench.pass_at_1")
     limits = Limits(cpu_seconds=p.cpu_seconds, wall_seconds=p.wall_seconds, memory=p.memory)
     problems = read_problems(Path(p.problems))
     check(limits)
@@ -92,7 +92,7 @@ def run(argv: list[str]) -> None:
             file.writelines(f"{json.dumps({'model': model, **row})}\n" for row in found)
             lines.append({"model": model, **summary(found, results)})
     title = f"{len(problems)} problems of {p.problems}, T = {p.temperature:g}, {p.dtype}"
-    write_table(lines, out / "pass_at_1.csv", title, "decoding.pass_at_1")
+    write_table(lines, out / "pass_at_1.csv", title, "decoding.bench.pass_at_1")
     print(f"wrote {out / 'pass_at_1.jsonl'} and {out / 'pass_at_1.csv'}")
 
 

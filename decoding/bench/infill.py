@@ -1,4 +1,4 @@
-"""`python -m decoding.infill_bench model=... judge=...`: ways to draft side by side.
+"""`python -m decoding.bench.infill model=... judge=...`: ways to draft side by side.
 
 Held-out windows with a share of their tokens hidden anywhere are filled by every way to draft.
 Fewer calls must not change what comes out: a judge's perplexity and the entropy of each text are
@@ -85,7 +85,7 @@ class Row:
 def run(argv: list[str]) -> None:
     """The command."""
     quiet()
-    bench = parse(argv, InfillBench, "decoding.infill_bench")
+    bench = parse(argv, InfillBench, "decoding.bench.infill")
     report(bench, measure(bench))
 
 
@@ -241,7 +241,7 @@ def report(bench: InfillBench, rows: list[Row]) -> None:
     )
     plain = {row.knob: row for row in rows if row.block_size is None}
     lines = [summary(row, plain[row.knob]) for row in rows]
-    write_table(lines, out / "infill.csv", title, "decoding.infill_bench")
+    write_table(lines, out / "infill.csv", title, "decoding.bench.infill")
     print("calls: network passes a window; p: Welch's t-test against sequential decoding")
     print("ms a pass: the network's time for a batch, the pass that brings the prompt included")
     print(f"wrote {out / 'infill.csv'}")

@@ -1,4 +1,4 @@
-"""`python -m decoding.fid model=... real=imagenet/val`: FID and IS of a model's images.
+"""`python -m decoding.bench.fid model=... real=imagenet/val`: FID and IS of a model's images.
 
 Fréchet inception distance: Heusel et al., arXiv 1706.08500. Inception Score: Salimans et al., arXiv
 1606.03498.
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from data.images import pictures
-from decoding import image_features
+from decoding.bench import image_features
 from decoding.cli import main, parse, quiet, unknown
 from decoding.images import pixels
 from decoding.load import load
@@ -30,7 +30,7 @@ class Fid:
     that the drafter names. real: 'digits', or a folder with a folder of images for each class.
     ways: of 'sequential', 'exact' and 'relaxed' (lossy, its inner_temperature 42 in the authors'
     program). samples: of each way, the classes in turn; 50,000 is usual, and figures of other
-    numbers cannot be compared with it. features, weights: see `decoding.image_features`. vae,
+    numbers cannot be compared with it. features, weights: see `decoding.bench.image_features`. vae,
     scale: see `decoding.images`. The other keys: see `decoding.patches.ImageParams`. out: the
     folder of the results; None: 'fid' beside the export.
     """
@@ -68,7 +68,7 @@ PARAMS = ("gamma", "prefill", "guidance", "guidance_schedule", "temperature", "i
 def run(argv: list[str]) -> None:
     """The command."""
     quiet()
-    request = parse(argv, Fid, "decoding.fid")
+    request = parse(argv, Fid, "decoding.bench.fid")
     for way in request.ways:
         if way not in RULES:
             raise unknown("way", way, RULES)
@@ -86,7 +86,7 @@ def run(argv: list[str]) -> None:
     out = Path(request.out) if request.out else Path(request.model).parent / "fid"
     lines = measure(request, sampler)
     title = f"{request.samples} images a way, {request.features}, {request.dtype}"
-    write_table(lines, out / "fid.csv", title, "decoding.fid")
+    write_table(lines, out / "fid.csv", title, "decoding.bench.fid")
     print(f"FID: to the images of {request.real}; IS: mean and deviation over ten parts")
     print(f"wrote {out / 'fid.csv'}")
 

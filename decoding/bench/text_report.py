@@ -18,7 +18,7 @@ from statistics import median, quantiles
 import torch
 from torch import Tensor
 
-from decoding.baselines import HuggingFace
+from decoding.bench.baselines import HuggingFace
 from decoding.cache import CachedNetwork
 from decoding.cli import typed
 from decoding.distribution import warp

@@ -15,7 +15,7 @@ from data.stdlib import is_held_out
 from data.stream import Stream
 from data.tokenizer import fingerprint, train_tokenizer
 from data.trajectories import Answer, interleave
-from decoding.heldout_loss import mean_loss, run
+from decoding.bench.heldout_loss import mean_loss, run
 from tests.support import tiny
 from tests.support.lab import write_corpus
 from trainers.ar import Autoregressive
@@ -110,7 +110,7 @@ def test_the_others_are_compared_with_the_first(world, capsys):
         ratio = float(second[what]) / float(first[what])
         assert float(second[f"{what}, % above first"]) == pytest.approx(100 * (ratio - 1), abs=0.02)
         assert ratio != 1
-    assert "decoding.heldout_loss" in (world / "out" / "command.txt").read_text()
+    assert "decoding.bench.heldout_loss" in (world / "out" / "command.txt").read_text()
 
 
 def test_by_hand_whatever_the_batches():

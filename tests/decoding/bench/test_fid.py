@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from data.images import digits
-from decoding import image_features
-from decoding.fid import Fid, Given, measure, run
+from decoding.bench import image_features
+from decoding.bench.fid import Fid, Given, measure, run
+from decoding.bench.two_sample import frechet_distance
 from decoding.samplers.sequential import SequentialSampler
-from decoding.two_sample import frechet_distance
 from models.patches import from_config
 
 
@@ -36,7 +36,7 @@ def test_the_classifier_knows_its_digits():
 def test_fid_is_the_distance_of_the_features(target):
     request = Fid(model="", real="digits", ways=("sequential",), samples=64, features="digits")
     (line,) = measure(request, target)
-    from decoding.fid import drawn, real
+    from decoding.bench.fid import drawn, real
 
     features, logits = image_features.load("digits", 1, 8)
     with torch.no_grad():

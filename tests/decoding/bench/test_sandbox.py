@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from decoding import sandbox
-from decoding.sandbox import Limits, check, execute
+from decoding.bench import sandbox
+from decoding.bench.sandbox import Limits, check, execute
 
 LIMITS = Limits(cpu_seconds=1, wall_seconds=20, memory=256, file=1)
 

@@ -8,7 +8,7 @@ import pytest
 
 from data.prompts import heldout_prompts
 from data.tokenizer import train_tokenizer
-from decoding.infill_bench import (
+from decoding.bench.infill import (
     InfillBench,
     entropy,
     hide,
@@ -141,7 +141,7 @@ def test_metrics_by_hand():
 
 def test_a_model_that_fills_no_holes_is_refused(lab):
     model = f"model={lab.runs / 'ar_target' / 'export'}"
-    command = [sys.executable, "-m", "decoding.infill_bench", model, f"judge={model[6:]}"]
+    command = [sys.executable, "-m", "decoding.bench.infill", model, f"judge={model[6:]}"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
     assert "does not fill holes" in done.stderr

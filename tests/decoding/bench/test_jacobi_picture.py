@@ -3,7 +3,7 @@
 import torch
 
 from data.tokenizer import train_tokenizer
-from decoding.jacobi_picture import Counts, counts, kinds, run
+from decoding.bench.jacobi_picture import Counts, counts, kinds, run
 from tests.support import tiny
 
 CLEAN = torch.tensor([1, 2, 3, 4])

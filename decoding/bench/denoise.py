@@ -1,4 +1,4 @@
-"""`python -m decoding.denoise_bench model=runs/spiffy_calibrate/export`: passes saved by drafts.
+"""`python -m decoding.bench.denoise model=runs/spiffy_calibrate/export`: passes saved by drafts.
 
 Every held-out prompt is decoded by vanilla denoising and by each draft graph in turn, one prompt at
 a time, after a warm-up. NFE are network passes; speed-up in NFE is counted over all tokens and, as
@@ -119,7 +119,7 @@ class Row:
 def run(argv: list[str]) -> None:
     """The command."""
     quiet()
-    bench = parse(argv, DenoiseBench, "decoding.denoise_bench")
+    bench = parse(argv, DenoiseBench, "decoding.bench.denoise")
     report(bench, measure(bench))
 
 
@@ -199,13 +199,13 @@ def report(bench: DenoiseBench, rows: list[Row]) -> None:
     plain = {row.temperature: row for row in rows if row.name == "denoise"}
     lines = [summary(row, plain[row.temperature]) for row in rows]
     title = f"{bench.prompts} held-out prompts, {bench.max_new_tokens} tokens, {bench.dtype}"
-    write_table(lines, out / "denoise.csv", title, "decoding.denoise_bench")
+    write_table(lines, out / "denoise.csv", title, "decoding.bench.denoise")
     print("NFE: network passes; up to the end: NFE speed-up over blocks up to the first end token;")
     print("drafts, verify, rank: seconds in per cent of those in the network's passes")
     drafted = [row for row in rows if row.name != "denoise"]
     lines = [accepted(row, max(len(by_level(r)) for r in drafted)) for row in drafted]
     title = "share of passes that accept each level; accepted drafts a pass in each block"
-    write_table(lines, out / "accepted.csv", title, "decoding.denoise_bench")
+    write_table(lines, out / "accepted.csv", title, "decoding.bench.denoise")
     draw_accepted(drafted, out / "accepted.png")
     draw_graphs({row.name: row.sampler.graph for row in drafted}, out / "graph.png")
     print(f"wrote {out}/denoise.csv, accepted.csv, accepted.png and graph.png")

@@ -1,7 +1,7 @@
 """`python -m decoding.bench model=runs/deer_stage2/export`: samplers side by side, one run.
 
 Every prompt goes through every sampler in turn (interleaved, so that a slow minute of the machine
-hits them all), after a warm-up. What it writes is said in `decoding/bench_report.py`.
+hits them all), after a warm-up. What it writes is said in `decoding/bench/text_report.py`.
 """
 
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ from pathlib import Path
 from time import perf_counter
 
 from data.prompts import heldout_prompts
-from decoding.baselines import HuggingFace
-from decoding.bench_report import Row, profile, report
+from decoding.bench.baselines import HuggingFace
+from decoding.bench.text_report import Row, profile, report
 from decoding.cli import main, parse, quiet
 from decoding.load import check_one_tokenizer, load, load_tokenizer, parade_config, sampling_config
 from decoding.params import KEYED, SamplingParams

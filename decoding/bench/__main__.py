@@ -1,0 +1,6 @@
+"""`python -m decoding.bench`: see `decoding.bench.text`."""
+
+from decoding.bench.text import run
+from decoding.cli import main
+
+main(run)
