@@ -44,7 +44,7 @@ class Limits:
     temperature: float = 1.0
     block_size: int | None = None
     cycles: int = 4
-    draws: int = 32
+    draws: int = 64
     dtype: str = "bfloat16"
     device: str = "cpu"
     seed: int = 0
@@ -132,11 +132,11 @@ def report(c: Limits, rows: list[Row], found: dict[str, Tensor]) -> None:
 
 def tokens(found: dict[str, Tensor]) -> list[dict]:
     """Sums over the positions: what is accepted, the limit, and what keeps it from the block."""
-    limit, marginals = found[LIMIT].sum(-1), found[MARGINALS].sum(-1)
+    limit, marginals, k = found[LIMIT].sum(-1), found[MARGINALS].sum(-1), found[LIMIT].shape[-1]
     parts = {f"accepted, {rule}": found[rule].sum(-1) for rule in rules(found)}
     parts[LIMIT] = limit
     parts["lost to the drafter's error, at least"] = marginals - limit
-    parts["lost to independent positions, at most"] = found[MARGINALS].shape[-1] - marginals
+    parts["lost to independent positions, at most"] = k - marginals
     return [
         {
             "of a cycle": name,
@@ -145,7 +145,10 @@ def tokens(found: dict[str, Tensor]) -> list[dict]:
             "quartiles over cycles": "{:.2f} to {:.2f}".format(
                 *torch.quantile(x, x.new_tensor([0.25, 0.75])).tolist()
             ),
-            "of the limit": f"{100 * float(x.mean() / limit.mean()):.1f}%",
+            "of the block": f"{100 * float(x.mean()) / k:.1f}%",
+            "of the limit": ""
+            if name.startswith("lost")
+            else f"{100 * float(x.mean() / limit.mean()):.1f}%",
         }
         for name, x in parts.items()
     ]
