@@ -1,9 +1,9 @@
 """Losses that train what a draft is for: that its tokens stand.
 
 Symbols: p = softmax(teacher), the target's law behind the clean tokens, q = softmax(logits), the
-drafter's, both over the tokens that both vocabularies have, as decoding takes them. Shapes:
-teacher, logits [..., K, V] of K drafted positions; every loss is unreduced, [..., K], at least 0,
-and 0 where p = q. They are taken at temperature 1.
+drafter's, each over the tokens that both vocabularies have, at temperature 1. Shapes: teacher,
+logits [..., K, V] of K drafted positions; every loss is unreduced, [..., K], at least 0, and 0
+where p = q.
 """
 
 import torch
@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 def overlap(logits: Tensor, teacher: Tensor) -> Tensor:
     """1 - sum_v min(p, q) = TV(p, q), the chance that one token is rejected.
 
-    Leviathan et al., arXiv 2211.17192, Corollary 3.6; as a loss: DistillSpec, arXiv 2310.08461.
+    Leviathan et al., arXiv 2211.17192, section 3; as a loss: DistillSpec, arXiv 2310.08461.
     Example: p = (1/2, 1/2), q = (1/4, 3/4): 1/4.
     """
     return 1 - _log_overlap(*_laws(logits, teacher)).exp()
