@@ -3,7 +3,7 @@ PY := .venv/bin/python
 FIT := $(PY) -m trainers.fit
 RUNS ?= runs
 
-.PHONY: quickstart test chaos packed-step lint lab-deer lab-pcllm lab-pcllm-ablations lab-asarm lab-spiffy lab-cspd clean
+.PHONY: quickstart test chaos packed-step lint lab-deer-stage1 lab-deer lab-deer-losses lab-pcllm lab-pcllm-ablations lab-asarm lab-spiffy lab-cspd clean
 
 .venv/installed: setup.cfg constraints.txt
 	test -x $(PY) || python3 -m venv .venv
@@ -21,13 +21,26 @@ BENCH = $(PY) -m decoding.bench
 # A deep target, so that a drafter of a quarter of its layers is cheap beside it.
 DEEP = runs=$(RUNS)/lab-deer trainer.compile=true
 DEER = $(RUNS)/lab-deer/deer_stage
-lab-deer: .venv/installed  ## DEER's figures in docs/results.md: about an hour on 2 cores
+lab-deer-stage1: .venv/installed  ## what the next two start from
 	$(FIT) recipe=ar_target $(DEEP) trainer.max_steps=1200 network.num_hidden_layers=12
 	$(FIT) recipe=diffusion_adapt $(DEEP) trainer.max_steps=400 'network.layers=[0,1,11]'
 	$(PY) -m decoding.collect recipe=deer_answers runs=$(RUNS)/lab-deer prompts.count=1920
 	$(FIT) recipe=deer_stage1 $(DEEP) trainer.max_steps=500
+
+lab-deer: lab-deer-stage1  ## DEER's figures in docs/results.md: about an hour on 2 cores
 	$(FIT) recipe=deer_stage2 $(DEEP) trainer.max_steps=950 trainer.validate_every=475
 	$(BENCH) model=$(DEER)2/export also=$(DEER)1/export profile=true
+
+LOSS = $(FIT) recipe=deer_stage2 $(DEEP) trainer.max_steps=300 trainer.validate_every=300
+TAUGHT = $(DEER)2/tokens/export,$(DEER)2/overlap/export,$(DEER)2/log_overlap/export,$(DEER)2/hits/export,$(DEER)2/length/export
+lab-deer-losses: lab-deer-stage1  ## what stage II is trained with: a short run a loss, and their bench
+	$(LOSS) name=kl
+	$(LOSS) name=tokens module.soft=0.0
+	$(LOSS) name=overlap module.teacher_loss=overlap
+	$(LOSS) name=log_overlap module.teacher_loss=log_overlap
+	$(LOSS) name=hits module.teacher_loss=hits
+	$(LOSS) name=length module.teacher_loss=length module.alpha=1.0
+	$(BENCH) model=$(DEER)2/kl/export 'also=[$(TAUGHT)]' prompts=32 prompt_lookup=0 out=$(DEER)2/losses
 
 PCLLM = $(RUNS)/lab/pcllm_round
 HELDOUT = $(PY) -m decoding.bench.heldout_loss model=$(RUNS)/lab/ar_target/export answers=$(RUNS)/lab/pcllm_trajectories runs=$(RUNS)/lab

@@ -47,7 +47,7 @@ LIGHT = [  # where they must not be imported, not even inside a function
     "trainers/losses/*.py",
 ]
 LAZY = {"datasets"}  # there only inside functions
-SHARED_LOSSES = {"diffusion", "ar"}  # pieces of several methods, not methods
+SHARED_LOSSES = {"diffusion", "ar", "acceptance"}  # pieces of several methods, not methods
 KNOWN_METHODS = {"asarm", "assd", "deer", "pcllm", "jacobi", "spiffy", "cspd"}
 
 

@@ -11,6 +11,7 @@ from decoding.bench.infill import InfillBench
 from decoding.bench.text import Bench
 from decoding.cli import parse
 from decoding.compose import compose
+from trainers.deer import TEACHER_LOSSES
 from trainers.resume import run_folder
 
 ROOT = Path(__file__).parents[1]
@@ -32,7 +33,9 @@ def commands(target):
             yield module, arguments
 
 
-@pytest.mark.parametrize("target", ["lab-deer", "lab-pcllm", "lab-pcllm-ablations", "lab-asarm"])
+@pytest.mark.parametrize(
+    "target", ["lab-deer", "lab-deer-losses", "lab-pcllm", "lab-pcllm-ablations", "lab-asarm"]
+)
 def test_the_commands_of_a_lab(target):
     made, measured = {}, set()
     for module, arguments in commands(target):
@@ -55,3 +58,12 @@ def test_an_ablation_of_the_mask_changes_it():
     # In a window that holds all eight blocks of an answer NC-IC is NC.
     assert [c.data.corruption.window for c in rounds.values() if c.module.mask == "nc_ic"] == [4]
     assert rounds["nc_ic_4"].module.window == rounds["linear_4"].module.window == 4
+
+
+def test_an_ablation_of_the_loss_changes_it():
+    fits = [compose(a, "fit") for module, a in commands("lab-deer-losses") if "fit" in module]
+    runs = {c.name: c.module for c in fits if c.recipe == "deer_stage2"}
+    taught = {name: m.teacher_loss for name, m in runs.items() if m.soft}
+    assert set(taught.values()) == set(TEACHER_LOSSES)
+    assert all(name == loss for name, loss in taught.items())
+    assert runs.keys() - taught.keys() == {"tokens"}

@@ -3,9 +3,19 @@
 import torch
 from torch import Tensor
 
+from decoding.cli import unknown
 from trainers.drafter import DrafterModule
-from trainers.losses import deer
+from trainers.losses import acceptance, deer
 from trainers.losses.diffusion import denoising_weight, soft_nll
+
+# Of (logits, the target's logits); 'length' also takes the tokens. soft_nll has KL's gradient.
+TEACHER_LOSSES = {
+    "kl": soft_nll,
+    "overlap": acceptance.overlap,
+    "log_overlap": acceptance.log_overlap,
+    "hits": acceptance.hits,
+    "length": acceptance.length,
+}
 
 
 class Distillation(DrafterModule):
@@ -26,9 +36,11 @@ class Refinement(DrafterModule):
     alpha: 1.01 is stable at the published R of up to 96, 1.05 diverges there.
     soft: share of the loss that is taken against the target's distribution at each position
         instead of the one token that it drew (0: the paper's Eq. 4).
+    teacher_loss: how that share is taken, one of TEACHER_LOSSES (`trainers/losses/acceptance.py`).
+        At stage I it would be wrong: there a token's context holds later ones, too.
     """
 
-    def __init__(self, *args, alpha: float, soft: float = 0.0, **kwargs):
+    def __init__(self, *args, alpha: float, soft: float = 0.0, teacher_loss: str = "kl", **kwargs):
         super().__init__(*args, **kwargs)
         if alpha < 1:
             raise ValueError(f"alpha={alpha} is not allowed: it must be at least 1")
@@ -36,7 +48,14 @@ class Refinement(DrafterModule):
             raise ValueError(f"soft={soft} is not allowed: it must be in [0, 1]")
         if soft and self.target is None:
             raise ValueError(f"soft={soft} needs the target: acceptance.prompts must not be 0")
-        self.alpha, self.soft = alpha, soft
+        if teacher_loss not in TEACHER_LOSSES:
+            raise unknown("teacher_loss", teacher_loss, TEACHER_LOSSES)
+        if teacher_loss != "kl" and not soft:
+            raise ValueError(
+                f"teacher_loss={teacher_loss} with soft=0 would do nothing: give module.soft its "
+                "share of the loss, in (0, 1]"
+            )
+        self.alpha, self.soft, self.teacher_loss = alpha, soft, teacher_loss
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
         """See `BaseModule`."""
@@ -48,5 +67,8 @@ class Refinement(DrafterModule):
             logits, batch["target"], batch["masked"], batch["size"], self.alpha
         )
         if self.soft:
-            loss = torch.lerp(loss, soft_nll(logits, self.teacher_logits(batch)), self.soft)
+            tokens = [batch["target"]] if self.teacher_loss == "length" else []
+            against = TEACHER_LOSSES[self.teacher_loss]
+            taught = against(logits, self.teacher_logits(batch), *tokens)
+            loss = torch.lerp(loss, taught, self.soft)
         return loss, weight

@@ -8,7 +8,8 @@ from data.tokenizer import train_tokenizer, with_draft_tokens
 from models.diffusion import draft_logits, from_causal_lm
 from tests.support import tiny
 from trainers.base import Optimization
-from trainers.deer import Refinement
+from trainers.deer import TEACHER_LOSSES, Refinement
+from trainers.losses import acceptance
 from trainers.losses.diffusion import soft_nll, token_nll
 
 
@@ -17,12 +18,12 @@ def tokenizer():
     return with_draft_tokens(train_tokenizer(["return value"], 258))
 
 
-def module_of(tokenizer, soft):
+def module_of(tokenizer, soft, **more):
     target = tiny.causal_lm(257, seed=1)
     network = from_causal_lm(tiny.causal_lm(257, seed=2), tokenizer)
     return Refinement(
         network, tokenizer, Optimization(lr=1e-3), target,
-        method="deer", block_size=3, target_name="x", alpha=1.5, soft=soft,
+        method="deer", block_size=3, target_name="x", alpha=1.5, soft=soft, **more,
     )  # fmt: skip
 
 
@@ -87,3 +88,32 @@ def test_soft_zero_is_equation_4_and_soft_one_is_the_teacher_s(tokenizer):
 def test_bad_soft(tokenizer):
     with pytest.raises(ValueError, match=r"soft=1.5 is not allowed"):
         module_of(tokenizer, 1.5)
+
+
+def test_the_teachers_share_is_taken_by_the_loss_that_is_named(tokenizer):
+    _, batch = batch_of(tokenizer)
+    found = {}
+    for name in TEACHER_LOSSES:
+        module = module_of(tokenizer, 0.5, teacher_loss=name)
+        loss, weight = module.losses(batch)
+        assert torch.equal(weight, module.weight(batch))
+        (loss * weight).sum().backward()
+        gradient = module.network.lm_head.weight.grad
+        assert torch.isfinite(gradient).all()
+        assert gradient.abs().sum() > 0
+        found[name] = 2 * loss - token_nll(draft_logits(module.network, batch), batch["target"])
+    logits, teacher = draft_logits(module.network, batch), module.teacher_logits(batch)
+    torch.testing.assert_close(found["kl"], soft_nll(logits, teacher))
+    torch.testing.assert_close(found["hits"], acceptance.hits(logits, teacher))
+    torch.testing.assert_close(found["length"], acceptance.length(logits, teacher, batch["target"]))
+    # What a position's prefix costs it: the next token of a block waits for the first.
+    assert (found["length"] >= found["overlap"] - 1e-9).all()
+    torch.testing.assert_close(found["length"][..., 0], found["overlap"][..., 0])
+    assert (found["length"][..., 1:] > found["overlap"][..., 1:] + 1e-6).any()
+
+
+def test_bad_teacher_loss(tokenizer):
+    with pytest.raises(ValueError, match=r"teacher_loss 'hit'. Did you mean 'hits'"):
+        module_of(tokenizer, 0.5, teacher_loss="hit")
+    with pytest.raises(ValueError, match="teacher_loss=overlap with soft=0 would do nothing"):
+        module_of(tokenizer, 0.0, teacher_loss="overlap")

@@ -1,0 +1,228 @@
+"""`python -m decoding.bench.limits model=runs/deer_stage2/export`: how close to the limit it is.
+
+Two limits, each beside what is measured in the same run. How many drafted tokens can stand, and why
+not more: the drafter's own error, or that it drafts its positions independently of each other
+(`decoding/overlap.py`). How much faster the accepted tokens can make it: tau t(1) / (t_draft +
+t_verify), which leaves out all that is neither network. limits.csv, positions.csv, speed.csv: the
+tables; limits.png.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from decoding.bench.overlap import accepted, copies, drafted_paths, own_paths
+from decoding.bench.text import Bench, measure
+from decoding.bench.text_report import Row, cycle
+from decoding.cli import main, parse, quiet
+from decoding.load import parade_config
+from decoding.randomness import KeyedRandomness
+from decoding.report import picture, write_table
+
+LIMIT, MARGINALS = "limit of one path", "target's own marginals"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Decode held-out prompts as the bench does, then look closer at some of their cycles.
+
+    model: an export that drafts blocks. temperature: above 0; at 0 both networks are certain, and
+        what is accepted is the limit.
+    cycles: of each prompt, at whose prefixes the limits are estimated. draws: paths behind each.
+    out: the folder of the results; None: 'limits' beside the export.
+    """
+
+    model: str
+    target: str | None = None
+    source: str = "stdlib"
+    prompts: int = 16
+    prompt_length: int = 64
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    block_size: int | None = None
+    cycles: int = 4
+    draws: int = 64
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    seed: int = 0
+    out: str | None = None
+
+    def __post_init__(self):
+        for name, least in (("prompts", 2), ("cycles", 1), ("draws", 2)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} is not allowed: at least {least}")
+        if not self.temperature > 0:
+            raise ValueError(
+                f"temperature={self.temperature} is not allowed: at 0 whatever is accepted is the "
+                "limit, so give one above 0"
+            )
+
+
+def run(argv: list[str]) -> None:
+    """The command."""
+    quiet()
+    c = parse(argv, Limits, "decoding.bench.limits")
+    if "target" not in parade_config(c.model):
+        raise ValueError(f"{c.model} is no drafter: there is no draft that could come to a limit")
+    rows, prompts = measure(
+        Bench(
+            model=c.model, target=c.target, prompt_lookup=0, source=c.source, prompts=c.prompts,
+            prompt_length=c.prompt_length, max_new_tokens=c.max_new_tokens, dtype=c.dtype,
+            temperatures=(c.temperature,), block_size=c.block_size, device=c.device, seed=c.seed,
+        )
+    )  # fmt: skip
+    drafting = [row for row in rows if row.drafts]
+    found = probe(c, drafting, [p["prompt_ids"] for p in prompts])
+    report(c, drafting, found)
+
+
+def probe(c: Limits, rows: list[Row], prompts: list[list[int]]) -> dict[str, Tensor]:
+    """P(the first i tokens stand), [prompts, cycles, k], of every rule and of both limits."""
+    from rich.progress import track
+
+    sampler = rows[0].sampler
+    k = c.block_size or sampler.block_size
+    # Nothing else of a request matters to a cycle; room for the k tokens of the target's own paths.
+    params = {row.params.verify: replace(row.params, max_new_tokens=k) for row in rows}
+    of_one_path = replace(rows[0].params, verify="rejection", max_new_tokens=k)
+    ways = [(rule, accepted, params[rule]) for rule in params]
+    ways += [(LIMIT, drafted_paths, of_one_path), (MARGINALS, own_paths, of_one_path)]
+    prefixes = [*cycle_starts(rows[0], prompts, c.cycles)]
+    found = {name: [] for name, _, _ in ways}
+    with torch.inference_mode():
+        for i, prefix in enumerate(track(prefixes, "limits")):
+            seeds = [*range(i * c.draws, (i + 1) * c.draws)]
+            for name, estimate, how in ways:
+                randomness = KeyedRandomness(seeds, sampler.target.device)
+                behind = copies(sampler, prefix, how, c.draws, randomness)
+                found[name].append(estimate(sampler, behind, k, how).mean(0).cpu())
+    return {name: torch.stack(x).view(len(prompts), c.cycles, k) for name, x in found.items()}
+
+
+def cycle_starts(row: Row, prompts: list[list[int]], count: int) -> Iterator[list[int]]:
+    """What stood in front of `count` of each prompt's cycles, evenly spread over the answer."""
+    for prompt, result in zip(prompts, row.results):
+        cycles = result.stats.emitted
+        for n in range(count):
+            done = sum(cycles[: n * len(cycles) // count])
+            yield prompt + result.token_ids[:done]
+
+
+def report(c: Limits, rows: list[Row], found: dict[str, Tensor]) -> None:
+    """Print the tables; write them and the picture."""
+    beside = Path(c.model).parent / "limits" if Path(c.model).exists() else Path("limits")
+    out = Path(c.out) if c.out else beside
+    k = found[LIMIT].shape[-1]
+    where = f"{c.prompts} held-out prompts, {c.cycles} cycles each, {c.draws} draws"
+    title = f"drafted tokens of {k} that stand, T={c.temperature:g}, {c.dtype}: {where}"
+    write_table(tokens(found), out / "limits.csv", title, "decoding.bench.limits")
+    print("accepted: drafted tokens of a cycle, without the target's own; ±: standard error over")
+    print("prompts. The limit is that of any verification of one path; a tree has several.")
+    title = "share of drafts of which the first tokens stand"
+    write_table(positions(found), out / "positions.csv", title, "decoding.bench.limits")
+    most = 1 + float(found[LIMIT].sum(-1).mean())
+    title = f"speed-up, T={c.temperature:g}, batch 1, and what the forwards of a cycle allow"
+    write_table(
+        [speed(row, most) for row in rows], out / "speed.csv", title, "decoding.bench.limits"
+    )
+    draw(found, out / "limits.png")
+    print(f"wrote limits.csv, positions.csv, speed.csv and limits.png into {out}")
+
+
+def tokens(found: dict[str, Tensor]) -> list[dict]:
+    """Sums over the positions: what is accepted, the limit, and what keeps it from the block."""
+    limit, marginals, k = found[LIMIT].sum(-1), found[MARGINALS].sum(-1), found[LIMIT].shape[-1]
+    parts = {f"accepted, {rule}": found[rule].sum(-1) for rule in rules(found)}
+    parts[LIMIT] = limit
+    parts["lost to the drafter's error, at least"] = marginals - limit
+    parts["lost to independent positions, at most"] = k - marginals
+    return [
+        {
+            "of a cycle": name,
+            "tokens": round(float(x.mean()), 3),
+            "±": round(float(x.mean(1).std() / len(x) ** 0.5), 3),
+            "quartiles over cycles": "{:.2f} to {:.2f}".format(
+                *torch.quantile(x, x.new_tensor([0.25, 0.75])).tolist()
+            ),
+            "of the block": f"{100 * float(x.mean()) / k:.1f}%",
+            "of the limit": ""
+            if name.startswith("lost")
+            else f"{100 * float(x.mean() / limit.mean()):.1f}%",
+        }
+        for name, x in parts.items()
+    ]
+
+
+def positions(found: dict[str, Tensor]) -> list[dict]:
+    """The same, position by position: P(the first i tokens stand)."""
+    means = {name: x.mean((0, 1)).tolist() for name, x in found.items()}
+    k = found[LIMIT].shape[-1]
+    return [
+        {"position": i + 1, **{name: round(x[i], 4) for name, x in means.items()}} for i in range(k)
+    ]
+
+
+def speed(row: Row, most: float) -> dict:
+    """Measured speed-up of one rule beside tau t(1) / (t_draft + t_verify).
+
+    The times are those of all forwards, prefills included, over the target's passes, so what is
+    missing from it is the work outside them. most: the acceptance length at the limit.
+    """
+    tokens = sum(len(r.token_ids) for r in row.results)
+    tau = tokens / sum(s.target_passes for s in row.stats)
+    spent, plain = cycle(row), cycle(row.plain)
+    gain = plain["target"] / (spent["drafter"] + spent["target"])
+    measured = sum(row.plain.seconds) / sum(row.seconds)
+    return {
+        "sampler": row.name,
+        "acceptance length": round(tau, 2),
+        "t(1), ms": plain["target"],
+        "t_draft, ms": spent["drafter"],
+        "t_verify, ms": spent["target"],
+        "rest, ms": spent["rest"],
+        "allowed": round(tau * gain, 3),
+        "measured": round(measured, 3),
+        "of the allowed": f"{100 * measured / (tau * gain):.1f}%",
+        "allowed at the limit": "" if row.params.verify == "tree" else round(most * gain, 3),
+    }
+
+
+def rules(found: dict[str, Tensor]) -> list[str]:
+    """The ways of verifying among what was found."""
+    return [name for name in found if name not in (LIMIT, MARGINALS)]
+
+
+def draw(found: dict[str, Tensor], file: Path) -> None:
+    """P(the first i tokens stand) by i, and the same summed: accepted tokens against the limits."""
+    with picture(file, ncols=2, figsize=(11, 3.8)) as axes:
+        curves, bars = axes[0]
+        k, names = found[LIMIT].shape[-1], rules(found)
+        for name, x in found.items():
+            style = {} if name in names else {"linestyle": "--", "color": "#555555"}
+            marker = {LIMIT: "o", MARGINALS: "^"}.get(name, ".")
+            rates = x.mean((0, 1)).tolist()
+            curves.plot(range(1, k + 1), rates, marker=marker, markersize=4, label=name, **style)
+        curves.set_xlabel("position in the draft")
+        curves.set_ylabel("share of drafts that stand so far")
+        curves.set_ylim(0, 1)
+        curves.xaxis.get_major_locator().set_params(integer=True)
+        curves.legend(frameon=False, fontsize=8)
+        sums = [found[name].sum(-1) for name in names]
+        errors = [float(x.mean(1).std() / len(x) ** 0.5) for x in sums]
+        means = [float(x.mean()) for x in sums]
+        bars.barh(range(len(names)), means, xerr=errors, color="#3b6fb6", ecolor="#555555")
+        bars.set_yticks(range(len(names)), names)
+        bars.invert_yaxis()
+        for name, line in ((LIMIT, "--"), (MARGINALS, ":")):
+            at = float(found[name].sum(-1).mean())
+            bars.axvline(at, color="#555555", linestyle=line, label=f"{name}: {at:.2f}")
+        bars.set_xlim(0, k)
+        bars.set_xlabel(f"drafted tokens of {k} that stand in a cycle")
+        bars.legend(frameon=False, fontsize=8, loc="lower right")
+
+
+if __name__ == "__main__":
+    main(run)
