@@ -56,6 +56,7 @@ def follow(
     drafted: Tensor | None = None,
     align: bool = True,
     coupled: int | None = None,
+    in_order: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The target's x_0 [B, ..., D] and whether each is the draft's. Lossless.
 
@@ -67,6 +68,7 @@ def follow(
     align: both chains have the same noise before they are coupled; False: x_T included, each its
         own, so that the states differ and little is accepted (CSpD Table 3). Lossless too.
     coupled: how many of the last steps are coupled (None: all, or without alignment the last).
+    in_order: of the tokens along the last axis none is used behind the first that does not stand.
     """
     x, together = draft.states[0], torch.ones_like(draft.states[0][..., 0], dtype=torch.bool)
     drafted = together if drafted is None else drafted
@@ -80,7 +82,8 @@ def follow(
         p = step(i, x)
         own = p.sample(randomness) if alone else None
         if i >= first:
-            y, together = couple(after, q, p, randomness)
+            # Only the last step can tell which is the first: chains that have parted may meet.
+            y, together = couple(after, q, p, randomness, in_order and i == T - 1)
         elif align:
             y = p.mean + p.std * ((after - q.mean) / q.std)
         else:

@@ -21,19 +21,24 @@ def acceptance_probability(x: Tensor, q: Density, p: Density) -> Tensor:
 
 
 def couple(
-    x: Tensor, q: Density, p: Density, randomness: ContinuousRandomness
+    x: Tensor, q: Density, p: Density, randomness: ContinuousRandomness, in_order: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The maximal coupling of any two densities."""
+    """The maximal coupling of any two densities.
+
+    in_order: tokens along the last axis of the batch shape are used up to the first that is not x
+    only; behind it no residual is drawn, and y means nothing.
+    """
     gaussian = isinstance(q, Gaussian) and isinstance(p, Gaussian)
-    return (reflection if gaussian else maximal)(x, q, p, randomness)
+    return (reflection if gaussian else maximal)(x, q, p, randomness, in_order)
 
 
 def maximal(
-    x: Tensor, q: Density, p: Density, randomness: ContinuousRandomness
+    x: Tensor, q: Density, p: Density, randomness: ContinuousRandomness, in_order: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Accept x with min(1, p/q), else draw from the residual: for any two densities."""
     together = randomness.accept(acceptance_probability(x, q, p))
-    return torch.where(together[..., None], x, residual(p, q, randomness, ~together)), together
+    y = residual(p, q, randomness, _parted(together, in_order))
+    return torch.where(together[..., None], x, y), together
 
 
 def residual(p: Density, q: Density, randomness: ContinuousRandomness, wanted: Tensor) -> Tensor:
@@ -61,7 +66,7 @@ def residual(p: Density, q: Density, randomness: ContinuousRandomness, wanted: T
 
 
 def reflection(
-    x: Tensor, q: Gaussian, p: Gaussian, randomness: ContinuousRandomness
+    x: Tensor, q: Gaussian, p: Gaussian, randomness: ContinuousRandomness, in_order: bool = False
 ) -> tuple[Tensor, Tensor]:
     """`maximal` of two Gaussians; where their variances are equal a rejection needs no loop.
 
@@ -74,9 +79,15 @@ def reflection(
     mirrored = mirror(x, q, p)
     if equal.all():
         return torch.where(together[..., None], x, mirrored), together
-    drawn = residual(p, q, randomness, ~together & ~equal)
+    drawn = residual(p, q, randomness, _parted(together, in_order) & ~equal)
     y = torch.where(equal[..., None], mirrored, drawn)
     return torch.where(together[..., None], x, y), together
+
+
+def _parted(together: Tensor, in_order: bool) -> Tensor:
+    """Where y is needed and is not x."""
+    parted = ~together
+    return parted & (parted.cumsum(-1) == 1) if in_order else parted
 
 
 def mirror(x: Tensor, q: Gaussian, p: Gaussian) -> Tensor:

@@ -57,8 +57,9 @@ class Draft(Target):
     """A smaller one, that drafts for a target.
 
     target_name: the target's export. gamma: tokens drafted a cycle. distillation: weight of a loss
-    that draws the draft's denoising means to the target's (diffusion heads of a fixed variance),
-    because acceptance depends on their difference and nothing else; 0 trains on the data alone.
+    that draws the draft's densities to the target's (a mixture's, or the denoising means of a
+    diffusion head of fixed variance), because acceptance depends on their difference and nothing
+    else; 0 trains on the data alone.
     """
 
     def __init__(self, *args, target_name: str, gamma: int, distillation: float = 0.0, **kwargs):
@@ -68,10 +69,10 @@ class Draft(Target):
             raise ValueError(f"gamma={gamma} is not allowed: it must be at least 1")
         if distillation < 0:
             raise ValueError(f"distillation={distillation} is not allowed: it must be at least 0")
-        if distillation and (head.schedule is None or head.variance == "learned"):
+        if distillation and head.schedule is not None and head.variance == "learned":
             raise ValueError(
-                f"distillation={distillation} needs a diffusion head of fixed variance: give "
-                "distillation=0, or head=diffusion with variance 'small' or 'large'"
+                f"distillation={distillation} needs a fixed variance of the diffusion head: give "
+                "distillation=0, or variance 'small' or 'large'"
             )
         self.target_name, self.gamma, self.distillation = target_name, gamma, distillation
         target = patches.load(target_name).eval().requires_grad_(False)
@@ -88,8 +89,15 @@ class Draft(Target):
         return loss, self.weight(batch)
 
     def parting(self, z: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        """The mean over states of the chain of -log P(together): [B, N]."""
+        """-log P(together), [B, N]: of a mixture's token, or the mean over states of the chain."""
         head, teacher = self.network.head, self.target.head
+        if head.schedule is None:
+            with torch.no_grad():
+                wanted = teacher(self.hidden(self.target, batch))
+                # The batch's numbers are fresh for every sample, and not used otherwise.
+                drawn = Drawn(batch["time"].movedim(1, 2), batch["noise"].movedim(1, 2))
+                x = wanted.repeated(batch["time"].shape[1]).sample(drawn)
+            return cspd.mixture_parting(head(z), wanted, x)
         times = torch.tensor([k.time for k in kernels(head.schedule)], device=z.device)
         step = (batch["time"] * head.steps).long()
         state = noised(batch["patches"][:, None], times[step], batch["noise"], head.schedule)
@@ -116,6 +124,23 @@ class Draft(Target):
             "gamma": self.gamma,
             "command": COMMAND,
         }
+
+
+class Drawn:
+    """Randomness that is drawn already: uniform [...] in [0, 1), normal [..., D]."""
+
+    def __init__(self, uniform: Tensor, normal: Tensor):
+        self._uniform, self._normal = uniform, normal
+
+    def categorical(self, probs: Tensor) -> Tensor:
+        """See `decoding.randomness.Randomness`."""
+        below = probs.cumsum(-1) <= self._uniform[..., None]
+        return below.sum(-1).clamp_max(probs.shape[-1] - 1)
+
+    def normal(self, shape: tuple[int, ...]) -> Tensor:
+        """See `decoding.randomness.ContinuousRandomness`."""
+        assert self._normal.shape == shape
+        return self._normal
 
 
 COMMAND = "python -m decoding.images model=<this folder or repository> classes=[0,1]"

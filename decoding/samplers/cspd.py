@@ -51,7 +51,7 @@ class CspdSampler(SequentialSampler):
         draft = self.draft(rows, gamma, params)
         drafts = torch.arange(gamma + 1, device=n.device)
         step = self.step("target", rows, n + drafts, params)
-        rule = partial(follow, coupled=params.coupled)
+        rule = partial(follow, coupled=params.coupled, in_order=True)
         if params.verify == "relaxed":
             rule = partial(follow_relaxed, inner_temperature=params.inner_temperature)
         drafted = (drafts < gamma).expand(len(n), -1)

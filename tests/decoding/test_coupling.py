@@ -96,6 +96,20 @@ def test_the_output_has_the_law_of_the_target(rule, name):
     assert together.double().mean().item() == pytest.approx(overlap.mean().item(), abs=4 * error)
 
 
+def test_in_order_nothing_is_drawn_behind_the_first_that_does_not_stand():
+    """Pairs of tokens: the second has the law where the first stands, and is not made elsewhere."""
+    q, p = (type(d)(*(t.unflatten(0, (-1, 2)) for t in d)) for d in HILLS)
+    randomness = KeyedRandomness(range(N // 2))
+    x = q.sample(randomness)
+    y, together = maximal(x, q, p, randomness, in_order=True)
+    one = type(p)(*(t[:, 0] for t in p))
+    stands = together[:, 0]
+    assert p_value(y[:, 0], one) > 1e-3
+    assert p_value(y[stands, 1], one) > 1e-3
+    assert p_value(y[:, 1], one) < 1e-9  # negative control
+    assert (y[~stands & ~together[:, 1], 1] == 0).all()
+
+
 def test_acceptance_of_equal_variances_is_the_closed_form():
     for q, p in (ONE, PLANE):
         _, _, together = drawn(reflection, q, p)

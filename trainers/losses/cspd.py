@@ -4,6 +4,8 @@ Symbols: x [..., D] a token, e its noise, eps what the head estimates, t the tim
 schedule. Everything is unreduced over the leading axes.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -58,7 +60,18 @@ def parting(
     sigma = (0.5 * {"small": small, "large": large}[variance]).exp()
     squared = (eps.float() - teacher.float()).square().sum(-1)
     z = scale * shift / sigma * (squared + 1e-12).sqrt()  # the root of 0 has no gradient
-    return -torch.special.log_ndtr(-z / 2) - 0.6931471805599453
+    return -torch.special.log_ndtr(-z / 2) - math.log(2)
+
+
+def mixture_parting(draft: GaussianMixture, target: GaussianMixture, x: Tensor) -> Tensor:
+    """-log P(a draft stands), the overlap of two densities, from draws x [..., S, D] of the target.
+
+    P = int min(q, p) = E_p[min(1, q / p)], here the mean over S draws: [...].
+    Example: equal densities -> 0.
+    """
+    S = x.shape[-2]
+    log_ratio = draft.repeated(S).log_prob(x) - target.repeated(S).log_prob(x)
+    return math.log(S) - log_ratio.clamp_max(0).logsumexp(-1)
 
 
 def _table(schedule: Schedule, device) -> tuple[Tensor, ...]:
