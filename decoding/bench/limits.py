@@ -2,9 +2,9 @@
 
 Two limits, each beside what is measured in the same run. How many drafted tokens can stand, and why
 not more: the drafter's own error, or that it drafts its positions independently of each other
-(`decoding/bench/overlap.py`). How much faster the accepted tokens can make it: tau t(1) / (t_draft +
-t_verify), which leaves out all that is neither network. limits.csv, positions.csv, speed.csv: the
-tables; limits.png.
+(`decoding/bench/overlap.py`). How much faster the accepted tokens can make it:
+tau t(1) / (t_draft + t_verify), which leaves out all that is neither network. limits.csv,
+positions.csv, speed.csv: the tables; limits.png.
 """
 
 from collections.abc import Iterator
