@@ -69,10 +69,13 @@ lab-pcllm-ablations: .venv/installed  ## pcLLM's mask, schedule and window (Tabl
 	$(BENCH) model=$(PCLLM)1/linear_8/export 'also=[$(ABLATED)]' 'sampler=[method=jacobi,block_size=16]' 'temperatures=[0]' out=$(PCLLM)1/ablations
 	$(HELDOUT) 'also=[$(PCLLM)1/linear_8/export,$(ABLATED)]' out=$(PCLLM)1/ablations/heldout_loss
 
+INFILL = $(PY) -m decoding.bench.infill model=$(RUNS)/lab/asarm_joint/export judge=$(RUNS)/lab/ar_target/export
 lab-asarm: .venv/installed  ## an any-subset model that fills holes, and its bench
 	$(FIT) recipe=ar_target $(LAB) trainer.max_steps=2400
 	$(FIT) recipe=asarm_joint $(LAB) trainer.max_steps=1600 data.corruption.curriculum=200
-	$(PY) -m decoding.bench.infill model=$(RUNS)/lab/asarm_joint/export judge=$(RUNS)/lab/ar_target/export
+	$(INFILL) block_sizes=[3,5]
+	$(INFILL) block_sizes=[2,3,4,5,8] samples=16 batch_size=1 out=$(RUNS)/lab/asarm_joint/bench_1
+	$(INFILL) block_sizes=[5] length=1024 hidden=0.125 samples=4 batch_size=1 'knobs=[cache=true,cache=false]' out=$(RUNS)/lab/asarm_joint/bench_cache
 
 SPIFFY = $(FIT) recipe=spiffy_calibrate runs=$(RUNS)/lab
 DRAFTED = $(RUNS)/lab/spiffy_calibrate
@@ -88,17 +91,19 @@ lab-spiffy: .venv/installed  ## a masked diffusion LM, draft graphs by each obje
 	$(PY) -m decoding.bench.denoise model=$(DRAFTED)/replay-3/export also=[$(DRAFTED)/degree1-3/export,$(DRAFTED)/replay-5/export,$(DRAFTED)/degree1-5/export,$(DRAFTED)/replay-8/export,$(DRAFTED)/degree1-8/export]
 	$(PY) -m decoding.bench.denoise model=$(DRAFTED)/threshold/export
 
-CSPD = recipe=cspd_draft runs=$(RUNS)/lab trainer.max_steps=1000
+# The mixture's target is deep, so that a drafter of one layer is cheap beside it.
+CSPD = recipe=cspd_draft runs=$(RUNS)/lab
+DIFFUSION = network.head=diffusion trainer.max_steps=1000
 CSPD_BENCH = $(PY) -m decoding.bench.images model=$(RUNS)/lab/cspd_draft
 lab-cspd: .venv/installed  ## both heads of CSpD, drafters with and without distillation, and their benches
-	$(FIT) recipe=cspd_target runs=$(RUNS)/lab trainer.max_steps=1000
-	$(FIT) $(CSPD)
-	$(CSPD_BENCH)/export features=digits
-	$(FIT) recipe=cspd_target runs=$(RUNS)/lab trainer.max_steps=1000 name=diffusion network.head=diffusion
-	$(FIT) $(CSPD) name=diffusion network.head=diffusion target=$(RUNS)/lab/cspd_target/diffusion/export
-	$(CSPD_BENCH)/diffusion/export features=digits
-	$(FIT) $(CSPD) name=distilled network.head=diffusion target=$(RUNS)/lab/cspd_target/diffusion/export module.distillation=1.0
-	$(CSPD_BENCH)/distilled/export features=digits
+	$(FIT) recipe=cspd_target runs=$(RUNS)/lab trainer.max_steps=800 name=deep network.backbone.num_hidden_layers=24
+	$(FIT) $(CSPD) trainer.max_steps=2000 name=deep target=$(RUNS)/lab/cspd_target/deep/export network.backbone.hidden_size=192 network.backbone.intermediate_size=512 network.backbone.num_attention_heads=6 module.distillation=1.0 data.corruption.repeats=8
+	$(CSPD_BENCH)/deep/export features=digits
+	$(FIT) recipe=cspd_target runs=$(RUNS)/lab name=diffusion $(DIFFUSION)
+	$(FIT) $(CSPD) name=diffusion target=$(RUNS)/lab/cspd_target/diffusion/export $(DIFFUSION)
+	$(CSPD_BENCH)/diffusion/export features=digits images=64 samples=0
+	$(FIT) $(CSPD) name=distilled target=$(RUNS)/lab/cspd_target/diffusion/export module.distillation=1.0 $(DIFFUSION)
+	$(CSPD_BENCH)/distilled/export features=digits images=64
 
 test: .venv/installed  ## the whole test suite
 	$(PY) -m pytest -n 2

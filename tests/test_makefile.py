@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from decoding.bench.heldout_loss import HeldoutLoss
+from decoding.bench.images import ImageBench
 from decoding.bench.infill import InfillBench
 from decoding.bench.text import Bench
 from decoding.cli import parse
@@ -18,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 MEASURES = {
     "decoding.bench": Bench,
     "decoding.bench.heldout_loss": HeldoutLoss,
+    "decoding.bench.images": ImageBench,
     "decoding.bench.infill": InfillBench,
 }
 
@@ -33,9 +35,17 @@ def commands(target):
             yield module, arguments
 
 
-@pytest.mark.parametrize(
-    "target", ["lab-deer", "lab-deer-losses", "lab-pcllm", "lab-pcllm-ablations", "lab-asarm"]
+LABS = (
+    "lab-deer",
+    "lab-deer-losses",
+    "lab-pcllm",
+    "lab-pcllm-ablations",
+    "lab-asarm",
+    "lab-cspd",
 )
+
+
+@pytest.mark.parametrize("target", LABS)
 def test_the_commands_of_a_lab(target):
     made, measured = {}, set()
     for module, arguments in commands(target):
