@@ -46,20 +46,20 @@ PCLLM = $(RUNS)/lab/pcllm_round
 HELDOUT = $(PY) -m decoding.bench.heldout_loss model=$(RUNS)/lab/ar_target/export answers=$(RUNS)/lab/pcllm_trajectories runs=$(RUNS)/lab
 lab-pcllm: .venv/installed  ## both rounds of pcLLM and their benches
 	$(FIT) recipe=ar_target $(LAB) trainer.max_steps=2400
-	$(PY) -m decoding.collect recipe=pcllm_trajectories runs=$(RUNS)/lab prompts.count=2560
-	$(FIT) recipe=pcllm_round1 $(LAB) trainer.max_steps=800
-	$(PY) -m decoding.collect recipe=pcllm_trajectories runs=$(RUNS)/lab prompts.count=2560 name=round2 collector.teacher=$(PCLLM)1/export collector.block_size=32
-	$(FIT) recipe=pcllm_round2 $(LAB) trainer.max_steps=400
+	$(PY) -m decoding.collect recipe=pcllm_trajectories runs=$(RUNS)/lab prompts.count=1920
+	$(FIT) recipe=pcllm_round1 $(LAB) trainer.max_steps=1000
+	$(PY) -m decoding.collect recipe=pcllm_trajectories runs=$(RUNS)/lab prompts.count=1536 name=round2 collector.teacher=$(PCLLM)1/export collector.block_size=32
+	$(FIT) recipe=pcllm_round2 $(LAB) trainer.max_steps=600 optimization.lr=7.0e-4
 	$(BENCH) model=$(RUNS)/lab/ar_target/export 'sampler=[method=jacobi,block_size=16]' out=$(RUNS)/lab/ar_target/bench_jacobi
-	$(BENCH) model=$(PCLLM)2/export also=$(PCLLM)1/export 'sampler=[method=jacobi,block_size=16]' out=$(PCLLM)2/bench_jacobi
-	$(BENCH) model=$(PCLLM)2/export also=$(PCLLM)1/export
+	$(BENCH) model=$(PCLLM)2/export also=$(PCLLM)1/export 'sampler=[method=jacobi,block_size=8]' out=$(PCLLM)2/bench_jacobi
+	$(BENCH) model=$(PCLLM)2/export also=$(PCLLM)1/export 'sampler=[method=jacobi_mr,block_size=16,blocks=2,pool_size=8]'
 	$(HELDOUT) 'also=[$(PCLLM)1/export,$(PCLLM)2/export]' out=$(PCLLM)2/heldout_loss
 
 ABLATION = $(FIT) recipe=pcllm_round1 $(LAB) trainer.max_steps=400
 ABLATED = $(PCLLM)1/linear_4/export,$(PCLLM)1/nc_ic_4/export,$(PCLLM)1/random_8/export,$(PCLLM)1/random_4/export,$(PCLLM)1/reverse_8/export
 lab-pcllm-ablations: .venv/installed  ## pcLLM's mask, schedule and window (Tables 3 and 4), one short round 1 each
 	$(FIT) recipe=ar_target $(LAB) trainer.max_steps=2400
-	$(PY) -m decoding.collect recipe=pcllm_trajectories runs=$(RUNS)/lab prompts.count=2560
+	$(PY) -m decoding.collect recipe=pcllm_trajectories runs=$(RUNS)/lab prompts.count=1920
 	$(ABLATION) name=linear_8
 	$(ABLATION) name=linear_4 data.corruption.window=4
 	$(ABLATION) name=nc_ic_4 data.corruption.window=4 module.mask=nc_ic
