@@ -91,14 +91,14 @@ lab-spiffy: .venv/installed  ## a masked diffusion LM, draft graphs by each obje
 	$(PY) -m decoding.bench.denoise model=$(DRAFTED)/replay-3/export also=[$(DRAFTED)/degree1-3/export,$(DRAFTED)/replay-5/export,$(DRAFTED)/degree1-5/export,$(DRAFTED)/replay-8/export,$(DRAFTED)/degree1-8/export]
 	$(PY) -m decoding.bench.denoise model=$(DRAFTED)/threshold/export
 
-# The mixture's target is deep, so that a drafter of one layer is cheap beside it.
+# The mixture's target is deep, so that a drafter of two layers is cheap beside it.
 CSPD = recipe=cspd_draft runs=$(RUNS)/lab
 DIFFUSION = network.head=diffusion trainer.max_steps=1000
 CSPD_BENCH = $(PY) -m decoding.bench.images model=$(RUNS)/lab/cspd_draft
 lab-cspd: .venv/installed  ## both heads of CSpD, drafters with and without distillation, and their benches
 	$(FIT) recipe=cspd_target runs=$(RUNS)/lab trainer.max_steps=800 name=deep network.backbone.num_hidden_layers=24
-	$(FIT) $(CSPD) trainer.max_steps=2000 name=deep target=$(RUNS)/lab/cspd_target/deep/export network.backbone.hidden_size=192 network.backbone.intermediate_size=512 network.backbone.num_attention_heads=6 module.distillation=1.0 data.corruption.repeats=8
-	$(CSPD_BENCH)/deep/export features=digits
+	$(FIT) $(CSPD) trainer.max_steps=2500 name=deep target=$(RUNS)/lab/cspd_target/deep/export network.backbone.num_hidden_layers=2 network.backbone.hidden_size=192 network.backbone.intermediate_size=512 network.backbone.num_attention_heads=6 module.distillation=4.0 data.corruption.repeats=8
+	$(CSPD_BENCH)/deep/export gamma=3 features=digits batches=6
 	$(FIT) recipe=cspd_target runs=$(RUNS)/lab name=diffusion $(DIFFUSION)
 	$(FIT) $(CSPD) name=diffusion target=$(RUNS)/lab/cspd_target/diffusion/export $(DIFFUSION)
 	$(CSPD_BENCH)/diffusion/export features=digits images=64 samples=0
