@@ -6,8 +6,8 @@ from math import log
 
 import pytest
 import torch
-from tests.decoding.test_limits import conditionals, drafter_marginals, joint
 
+from tests.decoding.bench.test_limits import conditionals, drafter_marginals, joint
 from tests.decoding.test_output_law import deer, first_cycle
 from trainers.losses.acceptance import hits, length, log_overlap, overlap
 

@@ -102,7 +102,7 @@ def test_the_drafters_paths_give_the_limit_exactly(seed):
 
 def test_a_limit_without_prefixes_would_be_another(monkeypatch):
     """Negative control: each position's own overlap, whatever stands in front of it."""
-    from decoding import overlap as module
+    from decoding.bench import overlap as module
 
     sampler = deer(3, 3)
     p, q = conditionals(sampler, 3), drafter_marginals(sampler, 3)
