@@ -125,7 +125,7 @@ def _kept(source: Path, folder: Path, size: int, vae: str | None, scale: float):
 def image_files(source: Path) -> list[tuple[Path, int]]:
     """Every image of a folder with the number of its class, the classes by name."""
     if not source.is_dir():
-        raise ValueError(f"source={str(source)!r} is no folder. Allowed: 'digits', or a folder")
+        raise ValueError(f"{str(source)!r} is no folder of images. Allowed: 'digits', or a folder")
     classes = sorted(p for p in source.iterdir() if p.is_dir())
     files = [
         (file, label)
@@ -135,7 +135,7 @@ def image_files(source: Path) -> list[tuple[Path, int]]:
     ]
     if not files:
         raise ValueError(
-            f"source={str(source)!r} holds no images: it needs a folder of "
+            f"{str(source)!r} holds no images: it needs a folder of "
             f"{', '.join(SUFFIXES)} files for each class"
         )
     return files
@@ -162,7 +162,7 @@ def _name_unreadable(source: Path, skipped: list[str], files: int) -> None:
         shown = ", ".join(skipped[:8]) + (", ..." if len(skipped) > 8 else "")
         print(f"{source}: {len(skipped)} of {files} images cannot be read: {shown}")
     if len(skipped) == files:
-        raise ValueError(f"source={str(source)!r}: none of its {files} images can be read")
+        raise ValueError(f"{str(source)!r}: none of its {files} images can be read")
 
 
 def _pixels(

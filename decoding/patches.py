@@ -154,11 +154,8 @@ class PatchNetwork(CountedNetwork):
         following = rows.order.gather(1, index)
         patches = rows.patches[here, before]
         tokens = self.network.embed_patches(patches, rows.order.gather(1, before), following)
-        first = index == 0
-        if not first.any():
-            return tokens
         start = self.network.embed_class(label, following)
-        return torch.where(first[..., None], start, tokens)
+        return torch.where((index == 0)[..., None], start, tokens)
 
     def select(self, rows: Tensor, batch: int) -> None:
         """Keep only these rows of the batch."""

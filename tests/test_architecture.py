@@ -24,7 +24,7 @@ LIGHT = [  # where they must not be imported, not even inside a function
         for name in (
             "blockstates",
             "cache",
-            "calibration",
+            "graph_calibration",
             "chains",
             "cli",
             "coupling",
@@ -38,6 +38,7 @@ LIGHT = [  # where they must not be imported, not even inside a function
             "params",
             "patches",
             "randomness",
+            "tree",
             "unmasking",
             "verify",
         )

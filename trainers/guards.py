@@ -38,7 +38,8 @@ class LossGuard(Callback):
 
     def load_state_dict(self, state: dict) -> None:
         """See `state_dict`."""
-        self.first = state["first"]
+        # Checkpoints of before there was a first loss: the best one alone is the measure.
+        self.first = state.get("first", state["best"])
         self.smooth, self.best = state["smooth"], state["best"]
 
     def on_train_batch_end(self, trainer, module, outputs, batch, index) -> None:

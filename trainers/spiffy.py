@@ -14,7 +14,8 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
 from data.fingerprints import input_fingerprint
-from decoding.calibration import (
+from decoding.draft_graph import DraftGraph, graph_of, show
+from decoding.graph_calibration import (
     ABSENT,
     OBJECTIVES,
     Chain,
@@ -25,7 +26,6 @@ from decoding.calibration import (
     optimum,
     passes,
 )
-from decoding.draft_graph import DraftGraph, graph_of, show
 from decoding.load import sampling_config
 from decoding.params import SamplingParams
 from decoding.samplers import denoise
@@ -48,10 +48,10 @@ class Calibration(BaseModule):
 
     model: its folder or Hub id: an export, or a public model. sampling: knobs of `denoise` other
     than the export's; a graph belongs to a rate or a threshold. nodes: D. objective: see
-    `decoding.calibration`. lookahead: levels of a graph at most. top: candidates a level (3 in the
-    paper). width: tokens of a place that are ranked. max_new_tokens, temperature, seed: of the
-    calibrating decodes. traces: the folder of the traces, for all calibrations that differ only in
-    the graph that they want.
+    `decoding.graph_calibration`. lookahead: levels of a graph at most. top: candidates a level (3
+    in the paper). width: tokens of a place that are ranked. max_new_tokens, temperature, seed: of
+    the calibrating decodes. traces: the folder of the traces, for all calibrations that differ only
+    in the graph that they want.
     """
 
     def __init__(

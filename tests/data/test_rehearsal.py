@@ -5,6 +5,7 @@ import torch
 
 from data.packing import PackedRows
 from data.rehearsal import Rehearsed, answers_and_text, as_answer
+from data.tokenizer import train_tokenizer
 from data.trajectories import Answer, NoisyBlocks
 
 
@@ -40,8 +41,7 @@ def test_no_share_is_no_text_and_a_small_corpus_is_taken_whole(text):
 def test_text_is_an_answer_without_noise(text):
     row = Rehearsed(answers(5), text, 0.5)[0]
     assert (row.prompt.tolist(), row.prompt_size, row.size) == ([10, 11, 12], 3, 4)
-    noise = NoisyBlocks.__new__(NoisyBlocks)
-    noise.window, noise.order, noise.pad_id = 2, "linear", 0
+    noise = NoisyBlocks(2, "linear", train_tokenizer(["ab"], 257))
     sample = noise(row, torch.Generator().manual_seed(0))
     assert not sample["noised"].any()
     assert sample["target"].tolist() == [[13, 14], [15, 16]]

@@ -7,7 +7,8 @@ from itertools import combinations
 import pytest
 import torch
 
-from decoding.calibration import (
+from decoding.draft_graph import graph_of
+from decoding.graph_calibration import (
     OBJECTIVES,
     Tracer,
     candidates_of,
@@ -18,7 +19,6 @@ from decoding.calibration import (
     passes,
     value,
 )
-from decoding.draft_graph import graph_of
 from decoding.params import SamplingParams
 from tests.support.denoising import KINDS, L, V, denoise, network, spiffy
 
@@ -161,7 +161,7 @@ def test_degree1_of_the_papers_size_is_solved_and_proved():
 
 
 def test_a_solver_without_time_says_so(monkeypatch):
-    monkeypatch.setattr("decoding.calibration.SECONDS", 0.0)
+    monkeypatch.setattr("decoding.graph_calibration.SECONDS", 0.0)
     found = optimum("total", 6, candidates_of(random_blocks(0, 60, 12), 1, top=8))
     assert found.value <= found.bound + 1e-6
     assert found.proved == (found.bound < found.value + 1 - 1e-6)
