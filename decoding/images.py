@@ -20,9 +20,9 @@ class Images:
     """Draw images of the given classes, and write them side by side.
 
     model: an export of a drafter (its target is loaded too) or of a target. target: used instead of
-    the one that the export names. sampler: other knobs, as [gamma=8]. count: images of each class.
-    vae, scale: of the latents that the models were trained on (see `data.images.rows`). The other
-    keys: see `decoding.patches.ImageParams`.
+    the one that the export names. sampler: other knobs, as [gamma=8]. count: images of each class;
+    batch_size: those that are made at once. vae, scale: of the latents that the models were trained
+    on (see `data.images.rows`). The other keys: see `decoding.patches.ImageParams`.
     """
 
     model: str
@@ -30,6 +30,7 @@ class Images:
     target: str | None = None
     sampler: tuple[str, ...] = ()
     count: int = 1
+    batch_size: int = 64
     temperature: float = 1.0
     guidance: float = 1.0
     guidance_schedule: str = "constant"
@@ -64,7 +65,7 @@ def run(argv: list[str]) -> None:
         raise ValueError(f"{request.model!r} makes text: use python -m decoding.generate")
     labels = [c for c in request.classes for _ in range(request.count)]
     params = ImageParams(**{name: getattr(request, name) for name in PARAMS})
-    results = sampler.generate(labels, params)
+    results = sampler.generate(labels, params, at_once=request.batch_size)
     pictures = pixels(results, sampler.target.config, request.vae, request.scale)
     rows = zip(request.classes, pictures.split(request.count))
     sheet(Path(request.out), {f"class {label}": images for label, images in rows})

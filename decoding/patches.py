@@ -80,17 +80,25 @@ class ImageResult:
 class PatchRows:
     """The unfinished rows of a batch.
 
-    row: each row's number in the request. label [B]; order [B, capacity], positions in the order of
-    generation (the last one again behind the end); patches [B, capacity, D] in that order, the
-    first lengths [B] of them committed; accepted: bool [B, capacity].
+    row: each row's number in the request (None: 0, 1, ...). label [B]; order [B, capacity],
+    positions in the order of generation (the last one again behind the end); patches
+    [B, capacity, D] in that order, the first lengths [B] of them committed; accepted: bool
+    [B, capacity].
     """
 
+    TENSORS = ("label", "order", "patches", "accepted", "lengths")
+
     def __init__(
-        self, label: Tensor, order: Tensor, patches: Tensor, randomness: ContinuousRandomness
+        self,
+        label: Tensor,
+        order: Tensor,
+        patches: Tensor,
+        randomness: ContinuousRandomness,
+        row: list[int] | None = None,
     ):
         B, capacity = patches.shape[:2]
         behind = order[:, -1:].expand(B, capacity - order.shape[1])
-        self.row = list(range(B))
+        self.row = list(range(B)) if row is None else row
         self.label, self.order, self.patches = label, torch.cat([order, behind], 1), patches
         self.accepted = torch.zeros_like(self.order, dtype=torch.bool)
         self.lengths = torch.zeros_like(label)
@@ -111,9 +119,18 @@ class PatchRows:
         for network in self.networks.values():
             network.select(rows, len(self.row))
         self.row = [self.row[b] for b in keep]
-        for name in ("label", "order", "patches", "accepted", "lengths"):
+        for name in self.TENSORS:
             setattr(self, name, getattr(self, name)[rows])
         self.randomness.select(rows)
+
+    def replace(self, done: list[int], fresh: "PatchRows") -> None:
+        """The rows at places `done` make room for others; the caches' masks hide what was there."""
+        rows = torch.tensor(done, device=self.lengths.device)
+        for b, row in zip(done, fresh.row):
+            self.row[b] = row
+        for name in self.TENSORS:
+            getattr(self, name)[rows] = getattr(fresh, name)
+        self.randomness.replace(rows, fresh.randomness)
 
 
 class PatchNetwork(CountedNetwork):

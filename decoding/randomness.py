@@ -38,13 +38,17 @@ class ContinuousRandomness(Randomness, Protocol):
     def split(self) -> "ContinuousRandomness":
         """Randomness of its own for a loop that takes some rows longer: one draw of this one."""
 
+    def replace(self, rows: Tensor, fresh: "ContinuousRandomness") -> None:
+        """These rows of the batch become those of `fresh`, which goes on where it stands."""
+
 
 class KeyedRandomness:
     """Counter-based randomness for B requests: splitmix64 of (seed, purpose, counter, index).
 
     seeds: one whole number a row. ahead: draws that are made at once; it changes no number.
-    Rows stay in step (each takes part in every draw until it is finished and dropped), so the
-    number of draws so far is the same for a row in a batch as for that row alone.
+    Rows stay in step (each takes part in every draw until it is finished and dropped or replaced),
+    so a row's draws so far are as many in a batch as for that row alone: those of the batch, less
+    those from before it came (`behind`).
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class KeyedRandomness:
         # Seeds may be any whole number; 63 bits of them are used.
         self.seeds = torch.tensor([s % (1 << 63) for s in seeds], device=device)
         self.draws, self.ahead = 0, ahead or _AHEAD
+        self.behind = torch.zeros_like(self.seeds)
         self._ahead = torch.empty(len(seeds), 0, 0, device=device)  # see _uniform
 
     def categorical(self, probs: Tensor) -> Tensor:
@@ -88,7 +93,14 @@ class KeyedRandomness:
 
     def select(self, rows: Tensor) -> None:
         """See `Randomness`."""
-        self.seeds, self._ahead = self.seeds[rows], self._ahead[rows]
+        self.seeds, self.behind = self.seeds[rows], self.behind[rows]
+        self._ahead = self._ahead[rows]
+
+    def replace(self, rows: Tensor, fresh: "KeyedRandomness") -> None:
+        """See `ContinuousRandomness`."""
+        self.seeds[rows] = fresh.seeds
+        self.behind[rows] = self.draws - fresh.draws + fresh.behind
+        self._ahead[rows] = self._numbers(rows, self._ahead.shape[-1])
 
     def _uniform(self, shape: torch.Size) -> Tensor:
         """float64 in (0, 1), one for each element of [B, ...]; every call is a new draw.
@@ -98,14 +110,18 @@ class KeyedRandomness:
         """
         count, at = math.prod(shape[1:]), self.draws % self.ahead
         if at == 0 or count > self._ahead.shape[-1]:
-            width = max(count, self._ahead.shape[-1], 16)
-            first = self.draws - at
-            draws = torch.arange(first, first + self.ahead, device=self.seeds.device) * _STRIDE
-            key = _mix(_mix(self.seeds + _purpose("uniform"))[:, None] + draws)
-            index = torch.arange(1, width + 1, device=key.device) * _STRIDE
-            self._ahead = _unit(_mix(key.unsqueeze(-1) + index))
+            self._ahead = self._numbers(slice(None), max(count, self._ahead.shape[-1], 16))
         self.draws += 1
         return self._ahead[:, at, :count].reshape(shape)
+
+    def _numbers(self, rows: Tensor | slice, width: int) -> Tensor:
+        """`width` numbers of each of the draws that are made at once: [rows, ahead, width]."""
+        first = self.draws - self.draws % self.ahead
+        draws = torch.arange(first, first + self.ahead, device=self.seeds.device)
+        draws = (draws - self.behind[rows][:, None]) * _STRIDE
+        key = _mix(_mix(self.seeds[rows] + _purpose("uniform"))[:, None] + draws)
+        index = torch.arange(1, width + 1, device=key.device) * _STRIDE
+        return _unit(_mix(key.unsqueeze(-1) + index))
 
 
 def fresh_seed() -> int:

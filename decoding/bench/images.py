@@ -30,11 +30,11 @@ class ImageBench:
     model: a drafter's export. target: used instead of the one that it names. gamma, prefill,
     guidance, temperature: the point around which one knob at a time is swept over gammas, prefills,
     guidances and temperatures; guidances are tested with guidance_schedule. images: of each point
-    of a sweep. samples: of each set of the permutation test; 0 leaves it out. batch_sizes: for the
-    timings, over `batches` of each. inner_temperature: of the relaxed rule (42 in the authors'
-    program, 1 in the paper). features: adds Fréchet distances, of the features 'digits' or
-    'inception' (see `decoding.bench.image_features`). vae, scale: see `decoding.images`. out: the
-    folder of the results; None: 'bench' beside the export.
+    of a sweep. samples: of each set of the permutation test; 0 leaves it out. batch_sizes: rows at
+    once of the timings, each over `batches` times as many images. inner_temperature: of the relaxed
+    rule (42 in the authors' program, 1 in the paper). features: adds Fréchet distances, of the
+    features 'digits' or 'inception' (see `decoding.bench.image_features`). vae, scale: see
+    `decoding.images`. out: the folder of the results; None: 'bench' beside the export.
     """
 
     model: str
@@ -167,24 +167,20 @@ def ways(bench: ImageBench, sampler: CspdSampler) -> list[dict]:
 
 
 def speed(bench: ImageBench, sampler: SequentialSampler, params: ImageParams, size: int) -> float:
-    """Images a second in batches of one size, over a few: how many passes one takes is chance."""
-    seconds = 0.0
-    for batch in range(-1, bench.batches):
-        started = perf_counter()
-        sampler.generate(classes(sampler, size), replace(params, seed=bench.seed + batch * size))
-        seconds += perf_counter() - started if batch >= 0 else 0  # the first one warms up
-    return bench.batches * size / seconds
+    """Images a second with so many rows at once, over many: how many passes one takes is chance."""
+    sampler.generate(classes(sampler, size), params)  # warms up
+    labels = classes(sampler, bench.batches * size)
+    started = perf_counter()
+    sampler.generate(labels, replace(params, seed=bench.seed), at_once=size)
+    return len(labels) / (perf_counter() - started)
 
 
 def drawn(
     bench: ImageBench, sampler: SequentialSampler, params: ImageParams, count: int, first: int = 0
 ) -> list[ImageResult]:
     """`count` images, the classes in turn. first: sets of another number share no seed."""
-    labels, results, size = classes(sampler, count), [], max(bench.batch_sizes)
-    for start in range(0, count, size):
-        seed = bench.seed + first * 1_000_003 + start
-        results += sampler.generate(labels[start : start + size], replace(params, seed=seed))
-    return results
+    params = replace(params, seed=bench.seed + first * 1_000_003)
+    return sampler.generate(classes(sampler, count), params, at_once=max(bench.batch_sizes))
 
 
 def side_by_side(bench: ImageBench, sampler: CspdSampler, file: Path, count: int = 10) -> None:

@@ -68,9 +68,10 @@ class CspdSampler(SequentialSampler):
         here = torch.arange(len(n), device=n.device)
         chains = []
         for j in range(gamma):
-            # The first pass also brings what was committed and not drafted since the last one.
+            # The first pass also brings what was committed and not drafted since the last one; a
+            # row that begins brings its first input twice.
             back = 0 if j else 1 if drafter.passes else int(n.max())
-            index = (n + j)[:, None] + torch.arange(-back, 1, device=n.device)
+            index = ((n + j)[:, None] + torch.arange(-back, 1, device=n.device)).clamp_min(0)
             step = self.step("drafter", rows, index, params, keep=1)
             start = rows.randomness.normal((len(n), 1, self.target.config.dim)).to(rows.patches)
             chain = run_chain(step, start, self.drafter.head.steps, rows.randomness)

@@ -1,6 +1,7 @@
 """Plain decoding of continuous tokens, one after the other: what speculation is held to."""
 
 import time
+from collections import deque
 
 import torch
 from torch import Tensor
@@ -29,10 +30,13 @@ class SequentialSampler:
         *,
         seeds: list[int] | None = None,
         randomness: ContinuousRandomness | None = None,
+        at_once: int | None = None,
     ) -> list[ImageResult]:
-        """One image of each class, as one batch.
+        """One image of each class.
 
-        seeds: one a row; by default params.seed + row. randomness: for tests.
+        seeds: one a row; by default params.seed + row. at_once: rows of a batch (None: all); a row
+        that is done makes room for the next one, or, where tokens are pre-filled, a batch for the
+        next batch. It changes no image. randomness: for tests, of one batch.
         """
         params, config = params or ImageParams(), self.target.config
         bad = [c for c in labels if not 0 <= c < config.classes]
@@ -42,45 +46,73 @@ class SequentialSampler:
                 if bad
                 else "no class was given"
             )
+        if at_once is not None and at_once < 1:
+            raise ValueError(f"{at_once} images at once are not allowed: at least 1")
         if seeds is None:
             first = fresh_seed() if params.seed is None else params.seed
             seeds = [first + b for b in range(len(labels))]
-        device = self.target.device
+        at_once = at_once or len(labels)
+        assert randomness is None or at_once >= len(labels)
+        # All rows of a batch are pre-filled at the same time.
+        step = at_once if params.prefill else len(labels)
+        results = []
         with torch.inference_mode():
-            randomness = randomness or KeyedRandomness(seeds, device)
-            order = self.order(len(labels), randomness)
-            label = torch.tensor(labels, device=device)
-            rows = PatchRows(label, order, self.empty(order, params), randomness)
-            return self._decode(rows, params)
+            for start in range(0, len(labels), step):
+                here = slice(start, start + step)
+                waiting = deque(enumerate(zip(labels[here], seeds[here])))
+                results += self._decode(waiting, at_once, params, randomness)
+        return results
 
-    def _decode(self, rows: PatchRows, params: ImageParams) -> list[ImageResult]:
-        N, results = self.target.config.tokens, [None] * len(rows.row)
-        emitted: list[list[int]] = [[] for _ in rows.row]
-        started = time.perf_counter()
+    def _decode(
+        self,
+        waiting: deque[tuple[int, tuple[int, int]]],
+        at_once: int,
+        params: ImageParams,
+        randomness: ContinuousRandomness | None,
+    ) -> list[ImageResult]:
+        """The images of the rows that wait, (number, (label, seed)), in their order."""
+        N, results = self.target.config.tokens, [None] * len(waiting)
+        emitted: list[list[int]] = [[] for _ in waiting]
+        rows = self.rows(waiting, at_once, params, randomness)
         self.begin(rows, params)
+        began = dict.fromkeys(rows.row, self._spent(rows))
         while rows.row:
             tokens, counts, accepted = self.cycle(rows, params)
             if not tokens.isfinite().all():
                 raise ValueError("the model gives numbers that are not finite: it has diverged")
             counts = counts.minimum(N - rows.lengths)
             rows.append(tokens, counts, accepted)
-            keep = []
-            for b, count in enumerate(counts.tolist()):
-                emitted[rows.row[b]].append(count)
-                if rows.lengths[b] < N:
-                    keep.append(b)
-                    continue
-                order = rows.order[b, :N].argsort()
-                stats = self._stats(rows, emitted[rows.row[b]], time.perf_counter() - started)
-                results[rows.row[b]] = ImageResult(
-                    rows.patches[b, :N][order].clone(),
-                    int(rows.label[b]),
-                    rows.accepted[b, :N][order].clone(),
-                    stats,
-                )
-            if len(keep) < len(rows.row):
+            for row, count in zip(rows.row, counts.tolist()):
+                emitted[row].append(count)
+            done = (rows.lengths == N).nonzero().flatten().tolist()
+            for b in done:
+                spent = self._spent(rows) - began[rows.row[b]]
+                results[rows.row[b]] = self._result(rows, b, spent, emitted[rows.row[b]])
+            if done and waiting:
+                fresh = self.rows(waiting, len(done), params)
+                rows.replace(done[: len(fresh.row)], fresh)
+                began |= dict.fromkeys(fresh.row, self._spent(rows))
+                done = done[len(fresh.row) :]
+            if done:
+                keep = [b for b in range(len(rows.row)) if b not in done]
                 rows.select(keep) if keep else rows.row.clear()
         return results
+
+    def rows(
+        self,
+        waiting: deque[tuple[int, tuple[int, int]]],
+        most: int,
+        params: ImageParams,
+        randomness: ContinuousRandomness | None = None,
+    ) -> PatchRows:
+        """The first of the rows that wait, at most so many, which wait no longer."""
+        taken = [waiting.popleft() for _ in range(min(most, len(waiting)))]
+        device = self.target.device
+        randomness = randomness or KeyedRandomness([seed for _, (_, seed) in taken], device)
+        order = self.order(len(taken), randomness)
+        label = torch.tensor([label for _, (label, _) in taken], device=device)
+        patches = self.empty(order, params)
+        return PatchRows(label, order, patches, randomness, [number for number, _ in taken])
 
     def order(self, count: int, randomness: ContinuousRandomness) -> Tensor:
         """Orders of generation [count, N], as the model was trained."""
@@ -134,13 +166,26 @@ class SequentialSampler:
 
         return density
 
-    def _stats(self, rows: PatchRows, emitted: list[int], seconds: float) -> Stats:
-        target, drafter = rows.networks["target"], rows.networks.get("drafter")
-        stats = Stats(emitted=emitted, target_passes=target.passes, target_s=target.seconds)
-        if drafter is not None:
-            stats.drafter_passes, stats.drafter_s = drafter.passes, drafter.seconds
-        stats.sampler_s = seconds - stats.target_s - stats.drafter_s
-        return stats
+    def _spent(self, rows: PatchRows) -> Tensor:
+        """Now: seconds, passes and seconds of the target, passes and seconds of the drafter [5]."""
+        spent = [time.perf_counter()]
+        for network in (rows.networks["target"], rows.networks.get("drafter")):
+            spent += [network.passes, network.seconds] if network else [0, 0]
+        return torch.tensor(spent, dtype=torch.float64)
+
+    def _result(self, rows: PatchRows, b: int, spent: Tensor, emitted: list[int]) -> ImageResult:
+        order = rows.order[b, : self.target.config.tokens].argsort()
+        patches, accepted = (x[b, : len(order)][order] for x in (rows.patches, rows.accepted))
+        seconds, passes, target_s, drafts, drafter_s = spent.tolist()
+        stats = Stats(
+            emitted=emitted,
+            target_passes=int(passes),
+            target_s=target_s,
+            drafter_passes=int(drafts),
+            drafter_s=drafter_s,
+            sampler_s=seconds - target_s - drafter_s,
+        )
+        return ImageResult(patches, int(rows.label[b]), accepted, stats)
 
 
 def load(path: str, config: dict, *, target: str | None, dtype: str, device: str):

@@ -114,6 +114,36 @@ def test_a_row_is_the_same_alone_and_in_a_ragged_batch(head, options):
         assert torch.equal(alone.accepted, result.accepted)
 
 
+@pytest.mark.parametrize("head", images.HEADS)
+@pytest.mark.parametrize("options", [{}, {"order": "random"}])
+@pytest.mark.parametrize(("at_once", "prefill"), [(1, 0.0), (3, 0.0), (3, 0.25), (20, 0.0)])
+def test_a_row_that_takes_anothers_place_is_the_same_as_alone(head, options, at_once, prefill):
+    target, drafter = images.pair(head, strength=0.03, size=3, **options)
+    params = ImageParams(guidance=1.3, prefill=prefill)
+    labels, seeds = [0, 1, 2, 0, 1, 2, 0, 1], list(range(11, 19))
+    for sampler in (CspdSampler(target, drafter, gamma=3), SequentialSampler(target)):
+        together = sampler.generate(labels, params, seeds=seeds, at_once=at_once)
+        for label, seed, result in zip(labels, seeds, together):
+            (alone,) = sampler.generate([label], params, seeds=[seed])
+            torch.testing.assert_close(alone.patches, result.patches, rtol=0, atol=1e-9)
+            assert alone.stats.emitted == result.stats.emitted
+            assert torch.equal(alone.accepted, result.accepted)
+            assert alone.label == result.label == label
+            # It took part in passes from its own beginning to its end.
+            assert result.stats.target_passes == len(result.stats.emitted)
+
+
+def test_a_batch_does_not_wait_for_its_slowest_row():
+    target, drafter = images.pair(strength=0.1, size=4)
+    sampler, seeds, passes = CspdSampler(target, drafter, gamma=3), list(range(24)), []
+    target.backbone.register_forward_hook(lambda *_: passes.append(1))
+    results = sampler.generate([0] * 24, seeds=seeds, at_once=3)
+    refilled = len(passes)
+    needed = [r.stats.target_passes for r in results]
+    slowest = sum(max(needed[b : b + 3]) for b in range(0, 24, 3))  # of batches one by one
+    assert sum(needed) / 3 <= refilled < slowest
+
+
 def test_a_drafter_that_is_the_target_is_always_accepted():
     for head in images.HEADS:
         target = images.model(head, size=3)
@@ -219,5 +249,7 @@ def test_unknown_classes_and_gamma():
         SequentialSampler(target).generate([0, 3])
     with pytest.raises(ValueError, match="no class"):
         SequentialSampler(target).generate([])
+    with pytest.raises(ValueError, match="0 images at once"):
+        SequentialSampler(target).generate([0], at_once=0)
     with pytest.raises(ValueError, match="gamma=0"):
         CspdSampler(target, drafter, gamma=0)
