@@ -1,8 +1,9 @@
 """`python -m decoding.calibrate model=runs/deer_stage2/export`: the draft tree for this machine.
 
-More nodes are accepted more often and cost a wider pass; where the balance lies depends on drafter,
-target and machine, so it is measured: real decodes of held-out prompts. What is fastest goes into
-the export, and `verify=tree` takes it from there.
+How sure of the drafter a tree should be at each depth is fitted to what the target chose
+(`decoding.sharpness`). More nodes are accepted more often and cost a wider pass; where the balance
+lies depends on drafter, target and machine, so it is measured: real decodes of held-out prompts.
+What is fastest goes into the export, and `verify=tree` takes it from there.
 """
 
 import json
@@ -17,25 +18,29 @@ from decoding.cli import main, parse, quiet
 from decoding.load import load, parade_config, sampler_of
 from decoding.params import SamplingParams
 from decoding.report import write_table
+from decoding.sharpness import fit, observed
 
 
 @dataclass(frozen=True)
 class Calibrate:
     """Decode held-out prompts with trees of several shapes, one prompt at a time.
 
-    model: the folder of an export that drafts; its config.json is written. nodes, sharpness: the
-    values to try (see `DeerSampler`). temperatures: the best shape is the fastest over all of them.
+    model: the folder of an export that drafts; its config.json is written. nodes: the values to try
+    (see `DeerSampler`). sharpness: factors to try, times the fitted one of each depth.
+    temperatures: of the fits; the best shape is the fastest over all of them.
+    fit_prompts: those that the sharpness is fitted to, others than the prompts that are timed.
     """
 
     model: str
     target: str | None = None
     source: str = "stdlib"
     prompts: int = 8
+    fit_prompts: int = 24
     prompt_length: int = 64
     max_new_tokens: int = 64
     temperatures: tuple[float, ...] = (0.0, 1.0)
     nodes: tuple[int, ...] = (8, 12, 16, 24, 32, 48)
-    sharpness: tuple[float, ...] = (0.7, 1.0, 1.4)
+    sharpness: tuple[float, ...] = (0.8, 1.0, 1.25)
     dtype: str = "bfloat16"
     device: str = "cpu"
     seed: int = 0
@@ -54,33 +59,48 @@ def run(argv: list[str]) -> None:
     sampler = load(c.model, target=c.target, dtype=c.dtype, device=c.device)
     if getattr(sampler, "drafter", None) is None:
         raise ValueError(f"{c.model} drafts no trees: there is nothing to calibrate")
-    prompts = heldout_prompts(c.source, sampler.tokenizer, c.prompts, c.prompt_length)
+    count = c.prompts + c.fit_prompts
+    prompts = heldout_prompts(c.source, sampler.tokenizer, count, c.prompt_length)
     ids = [p["prompt_ids"] for p in prompts]
-    shapes = list(product(c.nodes, c.sharpness))
-    samplers = [reshaped(c, sampler, *shape) for shape in shapes]
-    lines = [measure(c, s, ids) for s in track(samplers, "calibrate")]
+    fitted = {}
+    for temperature in c.temperatures:
+        z, choice = observed(sampler, ids[c.prompts :], params_of(c, temperature))
+        fitted[f"{temperature:g}"] = fit(z, choice)
+    shapes = {
+        shape: reshaped(c, sampler, fitted, *shape) for shape in product(c.nodes, c.sharpness)
+    }
+    lines = [
+        {"nodes": nodes, "sharpness": factor, **measure(c, shaped, ids[: c.prompts])}
+        for (nodes, factor), shaped in track(shapes.items(), "calibrate")
+    ]
     out = Path(c.out) if c.out else config.parents[1] / "calibration"
     title = f"{c.prompts} held-out prompts, batch 1, {c.dtype}"
     write_table(lines, out / "calibration.csv", title, "decoding.calibrate")
     best = max(lines, key=lambda line: line["tokens/s"])
-    keep(config, {name: best[name] for name in ("nodes", "sharpness")})
-    print(f"nodes={best['nodes']} and sharpness={best['sharpness']} are now in {config}")
+    shape = shapes[best["nodes"], best["sharpness"]]
+    keep(config, {"nodes": shape.nodes, "sharpness": shape.sharpness})
+    print(f"nodes={shape.nodes} and sharpness={shape.sharpness} are now in {config}")
 
 
-def reshaped(c: Calibrate, sampler, nodes: int, sharpness: float):
+def reshaped(c: Calibrate, sampler, fitted: dict[str, list[float]], nodes: int, factor: float):
     """The same sampler with trees of another shape."""
+    sharpness = {t: [round(factor * s, 2) for s in depths] for t, depths in fitted.items()}
     config = {**parade_config(c.model), "nodes": nodes, "sharpness": sharpness}
     return sampler_of(config, sampler.target, sampler.tokenizer, sampler.drafter)
 
 
+def params_of(c: Calibrate, temperature: float) -> SamplingParams:
+    """A request of the calibration."""
+    return SamplingParams(
+        c.max_new_tokens, temperature, ignore_eos=True, seed=c.seed, verify="tree"
+    )
+
+
 def measure(c: Calibrate, sampler, prompts: list[list[int]]) -> dict:
-    """One line of the table; tokens/s over all prompts and temperatures."""
-    line = {"nodes": sampler.nodes, "sharpness": sampler.sharpness}
-    tokens = seconds = 0
+    """Of one line of the table; tokens/s over all prompts and temperatures."""
+    line, tokens, seconds = {}, 0, 0
     for temperature in c.temperatures:
-        params = SamplingParams(
-            c.max_new_tokens, temperature, ignore_eos=True, seed=c.seed, verify="tree"
-        )
+        params = params_of(c, temperature)
         sampler.generate(prompts[:1], params)  # warm-up
         started = perf_counter()
         results = [sampler.generate([ids], params)[0] for ids in prompts]

@@ -25,7 +25,8 @@ class DeerSampler(Sampler):
 
     block_size: k, tokens drafted a cycle. mask_id, sep_id: the drafter's own two tokens.
     nodes, sharpness: of the tree that `verify=tree` drafts in the block's place, how many it has
-    and how sure of the drafter its shape is (`draft_trees`).
+    and how sure of the drafter its shape is (`draft_trees`): a number, or for some temperatures a
+    number for each depth, {temperature: [...]}, of which a request takes the nearest.
     """
 
     rules = VERIFY
@@ -40,14 +41,15 @@ class DeerSampler(Sampler):
         mask_id: int,
         sep_id: int,
         nodes: int = 16,
-        sharpness: float = 1.5,
+        sharpness: float | dict[str, list[float]] = 1.5,
     ):
         super().__init__(target, tokenizer)
         if not 1 <= nodes <= LIMIT:
             raise ValueError(f"nodes={nodes} is not allowed: it must be from 1 to {LIMIT}")
         self.drafter = drafter.eval()
         self.block_size, self.mask_id, self.sep_id = block_size, mask_id, sep_id
-        if sharpness <= 0:
+        depths = sharpness.values() if isinstance(sharpness, dict) else [[sharpness]]
+        if not depths or min(map(min, depths)) <= 0:
             raise ValueError(f"sharpness={sharpness} is not allowed: it must be above 0")
         self.nodes, self.sharpness = nodes, sharpness
 
@@ -98,7 +100,10 @@ class DeerSampler(Sampler):
         softmax(log q + g), and of that the tree is the best.
         """
         noisy = q_logits if noise is None else q_logits + noise[:, :-1]
-        trees = draft_trees(noisy, self.nodes, self.sharpness)
+        sharpness = self.sharpness
+        if isinstance(sharpness, dict):
+            sharpness = self.sharpness_at(params.temperature, noisy)
+        trees = draft_trees(noisy, self.nodes, sharpness)
         rows.drafted = trees.token.shape[1]
         last, depth = rows.lengths[:, None] - 1, pad(trees.depth, (1, 0))
         logits = rows.networks["target"](
@@ -123,6 +128,13 @@ class DeerSampler(Sampler):
                 rows.lengths[:, None] + node, rows.lengths[:, None] + steps
             )
         return choice.gather(1, pad(node + 1, (1, 0))), count + 1
+
+    def sharpness_at(self, temperature: float, logits: Tensor) -> Tensor:
+        """The calibrated sharpness of each depth, [k] for logits [B, k, V]."""
+        nearest = min(self.sharpness, key=lambda known: abs(float(known) - temperature))
+        of_depth = self.sharpness[nearest]
+        depths = [of_depth[min(i, len(of_depth) - 1)] for i in range(logits.shape[1])]
+        return logits.new_tensor(depths)
 
     def draft_pass(self, rows: Rows, k: int, params: SamplingParams) -> Tensor:
         """Warped drafter logits [B, k, V] at the next k positions, independent given the prefix.

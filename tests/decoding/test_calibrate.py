@@ -18,7 +18,7 @@ def export(lab, tmp_path):
 def arguments(lab, export, *more):
     return [
         f"model={export}", f"target={lab.runs / 'ar_target' / 'export'}", f"source={lab.corpus}",
-        "prompts=2", "prompt_length=8", "max_new_tokens=8", "dtype=float32", *more,
+        "prompts=2", "fit_prompts=3", "prompt_length=8", "max_new_tokens=8", "dtype=float32", *more,
     ]  # fmt: skip
 
 
@@ -29,7 +29,17 @@ def test_the_fastest_shape_is_kept(lab, export):
     assert len(lines) == 4
     best = max(lines, key=lambda line: float(line["tokens/s"]))
     served = load(str(export))
-    assert (served.nodes, served.sharpness) == (int(best["nodes"]), float(best["sharpness"]))
+    assert served.nodes == int(best["nodes"])
+    assert sorted(served.sharpness) == ["0", "1"]
+    assert {len(depths) for depths in served.sharpness.values()} == {served.block_size}
+    # The factor is in it: twice as sure is twice the number.
+    run(
+        arguments(
+            lab, export, f"nodes=[{best['nodes']}]", f"sharpness=[{2 * float(best['sharpness'])}]"
+        )
+    )
+    for temperature, depths in load(str(export)).sharpness.items():
+        assert depths == pytest.approx([2 * s for s in served.sharpness[temperature]], abs=0.03)
     assert all(float(line["acceptance length, T=1"]) >= 1 for line in lines)
 
 
@@ -39,8 +49,8 @@ def test_mistakes(lab, export):
         run(arguments(lab, lab.runs / "ar_target" / "export"))
     with pytest.raises(ValueError, match="is no folder of an export"):
         run(arguments(lab, "org/drafter"))
-    for values, message in (("nodes=[64]", "nodes=64"), ("sharpness=[0.0]", "sharpness=0.0")):
-        with pytest.raises(ValueError, match=f"{message} is not allowed"):
+    for values, message in (("nodes=[64]", "nodes=64"), ("sharpness=[0.0]", "sharpness=")):
+        with pytest.raises(ValueError, match=f"{message}.* is not allowed"):
             run(arguments(lab, export, values))
     assert (export / "config.json").read_text() == before
     assert "nodes" not in json.loads(before)["parade"]
