@@ -18,6 +18,7 @@ from data.trajectories import Answer, interleave
 from decoding.cli import main, parse
 from decoding.compose import compose
 from trainers.base import Optimization
+from trainers.losses.diffusion import token_nll
 from trainers.losses.pcllm import progressive_consistency
 from trainers.pcllm import ProgressiveConsistency
 
@@ -116,7 +117,8 @@ def separate(
             for blocks in (noisy, clean)
         )
         present = torch.ones_like(clean[:, i])
-        loss, _ = progressive_consistency(q, p, clean[:, i], noised[:, i], present, W)
+        L_AR = token_nll(p, clean[:, i])
+        loss, _ = progressive_consistency(q, p, L_AR, noised[:, i], present, W)
         loss = loss.sum() / clean.numel()
         loss.backward()
         total += loss.item()

@@ -2,13 +2,14 @@
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from data.tokenizer import fingerprint
 from decoding.load import sampler_of
 from decoding.samplers.base import Sampler
 from models.masks import Layout, attention_mask, branches, clean_windows
 from trainers.base import BaseModule
-from trainers.losses.diffusion import token_nll
+from trainers.losses.diffusion import soft_nll, token_nll
 from trainers.losses.pcllm import divergence, progressive_consistency
 
 MASKS = ("nc", "nc_ic")
@@ -19,16 +20,33 @@ class ProgressiveConsistency(BaseModule):
 
     mask: 'nc', a noisy block sees earlier noisy blocks; 'nc_ic', clean ones of earlier windows.
     window: blocks of a window. w: weight of the AR loss. sampling: the `parade` entry of the
-    export, method and its knobs.
+    export, method and its knobs. base: a model whose distribution ordinary text is held to, rather
+    than to its own tokens (learning without forgetting, arXiv 1606.09282); it is not trained.
     """
 
-    def __init__(self, *args, mask: str, window: int, w: float, sampling: dict, **kwargs):
+    def __init__(
+        self,
+        *args,
+        mask: str,
+        window: int,
+        w: float,
+        sampling: dict,
+        base: PreTrainedModel | None = None,
+        **kwargs,
+    ):
         super().__init__(*args, **kwargs)
         if mask not in MASKS:
             raise ValueError(f"unknown mask {mask!r}. Choose from {list(MASKS)}")
         if w < 0:
             raise ValueError(f"w={w} is not allowed: it must be at least 0")
         self.mask, self.window, self.w, self.sampling = mask, window, w, dict(sampling)
+        self._base = (base,)  # in a tuple, so that it is no submodule
+
+    def on_fit_start(self) -> None:
+        """See `BaseModule`."""
+        super().on_fit_start()
+        for base in filter(None, self._base):
+            base.to(self.device).eval()
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
         """See `BaseModule`."""
@@ -36,22 +54,29 @@ class ProgressiveConsistency(BaseModule):
 
     def losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """See `BaseModule`."""
-        noisy, clean = self.logits(batch)
+        noisy, clean = self.logits(self.network, batch)
+        L_AR = token_nll(clean, batch["target"])
+        (base,) = self._base
+        text = ~batch["noised"].flatten(1).any(1)  # nothing was guessed: no answer of the model's
+        if base is not None and text.any():
+            with torch.no_grad():
+                _, before = self.logits(
+                    base, {name: x[text] for name, x in batch.items() if x.ndim}
+                )
+            L_AR = L_AR.masked_scatter(text[:, None, None], soft_nll(clean[text], before))
         return progressive_consistency(
-            noisy, clean, batch["target"], batch["noised"], batch["present"], self.w
+            noisy, clean, L_AR, batch["noised"], batch["present"], self.w
         )
 
-    def logits(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def logits(self, network: PreTrainedModel, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Logits [B, N, n, V] of every token given noisy and given clean blocks."""
         B, N, n = batch["target"].shape
         predicate = branches if self.mask == "nc" else clean_windows(self.window * n)
         layout = Layout(batch["document"], batch["index"], batch["block"])
-        logits = self.network(
+        logits = network(
             input_ids=batch["input_ids"],
             position_ids=batch["position_ids"],
-            attention_mask=attention_mask(
-                predicate, layout, self.network.config._attn_implementation
-            ),
+            attention_mask=attention_mask(predicate, layout, network.config._attn_implementation),
             use_cache=False,
             logits_to_keep=1 + 2 * N * n,
         ).logits
@@ -67,14 +92,15 @@ class ProgressiveConsistency(BaseModule):
 
     def evaluate(self, batch: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
         """Loss and its two terms; the share of right guesses behind a wrong token."""
-        noisy, clean = self.logits(batch)
+        noisy, clean = self.logits(self.network, batch)
         target, noised, present = batch["target"], batch["noised"], batch["present"]
-        loss, weight = progressive_consistency(noisy, clean, target, noised, present, self.w)
+        L_AR = token_nll(clean, target)
+        loss, weight = progressive_consistency(noisy, clean, L_AR, noised, present, self.w)
         right = (noisy.argmax(-1) == target) & noised
         return {
             "loss": ((loss * weight).sum(), weight.sum()),
             "consistency": ((divergence(clean, noisy) * noised).sum(), noised.sum()),
-            "ar": ((token_nll(clean, target) * present).sum(), present.sum()),
+            "ar": ((L_AR * present).sum(), present.sum()),
             "right_guesses": (right.sum(), noised.sum()),
         }
 

@@ -9,6 +9,7 @@ from data.tokenizer import train_tokenizer
 from data.trajectories import Answer, interleave
 from tests.support import tiny
 from trainers.base import Optimization
+from trainers.losses.diffusion import token_nll
 from trainers.losses.pcllm import divergence, progressive_consistency
 from trainers.pcllm import ProgressiveConsistency
 
@@ -26,9 +27,9 @@ def test_equations_8_and_9_by_hand():
     # Two tokens, the second behind a wrong one; then one that the answer does not have.
     p, q = torch.tensor([0.5, 0.5]).log(), torch.tensor([0.25, 0.75]).log()
     noisy, clean = torch.stack([q, q, q]).view(1, 1, 3, 2), torch.stack([p, p, p]).view(1, 1, 3, 2)
-    target = torch.zeros(1, 1, 3, dtype=torch.long)
+    L_AR = token_nll(clean, torch.zeros(1, 1, 3, dtype=torch.long))
     noised, present = torch.tensor([[[False, True, False]]]), torch.tensor([[[True, True, False]]])
-    loss, weight = progressive_consistency(noisy, clean, target, noised, present, w=0.5)
+    loss, weight = progressive_consistency(noisy, clean, L_AR, noised, present, w=0.5)
     assert weight.tolist() == [[[1, 1, 0]]]
     expected = [log(2) / 2, log(4 / 3) / 2 + log(2) / 2]
     assert loss[0, 0, :2].tolist() == pytest.approx(expected)
@@ -36,8 +37,8 @@ def test_equations_8_and_9_by_hand():
 
 def test_the_clean_blocks_are_a_teacher_without_gradient():
     noisy, clean = torch.randn(2, 1, 1, 2, 5, dtype=torch.double, requires_grad=True).unbind()
-    target, every = torch.zeros(1, 1, 2, dtype=torch.long), torch.ones(1, 1, 2, dtype=torch.bool)
-    loss, _ = progressive_consistency(noisy, clean, target, every, every, w=0.0)
+    every = torch.ones(1, 1, 2, dtype=torch.bool)
+    loss, _ = progressive_consistency(noisy, clean, clean[..., 0], every, every, w=0.0)
     gradient = torch.autograd.grad(loss.sum(), [noisy, clean], allow_unused=True)
     assert gradient[0].abs().sum() > 0
     assert gradient[1].abs().sum() == 0
@@ -122,6 +123,28 @@ def test_another_mask_or_another_noise_fails_the_same_comparison():
     shifted = {**batch, "position_ids": batch["position_ids"] + (batch["block"] == 1)}
     loss, weight = module_of(network).losses(shifted)
     assert abs((loss * weight).sum() / weight.sum() - apart) > 1e-3
+
+
+def test_ordinary_text_is_held_to_the_base():
+    """Row 0 has wrong guesses, row 1 none: the second one's AR loss is against the base's law."""
+    network, base = network_of(), tiny.causal_lm(V, seed=9, scale=1.0)
+    _, _, batch = batch_of()
+    batch["noised"][1] = False
+    plain, _ = module_of(network, w=1.0).losses(batch)
+    held, weight = module_of(network, w=1.0, base=base).losses(batch)
+    assert torch.equal(held[0], plain[0])
+    (_, ours), (_, theirs) = (module_of(network).logits(n, batch) for n in (network, base))
+    expected = -(theirs.softmax(-1) * ours.log_softmax(-1)).sum(-1)[1]
+    torch.testing.assert_close(held[1], expected, rtol=0, atol=1e-9)
+    (held * weight).sum().backward()
+    assert all(p.grad is None for p in base.parameters())
+    # Held to itself nothing pulls: the gradient of row 1 is that of a minimum.
+    network.zero_grad()
+    module_of(network, w=1.0, base=network).losses(batch)[0][1].sum().backward()
+    assert max(p.grad.abs().max() for p in network.parameters()) < 1e-9
+    network.zero_grad()
+    module_of(network, w=1.0).losses(batch)[0][1].sum().backward()
+    assert max(p.grad.abs().max() for p in network.parameters()) > 1e-2
 
 
 def test_mistakes():

@@ -7,21 +7,18 @@ place before it.
 import torch
 from torch import Tensor
 
-from trainers.losses.diffusion import token_nll
-
 
 def progressive_consistency(
-    noisy: Tensor, clean: Tensor, target: Tensor, noised: Tensor, present: Tensor, w: float
+    noisy: Tensor, clean: Tensor, L_AR: Tensor, noised: Tensor, present: Tensor, w: float
 ) -> tuple[Tensor, Tensor]:
     """Eq. 9, L_pc + w L_AR, each a mean over the answer's tokens: (loss, weight) [B, N, n].
 
     noisy, clean: logits given noisy and given clean blocks. Eq. 8 is the divergence of the first
     from the second, which gets no gradient, from a block's first wrong token on (noised: bool
-    [B, N, n]). target, present: [B, N, n], the clean tokens and which of them the answer has.
+    [B, N, n]). L_AR [B, N, n]: of each clean token. present: bool [B, N, n], the answer's tokens.
     Example: one token, noised, p = (1/2, 1/2), q = (1/4, 3/4), w = 0: log(4/3) / 2.
     """
     L_pc = noised * divergence(clean.detach(), noisy)
-    L_AR = token_nll(clean, target)
     return L_pc + w * L_AR, present.float()
 
 
