@@ -1,6 +1,6 @@
 """Decoding through stock transformers: `target.generate(..., custom_generate='org/drafter')`.
 
-`trainers.bundle` copies this module, and what it imports, into every drafter's export.
+`trainers.publishing.bundle` copies this module, and what it imports, into every drafter's export.
 """
 
 import inspect

@@ -38,6 +38,7 @@ LIGHT = [  # where they must not be imported, not even inside a function
             "params",
             "patches",
             "randomness",
+            "sharpness",
             "tree",
             "unmasking",
             "verify",
@@ -132,7 +133,9 @@ def tangled_methods(root):
 def named_methods(root):
     """Methods' names in the files of trainers/ that are no method's own: they serve every one."""
     found, known = [], sorted(methods(root))
-    for path in sorted((root / "trainers").glob("*.py")):
+    for path in sorted((root / "trainers").rglob("*.py")):
+        if path.parent.name == "losses":
+            continue
         for method in known if path.stem not in known else ():
             # Letters on neither side: 'deer_stage2' counts, 'reindeer' does not.
             pattern = rf"(?<![a-z]){re.escape(method)}(?![a-z])"

@@ -13,7 +13,7 @@ from decoding.bench.text import Bench
 from decoding.cli import parse
 from decoding.compose import compose
 from trainers.deer import TEACHER_LOSSES
-from trainers.resume import run_folder
+from trainers.runs.resume import run_folder
 
 ROOT = Path(__file__).parents[1]
 MEASURES = {

@@ -21,7 +21,7 @@ GIVEN = {"tokenizer", "folder", "network", "optimization", "target"}
 # Nodes that are handed on whole, and what takes them.
 WHOLE = {"optimization": Optimization, "prompts": heldout_prompts}
 SOURCES = {
-    "fit": ["trainers/fit.py", "trainers/resume.py", "decoding/inputs.py"],
+    "fit": ["trainers/fit.py", "trainers/runs/resume.py", "decoding/inputs.py"],
     "collect": ["decoding/collect.py", "decoding/inputs.py"],
 }
 ROOT = Path(__file__).parents[1]

@@ -8,12 +8,12 @@ from omegaconf import OmegaConf
 from decoding.cli import main, parse, quiet
 from decoding.load import parade_config
 from models.causal import looks_local
-from trainers import hub
-from trainers.card import with_bench
-from trainers.checkpoint_files import load_weights, step_of
-from trainers.curve import latest
-from trainers.export_folder import is_export, write_export
 from trainers.fit import build_module
+from trainers.publishing import hub
+from trainers.publishing.card import with_bench
+from trainers.publishing.export_folder import is_export, write_export
+from trainers.runs.checkpoint_files import load_weights, step_of
+from trainers.runs.curve import latest
 
 
 @dataclass(frozen=True)

@@ -24,18 +24,18 @@ from decoding.inputs import prepare_inputs
 from decoding.load import check_tokenizers, load_tokenizer
 from models import causal
 from trainers.base import BaseModule, Optimization, WholeSteps
-from trainers.callbacks import AcceptanceLength
-from trainers.checkpoint_files import DirectIO
-from trainers.checkpoints import Checkpoints, Preempted
-from trainers.curve import latest
-from trainers.export_folder import is_export, write_export
-from trainers.guards import LossGuard, with_memory_advice
-from trainers.loggers import build_loggers, check_logger
 from trainers.lora import add_lora
-from trainers.progress import progress
-from trainers.provenance import provenance, write_provenance
-from trainers.randomness import RandomStates
-from trainers.resume import checkpoint_to_resume, forget, run_folder
+from trainers.publishing.export_folder import is_export, write_export
+from trainers.runs.callbacks import AcceptanceLength
+from trainers.runs.checkpoint_files import DirectIO
+from trainers.runs.checkpoints import Checkpoints, Preempted
+from trainers.runs.curve import latest
+from trainers.runs.guards import LossGuard, with_memory_advice
+from trainers.runs.loggers import build_loggers, check_logger
+from trainers.runs.progress import progress
+from trainers.runs.provenance import provenance, write_provenance
+from trainers.runs.randomness import RandomStates
+from trainers.runs.resume import checkpoint_to_resume, forget, run_folder
 from trainers.strategies import needs_gpu, strategy_of, whole_network
 
 

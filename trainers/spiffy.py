@@ -32,7 +32,7 @@ from decoding.samplers import denoise
 from decoding.traces import read_trace, write_trace
 from models.blockwise import is_foreign
 from trainers.base import BaseModule
-from trainers.provenance import commit
+from trainers.runs.provenance import commit
 
 say = rank_zero_only(print)
 # Of a public model that brings code of its own.

@@ -3,7 +3,7 @@
 import torch
 
 from tests.support import tiny
-from trainers.bundle import write_bundle
+from trainers.publishing.bundle import write_bundle
 
 V = 12
 PROMPTS = [[2, 7, 1, 8, 3], [3, 1], [6, 6, 6, 0]]

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from trainers.checkpoint_files import checkpoint_files, step_of
-from trainers.curve import read_curve
+from trainers.runs.checkpoint_files import checkpoint_files, step_of
+from trainers.runs.curve import read_curve
 
 
 def curve(folder: Path, column: str = "loss") -> dict[int, float]:

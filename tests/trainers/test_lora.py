@@ -17,9 +17,9 @@ from decoding.params import SamplingParams
 from decoding.samplers.plain import PlainSampler
 from models.diffusion import from_causal_lm
 from tests.support import tiny
-from trainers import hub
 from trainers.fit import build_module
 from trainers.lora import add_lora, to_export
+from trainers.publishing import hub
 from trainers.strategies import with_weights, without_weights
 
 PLAIN = {"rank": 4, "alpha": 8, "dropout": 0.0, "targets": ["all-linear"], "merge": True}

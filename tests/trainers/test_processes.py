@@ -13,7 +13,7 @@ import torch
 
 from tests import chaos
 from tests.support.runs import curve, cut, kept, same_run, same_weights
-from trainers.checkpoint_files import checkpoint_files
+from trainers.runs.checkpoint_files import checkpoint_files
 
 LONG = ("trainer.max_steps=50", "trainer.log_every=1", "trainer.validate_every=20")
 TWO = ("trainer.devices=2", "strategy=ddp", "trainer.micro_batch_size=2")

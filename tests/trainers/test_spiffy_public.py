@@ -18,8 +18,8 @@ from tests.support.lab import SMALL
 from tests.support.public import public_model
 from tests.support.runs import cut
 from trainers import export as export_command
-from trainers.checkpoint_files import checkpoint_files
 from trainers.fit import fit
+from trainers.runs.checkpoint_files import checkpoint_files
 
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0, ignore_eos=True)
 PROMPTS = [[2, 7, 1, 8], [3, 1, 4, 1, 5, 9], [9, 9, 2, 1]]

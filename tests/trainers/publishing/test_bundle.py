@@ -20,9 +20,9 @@ from decoding.samplers.plain import PlainSampler
 from tests.support import tiny
 from tests.support.drafters import PROMPTS, V, target, write_drafter
 from tests.support.enumerating import output_law
-from trainers import bundle
+from trainers.publishing import bundle
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPOSITORY = "some-org/a-drafter.v1"  # names that Python modules cannot have
 

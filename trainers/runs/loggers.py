@@ -11,7 +11,7 @@ from pytorch_lightning.loggers import Logger, TensorBoardLogger, WandbLogger
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from decoding.cli import one_line, unknown
-from trainers.curve import Curve
+from trainers.runs.curve import Curve
 
 
 def check_logger(name: str | None) -> None:
@@ -78,7 +78,7 @@ def wandb_logger(config: DictConfig, folder: Path, first: int) -> Logger:
             dir=folder,
             id=file.read_text(),
             resume="allow",
-            allow_val_change=True,  # what a run may change when it goes on, see trainers/resume.py
+            allow_val_change=True,  # what a run may change when it goes on, see trainers/runs/resume.py
             mode="offline" if keyless else mode,
             settings=wandb.Settings(silent=True, console="off"),
         )

@@ -10,7 +10,7 @@ from rich.console import Console
 from tests.support.spoil import nan, spoil
 from trainers import fit as fit_module
 from trainers.deer import Distillation
-from trainers.progress import Bar, Lines, Pace
+from trainers.runs.progress import Bar, Lines, Pace
 
 
 def ticking():

@@ -16,9 +16,9 @@ from decoding.load import load
 from decoding.params import SamplingParams
 from tests.support.hub_server import READ, WRITE, Blob, HubServer
 from tests.support.tiny import causal_lm, tokenizer
-from trainers import hub
-from trainers.card import model_card
 from trainers.export import run
+from trainers.publishing import hub
+from trainers.publishing.card import model_card
 
 REPO = "org/name"
 CONFIG = {

@@ -14,9 +14,9 @@ from data.tokenizer import fingerprint
 from decoding.load import CONFIGS, KEPT, load_tokenizer, parade_config, sampler_of
 from decoding.samplers.base import Sampler
 from trainers.base import BaseModule
-from trainers.bundle import write_bundle
-from trainers.card import model_card
 from trainers.lora import to_export
+from trainers.publishing.bundle import write_bundle
+from trainers.publishing.card import model_card
 
 # Rows longer than any tokenizer's padding of the vocabulary (multiples of 512 are usual).
 PADDING = 1024

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.callbacks import Callback
 from torch import Tensor
 
-from trainers.checkpoints import Checkpoints
+from trainers.runs.checkpoints import Checkpoints
 
 # What the libraries say when there is no memory left, in lower case.
 NO_MEMORY = ("out of memory", "allocate memory", "not enough memory", "status_alloc_failed")

@@ -11,7 +11,7 @@ import torch
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
-from trainers.checkpoint_files import (
+from trainers.runs.checkpoint_files import (
     checkpoint_files,
     checkpoint_path,
     remove_checkpoint,

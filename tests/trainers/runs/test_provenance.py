@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from data.fingerprints import input_fingerprint
 from tests.support.spoil import nan, spoil
-from trainers import provenance
+from trainers.runs import provenance
 from trainers.ar import Autoregressive
-from trainers.provenance import commit, inputs
+from trainers.runs.provenance import commit, inputs
 
 
 def story(lab, recipe, name=""):

@@ -10,7 +10,7 @@ import ast
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("data", "models", "decoding")
 ENTRY = "decoding.custom_generate"
 REQUIREMENTS = "torch>=2.8\ntransformers>=5.0\n"
@@ -20,7 +20,7 @@ GENERATE = '''\
 
     target.generate(**inputs, custom_generate="<this folder or repository>", trust_remote_code=True)
 
-Written by parade (trainers/bundle.py) with copies of its modules.
+Written by parade (trainers/publishing/bundle.py) with copies of its modules.
 """
 
 from .{entry} import generate as _generate
@@ -46,7 +46,8 @@ def write_bundle(folder: Path, method: str) -> None:
     bundle = folder / "custom_generate"
     bundle.mkdir()
     for module in modules:
-        source = f"# A copy of parade's {module}, made by trainers/bundle.py.\n{flattened(module)}"
+        made = "made by trainers/publishing/bundle.py"
+        source = f"# A copy of parade's {module}, {made}.\n{flattened(module)}"
         (bundle / f"{flat(module)}.py").write_text(source, encoding="utf-8")
     named = "\n".join(f"from .{flat(module)} import __name__ as _" for module in modules)
     text = GENERATE.format(entry=flat(ENTRY), sampler=flat(sampler), modules=named)

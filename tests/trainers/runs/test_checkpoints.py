@@ -12,9 +12,9 @@ import torch
 from pytorch_lightning.callbacks import Callback
 
 from tests.support.runs import curve, cut, kept, same_run, same_weights
-from trainers import checkpoints as checkpoints_module
+from trainers.runs import checkpoints as checkpoints_module
 from trainers import fit as fit_module
-from trainers.checkpoint_files import (
+from trainers.runs.checkpoint_files import (
     DirectIO,
     checkpoint_files,
     forget_after,
@@ -22,9 +22,9 @@ from trainers.checkpoint_files import (
     step_of,
     write_checkpoint,
 )
-from trainers.checkpoints import Checkpoints, measured
-from trainers.curve import Curve
-from trainers.randomness import RandomStates
+from trainers.runs.checkpoints import Checkpoints, measured
+from trainers.runs.curve import Curve
+from trainers.runs.randomness import RandomStates
 
 LONG = ("trainer.max_steps=12", "trainer.log_every=1", "trainer.keep_last=9")
 DROPOUT = (*LONG, "+network.attention_dropout=0.4")

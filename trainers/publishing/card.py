@@ -18,8 +18,8 @@ ACCEPTANCE = "acceptance_length_t"
 def model_card(config: dict, metrics: dict, folder: Path) -> str:
     """The README.md of an export.
 
-    config: its `parade` entry. metrics: the last of each (`trainers.curve.latest`). folder: the
-    run's, with its config and provenance.
+    config: its `parade` entry. metrics: the last of each (`trainers.runs.curve.latest`). folder:
+    the run's, with its config and provenance.
     """
     story = json.loads((folder / "provenance.json").read_text())
     settings = yaml.safe_load((folder / "config.yaml").read_text())

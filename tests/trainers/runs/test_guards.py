@@ -11,7 +11,7 @@ from decoding.compose import compose
 from tests.support.spoil import nan, spoil
 from trainers.ar import Autoregressive
 from trainers.deer import Distillation
-from trainers.guards import LossGuard, memory_advice, memory_error
+from trainers.runs.guards import LossGuard, memory_advice, memory_error
 
 EACH = ("trainer.checkpoint_every=1", "trainer.keep_last=1", "trainer.keep_best=0")
 
@@ -99,7 +99,7 @@ def test_a_resumed_run_is_judged_as_the_uninterrupted_one(lab):
 
 def judge(monkeypatch, losses):
     """The step at which these losses are stopped; None: not at all."""
-    monkeypatch.setattr("trainers.guards.advice", lambda trainer: "")
+    monkeypatch.setattr("trainers.runs.guards.advice", lambda trainer: "")
     guard, trainer = LossGuard(factor=1.5, wait=20), SimpleNamespace(accumulate_grad_batches=1)
     for trainer.global_step, loss in enumerate(losses, 1):
         trainer.callback_metrics = {"loss": loss}
