@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,14 @@ from decoding.patches import ImageParams, ImageResult, PatchNetwork, PatchRows, 
 from decoding.randomness import ContinuousRandomness, KeyedRandomness, fresh_seed
 from models import patches
 from models.patches import PatchTransformer
+
+
+class Wanted(NamedTuple):
+    """An image that waits for a row of the batch. number: its place in the request."""
+
+    number: int
+    label: int
+    seed: int
 
 
 class SequentialSampler:
@@ -51,6 +60,8 @@ class SequentialSampler:
         if seeds is None:
             first = fresh_seed() if params.seed is None else params.seed
             seeds = [first + b for b in range(len(labels))]
+        if len(seeds) != len(labels):
+            raise ValueError(f"{len(seeds)} seeds were given for {len(labels)} classes")
         at_once = at_once or len(labels)
         assert randomness is None or at_once >= len(labels)
         # All rows of a batch are pre-filled at the same time.
@@ -58,19 +69,19 @@ class SequentialSampler:
         results = []
         with torch.inference_mode():
             for start in range(0, len(labels), step):
-                here = slice(start, start + step)
-                waiting = deque(enumerate(zip(labels[here], seeds[here])))
+                pairs = zip(labels[start : start + step], seeds[start : start + step])
+                waiting = deque(Wanted(i, *pair) for i, pair in enumerate(pairs))
                 results += self._decode(waiting, at_once, params, randomness)
         return results
 
     def _decode(
         self,
-        waiting: deque[tuple[int, tuple[int, int]]],
+        waiting: deque[Wanted],
         at_once: int,
         params: ImageParams,
         randomness: ContinuousRandomness | None,
     ) -> list[ImageResult]:
-        """The images of the rows that wait, (number, (label, seed)), in their order."""
+        """The images that wait, in their order."""
         N, results = self.target.config.tokens, [None] * len(waiting)
         emitted: list[list[int]] = [[] for _ in waiting]
         rows = self.rows(waiting, at_once, params, randomness)
@@ -100,19 +111,19 @@ class SequentialSampler:
 
     def rows(
         self,
-        waiting: deque[tuple[int, tuple[int, int]]],
+        waiting: deque[Wanted],
         most: int,
         params: ImageParams,
         randomness: ContinuousRandomness | None = None,
     ) -> PatchRows:
-        """The first of the rows that wait, at most so many, which wait no longer."""
+        """Rows of the first that wait, at most so many, which wait no longer."""
         taken = [waiting.popleft() for _ in range(min(most, len(waiting)))]
         device = self.target.device
-        randomness = randomness or KeyedRandomness([seed for _, (_, seed) in taken], device)
+        randomness = randomness or KeyedRandomness([w.seed for w in taken], device)
         order = self.order(len(taken), randomness)
-        label = torch.tensor([label for _, (label, _) in taken], device=device)
+        label = torch.tensor([w.label for w in taken], device=device)
         patches = self.empty(order, params)
-        return PatchRows(label, order, patches, randomness, [number for number, _ in taken])
+        return PatchRows(label, order, patches, randomness, [w.number for w in taken])
 
     def order(self, count: int, randomness: ContinuousRandomness) -> Tensor:
         """Orders of generation [count, N], as the model was trained."""

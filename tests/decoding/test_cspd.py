@@ -249,6 +249,8 @@ def test_unknown_classes_and_gamma():
         SequentialSampler(target).generate([0, 3])
     with pytest.raises(ValueError, match="no class"):
         SequentialSampler(target).generate([])
+    with pytest.raises(ValueError, match="2 seeds were given for 1 classes"):
+        SequentialSampler(target).generate([0], seeds=[1, 2])
     with pytest.raises(ValueError, match="0 images at once"):
         SequentialSampler(target).generate([0], at_once=0)
     with pytest.raises(ValueError, match="gamma=0"):
