@@ -79,6 +79,7 @@ lab-asarm: .venv/installed  ## an any-subset model that fills holes, and its ben
 
 SPIFFY = $(FIT) recipe=spiffy_calibrate runs=$(RUNS)/lab
 DRAFTED = $(RUNS)/lab/spiffy_calibrate
+DENOISE = $(PY) -m decoding.bench.denoise model=$(DRAFTED)
 lab-spiffy: .venv/installed  ## a masked diffusion LM, draft graphs by each objective and for a threshold, and their bench
 	$(FIT) recipe=ar_target $(LAB) trainer.max_steps=2400
 	$(FIT) recipe=dllm_block $(LAB) trainer.max_steps=1600
@@ -87,9 +88,10 @@ lab-spiffy: .venv/installed  ## a masked diffusion LM, draft graphs by each obje
 	for o in degree0 degree1 total; do $(SPIFFY) name=$$o module.objective=$$o module.top=3 || exit 1; done
 	for d in 3 5 8; do $(SPIFFY) name=replay-$$d module.nodes=$$d && $(SPIFFY) name=degree1-$$d module.objective=degree1 module.top=3 module.nodes=$$d || exit 1; done
 	$(SPIFFY) name=threshold +module.sampling.threshold=0.9
-	$(PY) -m decoding.bench.denoise model=$(DRAFTED)/export also=[$(DRAFTED)/few/export,$(DRAFTED)/degree0/export,$(DRAFTED)/degree1/export,$(DRAFTED)/total/export]
-	$(PY) -m decoding.bench.denoise model=$(DRAFTED)/replay-3/export also=[$(DRAFTED)/degree1-3/export,$(DRAFTED)/replay-5/export,$(DRAFTED)/degree1-5/export,$(DRAFTED)/replay-8/export,$(DRAFTED)/degree1-8/export]
-	$(PY) -m decoding.bench.denoise model=$(DRAFTED)/threshold/export
+	$(DENOISE)/export also=[$(DRAFTED)/few/export]
+	$(DENOISE)/export also=[$(DRAFTED)/degree0/export,$(DRAFTED)/degree1/export,$(DRAFTED)/total/export] prompts=24 out=$(DRAFTED)/bench_objectives
+	$(DENOISE)/replay-3/export also=[$(DRAFTED)/degree1-3/export,$(DRAFTED)/replay-5/export,$(DRAFTED)/degree1-5/export,$(DRAFTED)/replay-8/export,$(DRAFTED)/degree1-8/export] prompts=24
+	$(DENOISE)/threshold/export
 
 # The mixture's target is deep, so that a drafter of two layers is cheap beside it.
 CSPD = recipe=cspd_draft runs=$(RUNS)/lab
