@@ -77,16 +77,30 @@ lab-asarm: .venv/installed  ## an any-subset model that fills holes, and its ben
 	$(INFILL) block_sizes=[2,3,4,5,8] samples=16 batch_size=1 out=$(RUNS)/lab/asarm_joint/bench_1
 	$(INFILL) block_sizes=[5] length=1024 hidden=0.125 samples=4 batch_size=1 'knobs=[cache=true,cache=false]' out=$(RUNS)/lab/asarm_joint/bench_cache
 
-SPIFFY = $(FIT) recipe=spiffy_calibrate runs=$(RUNS)/lab
+# What a diffusion LM decodes at T=0 is as sure as what it was trained on: the target's greedy answers at last.
+OF_ANSWERS = data.$(1)._target_=data.rows.answers data.$(1).source=$(RUNS)/lab/pcllm_trajectories
+ANSWERS = $(call OF_ANSWERS,train) $(call OF_ANSWERS,validation)
+SPIFFY = $(FIT) recipe=spiffy_calibrate runs=$(RUNS)/lab model=$(RUNS)/lab/dllm_block/answers/export
+define OBJECTIVE
+	$(SPIFFY) name=$(1) module.objective=$(1) module.top=3
+
+endef
+define NODES
+	$(SPIFFY) name=replay-$(1) module.nodes=$(1)
+	$(SPIFFY) name=degree1-$(1) module.objective=degree1 module.top=3 module.nodes=$(1)
+
+endef
 DRAFTED = $(RUNS)/lab/spiffy_calibrate
 DENOISE = $(PY) -m decoding.bench.denoise model=$(DRAFTED)
 lab-spiffy: .venv/installed  ## a masked diffusion LM, draft graphs by each objective and for a threshold, and their bench
 	$(FIT) recipe=ar_target $(LAB) trainer.max_steps=2400
 	$(FIT) recipe=dllm_block $(LAB) trainer.max_steps=1600
+	$(PY) -m decoding.collect recipe=pcllm_trajectories runs=$(RUNS)/lab prompts.count=1920
+	$(FIT) recipe=dllm_block $(LAB) trainer.max_steps=400 trainer.validate_every=200 name=answers start=$(RUNS)/lab/dllm_block/export $(ANSWERS)
 	$(SPIFFY)
 	$(SPIFFY) name=few data.train.count=20 trainer.max_steps=2
-	for o in degree0 degree1 total; do $(SPIFFY) name=$$o module.objective=$$o module.top=3 || exit 1; done
-	for d in 3 5 8; do $(SPIFFY) name=replay-$$d module.nodes=$$d && $(SPIFFY) name=degree1-$$d module.objective=degree1 module.top=3 module.nodes=$$d || exit 1; done
+	$(foreach o,degree0 degree1 total,$(call OBJECTIVE,$(o)))
+	$(foreach d,3 5 8,$(call NODES,$(d)))
 	$(SPIFFY) name=threshold +module.sampling.threshold=0.9
 	$(DENOISE)/export also=[$(DRAFTED)/few/export]
 	$(DENOISE)/export also=[$(DRAFTED)/degree0/export,$(DRAFTED)/degree1/export,$(DRAFTED)/total/export] prompts=24 out=$(DRAFTED)/bench_objectives

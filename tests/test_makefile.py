@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from decoding.bench.denoise import DenoiseBench
 from decoding.bench.heldout_loss import HeldoutLoss
 from decoding.bench.images import ImageBench
 from decoding.bench.infill import InfillBench
@@ -18,6 +19,7 @@ from trainers.runs.resume import run_folder
 ROOT = Path(__file__).parents[1]
 MEASURES = {
     "decoding.bench": Bench,
+    "decoding.bench.denoise": DenoiseBench,
     "decoding.bench.heldout_loss": HeldoutLoss,
     "decoding.bench.images": ImageBench,
     "decoding.bench.infill": InfillBench,
@@ -42,6 +44,7 @@ LABS = (
     "lab-pcllm-ablations",
     "lab-asarm",
     "lab-cspd",
+    "lab-spiffy",
 )
 
 
