@@ -47,9 +47,9 @@ HELDOUT = $(PY) -m decoding.bench.heldout_loss model=$(RUNS)/lab/ar_target/expor
 lab-pcllm: .venv/installed  ## both rounds of pcLLM and their benches
 	$(FIT) recipe=ar_target $(LAB) trainer.max_steps=2400
 	$(PY) -m decoding.collect recipe=pcllm_trajectories runs=$(RUNS)/lab prompts.count=1920
-	$(FIT) recipe=pcllm_round1 $(LAB) trainer.max_steps=1000
+	$(FIT) recipe=pcllm_round1 $(LAB) trainer.max_steps=1000 module.base=null
 	$(PY) -m decoding.collect recipe=pcllm_trajectories runs=$(RUNS)/lab prompts.count=1536 name=round2 collector.teacher=$(PCLLM)1/export collector.block_size=32
-	$(FIT) recipe=pcllm_round2 $(LAB) trainer.max_steps=600 optimization.lr=7.0e-4
+	$(FIT) recipe=pcllm_round2 $(LAB) trainer.max_steps=1000 optimization.lr=1.0e-3 data.train.share=0.7
 	$(BENCH) model=$(RUNS)/lab/ar_target/export 'sampler=[method=jacobi,block_size=16]' out=$(RUNS)/lab/ar_target/bench_jacobi
 	$(BENCH) model=$(PCLLM)2/export also=$(PCLLM)1/export 'sampler=[method=jacobi,block_size=8]' out=$(PCLLM)2/bench_jacobi
 	$(BENCH) model=$(PCLLM)2/export also=$(PCLLM)1/export 'sampler=[method=jacobi_mr,block_size=16,blocks=2,pool_size=8]'
