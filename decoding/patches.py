@@ -80,7 +80,7 @@ class ImageResult:
 class PatchRows:
     """The unfinished rows of a batch.
 
-    row: each row's number in the request (None: 0, 1, ...). label [B]; order [B, capacity],
+    row: each row's number in the request. label [B]; order [B, capacity],
     positions in the order of generation (the last one again behind the end); patches
     [B, capacity, D] in that order, the first lengths [B] of them committed; accepted: bool
     [B, capacity].
@@ -94,11 +94,11 @@ class PatchRows:
         order: Tensor,
         patches: Tensor,
         randomness: ContinuousRandomness,
-        row: list[int] | None = None,
+        row: list[int],
     ):
         B, capacity = patches.shape[:2]
         behind = order[:, -1:].expand(B, capacity - order.shape[1])
-        self.row = list(range(B)) if row is None else row
+        self.row = row
         self.label, self.order, self.patches = label, torch.cat([order, behind], 1), patches
         self.accepted = torch.zeros_like(self.order, dtype=torch.bool)
         self.lengths = torch.zeros_like(label)

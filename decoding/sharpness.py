@@ -22,16 +22,19 @@ def fit(z: Tensor, choice: Tensor) -> list[float]:
     z [n, k, V] (-inf: impossible), choice [n, k]. The likelihood is concave in s, and its slope is
     z[choice] - E_s[z]: bisection finds where its mean is 0.
     """
-    z = z.double()
-    chosen = z.gather(-1, choice[..., None]).squeeze(-1)
+    return [round(_fit_depth(z[:, i].double(), choice[:, i]), 2) for i in range(z.shape[1])]
+
+
+def _fit_depth(z: Tensor, choice: Tensor) -> float:
+    """z [n, V], choice [n]: of one depth, for n V numbers of a real vocabulary are many."""
+    chosen = z.gather(-1, choice[:, None]).mean()
     z = z.masked_fill(z.isinf(), torch.finfo(torch.float32).min)  # 0 times -inf is no number
-    low, high = (z.new_full(choice.shape[1:], s) for s in (LEAST, MOST))
+    low, high = LEAST, MOST
     for _ in range(30):
         s = (low + high) / 2
-        expected = ((s[:, None] * z).softmax(-1) * z).sum(-1)
-        rises = (chosen - expected).mean(0) > 0
-        low, high = torch.where(rises, s, low), torch.where(rises, high, s)
-    return [round(x, 2) for x in ((low + high) / 2).tolist()]
+        expected = ((s * z).softmax(-1) * z).sum(-1).mean()
+        low, high = (s, high) if chosen > expected else (low, s)
+    return (low + high) / 2
 
 
 def observed(

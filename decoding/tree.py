@@ -75,11 +75,12 @@ class Trees(NamedTuple):
 def draft_trees(logits: Tensor, nodes: int, sharpness: float | Tensor = 1.0) -> Trees:
     """Best-first trees of the marginals softmax(sharpness * logits), [B, k, V].
 
-    sharpness: a number, or one for each depth [k]. A drafter that is too sure of itself makes deep
-    and narrow trees: sharpness below 1 mends that.
+    sharpness: a number, or one for each depth [k] (or more). A drafter that is too sure of itself
+    makes deep and narrow trees: sharpness below 1 mends that.
     """
+    logits = logits[:, :nodes]  # a tree is no deeper
     if isinstance(sharpness, Tensor):
-        sharpness = sharpness[:, None]
+        sharpness = sharpness[: logits.shape[1], None]
     best = (sharpness * logits).log_softmax(-1).topk(min(nodes, logits.shape[-1]))
     rows = [best_first(*row, nodes) for row in zip(best.indices.tolist(), best.values.tolist())]
     fields = (torch.tensor([tree[i] for tree in rows], device=logits.device) for i in range(3))

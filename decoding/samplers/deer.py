@@ -52,6 +52,10 @@ class DeerSampler(Sampler):
         if not depths or min(map(min, depths)) <= 0:
             raise ValueError(f"sharpness={sharpness} is not allowed: it must be above 0")
         self.nodes, self.sharpness = nodes, sharpness
+        self._sharpness = {}
+        if isinstance(sharpness, dict):  # the last depth's number holds for all deeper ones
+            rows = {float(t): [*s, *[s[-1]] * (LIMIT - len(s))] for t, s in sharpness.items()}
+            self._sharpness = {t: torch.tensor(s, device=target.device) for t, s in rows.items()}
 
     def margin(self, params: SamplingParams) -> int:
         """A cycle may overshoot by what it drafts; separator and scratch need a slot each."""
@@ -100,10 +104,7 @@ class DeerSampler(Sampler):
         softmax(log q + g), and of that the tree is the best.
         """
         noisy = q_logits if noise is None else q_logits + noise[:, :-1]
-        sharpness = self.sharpness
-        if isinstance(sharpness, dict):
-            sharpness = self.sharpness_at(params.temperature, noisy)
-        trees = draft_trees(noisy, self.nodes, sharpness)
+        trees = draft_trees(noisy, self.nodes, self.sharpness_at(params.temperature))
         rows.drafted = trees.token.shape[1]
         last, depth = rows.lengths[:, None] - 1, pad(trees.depth, (1, 0))
         logits = rows.networks["target"](
@@ -129,12 +130,11 @@ class DeerSampler(Sampler):
             )
         return choice.gather(1, pad(node + 1, (1, 0))), count + 1
 
-    def sharpness_at(self, temperature: float, logits: Tensor) -> Tensor:
-        """The calibrated sharpness of each depth, [k] for logits [B, k, V]."""
-        nearest = min(self.sharpness, key=lambda known: abs(float(known) - temperature))
-        of_depth = self.sharpness[nearest]
-        depths = [of_depth[min(i, len(of_depth) - 1)] for i in range(logits.shape[1])]
-        return logits.new_tensor(depths)
+    def sharpness_at(self, temperature: float) -> float | Tensor:
+        """One number, or the calibrated ones of the nearest temperature, [LIMIT], a depth each."""
+        if not self._sharpness:
+            return self.sharpness
+        return self._sharpness[min(self._sharpness, key=lambda known: abs(known - temperature))]
 
     def draft_pass(self, rows: Rows, k: int, params: SamplingParams) -> Tensor:
         """Warped drafter logits [B, k, V] at the next k positions, independent given the prefix.

@@ -56,7 +56,7 @@ class SequentialSampler:
                 else "no class was given"
             )
         if at_once is not None and at_once < 1:
-            raise ValueError(f"{at_once} images at once are not allowed: at least 1")
+            raise ValueError(f"a batch of {at_once} images is not allowed: it must have at least 1")
         if seeds is None:
             first = fresh_seed() if params.seed is None else params.seed
             seeds = [first + b for b in range(len(labels))]
@@ -97,7 +97,7 @@ class SequentialSampler:
                 emitted[row].append(count)
             done = (rows.lengths == N).nonzero().flatten().tolist()
             for b in done:
-                spent = self._spent(rows) - began[rows.row[b]]
+                spent = self._spent(rows) - began.pop(rows.row[b])
                 results[rows.row[b]] = self._result(rows, b, spent, emitted[rows.row[b]])
             if done and waiting:
                 fresh = self.rows(waiting, len(done), params)

@@ -159,7 +159,7 @@ def test_the_target_sees_gamma_tokens_in_one_pass_as_in_gamma_passes(head):
     generator = torch.Generator().manual_seed(0)
     patches = torch.randn(2, 10, 1, generator=generator, dtype=torch.float64)
     order = torch.stack([torch.randperm(9, generator=generator) for _ in range(2)])
-    rows = PatchRows(torch.tensor([0, 2]), order, patches, KeyedRandomness([0, 1]))
+    rows = PatchRows(torch.tensor([0, 2]), order, patches, KeyedRandomness([0, 1]), [0, 1])
     one, many = (PatchNetwork(target, 12, True) for _ in "ab")
     start = torch.tensor([[0], [0]])
     ragged = torch.tensor([[4], [2]])
@@ -251,7 +251,7 @@ def test_unknown_classes_and_gamma():
         SequentialSampler(target).generate([])
     with pytest.raises(ValueError, match="2 seeds were given for 1 classes"):
         SequentialSampler(target).generate([0], seeds=[1, 2])
-    with pytest.raises(ValueError, match="0 images at once"):
+    with pytest.raises(ValueError, match="a batch of 0 images"):
         SequentialSampler(target).generate([0], at_once=0)
     with pytest.raises(ValueError, match="gamma=0"):
         CspdSampler(target, drafter, gamma=0)
