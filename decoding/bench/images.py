@@ -215,6 +215,8 @@ def draw_grid(grid: Tensor, file: Path) -> None:
     """Share of images whose token is the draft's, by place."""
     with picture(file, figsize=(4, 3.2)) as axes:
         shown = axes[0, 0].imshow(grid.numpy(), vmin=0, vmax=1, cmap="Greens")
+        axes[0, 0].locator_params(integer=True)
+        axes[0, 0].set(xlabel="column of the patch", ylabel="row")
         axes[0, 0].figure.colorbar(shown, label="share of accepted drafts")
 
 
