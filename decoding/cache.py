@@ -135,6 +135,12 @@ class CachedNetwork(CountedNetwork):
             slots = positions.masked_fill(padding, self.cache.capacity - 1)
         return self.run(tokens, positions, slots, mask, keep)
 
+    def keep_path(self, lengths: Tensor, node: Tensor) -> None:
+        """Of a tree behind the first lengths [B] slots, its nodes [B, m] move to the front."""
+        steps = self._slots[:, : node.shape[1]]
+        if (node != steps).any():
+            self.cache.move(lengths[:, None] + node, lengths[:, None] + steps)
+
     def run(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, mask: Tensor, keep: int
     ) -> Tensor:

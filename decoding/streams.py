@@ -6,6 +6,8 @@ now, of which the network knows the first cached [B]. positions, seen [B, Q]: a 
 position sees the first `seen` places. Returns logits [B, Q, V].
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -13,6 +15,18 @@ from transformers import PreTrainedModel
 from decoding.cache import CachedNetwork, CountedNetwork
 from models.masks import Layout, dense, draft_blocks
 from models.twostream import xlnet_logits
+
+
+class Branches(NamedTuple):
+    """The last N content tokens are the nodes of a tree behind one last place, not a text.
+
+    depth, path [B, N]: of each node, see `decoding.tree.Trees`. seen [B, Q]: the path of the node
+    that each query is asked behind; 0 at the root.
+    """
+
+    depth: Tensor
+    path: Tensor
+    seen: Tensor
 
 
 class TwoStreamNetwork(CachedNetwork):
@@ -36,6 +50,7 @@ class TwoStreamNetwork(CachedNetwork):
         end: Tensor,
         positions: Tensor,
         seen: Tensor,
+        branches: Branches | None = None,
     ) -> Tensor:
         """See the module. New content and queries go through one forward."""
         Q, first = positions.shape[1], m[:, None] - 1
@@ -43,30 +58,47 @@ class TwoStreamNetwork(CachedNetwork):
         slots = end[:, None] + torch.arange(-width, Q, device=end.device)
         # Rows with less new content are padded on the left, so that their queries stand last.
         padding = slots < cached[:, None]
-        places = slots[:, :width].clamp_min(0)
+        content = slots[:, :width].clamp_min(0)
+        keys = self._slots[:, : int(end.max()) + Q].expand(len(end), -1)
+        place = keys if branches is None else self._places(keys, end, branches)
         number = torch.arange(Q, device=end.device).expand_as(positions)
         q = Layout(
             torch.zeros_like(slots),
-            torch.cat([places.maximum(first), seen], 1),
-            torch.cat([torch.full_like(places, -1), number], 1),
+            torch.cat([place.gather(1, content).maximum(first), seen], 1),
+            torch.cat([torch.full_like(content, -1), number], 1),
         )
-        keys = self._slots[:, : int(end.max()) + Q].expand(len(end), -1)
         lent = (keys - end[:, None]).clamp_min(-1)
-        k = Layout(torch.zeros_like(keys), keys.maximum(first), lent)
+        k = Layout(torch.zeros_like(keys), place.maximum(first), lent)
+        mask = dense(draft_blocks, q, k)
+        if branches is not None:
+            path = torch.zeros_like(keys).scatter(1, self._nodes(end, branches), branches.path)
+            own = torch.cat([path.gather(1, content), branches.seen], 1)
+            mask &= (path[:, None] & ~own[:, :, None] == 0)[:, None]
         return self.run(
-            torch.cat([tokens.gather(1, places), torch.full_like(positions, self.mask_id)], 1),
-            torch.cat([order.gather(1, places), positions], 1),
+            torch.cat([tokens.gather(1, content), torch.full_like(positions, self.mask_id)], 1),
+            torch.cat([order.gather(1, place.gather(1, content)), positions], 1),
             slots.masked_fill(padding, self.cache.capacity - 1),
-            dense(draft_blocks, q, k),
+            mask,
             keep=Q,
         )
+
+    def _nodes(self, end: Tensor, branches: Branches) -> Tensor:
+        """The slots of a tree's nodes [B, N]."""
+        N = branches.depth.shape[1]
+        return end[:, None] - N + self._slots[:, :N]
+
+    def _places(self, slots: Tensor, end: Tensor, branches: Branches) -> Tensor:
+        """The place in the order of what stands at each slot: nodes of one depth share one."""
+        nodes = self._nodes(end, branches)
+        return slots.scatter(1, nodes, nodes[:, :1] + branches.depth - 1)
 
 
 class XLNetNetwork(CountedNetwork):
     """XLNet, without a cache: each call runs the whole row.
 
-    A position's query and content share one row of XLNet's mask, so a call may ask about each
-    position once only.
+    A position's query and content share one row of XLNet's mask, so a forward may ask about each
+    position once only. Questions that do not all see the same are asked of a copy of the row for
+    each number of places seen, [B * A, ...].
     """
 
     def __init__(self, network: PreTrainedModel):
@@ -85,8 +117,24 @@ class XLNetNetwork(CountedNetwork):
         end: Tensor,
         positions: Tensor,
         seen: Tensor,
+        branches: None = None,
     ) -> Tensor:
-        """See the module."""
+        """See the module. All rows have their questions in the same order: A times the same number
+        of them, which see a place more each time.
+        """
+        A = int(seen[0, -1] - seen[0, 0]) + 1
+        if positions.shape[1] > A:  # else no position is asked about twice
+            tokens, order, m, end = (t.repeat_interleave(A, 0) for t in (tokens, order, m, end))
+            logits = self._once(
+                tokens, order, m, end, *(t.reshape(len(end), -1) for t in (positions, seen))
+            )
+            return logits.reshape(*positions.shape, -1)
+        return self._once(tokens, order, m, end, positions, seen)
+
+    def _once(
+        self, tokens: Tensor, order: Tensor, m: Tensor, end: Tensor, positions: Tensor, seen: Tensor
+    ) -> Tensor:
+        """One forward, which asks about each position once."""
         place = torch.arange(order.shape[1], device=order.device).expand_as(order)
         there = place < end[:, None]
         index = place.maximum(m[:, None] - 1)

@@ -72,6 +72,29 @@ class Trees(NamedTuple):
         return pad(self.path, (1, 0))[:, :, None] >> bit & 1
 
 
+def check_tree(nodes: int, sharpness: float | dict[str, list[float]]) -> None:
+    """ValueError for a tree that cannot be. sharpness: a number, or one a depth by temperature."""
+    if not 1 <= nodes <= LIMIT:
+        raise ValueError(f"nodes={nodes} is not allowed: it must be from 1 to {LIMIT}")
+    depths = sharpness.values() if isinstance(sharpness, dict) else [[sharpness]]
+    if not depths or min(map(min, depths)) <= 0:
+        raise ValueError(f"sharpness={sharpness} is not allowed: it must be above 0")
+
+
+def followed(trees: Trees, choice: Tensor) -> tuple[Tensor, Tensor]:
+    """The paths that choices [B, N + 1] (at the root, at each node) lead along.
+
+    Returns node [B, m], the i-th node of each row's path, and count [B], how long a path is; where
+    it has ended, places stand for themselves.
+    """
+    paths = [walk(*row) for row in zip(trees.rows, choice.tolist())]
+    count = torch.tensor([len(path) for path in paths], device=choice.device)
+    node = torch.arange(int(count.max()), device=choice.device).repeat(len(paths), 1)
+    for b, path in enumerate(paths):
+        node[b, : len(path)] = node.new_tensor(path)
+    return node, count
+
+
 def draft_trees(logits: Tensor, nodes: int, sharpness: float | Tensor = 1.0) -> Trees:
     """Best-first trees of the marginals softmax(sharpness * logits), [B, k, V].
 

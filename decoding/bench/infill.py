@@ -36,7 +36,8 @@ class InfillBench:
     model: an export that infills. judge: a causal LM that rates the filled texts. source: 'stdlib',
     or texts (see `data.prompts`). hidden: the share of each window that is hidden. hide: tokens at
     'random' places, tokens in the 'middle', or whole 'lines' in the middle.
-    block_sizes: k of the ways that draft. knobs: samplers to compare, each by one knob: every way
+    block_sizes: k of the ways that draft. nodes: sizes of the trees that `assd_fused` drafts with
+    verify=tree. knobs: samplers to compare, each by one knob: every way
     is measured twice with [cache=true,cache=false] (Table 7), or with [tolerance=0,tolerance=0.05]
     and lossy=true (Table 8). out: the folder of infill.csv; None: 'bench' beside the export.
     """
@@ -49,6 +50,7 @@ class InfillBench:
     hidden: float = 0.95
     hide: str = "random"
     block_sizes: tuple[int, ...] = (5,)
+    nodes: tuple[int, ...] = ()
     knobs: tuple[str, ...] = ()
     lossy: bool = False
     batch_size: int = 8
@@ -72,6 +74,8 @@ class Row:
     sampler: Sampler
     draft: str
     block_size: int | None
+    verify: str
+    nodes: int | None = None
     lossy: str = ""
     calls: list[float] = field(default_factory=list)
     perplexity: list[float] = field(default_factory=list)
@@ -109,7 +113,7 @@ def measure(bench: InfillBench) -> list[Row]:
         for i, row in enumerate(rows):
             params = SamplingParams(
                 temperature=bench.temperature,
-                verify=bench.verify,
+                verify=row.verify,
                 draft=row.draft,
                 block_size=row.block_size,
                 lossy=bench.lossy,
@@ -138,8 +142,13 @@ def ways(bench: InfillBench, first: Sampler, knob: str) -> list[Row]:
     config = sampling_config(bench.model, [knob] if knob else [])
     sampler = sampler_of(config, first.target, first.tokenizer)
     plain, *others = sampler.drafts
-    drafting = [Row(knob, sampler, d, k) for d in others for k in bench.block_sizes]
-    return [Row(knob, sampler, plain, None), *drafting]
+    rows = [Row(knob, sampler, plain, None, bench.verify)]
+    rows += [Row(knob, sampler, d, k, bench.verify) for d in others for k in bench.block_sizes]
+    for nodes in bench.nodes:
+        config["nodes"] = nodes
+        trees = sampler_of(config, first.target, first.tokenizer)
+        rows += [Row(knob, trees, "assd_fused", k, "tree", nodes) for k in bench.block_sizes]
+    return rows
 
 
 def hide(
@@ -210,6 +219,8 @@ def summary(row: Row, plain: Row) -> dict:
 
     line = {"knob": row.knob} if row.knob else {}
     line["draft"] = f"{row.draft} (lossy: {row.lossy})" if row.lossy else row.draft
+    if row.nodes:
+        line["draft"] += f", trees of {row.nodes}"
     line["k"] = row.block_size or ""
     line["calls"] = spread(row.calls)
     line["calls / sequential"] = round(fmean(row.calls) / fmean(plain.calls), 3)

@@ -11,7 +11,8 @@ without the ones between. All four ways are one cycle of one pass, which differ 
                  paper leaves out that last token, which costs nothing)
     assd_fused   the drafts and the token behind them, and for each number a of drafts that may
                  stand the k tokens after the next, given those a drafts: the next drafts, in the
-                 pass that verifies these
+                 pass that verifies these. With verify=tree the drafts are a tree (`decoding.tree`),
+                 and the next ones are asked for behind each of its nodes
 
 Every pass emits a token at least, so calls never exceed the tokens filled in (Theorem 1).
 """
@@ -27,13 +28,14 @@ from data.orders import binary_lattice, order_index, two_streams
 from decoding import verify
 from decoding.distribution import fit_vocabulary, seen_tokens, warp
 from decoding.infill import Infiller
-from decoding.params import SamplingParams
+from decoding.params import VERIFY, SamplingParams
 from decoding.samplers.base import Rows, choose
-from decoding.streams import TwoStreamNetwork, XLNetNetwork
+from decoding.streams import Branches, TwoStreamNetwork, XLNetNetwork
+from decoding.tree import Trees, check_tree, draft_trees, followed
 from models.twostream import is_xlnet, joint_logits
 
 DRAFTS = ("sequential", "assd", "assd_ngram", "assd_fused")
-KNOBS = {"cache": bool, "tolerance": float}
+KNOBS = {"cache": bool, "tolerance": float, "nodes": int, "sharpness": float}
 
 
 class AsarmSampler(Infiller):
@@ -44,9 +46,10 @@ class AsarmSampler(Infiller):
     cache: keep the content stream's keys and values. False, for comparison only: every pass runs
     the whole text.
     tolerance: epsilon of appendix F.5, added to the acceptance ratio; above 0 it is lossy.
+    nodes, sharpness: of the trees of `verify=tree`, see `decoding.tree.draft_trees`.
     """
 
-    rules = ("coupled", "rejection", "block")
+    rules = VERIFY
     drafts = DRAFTS
 
     def __init__(
@@ -59,12 +62,16 @@ class AsarmSampler(Infiller):
         block_size: int,
         cache: bool = True,
         tolerance: float = 0.0,
+        nodes: int = 16,
+        sharpness: float = 1.0,
     ):
         super().__init__(target, tokenizer, mask_id=mask_id)
         if not 0 <= tolerance <= 1:
             raise ValueError(f"tolerance={tolerance} is not allowed: it must be in [0, 1]")
         self.draft, self.block_size, self.cache = draft, block_size, cache
         self.tolerance = tolerance
+        check_tree(nodes, sharpness)
+        self.nodes, self.sharpness = nodes, sharpness
 
     def lossy(self, params: SamplingParams) -> str:
         """See `Sampler`. Where nothing is drafted there is nothing to tolerate."""
@@ -73,9 +80,10 @@ class AsarmSampler(Infiller):
         return ""
 
     def margin(self, params: SamplingParams) -> int:
-        """A pass reaches two blocks beyond the end, and its queries need a slot each."""
+        """A pass reaches two blocks beyond the end, and its drafts and queries need a slot each."""
         k = params.block_size or self.block_size
-        return 2 * k + (k + 1) ** 2 + 2
+        drafts = max(k, self.nodes) if params.verify == "tree" else k
+        return 2 * k + drafts + (drafts + 1) * (k + 1) + 2
 
     def begin(self, rows: Rows, params: SamplingParams) -> None:
         """No pass of its own: the first one brings the prompt."""
@@ -91,12 +99,12 @@ class AsarmSampler(Infiller):
                 "tokens. Choose at least 3",
                 stacklevel=2,
             )
+        if params.verify == "tree" and (way != "assd_fused" or is_xlnet(self.target)):
+            raise ValueError(
+                "verify='tree' needs the drafts of draft='assd_fused' and a two-stream causal LM, "
+                f"but draft={way!r} of a {self.target.config.model_type!r} model was asked for"
+            )
         if is_xlnet(self.target):
-            if way == "assd_fused":
-                raise ValueError(
-                    "draft='assd_fused' asks about a position several times in a pass, which XLNet "
-                    "cannot answer. Choose from ['sequential', 'assd', 'assd_ngram']"
-                )
             rows.networks["target"] = XLNetNetwork(self.target)
         else:
             capacity = rows.tokens.shape[1]
@@ -107,6 +115,8 @@ class AsarmSampler(Infiller):
         """Verify the drafts that there are, and ask for the next ones, in one pass."""
         way, k = params.draft or self.draft, params.block_size or self.block_size
         keyed = params.keyed
+        if "ahead" in rows.state:
+            return self.tree_cycle(rows, k, params)
         if way == "assd_ngram":
             self.draft_ngrams(rows, k, params)
         draft, q = rows.state["draft"], rows.state.get("q")
@@ -136,7 +146,9 @@ class AsarmSampler(Infiller):
         rows.state["cached"] = rows.lengths + accepted.clamp_max(d + behind - 1)
         here = torch.arange(len(accepted), device=accepted.device)
         next_logits = logits[here, accepted.clamp_max(d + behind - 1), 1:]
-        if keyed:
+        if params.verify == "tree":
+            rows.state["ahead"] = next_logits
+        elif keyed:
             at = accepted[:, None] + torch.arange(1, 1 + ahead, device=accepted.device)
             next_noise = None if noise is None else noise[here[:, None], at]
             rows.state["draft"] = choose(next_logits, next_noise)
@@ -147,17 +159,50 @@ class AsarmSampler(Infiller):
             rows.state["draft"] = draft[:, :0]
         return tokens, counts
 
+    def tree_cycle(self, rows: Rows, k: int, params: SamplingParams) -> tuple[Tensor, Tensor]:
+        """Verify a tree of the last pass's drafts, and ask for the next ones behind each node.
+
+        The drafts are independent given what that pass saw, so they are DEER's (`DeerSampler`).
+        """
+        ahead, noise = rows.state["ahead"], self.order_noise(rows, k + 1, params)
+        trees = draft_trees(
+            ahead if noise is None else ahead + noise[:, :k], self.nodes, self.sharpness
+        )
+        rows.drafted = trees.token.shape[1]
+        logits = self.target_logits(rows, trees.token, rows.drafted + 1, k, params, trees)
+        here = torch.arange(len(logits), device=logits.device)
+        if noise is not None:
+            noise = noise[here[:, None], pad(trees.depth, (1, 0))]
+        choice = choose(logits[:, :, 0], noise)
+        node, count = followed(trees, choice)
+        rows.networks["target"].keep_path(rows.lengths, node)
+        along = pad(node + 1, (1, 0))  # from the root on
+        rows.state["ahead"] = logits[here, along[here, count], 1:]
+        rows.state["cached"] = rows.lengths + count
+        return choice.gather(1, along), (count + 1).minimum(rows.state["size"] - rows.lengths)
+
     def target_logits(
-        self, rows: Rows, draft: Tensor, A: int, ahead: int, params: SamplingParams
+        self,
+        rows: Rows,
+        draft: Tensor,
+        A: int,
+        ahead: int,
+        params: SamplingParams,
+        trees: Trees | None = None,
     ) -> Tensor:
         """Warped logits [B, A, 1 + ahead, V]: entry (a, j) is about place n + a + j of the order,
         given the n decoded tokens and the first a drafts. Behind a row's end: `nothing`.
+
+        trees: the drafts are their nodes; a = 0 is the root, then a node each, n + depth its place.
         """
         n = rows.lengths[:, None]
         rows.tokens.scatter_(1, n + torch.arange(draft.shape[1], device=n.device), draft)
-        steps = torch.arange(A, device=n.device)
-        a = steps.repeat_interleave(1 + ahead)
-        at = n + a + torch.arange(1 + ahead, device=n.device).repeat(A)
+        a = torch.arange(A, device=n.device).repeat_interleave(1 + ahead)
+        depth, branches = a, None
+        if trees is not None:
+            depth, path = (pad(t, (1, 0))[:, a] for t in (trees.depth, trees.path))
+            branches = Branches(trees.depth, trees.path, path)
+        at = n + depth + torch.arange(1 + ahead, device=n.device).repeat(A)
         order, cached = rows.state["order"], rows.state["cached"]
         logits = rows.networks["target"].ask(
             rows.tokens,
@@ -166,12 +211,16 @@ class AsarmSampler(Infiller):
             cached if self.cache else torch.zeros_like(cached),
             rows.lengths + A - 1,
             order.gather(1, at),
-            n + a,
+            n + depth,
+            branches,
         )
         logits = fit_vocabulary(logits, self.vocabulary, (self.mask_id,))
         seen = None
         if params.repetition_penalty != 1.0:
-            seen = seen_tokens(rows.tokens, rows.lengths, draft[:, : A - 1], self.vocabulary)[:, a]
+            before = None if trees is None else trees.before()
+            seen = seen_tokens(
+                rows.tokens, rows.lengths, draft[:, : A - 1], self.vocabulary, before
+            )[:, a]
         logits = warp(logits, params, seen)
         inside = (at < rows.state["size"][:, None])[..., None]
         return logits.where(inside, nothing(logits)).unflatten(1, (A, 1 + ahead))

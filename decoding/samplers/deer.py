@@ -14,7 +14,7 @@ from decoding.cache import CachedNetwork
 from decoding.distribution import fit_vocabulary, seen_tokens, warp
 from decoding.params import VERIFY, SamplingParams
 from decoding.samplers.base import Rows, Sampler, choose
-from decoding.tree import LIMIT, draft_trees, walk
+from decoding.tree import LIMIT, check_tree, draft_trees, followed
 from models.masks import causal, draft_blocks, tree
 
 KNOBS = {"block_size": int, "nodes": int, "sharpness": float}
@@ -44,13 +44,9 @@ class DeerSampler(Sampler):
         sharpness: float | dict[str, list[float]] = 1.5,
     ):
         super().__init__(target, tokenizer)
-        if not 1 <= nodes <= LIMIT:
-            raise ValueError(f"nodes={nodes} is not allowed: it must be from 1 to {LIMIT}")
+        check_tree(nodes, sharpness)
         self.drafter = drafter.eval()
         self.block_size, self.mask_id, self.sep_id = block_size, mask_id, sep_id
-        depths = sharpness.values() if isinstance(sharpness, dict) else [[sharpness]]
-        if not depths or min(map(min, depths)) <= 0:
-            raise ValueError(f"sharpness={sharpness} is not allowed: it must be above 0")
         self.nodes, self.sharpness = nodes, sharpness
         self._sharpness = {}
         if isinstance(sharpness, dict):  # the last depth's number holds for all deeper ones
@@ -117,17 +113,8 @@ class DeerSampler(Sampler):
         if noise is not None:
             noise = noise[torch.arange(len(depth), device=depth.device)[:, None], depth]
         choice = choose(logits, noise)
-        paths = [walk(*row) for row in zip(trees.rows, choice.tolist())]
-        count = torch.tensor([len(path) for path in paths], device=choice.device)
-        # Where a path has ended, its places stand for themselves.
-        steps = torch.arange(int(count.max()), device=choice.device)
-        node = steps.repeat(len(paths), 1)
-        for b, path in enumerate(paths):
-            node[b, : len(path)] = node.new_tensor(path)
-        if (node != steps).any():
-            rows.networks["target"].cache.move(
-                rows.lengths[:, None] + node, rows.lengths[:, None] + steps
-            )
+        node, count = followed(trees, choice)
+        rows.networks["target"].keep_path(rows.lengths, node)
         return choice.gather(1, pad(node + 1, (1, 0))), count + 1
 
     def sharpness_at(self, temperature: float) -> float | Tensor:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from itertools import product
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ PROMPTS = [
     [4, _, 4, _, 4, _, 4, _, 4, _, 4, _],
 ]
 SEEDS = [5, 71, 3, 900, 12]
+FUSED_TREE = ("assd_fused", "tree")
 WARPS = {
     "no warp": {},
     "top-k": {"top_k": 3},
@@ -65,15 +67,61 @@ class NoiseByPlace(AsarmSampler):
         return rows.randomness.gumbel(at, self.vocabulary)
 
 
-@pytest.mark.parametrize("draft", DRAFTS[1:])
-def test_a_wrong_noise_fails_the_same_test(draft):
-    params = SamplingParams()
+@pytest.mark.parametrize(("draft", "rule"), [*((d, "coupled") for d in DRAFTS[1:]), FUSED_TREE])
+def test_a_wrong_noise_fails_the_same_test(draft, rule):
+    params = SamplingParams(verify=rule)
     wrong = sampler(draft, cls=NoiseByPlace).generate(PROMPTS, params, seeds=SEEDS)
-    assert ids(wrong) != one_by_one(params)
+    assert ids(wrong) != one_by_one(SamplingParams())
 
 
-@pytest.mark.parametrize("rule", ["coupled", "rejection", "block"])
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("name", WARPS)
+@pytest.mark.parametrize(("k", "nodes"), [(1, 3), (3, 1), (3, 12), (4, 30)])
+def test_trees_change_no_token(name, temperature, k, nodes):
+    warp = dict(temperature=temperature, **WARPS[name])
+    s = sampler("assd_fused", k, nodes=nodes)
+    found = s.generate(PROMPTS, SamplingParams(verify="tree", **warp), seeds=SEEDS)
+    assert ids(found) == one_by_one(SamplingParams(**warp))
+
+
+def test_a_tree_of_drafts_fills_more_tokens_a_pass_than_one_draft():
+    model = subsets.network(V).float()
+    with torch.no_grad():
+        for layer in model.model.layers:  # what a token is depends on the one before it
+            layer.self_attn.o_proj.weight.mul_(6)
+    calls = {}
+    for rule in ("coupled", "tree"):
+        s, params = sampler("assd_fused", 4, model, nodes=24), SamplingParams(verify=rule)
+        calls[rule] = len(s.generate([[_] * 80], params, seeds=[5])[0].stats.emitted)
+    assert calls["tree"] < 0.8 * calls["coupled"]
+
+
+class SeesSiblings(AsarmSampler):
+    """Wrong: nodes see all nodes of lower depth, whatever their path."""
+
+    def target_logits(self, rows, draft, A, ahead, params, trees=None):
+        if trees is not None:
+            trees = trees._replace(path=torch.zeros_like(trees.path))
+        return super().target_logits(rows, draft, A, ahead, params, trees)
+
+
+class ForgetsToMove(AsarmSampler):
+    """Wrong: the nodes of the path stay where they were in the cache."""
+
+    def begin(self, rows, params):
+        super().begin(rows, params)
+        rows.networks["target"].keep_path = lambda *args: None
+
+
+@pytest.mark.parametrize("wrong", [SeesSiblings, ForgetsToMove])
+def test_a_wrong_tree_fails_the_same_test(wrong):
+    found = sampler(cls=wrong).generate(PROMPTS, SamplingParams(verify="tree"), seeds=SEEDS)
+    assert ids(found) != one_by_one(SamplingParams())
+
+
+@pytest.mark.parametrize(
+    ("draft", "rule"), [*product(DRAFTS, ["coupled", "rejection", "block"]), FUSED_TREE]
+)
 def test_a_batch_is_row_for_row_a_batch_of_one_with_or_without_a_cache(draft, rule):
     params = SamplingParams(verify=rule, temperature=0.8)
     together = sampler(draft).generate(PROMPTS, params, seeds=SEEDS)
@@ -125,7 +173,7 @@ def test_a_stale_cache_fails_the_same_test():
     assert ids(wrong) != one_by_one(params)
 
 
-@pytest.mark.parametrize("draft", ["sequential", "assd", "assd_ngram"])
+@pytest.mark.parametrize("draft", DRAFTS)
 def test_coupled_xlnet(draft):
     model, params = subsets.xlnet(V), SamplingParams()
     prompts, seeds = [p for p in PROMPTS if any(p)], [x for p, x in zip(PROMPTS, SEEDS) if any(p)]
@@ -274,8 +322,13 @@ def test_mistakes_about_orders_and_xlnet():
     with pytest.raises(ValueError, match="is no permutation"):
         s.log_prob([[1, 2, 3]], [[True, False, False]], order=[[0, 1, 1]])
     x = sampler(model=subsets.xlnet(V))
-    with pytest.raises(ValueError, match="draft='assd_fused' asks about a position several times"):
-        x.generate([[1, _]])
+    with pytest.raises(ValueError, match="a two-stream causal LM, but draft="):
+        x.generate([[1, _]], SamplingParams(verify="tree"))
+    with pytest.raises(ValueError, match="but draft='assd' of a 'llama' model was asked for"):
+        sampler("assd").generate([[1, _]], SamplingParams(verify="tree"))
+    for options in ({"nodes": 0}, {"nodes": 64}, {"sharpness": 0.0}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))}=.* is not allowed"):
+            sampler(**options)
     with pytest.raises(ValueError, match="XLNet needs a prompt of at least one token"):
         x.generate([[_, _]], SamplingParams(draft="assd"))
     with pytest.raises(ValueError, match="dtype=float32"):

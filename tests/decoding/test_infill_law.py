@@ -54,7 +54,7 @@ def test_the_law_on_prompts_of_six_tokens(draft):
         assert distance(s, prompt, params) <= 1e-9
 
 
-@pytest.mark.parametrize("draft", ["sequential", "assd", "assd_ngram"])
+@pytest.mark.parametrize("draft", DRAFTS)
 def test_the_law_of_xlnet(draft):
     s = sampler(2, 3, draft, model=subsets.xlnet(2))
     params = SamplingParams(verify="rejection")
