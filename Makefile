@@ -74,6 +74,7 @@ lab-asarm: .venv/installed  ## an any-subset model that fills holes, and its ben
 	$(FIT) recipe=ar_target $(LAB) trainer.max_steps=2400
 	$(FIT) recipe=asarm_joint $(LAB) trainer.max_steps=1600 data.corruption.curriculum=200
 	$(INFILL) block_sizes=[3,5]
+	$(INFILL) block_sizes=[4] 'nodes=[8,16]' out=$(RUNS)/lab/asarm_joint/bench_trees
 	$(INFILL) block_sizes=[2,3,4,5,8] samples=16 batch_size=1 out=$(RUNS)/lab/asarm_joint/bench_1
 	$(INFILL) block_sizes=[5] length=1024 hidden=0.125 samples=4 batch_size=1 'knobs=[cache=true,cache=false]' out=$(RUNS)/lab/asarm_joint/bench_cache
 
