@@ -14,6 +14,7 @@ from decoding.cache import CachedNetwork
 from decoding.distribution import seen_tokens, warp
 from decoding.params import Chunk, Result, SamplingParams, Stats
 from decoding.randomness import KeyedRandomness, Randomness, fresh_seed
+from decoding.tree import Trees
 from models.masks import causal
 
 
@@ -222,14 +223,15 @@ class Sampler(ABC):
         rows: Rows,
         draft: Tensor,
         params: SamplingParams,
-        before: Tensor | None = None,
+        trees: Trees | None = None,
     ) -> Tensor:
         """Target logits [B, k+1, V] at draft [B, k] and behind it, as they are sampled from.
 
-        before: what stands before each of them, where the draft is no chain (`seen_tokens`).
+        trees: whose nodes the drafts are, where they are no chain.
         """
         seen = None
         if params.repetition_penalty != 1.0:
+            before = None if trees is None else trees.before()
             seen = seen_tokens(rows.tokens, rows.lengths, draft, self.vocabulary, before)
         return warp(logits, params, seen)
 

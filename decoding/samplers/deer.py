@@ -109,7 +109,7 @@ class DeerSampler(Sampler):
             keep=depth.shape[1],
             branch=pad(trees.path, (1, 0), value=-1),
         )
-        logits = self.warped(logits, rows, trees.token, params, trees.before())
+        logits = self.warped(logits, rows, trees.token, params, trees)
         if noise is not None:
             noise = noise[torch.arange(len(depth), device=depth.device)[:, None], depth]
         choice = choose(logits, noise)
