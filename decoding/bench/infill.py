@@ -145,8 +145,7 @@ def ways(bench: InfillBench, first: Sampler, knob: str) -> list[Row]:
     rows = [Row(knob, sampler, plain, None, bench.verify)]
     rows += [Row(knob, sampler, d, k, bench.verify) for d in others for k in bench.block_sizes]
     for nodes in bench.nodes:
-        config["nodes"] = nodes
-        trees = sampler_of(config, first.target, first.tokenizer)
+        trees = sampler_of({**config, "nodes": nodes}, first.target, first.tokenizer)
         rows += [Row(knob, trees, "assd_fused", k, "tree", nodes) for k in bench.block_sizes]
     return rows
 

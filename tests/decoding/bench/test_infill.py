@@ -35,6 +35,7 @@ def bench(lab, tmp_path_factory):
         length=12,
         hidden=0.75,
         block_sizes=(2, 3),
+        nodes=(4,),
         batch_size=2,
         dtype="float32",
         out=str(tmp_path_factory.mktemp("bench")),
@@ -48,7 +49,8 @@ def test_the_table(bench, capsys):
     lines = list(csv.DictReader((Path(bench.out) / "infill.csv").open()))
     names = [(line["draft"], line["k"]) for line in lines]
     assert names[0] == ("sequential", "")
-    assert len(names) == len(set(names)) == 7
+    assert len(names) == len(set(names)) == 9
+    assert ("assd_fused, trees of 4", "3") in names
     assert lines[0]["calls"] == "9.00 ± 0.00"
     assert lines[0]["p (entropy)"] == ""
     assert all(float(line["calls / sequential"]) <= 1 for line in lines)
@@ -57,7 +59,7 @@ def test_the_table(bench, capsys):
 @pytest.mark.filterwarnings("ignore:block_size=")
 def test_samplers_that_differ_by_a_knob(bench, tmp_path):
     knobs = ("tolerance=0", "tolerance=0.5")
-    two = dataclasses.replace(bench, knobs=knobs, block_sizes=(3,), out=str(tmp_path))
+    two = dataclasses.replace(bench, knobs=knobs, block_sizes=(3,), nodes=(), out=str(tmp_path))
     with pytest.raises(ValueError, match="lossy=true"):
         measure(two)
     report(two, measure(dataclasses.replace(two, lossy=True)))
