@@ -4,17 +4,18 @@ from collections.abc import Sequence
 from zlib import crc32
 
 from data.tokenizer import fingerprint
-from decoding.load import load_tokenizer
+from decoding.load import load, load_tokenizer
 from decoding.params import SamplingParams
-from decoding.samplers.plain import PlainSampler
-from models import causal
+from decoding.samplers.base import Sampler
 
 
 class TeacherAnswers:
     """Answers of a teacher, `number` a prompt; answer j is drawn at temperature j mod count.
 
-    teacher: a folder or Hub id. The answer to a prompt depends on the seed and the prompt's id
-    only, so a collection that was killed and started again is the collection that was not.
+    teacher: a folder or Hub id, which answers by its own sampler: a causal LM token by token, what
+    parade trained (a masked diffusion LM, a parallel decoder, a drafter) in its own way. The answer
+    to a prompt depends on the seed and the prompt's id only, so a collection that was killed and
+    started again is the collection that was not.
     """
 
     columns = ("id", "answer", "temperature", "prompt_ids", "answer_ids", "finish_reason")
@@ -41,7 +42,7 @@ class TeacherAnswers:
         ]
         self.tokenizer = load_tokenizer(teacher)
         self.dtype, self.device = dtype, device
-        self._sampler: PlainSampler | None = None
+        self._sampler: Sampler | None = None
 
     def made_with(self) -> dict:
         """What the answers depend on, for the manifest."""
@@ -62,8 +63,9 @@ class TeacherAnswers:
     def collect(self, prompts: list[dict]) -> list[dict]:
         """Rows of `columns` for prompts {"id", "prompt_ids"}, one batch an answer."""
         if self._sampler is None:
-            network = causal.load(self.teacher, dtype=self.dtype).to(self.device)
-            self._sampler = PlainSampler(network, self.tokenizer)
+            self._sampler = load(self.teacher, dtype=self.dtype, device=self.device)
+            if not self._sampler.continues:
+                raise ValueError(f"{self.teacher} answers no prompts: give a model that goes on")
         rows = []
         for j in range(self.number):
             params = self.params[j % len(self.params)]

@@ -12,6 +12,9 @@ import pytest
 from data.answers import read_answers, shard_path
 from decoding import collect as module
 from decoding.cli import one_line
+from decoding.load import load
+from decoding.params import SamplingParams
+from decoding.samplers.denoise import DenoiseSampler
 
 
 def rows(folder):
@@ -64,6 +67,23 @@ def test_another_seed_gives_other_answers(lab):
     """Negative control of the comparison above."""
     lab.collect("name=other", "seed=9")
     assert rows(lab.runs / "deer_answers" / "other") != rows(lab.runs / "deer_answers")
+
+
+def test_a_teacher_answers_by_its_own_sampler(lab):
+    """A masked diffusion LM denoises, and with greedy answers says what it would say to a user."""
+    teacher = lab.fit("dllm_block")
+    lab.collect(
+        "name=denoised", f"collector.teacher={teacher}", "prompts.count=4",
+        "collector.temperatures=[0.0]", "collector.number=1", "collector.dtype=float32",
+    )  # fmt: skip
+    found = rows(lab.runs / "deer_answers" / "denoised")
+    sampler, params = load(str(teacher), dtype="float32"), SamplingParams(16, 0.0)
+    assert isinstance(sampler, DenoiseSampler)
+    (said,) = sampler.generate([found[0]["prompt_ids"]], params)
+    assert said.token_ids == found[0]["answer_ids"]
+    infiller = lab.fit("asarm_joint")
+    with pytest.raises(ValueError, match="answers no prompts"):
+        lab.collect("name=infilled", f"collector.teacher={infiller}", "prompts.count=4")
 
 
 def test_processes_share_the_shards(lab, monkeypatch):
