@@ -78,10 +78,16 @@ lab-asarm: .venv/installed  ## an any-subset model that fills holes, and its ben
 	$(INFILL) block_sizes=[2,3,4,5,8] samples=16 batch_size=1 out=$(RUNS)/lab/asarm_joint/bench_1
 	$(INFILL) block_sizes=[5] length=1024 hidden=0.125 samples=4 batch_size=1 'knobs=[cache=true,cache=false]' out=$(RUNS)/lab/asarm_joint/bench_cache
 
-# What a diffusion LM decodes at T=0 is as sure as what it was trained on: the target's greedy answers at last.
-OF_ANSWERS = data.$(1)._target_=data.rows.answers data.$(1).source=$(RUNS)/lab/pcllm_trajectories
-ANSWERS = $(call OF_ANSWERS,train) $(call OF_ANSWERS,validation)
-SPIFFY = $(FIT) recipe=spiffy_calibrate runs=$(RUNS)/lab model=$(RUNS)/lab/dllm_block/answers/export
+# What a diffusion LM decodes at T=0 is as sure as what it was trained on: greedy answers, the target's and then its own.
+# ANSWERED: folder of answers, who answers, prompts; TAUGHT_BY: folder of answers, from which weights, steps.
+DLLM = $(RUNS)/lab/dllm_block
+define ANSWERED
+	$(PY) -m decoding.collect recipe=deer_answers runs=$(RUNS)/lab name=$(1) collector.teacher=$(2)/export prompts.count=$(3) collector.number=1 'collector.temperatures=[0.0]'
+endef
+define TAUGHT_BY
+	$(FIT) recipe=dllm_block $(LAB) name=$(1) start=$(2)/export trainer.max_steps=$(3) trainer.validate_every=100 $(foreach s,train validation,data.$(s)._target_=data.rows.answers data.$(s).source=$(RUNS)/lab/deer_answers/$(1))
+endef
+SPIFFY = $(FIT) recipe=spiffy_calibrate runs=$(RUNS)/lab model=$(DLLM)/own/export
 define OBJECTIVE
 	$(SPIFFY) name=$(1) module.objective=$(1) module.top=3
 
@@ -96,8 +102,10 @@ DENOISE = $(PY) -m decoding.bench.denoise model=$(DRAFTED)
 lab-spiffy: .venv/installed  ## a masked diffusion LM, draft graphs by each objective and for a threshold, and their bench
 	$(FIT) recipe=ar_target $(LAB) trainer.max_steps=2400
 	$(FIT) recipe=dllm_block $(LAB) trainer.max_steps=1600
-	$(PY) -m decoding.collect recipe=pcllm_trajectories runs=$(RUNS)/lab prompts.count=1920
-	$(FIT) recipe=dllm_block $(LAB) trainer.max_steps=400 trainer.validate_every=200 name=answers start=$(RUNS)/lab/dllm_block/export $(ANSWERS)
+	$(call ANSWERED,greedy,$(RUNS)/lab/ar_target,4096)
+	$(call TAUGHT_BY,greedy,$(DLLM),1000)
+	$(call ANSWERED,own,$(DLLM)/greedy,768)
+	$(call TAUGHT_BY,own,$(DLLM)/greedy,300)
 	$(SPIFFY)
 	$(SPIFFY) name=few data.train.count=20 trainer.max_steps=2
 	$(foreach o,degree0 degree1 total,$(call OBJECTIVE,$(o)))
