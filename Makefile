@@ -85,7 +85,7 @@ define ANSWERED
 	$(PY) -m decoding.collect recipe=deer_answers runs=$(RUNS)/lab name=$(1) collector.teacher=$(2)/export prompts.count=$(3) collector.number=1 'collector.temperatures=[0.0]'
 endef
 define TAUGHT_BY
-	$(FIT) recipe=dllm_block $(LAB) name=$(1) start=$(2)/export trainer.max_steps=$(3) trainer.validate_every=100 $(foreach s,train validation,data.$(s)._target_=data.rows.answers data.$(s).source=$(RUNS)/lab/deer_answers/$(1))
+	$(FIT) recipe=dllm_block $(LAB) name=$(1) start=$(2)/export trainer.max_steps=$(3) trainer.validate_every=50 $(foreach s,train validation,data.$(s)._target_=data.rows.answers data.$(s).source=$(RUNS)/lab/deer_answers/$(1))
 endef
 SPIFFY = $(FIT) recipe=spiffy_calibrate runs=$(RUNS)/lab model=$(DLLM)/own/export
 define OBJECTIVE
