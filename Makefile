@@ -79,13 +79,13 @@ lab-asarm: .venv/installed  ## an any-subset model that fills holes, and its ben
 	$(INFILL) block_sizes=[5] length=1024 hidden=0.125 samples=4 batch_size=1 'knobs=[cache=true,cache=false]' out=$(RUNS)/lab/asarm_joint/bench_cache
 
 # What a diffusion LM decodes at T=0 is as sure as what it was trained on: greedy answers, the target's and then its own.
-# ANSWERED: folder of answers, who answers, prompts; TAUGHT_BY: folder of answers, from which weights, steps.
+# ANSWERED: folder of answers, who answers, prompts; TAUGHT_BY: folder of answers, from which weights, steps, steps between validations.
 DLLM = $(RUNS)/lab/dllm_block
 define ANSWERED
 	$(PY) -m decoding.collect recipe=deer_answers runs=$(RUNS)/lab name=$(1) collector.teacher=$(2)/export prompts.count=$(3) collector.number=1 'collector.temperatures=[0.0]'
 endef
 define TAUGHT_BY
-	$(FIT) recipe=dllm_block $(LAB) name=$(1) start=$(2)/export trainer.max_steps=$(3) trainer.validate_every=50 $(foreach s,train validation,data.$(s)._target_=data.rows.answers data.$(s).source=$(RUNS)/lab/deer_answers/$(1))
+	$(FIT) recipe=dllm_block $(LAB) name=$(1) start=$(2)/export trainer.max_steps=$(3) trainer.validate_every=$(4) $(foreach s,train validation,data.$(s)._target_=data.rows.answers data.$(s).source=$(RUNS)/lab/deer_answers/$(1))
 endef
 SPIFFY = $(FIT) recipe=spiffy_calibrate runs=$(RUNS)/lab model=$(DLLM)/own/export
 define OBJECTIVE
@@ -103,9 +103,9 @@ lab-spiffy: .venv/installed  ## a masked diffusion LM, draft graphs by each obje
 	$(FIT) recipe=ar_target $(LAB) trainer.max_steps=2400
 	$(FIT) recipe=dllm_block $(LAB) trainer.max_steps=1600
 	$(call ANSWERED,greedy,$(RUNS)/lab/ar_target,4096)
-	$(call TAUGHT_BY,greedy,$(DLLM),1000)
+	$(call TAUGHT_BY,greedy,$(DLLM),1000,250)
 	$(call ANSWERED,own,$(DLLM)/greedy,768)
-	$(call TAUGHT_BY,own,$(DLLM)/greedy,300)
+	$(call TAUGHT_BY,own,$(DLLM)/greedy,300,150)
 	$(SPIFFY)
 	$(SPIFFY) name=few data.train.count=20 trainer.max_steps=2
 	$(foreach o,degree0 degree1 total,$(call OBJECTIVE,$(o)))

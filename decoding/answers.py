@@ -13,7 +13,7 @@ class TeacherAnswers:
     """Answers of a teacher, `number` a prompt; answer j is drawn at temperature j mod count.
 
     teacher: a folder or Hub id, which answers by its own sampler: a causal LM token by token, what
-    parade trained (a masked diffusion LM, a parallel decoder, a drafter) in its own way. The answer
+    parade trained (a masked diffusion LM, a parallel decoder) in its own way. The answer
     to a prompt depends on the seed and the prompt's id only, so a collection that was killed and
     started again is the collection that was not.
     """

@@ -63,10 +63,13 @@ def collect(config: DictConfig) -> Path:
 
 
 def _claim(folder: Path, manifest: dict) -> None:
-    """Write the manifest, or check that the folder's own is the same."""
+    """Write the manifest, or check that the folder's own is the same.
+
+    One without a shard binds nobody: whoever wrote it had a teacher that does not load.
+    """
     file = folder / "manifest.json"
     manifest = json.loads(json.dumps(manifest))
-    if file.exists():
+    if file.exists() and any((folder / "shards").glob("[0-9]*")):
         stored = json.loads(file.read_text())
         changed = sorted(k for k in {*stored, *manifest} if stored.get(k) != manifest.get(k))
         if changed:

@@ -80,10 +80,9 @@ class ImageResult:
 class PatchRows:
     """The unfinished rows of a batch.
 
-    row: each row's number in the request. label [B]; order [B, capacity],
-    positions in the order of generation (the last one again behind the end); patches
-    [B, capacity, D] in that order, the first lengths [B] of them committed; accepted: bool
-    [B, capacity].
+    row: each row's number in the request. label [B]; order [B, capacity], positions in the order of
+    generation (the last one again behind the end); patches [B, capacity, D] in that order, the
+    first lengths [B] of them committed; accepted: bool [B, capacity].
     """
 
     TENSORS = ("label", "order", "patches", "accepted", "lengths")

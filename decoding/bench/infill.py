@@ -37,9 +37,9 @@ class InfillBench:
     or texts (see `data.prompts`). hidden: the share of each window that is hidden. hide: tokens at
     'random' places, tokens in the 'middle', or whole 'lines' in the middle.
     block_sizes: k of the ways that draft. nodes: sizes of the trees that `assd_fused` drafts with
-    verify=tree. knobs: samplers to compare, each by one knob: every way
-    is measured twice with [cache=true,cache=false] (Table 7), or with [tolerance=0,tolerance=0.05]
-    and lossy=true (Table 8). out: the folder of infill.csv; None: 'bench' beside the export.
+    verify=tree. knobs: samplers to compare, each by one knob: every way is measured twice with
+    [cache=true,cache=false] (Table 7), or with [tolerance=0,tolerance=0.05] and lossy=true (Table
+    8). out: the folder of infill.csv; None: 'bench' beside the export.
     """
 
     model: str

@@ -84,6 +84,7 @@ def test_a_teacher_answers_by_its_own_sampler(lab):
     infiller = lab.fit("asarm_joint")
     with pytest.raises(ValueError, match="answers no prompts"):
         lab.collect("name=infilled", f"collector.teacher={infiller}", "prompts.count=4")
+    lab.collect("name=infilled", "prompts.count=4")  # what could not begin binds nobody
 
 
 def test_processes_share_the_shards(lab, monkeypatch):
