@@ -13,7 +13,7 @@ RUNS ?= runs
 
 quickstart: .venv/installed  ## train and decode with DEER at lab scale, from nothing (minutes)
 	$(FIT) recipe=deer_stage2 runs=$(RUNS)
-	$(PY) -m decoding.bench model=$(RUNS)/deer_stage2/export also=$(RUNS)/deer_stage1/export prompts=12 max_new_tokens=64
+	$(PY) -m decoding.bench model=$(RUNS)/deer_stage2/export also=$(RUNS)/deer_stage1/export prompts=8 max_new_tokens=64
 
 LAB = runs=$(RUNS)/lab trainer.compile=true
 BENCH = $(PY) -m decoding.bench

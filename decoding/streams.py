@@ -1,10 +1,4 @@
-"""Any-subset networks in decoding: content goes in, questions about positions come back answered.
-
-Both classes answer `ask` for a batch of ragged rows. tokens, order [B, capacity]: token and
-position of each place in the order; m [B], tokens of prompt. The first end [B] places hold tokens
-now, of which the network knows the first cached [B]. positions, seen [B, Q]: a query about a
-position sees the first `seen` places. Returns logits [B, Q, V].
-"""
+"""Any-subset networks in decoding: content and questions about positions in one pass."""
 
 from typing import NamedTuple
 
@@ -12,9 +6,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decoding.cache import CachedNetwork, CountedNetwork
+from decoding.cache import CachedNetwork
 from models.masks import Layout, dense, draft_blocks
-from models.twostream import xlnet_logits
+from models.twostream import is_xlnet
+from models.xlnet import CachedXLNet
 
 
 class Branches(NamedTuple):
@@ -30,7 +25,7 @@ class Branches(NamedTuple):
 
 
 class TwoStreamNetwork(CachedNetwork):
-    """A two-stream causal LM whose content is cached.
+    """An any-subset network whose content is cached.
 
     Slot i holds the content of place i of the order. It depends on earlier places only, so it
     never changes once they are fixed. The slots behind a row's content are lent to the queries of
@@ -38,7 +33,9 @@ class TwoStreamNetwork(CachedNetwork):
     """
 
     def __init__(self, network: PreTrainedModel, capacity: int, mask_id: int):
-        super().__init__(network, draft_blocks, capacity)
+        self.own_keys = not is_xlnet(network)  # no query of XLNet has a key
+        forward = network if self.own_keys else CachedXLNet(network, mask_id)
+        super().__init__(forward, draft_blocks, capacity)
         self.mask_id = mask_id
 
     def ask(
@@ -52,7 +49,12 @@ class TwoStreamNetwork(CachedNetwork):
         seen: Tensor,
         branches: Branches | None = None,
     ) -> Tensor:
-        """See the module. New content and queries go through one forward."""
+        """Logits [B, Q, V] of queries: new content and they go through one forward.
+
+        tokens, order [B, capacity]: token and position of each place in the order; m [B], tokens of
+        prompt. The first end [B] places hold tokens now, of which the cache knows the first cached
+        [B]. positions, seen [B, Q]: a query about a position sees the first `seen` places.
+        """
         Q, first = positions.shape[1], m[:, None] - 1
         width = int((end - cached).max())
         slots = end[:, None] + torch.arange(-width, Q, device=end.device)
@@ -70,6 +72,8 @@ class TwoStreamNetwork(CachedNetwork):
         lent = (keys - end[:, None]).clamp_min(-1)
         k = Layout(torch.zeros_like(keys), place.maximum(first), lent)
         mask = dense(draft_blocks, q, k)
+        if not self.own_keys:
+            mask &= (lent < 0)[:, None, None]
         if branches is not None:
             path = torch.zeros_like(keys).scatter(1, self._nodes(end, branches), branches.path)
             own = torch.cat([path.gather(1, content), branches.seen], 1)
@@ -91,59 +95,3 @@ class TwoStreamNetwork(CachedNetwork):
         """The place in the order of what stands at each slot: nodes of one depth share one."""
         nodes = self._nodes(end, branches)
         return slots.scatter(1, nodes, nodes[:, :1] + branches.depth - 1)
-
-
-class XLNetNetwork(CountedNetwork):
-    """XLNet, without a cache: each call runs the whole row.
-
-    A position's query and content share one row of XLNet's mask, so a forward may ask about each
-    position once only. Questions that do not all see the same are asked of a copy of the row for
-    each number of places seen, [B * A, ...].
-    """
-
-    def __init__(self, network: PreTrainedModel):
-        super().__init__(network)
-        self.cache = self
-
-    def select(self, rows: Tensor) -> None:
-        """Nothing is kept between calls."""
-
-    def ask(
-        self,
-        tokens: Tensor,
-        order: Tensor,
-        m: Tensor,
-        cached: Tensor,
-        end: Tensor,
-        positions: Tensor,
-        seen: Tensor,
-        branches: None = None,
-    ) -> Tensor:
-        """See the module. All rows have their questions in the same order: A times the same number
-        of them, which see a place more each time.
-        """
-        A = int(seen[0, -1] - seen[0, 0]) + 1
-        if positions.shape[1] > A:  # else no position is asked about twice
-            tokens, order, m, end = (t.repeat_interleave(A, 0) for t in (tokens, order, m, end))
-            logits = self._once(
-                tokens, order, m, end, *(t.reshape(len(end), -1) for t in (positions, seen))
-            )
-            return logits.reshape(*positions.shape, -1)
-        return self._once(tokens, order, m, end, positions, seen)
-
-    def _once(
-        self, tokens: Tensor, order: Tensor, m: Tensor, end: Tensor, positions: Tensor, seen: Tensor
-    ) -> Tensor:
-        """One forward, which asks about each position once."""
-        place = torch.arange(order.shape[1], device=order.device).expand_as(order)
-        there = place < end[:, None]
-        index = place.maximum(m[:, None] - 1)
-        # By position: what stands there, where it is in the order, and how far it sees.
-        ids = torch.zeros_like(tokens).scatter(1, order, tokens * there)
-        at = torch.zeros_like(index).scatter(1, order, index.where(there, order.shape[1]))
-        sees = torch.zeros_like(index).scatter(1, order, (index + 1) * there)
-        sees = sees.scatter(1, positions, seen)
-        visible = at[:, None, :] < sees[:, :, None]
-        asked = torch.ones_like(seen).bool()
-        with self.counted():
-            return xlnet_logits(self.network, ids, visible, positions, asked)

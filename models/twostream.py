@@ -53,11 +53,7 @@ def xlnet_logits(
     come included.
     """
     seen = seen & ~torch.eye(ids.shape[1], dtype=torch.bool, device=ids.device)
-    if (asked & ~seen.any(-1).gather(1, positions)).any():
-        raise ValueError(
-            "XLNet needs a prompt of at least one token: a query that sees nothing attends to all "
-            "tokens, those to come included. Give a token, or use a two-stream causal LM"
-        )
+    check_prompt(network, seen.any(-1).gather(1, positions) | ~asked)
     return network(
         input_ids=ids,
         perm_mask=(~seen).to(network.dtype),
@@ -69,3 +65,12 @@ def xlnet_logits(
 def is_xlnet(network: PreTrainedModel) -> bool:
     """True for transformers' XLNet, whose two streams are its own."""
     return network.config.model_type == "xlnet"
+
+
+def check_prompt(network: PreTrainedModel, sees: Tensor) -> None:
+    """Errors: a query of XLNet's that sees nothing. sees: bool, any shape."""
+    if is_xlnet(network) and not sees.all():
+        raise ValueError(
+            "XLNet needs a prompt of at least one token: a query that sees nothing attends to all "
+            "tokens, those to come included. Give a token, or use a two-stream causal LM"
+        )

@@ -30,9 +30,9 @@ from decoding.distribution import fit_vocabulary, seen_tokens, warp
 from decoding.infill import Infiller
 from decoding.params import VERIFY, SamplingParams
 from decoding.samplers.base import Rows, choose
-from decoding.streams import Branches, TwoStreamNetwork, XLNetNetwork
+from decoding.streams import Branches, TwoStreamNetwork
 from decoding.tree import Trees, check_tree, draft_trees, followed
-from models.twostream import is_xlnet, joint_logits
+from models.twostream import check_prompt, joint_logits
 
 DRAFTS = ("sequential", "assd", "assd_ngram", "assd_fused")
 KNOBS = {"cache": bool, "tolerance": float, "nodes": int, "sharpness": float}
@@ -99,16 +99,14 @@ class AsarmSampler(Infiller):
                 "tokens. Choose at least 3",
                 stacklevel=2,
             )
-        if params.verify == "tree" and (way != "assd_fused" or is_xlnet(self.target)):
+        if params.verify == "tree" and way != "assd_fused":
             raise ValueError(
-                "verify='tree' needs the drafts of draft='assd_fused' and a two-stream causal LM, "
-                f"but draft={way!r} of a {self.target.config.model_type!r} model was asked for"
+                "verify='tree' needs the drafts of draft='assd_fused', but "
+                f"draft={way!r} was asked for"
             )
-        if is_xlnet(self.target):
-            rows.networks["target"] = XLNetNetwork(self.target)
-        else:
-            capacity = rows.tokens.shape[1]
-            rows.networks["target"] = TwoStreamNetwork(self.target, capacity, self.mask_id)
+        check_prompt(self.target, rows.state["given"] > 0)
+        capacity = rows.tokens.shape[1]
+        rows.networks["target"] = TwoStreamNetwork(self.target, capacity, self.mask_id)
         rows.state["draft"] = rows.tokens[:, :0]
 
     def cycle(self, rows: Rows, params: SamplingParams) -> tuple[Tensor, Tensor]:
@@ -304,7 +302,5 @@ def nothing(logits: Tensor) -> Tensor:
 
 def from_export(target, tokenizer, drafter, config: dict) -> AsarmSampler:
     """The sampler of an exported any-subset model; config: its `parade` entry."""
-    if "cache" in config and is_xlnet(target):
-        raise ValueError("cache= means nothing here: XLNet runs the whole text in every pass")
     keys = ("mask_id", "draft", "block_size", *KNOBS)
     return AsarmSampler(target, tokenizer, **{key: config[key] for key in keys if key in config})

@@ -10,7 +10,7 @@ import torch
 from data.tokenizer import train_tokenizer
 from decoding.infill import Template
 from decoding.params import SamplingParams
-from decoding.samplers.asarm import DRAFTS, AsarmSampler, from_export
+from decoding.samplers.asarm import DRAFTS, AsarmSampler
 from decoding.streams import TwoStreamNetwork
 from tests.support import subsets, tiny
 
@@ -24,6 +24,9 @@ PROMPTS = [
     [4, _, 4, _, 4, _, 4, _, 4, _, 4, _],
 ]
 SEEDS = [5, 71, 3, 900, 12]
+# XLNet needs a prompt.
+GIVEN = [p for p in PROMPTS if any(p)]
+GIVEN_SEEDS = [x for p, x in zip(PROMPTS, SEEDS) if any(p)]
 FUSED_TREE = ("assd_fused", "tree")
 WARPS = {
     "no warp": {},
@@ -152,12 +155,6 @@ def test_only_without_a_cache_a_pass_runs_the_whole_text(monkeypatch, draft):
     assert max(widths[1:]) <= 1 + 4
 
 
-def test_xlnet_has_no_cache_to_switch_off():
-    config = {"mask_id": V, "draft": "assd", "block_size": 3, "cache": False}
-    with pytest.raises(ValueError, match="cache= means nothing here"):
-        from_export(subsets.xlnet(V), tiny.tokenizer(V), None, config)
-
-
 class ForgetsTheCorrection(AsarmSampler):
     """Wrong: believes that the cache holds the content of the target's own token."""
 
@@ -173,12 +170,25 @@ def test_a_stale_cache_fails_the_same_test():
     assert ids(wrong) != one_by_one(params)
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
-def test_coupled_xlnet(draft):
-    model, params = subsets.xlnet(V), SamplingParams()
-    prompts, seeds = [p for p in PROMPTS if any(p)], [x for p, x in zip(PROMPTS, SEEDS) if any(p)]
-    found = sampler(draft, model=model).generate(prompts, params, seeds=seeds)
-    assert ids(found) == one_by_one(params, model, prompts, seeds)
+@pytest.mark.parametrize(("draft", "rule"), [*product(DRAFTS, ["coupled"]), ("assd_fused", "tree")])
+def test_coupled_xlnet_with_or_without_a_cache(draft, rule):
+    model, params = subsets.xlnet(V), SamplingParams(verify=rule)
+    expected = one_by_one(SamplingParams(), model, GIVEN, GIVEN_SEEDS)
+    for cache in (True, False):
+        s = sampler(draft, model=model, cache=cache)
+        assert ids(s.generate(GIVEN, params, seeds=GIVEN_SEEDS)) == expected
+
+
+def test_xlnet_at_the_places_in_the_order_fails_the_same_test(monkeypatch):
+    """Negative control: distances between slots of the cache instead of positions in the text."""
+    model, params, run = subsets.xlnet(V), SamplingParams(), TwoStreamNetwork.run
+    monkeypatch.setattr(
+        TwoStreamNetwork,
+        "run",
+        lambda self, tokens, positions, slots, *a, **k: run(self, tokens, slots, slots, *a, **k),
+    )
+    found = sampler(model=model).generate(GIVEN, params, seeds=GIVEN_SEEDS)
+    assert ids(found) != one_by_one(params, model, GIVEN, GIVEN_SEEDS)
 
 
 def test_sequential_takes_one_call_a_token_and_a_sure_model_k_plus_one():
@@ -322,9 +332,11 @@ def test_mistakes_about_orders_and_xlnet():
     with pytest.raises(ValueError, match="is no permutation"):
         s.log_prob([[1, 2, 3]], [[True, False, False]], order=[[0, 1, 1]])
     x = sampler(model=subsets.xlnet(V))
-    with pytest.raises(ValueError, match="a two-stream causal LM, but draft="):
-        x.generate([[1, _]], SamplingParams(verify="tree"))
-    with pytest.raises(ValueError, match="but draft='assd' of a 'llama' model was asked for"):
+    one_way = subsets.xlnet(V)
+    one_way.config.attn_type = "uni"
+    with pytest.raises(ValueError, match="needs attn_type='bi'"):
+        sampler(model=one_way).generate([[1, _]])
+    with pytest.raises(ValueError, match="but draft='assd' was asked for"):
         sampler("assd").generate([[1, _]], SamplingParams(verify="tree"))
     for options in ({"nodes": 0}, {"nodes": 64}, {"sharpness": 0.0}):
         with pytest.raises(ValueError, match=f"{next(iter(options))}=.* is not allowed"):
