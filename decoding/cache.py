@@ -76,6 +76,7 @@ class CountedNetwork:
     def __init__(self, network: PreTrainedModel):
         self.network = network
         self.passes, self.seconds = 0, 0.0
+        self._queues = network.device.type == "cuda"  # a forward only queues work there
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -86,7 +87,7 @@ class CountedNetwork:
         self.passes += 1
 
     def _clock(self) -> float:
-        if self.network.device.type == "cuda":  # a forward only queues work there
+        if self._queues:
             torch.cuda.synchronize()
         return time.perf_counter()
 

@@ -59,6 +59,8 @@ class KeyedRandomness:
         self.draws, self.ahead = 0, ahead or _AHEAD
         self.behind = torch.zeros_like(self.seeds)
         self._ahead = torch.empty(len(seeds), 0, 0, device=device)  # see _uniform
+        nothing = torch.empty(len(seeds), 0, dtype=torch.long, device=device)
+        self._last = nothing, nothing[..., None].float()  # positions and noise, see gumbel
 
     def categorical(self, probs: Tensor) -> Tensor:
         """See `Randomness`. Inverse of the cumulative distribution, in float64."""
@@ -73,7 +75,29 @@ class KeyedRandomness:
         return self._uniform(prob.shape) < prob
 
     def gumbel(self, positions: Tensor, vocabulary: int) -> Tensor:
-        """See `Randomness`. float32; equal on every device up to the rounding of its log."""
+        """See `Randomness`. float32; equal on every device up to the rounding of its log.
+
+        A cycle asks for most of the positions that the one before it asked for, so the noise of the
+        last call is kept, and only what is new is made: it is not to be written to.
+        """
+        at, noise = self._last
+        if noise.shape[-1] != vocabulary:
+            at = at[:, :0]
+        same = positions[:, :, None] == at[:, None]
+        new = ~same.any(-1)
+        count = int(new.sum(-1).max())
+        if count == positions.shape[1]:
+            made = self._gumbel(positions, vocabulary)
+        else:
+            # Rows with fewer new positions make some again, which changes nothing.
+            row = torch.arange(len(at), device=at.device)[:, None]
+            first = new.int().argsort(dim=-1, descending=True, stable=True)[:, :count]
+            made = noise[row, same.int().argmax(-1)]
+            made[row, first] = self._gumbel(positions.gather(1, first), vocabulary)
+        self._last = positions, made
+        return made
+
+    def _gumbel(self, positions: Tensor, vocabulary: int) -> Tensor:
         key = _mix(_mix(self.seeds + _purpose("gumbel"))[:, None] + positions * _STRIDE)
         tokens = torch.arange(1, vocabulary + 1, device=positions.device) * _STRIDE
         bits = _shift(_mix(key.unsqueeze(-1) + tokens), 11).bitwise_or_(1)  # odd: never 0
@@ -95,10 +119,12 @@ class KeyedRandomness:
         """See `Randomness`."""
         self.seeds, self.behind = self.seeds[rows], self.behind[rows]
         self._ahead = self._ahead[rows]
+        self._last = self._last[0][rows], self._last[1][rows]
 
     def replace(self, rows: Tensor, fresh: "KeyedRandomness") -> None:
         """See `ContinuousRandomness`."""
         self.seeds[rows] = fresh.seeds
+        self._last = self._last[0][:, :0], self._last[1]
         self.behind[rows] = self.draws - fresh.draws + fresh.behind
         self._ahead[rows] = self._numbers(rows, self._ahead.shape[-1])
 

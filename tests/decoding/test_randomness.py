@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy import stats
 
 from decoding.params import SamplingParams
@@ -111,6 +113,46 @@ def test_noise_is_keyed_by_position_and_token_only():
     assert torch.equal(block[0, 2], later[0, 0, :9])
     assert torch.equal(block[1, 1], later[1, 0, :9])
     assert not torch.equal(block[0, 1], later[0, 0, :9])
+
+
+def differs(randomness, calls):
+    """Whether noise asked for in turn is ever another than noise asked for by itself."""
+    seeds, found = [8, 15, -3], False
+    for positions, dropped in calls:
+        positions = torch.tensor(positions)[: len(seeds)]
+        alone = KeyedRandomness(seeds).gumbel(positions, 5)
+        found |= not torch.equal(randomness.gumbel(positions, 5), alone)
+        if dropped and len(seeds) > 1:
+            kept = torch.arange(1, len(seeds))
+            randomness.select(kept)
+            seeds = seeds[1:]
+    return found
+
+
+# Three rows of as many positions: any, as far as the noise is concerned.
+WINDOWS = st.integers(1, 4).flatmap(
+    lambda n: st.lists(st.lists(st.integers(0, 6), min_size=n, max_size=n), min_size=3, max_size=3)
+)
+
+
+@given(st.lists(st.tuples(WINDOWS, st.booleans()), max_size=6))
+def test_what_was_asked_before_changes_no_noise(calls):
+    assert not differs(KeyedRandomness([8, 15, -3]), calls)
+
+
+class Misremembers(KeyedRandomness):
+    """Wrong: what the last call made is taken for noise of the next positions."""
+
+    def gumbel(self, positions, vocabulary):
+        noise = super().gumbel(positions, vocabulary)
+        self._last = positions + 1, noise
+        return noise
+
+
+def test_a_wrong_memory_fails_the_same_test():
+    window = [[0, 1], [3, 4], [1, 2]]
+    later = [[1, 2], [5, 6], [2, 3]]
+    assert differs(Misremembers([8, 15, -3]), [(window, False), (later, False)])
 
 
 def draws(randomness, rows):
