@@ -28,10 +28,10 @@ lab-deer-stage1: .venv/installed  ## what the next two start from
 	$(FIT) recipe=deer_stage1 $(DEEP) trainer.max_steps=500
 
 lab-deer: lab-deer-stage1  ## DEER's figures in docs/results.md: about an hour on 2 cores
-	$(FIT) recipe=deer_stage2 $(DEEP) trainer.max_steps=950 trainer.validate_every=475
+	$(FIT) recipe=deer_stage2 $(DEEP) trainer.max_steps=950
 	$(BENCH) model=$(DEER)2/export also=$(DEER)1/export profile=true
 
-LOSS = $(FIT) recipe=deer_stage2 $(DEEP) trainer.max_steps=300 trainer.validate_every=300
+LOSS = $(FIT) recipe=deer_stage2 $(DEEP) trainer.max_steps=300
 TAUGHT = $(DEER)2/tokens/export,$(DEER)2/overlap/export,$(DEER)2/log_overlap/export,$(DEER)2/hits/export,$(DEER)2/length/export
 lab-deer-losses: lab-deer-stage1  ## what stage II is trained with: a short run a loss, and their bench
 	$(LOSS) name=kl

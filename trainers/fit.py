@@ -1,6 +1,7 @@
 """`python -m trainers.fit recipe=NAME [scale=paper] [key=value ...]`: train, then export."""
 
 import logging
+import math
 import os
 import sys
 import warnings
@@ -52,6 +53,9 @@ def run(argv: list[str]) -> None:
 def fit(config: DictConfig) -> Path:
     """Train a recipe and export the result; returns the export's folder."""
     check_logger(config.logger)
+    for key in ("max_steps", "batch_size", "micro_batch_size", "log_every", "validate_every"):
+        if config.trainer[key] < 1:
+            raise ValueError(f"trainer.{key}={config.trainer[key]} must be at least 1")
     folder = run_folder(config)
     export = folder / "export"
     checkpoint, first = checkpoint_to_resume(config, folder)
@@ -172,7 +176,8 @@ def build_trainer(config: DictConfig, folder: Path, module: BaseModule) -> pl.Tr
         )
     schedule = Schedule(range(0), t.batch_size, t.micro_batch_size, world=trainer.world_size)
     trainer.accumulate_grad_batches = schedule.accumulate
-    trainer.val_check_interval = min(t.validate_every, t.max_steps) * schedule.accumulate
+    checks = math.ceil(t.max_steps / t.validate_every)  # evenly, so that the end is measured too
+    trainer.val_check_interval = t.max_steps // checks * schedule.accumulate
     return trainer
 
 

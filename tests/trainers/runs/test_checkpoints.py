@@ -215,10 +215,15 @@ class TestMistakes:
         message = self.refused(lab, "ar_target", "name=taken", f"resume={resume}")
         assert "holds a run of recipe 'diffusion_adapt', not of 'ar_target'" in message
 
-    @pytest.mark.parametrize("setting", ["checkpoint_every=0", "keep_last=0", "keep_best=-1"])
+    @pytest.mark.parametrize(
+        "setting",
+        ["checkpoint_every=0", "keep_last=0", "keep_best=-1", "max_steps=0", "batch_size=0",
+         "micro_batch_size=0", "log_every=0", "validate_every=-1"],
+    )  # fmt: skip
     def test_number_that_is_too_small(self, lab, setting):
         message = self.refused(lab, "ar_target", "name=small", f"trainer.{setting}")
         assert f"trainer.{setting} must be at least" in message
+        assert not folder(lab, "small").exists()
 
     def test_name_of_a_folder_of_the_run(self, lab):
         assert "name=export" in self.refused(lab, "ar_target", "name=export")

@@ -77,7 +77,7 @@ def test_time_left_of_a_resumed_run_counts_what_is_left(lab, lines, capsys):
 
 def test_lines_are_rare_but_for_the_end_and_validations(lab, monkeypatch, capsys):
     monkeypatch.setattr(fit_module, "progress", lambda: Lines(seconds=100, clock=ticking()))
-    lab.fit("deer_stage1", "name=rare", "trainer.max_steps=6", "trainer.validate_every=3")
+    lab.fit("deer_stage1", "name=rare", "trainer.max_steps=6", "trainer.validate_every=5")
     found = shown(capsys)
     steps = [line.split("  ")[0] for line in found]
     assert steps == ["step 1/6", "step 3/6", "step 6/6", "step 6/6"]
