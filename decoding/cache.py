@@ -103,6 +103,7 @@ class CachedNetwork(CountedNetwork):
         self.predicate = predicate
         self.cache = RaggedCache(capacity)
         self._slots = torch.arange(capacity, device=network.device)[None]
+        self._known = network.config.get_text_config().vocab_size
 
     def __call__(
         self,
@@ -147,11 +148,10 @@ class CachedNetwork(CountedNetwork):
     ) -> Tensor:
         """One forward: tokens at positions, written to slots, under a mask over the first slots."""
         self.cache.place(slots, mask.shape[-1])
-        # A drafter's vocabulary may be the smaller one: it only guesses, any embedding will do.
-        known = self.network.config.get_text_config().vocab_size
         with self.counted():
             return self.network(
-                input_ids=tokens.clamp_max(known - 1),
+                # A drafter's vocabulary may be the smaller one: it only guesses, any token will do.
+                input_ids=tokens.clamp_max(self._known - 1),
                 attention_mask=mask,
                 position_ids=positions,
                 past_key_values=self.cache,
