@@ -1,8 +1,12 @@
 """What a run measures of itself beside its losses: acceptance length."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import Callback
+from transformers import PreTrainedModel
 
 from decoding.params import SamplingParams
 from decoding.samplers.base import Sampler
@@ -25,9 +29,10 @@ class AcceptanceLength(Callback):
     @torch.compiler.set_stance("force_eager")  # every pass has another shape
     def on_validation_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Decode the prompts at every temperature."""
-        if module.sampler() is None:
-            return
-        with whole_network(module) as here:
+        with dense_masks(module.network):
+            if module.sampler() is None:
+                return
+        with whole_network(module) as here, dense_masks(module.network):
             lengths = self._measure(module.sampler()) if here else None
         # What is logged must be the same on every process: it decides what is kept.
         for name, length in trainer.strategy.broadcast(lengths).items():
@@ -43,3 +48,17 @@ class AcceptanceLength(Callback):
             emitted = [n for r in sampler.generate(self.prompts, params) for n in r.stats.emitted]
             lengths[f"acceptance_length_t{params.temperature:g}"] = sum(emitted) / len(emitted)
         return lengths
+
+
+@contextmanager
+def dense_masks(network: PreTrainedModel) -> Iterator[None]:
+    """Decoding gives dense masks; a network that trains with FlexAttention's would misread them."""
+    kind = network.config._attn_implementation
+    if kind != "flex_attention":
+        yield
+        return
+    network.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        network.set_attn_implementation(kind)
