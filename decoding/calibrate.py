@@ -1,7 +1,8 @@
 """`python -m decoding.calibrate model=runs/deer_stage2/export`: the draft tree for this machine.
 
 How sure of the drafter a tree should be at each depth is fitted to what the target chose
-(`decoding.sharpness`). More nodes are accepted more often and cost a wider pass; where the balance
+(`decoding.sharpness`), and with `answers=` how much it should heed which token follows which there
+(`decoding.bigrams`). More nodes are accepted more often and cost a wider pass; where the balance
 lies depends on drafter, target and machine, so it is measured: real decodes of held-out prompts.
 What is fastest goes into the export, and `verify=tree` takes it from there.
 """
@@ -13,7 +14,10 @@ from itertools import product
 from pathlib import Path
 from time import perf_counter
 
+from data.answers import read_answers
 from data.prompts import heldout_prompts
+from data.rows import checked_manifest
+from decoding.bigrams import FILE, Bigrams, count, write
 from decoding.cli import main, parse, quiet
 from decoding.load import load, parade_config, sampler_of
 from decoding.params import SamplingParams
@@ -25,13 +29,16 @@ from decoding.sharpness import fit, observed
 class Calibrate:
     """Decode held-out prompts with trees of several shapes, one prompt at a time.
 
-    model: the folder of an export that drafts; its config.json is written. nodes: the values to try
-    (see `DeerSampler`). sharpness: factors to try, times the fitted one of each depth.
+    model: the folder of an export that drafts; its config.json is written. answers: a collection of
+    the target's answers, whose bigrams are tried; they come into the export if they are faster.
+    nodes: the values to try (see `DeerSampler`). sharpness: factors to try, times the fitted one of
+    each depth.
     temperatures: of the fits; the best shape is the fastest over all of them.
     fit_prompts: those that the sharpness is fitted to, others than the prompts that are timed.
     """
 
     model: str
+    answers: str | None = None
     target: str | None = None
     source: str = "stdlib"
     prompts: int = 8
@@ -53,40 +60,59 @@ def run(argv: list[str]) -> None:
 
     quiet()
     c = parse(argv, Calibrate, "decoding.calibrate")
-    config = Path(c.model) / "config.json"
-    if not config.is_file():
-        raise ValueError(f"model={c.model!r} is no folder of an export: there is no {config}")
-    sampler = load(c.model, target=c.target, dtype=c.dtype, device=c.device)
+    file = Path(c.model) / "config.json"
+    if not file.is_file():
+        raise ValueError(f"model={c.model!r} is no folder of an export: there is no {file}")
+    # What an earlier calibration left is not needed, and may be what is to be made anew.
+    bare = ["bigrams=false"] if "bigrams" in parade_config(c.model) else []
+    sampler = load(c.model, target=c.target, sampler=bare, dtype=c.dtype, device=c.device)
     if getattr(sampler, "drafter", None) is None:
         raise ValueError(f"{c.model} drafts no trees: there is nothing to calibrate")
-    count = c.prompts + c.fit_prompts
-    prompts = heldout_prompts(c.source, sampler.tokenizer, count, c.prompt_length)
+    number = c.prompts + c.fit_prompts
+    prompts = heldout_prompts(c.source, sampler.tokenizer, number, c.prompt_length)
     ids = [p["prompt_ids"] for p in prompts]
-    fitted = {}
-    for temperature in c.temperatures:
-        z, choice = observed(sampler, ids[c.prompts :], params_of(c, temperature))
-        fitted[f"{temperature:g}"] = fit(z, choice)
-    shapes = {
-        shape: reshaped(c, sampler, fitted, *shape) for shape in product(c.nodes, c.sharpness)
-    }
-    lines = [
-        {"nodes": nodes, "sharpness": factor, **measure(c, shaped, ids[: c.prompts])}
-        for (nodes, factor), shaped in track(shapes.items(), "calibrate")
-    ]
-    out = Path(c.out) if c.out else config.parents[1] / "calibration"
+    tables = [None]
+    if c.answers is not None:
+        checked_manifest(c.answers, sampler.tokenizer)
+        texts = (text for text, _ in read_answers(c.answers, "train"))
+        tables.append(count(texts, sampler.vocabulary))
+    seen = {t: observed(sampler, ids[c.prompts :], params_of(c, t)) for t in c.temperatures}
+    shapes = {}
+    for table in tables:
+        fitted = {f"{t:g}": fit(*pair, table) for t, pair in seen.items()}
+        for nodes, factor in product(c.nodes, c.sharpness):
+            knobs = reshaped(fitted, nodes, factor, table)
+            shapes[table is not None, nodes, factor] = knobs
+    config = {**parade_config(c.model), "table": tables[-1]}
+    lines = []
+    for (heeds, nodes, factor), knobs in track(shapes.items(), "calibrate"):
+        shaped = sampler_of({**config, **knobs}, sampler.target, sampler.tokenizer, sampler.drafter)
+        line = {"bigrams": heeds, "nodes": nodes, "sharpness": factor}
+        lines.append({**line, **measure(c, shaped, ids[: c.prompts])})
+    out = Path(c.out) if c.out else file.parents[1] / "calibration"
     title = f"{c.prompts} held-out prompts, batch 1, {c.dtype}"
     write_table(lines, out / "calibration.csv", title, "decoding.calibrate")
     best = max(lines, key=lambda line: line["tokens/s"])
-    shape = shapes[best["nodes"], best["sharpness"]]
-    keep(config, {"nodes": shape.nodes, "sharpness": shape.sharpness})
-    print(f"nodes={shape.nodes} and sharpness={shape.sharpness} are now in {config}")
+    knobs = shapes[best["bigrams"], best["nodes"], best["sharpness"]]
+    if knobs["bigrams"]:
+        write(tables[-1], file.parent)
+    keep(file, knobs)
+    if not knobs["bigrams"]:
+        (file.parent / FILE).unlink(missing_ok=True)
+    print(f"nodes={knobs['nodes']}, sharpness={knobs['sharpness']} and "
+          f"bigrams={knobs['bigrams']} are now in {file}")  # fmt: skip
 
 
-def reshaped(c: Calibrate, sampler, fitted: dict[str, list[float]], nodes: int, factor: float):
-    """The same sampler with trees of another shape."""
-    sharpness = {t: [round(factor * s, 2) for s in depths] for t, depths in fitted.items()}
-    config = {**parade_config(c.model), "nodes": nodes, "sharpness": sharpness}
-    return sampler_of(config, sampler.target, sampler.tokenizer, sampler.drafter)
+def reshaped(
+    fitted: dict[str, tuple[list[float], list[float]]],
+    nodes: int,
+    factor: float,
+    table: Bigrams | None,
+) -> dict:
+    """The knobs of trees of a shape; fitted: what `fit` found by temperature."""
+    sharpness = {t: [round(factor * s, 2) for s in depths] for t, (depths, _) in fitted.items()}
+    lift = {t: depths for t, (_, depths) in fitted.items()}
+    return {"nodes": nodes, "sharpness": sharpness, "bigrams": False if table is None else lift}
 
 
 def params_of(c: Calibrate, temperature: float) -> SamplingParams:

@@ -12,7 +12,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from data.tokenizer import fingerprint
-from decoding import samplers
+from decoding import bigrams, samplers
 from decoding.cli import convert, split, unknown
 from decoding.samplers.base import Sampler
 from models import causal
@@ -40,6 +40,8 @@ def load(
     Errors: a missing or damaged folder, a target whose tokenizer is not the drafter's.
     """
     config = sampling_config(path, sampler)
+    if config.get("bigrams"):
+        config["table"] = read_bigrams(path, config)
     method = _module(config["method"])
     if hasattr(method, "load"):  # its models are no language models
         name = target or ("target" in config and _beside(path, config["target"])) or None
@@ -65,6 +67,18 @@ def sampler_of(
 ) -> Sampler:
     """The sampler of an export's `parade` entry: `decoding.samplers.<method>.from_export`."""
     return _module(config["method"]).from_export(target, tokenizer, drafter, config)
+
+
+def read_bigrams(path: str, config: dict) -> bigrams.Bigrams:
+    """The bigrams of an export whose `parade` entry heeds them."""
+    if not isinstance(config["bigrams"], dict):
+        raise ValueError(
+            "bigrams=true is not allowed: an export that has bigrams uses them. To make them: "
+            f"python -m decoding.calibrate model={path} answers=..."
+        )
+    if causal.looks_local(path):
+        return bigrams.read(Path(path) / bigrams.FILE)
+    return bigrams.read(Path(hf_hub_download(path, bigrams.FILE)))
 
 
 def _module(method: str):

@@ -1,39 +1,59 @@
 """How sure of its drafter a tree should be at each depth: maximum likelihood, from real texts.
 
-A tree ranks the tokens of a depth by softmax(s z), z = log q + g (`decoding.tree.draft_trees`). The
-s of that depth is the one under which the tokens that the target did choose are the likeliest. It
-is larger where the drafter knows more: near the committed text, and at temperature 0.
+A tree ranks the tokens of a depth by softmax(s z + w lift), z = log q + g (`decoding.tree`,
+`decoding.bigrams`). The s and w of that depth are those under which the tokens that the target did
+choose are the likeliest. s is larger where the drafter knows more: near the committed text, and at
+temperature 0.
 """
 
 import torch
 from torch import Tensor
 
+from decoding.bigrams import Bigrams
 from decoding.params import SamplingParams
 from decoding.randomness import KeyedRandomness
 from decoding.samplers.base import Rows
 from decoding.samplers.deer import DeerSampler
 
 LEAST, MOST = 0.05, 20.0
+TURNS = 4
 
 
-def fit(z: Tensor, choice: Tensor) -> list[float]:
-    """argmax_s mean log softmax(s z)[choice] of each depth, within [LEAST, MOST].
+def fit(
+    z: Tensor, choice: Tensor, bigrams: Bigrams | None = None
+) -> tuple[list[float], list[float]]:
+    """argmax_(s, w) mean log softmax(s z + w lift)[choice] of each depth: all s, all w.
 
-    z [n, k, V] (-inf: impossible), choice [n, k]. The likelihood is concave in s, and its slope is
-    z[choice] - E_s[z]: bisection finds where its mean is 0.
+    z [n, k, V] (-inf: impossible), choice [n, k]; lift: `decoding.bigrams`, of the token before. w
+    is 0 at the first depth, before which nothing is drafted, and where there are no bigrams. The
+    likelihood is concave in (s, w): each in turn, given the other.
     """
-    return [round(_fit_depth(z[:, i].double(), choice[:, i]), 2) for i in range(z.shape[1])]
+    sharpness, weights = [], []
+    for i in range(z.shape[1]):  # of one depth at a time: n V numbers of a real vocabulary are many
+        at = z[:, i].double()
+        at = at.masked_fill(at.isinf(), torch.finfo(torch.float32).min)  # 0 times -inf is no number
+        s, w, lift = _best(at, choice[:, i], torch.zeros(()), LEAST), 0.0, None
+        if i and bigrams is not None:
+            lift = bigrams.behind(choice[:, i - 1]).double()
+            for _ in range(TURNS):
+                w = _best(lift, choice[:, i], s * at, 0.0)
+                s = _best(at, choice[:, i], w * lift, LEAST)
+        sharpness.append(round(s, 2))
+        weights.append(round(w, 2))
+    return sharpness, weights
 
 
-def _fit_depth(z: Tensor, choice: Tensor) -> float:
-    """z [n, V], choice [n]: of one depth, for n V numbers of a real vocabulary are many."""
-    chosen = z.gather(-1, choice[:, None]).mean()
-    z = z.masked_fill(z.isinf(), torch.finfo(torch.float32).min)  # 0 times -inf is no number
-    low, high = LEAST, MOST
-    for _ in range(30):
-        s = (low + high) / 2
-        expected = ((s * z).softmax(-1) * z).sum(-1).mean()
-        low, high = (s, high) if chosen > expected else (low, s)
+def _best(x: Tensor, choice: Tensor, others: Tensor, least: float) -> float:
+    """argmax_a mean log softmax(a x + others)[choice], within [least, MOST]; x [n, V], choice [n].
+
+    Concave in a, and its slope is x[choice] - E_a[x]: bisection finds where its mean is 0.
+    """
+    chosen = x.gather(-1, choice[:, None]).mean()
+    low, high = least, MOST
+    for _ in range(20):
+        a = (low + high) / 2
+        expected = ((a * x + others).softmax(-1) * x).sum(-1).mean()
+        low, high = (a, high) if chosen > expected else (low, a)
     return (low + high) / 2
 
 

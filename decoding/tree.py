@@ -1,5 +1,6 @@
 """Draft trees: the likeliest continuations under independent marginals, for one pass to verify."""
 
+from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -9,6 +10,9 @@ from torch.nn.functional import pad
 
 ROOT = -1
 LIMIT = 63  # nodes: a path is a set of nodes, one bit each
+CHOICES, PARENTS = 32, 8  # tokens of a depth that know the token before them, and of those before
+
+Lift = Callable[[Tensor, Tensor], Tensor]  # see draft_trees
 
 
 class Tree(NamedTuple):
@@ -24,29 +28,38 @@ class Tree(NamedTuple):
     child: dict[tuple[int, int], int]
 
 
-def best_first(tokens: list[list[int]], scores: list[list[float]], nodes: int) -> Tree:
-    """The `nodes` likeliest prefixes of k independent tokens.
+def best_first(
+    tokens: list[list[list[int]]],
+    scores: list[list[list[float]]],
+    nodes: int,
+    index: list[list[list[int]]] | None = None,
+) -> Tree:
+    """The `nodes` likeliest prefixes of k tokens, each of which knows the one before it at most.
 
-    tokens, scores [k][M]: for each depth the likeliest tokens, best first, and the logarithms of
-    their probabilities. A prefix is never likelier than a shorter one of itself, so nodes taken
-    in the order of their probability form a tree.
+    tokens, scores [k][P][M]: for each depth, and each of P tokens that may stand before, the
+    likeliest tokens, best first, and the logarithms of their probabilities. index [k][P][M]: which
+    list of the next depth is a token's own (P or more: it has none, and no children); None: P = 1,
+    the tokens are independent. A prefix is never likelier than a shorter one of itself, so nodes
+    taken in the order of their probability form a tree.
 
-    >>> best_first([[5, 6], [7, 8]], [[-0.1, -2.0], [-0.5, -0.9]], 3).token
+    >>> best_first([[[5, 6]], [[7, 8]]], [[[-0.1, -2.0]], [[-0.5, -0.9]]], 3).token
     [5, 7, 8]
     """
     tree = Tree([], [], [], {})
-    heap = [(-scores[0][0], 0, 0, ROOT, 0.0)]
+    heap = [(-scores[0][0][0], 0, 0, ROOT, 0.0, 0)]
     while heap and len(tree.token) < nodes:
-        cost, depth, rank, parent, before = heappop(heap)
-        node, token = len(tree.token), tokens[depth][rank]
+        cost, depth, rank, parent, before, p = heappop(heap)
+        node, token = len(tree.token), tokens[depth][p][rank]
         tree.token.append(token)
         tree.depth.append(depth + 1)
         tree.path.append((tree.path[parent] if parent != ROOT else 0) | 1 << node)
         tree.child[parent, token] = node
-        if rank + 1 < len(tokens[depth]):
-            heappush(heap, (before - scores[depth][rank + 1], depth, rank + 1, parent, before))
-        if depth + 1 < len(tokens):
-            heappush(heap, (cost - scores[depth + 1][0], depth + 1, 0, node, cost))
+        if rank + 1 < len(tokens[depth][p]):
+            sibling = before - scores[depth][p][rank + 1]
+            heappush(heap, (sibling, depth, rank + 1, parent, before, p))
+        own = index[depth][p][rank] if index else 0
+        if depth + 1 < len(tokens) and own < len(tokens[depth + 1]):
+            heappush(heap, (cost - scores[depth + 1][own][0], depth + 1, 0, node, cost, own))
     return tree
 
 
@@ -95,16 +108,45 @@ def followed(trees: Trees, choice: Tensor) -> tuple[Tensor, Tensor]:
     return node, count
 
 
-def draft_trees(logits: Tensor, nodes: int, sharpness: float | Tensor = 1.0) -> Trees:
-    """Best-first trees of the marginals softmax(sharpness * logits), [B, k, V].
+def draft_trees(
+    logits: Tensor,
+    nodes: int,
+    sharpness: float | Tensor = 1.0,
+    lift: Lift | None = None,
+) -> Trees:
+    """Best-first trees of the laws softmax(sharpness * logits + lift), [B, k, V].
 
     sharpness: a number, or one for each depth [k] (or more). A drafter that is too sure of itself
     makes deep and narrow trees: sharpness below 1 mends that.
+    lift: what the token before is to those of depths 2 to k, of u [B, k-1, P, 1] to v
+    [B, k-1, 1, K] among the likeliest of each depth: [B, k-1, P, K]. None: they are independent.
     """
     logits = logits[:, :nodes]  # a tree is no deeper
     if isinstance(sharpness, Tensor):
         sharpness = sharpness[: logits.shape[1], None]
-    best = (sharpness * logits).log_softmax(-1).topk(min(nodes, logits.shape[-1]))
-    rows = [best_first(*row, nodes) for row in zip(best.indices.tolist(), best.values.tolist())]
+    law = (sharpness * logits).log_softmax(-1)
+    best = law.topk(min(nodes if lift is None else CHOICES, logits.shape[-1]))
+    lists = [best.indices[:, :, None], best.values[:, :, None]]
+    if lift is not None:
+        lists = lifted(best.indices, best.values, lift, nodes)
+    rows = [
+        best_first(tokens, scores, nodes, *index)
+        for tokens, scores, *index in zip(*(x.tolist() for x in lists))
+    ]
     fields = (torch.tensor([tree[i] for tree in rows], device=logits.device) for i in range(3))
     return Trees(rows, *fields)
+
+
+def lifted(tokens: Tensor, law: Tensor, lift: Lift, nodes: int) -> list[Tensor]:
+    """tokens, scores and index of `best_first`, [B, k, P, M], for K tokens a depth [B, k, K].
+
+    law: their logarithms of probabilities. Tokens that are not among the K are not lifted.
+    """
+    P, rest = min(PARENTS, tokens.shape[-1]), 1 - law[:, 1:].exp().sum(-1, keepdim=True)
+    scores = law[:, 1:, None] + lift(tokens[:, :-1, :P, None], tokens[:, 1:, None])
+    total = torch.logaddexp(scores.logsumexp(-1), rest.clamp_min(1e-30).log())
+    # Nothing that is drafted stands before the first depth: its lists are all the same.
+    first = law[:, :1, None].expand(-1, 1, P, -1)
+    best = torch.cat([first, scores - total[..., None]], 1).topk(min(nodes, tokens.shape[-1]))
+    names = tokens[:, :, None].expand(-1, -1, P, -1).gather(-1, best.indices)
+    return [names, best.values, best.indices]

@@ -10,14 +10,15 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding import verify
+from decoding.bigrams import Bigrams
 from decoding.cache import CachedNetwork
 from decoding.distribution import fit_vocabulary, seen_tokens, warp
 from decoding.params import VERIFY, SamplingParams
 from decoding.samplers.base import Rows, Sampler, choose
-from decoding.tree import LIMIT, check_tree, draft_trees, followed
+from decoding.tree import LIMIT, Lift, check_tree, draft_trees, followed
 from models.masks import causal, draft_blocks, tree
 
-KNOBS = {"block_size": int, "nodes": int, "sharpness": float}
+KNOBS = {"block_size": int, "nodes": int, "sharpness": float, "bigrams": bool}
 
 
 class DeerSampler(Sampler):
@@ -27,6 +28,8 @@ class DeerSampler(Sampler):
     nodes, sharpness: of the tree that `verify=tree` drafts in the block's place, how many it has
     and how sure of the drafter its shape is (`draft_trees`): a number, or for some temperatures a
     number for each depth, {temperature: [...]}, of which a request takes the nearest.
+    bigrams, lift: what the tree knows of tokens that follow each other, and how much each depth
+    heeds it, {temperature: [...]} (`decoding.bigrams`).
     """
 
     rules = VERIFY
@@ -42,6 +45,8 @@ class DeerSampler(Sampler):
         sep_id: int,
         nodes: int = 16,
         sharpness: float | dict[str, list[float]] = 1.5,
+        bigrams: Bigrams | None = None,
+        lift: dict[str, list[float]] | None = None,
     ):
         super().__init__(target, tokenizer)
         check_tree(nodes, sharpness)
@@ -49,9 +54,11 @@ class DeerSampler(Sampler):
         self.block_size, self.mask_id, self.sep_id = block_size, mask_id, sep_id
         self.nodes, self.sharpness = nodes, sharpness
         self._sharpness = {}
-        if isinstance(sharpness, dict):  # the last depth's number holds for all deeper ones
-            rows = {float(t): [*s, *[s[-1]] * (LIMIT - len(s))] for t, s in sharpness.items()}
-            self._sharpness = {t: torch.tensor(s, device=target.device) for t, s in rows.items()}
+        if isinstance(sharpness, dict):
+            self._sharpness = _by_depth(sharpness, target.device)
+        self.bigrams, self._lift = None, _by_depth(lift or {}, target.device)
+        if bigrams is not None:
+            self.bigrams = bigrams.to(target.device)
 
     def margin(self, params: SamplingParams) -> int:
         """A cycle may overshoot by what it drafts; separator and scratch need a slot each."""
@@ -100,7 +107,8 @@ class DeerSampler(Sampler):
         softmax(log q + g), and of that the tree is the best.
         """
         noisy = q_logits if noise is None else q_logits + noise[:, :-1]
-        trees = draft_trees(noisy, self.nodes, self.sharpness_at(params.temperature))
+        sharpness, lift = self.shape_at(params.temperature)
+        trees = draft_trees(noisy, self.nodes, sharpness, lift)
         rows.drafted = trees.token.shape[1]
         last, depth = rows.lengths[:, None] - 1, pad(trees.depth, (1, 0))
         logits = rows.networks["target"](
@@ -117,11 +125,13 @@ class DeerSampler(Sampler):
         rows.networks["target"].keep_path(rows.lengths, node)
         return choice.gather(1, pad(node + 1, (1, 0))), count + 1
 
-    def sharpness_at(self, temperature: float) -> float | Tensor:
-        """One number, or the calibrated ones of the nearest temperature, [LIMIT], a depth each."""
-        if not self._sharpness:
-            return self.sharpness
-        return self._sharpness[min(self._sharpness, key=lambda known: abs(known - temperature))]
+    def shape_at(self, temperature: float) -> tuple[float | Tensor, Lift | None]:
+        """`sharpness` and `lift` of `draft_trees`: those of the nearest temperature."""
+        sharpness = _nearest(self._sharpness, temperature) if self._sharpness else self.sharpness
+        if self.bigrams is None:
+            return sharpness, None
+        bigrams, weight = self.bigrams, _nearest(self._lift, temperature)[1:, None, None]
+        return sharpness, lambda u, v: weight[: u.shape[1]] * bigrams.between(u, v)
 
     def draft_pass(self, rows: Rows, k: int, params: SamplingParams) -> Tensor:
         """Warped drafter logits [B, k, V] at the next k positions, independent given the prefix.
@@ -153,7 +163,20 @@ class DeerSampler(Sampler):
         return warp(logits, params, seen)
 
 
+def _by_depth(numbers: dict[str, list[float]], device: torch.device) -> dict[float, Tensor]:
+    """{temperature: [LIMIT]}: the last depth's number holds for all deeper ones."""
+    rows = {float(t): [*row, *[row[-1]] * (LIMIT - len(row))] for t, row in numbers.items()}
+    return {t: torch.tensor(row, device=device) for t, row in rows.items()}
+
+
+def _nearest(numbers: dict[float, Tensor], temperature: float) -> Tensor:
+    return numbers[min(numbers, key=lambda known: abs(known - temperature))]
+
+
 def from_export(target, tokenizer, drafter, config: dict) -> DeerSampler:
     """The sampler of an exported drafter; config: its `parade` entry."""
-    keys = ("mask_id", "sep_id", *(key for key in KNOBS if key in config))
-    return DeerSampler(target, tokenizer, drafter, **{key: config[key] for key in keys})
+    keys = ("mask_id", "sep_id", *(key for key in KNOBS if key in config and key != "bigrams"))
+    knobs = {key: config[key] for key in keys}
+    if config.get("bigrams") and "table" in config:  # `decoding.load` has read it
+        knobs |= {"bigrams": config["table"], "lift": config["bigrams"]}
+    return DeerSampler(target, tokenizer, drafter, **knobs)

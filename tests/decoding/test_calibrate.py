@@ -3,11 +3,14 @@
 import csv
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 
+from decoding import calibrate
 from decoding.calibrate import run
 from decoding.load import load
+from decoding.params import SamplingParams
 
 
 @pytest.fixture
@@ -41,6 +44,45 @@ def test_the_fastest_shape_is_kept(lab, export):
     for temperature, depths in load(str(export)).sharpness.items():
         assert depths == pytest.approx([2 * s for s in served.sharpness[temperature]], abs=0.03)
     assert all(float(line["acceptance length, T=1"]) >= 1 for line in lines)
+
+
+def test_bigrams_come_into_the_export_if_they_are_faster(lab, export, monkeypatch):
+    """And they leave it when they are not; a request may leave them out."""
+    answers, shape = f"answers={lab.runs / 'deer_answers'}", ("nodes=[5]", "sharpness=[1.0]")
+
+    def heeding_is(faster):
+        def measured(c, sampler, prompts):
+            return {"tokens/s": float((sampler.bigrams is not None) == faster)}
+
+        monkeypatch.setattr(calibrate, "measure", measured)
+        run(arguments(lab, export, answers, *shape))
+        lines = list(csv.DictReader((export.parent / "calibration" / "calibration.csv").open()))
+        assert [line["bigrams"] for line in lines] == ["False", "True"]
+        return load(str(export))
+
+    assert heeding_is(faster=False).bigrams is None
+    assert not (export / "bigrams.safetensors").exists()
+    served = heeding_is(faster=True)
+    assert served.bigrams.vocabulary == served.vocabulary
+    assert {len(depths) for depths in config_of(export)["bigrams"].values()} == {served.block_size}
+    params = SamplingParams(12, 1.0, seed=1)
+    prompts = [[1, 2, 3], [4, 5]]
+    plain = load(str(export), sampler=["method=plain"]).generate(prompts, params)
+    drafted = served.generate(prompts, replace(params, verify="tree"))
+    assert [r.token_ids for r in drafted] == [r.token_ids for r in plain]
+    assert load(str(export), sampler=["bigrams=false"]).bigrams is None
+    with pytest.raises(ValueError, match="bigrams=true is not allowed"):
+        load(str(export), sampler=["bigrams=true"])
+    (export / "bigrams.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"cannot read .*bigrams\.safetensors"):
+        load(str(export))
+    assert heeding_is(faster=True).bigrams is not None
+    assert heeding_is(faster=False).bigrams is None
+    assert not (export / "bigrams.safetensors").exists()
+
+
+def config_of(export):
+    return json.loads((export / "config.json").read_text())["parade"]
 
 
 def test_mistakes(lab, export):

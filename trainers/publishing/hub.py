@@ -17,6 +17,7 @@ from huggingface_hub import CommitInfo, HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
+from decoding import bigrams
 from decoding.cli import one_line
 
 WEIGHTS = (
@@ -30,6 +31,7 @@ WEIGHTS = (
 # optimizer state and checkpoints have many names.
 FILES = (
     *WEIGHTS,
+    bigrams.FILE,
     "README.md",
     "LICENSE*",
     "config.json",
