@@ -22,6 +22,7 @@ from decoding.cli import main, parse, quiet
 from decoding.load import load, parade_config, sampler_of
 from decoding.params import SamplingParams
 from decoding.report import write_table
+from decoding.samplers.base import Sampler
 from decoding.sharpness import fit, observed
 
 
@@ -56,8 +57,6 @@ class Calibrate:
 
 def run(argv: list[str]) -> None:
     """The command."""
-    from rich.progress import track
-
     quiet()
     c = parse(argv, Calibrate, "decoding.calibrate")
     file = Path(c.model) / "config.json"
@@ -84,11 +83,11 @@ def run(argv: list[str]) -> None:
             knobs = reshaped(fitted, nodes, factor, table)
             shapes[table is not None, nodes, factor] = knobs
     config = {**parade_config(c.model), "table": tables[-1]}
-    lines = []
-    for (heeds, nodes, factor), knobs in track(shapes.items(), "calibrate"):
-        shaped = sampler_of({**config, **knobs}, sampler.target, sampler.tokenizer, sampler.drafter)
-        line = {"bigrams": heeds, "nodes": nodes, "sharpness": factor}
-        lines.append({**line, **measure(c, shaped, ids[: c.prompts])})
+    parts = (sampler.target, sampler.tokenizer, sampler.drafter)
+    shaped = {shape: sampler_of({**config, **knobs}, *parts) for shape, knobs in shapes.items()}
+    figures = measure(c, shaped, ids[: c.prompts])
+    names = ("bigrams", "nodes", "sharpness")
+    lines = [{**dict(zip(names, shape)), **figures[shape]} for shape in shapes]
     out = Path(c.out) if c.out else file.parents[1] / "calibration"
     title = f"{c.prompts} held-out prompts, batch 1, {c.dtype}"
     write_table(lines, out / "calibration.csv", title, "decoding.calibrate")
@@ -122,19 +121,34 @@ def params_of(c: Calibrate, temperature: float) -> SamplingParams:
     )
 
 
-def measure(c: Calibrate, sampler, prompts: list[list[int]]) -> dict:
-    """Of one line of the table; tokens/s over all prompts and temperatures."""
-    line, tokens, seconds = {}, 0, 0
-    for temperature in c.temperatures:
-        params = params_of(c, temperature)
-        sampler.generate(prompts[:1], params)  # warm-up
-        started = perf_counter()
-        results = [sampler.generate([ids], params)[0] for ids in prompts]
-        seconds += perf_counter() - started
-        emitted = [n for r in results for n in r.stats.emitted]
-        line[f"acceptance length, T={temperature:g}"] = round(sum(emitted) / len(emitted), 2)
-        tokens += sum(emitted)
-    return {**line, "tokens/s": round(tokens / seconds, 1)}
+def measure(
+    c: Calibrate, samplers: dict[tuple, Sampler], prompts: list[list[int]]
+) -> dict[tuple, dict]:
+    """Acceptance lengths and tokens/s of each sampler.
+
+    Every prompt goes through every sampler in turn: a slow minute of the machine hits them all.
+    """
+    from rich.progress import track
+
+    emitted = {(shape, t): [] for shape in samplers for t in c.temperatures}
+    seconds = dict.fromkeys(samplers, 0.0)
+    for prompt in track([None, *prompts], "calibrate"):
+        for shape, sampler in samplers.items():
+            for t in c.temperatures:
+                started = perf_counter()
+                (result,) = sampler.generate([prompt or prompts[0]], params_of(c, t))
+                if prompt is not None:  # else it was the warm-up
+                    seconds[shape] += perf_counter() - started
+                    emitted[shape, t] += result.stats.emitted
+    figures = {}
+    for shape in samplers:
+        found = {t: emitted[shape, t] for t in c.temperatures}
+        lengths = {
+            f"acceptance length, T={t:g}": round(sum(n) / len(n), 2) for t, n in found.items()
+        }
+        rate = round(sum(map(sum, found.values())) / seconds[shape], 1)
+        figures[shape] = {**lengths, "tokens/s": rate}
+    return figures
 
 
 def keep(config: Path, knobs: dict) -> None:

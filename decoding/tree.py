@@ -29,36 +29,37 @@ class Tree(NamedTuple):
 
 
 def best_first(
-    tokens: list[list[list[int]]],
+    tokens: list[list[int]],
     scores: list[list[list[float]]],
     nodes: int,
     index: list[list[list[int]]] | None = None,
 ) -> Tree:
     """The `nodes` likeliest prefixes of k tokens, each of which knows the one before it at most.
 
-    tokens, scores [k][P][M]: for each depth, and each of P tokens that may stand before, the
-    likeliest tokens, best first, and the logarithms of their probabilities. index [k][P][M]: which
-    list of the next depth is a token's own (P or more: it has none, and no children); None: P = 1,
-    the tokens are independent. A prefix is never likelier than a shorter one of itself, so nodes
-    taken in the order of their probability form a tree.
+    tokens [k][K]: candidates of each depth. index, scores [k][P][M]: for each of the first P
+    candidates of the depth before, which ones are the likeliest behind it, best first, and the
+    logarithms of their probabilities; behind the other candidates nothing is drafted. index None:
+    tokens are independent, P = 1, and candidates are in that order. A prefix is never likelier
+    than a shorter one of itself, so nodes taken in the order of their probability form a tree.
 
-    >>> best_first([[[5, 6]], [[7, 8]]], [[[-0.1, -2.0]], [[-0.5, -0.9]]], 3).token
+    >>> best_first([[5, 6], [7, 8]], [[[-0.1, -2.0]], [[-0.5, -0.9]]], 3).token
     [5, 7, 8]
     """
     tree = Tree([], [], [], {})
     heap = [(-scores[0][0][0], 0, 0, ROOT, 0.0, 0)]
     while heap and len(tree.token) < nodes:
         cost, depth, rank, parent, before, p = heappop(heap)
-        node, token = len(tree.token), tokens[depth][p][rank]
+        own = index[depth][p][rank] if index else rank
+        node, token = len(tree.token), tokens[depth][own]
         tree.token.append(token)
         tree.depth.append(depth + 1)
         tree.path.append((tree.path[parent] if parent != ROOT else 0) | 1 << node)
         tree.child[parent, token] = node
-        if rank + 1 < len(tokens[depth][p]):
+        if rank + 1 < len(scores[depth][p]):
             sibling = before - scores[depth][p][rank + 1]
             heappush(heap, (sibling, depth, rank + 1, parent, before, p))
-        own = index[depth][p][rank] if index else 0
-        if depth + 1 < len(tokens) and own < len(tokens[depth + 1]):
+        own = own if index else 0
+        if depth + 1 < len(tokens) and own < len(scores[depth + 1]):
             heappush(heap, (cost - scores[depth + 1][own][0], depth + 1, 0, node, cost, own))
     return tree
 
@@ -126,9 +127,9 @@ def draft_trees(
         sharpness = sharpness[: logits.shape[1], None]
     law = (sharpness * logits).log_softmax(-1)
     best = law.topk(min(nodes if lift is None else CHOICES, logits.shape[-1]))
-    lists = [best.indices[:, :, None], best.values[:, :, None]]
+    lists = [best.indices, best.values[:, :, None]]
     if lift is not None:
-        lists = lifted(best.indices, best.values, lift, nodes)
+        lists[1:] = lifted(best.indices, best.values, lift, nodes)
     rows = [
         best_first(tokens, scores, nodes, *index)
         for tokens, scores, *index in zip(*(x.tolist() for x in lists))
@@ -137,16 +138,15 @@ def draft_trees(
     return Trees(rows, *fields)
 
 
-def lifted(tokens: Tensor, law: Tensor, lift: Lift, nodes: int) -> list[Tensor]:
-    """tokens, scores and index of `best_first`, [B, k, P, M], for K tokens a depth [B, k, K].
+def lifted(tokens: Tensor, law: Tensor, lift: Lift, nodes: int) -> tuple[Tensor, Tensor]:
+    """scores and index of `best_first`, [B, k, P, M], of candidates [B, k, K].
 
-    law: their logarithms of probabilities. Tokens that are not among the K are not lifted.
+    law: their logarithms of probabilities. Other tokens are not lifted, so what all tokens add up
+    to is 1 + sum over candidates of p (e^lift - 1).
     """
-    P, rest = min(PARENTS, tokens.shape[-1]), 1 - law[:, 1:].exp().sum(-1, keepdim=True)
-    scores = law[:, 1:, None] + lift(tokens[:, :-1, :P, None], tokens[:, 1:, None])
-    total = torch.logaddexp(scores.logsumexp(-1), rest.clamp_min(1e-30).log())
+    P, M = min(PARENTS, tokens.shape[-1]), min(nodes, tokens.shape[-1])
+    more = lift(tokens[:, :-1, :P, None], tokens[:, 1:, None]).clamp_max(60)  # e^60 is a float
+    total = (more.expm1() * law[:, 1:, None].exp()).sum(-1, keepdim=True).log1p()
     # Nothing that is drafted stands before the first depth: its lists are all the same.
     first = law[:, :1, None].expand(-1, 1, P, -1)
-    best = torch.cat([first, scores - total[..., None]], 1).topk(min(nodes, tokens.shape[-1]))
-    names = tokens[:, :, None].expand(-1, -1, P, -1).gather(-1, best.indices)
-    return [names, best.values, best.indices]
+    return torch.cat([first, law[:, 1:, None] + more - total], 1).topk(M)

@@ -98,15 +98,18 @@ def test_of_many_tokens_the_rest_keeps_its_share(monkeypatch):
     monkeypatch.setattr(tree, "CHOICES", 2)
     z, lift = torch.tensor([[3.0, 2, 1, 0], [2.0, 1, 0.5, 0]]), torch.zeros(4, 4)
     lift[0, 1] = 1.5
-    drafted = tree.lifted(*_likeliest(z), lambda u, v: lift[u, v], 4)
+    law, candidates = z[None].log_softmax(-1).topk(2)
+    scores, index = tree.lifted(candidates, law, lambda u, v: lift[u, v], 4)
     expected = (z[1] + lift[0]).softmax(-1)
-    assert drafted[0][0, 1, 0].tolist() == [1, 0]
-    assert drafted[1][0, 1, 0].exp().tolist() == pytest.approx(expected[[1, 0]].tolist())
+    assert index[0, 1, 0].tolist() == [1, 0]
+    assert scores[0, 1, 0].exp().tolist() == pytest.approx(expected[[1, 0]].tolist())
 
 
-def _likeliest(z):
-    best = z[None].log_softmax(-1).topk(2)
-    return best.indices, best.values
+def test_behind_candidates_that_are_no_parents_nothing_is_drafted():
+    tokens, scores = [[5, 6], [7, 8]], [[[-0.1, -2.0]], [[-0.5, -0.9]]]
+    drafted = tree.best_first(tokens, scores, 9, [[[0, 1]], [[1, 0]]])
+    assert drafted.token == [5, 8, 7, 6]
+    assert drafted.depth == [1, 2, 2, 1]
 
 
 def heeding(model, drafter, weight, nodes=6):

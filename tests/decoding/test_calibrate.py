@@ -51,8 +51,11 @@ def test_bigrams_come_into_the_export_if_they_are_faster(lab, export, monkeypatc
     answers, shape = f"answers={lab.runs / 'deer_answers'}", ("nodes=[5]", "sharpness=[1.0]")
 
     def heeding_is(faster):
-        def measured(c, sampler, prompts):
-            return {"tokens/s": float((sampler.bigrams is not None) == faster)}
+        def measured(c, samplers, prompts):
+            return {
+                shape: {"tokens/s": float((sampler.bigrams is not None) == faster)}
+                for shape, sampler in samplers.items()
+            }
 
         monkeypatch.setattr(calibrate, "measure", measured)
         run(arguments(lab, export, answers, *shape))
