@@ -29,6 +29,7 @@ lab-deer-stage1: .venv/installed  ## what the next two start from
 
 lab-deer: lab-deer-stage1  ## DEER's figures in docs/results.md: about an hour on 2 cores
 	$(FIT) recipe=deer_stage2 $(DEEP) trainer.max_steps=950
+	$(PY) -m decoding.calibrate model=$(DEER)2/export answers=$(RUNS)/lab-deer/deer_answers
 	$(BENCH) model=$(DEER)2/export also=$(DEER)1/export profile=true
 
 LOSS = $(FIT) recipe=deer_stage2 $(DEEP) trainer.max_steps=300

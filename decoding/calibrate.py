@@ -14,6 +14,8 @@ from itertools import product
 from pathlib import Path
 from time import perf_counter
 
+from torch import Tensor
+
 from data.answers import read_answers
 from data.prompts import heldout_prompts
 from data.rows import checked_manifest
@@ -70,19 +72,14 @@ def run(argv: list[str]) -> None:
     number = c.prompts + c.fit_prompts
     prompts = heldout_prompts(c.source, sampler.tokenizer, number, c.prompt_length)
     ids = [p["prompt_ids"] for p in prompts]
-    tables = [None]
+    table = None
     if c.answers is not None:
         checked_manifest(c.answers, sampler.tokenizer)
         texts = (text for text, _ in read_answers(c.answers, "train"))
-        tables.append(count(texts, sampler.vocabulary))
+        table = count(texts, sampler.vocabulary)
     seen = {t: observed(sampler, ids[c.prompts :], params_of(c, t)) for t in c.temperatures}
-    shapes = {}
-    for table in tables:
-        fitted = {f"{t:g}": fit(*pair, table) for t, pair in seen.items()}
-        for nodes, factor in product(c.nodes, c.sharpness):
-            knobs = reshaped(fitted, nodes, factor, table)
-            shapes[table is not None, nodes, factor] = knobs
-    config = {**parade_config(c.model), "table": tables[-1]}
+    shapes = {**shapes_of(c, seen, None), **(shapes_of(c, seen, table) if table else {})}
+    config = {**parade_config(c.model), "table": table}
     parts = (sampler.target, sampler.tokenizer, sampler.drafter)
     shaped = {shape: sampler_of({**config, **knobs}, *parts) for shape, knobs in shapes.items()}
     figures = measure(c, shaped, ids[: c.prompts])
@@ -93,25 +90,24 @@ def run(argv: list[str]) -> None:
     write_table(lines, out / "calibration.csv", title, "decoding.calibrate")
     best = max(lines, key=lambda line: line["tokens/s"])
     knobs = shapes[best["bigrams"], best["nodes"], best["sharpness"]]
-    if knobs["bigrams"]:
-        write(tables[-1], file.parent)
-    keep(file, knobs)
-    if not knobs["bigrams"]:
-        (file.parent / FILE).unlink(missing_ok=True)
+    keep(file, knobs, table)
     print(f"nodes={knobs['nodes']}, sharpness={knobs['sharpness']} and "
           f"bigrams={knobs['bigrams']} are now in {file}")  # fmt: skip
 
 
-def reshaped(
-    fitted: dict[str, tuple[list[float], list[float]]],
-    nodes: int,
-    factor: float,
-    table: Bigrams | None,
-) -> dict:
-    """The knobs of trees of a shape; fitted: what `fit` found by temperature."""
-    sharpness = {t: [round(factor * s, 2) for s in depths] for t, (depths, _) in fitted.items()}
-    lift = {t: depths for t, (_, depths) in fitted.items()}
-    return {"nodes": nodes, "sharpness": sharpness, "bigrams": False if table is None else lift}
+def shapes_of(
+    c: Calibrate, seen: dict[float, tuple[Tensor, Tensor]], table: Bigrams | None
+) -> dict[tuple[bool, int, float], dict]:
+    """{(bigrams, nodes, factor): knobs} of the trees to try; seen: `observed`, by temperature."""
+    fitted = {f"{t:g}": fit(*pair, table) for t, pair in seen.items()}
+    lift = {t: weights for t, (_, weights) in fitted.items()}
+    shapes = {}
+    for nodes, factor in product(c.nodes, c.sharpness):
+        sharpness = {t: [round(factor * s, 2) for s in depths] for t, (depths, _) in fitted.items()}
+        shapes[table is not None, nodes, factor] = {
+            "nodes": nodes, "sharpness": sharpness, "bigrams": lift if table else False,
+        }  # fmt: skip
+    return shapes
 
 
 def params_of(c: Calibrate, temperature: float) -> SamplingParams:
@@ -151,13 +147,17 @@ def measure(
     return figures
 
 
-def keep(config: Path, knobs: dict) -> None:
-    """Write knobs into an export's `parade` entry, whole or not at all."""
+def keep(config: Path, knobs: dict, table: Bigrams | None) -> None:
+    """Write knobs into an export's `parade` entry, whole or not at all; bigrams beside it."""
+    if knobs["bigrams"]:
+        write(table, config.parent)
     entry = json.loads(config.read_text())
     entry["parade"].update(knobs)
     temporary = config.with_suffix(".tmp")
     temporary.write_text(json.dumps(entry, indent=2) + "\n")
     os.replace(temporary, config)
+    if not knobs["bigrams"]:  # of an earlier calibration
+        (config.parent / FILE).unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

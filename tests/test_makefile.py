@@ -11,6 +11,7 @@ from decoding.bench.heldout_loss import HeldoutLoss
 from decoding.bench.images import ImageBench
 from decoding.bench.infill import InfillBench
 from decoding.bench.text import Bench
+from decoding.calibrate import Calibrate
 from decoding.cli import parse
 from decoding.compose import compose
 from trainers.deer import TEACHER_LOSSES
@@ -23,6 +24,7 @@ MEASURES = {
     "decoding.bench.heldout_loss": HeldoutLoss,
     "decoding.bench.images": ImageBench,
     "decoding.bench.infill": InfillBench,
+    "decoding.calibrate": Calibrate,
 }
 
 
