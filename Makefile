@@ -48,9 +48,9 @@ HELDOUT = $(PY) -m decoding.bench.heldout_loss model=$(RUNS)/lab/ar_target/expor
 lab-pcllm: .venv/installed  ## both rounds of pcLLM and their benches
 	$(FIT) recipe=ar_target $(LAB) trainer.max_steps=2400
 	$(PY) -m decoding.collect recipe=pcllm_trajectories runs=$(RUNS)/lab prompts.count=1920
-	$(FIT) recipe=pcllm_round1 $(LAB) trainer.max_steps=1000 module.base=null
-	$(PY) -m decoding.collect recipe=pcllm_trajectories runs=$(RUNS)/lab prompts.count=1536 name=round2 collector.teacher=$(PCLLM)1/export collector.block_size=32
-	$(FIT) recipe=pcllm_round2 $(LAB) trainer.max_steps=1000 optimization.lr=1.0e-3 data.train.share=0.7
+	$(FIT) recipe=pcllm_round1 $(LAB) trainer.max_steps=1000 data.train.share=0.5
+	$(PY) -m decoding.collect recipe=pcllm_trajectories runs=$(RUNS)/lab prompts.count=1920 name=round2 collector.teacher=$(PCLLM)1/export collector.block_size=32
+	$(FIT) recipe=pcllm_round2 $(LAB) trainer.max_steps=2000 optimization.lr=1.0e-3 data.train.share=0.65
 	$(BENCH) model=$(RUNS)/lab/ar_target/export 'sampler=[method=jacobi,block_size=16]' out=$(RUNS)/lab/ar_target/bench_jacobi
 	$(BENCH) model=$(PCLLM)2/export also=$(PCLLM)1/export 'sampler=[method=jacobi,block_size=8]' out=$(PCLLM)2/bench_jacobi
 	$(BENCH) model=$(PCLLM)2/export also=$(PCLLM)1/export 'sampler=[method=jacobi_mr,block_size=16,blocks=2,pool_size=8]'
@@ -80,15 +80,15 @@ lab-asarm: .venv/installed  ## an any-subset model that fills holes, and its ben
 	$(INFILL) block_sizes=[5] length=1024 hidden=0.125 samples=4 batch_size=1 'knobs=[cache=true,cache=false]' out=$(RUNS)/lab/asarm_joint/bench_cache
 
 # What a diffusion LM decodes at T=0 is as sure as what it was trained on: greedy answers, the target's and then its own.
-# ANSWERED: folder of answers, who answers, prompts; TAUGHT_BY: folder of answers, from which weights, steps, steps between validations.
+# ANSWERED: folder of answers, who answers, prompts, their length; TAUGHT_BY: folder of answers, from which weights, steps, steps between validations.
 DLLM = $(RUNS)/lab/dllm_block
 define ANSWERED
-	$(PY) -m decoding.collect recipe=deer_answers runs=$(RUNS)/lab name=$(1) collector.teacher=$(2)/export prompts.count=$(3) collector.number=1 'collector.temperatures=[0.0]'
+	$(PY) -m decoding.collect recipe=deer_answers runs=$(RUNS)/lab name=$(1) collector.teacher=$(2)/export prompts.count=$(3) prompts.length=$(4) collector.number=1 'collector.temperatures=[0.0]'
 endef
 define TAUGHT_BY
 	$(FIT) recipe=dllm_block $(LAB) name=$(1) start=$(2)/export trainer.max_steps=$(3) trainer.validate_every=$(4) $(foreach s,train validation,data.$(s)._target_=data.rows.answers data.$(s).source=$(RUNS)/lab/deer_answers/$(1))
 endef
-SPIFFY = $(FIT) recipe=spiffy_calibrate runs=$(RUNS)/lab model=$(DLLM)/own/export
+SPIFFY = $(FIT) recipe=spiffy_calibrate runs=$(RUNS)/lab model=$(DLLM)/own2/export
 define OBJECTIVE
 	$(SPIFFY) name=$(1) module.objective=$(1) module.top=3
 
@@ -103,10 +103,12 @@ DENOISE = $(PY) -m decoding.bench.denoise model=$(DRAFTED)
 lab-spiffy: .venv/installed  ## a masked diffusion LM, draft graphs by each objective and for a threshold, and their bench
 	$(FIT) recipe=ar_target $(LAB) trainer.max_steps=2400
 	$(FIT) recipe=dllm_block $(LAB) trainer.max_steps=1600
-	$(call ANSWERED,greedy,$(RUNS)/lab/ar_target,4096)
+	$(call ANSWERED,greedy,$(RUNS)/lab/ar_target,4096,64)
 	$(call TAUGHT_BY,greedy,$(DLLM),1000,250)
-	$(call ANSWERED,own,$(DLLM)/greedy,768)
+	$(call ANSWERED,own,$(DLLM)/greedy,768,64)
 	$(call TAUGHT_BY,own,$(DLLM)/greedy,300,150)
+	$(call ANSWERED,own2,$(DLLM)/own,1280,72)
+	$(call TAUGHT_BY,own2,$(DLLM)/own,500,250)
 	$(SPIFFY)
 	$(SPIFFY) name=few data.train.count=20 trainer.max_steps=2
 	$(foreach o,degree0 degree1 total,$(call OBJECTIVE,$(o)))
