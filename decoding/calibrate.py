@@ -26,6 +26,7 @@ from decoding.params import SamplingParams
 from decoding.report import write_table
 from decoding.samplers.base import Sampler
 from decoding.sharpness import fit, observed
+from decoding.tree import check_tree
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,13 @@ class Calibrate:
     device: str = "cpu"
     seed: int = 0
     out: str | None = None
+
+    def __post_init__(self):
+        for name in ("prompts", "fit_prompts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is not allowed: at least 1")
+        for nodes, sharpness in product(self.nodes, self.sharpness):
+            check_tree(nodes, sharpness)
 
 
 def run(argv: list[str]) -> None:

@@ -94,8 +94,12 @@ def test_mistakes(lab, export):
         run(arguments(lab, lab.runs / "ar_target" / "export"))
     with pytest.raises(ValueError, match="is no folder of an export"):
         run(arguments(lab, "org/drafter"))
-    for values, message in (("nodes=[64]", "nodes=64"), ("sharpness=[0.0]", "sharpness=")):
+    for values, message in (
+        ("nodes=[64]", "nodes=64"), ("sharpness=[0.0]", "sharpness="), ("prompts=0", "prompts=0"),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=f"{message}.* is not allowed"):
             run(arguments(lab, export, values))
+    with pytest.raises(ValueError, match="no collection at nowhere"):
+        run(arguments(lab, export, "answers=nowhere"))
     assert (export / "config.json").read_text() == before
     assert "nodes" not in json.loads(before)["parade"]
