@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from data.tokenizer import fingerprint
 from decoding import bigrams, samplers
-from decoding.cli import convert, split, unknown
+from decoding.cli import convert, one_line, split, unknown
 from decoding.samplers.base import Sampler
 from models import causal
 
@@ -78,7 +78,14 @@ def read_bigrams(path: str, config: dict) -> bigrams.Bigrams:
         )
     if causal.looks_local(path):
         return bigrams.read(Path(path) / bigrams.FILE)
-    return bigrams.read(Path(hf_hub_download(path, bigrams.FILE)))
+    try:
+        file = hf_hub_download(path, bigrams.FILE)
+    except Exception as error:
+        raise ValueError(
+            f"cannot get {bigrams.FILE} of {path!r} from the Hub ({one_line(error)}): leave it out "
+            "with sampler=[bigrams=false]"
+        ) from error
+    return bigrams.read(Path(file))
 
 
 def _module(method: str):

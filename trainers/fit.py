@@ -176,7 +176,8 @@ def build_trainer(config: DictConfig, folder: Path, module: BaseModule) -> pl.Tr
         )
     schedule = Schedule(range(0), t.batch_size, t.micro_batch_size, world=trainer.world_size)
     trainer.accumulate_grad_batches = schedule.accumulate
-    checks = math.ceil(t.max_steps / t.validate_every)  # evenly, so that the end is measured too
+    # Evenly: the last one is at the end, or fewer steps before it than there are validations.
+    checks = math.ceil(t.max_steps / t.validate_every)
     trainer.val_check_interval = t.max_steps // checks * schedule.accumulate
     return trainer
 
