@@ -1,6 +1,7 @@
 """A key/value cache whose rows have their own lengths, and a network that decodes with it."""
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,11 +20,14 @@ class RaggedCache(Cache):
     forward writes over it. The last slot is scratch, for the padding of ragged rows.
     """
 
-    def __init__(self, capacity: int):
+    def __init__(self, capacity: int, layers: int):
         super().__init__(layers=[])
-        self.capacity = capacity
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
+        self.capacity, self.count = capacity, layers
+        # What is of one kind and shape is one tensor [layers, B, heads, capacity, head size]: a
+        # move is then one operation, not one a layer. `_rooms` are the layers' views of it, in
+        # the order in which a forward comes by.
+        self._memory: dict[tuple, Tensor] = {}
+        self._rooms: defaultdict[tuple, dict[int, Tensor]] = defaultdict(dict)
         self.place(torch.zeros(1, 1, dtype=torch.long), 0)
 
     def place(self, slots: Tensor, visible: int) -> None:
@@ -36,19 +40,26 @@ class RaggedCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
     ) -> tuple[Tensor, Tensor]:
         """Called by the attention layers: write [B, heads, Q, D], return what may be read."""
-        if layer_idx == len(self.keys):
-            B, heads = key_states.shape[:2]
-            for store, states in ((self.keys, key_states), (self.values, value_states)):
-                store.append(states.new_zeros(B, heads, self.capacity, states.shape[-1]))
-        for store, states in ((self.keys, key_states), (self.values, value_states)):
-            memory = store[layer_idx]
-            if self.start is not None:
-                memory[:, :, self.start : self.start + states.shape[2]] = states
-            else:
-                memory.scatter_(2, self.slots[:, None, :, None].expand_as(states), states)
-        return self.keys[layer_idx][:, :, : self.visible], self.values[layer_idx][
-            :, :, : self.visible
-        ]
+        keys = self._write("keys", layer_idx, key_states)
+        return keys, self._write("values", layer_idx, value_states)
+
+    def _write(self, kind: str, layer: int, states: Tensor) -> Tensor:
+        """Put states where they belong, and return all that may be read."""
+        of = kind, states.shape[1], states.shape[3], states.dtype
+        if layer not in self._rooms[of]:
+            self._rooms[of][layer] = self._room(of, states)
+        room = self._rooms[of][layer]
+        if self.start is not None:
+            room[:, :, self.start : self.start + states.shape[2]] = states
+        else:
+            room.scatter_(2, self.slots[:, None, :, None].expand_as(states), states)
+        return room[:, :, : self.visible]
+
+    def _room(self, of: tuple, states: Tensor) -> Tensor:
+        if of not in self._memory:
+            B, heads, _, size = states.shape
+            self._memory[of] = states.new_zeros(self.count, B, heads, self.capacity, size)
+        return self._memory[of][len(self._rooms[of])]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Slots that the last forward could read."""
@@ -56,18 +67,20 @@ class RaggedCache(Cache):
 
     def move(self, source: Tensor, to: Tensor) -> None:
         """Copy what stands at slots source [B, m] to slots to [B, m]."""
-        for memory in (*self.keys, *self.values):
+        for memory in self._memory.values():
             if len(source) == 1:  # the same, many times faster
-                memory.index_copy_(2, to[0], memory.index_select(2, source[0]))
+                memory.index_copy_(3, to[0], memory.index_select(3, source[0]))
                 continue
-            slots = [s[:, None, :, None].expand(*memory.shape[:2], -1, memory.shape[3])
-                     for s in (source, to)]  # fmt: skip
-            memory.scatter_(2, slots[1], memory.gather(2, slots[0]))
+            there, here = (
+                s[None, :, None, :, None].expand(*memory.shape[:3], -1, memory.shape[-1])
+                for s in (source, to)
+            )
+            memory.scatter_(3, here, memory.gather(3, there))
 
     def select(self, rows: Tensor) -> None:
         """Keep only these rows."""
-        self.keys = [m[rows] for m in self.keys]
-        self.values = [m[rows] for m in self.values]
+        self._memory = {of: memory[:, rows] for of, memory in self._memory.items()}
+        self._rooms.clear()
 
 
 class CountedNetwork:
@@ -101,9 +114,11 @@ class CachedNetwork(CountedNetwork):
     def __init__(self, network: PreTrainedModel, predicate: Predicate, capacity: int):
         super().__init__(network)
         self.predicate = predicate
-        self.cache = RaggedCache(capacity)
+        config = network.config.get_text_config()
+        self.cache = RaggedCache(capacity, config.num_hidden_layers)
         self._slots = torch.arange(capacity, device=network.device)[None]
-        self._known = network.config.get_text_config().vocab_size
+        self._clean = Layout(*self._slots.new_tensor([0, 0, -1])[:, None, None])
+        self._known = config.vocab_size
 
     def __call__(
         self,
@@ -125,14 +140,16 @@ class CachedNetwork(CountedNetwork):
         slots = positions
         if branch is not None:
             slots = positions[:, :1] + self._slots[:, : tokens.shape[1]]
-        visible = int(slots.max()) + 1
+        visible = int(slots[:, -1].max()) + 1
         q = self._layout(positions, block_start)
         k = self._layout(self._slots[:, :visible], block_start)
         if branch is not None:
             q, k = _branched(q, k, slots, branch)
-        # A row's slots behind its last token are stale: another row may reach further.
-        stale = self._slots[:, :visible] > slots[:, -1:]
-        mask = dense(self.predicate, q, k._replace(document=-stale.long()))
+        if len(slots) > 1:
+            # A row's slots behind its last token are stale: another row may reach further.
+            stale = self._slots[:, :visible] > slots[:, -1:]
+            k = k._replace(document=-stale.long())
+        mask = dense(self.predicate, q, k)
         if padding is not None:
             slots = positions.masked_fill(padding, self.cache.capacity - 1)
         return self.run(tokens, positions, slots, mask, keep)
@@ -162,12 +179,11 @@ class CachedNetwork(CountedNetwork):
             ).logits
 
     def _layout(self, positions: Tensor, block_start: Tensor | None) -> Layout:
-        document = torch.zeros_like(positions[:, :1])
+        clean = self._clean._replace(index=positions)
         if block_start is None:
-            return Layout(document, positions, document - 1)
+            return clean
         start = block_start[:, None]
-        in_block = positions >= start
-        return Layout(document, torch.where(in_block, start, positions), in_block.long() - 1)
+        return clean._replace(index=positions.minimum(start), block=-(positions < start).long())
 
 
 def _branched(q: Layout, k: Layout, slots: Tensor, branch: Tensor) -> tuple[Layout, Layout]:

@@ -25,7 +25,8 @@ def warp(logits: Tensor, params: SamplingParams, seen: Tensor | None = None) -> 
         logits = torch.where(seen, weaker, logits)
     if params.temperature == 0:
         return logits
-    logits = logits / params.temperature
+    if params.temperature != 1:
+        logits = logits / params.temperature
     warpers = []
     if params.top_k:
         warpers.append(TopKLogitsWarper(params.top_k))

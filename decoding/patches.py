@@ -140,7 +140,8 @@ class PatchNetwork(CountedNetwork):
 
     def __init__(self, network: PatchTransformer, capacity: int, free: bool):
         super().__init__(network)
-        self.cache, self.free = RaggedCache(capacity), free
+        self.free = free
+        self.cache = RaggedCache(capacity, network.backbone.config.num_hidden_layers)
 
     def __call__(self, rows: PatchRows, index: Tensor) -> tuple[Tensor, Tensor | None]:
         """z [B, n, H] of the tokens at places index [B, n] of the order; and z of no class."""

@@ -55,12 +55,14 @@ class KeyedRandomness:
         self, seeds: list[int], device: torch.device | str = "cpu", ahead: int | None = None
     ):
         # Seeds may be any whole number; 63 bits of them are used.
-        self.seeds = torch.tensor([s % (1 << 63) for s in seeds], device=device)
+        seed = torch.tensor([s % (1 << 63) for s in seeds], device=device)
+        self.keys = _mix(seed[:, None] + seed.new_tensor([_purpose("gumbel"), _purpose("uniform")]))
         self.draws, self.ahead = 0, ahead or _AHEAD
-        self.behind = torch.zeros_like(self.seeds)
+        self.behind = torch.zeros_like(seed)
         self._ahead = torch.empty(len(seeds), 0, 0, device=device)  # see _uniform
         nothing = torch.empty(len(seeds), 0, dtype=torch.long, device=device)
         self._last = nothing, nothing[..., None].float()  # positions and noise, see gumbel
+        self._tokens = torch.empty(0)  # what the hash of each token of the vocabulary adds to a key
 
     def categorical(self, probs: Tensor) -> Tensor:
         """See `Randomness`. Inverse of the cumulative distribution, in float64."""
@@ -98,9 +100,10 @@ class KeyedRandomness:
         return made
 
     def _gumbel(self, positions: Tensor, vocabulary: int) -> Tensor:
-        key = _mix(_mix(self.seeds + _purpose("gumbel"))[:, None] + positions * _STRIDE)
-        tokens = torch.arange(1, vocabulary + 1, device=positions.device) * _STRIDE
-        bits = _shift(_mix(key.unsqueeze(-1) + tokens), 11).bitwise_or_(1)  # odd: never 0
+        key = _mix(self.keys[:, :1] + positions * _STRIDE)
+        if len(self._tokens) != vocabulary:
+            self._tokens = torch.arange(1, vocabulary + 1, device=positions.device) * _STRIDE
+        bits = _shift(_mix(key.unsqueeze(-1) + self._tokens), 11).bitwise_or_(1)  # odd: never 0
         v = bits.float().mul_(2.0**-53).clamp_max_(1 - 2**-24)
         # Exponential noise first: log1p keeps full precision where it matters, at large g.
         return v.neg_().log1p_().neg_().log_().neg_()
@@ -111,19 +114,19 @@ class KeyedRandomness:
 
     def split(self) -> "KeyedRandomness":
         """See `ContinuousRandomness`. Its seeds are 52 bits drawn from this one."""
-        seeds = (self._uniform(self.seeds.shape) * 2.0**52).long()
+        seeds = (self._uniform(self.behind.shape) * 2.0**52).long()
         # Every round of a loop asks for more at once: nothing is worth making ahead.
-        return KeyedRandomness(seeds.tolist(), self.seeds.device, ahead=1)
+        return KeyedRandomness(seeds.tolist(), self.keys.device, ahead=1)
 
     def select(self, rows: Tensor) -> None:
         """See `Randomness`."""
-        self.seeds, self.behind = self.seeds[rows], self.behind[rows]
+        self.keys, self.behind = self.keys[rows], self.behind[rows]
         self._ahead = self._ahead[rows]
         self._last = self._last[0][rows], self._last[1][rows]
 
     def replace(self, rows: Tensor, fresh: "KeyedRandomness") -> None:
         """See `ContinuousRandomness`."""
-        self.seeds[rows] = fresh.seeds
+        self.keys[rows] = fresh.keys
         self._last = self._last[0][:, :0], self._last[1]
         self.behind[rows] = self.draws - fresh.draws + fresh.behind
         self._ahead[rows] = self._numbers(rows, self._ahead.shape[-1])
@@ -143,9 +146,9 @@ class KeyedRandomness:
     def _numbers(self, rows: Tensor | slice, width: int) -> Tensor:
         """`width` numbers of each of the draws that are made at once: [rows, ahead, width]."""
         first = self.draws - self.draws % self.ahead
-        draws = torch.arange(first, first + self.ahead, device=self.seeds.device)
+        draws = torch.arange(first, first + self.ahead, device=self.keys.device)
         draws = (draws - self.behind[rows][:, None]) * _STRIDE
-        key = _mix(_mix(self.seeds[rows] + _purpose("uniform"))[:, None] + draws)
+        key = _mix(self.keys[rows, 1:] + draws)
         index = torch.arange(1, width + 1, device=key.device) * _STRIDE
         return _unit(_mix(key.unsqueeze(-1) + index))
 

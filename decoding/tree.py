@@ -102,11 +102,10 @@ def followed(trees: Trees, choice: Tensor) -> tuple[Tensor, Tensor]:
     it has ended, places stand for themselves.
     """
     paths = [walk(*row) for row in zip(trees.rows, choice.tolist())]
-    count = torch.tensor([len(path) for path in paths], device=choice.device)
-    node = torch.arange(int(count.max()), device=choice.device).repeat(len(paths), 1)
-    for b, path in enumerate(paths):
-        node[b, : len(path)] = node.new_tensor(path)
-    return node, count
+    count = [len(path) for path in paths]
+    places = range(max(count))
+    node = [[*path, *places[len(path) :]] for path in paths]
+    return choice.new_tensor(node).view(len(paths), -1), choice.new_tensor(count)
 
 
 def draft_trees(
@@ -134,8 +133,7 @@ def draft_trees(
         best_first(tokens, scores, nodes, *index)
         for tokens, scores, *index in zip(*(x.tolist() for x in lists))
     ]
-    fields = (torch.tensor([tree[i] for tree in rows], device=logits.device) for i in range(3))
-    return Trees(rows, *fields)
+    return Trees(rows, *torch.tensor([*zip(*(t[:3] for t in rows))], device=logits.device))
 
 
 def lifted(tokens: Tensor, law: Tensor, lift: Lift, nodes: int) -> tuple[Tensor, Tensor]:
