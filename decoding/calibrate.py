@@ -1,10 +1,11 @@
-"""`python -m decoding.calibrate model=runs/deer_stage2/export`: the draft tree for this machine.
+"""`python -m decoding.calibrate model=runs/deer_stage2/export`: what to draft on this machine.
 
 How sure of the drafter a tree should be at each depth is fitted to what the target chose
 (`decoding.sharpness`), and with `answers=` how much it should heed which token follows which there
 (`decoding.bigrams`). More nodes are accepted more often and cost a wider pass; where the balance
 lies depends on drafter, target and machine, so it is measured: real decodes of held-out prompts.
-What is fastest goes into the export, and `verify=tree` takes it from there.
+What is fastest goes into the export, and `verify=tree` takes it from there. So does, for drafts
+that are no tree, the length that is fastest at each temperature.
 """
 
 import json
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 from torch import Tensor
 
@@ -25,18 +27,20 @@ from decoding.load import load, parade_config, sampler_of
 from decoding.params import SamplingParams
 from decoding.report import write_table
 from decoding.samplers.base import Sampler
+from decoding.samplers.deer import DeerSampler
 from decoding.sharpness import fit, observed
 from decoding.tree import check_tree
 
 
 @dataclass(frozen=True)
 class Calibrate:
-    """Decode held-out prompts with trees of several shapes, one prompt at a time.
+    """Decode held-out prompts one by one with trees of several shapes and drafts of other lengths.
 
     model: the folder of an export that drafts; its config.json is written. answers: a collection of
     the target's answers, whose bigrams are tried; they come into the export if they are faster.
     nodes: the values to try (see `DeerSampler`). sharpness: factors to try, times the fitted one of
     each depth.
+    lengths: of drafts that are no tree, to try beside the drafter's own under `verify=block`.
     temperatures: of the fits; the best shape is the fastest over all of them.
     fit_prompts: those that the sharpness is fitted to, others than the prompts that are timed.
     """
@@ -52,6 +56,7 @@ class Calibrate:
     temperatures: tuple[float, ...] = (0.0, 1.0)
     nodes: tuple[int, ...] = (8, 12, 16, 24, 32, 48)
     sharpness: tuple[float, ...] = (0.8, 1.0, 1.25)
+    lengths: tuple[int, ...] = (2, 3, 4, 6)
     dtype: str = "bfloat16"
     device: str = "cpu"
     seed: int = 0
@@ -61,6 +66,8 @@ class Calibrate:
         for name in ("prompts", "fit_prompts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} is not allowed: at least 1")
+        if self.lengths and min(self.lengths) < 1:
+            raise ValueError(f"lengths={list(self.lengths)} is not allowed: each at least 1")
         for nodes, sharpness in product(self.nodes, self.sharpness):
             check_tree(nodes, sharpness)
 
@@ -85,22 +92,49 @@ def run(argv: list[str]) -> None:
         checked_manifest(c.answers, sampler.tokenizer)
         texts = (text for text, _ in read_answers(c.answers, "train"))
         table = count(texts, sampler.vocabulary)
-    seen = {t: observed(sampler, ids[c.prompts :], params_of(c, t)) for t in c.temperatures}
+    out = Path(c.out) if c.out else file.parents[1] / "calibration"
+    knobs = fastest_tree(c, sampler, ids, table, out)
+    knobs["lengths"] = fastest_lengths(c, sampler, ids[: c.prompts], out)
+    keep(file, knobs, table)
+    print("; ".join(f"{name}={knob}" for name, knob in knobs.items()) + f" are now in {file}")
+
+
+def fastest_tree(
+    c: Calibrate, sampler: DeerSampler, prompts: list[list[int]], table: Bigrams | None, out: Path
+) -> dict:
+    """The knobs of the trees that are fastest over all temperatures. table: bigrams to try."""
+    timed, others = prompts[: c.prompts], prompts[c.prompts :]
+    seen = {t: observed(sampler, others, params_of(c, t, verify="tree")) for t in c.temperatures}
     shapes = {**shapes_of(c, seen, None), **(shapes_of(c, seen, table) if table else {})}
     config = {**parade_config(c.model), "table": table}
     parts = (sampler.target, sampler.tokenizer, sampler.drafter)
-    shaped = {shape: sampler_of({**config, **knobs}, *parts) for shape, knobs in shapes.items()}
-    figures = measure(c, shaped, ids[: c.prompts])
+    ways = {
+        shape: (sampler_of({**config, **knobs}, *parts), {"verify": "tree"})
+        for shape, knobs in shapes.items()
+    }
+    figures = measure(c, ways, timed)
     names = ("bigrams", "nodes", "sharpness")
     lines = [{**dict(zip(names, shape)), **figures[shape]} for shape in shapes]
-    out = Path(c.out) if c.out else file.parents[1] / "calibration"
-    title = f"{c.prompts} held-out prompts, batch 1, {c.dtype}"
-    write_table(lines, out / "calibration.csv", title, "decoding.calibrate")
-    best = max(lines, key=lambda line: line["tokens/s"])
-    knobs = shapes[best["bigrams"], best["nodes"], best["sharpness"]]
-    keep(file, knobs, table)
-    print(f"nodes={knobs['nodes']}, sharpness={knobs['sharpness']} and "
-          f"bigrams={knobs['bigrams']} are now in {file}")  # fmt: skip
+    write_table(lines, out / "calibration.csv", _title(c), "decoding.calibrate")
+    return shapes[max(shapes, key=lambda shape: figures[shape]["tokens/s"])]
+
+
+def fastest_lengths(
+    c: Calibrate, sampler: DeerSampler, prompts: list[list[int]], out: Path
+) -> dict[str, int]:
+    """{temperature: tokens to draft} of drafts that are no tree."""
+    tried = sorted({*c.lengths, sampler.block_size})
+    ways = {k: (sampler, {"verify": "block", "block_size": k}) for k in tried}
+    figures = measure(c, ways, prompts)
+    lines = [{"drafted": k, **figures[k]} for k in tried]
+    write_table(lines, out / "lengths.csv", _title(c), "decoding.calibrate")
+    return {
+        f"{t:g}": max(tried, key=lambda k: figures[k][f"tokens/s, T={t:g}"]) for t in c.temperatures
+    }
+
+
+def _title(c: Calibrate) -> str:
+    return f"{c.prompts} held-out prompts, batch 1, {c.dtype}"
 
 
 def shapes_of(
@@ -118,40 +152,39 @@ def shapes_of(
     return shapes
 
 
-def params_of(c: Calibrate, temperature: float) -> SamplingParams:
+def params_of(c: Calibrate, temperature: float, **options) -> SamplingParams:
     """A request of the calibration."""
-    return SamplingParams(
-        c.max_new_tokens, temperature, ignore_eos=True, seed=c.seed, verify="tree"
-    )
+    return SamplingParams(c.max_new_tokens, temperature, ignore_eos=True, seed=c.seed, **options)
 
 
 def measure(
-    c: Calibrate, samplers: dict[tuple, Sampler], prompts: list[list[int]]
-) -> dict[tuple, dict]:
-    """Acceptance lengths and tokens/s of each sampler.
+    c: Calibrate, ways: dict[Any, tuple[Sampler, dict]], prompts: list[list[int]]
+) -> dict[Any, dict]:
+    """Acceptance lengths and tokens/s of each way: a sampler, and options of the request.
 
-    Every prompt goes through every sampler in turn: a slow minute of the machine hits them all.
+    Every prompt goes through every way in turn: a slow minute of the machine hits them all.
     """
     from rich.progress import track
 
-    emitted = {(shape, t): [] for shape in samplers for t in c.temperatures}
-    seconds = dict.fromkeys(samplers, 0.0)
+    emitted = {(name, t): [] for name in ways for t in c.temperatures}
+    seconds = dict.fromkeys(emitted, 0.0)
     for prompt in track([None, *prompts], "calibrate"):
-        for shape, sampler in samplers.items():
-            for t in c.temperatures:
-                started = perf_counter()
-                (result,) = sampler.generate([prompt or prompts[0]], params_of(c, t))
-                if prompt is not None:  # else it was the warm-up
-                    seconds[shape] += perf_counter() - started
-                    emitted[shape, t] += result.stats.emitted
+        for (name, (sampler, options)), t in product(ways.items(), c.temperatures):
+            started = perf_counter()
+            (result,) = sampler.generate([prompt or prompts[0]], params_of(c, t, **options))
+            if prompt is not None:  # else it was the warm-up
+                seconds[name, t] += perf_counter() - started
+                emitted[name, t] += result.stats.emitted
     figures = {}
-    for shape in samplers:
-        found = {t: emitted[shape, t] for t in c.temperatures}
-        lengths = {
-            f"acceptance length, T={t:g}": round(sum(n) / len(n), 2) for t, n in found.items()
+    for name in ways:
+        found = {t: emitted[name, t] for t in c.temperatures}
+        lengths = {f"acceptance length, T={t:g}": sum(n) / len(n) for t, n in found.items()}
+        rates = {f"tokens/s, T={t:g}": sum(n) / seconds[name, t] for t, n in found.items()}
+        rate = sum(map(sum, found.values())) / sum(seconds[name, t] for t in c.temperatures)
+        line = {**lengths, **rates, "tokens/s": rate}
+        figures[name] = {
+            key: round(x, 1 if key.startswith("tokens") else 2) for key, x in line.items()
         }
-        rate = round(sum(map(sum, found.values())) / seconds[shape], 1)
-        figures[shape] = {**lengths, "tokens/s": rate}
     return figures
 
 

@@ -4,6 +4,8 @@ Source: arXiv 2512.15176, section 3.2 and Algorithm 1 (a rejection ends the bloc
 it were conditioned on the rejected token).
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -18,13 +20,15 @@ from decoding.samplers.base import Rows, Sampler, choose
 from decoding.tree import LIMIT, Lift, check_tree, draft_trees, followed
 from models.masks import causal, draft_blocks, tree
 
-KNOBS = {"block_size": int, "nodes": int, "sharpness": float, "bigrams": bool}
+KNOBS = {"nodes": int, "sharpness": float, "bigrams": bool}
 
 
 class DeerSampler(Sampler):
     """drafter: a diffusion LM with `prefix_causal` attention over the target's tokens.
 
-    block_size: k, tokens drafted a cycle. mask_id, sep_id: the drafter's own two tokens.
+    block_size: k, tokens drafted a cycle unless a request asks for others. lengths: of drafts that
+    are no tree, {temperature: k}, of which a request takes the nearest; none: block_size.
+    mask_id, sep_id: the drafter's own two tokens.
     nodes, sharpness: of the tree that `verify=tree` drafts in the block's place, how many it has
     and how sure of the drafter its shape is (`draft_trees`): a number, or for some temperatures a
     number for each depth, {temperature: [...]}, of which a request takes the nearest.
@@ -45,6 +49,7 @@ class DeerSampler(Sampler):
         sep_id: int,
         nodes: int = 16,
         sharpness: float | dict[str, list[float]] = 1.5,
+        lengths: dict[str, int] | None = None,
         bigrams: Bigrams | None = None,
         lift: dict[str, list[float]] | None = None,
     ):
@@ -53,6 +58,7 @@ class DeerSampler(Sampler):
         self.drafter = drafter.eval()
         self.block_size, self.mask_id, self.sep_id = block_size, mask_id, sep_id
         self.nodes, self.sharpness = nodes, sharpness
+        self.lengths = {float(t): k for t, k in (lengths or {}).items()}
         self._sharpness = {}
         if isinstance(sharpness, dict):
             self._sharpness = _by_depth(sharpness, target.device)
@@ -62,8 +68,14 @@ class DeerSampler(Sampler):
 
     def margin(self, params: SamplingParams) -> int:
         """A cycle may overshoot by what it drafts; separator and scratch need a slot each."""
-        drafted = params.block_size or self.block_size
-        return (max(drafted, self.nodes) if params.verify == "tree" else drafted) + 3
+        k = self.length(params)
+        return (max(k, self.nodes) if params.verify == "tree" else k) + 3
+
+    def length(self, params: SamplingParams) -> int:
+        """Tokens to draft a cycle. Whatever it is the output is lossless: no draft decides it."""
+        if params.block_size is None and params.verify != "tree" and self.lengths:
+            return _nearest(self.lengths, params.temperature)
+        return params.block_size or self.block_size
 
     def begin(self, rows: Rows, params: SamplingParams) -> None:
         """Prefill both networks."""
@@ -77,7 +89,7 @@ class DeerSampler(Sampler):
 
     def cycle(self, rows: Rows, params: SamplingParams) -> tuple[Tensor, Tensor]:
         """Draft k tokens, verify them, emit those that stand and one of the target's own."""
-        k = params.block_size or self.block_size
+        k = self.length(params)
         q_logits = self.draft_pass(rows, k, params)
         keyed = params.keyed
         if keyed:
@@ -169,14 +181,14 @@ def _by_depth(numbers: dict[str, list[float]], device: torch.device) -> dict[flo
     return {t: torch.tensor(row, device=device) for t, row in rows.items()}
 
 
-def _nearest(numbers: dict[float, Tensor], temperature: float) -> Tensor:
+def _nearest(numbers: dict[float, Any], temperature: float) -> Any:
     return numbers[min(numbers, key=lambda known: abs(known - temperature))]
 
 
 def from_export(target, tokenizer, drafter, config: dict) -> DeerSampler:
     """The sampler of an exported drafter; config: its `parade` entry."""
-    keys = ("mask_id", "sep_id", *(key for key in KNOBS if key in config and key != "bigrams"))
-    knobs = {key: config[key] for key in keys}
+    keys = "mask_id", "sep_id", "block_size", "nodes", "sharpness", "lengths"
+    knobs = {key: config[key] for key in keys if key in config}
     if config.get("bigrams") and "table" in config:  # `decoding.load` has read it
         knobs |= {"bigrams": config["table"], "lift": config["bigrams"]}
     return DeerSampler(target, tokenizer, drafter, **knobs)

@@ -4,13 +4,16 @@ import csv
 import json
 import shutil
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
 from decoding import calibrate
 from decoding.calibrate import run
 from decoding.load import load
-from decoding.params import SamplingParams
+from decoding.params import VERIFY, SamplingParams
+
+RATES = ("tokens/s", "tokens/s, T=0", "tokens/s, T=1")
 
 
 @pytest.fixture
@@ -51,10 +54,10 @@ def test_bigrams_come_into_the_export_if_they_are_faster(lab, export, monkeypatc
     answers, shape = f"answers={lab.runs / 'deer_answers'}", ("nodes=[5]", "sharpness=[1.0]")
 
     def heeding_is(faster):
-        def measured(c, samplers, prompts):
+        def measured(c, ways, prompts):
             return {
-                shape: {"tokens/s": float((sampler.bigrams is not None) == faster)}
-                for shape, sampler in samplers.items()
+                name: dict.fromkeys(RATES, float((sampler.bigrams is not None) == faster))
+                for name, (sampler, _) in ways.items()
             }
 
         monkeypatch.setattr(calibrate, "measure", measured)
@@ -84,6 +87,38 @@ def test_bigrams_come_into_the_export_if_they_are_faster(lab, export, monkeypatc
     assert not (export / "bigrams.safetensors").exists()
 
 
+def test_the_fastest_length_at_each_temperature_is_kept(lab, export, monkeypatch):
+    """And drafts that are no tree take it, unless a request asks for another."""
+    fastest = {"tokens/s, T=0": 3, "tokens/s, T=1": 2}
+
+    def measured(c, ways, prompts):
+        return {
+            name: {"tokens/s": 1.0, **{key: float(name == k) for key, k in fastest.items()}}
+            for name in ways
+        }
+
+    monkeypatch.setattr(calibrate, "measure", measured)
+    run(arguments(lab, export, "nodes=[5]", "sharpness=[1.0]", "lengths=[1,2,3]"))
+    lines = list(csv.DictReader((export.parent / "calibration" / "lengths.csv").open()))
+    served = load(str(export))
+    assert [int(line["drafted"]) for line in lines] == [1, 2, 3, served.block_size]
+    prompts, drafted = [[1, 2, 3], [4, 5]], {}
+    for temperature, verify, block_size in product((0.0, 0.4, 1.0), VERIFY, (None, 1)):
+        params = SamplingParams(9, temperature, seed=1, verify=verify, block_size=block_size)
+        results = served.generate(prompts, params)
+        stats = [r.stats for r in results]
+        drafted[temperature, verify, block_size] = {s.drafted // s.target_passes for s in stats}
+        if params.keyed:
+            plain = load(str(export), sampler=["method=plain"])
+            wanted = plain.generate(prompts, SamplingParams(9, temperature, seed=1))
+            assert [r.token_ids for r in results] == [r.token_ids for r in wanted]
+    for verify in ("coupled", "rejection", "block"):
+        found = [drafted[t, verify, None] for t in (0.0, 0.4, 1.0)]
+        assert found == [{3}, {3}, {2}]
+        assert drafted[1.0, verify, 1] == {1}
+    assert drafted[1.0, "tree", None] == {5}
+
+
 def config_of(export):
     return json.loads((export / "config.json").read_text())["parade"]
 
@@ -96,6 +131,7 @@ def test_mistakes(lab, export):
         run(arguments(lab, "org/drafter"))
     for values, message in (
         ("nodes=[64]", "nodes=64"), ("sharpness=[0.0]", "sharpness="), ("prompts=0", "prompts=0"),
+        ("lengths=[4,0]", r"lengths=\[4, 0\]"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f"{message}.* is not allowed"):
             run(arguments(lab, export, values))
