@@ -27,10 +27,12 @@ lab-deer-stage1: .venv/installed  ## what the next two start from
 	$(PY) -m decoding.collect recipe=deer_answers runs=$(RUNS)/lab-deer prompts.count=1920
 	$(FIT) recipe=deer_stage1 $(DEEP) trainer.max_steps=500
 
-lab-deer: lab-deer-stage1  ## DEER's figures in docs/results.md: about an hour on 2 cores
+lab-deer: lab-deer-stage1  ## DEER's figures in docs/results.md: more than an hour on 2 cores
 	$(FIT) recipe=deer_stage2 $(DEEP) trainer.max_steps=950
+	$(FIT) recipe=ar_drafter $(DEEP) trainer.max_steps=1800 'network.layers=[0,1,11]'
 	$(PY) -m decoding.calibrate model=$(DEER)2/export answers=$(RUNS)/lab-deer/deer_answers
-	$(BENCH) model=$(DEER)2/export also=$(DEER)1/export profile=true
+	$(BENCH) model=$(DEER)2/export assistant=$(RUNS)/lab-deer/ar_drafter/export profile=true
+	$(BENCH) model=$(DEER)2/export also=$(DEER)1/export prompt_lookup=0 out=$(DEER)2/bench_stages
 
 LOSS = $(FIT) recipe=deer_stage2 $(DEEP) trainer.max_steps=300
 TAUGHT = $(DEER)2/tokens/export,$(DEER)2/overlap/export,$(DEER)2/log_overlap/export,$(DEER)2/hits/export,$(DEER)2/length/export
@@ -67,7 +69,7 @@ lab-pcllm-ablations: .venv/installed  ## pcLLM's mask, schedule and window (Tabl
 	$(ABLATION) name=random_8 data.corruption.order=random
 	$(ABLATION) name=random_4 data.corruption.order=random data.corruption.window=4
 	$(ABLATION) name=reverse_8 data.corruption.order=reverse
-	$(BENCH) model=$(PCLLM)1/linear_8/export 'also=[$(ABLATED)]' 'sampler=[method=jacobi,block_size=16]' 'temperatures=[0]' out=$(PCLLM)1/ablations
+	$(BENCH) model=$(PCLLM)1/linear_8/export 'also=[$(ABLATED)]' 'sampler=[method=jacobi,block_size=16]' temperatures=[0] prompts=16 prompt_lookup=0 out=$(PCLLM)1/ablations
 	$(HELDOUT) 'also=[$(PCLLM)1/linear_8/export,$(ABLATED)]' out=$(PCLLM)1/ablations/heldout_loss
 
 INFILL = $(PY) -m decoding.bench.infill model=$(RUNS)/lab/asarm_joint/export judge=$(RUNS)/lab/ar_target/export

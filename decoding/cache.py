@@ -15,18 +15,19 @@ from models.masks import Layout, Predicate, dense
 class RaggedCache(Cache):
     """Keys and values [B, heads, capacity, head size] a layer, written at each row's own slots.
 
-    Slot s of a row holds the token at position s. Nothing is ever moved or cleared: a rollback is
-    only the caller's lower row length, because the mask hides every slot behind it, and the next
-    forward writes over it. The last slot is scratch, for the padding of ragged rows.
+    Slot s of a row holds the token at position s. A rollback moves and clears nothing: it is only
+    the caller's lower row length, because the mask hides every slot behind it, and the next forward
+    writes over it. The last slot is scratch, for the padding of ragged rows.
+
+    layers: how many a forward comes by. What they keep of one kind and shape is one tensor,
+    [layers, B, heads, capacity, head size], so a move is one operation and not one a layer.
     """
 
     def __init__(self, capacity: int, layers: int):
         super().__init__(layers=[])
-        self.capacity, self.count = capacity, layers
-        # What is of one kind and shape is one tensor [layers, B, heads, capacity, head size]: a
-        # move is then one operation, not one a layer. `_rooms` are the layers' views of it, in
-        # the order in which a forward comes by.
+        self.capacity, self.depth = capacity, layers
         self._memory: dict[tuple, Tensor] = {}
+        # Its slices by layer, in the order in which a forward comes by.
         self._rooms: defaultdict[tuple, dict[int, Tensor]] = defaultdict(dict)
         self.place(torch.zeros(1, 1, dtype=torch.long), 0)
 
@@ -45,7 +46,7 @@ class RaggedCache(Cache):
 
     def _write(self, kind: str, layer: int, states: Tensor) -> Tensor:
         """Put states where they belong, and return all that may be read."""
-        of = kind, states.shape[1], states.shape[3], states.dtype
+        of = kind, states.shape[1], states.shape[3], states.dtype, states.device
         if layer not in self._rooms[of]:
             self._rooms[of][layer] = self._room(of, states)
         room = self._rooms[of][layer]
@@ -58,7 +59,7 @@ class RaggedCache(Cache):
     def _room(self, of: tuple, states: Tensor) -> Tensor:
         if of not in self._memory:
             B, heads, _, size = states.shape
-            self._memory[of] = states.new_zeros(self.count, B, heads, self.capacity, size)
+            self._memory[of] = states.new_zeros(self.depth, B, heads, self.capacity, size)
         return self._memory[of][len(self._rooms[of])]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -87,6 +87,21 @@ def test_a_teacher_answers_by_its_own_sampler(lab):
     lab.collect("name=infilled", "prompts.count=4")  # what could not begin binds nobody
 
 
+def test_a_drafter_collects_its_targets_answers(lab):
+    """With DEER as the teacher the answers are those of its target, at every temperature."""
+    drafter = lab.fit("deer_stage2")
+    more = ("prompts.count=4", "collector.dtype=float32")
+    lab.collect("name=plainly", *more)
+    lab.collect("name=drafted", f"collector.teacher={drafter}", *more)
+    lab.collect("name=otherwise", f"collector.teacher={drafter}", *more, "seed=9")
+    found = {
+        name: [r["answer_ids"] for r in rows(lab.runs / "deer_answers" / name)]
+        for name in ("plainly", "drafted", "otherwise")
+    }
+    assert found["drafted"] == found["plainly"]
+    assert found["otherwise"] != found["plainly"]  # negative control
+
+
 def test_processes_share_the_shards(lab, monkeypatch):
     folder = lab.runs / "deer_answers" / "two"
     monkeypatch.setenv("WORLD_SIZE", "2")
