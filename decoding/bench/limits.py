@@ -65,8 +65,11 @@ def run(argv: list[str]) -> None:
     """The command."""
     quiet()
     c = parse(argv, Limits, "decoding.bench.limits")
-    if "target" not in parade_config(c.model):
+    config = parade_config(c.model)
+    if "target" not in config:
         raise ValueError(f"{c.model} is no drafter: there is no draft that could come to a limit")
+    # One length for all rules and both limits, whatever lengths a calibration has found.
+    c = replace(c, block_size=c.block_size or config.get("block_size"))
     rows, prompts = measure(
         Bench(
             model=c.model, target=c.target, prompt_lookup=0, source=c.source, prompts=c.prompts,
@@ -84,7 +87,7 @@ def probe(c: Limits, rows: list[Row], prompts: list[list[int]]) -> dict[str, Ten
     from rich.progress import track
 
     sampler = rows[0].sampler
-    k = c.block_size or sampler.block_size
+    k = c.block_size
     # Nothing else of a request matters to a cycle; room for the k tokens of the target's own paths.
     params = {row.params.verify: replace(row.params, max_new_tokens=k) for row in rows}
     of_one_path = replace(rows[0].params, verify="rejection", max_new_tokens=k)
