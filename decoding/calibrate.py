@@ -41,6 +41,8 @@ class Calibrate:
     nodes: the values to try (see `DeerSampler`). sharpness: factors to try, times the fitted one of
     each depth.
     lengths: of drafts that are no tree, to try beside the drafter's own under `verify=block`.
+    batch_sizes: rows that are decoded together, to find the best number of nodes and the best
+        lengths for each of; all else is what is best for the first.
     temperatures: of the fits; the best shape is the fastest over all of them.
     fit_prompts: those that the sharpness is fitted to, others than the prompts that are timed.
     """
@@ -57,6 +59,7 @@ class Calibrate:
     nodes: tuple[int, ...] = (8, 12, 16, 24, 32, 48)
     sharpness: tuple[float, ...] = (0.8, 1.0, 1.25)
     lengths: tuple[int, ...] = (2, 3, 4, 6)
+    batch_sizes: tuple[int, ...] = (1,)
     dtype: str = "bfloat16"
     device: str = "cpu"
     seed: int = 0
@@ -68,6 +71,14 @@ class Calibrate:
                 raise ValueError(f"{name}={getattr(self, name)} is not allowed: at least 1")
         if self.lengths and min(self.lengths) < 1:
             raise ValueError(f"lengths={list(self.lengths)} is not allowed: each at least 1")
+        if (
+            not self.batch_sizes
+            or not 1 <= min(self.batch_sizes) <= max(self.batch_sizes) <= self.prompts
+        ):
+            raise ValueError(
+                f"batch_sizes={list(self.batch_sizes)} with prompts={self.prompts} is not allowed: "
+                "a batch has at least one prompt and not more than there are"
+            )
         for nodes, sharpness in product(self.nodes, self.sharpness):
             check_tree(nodes, sharpness)
 
@@ -112,29 +123,38 @@ def fastest_tree(
         shape: (sampler_of({**config, **knobs}, *parts), {"verify": "tree"})
         for shape, knobs in shapes.items()
     }
-    figures = measure(c, ways, timed)
     names = ("bigrams", "nodes", "sharpness")
-    lines = [{**dict(zip(names, shape)), **figures[shape]} for shape in shapes]
+    lines, nodes, best = [], {}, None
+    for batch in c.batch_sizes:
+        figures = measure(c, ways, timed, batch)
+        lines += [{"batch": batch, **dict(zip(names, of)), **figures[of]} for of in shapes]
+        alike = [of for of in shapes if best is None or (of[0], of[2]) == (best[0], best[2])]
+        fastest = max(alike, key=lambda of: figures[of]["tokens/s"])
+        best, nodes[str(batch)] = best or fastest, fastest[1]
     write_table(lines, out / "calibration.csv", _title(c), "decoding.calibrate")
-    return shapes[max(shapes, key=lambda shape: figures[shape]["tokens/s"])]
+    return {**shapes[best], "nodes": nodes}
 
 
 def fastest_lengths(
     c: Calibrate, sampler: DeerSampler, prompts: list[list[int]], out: Path
-) -> dict[str, int]:
-    """{temperature: tokens to draft} of drafts that are no tree."""
+) -> dict[str, dict[str, int]]:
+    """{rows: {temperature: tokens to draft}} of drafts that are no tree."""
     tried = sorted({*c.lengths, sampler.block_size})
     ways = {k: (sampler, {"verify": "block", "block_size": k}) for k in tried}
-    figures = measure(c, ways, prompts)
-    lines = [{"drafted": k, **figures[k]} for k in tried]
+    lines, lengths = [], {}
+    for batch in c.batch_sizes:
+        figures = measure(c, ways, prompts, batch)
+        lines += [{"batch": batch, "drafted": k, **figures[k]} for k in tried]
+        rates = {f"{t:g}": f"tokens/s, T={t:g}" for t in c.temperatures}
+        lengths[str(batch)] = {
+            t: max(tried, key=lambda k: figures[k][rate]) for t, rate in rates.items()
+        }
     write_table(lines, out / "lengths.csv", _title(c), "decoding.calibrate")
-    return {
-        f"{t:g}": max(tried, key=lambda k: figures[k][f"tokens/s, T={t:g}"]) for t in c.temperatures
-    }
+    return lengths
 
 
 def _title(c: Calibrate) -> str:
-    return f"{c.prompts} held-out prompts, batch 1, {c.dtype}"
+    return f"{c.prompts} held-out prompts, {c.dtype}"
 
 
 def shapes_of(
@@ -158,23 +178,24 @@ def params_of(c: Calibrate, temperature: float, **options) -> SamplingParams:
 
 
 def measure(
-    c: Calibrate, ways: dict[Any, tuple[Sampler, dict]], prompts: list[list[int]]
+    c: Calibrate, ways: dict[Any, tuple[Sampler, dict]], prompts: list[list[int]], batch: int
 ) -> dict[Any, dict]:
     """Acceptance lengths and tokens/s of each way: a sampler, and options of the request.
 
-    Every prompt goes through every way in turn: a slow minute of the machine hits them all.
+    Every batch goes through every way in turn: a slow minute of the machine hits them all.
     """
     from rich.progress import track
 
+    batches = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
     emitted = {(name, t): [] for name in ways for t in c.temperatures}
     seconds = dict.fromkeys(emitted, 0.0)
-    for prompt in track([None, *prompts], "calibrate"):
+    for rows in track([None, *batches], f"calibrate, batch {batch}"):
         for (name, (sampler, options)), t in product(ways.items(), c.temperatures):
             started = perf_counter()
-            (result,) = sampler.generate([prompt or prompts[0]], params_of(c, t, **options))
-            if prompt is not None:  # else it was the warm-up
+            results = sampler.generate(rows or batches[0], params_of(c, t, **options))
+            if rows is not None:  # else it was the warm-up
                 seconds[name, t] += perf_counter() - started
-                emitted[name, t] += result.stats.emitted
+                emitted[name, t] += [n for result in results for n in result.stats.emitted]
     figures = {}
     for name in ways:
         found = {t: emitted[name, t] for t in c.temperatures}

@@ -27,11 +27,12 @@ class DeerSampler(Sampler):
     """drafter: a diffusion LM with `prefix_causal` attention over the target's tokens.
 
     block_size: k, tokens drafted a cycle unless a request asks for others. lengths: of drafts that
-    are no tree, {temperature: k}, of which a request takes the nearest; none: block_size.
+    are no tree, {rows: {temperature: k}}, of which a cycle takes the nearest; none: block_size.
     mask_id, sep_id: the drafter's own two tokens.
-    nodes, sharpness: of the tree that `verify=tree` drafts in the block's place, how many it has
-    and how sure of the drafter its shape is (`draft_trees`): a number, or for some temperatures a
-    number for each depth, {temperature: [...]}, of which a request takes the nearest.
+    nodes: of the tree that `verify=tree` drafts in the block's place: a number, or {rows: number}
+    by how many rows are decoded together. sharpness: how sure of the drafter its shape is
+    (`draft_trees`): a number, or for some temperatures a number for each depth,
+    {temperature: [...]}, of which a request takes the nearest.
     bigrams, lift: what the tree knows of tokens that follow each other, and how much each depth
     heeds it, {temperature: [...]} (`decoding.bigrams`).
     """
@@ -47,18 +48,22 @@ class DeerSampler(Sampler):
         block_size: int,
         mask_id: int,
         sep_id: int,
-        nodes: int = 16,
+        nodes: int | dict[str, int] = 16,
         sharpness: float | dict[str, list[float]] = 1.5,
-        lengths: dict[str, int] | None = None,
+        lengths: dict[str, dict[str, int]] | None = None,
         bigrams: Bigrams | None = None,
         lift: dict[str, list[float]] | None = None,
     ):
         super().__init__(target, tokenizer)
-        check_tree(nodes, sharpness)
+        for number in nodes.values() if isinstance(nodes, dict) else [nodes]:
+            check_tree(number, sharpness)
         self.drafter = drafter.eval()
         self.block_size, self.mask_id, self.sep_id = block_size, mask_id, sep_id
         self.nodes, self.sharpness = nodes, sharpness
-        self.lengths = {float(t): k for t, k in (lengths or {}).items()}
+        self.lengths = {
+            int(rows): {float(t): k for t, k in by_temperature.items()}
+            for rows, by_temperature in (lengths or {}).items()
+        }
         self._sharpness = {}
         if isinstance(sharpness, dict):
             self._sharpness = _by_depth(sharpness, target.device)
@@ -68,14 +73,23 @@ class DeerSampler(Sampler):
 
     def margin(self, params: SamplingParams) -> int:
         """A cycle may overshoot by what it drafts; separator and scratch need a slot each."""
-        k = self.length(params)
-        return (max(k, self.nodes) if params.verify == "tree" else k) + 3
+        most = [params.block_size or self.block_size]
+        most += [k for by_temperature in self.lengths.values() for k in by_temperature.values()]
+        if params.verify == "tree":
+            most += self.nodes.values() if isinstance(self.nodes, dict) else [self.nodes]
+        return max(most) + 3
 
-    def length(self, params: SamplingParams) -> int:
+    def length(self, rows: int, params: SamplingParams) -> int:
         """Tokens to draft a cycle. Whatever it is the output is lossless: no draft decides it."""
-        if params.block_size is None and params.verify != "tree" and self.lengths:
-            return _nearest(self.lengths, params.temperature)
-        return params.block_size or self.block_size
+        if params.block_size or params.verify == "tree" or not self.lengths:
+            return params.block_size or self.block_size
+        return _nearest(_nearest(self.lengths, rows), params.temperature)
+
+    def budget(self, rows: int) -> int:
+        """Nodes of a tree, likewise."""
+        if isinstance(self.nodes, int):
+            return self.nodes
+        return _nearest({int(known): number for known, number in self.nodes.items()}, rows)
 
     def begin(self, rows: Rows, params: SamplingParams) -> None:
         """Prefill both networks."""
@@ -89,7 +103,7 @@ class DeerSampler(Sampler):
 
     def cycle(self, rows: Rows, params: SamplingParams) -> tuple[Tensor, Tensor]:
         """Draft k tokens, verify them, emit those that stand and one of the target's own."""
-        k = self.length(params)
+        k = self.length(len(rows.row), params)
         q_logits = self.draft_pass(rows, k, params)
         keyed = params.keyed
         if keyed:
@@ -120,7 +134,7 @@ class DeerSampler(Sampler):
         """
         noisy = q_logits if noise is None else q_logits + noise[:, :-1]
         sharpness, lift = self.shape_at(params.temperature)
-        trees = draft_trees(noisy, self.nodes, sharpness, lift)
+        trees = draft_trees(noisy, self.budget(len(rows.row)), sharpness, lift)
         rows.drafted = trees.token.shape[1]
         last, depth = rows.lengths[:, None] - 1, pad(trees.depth, (1, 0))
         logits = rows.networks["target"](
@@ -181,8 +195,8 @@ def _by_depth(numbers: dict[str, list[float]], device: torch.device) -> dict[flo
     return {t: torch.tensor(row, device=device) for t, row in rows.items()}
 
 
-def _nearest(numbers: dict[float, Any], temperature: float) -> Any:
-    return numbers[min(numbers, key=lambda known: abs(known - temperature))]
+def _nearest(known: dict[float, Any], x: float) -> Any:
+    return known[min(known, key=lambda other: abs(other - x))]
 
 
 def from_export(target, tokenizer, drafter, config: dict) -> DeerSampler:

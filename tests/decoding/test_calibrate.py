@@ -35,7 +35,7 @@ def test_the_fastest_shape_is_kept(lab, export):
     assert len(lines) == 4
     best = max(lines, key=lambda line: float(line["tokens/s"]))
     served = load(str(export))
-    assert served.nodes == int(best["nodes"])
+    assert served.nodes == {"1": int(best["nodes"])}
     assert sorted(served.sharpness) == ["0", "1"]
     assert {len(depths) for depths in served.sharpness.values()} == {served.block_size}
     # The factor is in it: twice as sure is twice the number.
@@ -54,7 +54,7 @@ def test_bigrams_come_into_the_export_if_they_are_faster(lab, export, monkeypatc
     answers, shape = f"answers={lab.runs / 'deer_answers'}", ("nodes=[5]", "sharpness=[1.0]")
 
     def heeding_is(faster):
-        def measured(c, ways, prompts):
+        def measured(c, ways, prompts, batch):
             return {
                 name: dict.fromkeys(RATES, float((sampler.bigrams is not None) == faster))
                 for name, (sampler, _) in ways.items()
@@ -87,36 +87,45 @@ def test_bigrams_come_into_the_export_if_they_are_faster(lab, export, monkeypatc
     assert not (export / "bigrams.safetensors").exists()
 
 
-def test_the_fastest_length_at_each_temperature_is_kept(lab, export, monkeypatch):
-    """And drafts that are no tree take it, unless a request asks for another."""
-    fastest = {"tokens/s, T=0": 3, "tokens/s, T=1": 2}
+def test_what_is_fastest_for_each_batch_and_temperature_is_kept(lab, export, monkeypatch):
+    """Drafts that are no tree take its length, unless a request asks for another."""
+    lengths = {1: {"tokens/s, T=0": 3, "tokens/s, T=1": 2}, 3: dict.fromkeys(RATES[1:], 1)}
+    nodes = {1: 5, 3: 2}
 
-    def measured(c, ways, prompts):
+    def measured(c, ways, prompts, batch):
         return {
-            name: {"tokens/s": 1.0, **{key: float(name == k) for key, k in fastest.items()}}
+            name: {"tokens/s": float(name[1] == nodes[batch])}
+            if isinstance(name, tuple)
+            else {rate: float(name == k) for rate, k in lengths[batch].items()}
             for name in ways
         }
 
     monkeypatch.setattr(calibrate, "measure", measured)
-    run(arguments(lab, export, "nodes=[5]", "sharpness=[1.0]", "lengths=[1,2,3]"))
+    tried = ("nodes=[2,5]", "sharpness=[1.0]", "lengths=[1,2,3]", "batch_sizes=[1,3]", "prompts=3")
+    run(arguments(lab, export, *tried))
     lines = list(csv.DictReader((export.parent / "calibration" / "lengths.csv").open()))
-    served = load(str(export))
-    assert [int(line["drafted"]) for line in lines] == [1, 2, 3, served.block_size]
-    prompts, drafted = [[1, 2, 3], [4, 5]], {}
+    served, plain = load(str(export)), load(str(export), sampler=["method=plain"])
+    assert [(line["batch"], int(line["drafted"])) for line in lines] == [
+        (batch, k) for batch in "13" for k in (1, 2, 3, served.block_size)
+    ]
+    assert served.nodes == {"1": 5, "3": 2}
+    drafted = {}
     for temperature, verify, block_size in product((0.0, 0.4, 1.0), VERIFY, (None, 1)):
         params = SamplingParams(9, temperature, seed=1, verify=verify, block_size=block_size)
-        results = served.generate(prompts, params)
-        stats = [r.stats for r in results]
-        drafted[temperature, verify, block_size] = {s.drafted // s.target_passes for s in stats}
+        (alone,) = served.generate([[1, 2, 3]], params)
+        drafted[temperature, verify, block_size] = alone.stats.drafted / alone.stats.target_passes
         if params.keyed:
-            plain = load(str(export), sampler=["method=plain"])
+            prompts = [[1, 2, 3], [4, 5], [6]]
+            together = served.generate(prompts, params)
             wanted = plain.generate(prompts, SamplingParams(9, temperature, seed=1))
-            assert [r.token_ids for r in results] == [r.token_ids for r in wanted]
+            assert [r.token_ids for r in together] == [r.token_ids for r in wanted]
+    for verify, k in (("coupled", 1), ("tree", 2)):  # three rows that end together
+        together = served.generate([[1, 2, 3]] * 3, SamplingParams(9, 0.0, verify=verify))
+        assert {r.stats.drafted / r.stats.target_passes for r in together} == {k}
     for verify in ("coupled", "rejection", "block"):
-        found = [drafted[t, verify, None] for t in (0.0, 0.4, 1.0)]
-        assert found == [{3}, {3}, {2}]
-        assert drafted[1.0, verify, 1] == {1}
-    assert drafted[1.0, "tree", None] == {5}
+        assert [drafted[t, verify, None] for t in (0.0, 0.4, 1.0)] == [3, 3, 2]
+        assert drafted[1.0, verify, 1] == 1
+    assert drafted[1.0, "tree", None] == 5
 
 
 def config_of(export):
@@ -131,6 +140,7 @@ def test_mistakes(lab, export):
         run(arguments(lab, "org/drafter"))
     for values, message in (
         ("nodes=[64]", "nodes=64"), ("sharpness=[0.0]", "sharpness="), ("prompts=0", "prompts=0"),
+        ("batch_sizes=[1,3]", r"batch_sizes=\[1, 3\] with prompts=2"),
         ("lengths=[4,0]", r"lengths=\[4, 0\]"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f"{message}.* is not allowed"):
