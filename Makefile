@@ -29,8 +29,8 @@ lab-deer-stage1: .venv/installed  ## what the next two start from
 
 lab-deer: lab-deer-stage1  ## DEER's figures in docs/results.md: more than an hour on 2 cores
 	$(FIT) recipe=deer_stage2 $(DEEP) trainer.max_steps=950
-	$(FIT) recipe=ar_drafter $(DEEP) trainer.max_steps=1800 'network.layers=[0,1,11]'
-	$(PY) -m decoding.calibrate model=$(DEER)2/export answers=$(RUNS)/lab-deer/deer_answers
+	$(FIT) recipe=ar_drafter $(DEEP) trainer.max_steps=1200 'network.layers=[0,1,11]'
+	$(PY) -m decoding.calibrate model=$(DEER)2/export answers=$(RUNS)/lab-deer/deer_answers nodes=[5,8,12,20] sharpness=[1.0] batch_sizes=[1,16] prompts=16
 	$(BENCH) model=$(DEER)2/export assistant=$(RUNS)/lab-deer/ar_drafter/export profile=true
 	$(BENCH) model=$(DEER)2/export also=$(DEER)1/export prompt_lookup=0 out=$(DEER)2/bench_stages
 
