@@ -104,9 +104,9 @@ def measure(bench: Bench) -> tuple[list[Row], list[dict]]:
     every = [row for rows in groups for row in rows]
     for row in every:  # warm-up: allocations, kernels' first calls
         row.sampler.generate(ids[: row.batch], row.params, seeds=[*range(row.batch)])
-    total = sum(-(-len(ids) // rows[0].batch) for rows in groups)
-    steps = ((rows, start) for rows in groups for start in range(0, len(ids), rows[0].batch))
-    for rows, start in track(steps, "bench", total=total):
+    # In the order of the prompts: a slow minute of the machine hits all temperatures and batches.
+    steps = [(start, rows) for rows in groups for start in range(0, len(ids), rows[0].batch)]
+    for start, rows in track(sorted(steps, key=lambda step: step[0]), "bench"):
         for row in rows:
             batch = ids[start : start + row.batch]
             seeds = [bench.seed + start + b for b in range(len(batch))]
