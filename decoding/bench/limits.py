@@ -86,8 +86,8 @@ def probe(c: Limits, rows: list[Row], prompts: list[list[int]]) -> dict[str, Ten
     """P(the first i tokens stand), [prompts, cycles, k], of every rule and of both limits."""
     from rich.progress import track
 
-    sampler = rows[0].sampler
-    k = c.block_size
+    sampler, k = rows[0].sampler, c.block_size
+    sampler.nodes = sampler.budget(1)  # each draw stands for a row that is alone
     # Nothing else of a request matters to a cycle; room for the k tokens of the target's own paths.
     params = {row.params.verify: replace(row.params, max_new_tokens=k) for row in rows}
     of_one_path = replace(rows[0].params, verify="rejection", max_new_tokens=k)
