@@ -40,7 +40,8 @@ class Calibrate:
     the target's answers, whose bigrams are tried; they come into the export if they are faster.
     nodes: the values to try (see `DeerSampler`). sharpness: factors to try, times the fitted one of
     each depth.
-    lengths: of drafts that are no tree, to try beside the drafter's own under `verify=block`.
+    lengths: of drafts that are no tree, to try beside the drafter's own, under `verify=block` for
+        the smallest batch and `coupled` for others.
     batch_sizes: rows that are decoded together, to find the best number of nodes and the best
         lengths for each of; all else is what is best for the first.
     temperatures: of the fits; the best shape is the fastest over all of them.
@@ -124,13 +125,14 @@ def fastest_tree(
         for shape, knobs in shapes.items()
     }
     names = ("bigrams", "nodes", "sharpness")
-    lines, nodes, best = [], {}, None
+    lines, nodes = [], {}
     for batch in c.batch_sizes:
         figures = measure(c, ways, timed, batch)
-        lines += [{"batch": batch, **dict(zip(names, of)), **figures[of]} for of in shapes]
-        alike = [of for of in shapes if best is None or (of[0], of[2]) == (best[0], best[2])]
-        fastest = max(alike, key=lambda of: figures[of]["tokens/s"])
-        best, nodes[str(batch)] = best or fastest, fastest[1]
+        lines += [{"batch": batch, **dict(zip(names, of)), **figures[of]} for of in ways]
+        best = max(ways, key=lambda of: figures[of]["tokens/s"])
+        nodes[str(batch)] = best[1]
+        # For other batches only the number of nodes is open.
+        ways = {of: way for of, way in ways.items() if (of[0], of[2]) == (best[0], best[2])}
     write_table(lines, out / "calibration.csv", _title(c), "decoding.calibrate")
     return {**shapes[best], "nodes": nodes}
 
@@ -140,9 +142,11 @@ def fastest_lengths(
 ) -> dict[str, dict[str, int]]:
     """{rows: {temperature: tokens to draft}} of drafts that are no tree."""
     tried = sorted({*c.lengths, sampler.block_size})
-    ways = {k: (sampler, {"verify": "block", "block_size": k}) for k in tried}
     lines, lengths = [], {}
     for batch in c.batch_sizes:
+        # Only keyed drafts take the lengths of more rows than the fewest.
+        rule = "block" if batch == min(c.batch_sizes) else "coupled"
+        ways = {k: (sampler, {"verify": rule, "block_size": k}) for k in tried}
         figures = measure(c, ways, prompts, batch)
         lines += [{"batch": batch, "drafted": k, **figures[k]} for k in tried]
         rates = {f"{t:g}": f"tokens/s, T={t:g}" for t in c.temperatures}

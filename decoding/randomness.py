@@ -56,6 +56,7 @@ class KeyedRandomness:
     ):
         # Seeds may be any whole number; 63 bits of them are used.
         seed = torch.tensor([s % (1 << 63) for s in seeds], device=device)
+        # [B, 2]: where the hashes of keyed noise begin, and those of draws.
         self.keys = _mix(seed[:, None] + seed.new_tensor([_purpose("gumbel"), _purpose("uniform")]))
         self.draws, self.ahead = 0, ahead or _AHEAD
         self.behind = torch.zeros_like(seed)

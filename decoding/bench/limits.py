@@ -31,6 +31,7 @@ class Limits:
 
     model: an export that drafts blocks. temperature: above 0; at 0 both networks are certain, and
         what is accepted is the limit.
+    block_size: tokens drafted; None: the drafter's own, whatever a calibration has found.
     cycles: of each prompt, at whose prefixes the limits are estimated. draws: paths behind each.
     out: the folder of the results; None: 'limits' beside the export.
     """
@@ -68,7 +69,7 @@ def run(argv: list[str]) -> None:
     config = parade_config(c.model)
     if "target" not in config:
         raise ValueError(f"{c.model} is no drafter: there is no draft that could come to a limit")
-    # One length for all rules and both limits, whatever lengths a calibration has found.
+    # One length for all rules and both limits.
     c = replace(c, block_size=c.block_size or config.get("block_size"))
     rows, prompts = measure(
         Bench(
@@ -87,7 +88,8 @@ def probe(c: Limits, rows: list[Row], prompts: list[list[int]]) -> dict[str, Ten
     from rich.progress import track
 
     sampler, k = rows[0].sampler, c.block_size
-    sampler.nodes = sampler.budget(1)  # each draw stands for a row that is alone
+    # Each draw stands for a row that is alone.
+    sampler.nodes = {1: sampler.nodes[min(sampler.nodes)]}
     # Nothing else of a request matters to a cycle; room for the k tokens of the target's own paths.
     params = {row.params.verify: replace(row.params, max_new_tokens=k) for row in rows}
     of_one_path = replace(rows[0].params, verify="rejection", max_new_tokens=k)

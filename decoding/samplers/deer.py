@@ -28,6 +28,7 @@ class DeerSampler(Sampler):
 
     block_size: k, tokens drafted a cycle unless a request asks for others. lengths: of drafts that
     are no tree, {rows: {temperature: k}}, of which a cycle takes the nearest; none: block_size.
+    Drafts that are accepted by chance take those of one row, whatever the batch (see `length`).
     mask_id, sep_id: the drafter's own two tokens.
     nodes: of the tree that `verify=tree` drafts in the block's place: a number, or {rows: number}
     by how many rows are decoded together. sharpness: how sure of the drafter its shape is
@@ -55,11 +56,12 @@ class DeerSampler(Sampler):
         lift: dict[str, list[float]] | None = None,
     ):
         super().__init__(target, tokenizer)
-        for number in nodes.values() if isinstance(nodes, dict) else [nodes]:
+        nodes = nodes if isinstance(nodes, dict) else {1: nodes}
+        for number in nodes.values():
             check_tree(number, sharpness)
         self.drafter = drafter.eval()
         self.block_size, self.mask_id, self.sep_id = block_size, mask_id, sep_id
-        self.nodes, self.sharpness = nodes, sharpness
+        self.nodes, self.sharpness = {int(rows): n for rows, n in nodes.items()}, sharpness
         self.lengths = {
             int(rows): {float(t): k for t, k in by_temperature.items()}
             for rows, by_temperature in (lengths or {}).items()
@@ -76,20 +78,19 @@ class DeerSampler(Sampler):
         most = [params.block_size or self.block_size]
         most += [k for by_temperature in self.lengths.values() for k in by_temperature.values()]
         if params.verify == "tree":
-            most += self.nodes.values() if isinstance(self.nodes, dict) else [self.nodes]
+            most += self.nodes.values()
         return max(most) + 3
 
     def length(self, rows: int, params: SamplingParams) -> int:
-        """Tokens to draft a cycle. Whatever it is the output is lossless: no draft decides it."""
+        """Tokens to draft a cycle when so many rows are unfinished. Lossless, whatever it is.
+
+        What is drawn depends on how many tokens are, and a row's text must not depend on its
+        neighbours: only where the noise is keyed may their number decide.
+        """
         if params.block_size or params.verify == "tree" or not self.lengths:
             return params.block_size or self.block_size
-        return _nearest(_nearest(self.lengths, rows), params.temperature)
-
-    def budget(self, rows: int) -> int:
-        """Nodes of a tree, likewise."""
-        if isinstance(self.nodes, int):
-            return self.nodes
-        return _nearest({int(known): number for known, number in self.nodes.items()}, rows)
+        of_rows = _nearest(self.lengths, rows if params.keyed else 1)
+        return _nearest(of_rows, params.temperature)
 
     def begin(self, rows: Rows, params: SamplingParams) -> None:
         """Prefill both networks."""
@@ -134,7 +135,7 @@ class DeerSampler(Sampler):
         """
         noisy = q_logits if noise is None else q_logits + noise[:, :-1]
         sharpness, lift = self.shape_at(params.temperature)
-        trees = draft_trees(noisy, self.budget(len(rows.row)), sharpness, lift)
+        trees = draft_trees(noisy, _nearest(self.nodes, len(rows.row)), sharpness, lift)
         rows.drafted = trees.token.shape[1]
         last, depth = rows.lengths[:, None] - 1, pad(trees.depth, (1, 0))
         logits = rows.networks["target"](

@@ -29,13 +29,13 @@ def arguments(lab, export, *more):
 
 
 def test_the_fastest_shape_is_kept(lab, export):
-    assert load(str(export)).nodes == 16
+    assert load(str(export)).nodes == {1: 16}
     run(arguments(lab, export, "nodes=[3,5]", "sharpness=[0.5,1.0]"))
     lines = list(csv.DictReader((export.parent / "calibration" / "calibration.csv").open()))
     assert len(lines) == 4
     best = max(lines, key=lambda line: float(line["tokens/s"]))
     served = load(str(export))
-    assert served.nodes == {"1": int(best["nodes"])}
+    assert served.nodes == {1: int(best["nodes"])}
     assert sorted(served.sharpness) == ["0", "1"]
     assert {len(depths) for depths in served.sharpness.values()} == {served.block_size}
     # The factor is in it: twice as sure is twice the number.
@@ -108,7 +108,7 @@ def test_what_is_fastest_for_each_batch_and_temperature_is_kept(lab, export, mon
     assert [(line["batch"], int(line["drafted"])) for line in lines] == [
         (batch, k) for batch in "13" for k in (1, 2, 3, served.block_size)
     ]
-    assert served.nodes == {"1": 5, "3": 2}
+    assert served.nodes == {1: 5, 3: 2}
     drafted = {}
     for temperature, verify, block_size in product((0.0, 0.4, 1.0), VERIFY, (None, 1)):
         params = SamplingParams(9, temperature, seed=1, verify=verify, block_size=block_size)
@@ -119,6 +119,12 @@ def test_what_is_fastest_for_each_batch_and_temperature_is_kept(lab, export, mon
             together = served.generate(prompts, params)
             wanted = plain.generate(prompts, SamplingParams(9, temperature, seed=1))
             assert [r.token_ids for r in together] == [r.token_ids for r in wanted]
+        else:  # what is drawn must not depend on how many rows there are
+            seeds = [5, 6, 7]
+            together = served.generate([[1, 2, 3], [4, 5], [6]], params, seeds=seeds)
+            for prompt, seed, row in zip(([1, 2, 3], [4, 5], [6]), seeds, together):
+                (by_itself,) = served.generate([prompt], params, seeds=[seed])
+                assert by_itself.token_ids == row.token_ids
     for verify, k in (("coupled", 1), ("tree", 2)):  # three rows that end together
         together = served.generate([[1, 2, 3]] * 3, SamplingParams(9, 0.0, verify=verify))
         assert {r.stats.drafted / r.stats.target_passes for r in together} == {k}

@@ -88,7 +88,7 @@ def test_any_tree_gives_the_text_of_plain_decoding(nodes, temperature):
     params = SamplingParams(18, temperature, verify="tree", repetition_penalty=1.2)
     expected = ids(plain_rows(model, params))
     for sampler in (deer(model, random_drafter(), 3), deer(model, drafter_of_target(model), 5)):
-        sampler.nodes = nodes
+        sampler.nodes = {1: nodes}
         found = sampler.generate(PROMPTS, params, seeds=SEEDS)
         assert ids(found) == expected
 
@@ -97,7 +97,7 @@ def test_a_tree_accepts_at_least_the_block_that_it_holds():
     model, params = target(), SamplingParams(24, 1.0, verify="tree")
     expected = ids(plain_rows(model, params))
     block, wide = (oracle(model, 6, PROMPTS, expected) for _ in range(2))
-    wide.nodes = 40
+    wide.nodes = {1: 40}
     chain = block.generate(PROMPTS, SamplingParams(24, 1.0), seeds=SEEDS)
     found = wide.generate(PROMPTS, params, seeds=SEEDS)
     assert ids(found) == ids(chain) == expected
@@ -112,7 +112,7 @@ def test_the_noise_belongs_into_the_ranking():
     passes = []
     for cls in (DeerSampler, Deaf):
         sampler = deer(model, drafter_of_target(model), 3, cls)
-        sampler.nodes = 6
+        sampler.nodes = {1: 6}
         found = sampler.generate(PROMPTS, params, seeds=SEEDS)
         passes.append(sum(r.stats.target_passes for r in found))
     assert passes[0] < 0.9 * passes[1]
