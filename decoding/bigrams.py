@@ -35,23 +35,22 @@ class Bigrams(NamedTuple):
     lift: Tensor
     vocabulary: int
 
-    def between(self, before: Tensor, after: Tensor) -> Tensor:
-        """lift(u, v) of tokens u = before, v = after, of shapes that broadcast."""
-        pair = before * self.vocabulary + after
-        at = torch.searchsorted(self.pairs, pair).clamp_max(len(self.pairs) - 1)
-        return self.lift[at].where(self.pairs[at] == pair, 0.0)
+    def behind(self, before: int) -> dict[int, float]:
+        """{v: lift(before, v)} of all v that were seen behind a token."""
+        here = slice(*self._ends(torch.tensor([before]))[0])
+        return dict(zip((self.pairs[here] % self.vocabulary).tolist(), self.lift[here].tolist()))
 
-    def behind(self, before: Tensor) -> Tensor:
+    def rows(self, before: Tensor) -> Tensor:
         """lift(u, v) of all v: tokens u [n] -> [n, vocabulary]."""
-        rows = self.lift.new_zeros(len(before), self.vocabulary)
-        ends = torch.stack([before, before + 1], 1) * self.vocabulary
-        for row, (first, last) in zip(rows, torch.searchsorted(self.pairs, ends).tolist()):
+        rows = torch.zeros(len(before), self.vocabulary)
+        for row, (first, last) in zip(rows, self._ends(before.cpu())):
             row[self.pairs[first:last] % self.vocabulary] = self.lift[first:last]
-        return rows
+        return rows.to(before.device)
 
-    def to(self, device: torch.device | str) -> "Bigrams":
-        """The same on a device."""
-        return Bigrams(self.pairs.to(device), self.lift.to(device), self.vocabulary)
+    def _ends(self, before: Tensor) -> list[list[int]]:
+        """Where the pairs of tokens [n] begin and end."""
+        ends = torch.stack([before, before + 1], 1) * self.vocabulary
+        return torch.searchsorted(self.pairs, ends).tolist()
 
 
 def count(

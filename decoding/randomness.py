@@ -86,6 +86,8 @@ class KeyedRandomness:
         at, noise = self._last
         if noise.shape[-1] != vocabulary:
             at = at[:, :0]
+        if torch.equal(at, positions):
+            return noise
         same = positions[:, :, None] == at[:, None]
         new = ~same.any(-1)
         count = int(new.sum(-1).max())

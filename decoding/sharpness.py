@@ -34,7 +34,7 @@ def fit(
         at = at.masked_fill(at.isinf(), torch.finfo(torch.float32).min)  # 0 times -inf is no number
         s, w, lift = _best(at, choice[:, i], torch.zeros(()), LEAST), 0.0, None
         if i and bigrams is not None:
-            lift = bigrams.behind(choice[:, i - 1]).double()
+            lift = bigrams.rows(choice[:, i - 1]).double()
             for _ in range(TURNS):
                 w = _best(lift, choice[:, i], s * at, 0.0)
                 s = _best(at, choice[:, i], w * lift, LEAST)

@@ -1,18 +1,32 @@
 """Draft trees: the likeliest continuations under independent marginals, for one pass to verify."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import cache
 from heapq import heappop, heappush
+from math import exp, expm1, log, log1p
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from decoding.lookup import Last, Lookup, then
+
 ROOT = -1
 LIMIT = 63  # nodes: a path is a set of nodes, one bit each
-CHOICES, PARENTS = 32, 8  # tokens of a depth that know the token before them, and of those before
+CHOICES = 20  # tokens of a depth that may know what stands before them
 
-Lift = Callable[[Tensor, Tensor], Tensor]  # see draft_trees
+Ranked = tuple[list[int], list[float]]  # tokens, best first, and logarithms of their probabilities
+
+
+class Lift(NamedTuple):
+    """What the token before is to those behind it, see `draft_trees`.
+
+    behind: what a token u lifts, {v: lift(u, v)}; weight [k]: how much each depth heeds it.
+    """
+
+    behind: Callable[[int], Mapping[int, float]]
+    weight: list[float]
 
 
 class Tree(NamedTuple):
@@ -28,39 +42,34 @@ class Tree(NamedTuple):
     child: dict[tuple[int, int], int]
 
 
-def best_first(
-    tokens: list[list[int]],
-    scores: list[list[list[float]]],
-    nodes: int,
-    index: list[list[list[int]]] | None = None,
-) -> Tree:
-    """The `nodes` likeliest prefixes of k tokens, each of which knows the one before it at most.
+def best_first(children: Callable[[int, Last], Ranked], nodes: int, last: Last = ()) -> Tree:
+    """The `nodes` likeliest prefixes behind a text that ends with the tokens `last`.
 
-    tokens [k][K]: candidates of each depth. index, scores [k][P][M]: for each of the first P
-    candidates of the depth before, which ones are the likeliest behind it, best first, and the
-    logarithms of their probabilities; behind the other candidates nothing is drafted. index None:
-    tokens are independent, P = 1, and candidates are in that order. A prefix is never likelier
-    than a shorter one of itself, so nodes taken in the order of their probability form a tree.
+    children(depth, last): what may stand at a depth (0: the first) behind a text and a prefix that
+    end so; nothing if a prefix is no longer. A prefix is never likelier than a shorter one of
+    itself, so nodes taken in the order of their probability form a tree.
 
-    >>> best_first([[5, 6], [7, 8]], [[[-0.1, -2.0]], [[-0.5, -0.9]]], 3).token
+    >>> depths = [([5, 6], [-0.1, -2.0]), ([7, 8], [-0.5, -0.9]), ([], [])]
+    >>> best_first(lambda depth, last: depths[depth], 3).token
     [5, 7, 8]
     """
     tree = Tree([], [], [], {})
-    heap = [(-scores[0][0][0], 0, 0, ROOT, 0.0, 0)]
+    tokens, scores = children(0, last)
+    heap = [(-scores[0], 0, 0, ROOT, 0.0, last, tokens, scores)]
     while heap and len(tree.token) < nodes:
-        cost, depth, rank, parent, before, p = heappop(heap)
-        own = index[depth][p][rank] if index else rank
-        node, token = len(tree.token), tokens[depth][own]
+        cost, depth, rank, parent, before, last, tokens, scores = heappop(heap)
+        node, token = len(tree.token), tokens[rank]
         tree.token.append(token)
         tree.depth.append(depth + 1)
         tree.path.append((tree.path[parent] if parent != ROOT else 0) | 1 << node)
         tree.child[parent, token] = node
-        if rank + 1 < len(scores[depth][p]):
-            sibling = before - scores[depth][p][rank + 1]
-            heappush(heap, (sibling, depth, rank + 1, parent, before, p))
-        own = own if index else 0
-        if depth + 1 < len(tokens) and own < len(scores[depth + 1]):
-            heappush(heap, (cost - scores[depth + 1][own][0], depth + 1, 0, node, cost, own))
+        if rank + 1 < len(tokens):
+            sibling = before - scores[rank + 1]
+            heappush(heap, (sibling, depth, rank + 1, parent, before, last, tokens, scores))
+        last = then(last, token)
+        tokens, scores = children(depth + 1, last)
+        if tokens:
+            heappush(heap, (cost - scores[0], depth + 1, 0, node, cost, last, tokens, scores))
     return tree
 
 
@@ -113,38 +122,63 @@ def draft_trees(
     nodes: int,
     sharpness: float | Tensor = 1.0,
     lift: Lift | None = None,
+    lookups: list[Lookup] | None = None,
 ) -> Trees:
     """Best-first trees of the laws softmax(sharpness * logits + lift), [B, k, V].
 
     sharpness: a number, or one for each depth [k] (or more). A drafter that is too sure of itself
     makes deep and narrow trees: sharpness below 1 mends that.
-    lift: what the token before is to those of depths 2 to k, of u [B, k-1, P, 1] to v
-    [B, k-1, 1, K] among the likeliest of each depth: [B, k-1, P, K]. None: they are independent.
+    lift: of depths 2 to k, by the token before. lookups: the text of each row, which has a say of
+    its own. Without either tokens are independent; with one the CHOICES likeliest of each depth
+    are looked at, and what is guessed.
     """
     logits = logits[:, :nodes]  # a tree is no deeper
     if isinstance(sharpness, Tensor):
         sharpness = sharpness[: logits.shape[1], None]
     law = (sharpness * logits).log_softmax(-1)
-    best = law.topk(min(nodes if lift is None else CHOICES, logits.shape[-1]))
-    lists = [best.indices, best.values[:, :, None]]
-    if lift is not None:
-        lists[1:] = lifted(best.indices, best.values, lift, nodes)
-    rows = [
-        best_first(tokens, scores, nodes, *index)
-        for tokens, scores, *index in zip(*(x.tolist() for x in lists))
-    ]
+    independent = lift is None and lookups is None
+    best = law.topk(min(nodes if independent else CHOICES, logits.shape[-1]))
+    rows = []
+    for tokens, scores, lookup in zip(
+        best.indices.tolist(), best.values.tolist(), lookups or [None] * len(law)
+    ):
+        children = families([*zip(tokens, scores)], lift, lookup)
+        rows.append(best_first(children, nodes, lookup.last if lookup else ()))
     return Trees(rows, *torch.tensor([*zip(*(t[:3] for t in rows))], device=logits.device))
 
 
-def lifted(tokens: Tensor, law: Tensor, lift: Lift, nodes: int) -> tuple[Tensor, Tensor]:
-    """scores and index of `best_first`, [B, k, P, M], of candidates [B, k, K].
+def families(
+    depths: list[Ranked], lift: Lift | None = None, lookup: Lookup | None = None
+) -> Callable[[int, Last], Ranked]:
+    """`children` of `best_first` of one row, given the likeliest tokens of each depth alone.
 
-    law: their logarithms of probabilities. Other tokens are not lifted, so what all tokens add up
-    to is 1 + sum over candidates of p (e^lift - 1).
+    Other tokens are not lifted, so what all tokens add up to is 1 + sum over those of
+    p (e^(weight lift) - 1).
     """
-    P, M = min(PARENTS, tokens.shape[-1]), min(nodes, tokens.shape[-1])
-    more = lift(tokens[:, :-1, :P, None], tokens[:, 1:, None]).clamp_max(60)  # e^60 is a float
-    total = (more.expm1() * law[:, 1:, None].exp()).sum(-1, keepdim=True).log1p()
-    # Nothing that is drafted stands before the first depth: its lists are all the same.
-    first = law[:, :1, None].expand(-1, 1, P, -1)
-    return torch.cat([first, law[:, 1:, None] + more - total], 1).topk(M)
+    depths = [*depths, ([], [])]
+    places = [{token: i for i, token in enumerate(tokens)} for tokens, _ in depths]
+
+    @cache
+    def children(depth: int, last: Last) -> Ranked:
+        tokens, law = depths[depth]
+        scores, place = law, places[depth]
+        known = lift.behind(last[-1]) if lift and depth else {}
+        if both := known.keys() & place.keys():
+            more = {place[v]: lift.weight[depth] * known[v] for v in both}
+            total = log1p(sum(exp(law[i]) * expm1(x) for i, x in more.items()))
+            scores = [x - total for x in law]
+            for i, x in more.items():
+                scores[i] += x
+        guess, chance = lookup.guess(last) if lookup and tokens else (None, 0.0)
+        if chance:
+            scores = [x + log1p(-chance) for x in scores]
+            if guess in place:
+                scores[place[guess]] = log(exp(scores[place[guess]]) + chance)
+            else:
+                tokens, scores = [*tokens, guess], [*scores, log(chance)]
+        if scores is law:
+            return tokens, law
+        order = sorted(range(len(tokens)), key=scores.__getitem__, reverse=True)
+        return [tokens[i] for i in order], [scores[i] for i in order]
+
+    return children

@@ -17,13 +17,16 @@ from decoding.randomness import KeyedRandomness, Randomness, fresh_seed
 from decoding.tree import Trees
 from models.masks import causal
 
+_FEW = 2**16  # numbers of keyed noise whose making costs little more than the call
+
 
 class Rows:
     """The unfinished rows of a batch: committed tokens, and what the method keeps beside them.
 
     row: each row's number in the request. tokens [B, capacity], lengths [B] committed tokens a row.
     networks: the method's cached networks by name ('target', 'drafter'). state: the method's own
-    tensors [B, ...]. drafted: tokens a row that the last pass verified.
+    tensors [B, ...]; memory: what it keeps of each row on the host, by the row's number. drafted:
+    tokens a row that the last pass verified.
     """
 
     def __init__(self, prompts: list[list[int]], capacity: int, randomness: Randomness, device):
@@ -35,6 +38,7 @@ class Rows:
         self.randomness = randomness
         self.networks: dict[str, CachedNetwork] = {}
         self.state: dict[str, Tensor] = {}
+        self.memory: dict[int, Any] = {}
         self.drafted = 0
 
     def append(self, tokens: Tensor, counts: Tensor) -> None:
@@ -243,8 +247,16 @@ class Sampler(ABC):
         """Keyed noise [B, count, V] of the next absolute positions; None at temperature 0."""
         if params.temperature == 0:
             return None
-        positions = rows.lengths[:, None] + torch.arange(count, device=rows.tokens.device)
-        return rows.randomness.gumbel(positions, self.vocabulary)
+        # Of a small vocabulary a position costs less than the calls that make it, so they are made
+        # `step` at a time, and the next cycles ask for the same ones.
+        step = max(1, _FEW // self.vocabulary)
+        skipped = rows.lengths % step
+        steps = torch.arange(step * (1 + -(-(count - 1) // step)), device=rows.tokens.device)
+        noise = rows.randomness.gumbel((rows.lengths - skipped)[:, None] + steps, self.vocabulary)
+        if step == 1:
+            return noise
+        row = torch.arange(len(noise), device=noise.device)[:, None]
+        return noise[row, skipped[:, None] + steps[:count]]
 
     def _rows(self, prompts: list[list[int]], params: SamplingParams, randomness) -> Rows:
         capacity = max(map(len, prompts)) + params.max_new_tokens + self.margin(params)

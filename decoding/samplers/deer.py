@@ -4,6 +4,7 @@ Source: arXiv 2512.15176, section 3.2 and Algorithm 1 (a rejection ends the bloc
 it were conditioned on the rejected token).
 """
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,12 +16,14 @@ from decoding import verify
 from decoding.bigrams import Bigrams
 from decoding.cache import CachedNetwork
 from decoding.distribution import fit_vocabulary, seen_tokens, warp
+from decoding.lookup import Lookup
 from decoding.params import VERIFY, SamplingParams
 from decoding.samplers.base import Rows, Sampler, choose
 from decoding.tree import LIMIT, Lift, check_tree, draft_trees, followed
 from models.masks import causal, draft_blocks, tree
 
-KNOBS = {"nodes": int, "sharpness": float, "bigrams": bool}
+BEFORE = 2**14  # tokens whose bigrams are kept at hand
+KNOBS = {"nodes": int, "sharpness": float, "bigrams": bool, "lookup": bool}
 
 
 class DeerSampler(Sampler):
@@ -35,7 +38,8 @@ class DeerSampler(Sampler):
     (`draft_trees`): a number, or for some temperatures a number for each depth,
     {temperature: [...]}, of which a request takes the nearest.
     bigrams, lift: what the tree knows of tokens that follow each other, and how much each depth
-    heeds it, {temperature: [...]} (`decoding.bigrams`).
+    heeds it, {temperature: [...]} (`decoding.bigrams`). lookup: whether it also heeds, at
+    temperature 0, what the text says of itself (`decoding.lookup`).
     """
 
     rules = VERIFY
@@ -54,6 +58,7 @@ class DeerSampler(Sampler):
         lengths: dict[str, dict[str, int]] | None = None,
         bigrams: Bigrams | None = None,
         lift: dict[str, list[float]] | None = None,
+        lookup: bool = True,
     ):
         super().__init__(target, tokenizer)
         nodes = nodes if isinstance(nodes, dict) else {1: nodes}
@@ -66,12 +71,12 @@ class DeerSampler(Sampler):
             int(rows): {float(t): k for t, k in by_temperature.items()}
             for rows, by_temperature in (lengths or {}).items()
         }
-        self._sharpness = {}
-        if isinstance(sharpness, dict):
-            self._sharpness = _by_depth(sharpness, target.device)
-        self.bigrams, self._lift = None, _by_depth(lift or {}, target.device)
+        by_depth = _by_depth(sharpness if isinstance(sharpness, dict) else {})
+        self._sharpness = {t: torch.tensor(s, device=target.device) for t, s in by_depth.items()}
+        self.bigrams, self.lift, self.lookup = bigrams, {}, lookup
         if bigrams is not None:
-            self.bigrams = bigrams.to(target.device)
+            behind = lru_cache(BEFORE)(bigrams.behind)
+            self.lift = {t: Lift(behind, weight) for t, weight in _by_depth(lift).items()}
 
     def margin(self, params: SamplingParams) -> int:
         """A cycle may overshoot by what it drafts; separator and scratch need a slot each."""
@@ -99,6 +104,10 @@ class DeerSampler(Sampler):
         self.prefill(rows, "target", target)
         drafter = CachedNetwork(self.drafter, draft_blocks, rows.tokens.shape[1])
         self.prefill(rows, "drafter", drafter)
+        # At other temperatures the noise knows more: there lookups make trees worse.
+        if self.lookup and params.verify == "tree" and params.temperature == 0:
+            texts = zip(rows.row, rows.tokens.tolist(), rows.lengths.tolist())
+            rows.memory = {row: Lookup(tokens[:length]) for row, tokens, length in texts}
         # Tokens whose keys and values the drafter's cache holds, [B].
         rows.state["drafted"] = rows.lengths - 1
 
@@ -135,7 +144,9 @@ class DeerSampler(Sampler):
         """
         noisy = q_logits if noise is None else q_logits + noise[:, :-1]
         sharpness, lift = self.shape_at(params.temperature)
-        trees = draft_trees(noisy, _nearest(self.nodes, len(rows.row)), sharpness, lift)
+        lookups = [rows.memory[row] for row in rows.row] if rows.memory else None
+        nodes = _nearest(self.nodes, len(rows.row))
+        trees = draft_trees(noisy, nodes, sharpness, lift, lookups)
         rows.drafted = trees.token.shape[1]
         last, depth = rows.lengths[:, None] - 1, pad(trees.depth, (1, 0))
         logits = rows.networks["target"](
@@ -150,15 +161,15 @@ class DeerSampler(Sampler):
         choice = choose(logits, noise)
         node, count = followed(trees, choice)
         rows.networks["target"].keep_path(rows.lengths, node)
-        return choice.gather(1, pad(node + 1, (1, 0))), count + 1
+        tokens = choice.gather(1, pad(node + 1, (1, 0)))
+        for lookup, new, length in zip(lookups or [], tokens.tolist(), count.tolist()):
+            lookup.extend(new[: length + 1])
+        return tokens, count + 1
 
     def shape_at(self, temperature: float) -> tuple[float | Tensor, Lift | None]:
         """`sharpness` and `lift` of `draft_trees`: those of the nearest temperature."""
         sharpness = _nearest(self._sharpness, temperature) if self._sharpness else self.sharpness
-        if self.bigrams is None:
-            return sharpness, None
-        bigrams, weight = self.bigrams, _nearest(self._lift, temperature)[1:, None, None]
-        return sharpness, lambda u, v: weight[: u.shape[1]] * bigrams.between(u, v)
+        return sharpness, _nearest(self.lift, temperature) if self.lift else None
 
     def draft_pass(self, rows: Rows, k: int, params: SamplingParams) -> Tensor:
         """Warped drafter logits [B, k, V] at the next k positions, independent given the prefix.
@@ -190,10 +201,9 @@ class DeerSampler(Sampler):
         return warp(logits, params, seen)
 
 
-def _by_depth(numbers: dict[str, list[float]], device: torch.device) -> dict[float, Tensor]:
-    """{temperature: [LIMIT]}: the last depth's number holds for all deeper ones."""
-    rows = {float(t): [*row, *[row[-1]] * (LIMIT - len(row))] for t, row in numbers.items()}
-    return {t: torch.tensor(row, device=device) for t, row in rows.items()}
+def _by_depth(numbers: dict[str, list[float]]) -> dict[float, list[float]]:
+    """Of each temperature LIMIT numbers: the last depth's holds for all deeper ones."""
+    return {float(t): [*row, *[row[-1]] * (LIMIT - len(row))] for t, row in numbers.items()}
 
 
 def _nearest(known: dict[float, Any], x: float) -> Any:
@@ -202,7 +212,7 @@ def _nearest(known: dict[float, Any], x: float) -> Any:
 
 def from_export(target, tokenizer, drafter, config: dict) -> DeerSampler:
     """The sampler of an exported drafter; config: its `parade` entry."""
-    keys = "mask_id", "sep_id", "block_size", "nodes", "sharpness", "lengths"
+    keys = "mask_id", "sep_id", "block_size", "nodes", "sharpness", "lengths", "lookup"
     knobs = {key: config[key] for key in keys if key in config}
     if config.get("bigrams") and "table" in config:  # `decoding.load` has read it
         knobs |= {"bigrams": config["table"], "lift": config["bigrams"]}

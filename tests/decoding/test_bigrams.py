@@ -23,10 +23,9 @@ def test_counts_by_hand():
     assert found.pairs.tolist() == [1, 4, 6, 10]
     lifts = [math.log1p(2 / (2 * 0.4)), math.log1p(1 / (2 * 0.2)), *[math.log1p(1 / (2 * 0.4))] * 2]
     assert found.lift.tolist() == pytest.approx(lifts)
-    before, after = torch.tensor([[0], [1]]), torch.tensor([[1, 2, 3]])
-    expected = [[lifts[0], 0, 0], [0, lifts[2], 0]]
-    assert found.between(before, after).tolist() == [pytest.approx(row) for row in expected]
-    rows = found.behind(torch.tensor([1, 3, 0]))
+    assert found.behind(0) == {1: pytest.approx(lifts[0])}
+    assert found.behind(3) == {}
+    rows = found.rows(torch.tensor([1, 3, 0]))
     assert rows[0].tolist() == pytest.approx([lifts[1], 0, lifts[2], 0])
     assert rows[1:].tolist() == [[0] * 4, pytest.approx([0, lifts[0], 0, 0])]
 
@@ -41,7 +40,7 @@ def test_lift_is_what_a_smoothed_bigram_model_adds():
         pairs[u, v] += 1
     p = pairs.sum(0) / pairs.sum()
     expected = (pairs + beta * p) / (pairs.sum(1, keepdim=True) + beta)
-    assert torch.allclose((p.log() + found.behind(torch.arange(7))).softmax(-1), expected)
+    assert torch.allclose((p.log() + found.rows(torch.arange(7))).softmax(-1), expected)
 
 
 def test_batches_add_up_and_the_most_frequent_stay(monkeypatch):
@@ -76,7 +75,8 @@ numbers = st.lists(st.floats(-3, 3), min_size=3, max_size=3)
        st.integers(1, 14))  # fmt: skip
 def test_the_nodes_are_the_likeliest_prefixes_under_lifts(logits, lifts, nodes):
     z, lift = torch.tensor(logits).double(), torch.tensor(lifts).double()
-    found = tree.draft_trees(z[None], nodes, 1.0, lambda u, v: lift[u, v]).rows[0]
+    behind = [dict(enumerate(row)) for row in lifts]
+    found = tree.draft_trees(z[None], nodes, 1.0, tree.Lift(behind.__getitem__, [1.0] * 3)).rows[0]
 
     def chance(prefix):
         p = z[0].softmax(-1)[prefix[0]]
@@ -93,23 +93,19 @@ def test_the_nodes_are_the_likeliest_prefixes_under_lifts(logits, lifts, nodes):
     assert sorted(map(chance, prefixes), reverse=True) == pytest.approx(best)
 
 
-def test_of_many_tokens_the_rest_keeps_its_share(monkeypatch):
+def test_of_many_tokens_the_rest_keeps_its_share():
     """Tokens that are not among those looked at are not lifted, but they are there."""
-    monkeypatch.setattr(tree, "CHOICES", 2)
-    z, lift = torch.tensor([[3.0, 2, 1, 0], [2.0, 1, 0.5, 0]]), torch.zeros(4, 4)
-    lift[0, 1] = 1.5
-    law, candidates = z[None].log_softmax(-1).topk(2)
-    scores, index = tree.lifted(candidates, law, lambda u, v: lift[u, v], 4)
-    expected = (z[1] + lift[0]).softmax(-1)
-    assert index[0, 1, 0].tolist() == [1, 0]
-    assert scores[0, 1, 0].exp().tolist() == pytest.approx(expected[[1, 0]].tolist())
-
-
-def test_behind_candidates_that_are_no_parents_nothing_is_drafted():
-    tokens, scores = [[5, 6], [7, 8]], [[[-0.1, -2.0]], [[-0.5, -0.9]]]
-    drafted = tree.best_first(tokens, scores, 9, [[[0, 1]], [[1, 0]]])
-    assert drafted.token == [5, 8, 7, 6]
-    assert drafted.depth == [1, 2, 2, 1]
+    z = torch.tensor([[3.0, 2, 1, 0], [2.0, 1, 0.5, 0]])
+    tokens, law = (x.tolist() for x in reversed(z.log_softmax(-1).topk(2)))
+    behind = {0: {1: 0.5, 3: 9.0}, 1: {}}
+    children = tree.families([*zip(tokens, law)], tree.Lift(behind.__getitem__, [0.0, 3.0]))
+    after, scores = children(1, (0,))
+    expected = (z[1] + torch.tensor([0, 1.5, 0, 0])).softmax(-1)
+    assert after == [1, 0]
+    assert [math.exp(x) for x in scores] == pytest.approx(expected[[1, 0]].tolist())
+    assert children(0, ()) == (tokens[0], law[0])
+    assert children(1, (1,)) == (tokens[1], law[1])
+    assert children(2, (0,)) == ([], [])
 
 
 def heeding(model, drafter, weight, nodes=6):
@@ -150,7 +146,7 @@ def test_a_fit_finds_both_numbers():
     table = bigrams.count([torch.randint(V, (60,), generator=draw).tolist()], V, beta=0.5)
     z = torch.randn(n, 2, V, generator=draw, dtype=torch.float64)
     first = torch.multinomial((2 * z[:, 0]).softmax(-1), 1, generator=draw)[:, 0]
-    law = (1.5 * z[:, 1] + 0.8 * table.behind(first)).softmax(-1)
+    law = (1.5 * z[:, 1] + 0.8 * table.rows(first)).softmax(-1)
     choice = torch.stack([first, torch.multinomial(law, 1, generator=draw)[:, 0]], 1)
     sharpness, weights = fit(z, choice, table)
     assert sharpness == pytest.approx([2.0, 1.5], abs=0.1)

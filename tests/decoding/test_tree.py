@@ -54,7 +54,8 @@ def test_the_nodes_are_the_likeliest_prefixes(marginals, nodes):
 
 
 def test_a_walk_by_hand():
-    drafted = tree.best_first([[5, 6], [7, 8]], [[[-0.1, -2.0]], [[-0.5, -0.9]]], 4)
+    depths = [([5, 6], [-0.1, -2.0]), ([7, 8], [-0.5, -0.9])]
+    drafted = tree.best_first(tree.families(depths, None), 4)
     assert drafted.token == [5, 7, 8, 6]
     assert tree.walk(drafted, [5, 8, 0, 3, 0]) == [0, 2]
     assert tree.walk(drafted, [9, 7, 7, 7, 7]) == []
