@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -37,20 +38,20 @@ class Bigrams(NamedTuple):
 
     def behind(self, before: int) -> dict[int, float]:
         """{v: lift(before, v)} of all v that were seen behind a token."""
-        here = slice(*self._ends(torch.tensor([before]))[0])
-        return dict(zip((self.pairs[here] % self.vocabulary).tolist(), self.lift[here].tolist()))
+        pairs, (here,) = self.pairs.numpy(), self._ranges([before])
+        return dict(zip((pairs[here] % self.vocabulary).tolist(), self.lift.numpy()[here].tolist()))
 
     def rows(self, before: Tensor) -> Tensor:
         """lift(u, v) of all v: tokens u [n] -> [n, vocabulary]."""
         rows = torch.zeros(len(before), self.vocabulary)
-        for row, (first, last) in zip(rows, self._ends(before.cpu())):
-            row[self.pairs[first:last] % self.vocabulary] = self.lift[first:last]
+        for row, here in zip(rows, self._ranges(before.tolist())):
+            row[self.pairs[here] % self.vocabulary] = self.lift[here]
         return rows.to(before.device)
 
-    def _ends(self, before: Tensor) -> list[list[int]]:
-        """Where the pairs of tokens [n] begin and end."""
-        ends = torch.stack([before, before + 1], 1) * self.vocabulary
-        return torch.searchsorted(self.pairs, ends).tolist()
+    def _ranges(self, before: list[int]) -> list[slice]:
+        """Where the pairs of each token are."""
+        ends = [(u * self.vocabulary, (u + 1) * self.vocabulary) for u in before]
+        return [slice(*pair) for pair in np.searchsorted(self.pairs.numpy(), ends).tolist()]
 
 
 def count(

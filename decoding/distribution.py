@@ -34,6 +34,8 @@ def warp(logits: Tensor, params: SamplingParams, seen: Tensor | None = None) -> 
         warpers.append(TopPLogitsWarper(params.top_p))
     if params.min_p > 0:
         warpers.append(MinPLogitsWarper(params.min_p))
+    if not warpers:
+        return logits
     flat = logits.flatten(0, -2)
     for warper in warpers:
         flat = warper(None, flat)

@@ -162,8 +162,9 @@ class DeerSampler(Sampler):
         node, count = followed(trees, choice)
         rows.networks["target"].keep_path(rows.lengths, node)
         tokens = choice.gather(1, pad(node + 1, (1, 0)))
-        for lookup, new, length in zip(lookups or [], tokens.tolist(), count.tolist()):
-            lookup.extend(new[: length + 1])
+        if lookups:
+            for lookup, new, length in zip(lookups, tokens.tolist(), count.tolist()):
+                lookup.extend(new[: length + 1])
         return tokens, count + 1
 
     def shape_at(self, temperature: float) -> tuple[float | Tensor, Lift | None]:
