@@ -84,7 +84,11 @@ def test_the_nodes_are_the_likeliest_prefixes_under_lifts(logits, lifts, nodes):
             p = p * (z[i] + lift[u]).softmax(-1)[v]
         return p.item()
 
-    k = min(len(z), nodes)
+    assert_likeliest(found, chance, min(len(z), nodes), nodes)
+
+
+def assert_likeliest(found, chance, k, nodes):
+    """A tree's nodes are the `nodes` likeliest of all prefixes of three tokens up to length k."""
     every = (prefix for n in range(1, k + 1) for prefix in product(range(3), repeat=n))
     best = sorted(map(chance, every), reverse=True)[:nodes]
     prefixes = []

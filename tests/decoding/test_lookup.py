@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from decoding import tree
 from decoding.lookup import ORDER, Lookup, then
 from decoding.params import SamplingParams
+from tests.decoding.test_bigrams import assert_likeliest
 from tests.decoding.test_identity import (
     PROMPTS,
     SEEDS,
@@ -73,13 +74,7 @@ def test_the_nodes_are_the_likeliest_prefixes_of_the_mixture(logits, text, nodes
             p, last = p * ((1 - share) * law[v].item() + share * (v == guess)), then(last, v)
         return p
 
-    k = min(len(z), nodes)
-    every = (prefix for n in range(1, k + 1) for prefix in product(range(3), repeat=n))
-    best = sorted(map(chance, every), reverse=True)[:nodes]
-    prefixes = []
-    for path in found.path:
-        prefixes.append([found.token[i] for i in range(len(found.path)) if path >> i & 1])
-    assert sorted(map(chance, prefixes), reverse=True) == pytest.approx(best)
+    assert_likeliest(found, chance, min(len(z), nodes), nodes)
 
 
 def test_a_guess_that_the_drafter_does_not_have():
