@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from models.attention import WRITTEN_OUT
+
 
 class Layout(NamedTuple):
     """Where each token of a packed row stands; every field is an int tensor [B, L].
@@ -140,7 +142,7 @@ def attention_mask(predicate: Predicate, layout: Layout, implementation: str):
     """
     if implementation == "flex_attention":
         return flex(predicate, layout)
-    if implementation != "sdpa":
+    if implementation not in ("sdpa", WRITTEN_OUT):
         raise ValueError(
             f"attention implementation {implementation!r} cannot take a custom mask here. "
             "Choose from ['sdpa', 'flex_attention']"

@@ -24,6 +24,7 @@ from decoding.compose import build, compose
 from decoding.inputs import prepare_inputs
 from decoding.load import check_tokenizers, load_tokenizer
 from models import causal
+from models.attention import write_out_attention
 from trainers.base import BaseModule, Optimization, WholeSteps
 from trainers.lora import add_lora
 from trainers.publishing.export_folder import is_export, write_export
@@ -76,6 +77,8 @@ def fit(config: DictConfig) -> Path:
     if config.trainer.checkpoint_activations:
         module.network.gradient_checkpointing_enable({"use_reentrant": False})
     if config.trainer.compile:
+        if trainer.strategy.root_device.type == "cpu":
+            write_out_attention(module.network)
         module.network.compile()
     if trainer.is_global_zero:
         steps = config.trainer.max_steps

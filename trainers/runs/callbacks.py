@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from decoding.params import SamplingParams
 from decoding.samplers.base import Sampler
+from models.attention import WRITTEN_OUT
 from trainers.strategies import whole_network
 
 
@@ -52,9 +53,9 @@ class AcceptanceLength(Callback):
 
 @contextmanager
 def dense_masks(network: PreTrainedModel) -> Iterator[None]:
-    """Decoding gives dense masks; a network that trains with FlexAttention's would misread them."""
+    """Decoding gives dense masks to the fused kernel, whatever a network trains with."""
     kind = network.config._attn_implementation
-    if kind != "flex_attention":
+    if kind not in ("flex_attention", WRITTEN_OUT):
         yield
         return
     network.set_attn_implementation("sdpa")

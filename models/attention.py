@@ -1,0 +1,46 @@
+"""Attention written out, for compiled training on the CPU.
+
+The fused kernel is the right one everywhere else. On the CPU its backward takes most of a small
+network's step; written out, torch.compile fuses all but the two products. Memory: a float for
+every pair of a head's tokens, in every layer.
+"""
+
+from torch import Tensor, finfo, float32, nn, promote_types
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+WRITTEN_OUT = "written_out"  # a value of transformers' attn_implementation
+
+
+def written_out(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """softmax(scaling q k^T, where the mask allows it) v: [B, heads, Q, D] -> [B, Q, heads, D].
+
+    attention_mask: bool [B, 1, Q, K], True: may attend.
+    """
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = (query @ key.transpose(-1, -2)) * scaling
+    scores = scores.masked_fill(~attention_mask, finfo(scores.dtype).min)
+    weights = scores.softmax(-1, dtype=promote_types(scores.dtype, float32))
+    weights = nn.functional.dropout(weights, dropout, module.training)
+    return (weights.to(value.dtype) @ value).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(WRITTEN_OUT, written_out)
+AttentionMaskInterface.register(WRITTEN_OUT, sdpa_mask)
+
+
+def write_out_attention(network: PreTrainedModel) -> None:
+    """In place of the fused kernel; a network with attention of its own keeps it."""
+    if network._supports_attention_backend and network.config._attn_implementation == "sdpa":
+        network.set_attn_implementation(WRITTEN_OUT)

@@ -1,0 +1,76 @@
+"""Attention written out is the fused kernel's, in a network and in its gradients."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from models import attention, causal
+from models.attention import WRITTEN_OUT, write_out_attention
+from models.masks import attention_mask
+from models.masks import causal as causal_mask
+from tests.models.test_masks import layout
+from tests.support import tiny
+from trainers.runs.callbacks import dense_masks
+
+
+def network():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=13,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    return LlamaForCausalLM._from_config(config, attn_implementation="sdpa").double()
+
+
+def logits_and_gradients(model):
+    # Two documents in one row, so that a mask that is not heeded shows.
+    places = layout([0, 0, 0, 1, 1], [0, 1, 2, 3, 4], [-1] * 5)
+    kind = model.config._attn_implementation
+    tokens = torch.tensor([[1, 2, 3, 4, 5]])
+    mask = attention_mask(causal_mask, places, kind)
+    logits = model(tokens, attention_mask=mask, use_cache=False).logits
+    logits.square().sum().backward()
+    return logits.detach(), [p.grad for p in model.parameters()]
+
+
+def test_it_is_the_fused_kernels():
+    fused, other = network(), network()
+    write_out_attention(other)
+    assert other.config._attn_implementation == WRITTEN_OUT
+    expected, gradients = logits_and_gradients(fused)
+    found, others = logits_and_gradients(other)
+    assert torch.allclose(found, expected, atol=1e-9)
+    assert all(torch.allclose(a, b, atol=1e-9) for a, b in zip(others, gradients))
+
+
+def test_without_its_mask_it_is_not(monkeypatch):
+    """Negative control."""
+    deaf = lambda *a, **k: attention.written_out(*a[:4], torch.ones_like(a[4]), **k)  # noqa: E731
+    monkeypatch.setitem(attention.AttentionInterface._global_mapping, WRITTEN_OUT, deaf)
+    model = network()
+    write_out_attention(model)
+    found, _ = logits_and_gradients(model)
+    assert not torch.allclose(found, logits_and_gradients(network())[0], atol=1e-3)
+
+
+def test_decoding_and_exports_have_the_fused_kernel(tmp_path):
+    model = network()
+    write_out_attention(model)
+    with dense_masks(model):
+        assert model.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == WRITTEN_OUT
+    model.save_pretrained(tmp_path)
+    tiny.tokenizer(13).save_pretrained(tmp_path)
+    assert causal.load(str(tmp_path)).config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("kind", ["eager", "flex_attention"])
+def test_a_network_that_has_another_keeps_it(kind):
+    model = network()
+    model.config._attn_implementation = kind
+    write_out_attention(model)
+    assert model.config._attn_implementation == kind
