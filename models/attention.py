@@ -5,6 +5,9 @@ network's step; written out, torch.compile fuses all but the two products. Memor
 every pair of a head's tokens, in every layer.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import Tensor, finfo, float32, nn, promote_types
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -36,11 +39,31 @@ def written_out(
     return (weights.to(value.dtype) @ value).transpose(1, 2).contiguous(), None
 
 
+def whole_mask(*args, **kwargs) -> Tensor:
+    """The fused kernel's mask where a model makes its own; that kernel needs none in some cases."""
+    skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    return sdpa_mask(*args, **{**kwargs, **skips})
+
+
 AttentionInterface.register(WRITTEN_OUT, written_out)
-AttentionMaskInterface.register(WRITTEN_OUT, sdpa_mask)
+AttentionMaskInterface.register(WRITTEN_OUT, whole_mask)
 
 
 def write_out_attention(network: PreTrainedModel) -> None:
     """In place of the fused kernel; a network with attention of its own keeps it."""
     if network._supports_attention_backend and network.config._attn_implementation == "sdpa":
         network.set_attn_implementation(WRITTEN_OUT)
+
+
+@contextmanager
+def fused_attention(network: PreTrainedModel) -> Iterator[None]:
+    """As every user of the export runs it, whatever it trains with; decoding gives dense masks."""
+    kind = network.config._attn_implementation
+    if kind not in ("flex_attention", WRITTEN_OUT):
+        yield
+        return
+    network.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        network.set_attn_implementation(kind)

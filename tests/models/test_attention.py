@@ -5,12 +5,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from models import attention, causal
-from models.attention import WRITTEN_OUT, write_out_attention
+from models.attention import WRITTEN_OUT, fused_attention, write_out_attention
 from models.masks import attention_mask
 from models.masks import causal as causal_mask
 from tests.models.test_masks import layout
 from tests.support import tiny
-from trainers.runs.callbacks import dense_masks
 
 
 def network():
@@ -43,6 +42,8 @@ def test_it_is_the_fused_kernels():
     assert other.config._attn_implementation == WRITTEN_OUT
     expected, gradients = logits_and_gradients(fused)
     found, others = logits_and_gradients(other)
+    tokens = torch.arange(5)[None]  # and with the mask that a model makes itself
+    assert torch.allclose(other(tokens).logits, fused(tokens).logits, atol=1e-9)
     assert torch.allclose(found, expected, atol=1e-9)
     assert all(torch.allclose(a, b, atol=1e-9) for a, b in zip(others, gradients))
 
@@ -60,7 +61,7 @@ def test_without_its_mask_it_is_not(monkeypatch):
 def test_decoding_and_exports_have_the_fused_kernel(tmp_path):
     model = network()
     write_out_attention(model)
-    with dense_masks(model):
+    with fused_attention(model):
         assert model.config._attn_implementation == "sdpa"
     assert model.config._attn_implementation == WRITTEN_OUT
     model.save_pretrained(tmp_path)

@@ -1,16 +1,12 @@
 """What a run measures of itself beside its losses: acceptance length."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import Callback
-from transformers import PreTrainedModel
 
 from decoding.params import SamplingParams
 from decoding.samplers.base import Sampler
-from models.attention import WRITTEN_OUT
+from models.attention import fused_attention
 from trainers.strategies import whole_network
 
 
@@ -30,10 +26,10 @@ class AcceptanceLength(Callback):
     @torch.compiler.set_stance("force_eager")  # every pass has another shape
     def on_validation_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Decode the prompts at every temperature."""
-        with dense_masks(module.network):
+        with fused_attention(module.network):
             if module.sampler() is None:
                 return
-        with whole_network(module) as here, dense_masks(module.network):
+        with whole_network(module) as here, fused_attention(module.network):
             lengths = self._measure(module.sampler()) if here else None
         # What is logged must be the same on every process: it decides what is kept.
         for name, length in trainer.strategy.broadcast(lengths).items():
@@ -49,17 +45,3 @@ class AcceptanceLength(Callback):
             emitted = [n for r in sampler.generate(self.prompts, params) for n in r.stats.emitted]
             lengths[f"acceptance_length_t{params.temperature:g}"] = sum(emitted) / len(emitted)
         return lengths
-
-
-@contextmanager
-def dense_masks(network: PreTrainedModel) -> Iterator[None]:
-    """Decoding gives dense masks to the fused kernel, whatever a network trains with."""
-    kind = network.config._attn_implementation
-    if kind not in ("flex_attention", WRITTEN_OUT):
-        yield
-        return
-    network.set_attn_implementation("sdpa")
-    try:
-        yield
-    finally:
-        network.set_attn_implementation(kind)
