@@ -28,10 +28,10 @@ lab-deer-stage1: .venv/installed  ## what the next two start from
 	$(FIT) recipe=deer_stage1 $(DEEP) trainer.max_steps=500
 
 lab-deer: lab-deer-stage1  ## DEER's figures in docs/results.md: more than an hour on 2 cores
-	$(FIT) recipe=deer_stage2 $(DEEP) trainer.max_steps=950
-	$(FIT) recipe=ar_drafter $(DEEP) trainer.max_steps=1200 'network.layers=[0,1,11]'
-	$(PY) -m decoding.calibrate model=$(DEER)2/export answers=$(RUNS)/lab-deer/deer_answers nodes=[5,8,12,20] sharpness=[1.0] batch_sizes=[1,16] prompts=16
-	$(BENCH) model=$(DEER)2/export assistant=$(RUNS)/lab-deer/ar_drafter/export profile=true
+	$(FIT) recipe=deer_stage2 $(DEEP) trainer.max_steps=1500
+	$(FIT) recipe=ar_drafter $(DEEP) trainer.max_steps=2000 'network.layers=[0,1,11]'
+	$(PY) -m decoding.calibrate model=$(DEER)2/export answers=$(RUNS)/lab-deer/deer_answers nodes=[5,8,12,20,32,48] sharpness=[1.0] batch_sizes=[1,16] prompts=16
+	$(BENCH) model=$(DEER)2/export assistant=$(RUNS)/lab-deer/ar_drafter/export batch_sizes=[1,16] max_new_tokens=64 profile=true
 	$(BENCH) model=$(DEER)2/export also=$(DEER)1/export prompt_lookup=0 out=$(DEER)2/bench_stages
 
 LOSS = $(FIT) recipe=deer_stage2 $(DEEP) trainer.max_steps=300

@@ -249,7 +249,7 @@ class Sampler(ABC):
             return None
         # Of a small vocabulary a position costs less than the calls that make it, so they are made
         # `step` at a time, and the next cycles ask for the same ones.
-        step = max(1, _FEW // self.vocabulary)
+        step = min(max(1, _FEW // self.vocabulary), 16)
         skipped = rows.lengths % step
         steps = torch.arange(step * (1 + -(-(count - 1) // step)), device=rows.tokens.device)
         noise = rows.randomness.gumbel((rows.lengths - skipped)[:, None] + steps, self.vocabulary)
