@@ -247,9 +247,9 @@ class Sampler(ABC):
         """Keyed noise [B, count, V] of the next absolute positions; None at temperature 0."""
         if params.temperature == 0:
             return None
-        # Of a small vocabulary a position costs less than the calls that make it, so they are made
-        # `step` at a time, and the next cycles ask for the same ones.
-        step = min(max(1, _FEW // self.vocabulary), 16)
+        # Of few rows and a small vocabulary a position costs less than the calls that make it, so
+        # they are made `step` at a time, and the next cycles ask for the same ones.
+        step = min(max(1, _FEW // (self.vocabulary * len(rows.row))), 16)
         skipped = rows.lengths % step
         steps = torch.arange(step * (1 + -(-(count - 1) // step)), device=rows.tokens.device)
         noise = rows.randomness.gumbel((rows.lengths - skipped)[:, None] + steps, self.vocabulary)
