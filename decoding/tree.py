@@ -1,7 +1,7 @@
 """Draft trees: the likeliest continuations under independent marginals, for one pass to verify."""
 
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from heapq import heappop, heappush
 from math import exp, expm1, log, log1p
 from typing import NamedTuple
@@ -138,12 +138,17 @@ def draft_trees(
     law = (sharpness * logits).log_softmax(-1)
     independent = lift is None and lookups is None
     best = law.topk(min(nodes if independent else CHOICES, logits.shape[-1]))
-    rows = []
-    for tokens, scores, lookup in zip(
-        best.indices.tolist(), best.values.tolist(), lookups or [None] * len(law)
-    ):
-        children = families([*zip(tokens, scores)], lift, lookup)
-        rows.append(best_first(children, nodes, lookup.last if lookup else ()))
+    lookups = lookups or [None] * len(law)
+    grow = [
+        partial(
+            best_first, families([*zip(*row)], lift, lookup), last=lookup.last if lookup else ()
+        )
+        for *row, lookup in zip(best.indices.tolist(), best.values.tolist(), lookups)
+    ]
+    rows = [of(nodes=nodes) for of in grow]
+    fewest, most = (f(len(row.token) for row in rows) for f in (min, max))
+    if fewest < most:  # a row has no more prefixes: a smaller tree is the first nodes of a larger
+        rows = [of(nodes=fewest) for of in grow]
     return Trees(rows, *torch.tensor([*zip(*(t[:3] for t in rows))], device=logits.device))
 
 
@@ -153,15 +158,15 @@ def families(
     """`children` of `best_first` of one row, given the likeliest tokens of each depth alone.
 
     Other tokens are not lifted, so what all tokens add up to is 1 + sum over those of
-    p (e^(weight lift) - 1).
+    p (e^(weight lift) - 1). Behind the last depth there is what the lookup guesses.
     """
-    depths = [*depths, ([], [])]
     places = [{token: i for i, token in enumerate(tokens)} for tokens, _ in depths]
 
     @cache
     def children(depth: int, last: Last) -> Ranked:
-        tokens, law = depths[depth]
-        scores, place = law, places[depth]
+        drafted = depth < len(depths)
+        tokens, law = depths[depth] if drafted else ([], [])
+        scores, place = law, places[depth] if drafted else {}
         known = lift.behind(last[-1]) if lift and depth else {}
         if both := known.keys() & place.keys():
             more = {place[v]: lift.weight[depth] * known[v] for v in both}
@@ -169,7 +174,7 @@ def families(
             scores = [x - total for x in law]
             for i, x in more.items():
                 scores[i] += x
-        guess, chance = lookup.guess(last) if lookup and tokens else (None, 0.0)
+        guess, chance = lookup.guess(last) if lookup else (None, 0.0)
         if chance:
             scores = [x + log1p(-chance) for x in scores]
             if guess in place:

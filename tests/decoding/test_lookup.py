@@ -61,20 +61,33 @@ numbers = st.lists(st.floats(-3, 3), min_size=3, max_size=3)
 @given(
     st.lists(numbers, min_size=1, max_size=3),
     st.lists(st.integers(0, 2), min_size=4, max_size=20),
-    st.integers(1, 14),
+    st.integers(1, 6),
 )
 def test_the_nodes_are_the_likeliest_prefixes_of_the_mixture(logits, text, nodes):
     z, lookup = torch.tensor(logits).double(), Lookup(text)
     found = tree.draft_trees(z[None], nodes, lookups=[lookup]).rows[0]
 
     def chance(prefix):
-        p, last = 1.0, lookup.last
-        for law, v in zip(z.softmax(-1), prefix):
+        p, last, laws = 1.0, lookup.last, z.softmax(-1)
+        for i, v in enumerate(prefix):
             guess, share = lookup.guess(last)
-            p, last = p * ((1 - share) * law[v].item() + share * (v == guess)), then(last, v)
+            drafted = (1 - share) * laws[i, v].item() if i < len(z) else 0.0
+            p, last = p * (drafted + share * (v == guess)), then(last, v)
         return p
 
-    assert_likeliest(found, chance, min(len(z), nodes), nodes)
+    assert_likeliest(found, chance, nodes, len(found.token))
+
+
+def test_rows_with_fewer_prefixes_make_all_trees_smaller():
+    """One draft of three tokens each; only the second text says what comes behind it."""
+    lookups = [Lookup([]), Lookup([0, 1, 2] * 4)]
+    trees = tree.draft_trees(torch.zeros(2, 1, 3), 5, lookups=lookups)
+    assert [len(row.token) for row in trees.rows] == [3, 3]
+    assert trees.token.shape == (2, 3)
+    alone = tree.draft_trees(torch.zeros(1, 1, 3), 5, lookups=lookups[1:])
+    assert alone.rows[0].token[:3] == trees.rows[1].token
+    assert max(alone.rows[0].depth) > 1
+    assert all(node < 3 for node in trees.rows[1].child.values())
 
 
 def test_a_guess_that_the_drafter_does_not_have():
@@ -87,7 +100,9 @@ def test_a_guess_that_the_drafter_does_not_have():
     assert tokens == [9, 1, 2]
     rest = 1 - chance
     assert [math.exp(x) for x in scores] == pytest.approx([chance, 0.6 * rest, 0.3 * rest])
-    assert children(1, lookup.last) == ([], [])
+    # Where the draft has ended there is nothing else.
+    assert children(1, lookup.last) == ([9], [math.log(chance)])
+    assert children(1, (3, 3, 3)) == ([], [])
 
 
 def passes(temperature, lookup, drafter):
