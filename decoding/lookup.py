@@ -7,8 +7,9 @@ transformers option of that name). Here it is one voice more in the ranking of a
 
 n: the most of the last tokens (ORDER at most) that stood in a row before; c_n: what followed them
 last; a_n: how often such a c_n was right in this very text, so that one that does not repeat itself
-hardly listens. A mixture with the recent past is a cache model (Kuhn and De Mori, 1990); a tree may
-be ranked by anything, verification does not change. Ours.
+hardly listens. Behind the drafter's last position the second term is all there is. A mixture with
+the recent past is a cache model (Kuhn and De Mori, 1990); a tree may be ranked by anything,
+verification does not change. Ours.
 """
 
 ORDER = 3
