@@ -1,7 +1,7 @@
 """Draft trees: the likeliest continuations under independent marginals, for one pass to verify."""
 
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import cache
 from heapq import heappop, heappush
 from math import exp, expm1, log, log1p
 from typing import NamedTuple
@@ -139,16 +139,15 @@ def draft_trees(
     independent = lift is None and lookups is None
     best = law.topk(min(nodes if independent else CHOICES, logits.shape[-1]))
     lookups = lookups or [None] * len(law)
-    grow = [
-        partial(
-            best_first, families([*zip(*row)], lift, lookup), last=lookup.last if lookup else ()
-        )
-        for *row, lookup in zip(best.indices.tolist(), best.values.tolist(), lookups)
+    candidates = zip(best.indices.tolist(), best.values.tolist(), lookups)
+    texts = [
+        (families([*zip(tokens, scores)], lift, lookup), lookup.last if lookup else ())
+        for tokens, scores, lookup in candidates
     ]
-    rows = [of(nodes=nodes) for of in grow]
+    rows = [best_first(children, nodes, last) for children, last in texts]
     fewest, most = (f(len(row.token) for row in rows) for f in (min, max))
     if fewest < most:  # a row has no more prefixes: a smaller tree is the first nodes of a larger
-        rows = [of(nodes=fewest) for of in grow]
+        rows = [best_first(children, fewest, last) for children, last in texts]
     return Trees(rows, *torch.tensor([*zip(*(t[:3] for t in rows))], device=logits.device))
 
 

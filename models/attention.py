@@ -1,7 +1,7 @@
-"""Attention written out, for compiled training on the CPU.
+"""What a network attends with in training: the form of its masks, and attention written out.
 
-The fused kernel is the right one everywhere else. On the CPU its backward takes most of a small
-network's step; written out, torch.compile fuses all but the two products. Memory: a float for
+The fused kernel ('sdpa') is the right one, but on the CPU its backward alone is a fifth of a small
+network's step. Written out, torch.compile fuses all but the two products. Memory: a float for
 every pair of a head's tokens, in every layer.
 """
 
@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from torch import Tensor, finfo, float32, nn, promote_types
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from models.masks import Layout, Predicate, dense, flex
 
 WRITTEN_OUT = "written_out"  # a value of transformers' attn_implementation
 
@@ -53,6 +55,21 @@ def write_out_attention(network: PreTrainedModel) -> None:
     """In place of the fused kernel; a network with attention of its own keeps it."""
     if network._supports_attention_backend and network.config._attn_implementation == "sdpa":
         network.set_attn_implementation(WRITTEN_OUT)
+
+
+def attention_mask(predicate: Predicate, layout: Layout, implementation: str):
+    """The form of the mask that a network's attention implementation takes.
+
+    implementation: `config._attn_implementation` of a transformers model.
+    """
+    if implementation == "flex_attention":
+        return flex(predicate, layout)
+    if implementation not in ("sdpa", WRITTEN_OUT):
+        raise ValueError(
+            f"attention implementation {implementation!r} cannot take a custom mask here. "
+            "Choose from ['sdpa', 'flex_attention']"
+        )
+    return dense(predicate, layout)
 
 
 @contextmanager

@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from models import diffusion, masks
-from models.masks import Layout, Predicate, attention_mask
+from models.attention import attention_mask
+from models.masks import Layout, Predicate
 
 ATTENTION = ("block_causal", "bidirectional")
 PUBLIC = {"llada": "bidirectional", "Dream": "bidirectional"}  # by model type

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from models.masks import Layout, attention_mask, draft_blocks
+from models.attention import attention_mask
+from models.masks import Layout, draft_blocks
 
 
 def from_causal_lm(

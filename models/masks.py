@@ -11,8 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from models.attention import WRITTEN_OUT
-
 
 class Layout(NamedTuple):
     """Where each token of a packed row stands; every field is an int tensor [B, L].
@@ -133,18 +131,3 @@ def flex(predicate: Predicate, layout: Layout):
 
     B, L = layout.document.shape
     return create_block_mask(mask_mod, B, None, L, L, device=layout.document.device)
-
-
-def attention_mask(predicate: Predicate, layout: Layout, implementation: str):
-    """The form of the mask that a network's attention implementation takes.
-
-    implementation: `config._attn_implementation` of a transformers model.
-    """
-    if implementation == "flex_attention":
-        return flex(predicate, layout)
-    if implementation not in ("sdpa", WRITTEN_OUT):
-        raise ValueError(
-            f"attention implementation {implementation!r} cannot take a custom mask here. "
-            "Choose from ['sdpa', 'flex_attention']"
-        )
-    return dense(predicate, layout)

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 from transformers import PreTrainedModel
 
-from models.masks import Layout, attention_mask, dense, draft_blocks
+from models.attention import attention_mask
+from models.masks import Layout, dense, draft_blocks
 
 
 def joint_logits(network: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:

@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from models.masks import Layout, attention_mask, causal
+from models.attention import attention_mask
+from models.masks import Layout, causal
 from trainers.base import BaseModule
 from trainers.losses.ar import next_token, next_token_weight
 

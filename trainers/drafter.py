@@ -7,8 +7,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from data.tokenizer import draft_token_ids, fingerprint
 from decoding.load import sampler_of
 from decoding.samplers.base import Sampler
+from models.attention import attention_mask
 from models.diffusion import draft_logits
-from models.masks import Layout, attention_mask, causal
+from models.masks import Layout, causal
 from trainers.base import BaseModule, Optimization
 
 

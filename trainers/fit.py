@@ -24,7 +24,7 @@ from decoding.compose import build, compose
 from decoding.inputs import prepare_inputs
 from decoding.load import check_tokenizers, load_tokenizer
 from models import causal
-from models.attention import write_out_attention
+from models.attention import fused_attention, write_out_attention
 from trainers.base import BaseModule, Optimization, WholeSteps
 from trainers.lora import add_lora
 from trainers.publishing.export_folder import is_export, write_export
@@ -91,7 +91,7 @@ def fit(config: DictConfig) -> Path:
         sys.exit(128 + signal.number)
     if trainer.global_step < config.trainer.max_steps:  # interrupted: nothing to export
         raise ValueError(f"stopped at step {trainer.global_step}: go on with the same command")
-    with whole_network(module):
+    with whole_network(module), fused_attention(module.network):
         if trainer.is_global_zero:
             merge = config.lora.merge
             metrics = latest(folder / "metrics.csv", trainer.global_step)

@@ -7,7 +7,8 @@ from transformers import PreTrainedModel
 from data.tokenizer import fingerprint
 from decoding.load import sampler_of
 from decoding.samplers.base import Sampler
-from models.masks import Layout, attention_mask, branches, clean_windows
+from models.attention import attention_mask
+from models.masks import Layout, branches, clean_windows
 from trainers.base import BaseModule
 from trainers.losses.diffusion import soft_nll, token_nll
 from trainers.losses.pcllm import divergence, progressive_consistency

@@ -5,8 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from models import attention, causal
-from models.attention import WRITTEN_OUT, fused_attention, write_out_attention
-from models.masks import attention_mask
+from models.attention import WRITTEN_OUT, attention_mask, fused_attention, write_out_attention
 from models.masks import causal as causal_mask
 from tests.models.test_masks import layout
 from tests.support import tiny

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from models.attention import attention_mask
 from models.masks import (
     Layout,
-    attention_mask,
     bidirectional,
     block_causal,
     branches,

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from data.tokenizer import fingerprint
 from decoding.load import CONFIGS, KEPT, load_tokenizer, parade_config, sampler_of
 from decoding.samplers.base import Sampler
-from models.attention import fused_attention
 from trainers.base import BaseModule
 from trainers.lora import to_export
 from trainers.publishing.bundle import write_bundle
@@ -57,8 +56,7 @@ def write_export(
         for name in ("config.yaml", "provenance.json"):
             shutil.copy(folder / name, temporary / f"parade_{name}")
         if module.exports_weights:
-            with fused_attention(network):
-                _check_reload(module, network, temporary)
+            _check_reload(module, network, temporary)
         if export.exists():
             shutil.rmtree(export)
         os.replace(temporary, export)
