@@ -166,3 +166,17 @@ def test_trajectories_of_another_model_or_tokenizer_are_refused(chain, tmp_path)
 def test_mistakes_in_a_recipe(chain, override, message):
     with pytest.raises(ValueError, match=message):
         chain.round(1, f"name={override.replace('=', '_')}", override)
+
+
+def test_a_compiled_run_with_adapters_exports_what_it_trained(chain, monkeypatch):
+    """Its copy without adapters is checked with the fused kernel, its sampler's network, too."""
+    # What compiling would add are minutes; attention is written out all the same.
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda network: None)
+    run = ["trainer.compile=true", "trainer.precision=32-true", "lora.rank=2", "lora.alpha=4"]
+    compiled = chain.round(1, "name=compiled", *run)
+    fused = chain.round(1, "name=fused", *run[1:])
+    weights, expected = (load_file(f"{e}/model.safetensors") for e in (compiled, fused))
+    base = load_file(chain.runs / "ar_target" / "export" / "model.safetensors")
+    assert all(torch.allclose(weights[name], x, atol=1e-4) for name, x in expected.items())
+    assert any(not torch.allclose(weights[name], x, atol=1e-4) for name, x in base.items())
+    assert load(str(compiled)).target.config._attn_implementation == "sdpa"
