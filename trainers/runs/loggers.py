@@ -78,7 +78,7 @@ def wandb_logger(config: DictConfig, folder: Path, first: int) -> Logger:
             dir=folder,
             id=file.read_text(),
             resume="allow",
-            allow_val_change=True,  # what a run may change when it goes on, see trainers/runs/resume.py
+            allow_val_change=True,  # see FREE in trainers/runs/resume.py
             mode="offline" if keyless else mode,
             settings=wandb.Settings(silent=True, console="off"),
         )

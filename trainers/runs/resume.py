@@ -6,8 +6,8 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
-from trainers.runs.checkpoint_files import checkpoint_files, forget_after, step_of
 from trainers.publishing.export_folder import is_export
+from trainers.runs.checkpoint_files import checkpoint_files, forget_after, step_of
 
 # Settings that a run may change when it goes on: where it runs, not what it computes.
 FREE = ("resume", "needs", "logger", "strategy", "trainer.devices", "trainer.num_nodes",

@@ -12,8 +12,8 @@ import torch
 from pytorch_lightning.callbacks import Callback
 
 from tests.support.runs import curve, cut, kept, same_run, same_weights
-from trainers.runs import checkpoints as checkpoints_module
 from trainers import fit as fit_module
+from trainers.runs import checkpoints as checkpoints_module
 from trainers.runs.checkpoint_files import (
     DirectIO,
     checkpoint_files,

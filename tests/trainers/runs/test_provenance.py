@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from data.fingerprints import input_fingerprint
 from tests.support.spoil import nan, spoil
-from trainers.runs import provenance
 from trainers.ar import Autoregressive
+from trainers.runs import provenance
 from trainers.runs.provenance import commit, inputs
 
 

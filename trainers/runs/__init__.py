@@ -1,0 +1,1 @@
+"""What every run does beside its method: checkpoints, resuming, logs, provenance, guards."""
