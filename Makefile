@@ -35,13 +35,13 @@ lab-deer: lab-deer-stage1  ## DEER's figures in docs/results.md: more than an ho
 	$(BENCH) model=$(DEER)2/export also=$(DEER)1/export prompt_lookup=0 out=$(DEER)2/bench_stages
 
 LOSS = $(FIT) recipe=deer_stage2 $(DEEP) trainer.max_steps=300
-TAUGHT = $(DEER)2/tokens/export,$(DEER)2/overlap/export,$(DEER)2/log_overlap/export,$(DEER)2/hits/export,$(DEER)2/length/export
+TAUGHT = $(DEER)2/tokens/export,$(DEER)2/total_variation/export,$(DEER)2/log_acceptance/export,$(DEER)2/coupled_miss/export,$(DEER)2/length/export
 lab-deer-losses: lab-deer-stage1  ## what stage II is trained with: a short run a loss, and their bench
 	$(LOSS) name=kl
 	$(LOSS) name=tokens module.soft=0.0
-	$(LOSS) name=overlap module.teacher_loss=overlap
-	$(LOSS) name=log_overlap module.teacher_loss=log_overlap
-	$(LOSS) name=hits module.teacher_loss=hits
+	$(LOSS) name=total_variation module.teacher_loss=total_variation
+	$(LOSS) name=log_acceptance module.teacher_loss=log_acceptance
+	$(LOSS) name=coupled_miss module.teacher_loss=coupled_miss
 	$(LOSS) name=length module.teacher_loss=length module.alpha=1.0
 	$(BENCH) model=$(DEER)2/kl/export 'also=[$(TAUGHT)]' prompts=32 prompt_lookup=0 out=$(DEER)2/losses
 
@@ -88,7 +88,7 @@ define ANSWERED
 	$(PY) -m decoding.collect recipe=deer_answers runs=$(RUNS)/lab name=$(1) collector.teacher=$(2)/export prompts.count=$(3) prompts.length=$(4) collector.number=1 'collector.temperatures=[0.0]'
 endef
 define TAUGHT_BY
-	$(FIT) recipe=dllm_block $(LAB) name=$(1) start=$(2)/export trainer.max_steps=$(3) trainer.validate_every=$(4) $(foreach s,train validation,data.$(s)._target_=data.rows.answers data.$(s).source=$(RUNS)/lab/deer_answers/$(1))
+	$(FIT) recipe=dllm_block $(LAB) name=$(1) start=$(2)/export trainer.max_steps=$(3) trainer.validate_every=$(4) $(foreach s,train validation,data.$(s)._target_=data.rows.documents.answers data.$(s).source=$(RUNS)/lab/deer_answers/$(1))
 endef
 SPIFFY = $(FIT) recipe=spiffy_calibrate runs=$(RUNS)/lab model=$(DLLM)/own2/export
 define OBJECTIVE

@@ -11,7 +11,7 @@ from torch import Generator, Tensor
 from torch.nn.functional import fold, unfold
 from torch.utils.data import Dataset
 
-from data.stdlib import check_split
+from data.corpora.stdlib import check_split
 
 SUFFIXES = (".jpeg", ".jpg", ".png", ".webp")
 

@@ -1,11 +1,11 @@
 """`python -m decoding.calibrate model=runs/deer_stage2/export`: what to draft on this machine.
 
 How sure of the drafter a tree should be at each depth is fitted to what the target chose
-(`decoding.sharpness`), and with `answers=` how much it should heed which token follows which there
-(`decoding.bigrams`). More nodes are accepted more often and cost a wider pass; where the balance
-lies depends on drafter, target and machine, so it is measured: real decodes of held-out prompts.
-What is fastest goes into the export, and `verify=tree` takes it from there. So does, for drafts
-that are no tree, the length that is fastest at each temperature.
+(`decoding.calibration.tree_ranking`), and with `answers=` how much it should heed which token
+follows which there (`decoding.drafting.bigrams`). More nodes are accepted more often and cost a
+wider pass; where the balance lies depends on drafter, target and machine, so it is measured: real
+decodes of held-out prompts. What is fastest goes into the export, and `verify=tree` takes it from
+there. So does, for drafts that are no tree, the length that is fastest at each temperature.
 """
 
 import json
@@ -18,18 +18,18 @@ from typing import Any
 
 from torch import Tensor
 
-from data.answers import read_answers
-from data.prompts import heldout_prompts
-from data.rows import checked_manifest
-from decoding.bigrams import FILE, Bigrams, count, write
-from decoding.cli import main, parse, quiet
-from decoding.load import load, parade_config, sampler_of
-from decoding.params import SamplingParams
-from decoding.report import write_table
-from decoding.samplers.base import Sampler
+from data.corpora.answers import read_answers
+from data.rows.documents import checked_manifest
+from data.text.prompts import heldout_prompts
+from decoding.calibration.tree_ranking import fit, observed
+from decoding.commands.cli import main, parse, quiet
+from decoding.commands.report import write_table
+from decoding.drafting.bigrams import FILE, Bigrams, count, write
+from decoding.drafting.tree import check_tree
+from decoding.engine.params import SamplingParams
+from decoding.engine.sampler import Sampler
+from decoding.loading import load, parade_config, sampler_of
 from decoding.samplers.deer import DeerSampler
-from decoding.sharpness import fit, observed
-from decoding.tree import check_tree
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from pathlib import Path
 from omegaconf import DictConfig
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from data.answers import shard_path
-from data.prompts import heldout_prompts
-from decoding.cli import main, quiet
-from decoding.compose import build, compose
-from decoding.inputs import prepare_inputs
+from data.corpora.answers import shard_path
+from data.text.prompts import heldout_prompts
+from decoding.commands.cli import main, quiet
+from decoding.commands.inputs import prepare_inputs
+from decoding.commands.recipes import build, compose
 
 
 def run(argv: list[str]) -> None:

@@ -29,10 +29,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from decoding.params import SamplingParams
+from decoding.engine.params import SamplingParams
 from models import causal
 
-# The processors that `decoding.distribution.warp` applies, in transformers' own order, each with
+# The processors that `decoding.engine.warp.warp` applies, in transformers' own order, each with
 # the parameter that it stands for and the attribute that holds its value.
 PROCESSORS = {
     RepetitionPenaltyLogitsProcessor: ("repetition_penalty", "penalty"),

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from decoding.cli import main, parse, quiet
-from decoding.load import load
-from decoding.params import PARAM_NAMES, SamplingParams
-from decoding.samplers.base import Sampler
+from decoding.commands.cli import main, parse, quiet
+from decoding.engine.params import PARAM_NAMES, SamplingParams
+from decoding.engine.sampler import Sampler
+from decoding.loading import load
 
 
 @dataclass(frozen=True)

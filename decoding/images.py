@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from data.images import autoencoder, unpatchify
-from decoding.cli import main, parse, quiet
-from decoding.load import load
-from decoding.patches import ImageParams, ImageResult
-from decoding.report import picture
+from decoding.commands.cli import main, parse, quiet
+from decoding.commands.report import picture
+from decoding.continuous.image_state import ImageParams, ImageResult
+from decoding.loading import load
 from decoding.samplers.sequential import SequentialSampler
 from models.patches import PatchConfig
 
@@ -22,7 +22,7 @@ class Images:
     model: an export of a drafter (its target is loaded too) or of a target. target: used instead of
     the one that the export names. sampler: other knobs, as [gamma=8]. count: images of each class;
     batch_size: those that are made at once. vae, scale: of the latents that the models were trained
-    on (see `data.images.rows`). The other keys: see `decoding.patches.ImageParams`.
+    on (see `data.images.rows`). The other keys: see `decoding.continuous.image_state.ImageParams`.
     """
 
     model: str

@@ -60,7 +60,7 @@ def from_causal_lm(
 def denoised_logits(
     network: PreTrainedModel, batch: dict[str, Tensor], attention: str, span: int
 ) -> Tensor:
-    """Logits [B, S, V] of noised rows of `data.blocks`: their noised copy stands last."""
+    """Logits [B, S, V] of the noised copy in rows of `data.corruption.noised_blocks`."""
     layout = Layout(batch["document"], batch["index"], batch["block"])
     mask = attention_mask(
         predicate_of(attention, span), layout, network.config._attn_implementation

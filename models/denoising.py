@@ -15,7 +15,7 @@ from torch import Tensor
 VARIANCES = ("small", "large", "learned")
 
 
-class Schedule(NamedTuple):
+class DiffusionSchedule(NamedTuple):
     """noise_steps: of the cosine schedule. steps: of the chain, at times spread evenly over it.
 
     least_signal: abar never falls below it. As published it is 0; then the first step of the chain
@@ -63,7 +63,7 @@ def signal(steps: int, least: float = 0.0) -> tuple[float, ...]:
 
 
 @lru_cache
-def kernels(schedule: Schedule) -> tuple[Kernel, ...]:
+def kernels(schedule: DiffusionSchedule) -> tuple[Kernel, ...]:
     """The kernels of a chain from x_T down.
 
     The last kernel's small variance would be 0. It takes the variance of the step before it, so
@@ -92,7 +92,7 @@ def kernels(schedule: Schedule) -> tuple[Kernel, ...]:
     return tuple(reversed(found))
 
 
-def noised(x: Tensor, time: Tensor, noise: Tensor, schedule: Schedule) -> Tensor:
+def noised(x: Tensor, time: Tensor, noise: Tensor, schedule: DiffusionSchedule) -> Tensor:
     """x_t of tokens x [..., D] at times [...]: DDPM Eq. 4."""
     abars = signal(schedule.noise_steps, schedule.least_signal)
     abar = torch.tensor(abars, device=x.device, dtype=torch.float64)[time][..., None]

@@ -60,7 +60,7 @@ def keep_layers(network: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
 
 
 def draft_logits(network: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
-    """Logits [B, A, K, V] of every drafted token of packed rows (see `data.anchors`)."""
+    """Logits [B, A, K, V] of every drafted token (see `data.corruption.draft_blocks`)."""
     layout = Layout(batch["document"], batch["index"], batch["block"])
     B, A, K = batch["target"].shape
     logits = network(

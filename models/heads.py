@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from models.denoising import VARIANCES, Schedule, kernels, posterior
+from models.denoising import VARIANCES, DiffusionSchedule, kernels, posterior
 from models.densities import Gaussian, GaussianMixture
 
 Guidance = tuple[Tensor, Tensor] | None
@@ -56,7 +56,8 @@ class DiffusionHead(nn.Module):
     """A small MLP that estimates the noise in a token; its chain is the reversed diffusion.
 
     width, depth: of the MLP. variance: 'small' or 'large' (fixed, the same for every model, so that
-    drafts are coupled by reflection) or 'learned'. schedule: keys of `models.denoising.Schedule`.
+    drafts are coupled by reflection) or 'learned'. schedule: keys of
+    `models.denoising.DiffusionSchedule`.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class DiffusionHead(nn.Module):
         if variance not in VARIANCES:
             raise ValueError(f"unknown variance {variance!r}. Choose from {list(VARIANCES)}")
         self.dim, self.variance = dim, variance
-        self.schedule = Schedule(**schedule)
+        self.schedule = DiffusionSchedule(**schedule)
         self.steps = len(kernels(self.schedule))
         self.token, self.condition = nn.Linear(dim, width), nn.Linear(hidden, width)
         self.time = nn.Sequential(nn.Linear(256, width), nn.SiLU(), nn.Linear(width, width))

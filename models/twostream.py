@@ -23,8 +23,8 @@ from models.masks import Layout, dense, draft_blocks
 def joint_logits(network: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
     """Logits [B, N, V] of every position given what stands before it in the order: one forward.
 
-    batch: rows of `data.orders.two_streams` ([B, 2N] each), and masked: bool [B, N], the positions
-    that are asked about; what the others' queries say means nothing.
+    batch: rows of `data.corruption.orders.two_streams` ([B, 2N] each), and masked: bool [B, N], the
+    positions that are asked about; what the others' queries say means nothing.
     """
     N = batch["input_ids"].shape[1] // 2
     layout = Layout(batch["document"], batch["index"], batch["block"])

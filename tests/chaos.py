@@ -17,7 +17,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
-from decoding.cli import main, parse
+from decoding.commands.cli import main, parse
 from tests.support.lab import Lab
 from tests.support.runs import same_run
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from data.trajectories import Answer, interleave
-from decoding.cli import main, parse
-from decoding.compose import compose
+from data.rows.trajectories import Answer, interleave
+from decoding.commands.cli import main, parse
+from decoding.commands.recipes import compose
 from trainers.base import Optimization
 from trainers.losses.diffusion import token_nll
 from trainers.losses.pcllm import progressive_consistency

@@ -1,53 +1,36 @@
-"""The house stands: floors, forbidden imports and the independence of methods, read with `ast`.
+"""The architecture: layers, forbidden imports and the independence of methods, read with `ast`.
 
 Each check is a function over a root folder that returns what is wrong, so that it can be tested
 itself on a small tree with one violation.
 """
 
 import ast
+import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FLOORS = {"trainers": 4, "decoding": 3, "models": 2, "data": 1}
-STRANGERS = [{"models", "data"}]  # neighbours that do not know each other
+PACKAGES = {"trainers": 4, "decoding": 3, "models": 2, "data": 1}
+INDEPENDENT = [{"models", "data"}]  # packages that must not import each other
 HEAVY = {"pytorch_lightning", "lightning", "deepspeed", "accelerate", "wandb", "hydra", "omegaconf"}
 HEAVY |= {"torch.distributed"}
-LIGHT = [  # where they must not be imported, not even inside a function
-    "decoding/samplers/*.py",
-    *(
-        f"decoding/{name}.py"
-        for name in (
-            "blockstates",
-            "cache",
-            "graph_calibration",
-            "chains",
-            "cli",
-            "coupling",
-            "custom_generate",
-            "distribution",
-            "draft_graph",
-            "infill",
-            "streams",
-            "generate",
-            "load",
-            "params",
-            "patches",
-            "randomness",
-            "sharpness",
-            "tree",
-            "unmasking",
-            "verify",
-        )
-    ),
-    "models/*.py",
-    "data/*.py",
-    "trainers/losses/*.py",
+LAYERS_OF_DECODING = [  # a package of decoding/ imports from those before it, and from itself
+    {"commands", "engine"},
+    {"drafting", "any_subset", "masked", "continuous"},
+    {"samplers"},
+    {"loading"},
+    {"calibration", "collectors"},
+    {"generate", "images", "collect", "calibrate"},
+    {"bench"},
 ]
+LAYERS_OF_DATA = [{"corpora"}, {"text"}, {"corruption"}, {"rows", "images"}]
+# Only the commands that compose recipes may need Hydra, and only in decoding/.
+COMPOSES = {"decoding/commands", "decoding/collect.py"}
 LAZY = {"datasets"}  # there only inside functions
 SHARED_LOSSES = {"diffusion", "ar", "acceptance"}  # pieces of several methods, not methods
 KNOWN_METHODS = {"asarm", "assd", "deer", "pcllm", "jacobi", "spiffy", "cspd"}
@@ -76,36 +59,68 @@ def _outside_functions(node):
 
 
 def sources(root):
-    return [p for package in FLOORS for p in sorted((root / package).rglob("*.py"))]
+    return [p for package in PACKAGES for p in sorted((root / package).rglob("*.py"))]
 
 
 def within(name, module):
     return name == module or name.startswith(f"{module}.")
 
 
-def wrong_floors(root):
+def upward_imports(root):
     """Imports upwards, between strangers, and of recipes or tests."""
     found = []
     for path in sources(root):
         here = path.relative_to(root).parts[0]
         for name, _ in imports(path):
             there = name.partition(".")[0]
-            up = FLOORS.get(there, 0) > FLOORS[here]
-            stranger = here != there and any({here, there} <= pair for pair in STRANGERS)
+            up = PACKAGES.get(there, 0) > PACKAGES[here]
+            stranger = here != there and any({here, there} <= pair for pair in INDEPENDENT)
             if up or stranger or there in ("recipes", "tests"):
                 found.append(f"{path.relative_to(root)} imports {name}")
     return found
 
 
+def wrong_layers(root):
+    """Imports inside decoding/ and data/ that do not go down, or go across."""
+    found = []
+    for package, layers in (("decoding", LAYERS_OF_DECODING), ("data", LAYERS_OF_DATA)):
+        height = {part: n for n, parts in enumerate(layers) for part in parts}
+        for path in sorted((root / package).rglob("*.py")):
+            here = path.relative_to(root / package).parts[0].removesuffix(".py")
+            if here not in height:  # the package's own file, what travels with exports
+                continue
+            for name, _ in imports(path):
+                there = name.split(".")[1] if name.count(".") and within(name, package) else here
+                # A name that the package itself offers stands for no part of it.
+                if there != here and height.get(there, -1) >= height[here]:
+                    found.append(f"{path.relative_to(root)} imports {name}")
+    return found
+
+
+def unknown_parts(root):
+    """Parts of decoding/ and data/ that no layer names."""
+    found = []
+    for package, layers in (("decoding", LAYERS_OF_DECODING), ("data", LAYERS_OF_DATA)):
+        known = set().union(*layers) | {"__init__", "custom_generate"}
+        parts = {p.relative_to(root / package).parts[0] for p in (root / package).rglob("*.py")}
+        found += [
+            f"{package}/{p} has no layer" for p in parts if p.removesuffix(".py") not in known
+        ]
+    return sorted(found)
+
+
 def heavy_imports(root):
     """Training libraries where a user who only decodes, or only takes a loss, would need them."""
     found = []
-    for pattern in LIGHT:
-        for path in sorted(root.glob(pattern)):
-            for name, top in imports(path):
-                heavy = any(within(name, h) for h in HEAVY)
-                if heavy or (top and any(within(name, x) for x in LAZY)):
-                    found.append(f"{path.relative_to(root)} imports {name}")
+    for path in sources(root):
+        name = path.relative_to(root).as_posix()
+        part = "/".join(name.split("/")[:2])
+        if name.startswith("trainers/") and part != "trainers/losses":
+            continue
+        for module, top in imports(path):
+            heavy = part not in COMPOSES and any(within(module, h) for h in HEAVY)
+            if heavy or (top and any(within(module, x) for x in LAZY)):
+                found.append(f"{name} imports {module}")
     return found
 
 
@@ -124,7 +139,7 @@ def tangled_methods(root):
                 continue
             for name, _ in imports(path):
                 package, _, last = name.rpartition(".")
-                parade = package.partition(".")[0] in FLOORS
+                parade = package.partition(".")[0] in PACKAGES
                 if parade and last in known - {path.stem}:
                     found.append(f"{path.relative_to(root)} imports {name}")
     return found
@@ -144,11 +159,13 @@ def named_methods(root):
     return found
 
 
-CHECKS = [wrong_floors, heavy_imports, tangled_methods, named_methods]
+CHECKS = [
+    upward_imports, wrong_layers, unknown_parts, heavy_imports, tangled_methods, named_methods
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_the_house_stands(check):
+def test_the_architecture_holds(check):
     assert check(ROOT) == []
 
 
@@ -158,18 +175,18 @@ def test_there_is_something_to_read():
     assert not methods(ROOT) & SHARED_LOSSES
 
 
-def house(root, **files):
+def small_tree(root, **files):
     """A small clean tree, and more files by path ('/' as '__')."""
     files = {
         "trainers__losses__deer": "import torch\nfrom trainers.losses.diffusion import nll",
         "trainers__losses__diffusion": "import torch",
         "trainers__losses__newcomer": "import torch",
         "trainers__deer": "from trainers.base import BaseModule\nfrom trainers.losses import deer",
-        "trainers__base": "import pytorch_lightning\nfrom decoding.samplers import base",
-        "decoding__samplers__deer": "from decoding import verify\nfrom models.masks import causal",
-        "decoding__compose": "import hydra",
+        "trainers__base": "import pytorch_lightning\nfrom decoding.engine import sampler",
+        "decoding__samplers__deer": "from decoding.engine import verify\nfrom models import masks",
+        "decoding__commands__recipes": "import hydra",
         "models__masks": "import torch",
-        "data__rows": "def read():\n    import datasets\n    return datasets",
+        "data__corpora__sources": "def read():\n    import datasets\n    return datasets",
     } | files
     for name, text in files.items():
         path = root / f"{name.replace('__', '/')}.py"
@@ -179,25 +196,31 @@ def house(root, **files):
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_a_clean_house_passes(check, tmp_path):
-    assert check(house(tmp_path)) == []
+def test_a_clean_tree_passes(check, tmp_path):
+    assert check(small_tree(tmp_path)) == []
 
 
 VIOLATIONS = [
-    (wrong_floors, "decoding__verify", "from trainers import base"),
-    (wrong_floors, "data__x", "import decoding.cli"),
-    (wrong_floors, "models__x", "def f():\n    from decoding import cli"),
-    (wrong_floors, "models__x", "from data.anchors import DraftBlocks"),
-    (wrong_floors, "data__x", "import models"),
-    (wrong_floors, "trainers__x", "import recipes"),
-    (wrong_floors, "decoding__x", "from tests.support import tiny"),
+    (upward_imports, "decoding__engine__x", "from trainers import base"),
+    (upward_imports, "data__text__x", "import decoding.commands.cli"),
+    (upward_imports, "models__x", "def f():\n    from decoding import cli"),
+    (upward_imports, "models__x", "from data.corruption.draft_blocks import DraftBlocks"),
+    (upward_imports, "data__text__x", "import models"),
+    (upward_imports, "trainers__x", "import recipes"),
+    (upward_imports, "decoding__engine__x", "from tests.support import tiny"),
     (heavy_imports, "decoding__samplers__x", "import pytorch_lightning as pl"),
-    (heavy_imports, "decoding__load", "def f():\n    import hydra"),
-    (heavy_imports, "decoding__cli", "from omegaconf import OmegaConf"),
+    (wrong_layers, "decoding__engine__x", "from decoding.drafting import tree"),
+    (wrong_layers, "decoding__drafting__x", "def f():\n    import decoding.masked.unmasking"),
+    (wrong_layers, "decoding__samplers__x", "from decoding.loading import load"),
+    (wrong_layers, "data__text__x", "from data.rows.packing import pack"),
+    (unknown_parts, "decoding__helpers", "import torch"),
+    (unknown_parts, "data__things__x", "import torch"),
+    (heavy_imports, "decoding__loading", "def f():\n    import hydra"),
+    (heavy_imports, "decoding__generate", "from omegaconf import OmegaConf"),
     (heavy_imports, "models__x", "import torch.distributed as dist"),
     (heavy_imports, "models__x", "from torch import distributed"),
-    (heavy_imports, "data__x", "import datasets"),
-    (heavy_imports, "data__x", "try:\n    import datasets\nexcept ImportError:\n    pass"),
+    (heavy_imports, "data__text__x", "import datasets"),
+    (heavy_imports, "data__text__x", "try:\n    import datasets\nexcept ImportError:\n    pass"),
     (heavy_imports, "trainers__losses__x", "from accelerate import Accelerator"),
     (tangled_methods, "trainers__losses__pcllm", "from trainers.losses.deer import refine"),
     (tangled_methods, "trainers__spiffy", "from trainers.losses import deer"),
@@ -212,7 +235,7 @@ VIOLATIONS = [
 
 @pytest.mark.parametrize(("check", "name", "text"), VIOLATIONS)
 def test_every_check_can_fail(check, name, text, tmp_path):
-    root = house(tmp_path, **{name: text})
+    root = small_tree(tmp_path, **{name: text})
     assert len({found.split()[0] for found in check(root)}) == 1
     others = [c for c in CHECKS if c is not check]
     assert [c(root) for c in others] == [[]] * len(others)
@@ -238,7 +261,7 @@ UNWANTED = [
 
 def test_decoding_needs_no_training_library():
     samplers = [p.stem for p in (ROOT / "decoding" / "samplers").glob("*.py")]
-    code = "import decoding, decoding.load, models.diffusion, data.tokenizer\n"
+    code = "import decoding, decoding.loading, models.diffusion, data.text.tokenizer\n"
     code += "\n".join(f"import decoding.samplers.{s}" for s in samplers if s != "__init__")
     loaded = loaded_by(code).split()
     assert "decoding.samplers.deer" in loaded
@@ -246,4 +269,60 @@ def test_decoding_needs_no_training_library():
 
 
 def test_a_training_library_would_be_seen():
-    assert "hydra" in loaded_by("import decoding.compose").split()
+    assert "hydra" in loaded_by("import decoding.commands.recipes").split()
+
+
+def untracked_or_unlinted(root):
+    """Python files of the packages that git ignores, or that ruff does not read."""
+    run = partial(subprocess.run, cwd=root, capture_output=True, text=True, check=True)
+    there = {
+        p.relative_to(root).as_posix() for p in (*sources(root), *(root / "tests").rglob("*.py"))
+    }
+    tracked = run(["git", "ls-files", "-co", "--exclude-standard", "*.py"]).stdout.split()
+    listed = run([sys.executable, "-m", "ruff", "check", "--show-files"]).stdout.split()
+    linted = {Path(p).resolve().relative_to(root.resolve()).as_posix() for p in listed}
+    return sorted(there - {*tracked}), sorted(there - linted)
+
+
+def test_every_file_is_tracked_and_linted():
+    assert untracked_or_unlinted(ROOT) == ([], [])
+
+
+def test_an_ignored_file_would_be_seen(tmp_path):
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    (tmp_path / ".gitignore").write_text("runs\n")
+    (tmp_path / "ruff.toml").write_text('extend-exclude = ["runs"]\n')
+    for name in ("trainers/runs/x.py", "trainers/y.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text('"""Nothing."""\n')
+    assert untracked_or_unlinted(tmp_path) == (["trainers/runs/x.py"], ["trainers/runs/x.py"])
+
+
+SHADOWED = "from decoding import load; print(load.__module__)"
+
+
+@pytest.mark.parametrize("name", ["data", "models"])
+def test_a_folder_that_hides_a_package_is_named(name, tmp_path):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text("")
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = partial(subprocess.run, cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = run([sys.executable, "-m", "decoding.generate", "model=x"])
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert str(tmp_path / name) in done.stderr
+    assert f"ImportError: {tmp_path / name}" in run([sys.executable, "-c", SHADOWED]).stderr
+    (tmp_path / name / "__init__.py").unlink()  # a folder without code hides nothing
+    (tmp_path / name).rmdir()
+    assert run([sys.executable, "-c", SHADOWED]).stdout.strip() == "decoding.loading"
+
+
+def test_the_public_names_are_light_and_there():
+    loaded = loaded_by("import decoding").split()
+    assert "torch" not in loaded
+    assert "transformers" not in loaded
+    import decoding
+
+    for name in decoding.__all__:
+        assert getattr(decoding, name).__name__ == name
+    with pytest.raises(AttributeError, match="SamplingParams"):
+        decoding.SamplingParam  # noqa: B018

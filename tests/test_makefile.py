@@ -12,8 +12,8 @@ from decoding.bench.images import ImageBench
 from decoding.bench.infill import InfillBench
 from decoding.bench.text import Bench
 from decoding.calibrate import Calibrate
-from decoding.cli import parse
-from decoding.compose import compose
+from decoding.commands.cli import parse
+from decoding.commands.recipes import compose
 from trainers.deer import TEACHER_LOSSES
 from trainers.runs.resume import run_folder
 

@@ -10,8 +10,8 @@ import pytest
 from hydra.utils import get_object
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from data.prompts import heldout_prompts
-from decoding.compose import RECIPES, compose, names
+from data.text.prompts import heldout_prompts
+from decoding.commands.recipes import RECIPES, compose, names
 from trainers.base import Optimization
 
 COMMAND = {r: OmegaConf.load(RECIPES / "recipe" / f"{r}.yaml").command for r in names("recipe")}
@@ -21,8 +21,8 @@ GIVEN = {"tokenizer", "folder", "network", "optimization", "target"}
 # Nodes that are handed on whole, and what takes them.
 WHOLE = {"optimization": Optimization, "prompts": heldout_prompts}
 SOURCES = {
-    "fit": ["trainers/fit.py", "trainers/runs/resume.py", "decoding/inputs.py"],
-    "collect": ["decoding/collect.py", "decoding/inputs.py"],
+    "fit": ["trainers/fit.py", "trainers/runs/resume.py", "decoding/commands/inputs.py"],
+    "collect": ["decoding/collect.py", "decoding/commands/inputs.py"],
 }
 ROOT = Path(__file__).parents[1]
 

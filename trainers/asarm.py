@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from data.tokenizer import fingerprint, mask_token_id
+from data.text.tokenizer import fingerprint, mask_token_id
 from models.twostream import joint_logits
 from trainers.base import BaseModule
 from trainers.losses.asarm import joint, joint_weight

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
-from decoding.samplers.base import Sampler
+from decoding.engine.sampler import Sampler
 
 
 @dataclass

@@ -133,12 +133,12 @@ class Drawn:
         self._uniform, self._normal = uniform, normal
 
     def categorical(self, probs: Tensor) -> Tensor:
-        """See `decoding.randomness.Randomness`."""
+        """See `decoding.engine.randomness.Randomness`."""
         below = probs.cumsum(-1) <= self._uniform[..., None]
         return below.sum(-1).clamp_max(probs.shape[-1] - 1)
 
     def normal(self, shape: tuple[int, ...]) -> Tensor:
-        """See `decoding.randomness.ContinuousRandomness`."""
+        """See `decoding.engine.randomness.ContinuousRandomness`."""
         assert self._normal.shape == shape
         return self._normal
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from decoding.cli import unknown
+from decoding.commands.cli import unknown
 from trainers.drafter import DrafterModule
 from trainers.losses import acceptance, deer
 from trainers.losses.diffusion import denoising_weight, soft_nll
@@ -11,9 +11,9 @@ from trainers.losses.diffusion import denoising_weight, soft_nll
 # Of (logits, the target's logits); 'length' also takes the tokens. soft_nll has KL's gradient.
 TEACHER_LOSSES = {
     "kl": soft_nll,
-    "overlap": acceptance.overlap,
-    "log_overlap": acceptance.log_overlap,
-    "hits": acceptance.hits,
+    "total_variation": acceptance.total_variation,
+    "log_acceptance": acceptance.log_acceptance,
+    "coupled_miss": acceptance.coupled_miss,
     "length": acceptance.length,
 }
 

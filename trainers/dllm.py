@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from data.tokenizer import fingerprint, mask_token_id
+from data.text.tokenizer import fingerprint, mask_token_id
 from models.blockwise import denoised_logits, predicate_of
 from trainers.base import BaseModule
 from trainers.losses.dllm import denoise, denoise_weight

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from data.tokenizer import draft_token_ids, fingerprint
-from decoding.load import sampler_of
-from decoding.samplers.base import Sampler
+from data.text.tokenizer import draft_token_ids, fingerprint
+from decoding.engine.sampler import Sampler
+from decoding.loading import sampler_of
 from models.attention import attention_mask
 from models.diffusion import draft_logits
 from models.masks import Layout, causal

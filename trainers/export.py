@@ -5,8 +5,8 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from decoding.cli import main, parse, quiet
-from decoding.load import parade_config
+from decoding.commands.cli import main, parse, quiet
+from decoding.loading import parade_config
 from models.causal import looks_local
 from trainers.fit import build_module
 from trainers.publishing import hub

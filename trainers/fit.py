@@ -16,13 +16,13 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
-from data.prompts import heldout_prompts
-from data.stream import Schedule, Stream
-from data.tokenizer import fingerprint
-from decoding.cli import main, quiet
-from decoding.compose import build, compose
-from decoding.inputs import prepare_inputs
-from decoding.load import check_tokenizers, load_tokenizer
+from data.rows.stream import BatchSchedule, Stream
+from data.text.prompts import heldout_prompts
+from data.text.tokenizer import fingerprint
+from decoding.commands.cli import main, quiet
+from decoding.commands.inputs import prepare_inputs
+from decoding.commands.recipes import build, compose
+from decoding.loading import check_tokenizers, load_tokenizer
 from models import causal
 from models.attention import fused_attention, write_out_attention
 from trainers.base import BaseModule, Optimization, WholeSteps
@@ -177,7 +177,7 @@ def build_trainer(config: DictConfig, folder: Path, module: BaseModule) -> pl.Tr
             f"strategy={given} needs a CUDA GPU, and there is none here. "
             "Choose from strategy=ddp and strategy=fsdp2 on a CPU"
         )
-    schedule = Schedule(range(0), t.batch_size, t.micro_batch_size, world=trainer.world_size)
+    schedule = BatchSchedule(range(0), t.batch_size, t.micro_batch_size, world=trainer.world_size)
     trainer.accumulate_grad_batches = schedule.accumulate
     # Evenly: the last one is at the end, or fewer steps before it than there are validations.
     checks = math.ceil(t.max_steps / t.validate_every)
@@ -224,13 +224,13 @@ def build_loaders(
     rows = partial(build, **with_tokenizer(module.tokenizer, folder=d.folder))
     train, held_out = rows(d.train), rows(d.validation)
     size = (t.batch_size, t.micro_batch_size, trainer.global_rank, trainer.world_size)
-    batches = Schedule(range(first, t.max_steps), *size)
+    batches = BatchSchedule(range(first, t.max_steps), *size)
     loader = DataLoader(
         Stream(train, config.seed, corruption), batch_sampler=batches, num_workers=t.workers
     )
     steps = max(1, min(d.validation_rows, len(held_out)) // t.batch_size)
     validation = DataLoader(
-        Stream(held_out, config.seed, check), batch_sampler=Schedule(range(steps), *size)
+        Stream(held_out, config.seed, check), batch_sampler=BatchSchedule(range(steps), *size)
     )
     return WholeSteps(loader, trainer.accumulate_grad_batches, t.max_steps, module), validation
 

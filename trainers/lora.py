@@ -10,8 +10,8 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
-from data.tokenizer import SEPARATOR_TOKEN, draft_token_ids
-from decoding.cli import unknown
+from data.text.tokenizer import SEPARATOR_TOKEN, draft_token_ids
+from decoding.commands.cli import unknown
 
 ALL = "all-linear"
 

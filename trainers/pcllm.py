@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from data.tokenizer import fingerprint
-from decoding.load import sampler_of
-from decoding.samplers.base import Sampler
+from data.text.tokenizer import fingerprint
+from decoding.engine.sampler import Sampler
+from decoding.loading import sampler_of
 from models.attention import attention_mask
 from models.masks import Layout, branches, clean_windows
 from trainers.base import BaseModule

@@ -13,9 +13,8 @@ import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
-from data.fingerprints import input_fingerprint
-from decoding.draft_graph import DraftGraph, graph_of, show
-from decoding.graph_calibration import (
+from data.corpora.fingerprints import input_fingerprint
+from decoding.calibration.draft_graphs import (
     ABSENT,
     OBJECTIVES,
     Chain,
@@ -26,10 +25,11 @@ from decoding.graph_calibration import (
     optimum,
     passes,
 )
-from decoding.load import sampling_config
-from decoding.params import SamplingParams
+from decoding.calibration.traces import read_trace, write_trace
+from decoding.engine.params import SamplingParams
+from decoding.loading import sampling_config
+from decoding.masked.draft_graph import DraftGraph, graph_of, show
 from decoding.samplers import denoise
-from decoding.traces import read_trace, write_trace
 from models.blockwise import is_foreign
 from trainers.base import BaseModule
 from trainers.runs.provenance import commit
@@ -48,10 +48,10 @@ class Calibration(BaseModule):
 
     model: its folder or Hub id: an export, or a public model. sampling: knobs of `denoise` other
     than the export's; a graph belongs to a rate or a threshold. nodes: D. objective: see
-    `decoding.graph_calibration`. lookahead: levels of a graph at most. top: candidates a level (3
-    in the paper). width: tokens of a place that are ranked. max_new_tokens, temperature, seed: of
-    the calibrating decodes. traces: the folder of the traces, for all calibrations that differ only
-    in the graph that they want.
+    `decoding.calibration.draft_graphs`. lookahead: levels of a graph at most. top: candidates a
+    level (3 in the paper). width: tokens of a place that are ranked. max_new_tokens, temperature,
+    seed: of the calibrating decodes. traces: the folder of the traces, for all calibrations that
+    differ only in the graph that they want.
     """
 
     def __init__(

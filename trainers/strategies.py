@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
 )
 from transformers import PreTrainedModel
 
-from decoding.compose import build
+from decoding.commands.recipes import build
 
 
 class FSDP2(ModelParallelStrategy):

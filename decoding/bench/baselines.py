@@ -3,7 +3,7 @@
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from decoding.params import Result, SamplingParams, Stats
+from decoding.engine.params import Result, SamplingParams, Stats
 
 
 class HuggingFace:

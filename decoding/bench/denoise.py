@@ -12,13 +12,13 @@ from pathlib import Path
 from statistics import fmean, median
 from time import perf_counter
 
-from data.prompts import heldout_prompts
-from decoding.cli import main, parse, quiet
-from decoding.draft_graph import DraftGraph, show
-from decoding.load import load, parade_config, sampler_of, sampling_config
-from decoding.params import Result, SamplingParams
-from decoding.report import picture, write_table
-from decoding.samplers.base import Rows
+from data.text.prompts import heldout_prompts
+from decoding.commands.cli import main, parse, quiet
+from decoding.commands.report import picture, write_table
+from decoding.engine.params import Result, SamplingParams
+from decoding.engine.sampler import Rows
+from decoding.loading import load, parade_config, sampler_of, sampling_config
+from decoding.masked.draft_graph import DraftGraph, show
 from decoding.samplers.denoise import DenoiseSampler
 
 STAGES = ("drafts", "verify", "rank")

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from data.images import pictures
 from decoding.bench import image_features
-from decoding.cli import main, parse, quiet, unknown
+from decoding.commands.cli import main, parse, quiet, unknown
+from decoding.commands.report import write_table
+from decoding.continuous.image_state import ImageParams
 from decoding.images import pixels
-from decoding.load import load
-from decoding.patches import ImageParams
-from decoding.report import write_table
+from decoding.loading import load
 from decoding.samplers.cspd import CspdSampler
 from decoding.samplers.sequential import SequentialSampler
 
@@ -31,8 +31,8 @@ class Fid:
     ways: of 'sequential', 'exact' and 'relaxed' (lossy, its inner_temperature 42 in the authors'
     program). samples: of each way, the classes in turn; 50,000 is usual, and figures of other
     numbers cannot be compared with it. features, weights: see `decoding.bench.image_features`. vae,
-    scale: see `decoding.images`. The other keys: see `decoding.patches.ImageParams`. out: the
-    folder of the results; None: 'fid' beside the export.
+    scale: see `decoding.images`. The other keys: see `decoding.continuous.image_state.ImageParams`.
+    out: the folder of the results; None: 'fid' beside the export.
     """
 
     model: str

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from data.answers import read_answers
-from data.packing import Encoded
-from data.rows import checked_manifest, documents
-from data.stream import Stream
-from decoding.cli import main, parse, quiet
-from decoding.load import check_one_tokenizer, load, load_tokenizer, parade_config
-from decoding.report import write_table
+from data.corpora.answers import read_answers
+from data.rows.documents import checked_manifest, documents
+from data.rows.packing import Encoded
+from data.rows.stream import Stream
+from decoding.commands.cli import main, parse, quiet
+from decoding.commands.report import write_table
+from decoding.loading import check_one_tokenizer, load, load_tokenizer, parade_config
 
 
 @dataclass(frozen=True)

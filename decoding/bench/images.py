@@ -14,11 +14,11 @@ from torch import Tensor
 
 from decoding.bench import image_features
 from decoding.bench.two_sample import frechet_distance, permutation_test
-from decoding.cli import main, parse, quiet
+from decoding.commands.cli import main, parse, quiet
+from decoding.commands.report import picture, write_table
+from decoding.continuous.image_state import ImageParams, ImageResult
 from decoding.images import pixels, sheet
-from decoding.load import load
-from decoding.patches import ImageParams, ImageResult
-from decoding.report import picture, write_table
+from decoding.loading import load
 from decoding.samplers.cspd import CspdSampler
 from decoding.samplers.sequential import SequentialSampler
 

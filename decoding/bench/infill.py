@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from data.prompts import heldout_prompts
-from decoding.cli import main, parse, quiet
-from decoding.load import load, load_tokenizer, sampler_of, sampling_config
-from decoding.params import Result, SamplingParams
-from decoding.report import write_table
-from decoding.samplers.base import Sampler
+from data.text.prompts import heldout_prompts
+from decoding.commands.cli import main, parse, quiet
+from decoding.commands.report import write_table
+from decoding.engine.params import Result, SamplingParams
+from decoding.engine.sampler import Sampler
+from decoding.loading import load, load_tokenizer, sampler_of, sampling_config
 from models import causal
 
 PLACES = ("random", "middle", "lines")
@@ -34,10 +34,10 @@ class InfillBench:
     """Fill held-out texts with every way to draft; calls, seconds, perplexity, entropy.
 
     model: an export that infills. judge: a causal LM that rates the filled texts. source: 'stdlib',
-    or texts (see `data.prompts`). hidden: the share of each window that is hidden. hide: tokens at
-    'random' places, tokens in the 'middle', or whole 'lines' in the middle.
-    block_sizes: k of the ways that draft. nodes: sizes of the trees that `assd_fused` drafts with
-    verify=tree. knobs: samplers to compare, each by one knob: every way is measured twice with
+    or texts (see `data.text.prompts`). hidden: the share of each window that is hidden. hide:
+    tokens at 'random' places, tokens in the 'middle', or whole 'lines' in the middle. block_sizes:
+    k of the ways that draft. nodes: sizes of the trees that `assd_fused` drafts with verify=tree.
+    knobs: samplers to compare, each by one knob: every way is measured twice with
     [cache=true,cache=false] (Table 7), or with [tolerance=0,tolerance=0.05] and lossy=true (Table
     8). out: the folder of infill.csv; None: 'bench' beside the export.
     """

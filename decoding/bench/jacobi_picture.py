@@ -11,12 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from data.trajectories import replay
-from decoding.cli import main, parse, quiet
-from decoding.load import load_tokenizer
-from decoding.params import SamplingParams
-from decoding.report import picture
-from decoding.trajectories import Recorder
+from data.rows.trajectories import replay
+from decoding.collectors.trajectories import Recorder
+from decoding.commands.cli import main, parse, quiet
+from decoding.commands.report import picture
+from decoding.engine.params import SamplingParams
+from decoding.loading import load_tokenizer
 from models import causal
 
 WRONG, GUESSED, ACCEPTED = range(3)

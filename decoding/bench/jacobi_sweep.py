@@ -9,11 +9,11 @@ from itertools import product
 from pathlib import Path
 from time import perf_counter
 
-from data.prompts import heldout_prompts
-from decoding.cli import main, parse, quiet
-from decoding.load import load
-from decoding.params import SamplingParams
-from decoding.report import picture, write_table
+from data.text.prompts import heldout_prompts
+from decoding.commands.cli import main, parse, quiet
+from decoding.commands.report import picture, write_table
+from decoding.engine.params import SamplingParams
+from decoding.loading import load
 from decoding.samplers.jacobi_mr import JacobiMRSampler
 
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from decoding.bench.overlap import accepted, copies, drafted_paths, own_paths
 from decoding.bench.text import Bench, measure
 from decoding.bench.text_report import Row, cycle
-from decoding.cli import main, parse, quiet
-from decoding.load import parade_config
-from decoding.randomness import KeyedRandomness
-from decoding.report import picture, write_table
+from decoding.commands.cli import main, parse, quiet
+from decoding.commands.report import picture, write_table
+from decoding.engine.randomness import KeyedRandomness
+from decoding.loading import parade_config
 
 LIMIT, MARGINALS = "limit of one path", "target's own marginals"
 

@@ -12,9 +12,9 @@ law of i tokens, q_1:i = prod_j q_j(x_j) that of a drafter whose positions are i
 import torch
 from torch import Tensor
 
-from decoding.params import SamplingParams
-from decoding.randomness import KeyedRandomness, Randomness
-from decoding.samplers.base import Rows, Sampler
+from decoding.engine.params import SamplingParams
+from decoding.engine.randomness import KeyedRandomness, Randomness
+from decoding.engine.sampler import Rows, Sampler
 
 
 def overlap(log_p: Tensor, log_q: Tensor) -> Tensor:

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from data.chat import encode_text
-from data.sources import read_jsonl
+from data.corpora.sources import read_jsonl
+from data.text.chat import encode_text
 from decoding.bench.sandbox import Limits, check, execute
-from decoding.cli import main, parse, quiet
-from decoding.load import load
-from decoding.params import Result, SamplingParams
-from decoding.report import write_table
+from decoding.commands.cli import main, parse, quiet
+from decoding.commands.report import write_table
+from decoding.engine.params import Result, SamplingParams
+from decoding.loading import load
 
 # A line leaves the function where it begins at the left margin; decoding need not go on there.
 LEAVES = re.compile(r"^\S", re.MULTILINE)

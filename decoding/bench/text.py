@@ -8,13 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
-from data.prompts import heldout_prompts
+from data.text.prompts import heldout_prompts
 from decoding.bench.baselines import HuggingFace
 from decoding.bench.text_report import Row, profile, report
-from decoding.cli import main, parse, quiet
-from decoding.load import check_one_tokenizer, load, load_tokenizer, parade_config, sampling_config
-from decoding.params import KEYED, SamplingParams
-from decoding.samplers.base import Sampler
+from decoding.commands.cli import main, parse, quiet
+from decoding.engine.params import KEYED, SamplingParams
+from decoding.engine.sampler import Sampler
+from decoding.loading import (
+    check_one_tokenizer,
+    load,
+    load_tokenizer,
+    parade_config,
+    sampling_config,
+)
 from decoding.samplers.plain import PlainSampler
 from models import causal
 

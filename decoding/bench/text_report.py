@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from decoding.bench.baselines import HuggingFace
-from decoding.cache import CachedNetwork
-from decoding.cli import typed
-from decoding.distribution import warp
-from decoding.params import Result, SamplingParams, Stats
-from decoding.randomness import KeyedRandomness
-from decoding.report import picture, write_table
-from decoding.samplers.base import Sampler
+from decoding.commands.cli import typed
+from decoding.commands.report import picture, write_table
+from decoding.engine.cache import CachedNetwork
+from decoding.engine.params import Result, SamplingParams, Stats
+from decoding.engine.randomness import KeyedRandomness
+from decoding.engine.sampler import Sampler
+from decoding.engine.warp import warp
 from decoding.samplers.plain import PlainSampler
 from models.masks import causal
 

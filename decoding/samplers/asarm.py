@@ -11,8 +11,9 @@ without the ones between. All four ways are one cycle of one pass, which differ 
                  paper leaves out that last token, which costs nothing)
     assd_fused   the drafts and the token behind them, and for each number a of drafts that may
                  stand the k tokens after the next, given those a drafts: the next drafts, in the
-                 pass that verifies these. With verify=tree the drafts are a tree (`decoding.tree`),
-                 and the next ones are asked for behind each of its nodes
+                 pass that verifies these. With verify=tree the drafts are a tree
+                 (`decoding.drafting.tree`), and the next ones are asked for behind each of its
+                 nodes
 
 Every pass emits a token at least, so calls never exceed the tokens filled in (Theorem 1).
 """
@@ -24,14 +25,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from data.orders import binary_lattice, order_index, two_streams
-from decoding import verify
-from decoding.distribution import fit_vocabulary, seen_tokens, warp
-from decoding.infill import Infiller
-from decoding.params import VERIFY, SamplingParams
-from decoding.samplers.base import Rows, choose
-from decoding.streams import Branches, TwoStreamNetwork
-from decoding.tree import Trees, check_tree, draft_trees, followed
+from data.corruption.orders import binary_lattice, order_index, two_streams
+from decoding.any_subset.infilling import Infiller
+from decoding.any_subset.two_stream_cache import Branches, TwoStreamNetwork
+from decoding.drafting.tree import Trees, check_tree, draft_trees, followed
+from decoding.engine import verify
+from decoding.engine.params import VERIFY, SamplingParams
+from decoding.engine.sampler import Rows, choose
+from decoding.engine.warp import fit_vocabulary, seen_tokens, warp
 from models.twostream import check_prompt, joint_logits
 
 DRAFTS = ("sequential", "assd", "assd_ngram", "assd_fused")
@@ -46,7 +47,7 @@ class AsarmSampler(Infiller):
     cache: keep the content stream's keys and values. False, for comparison only: every pass runs
     the whole text.
     tolerance: epsilon of appendix F.5, added to the acceptance ratio; above 0 it is lossy.
-    nodes, sharpness: of the trees of `verify=tree`, see `decoding.tree.draft_trees`.
+    nodes, sharpness: of the trees of `verify=tree`, see `decoding.drafting.tree.draft_trees`.
     """
 
     rules = VERIFY
@@ -242,7 +243,7 @@ class AsarmSampler(Infiller):
         drafts, qs = [], []
         for i in range(k):
             at = order.gather(1, n + i)
-            c = bigrams(text, known, at, self.vocabulary, self.mask_id).log()[:, None]
+            c = bigram_counts(text, known, at, self.vocabulary, self.mask_id).log()[:, None]
             c = c.where((n + i < rows.state["size"][:, None])[..., None], nothing(c))
             if params.keyed:
                 drafts.append(choose(c, None if noise is None else noise[:, i : i + 1]))
@@ -277,7 +278,7 @@ class AsarmSampler(Infiller):
         return chosen.where(masked, 0).sum(-1)
 
 
-def bigrams(text: Tensor, known: Tensor, at: Tensor, vocabulary: int, mask_id: int) -> Tensor:
+def bigram_counts(text: Tensor, known: Tensor, at: Tensor, vocabulary: int, mask_id: int) -> Tensor:
     """c(. | left neighbour of `at`), Eq. 23 with its indices in order: [B, V], normalised.
 
     text [B, L] by position, known: bool [B, L], at [B, 1]. What followed the same token elsewhere

@@ -2,9 +2,10 @@
 
 The drafter makes gamma tokens one after the other; the target sees all of them in one pass, and its
 own chains for these tokens and the one behind them run as one batch, coupled with the drafter's
-(`decoding.chains`). What the target's chains end in are the tokens: drafts stand as long as both
-ends are the same, the first other end is the correction, and where all stand the last one is the
-bonus. As published (verify=relaxed) the ratio is another one, and the law is not the target's.
+(`decoding.continuous.denoising_chains`). What the target's chains end in are the tokens: drafts
+stand as long as both ends are the same, the first other end is the correction, and where all stand
+the last one is the bonus. As published (verify=relaxed) the ratio is another one, and the law is
+not the target's.
 """
 
 from functools import partial
@@ -12,8 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from decoding.chains import Trajectory, follow, follow_relaxed, join, run_chain
-from decoding.patches import ImageParams, PatchRows
+from decoding.continuous.denoising_chains import Trajectory, follow, follow_relaxed, join, run_chain
+from decoding.continuous.image_state import ImageParams, PatchRows
 from decoding.samplers.sequential import SequentialSampler
 from models import patches
 from models.patches import PatchTransformer, check_pair

@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decoding import verify
-from decoding.bigrams import Bigrams
-from decoding.cache import CachedNetwork
-from decoding.distribution import fit_vocabulary, seen_tokens, warp
-from decoding.lookup import Lookup
-from decoding.params import VERIFY, SamplingParams
-from decoding.samplers.base import Rows, Sampler, choose
-from decoding.tree import LIMIT, Lift, check_tree, draft_trees, followed
+from decoding.drafting.bigrams import Bigrams
+from decoding.drafting.prompt_lookup import Lookup
+from decoding.drafting.tree import LIMIT, Lift, check_tree, draft_trees, followed
+from decoding.engine import verify
+from decoding.engine.cache import CachedNetwork
+from decoding.engine.params import VERIFY, SamplingParams
+from decoding.engine.sampler import Rows, Sampler, choose
+from decoding.engine.warp import fit_vocabulary, seen_tokens, warp
 from models.masks import causal, draft_blocks, tree
 
 BEFORE = 2**14  # tokens whose bigrams are kept at hand
@@ -38,8 +38,8 @@ class DeerSampler(Sampler):
     (`draft_trees`): a number, or for some temperatures a number for each depth,
     {temperature: [...]}, of which a request takes the nearest.
     bigrams, lift: what the tree knows of tokens that follow each other, and how much each depth
-    heeds it, {temperature: [...]} (`decoding.bigrams`). lookup: whether it also heeds, at
-    temperature 0, what the text says of itself (`decoding.lookup`).
+    heeds it, {temperature: [...]} (`decoding.drafting.bigrams`). lookup: whether it also heeds, at
+    temperature 0, what the text says of itself (`decoding.drafting.prompt_lookup`).
     """
 
     rules = VERIFY
@@ -155,7 +155,7 @@ class DeerSampler(Sampler):
             keep=depth.shape[1],
             branch=pad(trees.path, (1, 0), value=-1),
         )
-        logits = self.warped(logits, rows, trees.token, params, trees)
+        logits = self.warped(logits, rows, trees.token, params, trees.before())
         if noise is not None:
             noise = noise[torch.arange(len(depth), device=depth.device)[:, None], depth]
         choice = choose(logits, noise)

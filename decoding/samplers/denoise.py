@@ -1,7 +1,7 @@
 """Block-wise masked diffusion decoding: one step of unmasking a network pass, block after block.
 
 The plain counterpart of every speculation on such a model, and the rule of the public samplers
-(see `decoding.unmasking`). Blocks follow the prompt of a bidirectional model; those of a
+(see `decoding.masked.unmasking`). Blocks follow the prompt of a bidirectional model; those of a
 block-causal one are counted from the text's beginning, as in training, so the first may begin with
 the prompt's end. Noise is keyed by (seed, place, step in the block).
 """
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decoding.blockstates import CachedBlocks, WholeTexts
-from decoding.params import SamplingParams
-from decoding.samplers.base import Rows, Sampler
-from decoding.unmasking import Unmasking, judge, next_state
+from decoding.engine.params import SamplingParams
+from decoding.engine.sampler import Rows, Sampler
+from decoding.masked.block_evaluators import CachedBlocks, WholeTexts
+from decoding.masked.unmasking import Unmasking, judge, next_state
 from models.blockwise import PUBLIC, is_foreign, predicate_of
 
 KNOBS = {

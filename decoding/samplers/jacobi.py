@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decoding import verify
-from decoding.params import SamplingParams
-from decoding.samplers.base import Rows, Sampler, choose
+from decoding.engine import verify
+from decoding.engine.params import SamplingParams
+from decoding.engine.sampler import Rows, Sampler, choose
 
 KNOBS = {"block_size": int, "running": bool}
 

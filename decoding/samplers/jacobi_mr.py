@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from decoding import verify
-from decoding.cache import CachedNetwork
-from decoding.params import SamplingParams
-from decoding.samplers.base import Rows, choose
+from decoding.engine import verify
+from decoding.engine.cache import CachedNetwork
+from decoding.engine.params import SamplingParams
+from decoding.engine.sampler import Rows, choose
 from decoding.samplers.jacobi import JacobiSampler, behind, guesses
 from models.masks import branches
 

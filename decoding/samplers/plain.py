@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from decoding.params import VERIFY, SamplingParams
-from decoding.samplers.base import Rows, Sampler, choose
+from decoding.engine.params import VERIFY, SamplingParams
+from decoding.engine.sampler import Rows, Sampler, choose
 
 
 class PlainSampler(Sampler):

@@ -7,10 +7,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decoding.chains import Step, run_chain
-from decoding.params import Stats
-from decoding.patches import ImageParams, ImageResult, PatchNetwork, PatchRows, guidance_scale
-from decoding.randomness import ContinuousRandomness, KeyedRandomness, fresh_seed
+from decoding.continuous.denoising_chains import Step, run_chain
+from decoding.continuous.image_state import (
+    ImageParams,
+    ImageResult,
+    PatchNetwork,
+    PatchRows,
+    guidance_scale,
+)
+from decoding.engine.params import Stats
+from decoding.engine.randomness import ContinuousRandomness, KeyedRandomness, fresh_seed
 from models import patches
 from models.patches import PatchTransformer
 

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decoding.blockstates import AppendedBlocks, CachedBlocks, WholeTexts
-from decoding.draft_graph import DraftGraph, read_graph
-from decoding.params import SamplingParams
+from decoding.engine.params import SamplingParams
+from decoding.engine.sampler import Rows
+from decoding.masked.block_evaluators import AppendedBlocks, CachedBlocks, WholeTexts
+from decoding.masked.draft_graph import DraftGraph, read_graph
+from decoding.masked.unmasking import next_state, position_order
 from decoding.samplers import denoise
-from decoding.samplers.base import Rows
 from decoding.samplers.denoise import DenoiseSampler
-from decoding.unmasking import next_state, position_order
 from models.blockwise import is_foreign
 
 KNOBS = {**denoise.KNOBS, "graph": str, "pass": str}

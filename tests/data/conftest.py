@@ -2,8 +2,8 @@
 
 import pytest
 
-from data.stdlib import stdlib_documents
-from data.tokenizer import train_tokenizer
+from data.corpora.stdlib import stdlib_documents
+from data.text.tokenizer import train_tokenizer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"

@@ -10,8 +10,8 @@ import pytest
 
 from decoding import calibrate
 from decoding.calibrate import run
-from decoding.load import load
-from decoding.params import VERIFY, SamplingParams
+from decoding.engine.params import VERIFY, SamplingParams
+from decoding.loading import load
 
 RATES = ("tokens/s", "tokens/s, T=0", "tokens/s, T=1")
 

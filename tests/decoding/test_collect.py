@@ -9,11 +9,11 @@ import time
 import pyarrow.parquet as parquet
 import pytest
 
-from data.answers import read_answers, shard_path
+from data.corpora.answers import read_answers, shard_path
 from decoding import collect as module
-from decoding.cli import one_line
-from decoding.load import load
-from decoding.params import SamplingParams
+from decoding.commands.cli import one_line
+from decoding.engine.params import SamplingParams
+from decoding.loading import load
 from decoding.samplers.denoise import DenoiseSampler
 
 

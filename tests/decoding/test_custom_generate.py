@@ -9,8 +9,8 @@ from transformers import GenerationConfig, LogitsProcessorList, TopKLogitsWarper
 from transformers.generation.streamers import BaseStreamer
 
 from decoding import custom_generate
-from decoding.distribution import seen_tokens, warp
-from decoding.params import SamplingParams
+from decoding.engine.params import SamplingParams
+from decoding.engine.warp import seen_tokens, warp
 from decoding.samplers import deer
 from decoding.samplers.plain import PlainSampler
 from tests.support import tiny

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from decoding.draft_graph import graph_of
-from decoding.params import SamplingParams
-from decoding.patches import ImageParams
-from decoding.randomness import KeyedRandomness
+from decoding.continuous.image_state import ImageParams
+from decoding.engine.params import SamplingParams
+from decoding.engine.randomness import KeyedRandomness
+from decoding.masked.draft_graph import graph_of
 from decoding.samplers.asarm import AsarmSampler
 from decoding.samplers.cspd import CspdSampler
 from decoding.samplers.deer import DeerSampler

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from decoding.params import KEYED, VERIFY, SamplingParams
+from decoding.engine.params import KEYED, VERIFY, SamplingParams
 from decoding.samplers.deer import DeerSampler
 from decoding.samplers.plain import PlainSampler
 from tests.support import tiny

@@ -5,8 +5,9 @@ import re
 import pytest
 import torch
 
-from decoding import generate, verify
-from decoding.params import SamplingParams
+from decoding import generate
+from decoding.engine import verify
+from decoding.engine.params import SamplingParams
 from decoding.samplers.asarm import DRAFTS, AsarmSampler
 from tests.support import subsets, tiny
 from tests.support.enumerating import EnumeratingRandomness, output_law

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from decoding.draft_graph import graph_of
-from decoding.load import load
-from decoding.params import SamplingParams
+from decoding.engine.params import SamplingParams
+from decoding.loading import load
+from decoding.masked.draft_graph import graph_of
 from tests.support import tiny
 from tests.support.denoising import L, V, network, reference
 from tests.support.public import public_model

@@ -5,12 +5,12 @@ import copy
 import pytest
 import torch
 
-from data.anchors import DraftBlocks, Noise
-from data.tokenizer import draft_token_ids, train_tokenizer, with_draft_tokens
-from decoding.cache import CachedNetwork
-from decoding.params import SamplingParams
-from decoding.randomness import KeyedRandomness
-from decoding.samplers.base import Rows
+from data.corruption.draft_blocks import DraftBlocks, Noise
+from data.text.tokenizer import draft_token_ids, train_tokenizer, with_draft_tokens
+from decoding.engine.cache import CachedNetwork
+from decoding.engine.params import SamplingParams
+from decoding.engine.randomness import KeyedRandomness
+from decoding.engine.sampler import Rows
 from decoding.samplers.deer import DeerSampler
 from models import diffusion
 from models.masks import causal
@@ -117,7 +117,7 @@ ALL_MASKED = Noise(torch.ones(5, K).bool(), torch.ones(5, K).bool(), torch.ones(
 
 
 def packed_row():
-    """Two documents and two tokens of padding, as `data.packing` lays them out."""
+    """Two documents and two tokens of padding, as `data.rows.packing` lays them out."""
     g = torch.Generator().manual_seed(3)
     ids = torch.randint(1, V, (sum(DOCUMENTS) + 2,), generator=g)
     document = torch.tensor([0] * DOCUMENTS[0] + [1] * DOCUMENTS[1] + [-1] * 2)

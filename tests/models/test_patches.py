@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from models import patches
-from models.denoising import Schedule, kernels, noised, posterior, signal
+from models.denoising import DiffusionSchedule, kernels, noised, posterior, signal
 from models.densities import Gaussian
 from models.patches import PatchConfig, PatchTransformer, from_config, load, mar
 from tests.support import images
@@ -100,7 +100,7 @@ class TestDenoising:
     @pytest.mark.parametrize("variance", ["small", "large"])
     def test_a_chain_that_knows_the_noise_ends_at_the_token(self, variance):
         """x_0 given: the true posterior, whose mean and variance are DDPM's Eq. 6 and 7."""
-        schedule = Schedule(1000, 20, 0.001)
+        schedule = DiffusionSchedule(1000, 20, 0.001)
         times = [k.time for k in kernels(schedule)]
         abars = [signal(1000, 0.001)[t] for t in times]
         token = torch.tensor([0.7])
@@ -116,25 +116,25 @@ class TestDenoising:
             assert std.item() ** 2 == pytest.approx((1 - alpha) * scale, rel=1e-4)
 
     def test_the_last_step_keeps_its_noise_unless_told_otherwise(self):
-        *_, before, last = kernels(Schedule(100, 10))
+        *_, before, last = kernels(DiffusionSchedule(100, 10))
         assert last.small == before.small > -20
-        assert kernels(Schedule(100, 10, 0.0, False))[-1].small == float("-inf")
+        assert kernels(DiffusionSchedule(100, 10, 0.0, False))[-1].small == float("-inf")
 
     def test_a_learned_variance_lies_between(self):
-        kernel = kernels(Schedule(100, 10))[4]
+        kernel = kernels(DiffusionSchedule(100, 10))[4]
         x = torch.zeros(3)
         _, std = posterior(x, x, torch.tensor([-1.0, 0.0, 1.0]), kernel, "learned")
         for value, log in zip(std, (kernel.small, (kernel.small + kernel.large) / 2, kernel.large)):
             assert 2 * value.log().item() == pytest.approx(log, rel=1e-5)
 
     def test_noised_tokens(self):
-        schedule = Schedule(100, 10)
+        schedule = DiffusionSchedule(100, 10)
         x = noised(torch.ones(100, 1), torch.arange(100), torch.zeros(100, 1), schedule)
         assert torch.allclose(x[:, 0] ** 2, torch.tensor(signal(100)), atol=1e-6)
 
     def test_the_chain_of_white_noise_keeps_its_law(self):
         """Tokens that are N(0, 1) themselves: eps is known, and large variances are then exact."""
-        schedule = Schedule(1000, 10, 0.01)
+        schedule = DiffusionSchedule(1000, 10, 0.01)
         randomness = TorchRandomness(0)
         x = randomness.normal((100_000, 1))
         for kernel in kernels(schedule):

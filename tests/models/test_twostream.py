@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from data.orders import any_permutation, binary_lattice, order_index, two_streams
+from data.corruption.orders import any_permutation, binary_lattice, order_index, two_streams
 from models.masks import Layout, dense, draft_blocks
 from models.twostream import joint_logits
 from tests.support import subsets

@@ -4,7 +4,7 @@ import torch
 
 
 class TorchRandomness:
-    """`decoding.randomness.ContinuousRandomness` without keys: rows share one generator."""
+    """`decoding.engine.randomness.ContinuousRandomness` without keys: rows share one generator."""
 
     def __init__(self, seed):
         self.generator = torch.Generator().manual_seed(seed)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 from PIL import Image
 
-from decoding.patches import guidance_scale
+from decoding.continuous.image_state import guidance_scale
 from models.patches import PatchConfig, PatchTransformer
 
 HEADS = {

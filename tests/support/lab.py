@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from decoding.collect import collect
-from decoding.compose import compose
+from decoding.commands.recipes import compose
 from trainers.fit import fit
 
 WORDS = (

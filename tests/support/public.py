@@ -5,7 +5,7 @@ import json
 import transformers
 from safetensors.torch import save_file
 
-from data.tokenizer import with_mask_token
+from data.text.tokenizer import with_mask_token
 from tests.support import tiny
 from tests.support.denoising import V, network
 

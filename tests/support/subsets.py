@@ -5,7 +5,7 @@ import itertools
 import torch
 from transformers import XLNetConfig, XLNetLMHeadModel, XLNetTokenizer
 
-from decoding.distribution import fit_vocabulary, seen_tokens, warp
+from decoding.engine.warp import fit_vocabulary, seen_tokens, warp
 from tests.support import tiny
 
 

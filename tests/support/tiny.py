@@ -14,7 +14,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from decoding.distribution import seen_tokens, warp
+from decoding.engine.warp import seen_tokens, warp
 
 CLASSES = {
     "llama": (LlamaConfig, LlamaForCausalLM),

@@ -6,10 +6,10 @@ from math import log
 
 import pytest
 import torch
+from tests.decoding.test_output_law import deer, first_cycle
 
 from tests.decoding.bench.test_limits import conditionals, drafter_marginals, joint
-from tests.decoding.test_output_law import deer, first_cycle
-from trainers.losses.acceptance import hits, length, log_overlap, overlap
+from trainers.losses.acceptance import coupled_miss, length, log_acceptance, total_variation
 
 
 def logits_of(*probabilities):
@@ -24,14 +24,14 @@ def random_logits(*shape, seed=0, spread=2.0):
 
 def test_by_hand():
     p, q = logits_of([0.5, 0.5]), logits_of([0.25, 0.75])
-    assert overlap(q, p).tolist() == pytest.approx([1 / 4])
-    assert log_overlap(q, p).tolist() == pytest.approx([log(4 / 3)])
+    assert total_variation(q, p).tolist() == pytest.approx([1 / 4])
+    assert log_acceptance(q, p).tolist() == pytest.approx([log(4 / 3)])
     # Token 0: 1 / (1 + max(1, 3)), token 1: 1 / (max(1, 1/3) + 1).
-    assert hits(q, p).tolist() == pytest.approx([1 - 1 / 4 - 1 / 2])
+    assert coupled_miss(q, p).tolist() == pytest.approx([1 - 1 / 4 - 1 / 2])
     # Token 0: 1 / (1 + 1 + 2), token 1: 1 / (2 + 1 + 2), token 2: 1 / (2 + 1 + 1).
     p, q = logits_of([0.5, 0.25, 0.25]), logits_of([0.25, 0.25, 0.5])
-    assert hits(q, p).tolist() == pytest.approx([0.3])
-    assert overlap(q, p).tolist() == pytest.approx([0.25])
+    assert coupled_miss(q, p).tolist() == pytest.approx([0.3])
+    assert total_variation(q, p).tolist() == pytest.approx([0.25])
 
 
 def test_a_position_counts_only_behind_tokens_that_stand():
@@ -63,7 +63,7 @@ def test_hits_are_the_sum_over_all_pairs():
     p, q = random_logits(7, 40), random_logits(7, 40, seed=1)
     ratios = [x.softmax(-1)[:, None] / x.softmax(-1)[..., None] for x in (p, q)]  # [7, i, j]
     expected = (1 / torch.maximum(*ratios).sum(-1)).sum(-1)
-    torch.testing.assert_close(1 - hits(q, p), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(1 - coupled_miss(q, p), expected, rtol=0, atol=1e-12)
 
 
 def test_hits_are_the_share_of_equal_choices_under_one_noise():
@@ -72,7 +72,7 @@ def test_hits_are_the_share_of_equal_choices_under_one_noise():
     g, other = (
         -torch.rand(2, 40_000, 12, dtype=torch.float64, generator=generator).log().neg().log()
     )
-    rate, error = 1 - hits(q, p), 0.5 / 40_000**0.5
+    rate, error = 1 - coupled_miss(q, p), 0.5 / 40_000**0.5
     assert abs(((p + g).argmax(-1) == (q + g).argmax(-1)).double().mean() - rate) < 4 * error
     # Negative control: noise of one's own for each.
     assert abs(((p + g).argmax(-1) == (q + other).argmax(-1)).double().mean() - rate) > 20 * error
@@ -82,7 +82,7 @@ def test_hits_between_their_bounds():
     """(1 - TV) / (1 + TV) <= hits <= 1 - TV (Daliri et al., arXiv 2408.07978)."""
     for spread in (0.1, 1.0, 5.0):
         p, q = (random_logits(50, 30, seed=s, spread=spread) for s in (0, 1))
-        distance, rate = overlap(q, p), 1 - hits(q, p)
+        distance, rate = total_variation(q, p), 1 - coupled_miss(q, p)
         assert (rate <= 1 - distance + 1e-12).all()
         assert (rate >= (1 - distance) / (1 + distance) - 1e-12).all()
 
@@ -92,9 +92,9 @@ def length_of_some_tokens(logits, teacher):
 
 
 LOSSES = {  # of (logits, teacher), K = 3
-    "overlap": overlap,
-    "log_overlap": log_overlap,
-    "hits": hits,
+    "total_variation": total_variation,
+    "log_acceptance": log_acceptance,
+    "coupled_miss": coupled_miss,
     "length": length_of_some_tokens,
 }
 
@@ -106,7 +106,7 @@ def test_at_least_zero_and_zero_only_where_both_laws_are_equal(name):
     for spread in (1e-3, 1.0, 10.0):
         found = loss(p + random_logits(5, 3, 20, seed=1, spread=spread), p)
         assert (found > 1e-6).all()
-        if name != "log_overlap":
+        if name != "log_acceptance":
             assert (found <= 1).all()
 
 

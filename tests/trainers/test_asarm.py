@@ -10,10 +10,10 @@ import torch
 from omegaconf import OmegaConf
 from transformers import XLNetConfig, XLNetLMHeadModel
 
-from data.orders import binary_lattice, order_index, two_streams
-from decoding.compose import compose
-from decoding.load import load, load_tokenizer
-from decoding.params import SamplingParams
+from data.corruption.orders import binary_lattice, order_index, two_streams
+from decoding.commands.recipes import compose
+from decoding.engine.params import SamplingParams
+from decoding.loading import load, load_tokenizer
 from models import causal
 from tests.support import subsets, tiny
 from tests.support.lab import SMALL
@@ -139,7 +139,7 @@ def test_xlnet_trains_exports_and_loads(lab, export, tmp_path):
     tokenizer.save_pretrained(folder)
     config = compose(lab.arguments("asarm_joint", "name=xlnet", "module.draft=assd"), "fit")
     OmegaConf.set_struct(config, False)
-    config.tokenizer = {"_target_": "decoding.load.load_tokenizer", "path": str(folder)}
+    config.tokenizer = {"_target_": "decoding.loading.load_tokenizer", "path": str(folder)}
     config.network = {"_target_": "models.causal.pretrained", "path": str(folder)}
     sampler = load(str(fit(config)))
     (result,) = sampler.generate(["def <hole:6> self"], SamplingParams(seed=0))

@@ -11,14 +11,14 @@ import torch
 
 from data.images import TokenNoise
 from decoding.bench.images import ImageBench, accepted, report
-from decoding.compose import compose
-from decoding.coupling import together_probability
+from decoding.commands.recipes import compose
+from decoding.continuous.coupling import together_probability
+from decoding.continuous.image_state import ImageParams, ImageResult
+from decoding.engine.params import Stats
 from decoding.images import run
-from decoding.load import load
-from decoding.params import Stats
-from decoding.patches import ImageParams, ImageResult
+from decoding.loading import load
 from decoding.samplers.sequential import SequentialSampler
-from models.denoising import Schedule, kernels
+from models.denoising import DiffusionSchedule, kernels
 from models.densities import GaussianMixture
 from models.patches import MAR
 from tests.support import images
@@ -28,7 +28,7 @@ from trainers.cspd import Drawn, Target
 from trainers.fit import fit
 from trainers.losses import cspd
 
-SCHEDULE = Schedule(50, 4, 0.05)
+SCHEDULE = DiffusionSchedule(50, 4, 0.05)
 
 
 def test_losses_by_hand():
@@ -38,7 +38,7 @@ def test_losses_by_hand():
 
 
 def test_the_variational_term_is_the_kl_of_two_gaussians():
-    kernel = list(reversed(kernels(Schedule(50, 50, 0.05))))[7]
+    kernel = list(reversed(kernels(DiffusionSchedule(50, 50, 0.05))))[7]
     eps, noise, raw = torch.tensor([0.3]), torch.tensor([-0.2]), torch.tensor([0.5])
     ours = cspd.variational(eps, raw, noise, torch.tensor(7), SCHEDULE).item()
     gap = kernel.scale * kernel.shift * 0.5

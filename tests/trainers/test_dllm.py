@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 
-from data.blocks import NoisedBlocks
-from data.tokenizer import with_mask_token
-from decoding.load import load
-from decoding.params import SamplingParams
+from data.corruption.noised_blocks import NoisedBlocks
+from data.text.tokenizer import with_mask_token
+from decoding.engine.params import SamplingParams
+from decoding.loading import load
 from models.blockwise import denoised_logits, from_causal_lm
 from tests.support import tiny
 from tests.support.denoising import KINDS, V, network, sees

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from data.anchors import DraftBlocks, SuffixNoise
-from data.tokenizer import train_tokenizer, with_draft_tokens
+from data.corruption.draft_blocks import DraftBlocks, SuffixNoise
+from data.text.tokenizer import train_tokenizer, with_draft_tokens
 from models.diffusion import draft_logits, from_causal_lm
 from tests.support import tiny
 from trainers.base import Optimization
@@ -113,7 +113,11 @@ def test_the_teachers_share_is_taken_by_the_loss_that_is_named(tokenizer):
 
 
 def test_bad_teacher_loss(tokenizer):
-    with pytest.raises(ValueError, match=r"teacher_loss 'hit'. Did you mean 'hits'"):
-        module_of(tokenizer, 0.5, teacher_loss="hit")
-    with pytest.raises(ValueError, match="teacher_loss=overlap with soft=0 would do nothing"):
-        module_of(tokenizer, 0.0, teacher_loss="overlap")
+    with pytest.raises(
+        ValueError, match=r"teacher_loss 'coupled_mis'. Did you mean 'coupled_miss'"
+    ):
+        module_of(tokenizer, 0.5, teacher_loss="coupled_mis")
+    with pytest.raises(
+        ValueError, match="teacher_loss=total_variation with soft=0 would do nothing"
+    ):
+        module_of(tokenizer, 0.0, teacher_loss="total_variation")

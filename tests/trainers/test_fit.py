@@ -7,9 +7,9 @@ from pytorch_lightning.callbacks import Callback
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from decoding.compose import compose
-from decoding.load import load
-from decoding.params import SamplingParams
+from decoding.commands.recipes import compose
+from decoding.engine.params import SamplingParams
+from decoding.loading import load
 from decoding.samplers.plain import PlainSampler
 from trainers.fit import build_loaders, build_module, build_trainer, fit
 

@@ -10,10 +10,10 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from data.tokenizer import draft_token_ids, train_tokenizer, with_draft_tokens
-from decoding.compose import compose
-from decoding.load import load, load_tokenizer, parade_config
-from decoding.params import SamplingParams
+from data.text.tokenizer import draft_token_ids, train_tokenizer, with_draft_tokens
+from decoding.commands.recipes import compose
+from decoding.engine.params import SamplingParams
+from decoding.loading import load, load_tokenizer, parade_config
 from decoding.samplers.plain import PlainSampler
 from models.diffusion import from_causal_lm
 from tests.support import tiny
@@ -307,7 +307,7 @@ def test_an_adapter_on_the_hub_is_found(kept, monkeypatch):
             raise EntryNotFoundError(name)
         return kept / name
 
-    monkeypatch.setattr("decoding.load.hf_hub_download", download)
+    monkeypatch.setattr("decoding.loading.hf_hub_download", download)
     assert parade_config("org/name") == parade_config(str(kept))
     assert parade_config("org/name")["method"] == "deer"
 

@@ -117,8 +117,8 @@ def test_padding_next_to_padding_weighs_nothing():
 
 def modules():
     """Every training module with a batch that it takes."""
-    from data.anchors import DraftBlocks, SuffixNoise, UniformNoise
-    from data.tokenizer import train_tokenizer, with_draft_tokens
+    from data.corruption.draft_blocks import DraftBlocks, SuffixNoise, UniformNoise
+    from data.text.tokenizer import train_tokenizer, with_draft_tokens
     from tests.support import tiny
     from trainers.ar import Autoregressive
     from trainers.base import Optimization

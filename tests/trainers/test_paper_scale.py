@@ -5,11 +5,11 @@ import json
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from data.tokenizer import train_tokenizer
+from data.text.tokenizer import train_tokenizer
 from decoding.collect import collect
-from decoding.compose import compose
-from decoding.load import load
-from decoding.params import SamplingParams
+from decoding.commands.recipes import compose
+from decoding.engine.params import SamplingParams
+from decoding.loading import load
 from decoding.samplers.plain import PlainSampler
 from tests.support import tiny
 from tests.support.lab import BLOCKS, SMALL

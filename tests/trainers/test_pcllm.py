@@ -5,8 +5,8 @@ from math import log
 import pytest
 import torch
 
-from data.tokenizer import train_tokenizer
-from data.trajectories import Answer, interleave
+from data.rows.trajectories import Answer, interleave
+from data.text.tokenizer import train_tokenizer
 from tests.support import tiny
 from trainers.base import Optimization
 from trainers.losses.diffusion import token_nll

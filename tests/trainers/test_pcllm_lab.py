@@ -7,12 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from data.tokenizer import train_tokenizer
-from data.trajectories import rows
+from data.rows.trajectories import rows
+from data.text.tokenizer import train_tokenizer
 from decoding.collect import collect
-from decoding.compose import compose
-from decoding.load import load, load_tokenizer
-from decoding.params import SamplingParams
+from decoding.commands.recipes import compose
+from decoding.engine.params import SamplingParams
+from decoding.loading import load, load_tokenizer
 from decoding.samplers.jacobi import JacobiSampler
 from decoding.samplers.jacobi_mr import JacobiMRSampler
 from decoding.samplers.plain import PlainSampler

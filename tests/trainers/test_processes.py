@@ -37,7 +37,7 @@ SAVE_GRADIENTS = """
 import sys
 import torch
 from pytorch_lightning import Callback
-from decoding.compose import compose
+from decoding.commands.recipes import compose
 from trainers import fit
 
 class Save(Callback):

@@ -7,10 +7,10 @@ import shutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from decoding.blockstates import CachedBlocks
-from decoding.compose import compose
-from decoding.load import load, parade_config
-from decoding.params import SamplingParams
+from decoding.commands.recipes import compose
+from decoding.engine.params import SamplingParams
+from decoding.loading import load, parade_config
+from decoding.masked.block_evaluators import CachedBlocks
 from tests.support.runs import curve, cut
 from trainers.fit import build_module
 

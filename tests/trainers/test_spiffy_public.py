@@ -9,10 +9,10 @@ import torch
 
 from decoding import generate
 from decoding.bench.denoise import DenoiseBench, measure, report
-from decoding.blockstates import WholeTexts
-from decoding.compose import compose
-from decoding.load import load, parade_config
-from decoding.params import SamplingParams
+from decoding.commands.recipes import compose
+from decoding.engine.params import SamplingParams
+from decoding.loading import load, parade_config
+from decoding.masked.block_evaluators import WholeTexts
 from tests.support.denoising import L, V
 from tests.support.lab import SMALL
 from tests.support.public import public_model

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, modeling_utils
 
-from decoding.compose import build, compose, names
+from decoding.commands.recipes import build, compose, names
 from tests.chaos import finish
 from tests.support import runs, tiny
 from trainers import export

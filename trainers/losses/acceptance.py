@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 
-def overlap(logits: Tensor, teacher: Tensor) -> Tensor:
+def total_variation(logits: Tensor, teacher: Tensor) -> Tensor:
     """1 - sum_v min(p, q) = TV(p, q), the chance that one token is rejected.
 
     Leviathan et al., arXiv 2211.17192, section 3; as a loss: DistillSpec, arXiv 2310.08461.
@@ -20,7 +20,7 @@ def overlap(logits: Tensor, teacher: Tensor) -> Tensor:
     return 1 - _log_overlap(*_laws(logits, teacher)).exp()
 
 
-def log_overlap(logits: Tensor, teacher: Tensor) -> Tensor:
+def log_acceptance(logits: Tensor, teacher: Tensor) -> Tensor:
     """-log sum_v min(p, q): its gradient does not fade where p and q have little in common.
 
     Example: p = (1/2, 1/2), q = (1/4, 3/4): log(4/3).
@@ -44,7 +44,7 @@ def length(logits: Tensor, teacher: Tensor, target: Tensor) -> Tensor:
     return 1 - (before + _log_overlap(log_p, log_q)).exp()
 
 
-def hits(logits: Tensor, teacher: Tensor) -> Tensor:
+def coupled_miss(logits: Tensor, teacher: Tensor) -> Tensor:
     """1 - P(argmax(log p + g) = argmax(log q + g)), one Gumbel noise g: a miss of `coupled`.
 
     -g = log E with E ~ Exp(1), so both choose i where E_j >= E_i max(p_j/p_i, q_j/q_i) for all j:

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from models.denoising import Schedule, kernels
+from models.denoising import DiffusionSchedule, kernels
 from models.densities import GaussianMixture
 
 
@@ -27,7 +27,7 @@ def denoising(eps: Tensor, noise: Tensor) -> Tensor:
 
 
 def variational(
-    eps: Tensor, raw: Tensor, noise: Tensor, time: Tensor, schedule: Schedule
+    eps: Tensor, raw: Tensor, noise: Tensor, time: Tensor, schedule: DiffusionSchedule
 ) -> Tensor:
     """The bound's term for a learned variance, the mean over the token's numbers: [...].
 
@@ -45,7 +45,7 @@ def variational(
 
 
 def parting(
-    eps: Tensor, teacher: Tensor, step: Tensor, schedule: Schedule, variance: str
+    eps: Tensor, teacher: Tensor, step: Tensor, schedule: DiffusionSchedule, variance: str
 ) -> Tensor:
     """-log P(a coupled step keeps draft and target together), at one state: [...].
 
@@ -74,7 +74,7 @@ def mixture_parting(draft: GaussianMixture, target: GaussianMixture, x: Tensor) 
     return math.log(S) - log_ratio.clamp_max(0).logsumexp(-1)
 
 
-def _table(schedule: Schedule, device) -> tuple[Tensor, ...]:
+def _table(schedule: DiffusionSchedule, device) -> tuple[Tensor, ...]:
     """scale, shift, small and large of every kernel, by rising time: [steps] each."""
     found = [k[1:] for k in reversed(kernels(schedule))]
     return tuple(torch.tensor(column, device=device) for column in zip(*found))

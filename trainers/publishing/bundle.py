@@ -67,7 +67,7 @@ def closure(modules: Iterable[str]) -> list[str]:
 def flattened(module: str) -> str:
     """A module's source, its imports of parade's other modules made relative siblings.
 
-    `from decoding.params import Stats` becomes `from .decoding_params import Stats`, and
+    `from decoding.engine.params import Stats` becomes `from .decoding_params import Stats`, and
     `from decoding import verify` becomes `from . import decoding_verify as verify`.
     """
     lines = _source(module).split("\n")
@@ -85,7 +85,7 @@ def flattened(module: str) -> str:
 
 
 def flat(module: str) -> str:
-    """'decoding.samplers.base' -> 'decoding_samplers_base'."""
+    """'decoding.engine.sampler' -> 'decoding_samplers_base'."""
     return module.replace(".", "_")
 
 

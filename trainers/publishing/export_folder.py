@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from data.tokenizer import fingerprint
-from decoding.load import CONFIGS, KEPT, load_tokenizer, parade_config, sampler_of
-from decoding.samplers.base import Sampler
+from data.text.tokenizer import fingerprint
+from decoding.engine.sampler import Sampler
+from decoding.loading import CONFIGS, KEPT, load_tokenizer, parade_config, sampler_of
 from trainers.base import BaseModule
 from trainers.lora import to_export
 from trainers.publishing.bundle import write_bundle

@@ -17,8 +17,8 @@ from huggingface_hub import CommitInfo, HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-from decoding import bigrams
-from decoding.cli import one_line
+from decoding.commands.cli import one_line
+from decoding.drafting import bigrams
 
 WEIGHTS = (
     "model*.safetensors",

@@ -4,8 +4,8 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import Callback
 
-from decoding.params import SamplingParams
-from decoding.samplers.base import Sampler
+from decoding.engine.params import SamplingParams
+from decoding.engine.sampler import Sampler
 from models.attention import fused_attention
 from trainers.strategies import whole_network
 

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.loggers import Logger, TensorBoardLogger, WandbLogger
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
-from decoding.cli import one_line, unknown
+from decoding.commands.cli import one_line, unknown
 from trainers.runs.curve import Curve
 
 

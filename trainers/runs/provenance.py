@@ -18,9 +18,9 @@ from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from torch.utils.data import Dataset
 
-from data.fingerprints import input_fingerprint
-from data.packing import PackedRows
-from decoding.cli import typed
+from data.corpora.fingerprints import input_fingerprint
+from data.rows.packing import PackedRows
+from decoding.commands.cli import typed
 
 PACKAGES = ("torch", "transformers", "tokenizers", "pytorch-lightning", "datasets", "hydra-core")
 # Of a config: what says where and how to run. All else may name an input.

@@ -14,7 +14,7 @@ class RandomStates(Callback):
     """Every process draws its own numbers, and a resumed one goes on with them.
 
     The order of the data and its noise need no state, in data loader workers neither: they are
-    counter-based (data/stream.py). On another number of processes the draws begin anew.
+    counter-based (data/rows/stream.py). On another number of processes the draws begin anew.
     """
 
     def __init__(self):

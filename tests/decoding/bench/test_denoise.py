@@ -12,8 +12,8 @@ from decoding.bench.denoise import (
     measure,
     report,
 )
-from decoding.draft_graph import graph_of
-from decoding.params import SamplingParams
+from decoding.engine.params import SamplingParams
+from decoding.masked.draft_graph import graph_of
 from tests.support.denoising import KINDS, L, denoise, network, spiffy
 
 GRAPH = graph_of(L, 1, [[(1, 1)], [(2, 1)], [(1, 1), (2, 1)], [(1, 1), (2, 1), (3, 1)]])

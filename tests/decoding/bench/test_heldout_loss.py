@@ -9,12 +9,12 @@ import pyarrow.parquet as parquet
 import pytest
 import torch
 
-from data.answers import read_answers, shard_path
-from data.rows import documents
-from data.stdlib import is_held_out
-from data.stream import Stream
-from data.tokenizer import fingerprint, train_tokenizer
-from data.trajectories import Answer, interleave
+from data.corpora.answers import read_answers, shard_path
+from data.corpora.stdlib import is_held_out
+from data.rows.documents import documents
+from data.rows.stream import Stream
+from data.rows.trajectories import Answer, interleave
+from data.text.tokenizer import fingerprint, train_tokenizer
 from decoding.bench.heldout_loss import mean_loss, run
 from tests.support import tiny
 from tests.support.lab import write_corpus

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from data.prompts import heldout_prompts
-from data.tokenizer import train_tokenizer
+from data.text.prompts import heldout_prompts
+from data.text.tokenizer import train_tokenizer
 from decoding.bench.infill import (
     InfillBench,
     entropy,
@@ -19,8 +19,8 @@ from decoding.bench.infill import (
     summary,
     ways,
 )
-from decoding.load import load, load_tokenizer
-from decoding.params import Result, Stats
+from decoding.engine.params import Result, Stats
+from decoding.loading import load, load_tokenizer
 from decoding.samplers.asarm import AsarmSampler
 from tests.support import tiny
 

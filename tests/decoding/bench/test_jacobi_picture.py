@@ -2,7 +2,7 @@
 
 import torch
 
-from data.tokenizer import train_tokenizer
+from data.text.tokenizer import train_tokenizer
 from decoding.bench.jacobi_picture import Counts, counts, kinds, run
 from tests.support import tiny
 

@@ -4,7 +4,7 @@ import csv
 
 import pytest
 
-from data.tokenizer import train_tokenizer
+from data.text.tokenizer import train_tokenizer
 from decoding.bench.jacobi_sweep import run
 from tests.support import tiny
 from tests.support.lab import write_corpus

@@ -5,9 +5,9 @@ from itertools import product
 
 import pytest
 import torch
+from tests.decoding.test_output_law import deer, first_cycle, go_on_after_a_rejection
 
-from data.tokenizer import draft_token_ids, fingerprint, train_tokenizer, with_draft_tokens
-from decoding import verify
+from data.text.tokenizer import draft_token_ids, fingerprint, train_tokenizer, with_draft_tokens
 from decoding.bench.limits import run
 from decoding.bench.overlap import (
     accepted,
@@ -17,10 +17,10 @@ from decoding.bench.overlap import (
     overlap,
     own_paths,
 )
-from decoding.params import SamplingParams
-from decoding.randomness import KeyedRandomness
+from decoding.engine import verify
+from decoding.engine.params import SamplingParams
+from decoding.engine.randomness import KeyedRandomness
 from models.diffusion import from_causal_lm
-from tests.decoding.test_output_law import deer, first_cycle, go_on_after_a_rejection
 from tests.support import tiny
 from tests.support.enumerating import EnumeratingRandomness
 from tests.support.lab import write_corpus

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from data.tokenizer import train_tokenizer
+from data.text.tokenizer import train_tokenizer
 from decoding.bench import pass_at_1
 from decoding.bench.pass_at_1 import (
     STOP,
@@ -15,7 +15,7 @@ from decoding.bench.pass_at_1 import (
     run,
     within_function,
 )
-from decoding.params import Result, Stats
+from decoding.engine.params import Result, Stats
 from tests.support import tiny
 
 TOKENIZER = train_tokenizer(["def add(a, b):\n    return a + b\n"], 300)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from data.tokenizer import train_tokenizer
+from data.text.tokenizer import train_tokenizer
 from decoding.bench.text import Bench, measure, run
 from decoding.bench.text_report import at_positions, explain_divergence, margin, report, summary
 from tests.support import tiny

@@ -15,7 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from decoding.params import SamplingParams
+from decoding.engine.params import SamplingParams
 from decoding.samplers.plain import PlainSampler
 from tests.support import tiny
 from tests.support.drafters import PROMPTS, V, target, write_drafter
@@ -229,9 +229,9 @@ def test_nothing_of_parade_is_left_to_import(bundled):
 
 def test_the_closure_is_what_a_sampler_needs():
     modules = bundle.closure(["decoding.samplers.plain"])
-    assert "decoding.samplers.base" in modules
+    assert "decoding.engine.sampler" in modules
     assert "models.masks" in modules
-    assert not {"decoding.verify", "decoding.samplers.deer", "decoding.load"} & {*modules}
+    assert not {"decoding.engine.verify", "decoding.samplers.deer", "decoding.load"} & {*modules}
 
 
 @pytest.fixture
@@ -254,8 +254,9 @@ def test_every_form_of_import_is_made_relative(house):
         decoding__params="X = Y = 1",
         models__masks="import torch\n",
         decoding__a="""\
-from decoding import params, verify as v
-from decoding.params import (
+from decoding.engine import params
+from decoding.engine import verify as v
+from decoding.engine.params import (
     X,
     Y as Z,
 )
@@ -267,8 +268,8 @@ def f():
     )
     assert bundle.closure(["decoding.a"]) == [
         "decoding.a",
-        "decoding.params",
-        "decoding.verify",
+        "decoding.engine.params",
+        "decoding.engine.verify",
         "models.masks",
     ]
     assert (
@@ -288,7 +289,7 @@ def f():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("import decoding.verify", "`import decoding.verify` cannot be bundled"),
+        ("import decoding.engine.verify", "`import decoding.engine.verify` cannot be bundled"),
         ("from decoding import samplers", "there is no .*decoding/samplers.py"),
         ("from decoding.nothing import x", "cannot bundle decoding.nothing.x"),
     ],

@@ -12,8 +12,8 @@ import pytest
 import yaml
 from huggingface_hub import constants
 
-from decoding.load import load
-from decoding.params import SamplingParams
+from decoding.engine.params import SamplingParams
+from decoding.loading import load
 from tests.support.hub_server import READ, WRITE, Blob, HubServer
 from tests.support.tiny import causal_lm, tokenizer
 from trainers.export import run
@@ -29,7 +29,9 @@ CONFIG = {
         "_target_": "models.x",
         "source": {"_target_": "models.y", "path": "runs/a/export"},
     },
-    "data": {"train": {"_target_": "data.rows.documents", "source": "stdlib", "length": 256}},
+    "data": {
+        "train": {"_target_": "data.rows.documents.documents", "source": "stdlib", "length": 256}
+    },
     "trainer": {"max_steps": 60, "batch_size": 8},
     "acceptance": {
         "source": "stdlib",
@@ -414,7 +416,7 @@ def test_the_command_pushes_and_decoding_loads_it_back(folder, tmp_path):
     model.save_pretrained(export)
     tokenizer(26).save_pretrained(export)
     code = (
-        "from decoding.load import load; from decoding.params import SamplingParams; "
+        "from decoding.loading import load; from decoding.engine.params import SamplingParams; "
         f"sampler = load('{REPO}', dtype='float32'); "
         "params = SamplingParams(max_new_tokens=8, temperature=0); "
         "print(sampler.generate(['abc'], params)[0].token_ids)"

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from data.packing import PackedRows
-from decoding.compose import compose
+from data.rows.packing import PackedRows
+from decoding.commands.recipes import compose
 from tests.support.spoil import nan, spoil
 from trainers.ar import Autoregressive
 from trainers.deer import Distillation

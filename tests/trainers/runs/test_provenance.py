@@ -8,7 +8,7 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
-from data.fingerprints import input_fingerprint
+from data.corpora.fingerprints import input_fingerprint
 from tests.support.spoil import nan, spoil
 from trainers.ar import Autoregressive
 from trainers.runs import provenance

@@ -1,0 +1,1 @@
+"""Where text comes from: the standard library, files, the Hub, collected answers."""

@@ -1,0 +1,96 @@
+"""The order of the data as a pure function of (seed, sample number).
+
+Sample n of a run is the same row with the same noise on any number of processes, workers and
+accumulation steps; resuming is starting to count elsewhere, and nothing else has to be stored.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler
+
+# (row, generator, number of the sample, for noise that changes in the course of a run) -> sample
+Corruption = Callable[[Any, torch.Generator, int], dict[str, Tensor]]
+
+
+class Stream(Dataset):
+    """rows, shuffled anew each epoch, corrupted with noise keyed by the sample's number."""
+
+    def __init__(self, rows: Dataset, seed: int, corruption: Corruption | None = None):
+        self.rows, self.seed, self.corruption = rows, seed, corruption
+        self._epoch: tuple[int, Tensor] = (-1, torch.empty(0))
+
+    def __getitem__(self, n: int) -> dict[str, Tensor]:
+        """Sample number n, counted over all epochs."""
+        row = self.rows[self.row_of(n)]
+        if self.corruption is None:
+            return row
+        return self.corruption(row, _generator(self.seed, n, 1), n)
+
+    def row_of(self, n: int) -> int:
+        """The index of the row that sample number n is made from."""
+        epoch, i = divmod(n, len(self.rows))
+        if self._epoch[0] != epoch:
+            order = torch.randperm(len(self.rows), generator=_generator(self.seed, epoch, 0))
+            self._epoch = (epoch, order)
+        return int(self._epoch[1][i])
+
+
+class BatchSchedule(Sampler):
+    """Sample numbers of one process: a list for each micro-batch, step after step.
+
+    A step takes the next batch_size numbers; process `rank` of `world` takes its share of them,
+    micro_batch_size at a time.
+    """
+
+    def __init__(
+        self,
+        steps: range,
+        batch_size: int,
+        micro_batch_size: int,
+        rank: int = 0,
+        world: int = 1,
+    ):
+        if batch_size % (world * micro_batch_size):
+            sizes = [n for n in range(1, batch_size + 1) if batch_size % (world * n) == 0]
+            processes = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
+            raise ValueError(
+                f"batch_size={batch_size} must be a multiple of {world} processes times "
+                f"micro_batch_size={micro_batch_size}. "
+                + (
+                    f"Choose micro_batch_size from {sizes}"
+                    if sizes
+                    else f"Choose the number of processes from {processes}"
+                )
+            )
+        self.steps, self.rank, self.world = steps, rank, world
+        self.batch_size, self.micro_batch_size = batch_size, micro_batch_size
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches of a process in each step."""
+        return self.batch_size // (self.world * self.micro_batch_size)
+
+    def samples(self, step: int) -> range:
+        """The sample numbers of a step (0 is the first) of all processes together."""
+        return range(step * self.batch_size, (step + 1) * self.batch_size)
+
+    def __len__(self) -> int:
+        return len(self.steps) * self.accumulate
+
+    def __iter__(self) -> Iterator[list[int]]:
+        share = self.batch_size // self.world
+        for step in self.steps:
+            first = self.samples(step).start + self.rank * share
+            for start in range(first, first + share, self.micro_batch_size):
+                yield list(range(start, start + self.micro_batch_size))
+
+
+def _generator(seed: int, number: int, purpose: int) -> torch.Generator:
+    """A generator of its own for each (seed, number, purpose)."""
+    # torch's CPU generator heeds 32 bits of a seed only, so they must depend on all three.
+    key = hashlib.blake2b(f"{seed} {number} {purpose}".encode(), digest_size=4).digest()
+    return torch.Generator().manual_seed(int.from_bytes(key, "little"))

@@ -1,0 +1,1 @@
+"""What `decoding.collect` collects: teacher answers and Jacobi trajectories."""

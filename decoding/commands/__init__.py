@@ -1,0 +1,1 @@
+"""What all commands share: the grammar key=value, recipes, their inputs, tables and pictures."""

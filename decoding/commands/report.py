@@ -1,0 +1,56 @@
+"""What benches leave behind: a table on the screen, the same as CSV, its command, and pictures."""
+
+import csv
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from decoding.commands.cli import typed
+
+WIDTH = 150  # characters of a table that goes to a file or a pipe
+
+
+def write_table(lines: list[dict], file: Path, title: str, command: str) -> None:
+    """Print lines (all with the same keys) as a table, and write them to a CSV file.
+
+    command: the module that runs. Beside the file stands `command.txt`, how to make it again.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title)
+    for key, value in lines[0].items():
+        first = not table.columns  # the name of a line is not broken into pieces
+        table.add_column(key, justify="left" if isinstance(value, str) else "right", no_wrap=first)
+    for line in lines:
+        table.add_row(*map(str, line.values()))
+    Console(width=None if Console().is_terminal else WIDTH).print(table)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w", newline="") as out:
+        writer = csv.DictWriter(out, lines[0])
+        writer.writeheader()
+        writer.writerows(lines)
+    (file.parent / "command.txt").write_text(typed(command))
+
+
+@contextmanager
+def picture(file: Path, **layout) -> Iterator:
+    """matplotlib axes [rows, columns] to draw on, written to a PNG file at the end.
+
+    layout: arguments of `plt.subplots`. It needs no screen.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(squeeze=False, **layout)
+    try:
+        yield axes
+        for axis in axes.flat:
+            axis.spines[["top", "right"]].set_visible(False)
+        figure.tight_layout()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(file, dpi=150)
+    finally:
+        plt.close(figure)

@@ -1,0 +1,1 @@
+"""Continuous tokens in decoding: couplings of densities, denoising chains, the state of images."""

@@ -1,0 +1,1 @@
+"""What ranks drafts: draft trees, bigram scores, prompt lookup."""

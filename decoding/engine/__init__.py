@@ -1,0 +1,1 @@
+"""The decode loop: sampler, parameters, cache, randomness, warping and verification."""

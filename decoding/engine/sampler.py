@@ -1,0 +1,375 @@
+"""The one decode loop: a method supplies `begin` (prefill) and `cycle` (propose and verify)."""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from decoding.engine.cache import CachedNetwork
+from decoding.engine.params import Chunk, Result, SamplingParams, Stats
+from decoding.engine.randomness import KeyedRandomness, Randomness, fresh_seed
+from decoding.engine.warp import seen_tokens, warp
+from models.masks import causal
+
+_FEW = 2**16  # numbers of keyed noise whose making costs little more than the call
+
+
+class Rows:
+    """The unfinished rows of a batch: committed tokens, and what the method keeps beside them.
+
+    row: each row's number in the request. tokens [B, capacity], lengths [B] committed tokens a row.
+    networks: the method's cached networks by name ('target', 'drafter'). state: the method's own
+    tensors [B, ...]; memory: what it keeps of each row on the host, by the row's number. drafted:
+    tokens a row that the last pass verified.
+    """
+
+    def __init__(self, prompts: list[list[int]], capacity: int, randomness: Randomness, device):
+        self.row = list(range(len(prompts)))
+        self.tokens = torch.zeros(len(prompts), capacity, dtype=torch.long, device=device)
+        for b, prompt in enumerate(prompts):
+            self.tokens[b, : len(prompt)] = torch.tensor(prompt, device=device)
+        self.lengths = torch.tensor([len(p) for p in prompts], device=device)
+        self.randomness = randomness
+        self.networks: dict[str, CachedNetwork] = {}
+        self.state: dict[str, Tensor] = {}
+        self.memory: dict[int, Any] = {}
+        self.drafted = 0
+
+    def append(self, tokens: Tensor, counts: Tensor) -> None:
+        """Commit the first counts [B] of tokens [B, m] to each row."""
+        slots = self.lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        # What lies behind a row's length is nothing yet, or guesses: the surplus is written too.
+        self.tokens.scatter_(1, slots, tokens)
+        self.lengths = self.lengths + counts
+
+    def select(self, keep: list[int]) -> None:
+        """Drop the finished rows."""
+        rows = torch.tensor(keep, device=self.tokens.device)
+        self.row = [self.row[b] for b in keep]
+        self.tokens, self.lengths = self.tokens[rows], self.lengths[rows]
+        self.state = {name: x[rows] for name, x in self.state.items()}
+        self.randomness.select(rows)
+        for network in self.networks.values():
+            network.cache.select(rows)
+
+
+@dataclass
+class _Answer:
+    """One row's answer so far, on the host. prompt: what `_encode` made of the row's prompt."""
+
+    prompt: Any
+    token_ids: list[int]
+    stats: Stats
+    printed: int = 0  # characters already streamed
+    sent: int = 0  # tokens already streamed
+
+
+class Sampler(ABC):
+    """Decodes with a target model. Lossless: the law of the output is that of plain decoding.
+
+    A rule that is not must be named by `lossy`, and runs for a user who gives lossy=true only.
+
+    target: any transformers causal LM that takes a 4-D attention mask; tokenizer: its own.
+    """
+
+    rules: tuple[str, ...] = ("coupled", "rejection")  # values of `verify` that differ
+    drafts: tuple[str, ...] = ()  # values of `draft`, of samplers that draft in several ways
+    continues = True  # the text goes on from the prompt, which is not part of it
+    bench = "decoding.bench"  # the command that measures it against its plain counterpart
+
+    def __init__(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
+        self.check(target)
+        self.target = target.eval()
+        self.tokenizer = tokenizer
+        self.vocabulary = target.config.get_text_config().vocab_size
+        settings = getattr(target, "generation_config", None)
+        eos = settings.eos_token_id if settings else None
+        eos = tokenizer.eos_token_id if eos is None else eos
+        self.eos = frozenset([eos] if isinstance(eos, int) else eos or [])
+
+    @abstractmethod
+    def begin(self, rows: Rows, params: SamplingParams) -> None:
+        """Make the caches and prefill them."""
+
+    @abstractmethod
+    def cycle(self, rows: Rows, params: SamplingParams) -> tuple[Tensor, Tensor]:
+        """One target pass: tokens [B, m] of which the first counts [B] (at least 1) are emitted."""
+
+    def generate(
+        self,
+        prompts: Sequence[str | list[int]],
+        params: SamplingParams | None = None,
+        *,
+        seeds: list[int] | None = None,
+        randomness: Randomness | None = None,
+    ) -> list[Result]:
+        """Decode every prompt (text or token ids) to its end, as one batch."""
+        results: list[Result | None] = [None] * len(prompts)
+        for chunk in self.stream(prompts, params, seeds=seeds, randomness=randomness, text=False):
+            if chunk.result is not None:
+                results[chunk.row] = chunk.result
+        return results
+
+    def stream(
+        self,
+        prompts: Sequence[str | list[int]],
+        params: SamplingParams | None = None,
+        *,
+        seeds: list[int] | None = None,
+        randomness: Randomness | None = None,
+        text: bool = True,
+    ) -> Iterator[Chunk]:
+        """Decode, yielding a `Chunk` whenever a row's committed text grows.
+
+        seeds: one a row; by default params.seed + row. randomness: for tests.
+        text: False yields the finished rows only (no detokenising on the way).
+        """
+        params = params or SamplingParams()
+        if params.draft is not None and params.draft not in self.drafts:
+            raise ValueError(
+                f"draft={params.draft!r} is not allowed: this sampler drafts in "
+                f"{list(self.drafts) or 'one way only, so leave it out'}"
+            )
+        if params.temperature > 0 and params.verify not in self.rules:
+            raise ValueError(
+                f"verify={params.verify!r} is not offered by this sampler. "
+                f"Choose from {list(self.rules)}"
+            )
+        if (lossy := self.lossy(params)) and not params.lossy:
+            raise ValueError(
+                f"{lossy} is lossy: the text would not have the law of plain decoding. Leave it "
+                "out, or allow it with lossy=true"
+            )
+        prompts = [self._encode(p, params) for p in prompts]
+        if not prompts:
+            raise ValueError("no prompt was given")
+        if seeds is None:
+            first = fresh_seed() if params.seed is None else params.seed
+            seeds = [first + b for b in range(len(prompts))]
+        if len(seeds) != len(prompts):
+            raise ValueError(f"{len(seeds)} seeds were given for {len(prompts)} prompts")
+        rows = self._rows(prompts, params, randomness or KeyedRandomness(seeds, self.target.device))
+        answers = [_Answer(p, [], Stats(lossy=lossy)) for p in prompts]
+        started = time.perf_counter()
+
+        with torch.inference_mode():
+            self.begin(rows, params)
+            prefills = {name: n.passes for name, n in rows.networks.items()}
+            while rows.row:
+                tokens, counts = self.cycle(rows, params)
+                rows.append(tokens, counts)
+                keep = []
+                for b, (new, count) in enumerate(zip(tokens.tolist(), counts.tolist())):
+                    answer = answers[rows.row[b]]
+                    answer.stats.drafted += rows.drafted
+                    chunk = self._commit(rows.row[b], answer, new[:count], params, text)
+                    if chunk is None or chunk.result is None:
+                        keep.append(b)
+                    else:
+                        seconds = time.perf_counter() - started
+                        self._account(answer.stats, rows, prefills, seconds)
+                    if chunk is not None:
+                        paused = time.perf_counter()
+                        yield chunk
+                        started += time.perf_counter() - paused  # the reader's time is not ours
+                if len(keep) < len(rows.row):
+                    rows.select(keep) if keep else rows.row.clear()
+
+    def lossy(self, params: SamplingParams) -> str:
+        """What makes this request's law another than plain decoding's; '' where nothing does."""
+        return ""
+
+    def start(self, prompt: list[int]) -> tuple[Rows, SamplingParams]:
+        """One greedy row that has not begun, for looking at a single pass."""
+        params = SamplingParams(max_new_tokens=1, temperature=0)
+        return self._rows([prompt], params, KeyedRandomness([0], self.target.device)), params
+
+    def check(self, target: PreTrainedModel) -> None:
+        """Raise ValueError for a target that this sampler cannot decode with."""
+        check_attention(target)
+
+    def margin(self, params: SamplingParams) -> int:
+        """Slots needed behind the last token that is kept: a cycle's overshoot, and scratch."""
+        return 1
+
+    def prefill(self, rows: Rows, name: str, network: CachedNetwork) -> None:
+        """Give a network all prompt tokens but the last, which the first cycle brings."""
+        rows.networks[name] = network
+        width = int(rows.lengths.max()) - 1
+        if width:
+            positions = torch.arange(width, device=rows.tokens.device).expand(len(rows.row), -1)
+            padding = positions >= rows.lengths[:, None] - 1
+            network(
+                rows.tokens[:, :width],
+                positions,
+                keep=1,
+                padding=padding if padding.any() else None,
+            )
+
+    def target_pass(self, rows: Rows, draft: Tensor, params: SamplingParams) -> Tensor:
+        """Warped target logits [B, k+1, V] at draft [B, k] and at the position after it."""
+        rows.drafted = draft.shape[1]
+        last = rows.lengths[:, None] - 1
+        tokens = torch.cat([rows.tokens.gather(1, last), draft], 1)
+        positions = last + torch.arange(tokens.shape[1], device=tokens.device)
+        logits = rows.networks["target"](tokens, positions, keep=tokens.shape[1])
+        return self.warped(logits, rows, draft, params)
+
+    def warped(
+        self,
+        logits: Tensor,
+        rows: Rows,
+        draft: Tensor,
+        params: SamplingParams,
+        before: Tensor | None = None,
+    ) -> Tensor:
+        """Target logits [B, k+1, V] at draft [B, k] and after it, as they are sampled from.
+
+        before: [B, k+1, k], which drafted tokens each position follows, where they are no chain.
+        """
+        seen = None
+        if params.repetition_penalty != 1.0:
+            seen = seen_tokens(rows.tokens, rows.lengths, draft, self.vocabulary, before)
+        return warp(logits, params, seen)
+
+    def cached_target(self, rows: Rows) -> CachedNetwork:
+        """The target with a cache that fits these rows."""
+        return CachedNetwork(self.target, causal, rows.tokens.shape[1])
+
+    def noise(self, rows: Rows, count: int, params: SamplingParams) -> Tensor | None:
+        """Keyed noise [B, count, V] of the next absolute positions; None at temperature 0."""
+        if params.temperature == 0:
+            return None
+        # Of few rows and a small vocabulary a position costs less than the calls that make it, so
+        # they are made `step` at a time, and the next cycles ask for the same ones.
+        step = min(max(1, _FEW // (self.vocabulary * len(rows.row))), 16)
+        skipped = rows.lengths % step
+        steps = torch.arange(step * (1 + -(-(count - 1) // step)), device=rows.tokens.device)
+        noise = rows.randomness.gumbel((rows.lengths - skipped)[:, None] + steps, self.vocabulary)
+        if step == 1:
+            return noise
+        row = torch.arange(len(noise), device=noise.device)[:, None]
+        return noise[row, skipped[:, None] + steps[:count]]
+
+    def _rows(self, prompts: list[list[int]], params: SamplingParams, randomness) -> Rows:
+        capacity = max(map(len, prompts)) + params.max_new_tokens + self.margin(params)
+        return Rows(prompts, capacity, randomness, self.target.device)
+
+    def _encode(self, prompt: str | list[int], params: SamplingParams) -> list[int]:
+        ids = self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise ValueError("the prompt is empty: give at least one token")
+        bad = [t for t in ids if not 0 <= t < self.vocabulary]
+        if bad:
+            raise ValueError(
+                f"prompt token {bad[0]} is outside the target's vocabulary of {self.vocabulary}"
+            )
+        config = self.target.config.get_text_config()
+        for limit in ("max_position_embeddings", "sliding_window"):
+            context = getattr(config, limit, None)
+            if context is not None and len(ids) + params.max_new_tokens > context:
+                raise ValueError(
+                    f"the prompt has {len(ids)} tokens and max_new_tokens={params.max_new_tokens}, "
+                    f"together more than the target's context of {context}: shorten one of them"
+                )
+        return ids
+
+    def _commit(
+        self, row: int, answer: _Answer, new: list[int], params: SamplingParams, text: bool
+    ) -> Chunk | None:
+        """Take a cycle's tokens up to the end of the answer; None: nothing to show yet."""
+        reason = None
+        room = params.max_new_tokens - len(answer.token_ids)
+        if not params.ignore_eos:
+            end = next((i for i, t in enumerate(new) if t in self.eos), None)
+            if end is not None and end < room:
+                new, reason = new[: end + 1], "eos"
+        if reason is None and len(new) >= room:
+            new, reason = new[:room], "length"
+        before = len(answer.token_ids)
+        answer.token_ids += new
+        decoded = None
+        if params.stop:
+            decoded = self._decode(answer.token_ids)
+            if any(s in decoded for s in params.stop):
+                answer.token_ids = self._tokens_until(answer.token_ids, params.stop, before)
+                # Cut what these tokens say: a later token may complete an earlier stop string.
+                decoded, reason = self._decode(answer.token_ids), "stop"
+                decoded = decoded[: min(at for s in params.stop if (at := decoded.find(s)) >= 0)]
+        answer.stats.emitted.append(len(answer.token_ids) - before)
+        if reason is None and not text:
+            return None
+        if decoded is None:
+            decoded = self._decode(answer.token_ids)
+        return self._chunk(row, answer, decoded, reason, params)
+
+    def _chunk(
+        self, row: int, answer: _Answer, decoded: str, reason: str | None, params: SamplingParams
+    ) -> Chunk | None:
+        """What a row's text so far adds to what was shown of it; None: nothing yet."""
+        safe = decoded if reason else decoded[: _safe_length(decoded, params.stop)]
+        piece, answer.printed = safe[answer.printed :], max(answer.printed, len(safe))
+        result = None
+        if reason:
+            result = Result(decoded, answer.token_ids, reason, answer.stats)
+        elif not piece:
+            return None
+        new, answer.sent = answer.token_ids[answer.sent :], len(answer.token_ids)
+        return Chunk(row, piece, new, result)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def _tokens_until(self, token_ids: list[int], stop: tuple[str, ...], before: int) -> list[int]:
+        """Tokens up to the one that completes a stop string; the first `before` hold none."""
+        for n in range(before + 1, len(token_ids)):
+            if any(s in self._decode(token_ids[:n]) for s in stop):
+                return token_ids[:n]
+        return token_ids
+
+    def _account(self, stats: Stats, rows: Rows, prefills: dict[str, int], seconds: float) -> None:
+        """Fill in the passes and the split of the seconds when a row ends."""
+        spent = {name: n.seconds for name, n in rows.networks.items()}
+        passes = {name: n.passes - prefills[name] for name, n in rows.networks.items()}
+        stats.target_passes, stats.drafter_passes = passes["target"], passes.get("drafter", 0)
+        stats.target_s, stats.drafter_s = spent["target"], spent.get("drafter", 0.0)
+        stats.sampler_s = seconds - stats.target_s - stats.drafter_s
+
+
+def check_attention(network: PreTrainedModel) -> None:
+    """Raise ValueError for a network that would not follow the masks that decoding gives it."""
+    config = network.config.get_text_config()
+    # A sliding window does no harm before a text outgrows it, which `Sampler._encode` checks.
+    allowed = {"full_attention", "sliding_attention"}
+    kinds = {*(getattr(config, "layer_types", None) or [])} - allowed
+    if kinds:
+        raise ValueError(
+            f"this {config.model_type!r} model has layers of {sorted(kinds)}: only full attention "
+            "takes the masks of a draft block"
+        )
+    if config._attn_implementation != "sdpa":
+        raise ValueError(
+            f"attention implementation {config._attn_implementation!r} would misread a boolean "
+            "mask: load the model with attn_implementation='sdpa'"
+        )
+
+
+def choose(logits: Tensor, noise: Tensor | None) -> Tensor:
+    """argmax(logits + noise) over [B, n, V], the noise from its first n positions: [B, n]."""
+    return (logits if noise is None else logits + noise[:, : logits.shape[1]]).argmax(-1)
+
+
+def _safe_length(text: str, stop: tuple[str, ...]) -> int:
+    """How much of a growing text can be shown: no half character, no start of a stop string."""
+    safe = len(text.rstrip("�"))
+    for s in stop:
+        for n in range(min(len(s) - 1, safe), 0, -1):
+            if text[:safe].endswith(s[:n]):
+                safe -= n
+                break
+    return safe

@@ -1,0 +1,1 @@
+"""Masked diffusion LMs in decoding: unmasking rules, evaluation of block states, draft graphs."""

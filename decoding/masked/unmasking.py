@@ -1,0 +1,96 @@
+"""One step of masked diffusion decoding: which masked tokens of a block are decided, and as what.
+
+Pure functions on the logits of a block's state. Vanilla decoding takes one step a network pass;
+speculation takes the same step on the logits of each state that it evaluated. The rule is that of
+the public LLaDA sampler (arXiv 2502.09992, Algorithms 4 and 5) and, for a threshold, of fast-dllm
+(arXiv 2505.22618, Algorithm 1).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decoding.engine.params import SamplingParams
+from decoding.engine.warp import warp
+
+ORDERS = ("confidence", "random")
+
+
+@dataclass(frozen=True)
+class Unmasking:
+    """Which masked tokens a step decides.
+
+    tokens_per_step: S, the first S of the order. order: 'confidence', the most confident first, or
+    'random'. threshold: instead all whose confidence reaches it, and always the most confident.
+    """
+
+    tokens_per_step: int = 1
+    threshold: float | None = None
+    order: str = "confidence"
+
+    def __post_init__(self):
+        if self.tokens_per_step < 1:
+            raise ValueError(
+                f"tokens_per_step={self.tokens_per_step} is not allowed: it must be at least 1"
+            )
+        if self.threshold is not None and not 0 < self.threshold <= 1:
+            raise ValueError(
+                f"threshold={self.threshold} is not allowed: it is a probability in (0, 1]"
+            )
+        if self.order not in ORDERS:
+            raise ValueError(f"unknown order {self.order!r}. Choose from {list(ORDERS)}")
+        if self.threshold is not None and (self.order, self.tokens_per_step) != ("confidence", 1):
+            raise ValueError(
+                f"threshold={self.threshold} says which tokens a step decides: leave out order and "
+                "tokens_per_step"
+            )
+
+    def noisy(self, params: SamplingParams) -> bool:
+        """Whether a step needs noise."""
+        return params.temperature > 0 or self.order == "random"
+
+
+def judge(
+    logits: Tensor, noise: Tensor | None, mask_id: int, rule: Unmasking, params: SamplingParams
+) -> tuple[Tensor, Tensor]:
+    """Scores [B, L, V], whose argmax is each place's choice, and its confidence [B, L].
+
+    logits [B, L, V]; noise [B, L, V + 1], of tokens and of the place, or None. The mask is never
+    chosen. Confidence is the choice's probability before temperature and truncation, among all
+    tokens, the mask included; in a random order it is the place's noise.
+    """
+    V = logits.shape[-1]
+    scores = warp(
+        logits.index_fill(-1, torch.tensor(mask_id, device=logits.device), float("-inf")), params
+    )
+    if params.temperature > 0:
+        scores = scores + noise[..., :V]
+    if rule.order == "random":
+        return scores, noise[..., V]
+    p = logits.to(scores.dtype).softmax(-1)
+    return scores, p.gather(-1, scores.argmax(-1, keepdim=True))[..., 0]
+
+
+def position_order(confidence: Tensor, masked: Tensor) -> Tensor:
+    """Places of a block, the most confident masked one first, those decided last: [B, L].
+
+    >>> masked = torch.tensor([[True, False, True]])
+    >>> position_order(torch.tensor([[0.2, 0.9, 0.5]]), masked).tolist()
+    [[2, 0, 1]]
+    """
+    confidence = confidence.masked_fill(~masked, float("-inf"))
+    return confidence.argsort(dim=-1, descending=True, stable=True)
+
+
+def next_state(
+    state: Tensor, scores: Tensor, confidence: Tensor, mask_id: int, rule: Unmasking
+) -> Tensor:
+    """The state [B, L] after one step (Spiffy, Algorithm 1, steps 2 to 4)."""
+    masked = state == mask_id
+    rank = position_order(confidence, masked).argsort(-1)
+    if rule.threshold is None:
+        chosen = rank < rule.tokens_per_step
+    else:
+        chosen = (rank == 0) | (confidence >= rule.threshold)
+    return torch.where(chosen & masked, scores.argmax(-1), state)

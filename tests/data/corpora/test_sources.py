@@ -1,0 +1,203 @@
+"""Every kind of source gives the same three shapes, and bad ones one clear line."""
+
+import json
+import sys
+
+import datasets
+import pytest
+
+from data.corpora.sources import load_documents
+from data.corpora.stdlib import is_held_out, stdlib_documents
+
+MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+
+
+def write_jsonl(path, rows):
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return str(path)
+
+
+def test_library_is_split_by_the_hash_of_the_path(heldout_library):
+    ids = [document["id"] for document in heldout_library]
+    assert ids
+    assert ids == sorted(ids)
+    assert all(is_held_out(id) for id in ids)
+    assert not {"test", "tests", "site-packages", "encodings"} & {
+        p for i in ids for p in i.split("/")
+    }
+
+
+def test_hash_rule_is_fixed_for_good():
+    # From the standard library of Python 3.11; another value means another split on old runs.
+    assert [id for id in ("base64.py", "difflib.py", "ast.py", "os.py") if is_held_out(id)] == [
+        "base64.py",
+        "difflib.py",
+    ]
+
+
+def test_library_refuses_an_unknown_split():
+    with pytest.raises(ValueError, match=r"Unknown split 'test'\. Choose from 'train', 'heldout'"):
+        stdlib_documents("test")
+
+
+def test_stdlib_source(heldout_library):
+    documents = list(load_documents("stdlib", "heldout", limit=3))
+    assert documents == heldout_library[:3]
+
+
+def test_folder_of_text_is_split_without_overlap(tmp_path):
+    (tmp_path / "sub").mkdir()
+    for index in range(200):
+        (tmp_path / "sub" / f"{index}.txt").write_text(f"text {index}")
+    (tmp_path / "ignored.bin").write_bytes(b"\xff")
+    train, heldout = (
+        {d["id"]: d["text"] for d in load_documents(str(tmp_path), split)}
+        for split in ("train", "heldout")
+    )
+    assert not train.keys() & heldout.keys()
+    assert train | heldout == {f"sub/{i}.txt": f"text {i}" for i in range(200)}
+    assert all(map(is_held_out, heldout))
+
+
+def test_one_text_file(tmp_path):
+    (tmp_path / "a.md").write_text("# title")
+    assert list(load_documents(str(tmp_path / "a.md"))) == [{"id": "a.md", "text": "# title"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "document"),
+    [
+        ({"text": "x"}, {"text": "x"}),
+        ({"messages": MESSAGES}, {"messages": MESSAGES}),
+        ({"data": ["hi", "hello"]}, {"messages": MESSAGES}),
+        (
+            {
+                "conversations": [
+                    {"from": "human", "value": "hi"},
+                    {"from": "gpt", "value": "hello"},
+                ]
+            },
+            {"messages": MESSAGES},
+        ),
+        ({"prompt": "q", "answer": "a", "text": "x"}, {"prompt": "q", "answer": "a"}),
+        ({"question": "q", "answer": "a"}, {"prompt": "q", "answer": "a"}),
+        ({"input": "q", "output": "a"}, {"prompt": "q", "answer": "a"}),
+        (
+            {"instruction": "add", "input": "1 2", "output": "3"},
+            {"prompt": "add\n\n1 2", "answer": "3"},
+        ),
+        ({"instruction": "add", "input": "", "output": "3"}, {"prompt": "add", "answer": "3"}),
+    ],
+)
+def test_columns_become_one_of_three_shapes(tmp_path, row, document):
+    source = write_jsonl(tmp_path / "a.jsonl", [{"id": 7, **row}])
+    assert list(load_documents(source)) == [{"id": "7", **document}]
+
+
+def test_named_field_wins_over_other_shapes(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "q", "answer": "a", "code": "x"}])
+    assert list(load_documents(source, field="code")) == [{"id": "a.jsonl:1", "text": "x"}]
+
+
+@pytest.mark.parametrize("as_folder", [True, False])
+def test_parquet(tmp_path, as_folder):
+    file = tmp_path / "part.parquet"
+    datasets.Dataset.from_dict({"text": ["a", "b"]}).to_parquet(file)
+    documents = list(load_documents(str(tmp_path if as_folder else file)))
+    assert [d["text"] for d in documents] == ["a", "b"]
+    assert [d["id"] for d in documents] == ["part.parquet:0", "part.parquet:1"]
+
+
+def test_saved_data_set(tmp_path):
+    rows = datasets.Dataset.from_dict({"id": ["x", "y"], "messages": [MESSAGES, MESSAGES]})
+    rows.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict(train=rows).save_to_disk(tmp_path / "many")
+    datasets.DatasetDict(valid=rows).save_to_disk(tmp_path / "other")
+    expected = [{"id": "x", "messages": MESSAGES}, {"id": "y", "messages": MESSAGES}]
+    assert list(load_documents(str(tmp_path / "one"))) == expected
+    assert list(load_documents(str(tmp_path / "many"))) == expected
+    with pytest.raises(ValueError, match=r"no 'train' split but \['valid'\]"):
+        load_documents(str(tmp_path / "other"))
+
+
+def test_hub_data_set_is_held_out_by_hash(monkeypatch):
+    def load_dataset(source, name, split, streaming):
+        assert (source, name, split, streaming) == ("org/name", "main", "train", True)
+        return ({"text": str(i)} for i in range(200))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    options = {"subset": "main", "streaming": True}
+    train, heldout = (
+        {d["id"] for d in load_documents("org/name", split, **options)}
+        for split in ("train", "heldout")
+    )
+    assert heldout
+    assert not train & heldout
+    assert len(train | heldout) == 200
+
+
+def test_other_hub_splits_are_used_whole(monkeypatch):
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **o: [{"text": o["split"]}] * 200)
+    documents = list(load_documents("org/name", "test"))
+    assert len(documents) == 200
+    assert documents[0]["text"] == "test"
+
+
+def test_hub_failure_is_one_line(monkeypatch):
+    def load_dataset(*_, **__):
+        raise ValueError("Unknown split.\nShould be one of ['train'].")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(ValueError, match=r"'org/name'.*Should be one of") as caught:
+        load_documents("org/name", "tset")
+    assert "\n" not in str(caught.value)
+
+
+def test_datasets_is_asked_for_only_when_needed(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": "x"}])
+    assert list(load_documents(source))
+    with pytest.raises(ValueError, match=r"pip install 'parade\[train\]'"):
+        load_documents("org/name")
+
+
+@pytest.mark.parametrize("source", ["./none", "/none/here", "none.jsonl", "a/b/c", "~/none-here"])
+def test_missing_path(source):
+    with pytest.raises(ValueError, match="does not exist"):
+        load_documents(source)
+
+
+def test_bad_sources(tmp_path):
+    with pytest.raises(ValueError, match="holds nothing that can be read"):
+        load_documents(str(tmp_path))
+    source = write_jsonl(tmp_path / "a.jsonl", [{"title": "x", "body": "y"}])
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 1: no text.*\['body', 'title'\]"):
+        load_documents(source)
+    with pytest.raises(ValueError, match="no document in split='heldout'"):
+        load_documents(source, "heldout", field="body")
+    with pytest.raises(ValueError, match="Unknown split 'test'"):
+        load_documents(source, "test")
+    with pytest.raises(ValueError, match="limit=0"):
+        load_documents(source, limit=0)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [('{"text": ', "line 2 is not valid JSON"), ("[1]", "line 2 is not a JSON object but list")],
+)
+def test_broken_line_is_named(tmp_path, line, message):
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n' + line)
+    with pytest.raises(ValueError, match=message):
+        list(load_documents(str(tmp_path / "a.jsonl")))
+
+
+def test_broken_turn_is_named(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": None}]}])
+    with pytest.raises(ValueError, match="line 1: a turn of a chat needs text"):
+        load_documents(source)
+
+
+def test_text_that_is_not_utf8(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"ab\xff")
+    with pytest.raises(ValueError, match=r"a\.txt is not UTF-8 text \(byte 2\)"):
+        load_documents(str(tmp_path))

@@ -1,0 +1,129 @@
+"""Prompt sets: deterministic, spread over documents, of the asked length."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from data.text.prompts import heldout_prompts
+
+
+def write_jsonl(path, rows):
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for index in range(5):
+        words = " ".join(f"w{index}x{number}" for number in range(60))
+        (tmp_path / f"{index}.txt").write_text(words)
+    return str(tmp_path)
+
+
+def test_windows_have_the_length_and_are_spread(folder, tokenizer):
+    prompts = heldout_prompts(folder, tokenizer, 12, 16, split="train")
+    assert {len(p["prompt_ids"]) for p in prompts} == {16}
+    assert all(p["text"] == tokenizer.decode(p["prompt_ids"]) for p in prompts)
+    per_document = Counter(p["id"].split("@")[0] for p in prompts)
+    assert sorted(per_document.values()) == [2, 2, 2, 3, 3]
+    assert len({p["id"] for p in prompts}) == 12
+
+
+def test_windows_do_not_overlap(folder, tokenizer):
+    prompts = heldout_prompts(folder, tokenizer, 40, 16, split="train")
+    places = [p["id"].rsplit("@", 1) for p in prompts]
+    taken = [(name, int(offset) + i) for name, offset in places for i in range(16)]
+    assert len(taken) == len(set(taken))
+
+
+def test_same_prompts_every_time_and_smaller_sets_are_beginnings(folder, tokenizer):
+    many = heldout_prompts(folder, tokenizer, 9, 16, split="train")
+    assert heldout_prompts(folder, tokenizer, 9, 16, split="train") == many
+    assert heldout_prompts(folder, tokenizer, 4, 16, split="train") == many[:4]
+
+
+def test_library_prompts_are_held_out(tokenizer, heldout_library):
+    prompts = heldout_prompts("stdlib", tokenizer, 20, 32)
+    ids = {p["id"].split("@")[0] for p in prompts}
+    assert ids <= {document["id"] for document in heldout_library}
+    assert len(ids) > 5
+
+
+def test_human_eval_prompts_are_taken_as_they_stand(tmp_path, tokenizer):
+    rows = [{"task_id": f"HumanEval/{i}", "prompt": f"def f{i}():\n", "test": ""} for i in range(3)]
+    source = write_jsonl(tmp_path / "he.jsonl", rows)
+    prompts = heldout_prompts(source, tokenizer, 3, 100)
+    assert {p["id"]: p["text"] for p in prompts} == {r["task_id"]: r["prompt"] for r in rows}
+    [prompt] = heldout_prompts(source, tokenizer, 1, 2)
+    assert len(prompt["prompt_ids"]) == 2
+    assert prompt["text"].endswith("\n")
+
+
+def test_turns_use_the_chat_template_where_there_is_one(tmp_path, tokenizer, chat_tokenizer):
+    source = write_jsonl(tmp_path / "mt.jsonl", [{"question_id": 81, "turns": ["add 1", "again"]}])
+    [plain] = heldout_prompts(source, tokenizer, 1, 100)
+    assert (plain["id"], plain["text"]) == ("81", "add 1")
+    [chat] = heldout_prompts(source, chat_tokenizer, 1, 100)
+    assert chat["text"] == "<|im_start|>user\nadd 1<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_training_rows_give_what_stands_before_the_answer(tmp_path, tokenizer, chat_tokenizer):
+    turns = [{"role": r, "content": r} for r in ("system", "user", "assistant", "user")]
+    rows = [{"id": 1, "messages": turns}, {"id": 2, "prompt": "add", "answer": "done"}]
+    source = write_jsonl(tmp_path / "train.jsonl", rows)
+    prompts = heldout_prompts(source, chat_tokenizer, 2, 100, split="train")
+    assert {p["id"]: p["text"] for p in prompts} == {
+        "1": "<|im_start|>system\nsystem<|im_end|>\n<|im_start|>user\nuser<|im_end|>\n"
+        "<|im_start|>assistant\n",
+        "2": "<|im_start|>user\nadd<|im_end|>\n<|im_start|>assistant\n",
+    }
+
+
+def test_jsonl_texts_are_whole_and_keep_their_split(tmp_path, tokenizer):
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": f"text {i}"} for i in range(100)])
+    train = heldout_prompts(source, tokenizer, 50, 100, split="train")
+    heldout = heldout_prompts(source, tokenizer, 1, 100)
+    assert heldout[0]["text"].startswith("text ")
+    assert not {p["id"] for p in train} & {p["id"] for p in heldout}
+
+
+def test_start_token_counts_in_the_length(folder, tokenizer):
+    from tokenizers import processors
+
+    from data.text.tokenizer import with_draft_tokens
+
+    tokenizer = with_draft_tokens(tokenizer)
+    tokenizer.add_special_tokens({"bos_token": "<bos>"})
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", tokenizer.bos_token_id)]
+    )
+    prompts = heldout_prompts(folder, tokenizer, 5, 16, split="train")
+    for prompt in prompts:
+        assert len(prompt["prompt_ids"]) == 16
+        assert prompt["prompt_ids"][0] == tokenizer.bos_token_id
+        assert prompt["prompt_ids"].count(tokenizer.bos_token_id) == 1
+
+
+def test_bad_inputs(folder, tmp_path, tokenizer):
+    with pytest.raises(ValueError, match=r"has 0 prompts of length=100000.*but count=2"):
+        heldout_prompts(folder, tokenizer, 2, 100000, split="train")
+    with pytest.raises(ValueError, match="count=0"):
+        heldout_prompts(folder, tokenizer, 0, 8)
+    with pytest.raises(ValueError, match="does not exist"):
+        heldout_prompts("none.jsonl", tokenizer, 1, 8)
+    source = write_jsonl(tmp_path / "mixed.jsonl", [{"prompt": "x"}, {"title": "y"}])
+    with pytest.raises(ValueError, match=r"line 2: no 'turns' and no 'prompt', but \['title'\]"):
+        heldout_prompts(source, tokenizer, 2, 8)
+
+
+def test_decoding_needs_no_datasets():
+    code = (
+        "import sys; sys.modules['datasets'] = None\n"
+        "import data.text.chat, data.rows.packing, data.text.prompts, data.text.tokenizer\n"
+        "from data.corpora.sources import load_documents\n"
+        "assert next(iter(load_documents('stdlib', 'heldout', limit=1)))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,159 @@
+"""Draft trees: the likeliest prefixes, their mask, and the text that they must not change."""
+
+import math
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decoding.drafting import tree
+from decoding.engine.params import SamplingParams
+from decoding.samplers.deer import DeerSampler
+from models import masks
+from tests.decoding.test_identity import (
+    PROMPTS,
+    SEEDS,
+    deer,
+    drafter_of_target,
+    ids,
+    oracle,
+    plain_rows,
+    random_drafter,
+    target,
+)
+from tests.models.test_masks import drawn, layout
+
+logits = st.lists(st.floats(-4, 4), min_size=3, max_size=3)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(logits, min_size=1, max_size=3), st.integers(1, 20))
+def test_the_nodes_are_the_likeliest_prefixes(marginals, nodes):
+    p = torch.tensor(marginals, dtype=torch.float64).softmax(-1)
+    found = tree.draft_trees(p.log()[None], nodes).rows[0]
+    k = len(p)
+    weights = [
+        math.prod(p[i, t].item() for i, t in enumerate(prefix))
+        for depth in range(1, k + 1)
+        for prefix in product(range(3), repeat=depth)
+    ]
+    best = sorted(weights, reverse=True)[:nodes]
+    assert len(found.token) == min(nodes, len(weights))
+    prefixes = set()
+    for node, path in enumerate(found.path):
+        at = [i for i in range(node + 1) if path >> i & 1]
+        assert [found.depth[i] for i in at] == list(range(1, len(at) + 1))
+        prefixes.add(tuple(found.token[i] for i in at))
+        for parent, child in zip([tree.ROOT, *at], at):
+            assert found.child[parent, found.token[child]] == child
+    assert len(prefixes) == len(found.token)
+    ours = sorted(math.prod(p[i, t].item() for i, t in enumerate(x)) for x in prefixes)
+    assert ours == pytest.approx(best[::-1])
+
+
+def test_a_walk_by_hand():
+    depths = [([5, 6], [-0.1, -2.0]), ([7, 8], [-0.5, -0.9])]
+    drafted = tree.best_first(tree.families(depths, None), 4)
+    assert drafted.token == [5, 7, 8, 6]
+    assert tree.walk(drafted, [5, 8, 0, 3, 0]) == [0, 2]
+    assert tree.walk(drafted, [9, 7, 7, 7, 7]) == []
+    assert tree.walk(drafted, [6, 7, 7, 7, 7]) == [3]
+
+
+def test_the_mask_of_a_tree():
+    """Two clean tokens; nodes 0 and 3 at the root, 1 and 2 behind 0, 4 behind 2."""
+    paths = [0b1, 0b11, 0b101, 0b1000, 0b10101]
+    positions = [2, 3, 3, 2, 4]
+    drawing = drawn("""
+        x . . . . . .
+        x x . . . . .
+        x x x . . . .
+        x x x x . . .
+        x x x . x . .
+        x x . . . x .
+        x x x . x . x
+    """)
+    batch = layout([0] * 7, [0, 1, *positions], [-1, -1, *paths])
+    assert torch.equal(masks.dense(masks.tree, batch)[0, 0], drawing)
+    before = tree.Trees([], *(torch.tensor([x]) for x in (paths, positions, paths))).before()
+    assert torch.equal(before[0, 0], torch.zeros(5, dtype=torch.long))
+    assert torch.equal(before[0, 1:].bool(), drawing[2:, 2:])
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 7, 63])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_any_tree_gives_the_text_of_plain_decoding(nodes, temperature):
+    model = target(eos_token_id=4)
+    params = SamplingParams(18, temperature, verify="tree", repetition_penalty=1.2)
+    expected = ids(plain_rows(model, params))
+    for sampler in (deer(model, random_drafter(), 3), deer(model, drafter_of_target(model), 5)):
+        sampler.nodes = {1: nodes}
+        found = sampler.generate(PROMPTS, params, seeds=SEEDS)
+        assert ids(found) == expected
+
+
+def test_a_tree_accepts_at_least_the_block_that_it_holds():
+    model, params = target(), SamplingParams(24, 1.0, verify="tree")
+    expected = ids(plain_rows(model, params))
+    block, wide = (oracle(model, 6, PROMPTS, expected) for _ in range(2))
+    wide.nodes = {1: 40}
+    chain = block.generate(PROMPTS, SamplingParams(24, 1.0), seeds=SEEDS)
+    found = wide.generate(PROMPTS, params, seeds=SEEDS)
+    assert ids(found) == ids(chain) == expected
+    passes = [sum(r.stats.target_passes for r in results) for results in (found, chain)]
+    assert passes[0] < passes[1]
+
+
+def test_the_noise_belongs_into_the_ranking():
+    """Drafted by the target's own law, a tree that knows the noise holds more of its choices."""
+    model = target()
+    params = SamplingParams(60, 1.0, verify="tree")
+    passes = []
+    for cls in (DeerSampler, Deaf):
+        sampler = deer(model, drafter_of_target(model), 3, cls)
+        sampler.nodes = {1: 6}
+        found = sampler.generate(PROMPTS, params, seeds=SEEDS)
+        passes.append(sum(r.stats.target_passes for r in found))
+    assert passes[0] < 0.9 * passes[1]
+
+
+class Deaf(DeerSampler):
+    """Right but worse: the tree is drafted without the noise."""
+
+    def tree_cycle(self, rows, q_logits, noise, params):
+        return super().tree_cycle(rows, q_logits - noise[:, :-1], noise, params)
+
+
+def everything_before(q, k):
+    return masks.causal(q, k)
+
+
+def without_the_path(q, k):
+    return masks.causal(q, k) & ((k.block < 0) | (q.block == k.block))
+
+
+@pytest.mark.parametrize("wrong", [everything_before, without_the_path])
+def test_a_wrong_mask_changes_the_text(monkeypatch, wrong):
+    model, params = target(), SamplingParams(24, 1.0, verify="tree")
+    expected = ids(plain_rows(model, params))
+    right = oracle(model, 5, PROMPTS, expected)
+    assert ids(right.generate(PROMPTS, params, seeds=SEEDS)) == expected
+    monkeypatch.setattr("decoding.samplers.deer.tree", wrong)
+    assert ids(right.generate(PROMPTS, params, seeds=SEEDS)) != expected
+
+
+def test_without_compaction_the_text_changes(monkeypatch):
+    model, params = target(), SamplingParams(24, 1.0, verify="tree")
+    expected = ids(plain_rows(model, params))
+    sampler = deer(model, drafter_of_target(model), 5)
+    assert ids(sampler.generate(PROMPTS, params, seeds=SEEDS)) == expected
+    monkeypatch.setattr("decoding.engine.cache.RaggedCache.move", lambda *_: None)
+    assert ids(sampler.generate(PROMPTS, params, seeds=SEEDS)) != expected
+
+
+@pytest.mark.parametrize("nodes", [0, 64])
+def test_a_budget_that_is_not_allowed(nodes):
+    with pytest.raises(ValueError, match=rf"nodes={nodes} is not allowed: .* 1 to 63"):
+        deer(target(), random_drafter(), 3, nodes=nodes)

@@ -1,0 +1,84 @@
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from data.text.tokenizer import train_tokenizer
+from decoding.loading import load
+from tests.support import tiny
+
+
+def test_method_and_target_come_from_the_export(lab):
+    assert type(load(str(lab.runs / "deer_stage2" / "export"))).__name__ == "DeerSampler"
+    assert type(load(str(lab.runs / "ar_target" / "export"))).__name__ == "PlainSampler"
+
+
+def test_a_target_folder_is_looked_for_beside_the_export(lab, tmp_path, monkeypatch):
+    export = tmp_path / "drafter"
+    shutil.copytree(lab.runs / "deer_stage2" / "export", export)
+    shutil.copytree(lab.runs / "ar_target" / "export", export / "target")
+    config = json.loads((export / "config.json").read_text())
+    config["parade"]["target"] = "./target"
+    (export / "config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
+    assert load(str(export)).target.name_or_path == str(export / "./target")
+
+
+def test_an_unknown_method_lists_those_that_exist(lab, tmp_path):
+    shutil.copytree(lab.runs / "ar_target" / "export", tmp_path / "x")
+    config = json.loads((tmp_path / "x" / "config.json").read_text())
+    config["parade"] = {"method": "deeer"}
+    (tmp_path / "x" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"unknown method 'deeer'. Did you mean 'deer'"):
+        load(str(tmp_path / "x"))
+
+
+def test_a_target_with_another_tokenizer_is_refused(lab, tmp_path):
+    tiny.causal_lm(320).save_pretrained(tmp_path / "other")
+    train_tokenizer(["another text, other merges"], 280).save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match="different tokenizers"):
+        load(str(lab.runs / "deer_stage2" / "export"), target=str(tmp_path / "other"))
+
+
+def test_the_hub_out_of_reach_is_one_line(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="cannot reach 'org/name' on the Hub") as error:
+        load("org/name")
+    assert "\n" not in str(error.value)
+
+
+def generate(*arguments):
+    command = [sys.executable, "-m", "decoding.generate", *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_generate_prints_the_text_and_its_cost(lab):
+    model = f"model={lab.runs / 'deer_stage2' / 'export'}"
+    done = generate(model, "prompt=def key", "max_new_tokens=8", "temperature=0.7", "seed=1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("def key")
+    assert "8 tokens in" in done.stdout
+    assert "tokens per target pass" in done.stdout
+    again = generate(model, "prompt=def key", "max_new_tokens=8", "temperature=0.7", "seed=1")
+    assert again.stdout.split("\n\n")[0] == done.stdout.split("\n\n")[0]
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("max_new_tokens=0", "at least 1"),
+        ("temperature=-1", "temperature=-1.0 is not allowed"),
+        ("top_p=1.5", "in (0, 1]"),
+        ("verify=three", "one of ['coupled', 'rejection', 'block', 'tree']"),
+        ("max_new_tokens=9999", "context of 256"),
+        ("temprature=1", "Did you mean 'temperature'"),
+    ],
+)
+def test_mistakes_are_one_line(lab, argument, message):
+    done = generate(f"model={lab.runs / 'deer_stage2' / 'export'}", "prompt=def", argument)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
