@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from decoding.commands.cli import unknown
 
-RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 
 def names(group: str) -> list[str]:

@@ -6,7 +6,7 @@ from math import log
 
 import pytest
 import torch
-from tests.decoding.test_output_law import deer, first_cycle
+from tests.decoding.test_exact_distribution import deer, first_cycle
 
 from tests.decoding.bench.test_limits import conditionals, drafter_marginals, joint
 from trainers.losses.acceptance import coupled_miss, length, log_acceptance, total_variation

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from tests.decoding.test_output_law import deer, first_cycle, go_on_after_a_rejection
+from tests.decoding.test_exact_distribution import deer, first_cycle, go_on_after_a_rejection
 
 from data.text.tokenizer import draft_token_ids, fingerprint, train_tokenizer, with_draft_tokens
 from decoding.bench.limits import run

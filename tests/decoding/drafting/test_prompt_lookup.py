@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.decoding.test_bigrams import assert_likeliest
+from tests.decoding.drafting.test_bigrams import assert_likeliest
 
 from decoding.drafting import tree
 from decoding.drafting.prompt_lookup import ORDER, Lookup, then
