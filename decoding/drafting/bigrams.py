@@ -1,19 +1,22 @@
-"""Which token follows which: what positions that are drafted independently cannot know.
+"""Bigram scores: pointwise mutual information of neighbouring tokens, counted in teacher answers.
 
-A drafter that drafts a block in one pass gives each position's law given the committed text alone.
-In a tree the parent of a node is known, so its children can be ranked by
+A drafter that drafts a block in one pass gives every position a distribution conditioned on the
+committed text alone. In a draft tree the parent of a node is known as well, so its children can be
+ranked by
 
     s (log q_i(v) + g(v)) + w log(b(v | u) / p(v)),
     b(v | u) = (c(u, v) + beta p(v)) / (c(u) + beta),
 
-where c counts how often v followed u in the target's answers, p(v) how often v is there at all, and
-b is a bigram model (Dirichlet prior, as in MacKay and Peto, 1995). A parent's children do not feel
-a number that is the same for all of them, so of log b/p only `lift` matters,
+where u is the parent's token, v the child's, q_i the drafter's distribution at depth i, g the noise
+that the target will use, s and w fitted weights, c(u, v) how often v followed u in the target's
+answers, p(v) the relative frequency of v in them, and b a bigram model with a Dirichlet prior
+(MacKay and Peto, 1995). A term that all children of a parent share does not change their ranking,
+so log(b / p), the pointwise mutual information (PMI) of u and v, may be replaced by
 
-    lift(u, v) = log(1 + c(u, v) / (beta p(v))),
+    score(u, v) = log(1 + c(u, v) / (beta p(v))),
 
-which is 0 for a pair that was never seen: only the others are stored. A tree may be ranked by
-anything, verification does not change; so this costs no law, and a wrong table only speed. Ours.
+which is 0 for a pair that was never seen: only the pairs that were seen are stored. Verification
+is exact for any ranking, so a wrong table costs speed and changes no output. The method is ours.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,40 +29,61 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-FILE = "bigrams.safetensors"  # of an export
+FILE = "bigrams.safetensors"  # in an export's folder
 
 
 class Bigrams(NamedTuple):
-    """pairs [n], in order: u vocabulary + v. lift [n], see the module; u, v < vocabulary."""
+    """A sparse table of bigram scores.
+
+    Attributes:
+        pairs: int64 [n], ascending: the pair (u, v) is stored as u * vocabulary + v.
+        scores: float32 [n], score(u, v) of each pair (see the module's docstring).
+        vocabulary: Number of token ids; u and v are below it.
+    """
 
     pairs: Tensor
-    lift: Tensor
+    scores: Tensor
     vocabulary: int
 
-    def behind(self, before: int) -> dict[int, float]:
-        """{v: lift(before, v)} of all v that were seen behind a token."""
-        pairs, (here,) = self.pairs.numpy(), self._ranges([before])
-        return dict(zip((pairs[here] % self.vocabulary).tolist(), self.lift.numpy()[here].tolist()))
+    def after(self, previous: int) -> dict[int, float]:
+        """The scores {v: score(previous, v)} of all tokens v that were seen after one token."""
+        pairs, (stored,) = self.pairs.numpy(), self._ranges([previous])
+        tokens = (pairs[stored] % self.vocabulary).tolist()
+        return dict(zip(tokens, self.scores.numpy()[stored].tolist()))
 
-    def rows(self, before: Tensor) -> Tensor:
-        """lift(u, v) of all v: tokens u [n] -> [n, vocabulary]."""
-        rows = torch.zeros(len(before), self.vocabulary)
-        for row, here in zip(rows, self._ranges(before.tolist())):
-            row[self.pairs[here] % self.vocabulary] = self.lift[here]
-        return rows.to(before.device)
+    def rows(self, previous: Tensor) -> Tensor:
+        """Dense rows of the table.
 
-    def _ranges(self, before: list[int]) -> list[slice]:
-        """Where the pairs of each token are."""
-        ends = [(u * self.vocabulary, (u + 1) * self.vocabulary) for u in before]
+        Args:
+            previous: Token ids u, int64 [n].
+
+        Returns:
+            score(u, v) of all v, float32 [n, vocabulary], on the device of `previous`.
+        """
+        rows = torch.zeros(len(previous), self.vocabulary)
+        for row, stored in zip(rows, self._ranges(previous.tolist())):
+            row[self.pairs[stored] % self.vocabulary] = self.scores[stored]
+        return rows.to(previous.device)
+
+    def _ranges(self, previous: list[int]) -> list[slice]:
+        """Where the pairs that begin with each of these tokens are stored."""
+        ends = [(u * self.vocabulary, (u + 1) * self.vocabulary) for u in previous]
         return [slice(*pair) for pair in np.searchsorted(self.pairs.numpy(), ends).tolist()]
 
 
 def count(
     texts: Iterable[list[int]], vocabulary: int, beta: float = 10.0, most: int = 10_000_000
 ) -> Bigrams:
-    """The pairs of texts of token ids below vocabulary; of more than `most` the most frequent.
+    """The bigram table of tokenised texts.
 
-    Errors: texts without a pair.
+    Args:
+        texts: Token ids of each text, all below `vocabulary`.
+        vocabulary: Number of token ids.
+        beta: Strength of the Dirichlet prior, in counts.
+        most: Pairs to keep; of more than that the most frequent are kept.
+
+    Raises:
+        ValueError: No text has two tokens.
     """
     pairs, counts = torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long)
     for new in _batches(texts, vocabulary):
@@ -67,18 +91,18 @@ def count(
         weights = torch.cat([counts, torch.ones_like(new)])
         pairs, counts = both, torch.zeros_like(both).index_add_(0, index, weights)
     if not len(pairs):
-        raise ValueError("no text has two tokens, so there is nothing to count")
-    after = pairs % vocabulary
-    p = torch.zeros(vocabulary).index_add_(0, after, counts.float()) / counts.sum()
-    lift = (counts / (beta * p[after])).log1p()
+        raise ValueError("no text has two tokens, so there are no bigrams to count")
+    following = pairs % vocabulary
+    p = torch.zeros(vocabulary).index_add_(0, following, counts.float()) / counts.sum()
+    scores = (counts / (beta * p[following])).log1p()
     kept = counts.argsort(descending=True, stable=True)[:most].sort().values
-    return Bigrams(pairs[kept], lift[kept], vocabulary)
+    return Bigrams(pairs[kept], scores[kept], vocabulary)
 
 
 def _batches(
     texts: Iterable[list[int]], vocabulary: int, size: int = 1_000_000
 ) -> Iterator[Tensor]:
-    """All neighbours as u vocabulary + v, about `size` at a time."""
+    """All pairs of neighbours as u * vocabulary + v, about `size` at a time."""
     found, waiting = [], 0
     for text in texts:
         ids = torch.tensor(text, dtype=torch.long)
@@ -92,21 +116,26 @@ def _batches(
 
 
 def write(bigrams: Bigrams, folder: Path) -> None:
-    """Into an export, whole or not at all."""
+    """Write a table into an export's folder, atomically."""
     temporary = folder / f".{FILE}"
-    tensors = {"pairs": bigrams.pairs, "lift": bigrams.lift}
+    # The tensor's name in the file is part of the export format.
+    tensors = {"pairs": bigrams.pairs, "lift": bigrams.scores}
     save_file(tensors, temporary, metadata={"vocabulary": str(bigrams.vocabulary)})
     temporary.replace(folder / FILE)
 
 
 def read(file: Path) -> Bigrams:
-    """Of an export. Errors: a file that is missing or damaged."""
+    """The table of an export.
+
+    Raises:
+        ValueError: The file is missing or damaged.
+    """
     try:
         with safe_open(file, "pt") as stored:
             vocabulary = int(stored.metadata()["vocabulary"])
             return Bigrams(stored.get_tensor("pairs"), stored.get_tensor("lift"), vocabulary)
     except Exception as error:
         raise ValueError(
-            f"cannot read {file} ({error}): make it anew with python -m decoding.calibrate, or "
-            "leave it out with sampler=[bigrams=false]"
+            f"cannot read {file} ({error}): run python -m decoding.calibrate to write it again, or "
+            "decode without it, sampler=[bigrams=false]"
         ) from error

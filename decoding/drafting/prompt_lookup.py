@@ -1,54 +1,63 @@
-"""What a text itself says of its next token: what stood there when its last tokens stood before.
+"""Prompt lookup: a text's own n-grams as a proposal for its next token.
 
-Texts repeat themselves, code most of all, and prompt lookup drafts from nothing else (the
-transformers option of that name). Here it is one voice more in the ranking of a draft tree:
+Texts repeat themselves, code most of all; transformers' prompt lookup decoding drafts from that
+alone. Here it is one component of the mixture that ranks a draft tree:
 
     p(v | text, path) = (1 - a_n) p(v | drafter) + a_n [v = c_n]
 
-n: the most of the last tokens (ORDER at most) that stood in a row before; c_n: what followed them
-last; a_n: how often such a c_n was right in this very text, so that one that does not repeat itself
-hardly listens. Behind the drafter's last position the second term is all there is. A mixture with
-the recent past is a cache model (Kuhn and De Mori, 1990); a tree may be ranked by anything,
-verification does not change. Ours.
+n is the length of the longest suffix (at most ORDER tokens) that occurred in the text before, c_n
+the token that followed its last occurrence, and a_n the share of such guesses that were right in
+this very text, so that the lookup has little weight in a text that does not repeat itself. After
+the drafter's last position the second term is the only one. A mixture with the recent past is a
+cache model (Kuhn and De Mori, 1990). Verification is exact for any ranking, so the lookup changes
+no output. Its use in a draft tree is ours.
 """
 
 ORDER = 3
 
-Last = tuple[int, ...]  # the last tokens of a text, ORDER at most
+Suffix = tuple[int, ...]  # the last tokens of a text, at most ORDER
 
 
 class Lookup:
-    """One row's text so far, on the host."""
+    """The n-grams of one sequence's text so far, on the host.
+
+    Attributes:
+        suffix: The last tokens of the text, at most ORDER.
+    """
 
     def __init__(self, tokens: list[int]):
-        self.last: Last = ()
-        self._after: dict[Last, int] = {}
+        self.suffix: Suffix = ()
+        self._following: dict[Suffix, int] = {}
         self._right, self._guesses = [0] * (ORDER + 1), [0] * (ORDER + 1)  # by n
         self.extend(tokens)
 
     def extend(self, tokens: list[int]) -> None:
-        """The text goes on."""
+        """Append tokens to the text, and count which of them would have been guessed."""
         for token in tokens:
-            n, guess = self._find(self.last)
+            n, guess = self._find(self.suffix)
             self._guesses[n] += 1
             self._right[n] += guess == token
-            for n in range(1, len(self.last) + 1):
-                self._after[self.last[-n:]] = token
-            self.last = then(self.last, token)
+            for n in range(1, len(self.suffix) + 1):
+                self._following[self.suffix[-n:]] = token
+            self.suffix = append(self.suffix, token)
 
-    def guess(self, last: Last) -> tuple[int | None, float]:
-        """(c_n, a_n) behind a text that ends so; (None, 0) where the last token is new."""
-        n, guess = self._find(last)
-        # Two guesses that were wrong before there is any: silence until one was right.
+    def guess(self, suffix: Suffix) -> tuple[int | None, float]:
+        """The guessed token c_n after a text with this suffix, and its weight a_n in [0, 1).
+
+        (None, 0) where the suffix's last token has not occurred before.
+        """
+        n, guess = self._find(suffix)
+        # Counted as if two guesses had been wrong: the weight is 0 until one was right.
         return guess, self._right[n] / (self._guesses[n] + 2)
 
-    def _find(self, last: Last) -> tuple[int, int | None]:
-        for n in range(len(last), 0, -1):
-            if (token := self._after.get(last[-n:])) is not None:
+    def _find(self, suffix: Suffix) -> tuple[int, int | None]:
+        """The length n of the longest suffix that occurred before, and the token after it."""
+        for n in range(len(suffix), 0, -1):
+            if (token := self._following.get(suffix[-n:])) is not None:
                 return n, token
         return 0, None
 
 
-def then(last: Last, token: int) -> Last:
-    """The last tokens when one more has come."""
-    return (*last, token)[-ORDER:]
+def append(suffix: Suffix, token: int) -> Suffix:
+    """The suffix of a text after one more token."""
+    return (*suffix, token)[-ORDER:]

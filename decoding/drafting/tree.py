@@ -1,4 +1,4 @@
-"""Draft trees: the likeliest continuations under independent marginals, for one pass to verify."""
+"""Draft trees: best-first prefixes under a product of marginals, verified in one target pass."""
 
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -10,30 +10,35 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from decoding.drafting.prompt_lookup import Last, Lookup, then
+from decoding.drafting.prompt_lookup import Lookup, Suffix, append
 
 ROOT = -1
-LIMIT = 63  # nodes: a path is a set of nodes, one bit each
-CHOICES = 20  # tokens of a depth that may know what stands before them
+LIMIT = 63  # nodes of a tree: a path is a set of nodes, one bit each
+CANDIDATES = 20  # tokens of a depth whose scores may depend on the tokens before them
 
-Ranked = tuple[list[int], list[float]]  # tokens, best first, and logarithms of their probabilities
+Ranked = tuple[list[int], list[float]]  # tokens, best first, and their log-probabilities
 
 
-class Lift(NamedTuple):
-    """What the token before is to those behind it, see `draft_trees`.
+class BigramScores(NamedTuple):
+    """PMI scores of pairs of tokens, weighted by depth (`decoding.drafting.bigrams`).
 
-    behind: what a token u lifts, {v: lift(u, v)}; weight [k]: how much each depth heeds it.
+    Attributes:
+        after: Maps a token u to the scores {v: score(u, v)} of the tokens seen after it.
+        weight: One weight for each depth, [k] or longer.
     """
 
-    behind: Callable[[int], Mapping[int, float]]
+    after: Callable[[int], Mapping[int, float]]
     weight: list[float]
 
 
 class Tree(NamedTuple):
-    """A tree of tokens behind the last committed one, the root. Parents come before children.
+    """A tree of drafted tokens. Its root is the last committed token; parents precede children.
 
-    token, depth (1 at the root's children), path (bits of the nodes from the root to this one):
-    of each node. child: {(parent, token): node}.
+    Attributes:
+        token: The token of each node.
+        depth: The depth of each node; 1 for children of the root.
+        path: The nodes from the root to each node, itself included, as a set of bits.
+        child: {(parent, token): node}, with ROOT as the root's number.
     """
 
     token: list[int]
@@ -42,22 +47,27 @@ class Tree(NamedTuple):
     child: dict[tuple[int, int], int]
 
 
-def best_first(children: Callable[[int, Last], Ranked], nodes: int, last: Last = ()) -> Tree:
-    """The `nodes` likeliest prefixes behind a text that ends with the tokens `last`.
+def best_first(children: Callable[[int, Suffix], Ranked], nodes: int, suffix: Suffix = ()) -> Tree:
+    """The tree of the `nodes` most probable prefixes.
 
-    children(depth, last): what may stand at a depth (0: the first) behind a text and a prefix that
-    end so; nothing if a prefix is no longer. A prefix is never likelier than a shorter one of
-    itself, so nodes taken in the order of their probability form a tree.
+    A prefix is never more probable than a shorter prefix of itself, so nodes taken in the order of
+    their probability form a tree.
+
+    Args:
+        children: Maps a depth (0: children of the root) and the suffix of the committed text and
+            the prefix to the ranked tokens of that depth; to no tokens where prefixes end.
+        nodes: Nodes of the tree; it has fewer if there are not as many prefixes.
+        suffix: The last tokens of the committed text.
 
     >>> depths = [([5, 6], [-0.1, -2.0]), ([7, 8], [-0.5, -0.9]), ([], [])]
-    >>> best_first(lambda depth, last: depths[depth], 3).token
+    >>> best_first(lambda depth, suffix: depths[depth], 3).token
     [5, 7, 8]
     """
     tree = Tree([], [], [], {})
-    tokens, scores = children(0, last)
-    heap = [(-scores[0], 0, 0, ROOT, 0.0, last, tokens, scores)]
+    tokens, scores = children(0, suffix)
+    heap = [(-scores[0], 0, 0, ROOT, 0.0, suffix, tokens, scores)]
     while heap and len(tree.token) < nodes:
-        cost, depth, rank, parent, before, last, tokens, scores = heappop(heap)
+        cost, depth, rank, parent, before, suffix, tokens, scores = heappop(heap)
         node, token = len(tree.token), tokens[rank]
         tree.token.append(token)
         tree.depth.append(depth + 1)
@@ -65,16 +75,21 @@ def best_first(children: Callable[[int, Last], Ranked], nodes: int, last: Last =
         tree.child[parent, token] = node
         if rank + 1 < len(tokens):
             sibling = before - scores[rank + 1]
-            heappush(heap, (sibling, depth, rank + 1, parent, before, last, tokens, scores))
-        last = then(last, token)
-        tokens, scores = children(depth + 1, last)
+            heappush(heap, (sibling, depth, rank + 1, parent, before, suffix, tokens, scores))
+        suffix = append(suffix, token)
+        tokens, scores = children(depth + 1, suffix)
         if tokens:
-            heappush(heap, (cost - scores[0], depth + 1, 0, node, cost, last, tokens, scores))
+            heappush(heap, (cost - scores[0], depth + 1, 0, node, cost, suffix, tokens, scores))
     return tree
 
 
 def walk(tree: Tree, choice: list[int]) -> list[int]:
-    """The nodes that the choices lead through. choice [nodes + 1]: at the root, at each node."""
+    """The accepted path: the nodes that the target's choices lead to.
+
+    Args:
+        tree: A tree of N nodes.
+        choice: The target's next token after the root and after each node, [N + 1].
+    """
     at, path = ROOT, []
     while (at := tree.child.get((at, choice[at + 1]), ROOT)) != ROOT:
         path.append(at)
@@ -82,7 +97,14 @@ def walk(tree: Tree, choice: list[int]) -> list[int]:
 
 
 class Trees(NamedTuple):
-    """The trees of a batch, of N nodes each. token, depth, path [B, N], see `Tree`."""
+    """The trees of a batch, of N nodes each.
+
+    Attributes:
+        rows: The tree of each sequence.
+        token: Token of each node, int64 [B, N].
+        depth: Depth of each node, int64 [B, N]; 1 for children of the root.
+        path: Bits of the nodes on each node's path, int64 [B, N] (see `Tree`).
+    """
 
     rows: list[Tree]
     token: Tensor
@@ -90,13 +112,21 @@ class Trees(NamedTuple):
     path: Tensor
 
     def before(self) -> Tensor:
-        """Which nodes stand before the token that follows the root or a node: [B, N + 1, N]."""
+        """Which nodes precede the token after the root or after a node: 0 or 1, [B, N + 1, N]."""
         bit = torch.arange(self.path.shape[1], device=self.path.device)
         return pad(self.path, (1, 0))[:, :, None] >> bit & 1
 
 
 def check_tree(nodes: int, sharpness: float | dict[str, list[float]]) -> None:
-    """ValueError for a tree that cannot be. sharpness: a number, or one a depth by temperature."""
+    """Check the options of draft trees.
+
+    Args:
+        nodes: Nodes of a tree.
+        sharpness: A number, or {temperature: one number for each depth}.
+
+    Raises:
+        ValueError: `nodes` is not in 1..LIMIT, or a sharpness is not positive.
+    """
     if not 1 <= nodes <= LIMIT:
         raise ValueError(f"nodes={nodes} is not allowed: it must be from 1 to {LIMIT}")
     depths = sharpness.values() if isinstance(sharpness, dict) else [[sharpness]]
@@ -104,16 +134,21 @@ def check_tree(nodes: int, sharpness: float | dict[str, list[float]]) -> None:
         raise ValueError(f"sharpness={sharpness} is not allowed: it must be above 0")
 
 
-def followed(trees: Trees, choice: Tensor) -> tuple[Tensor, Tensor]:
-    """The paths that choices [B, N + 1] (at the root, at each node) lead along.
+def accepted_paths(trees: Trees, choice: Tensor) -> tuple[Tensor, Tensor]:
+    """The accepted path of each tree of a batch.
 
-    Returns node [B, m], the i-th node of each row's path, and count [B], how long a path is; where
-    it has ended, places stand for themselves.
+    Args:
+        trees: Trees of N nodes each.
+        choice: The target's next token after the root and after each node, int64 [B, N + 1].
+
+    Returns:
+        node [B, m]: the i-th node of each path; after a path's end, i itself.
+        count [B]: nodes of each path.
     """
     paths = [walk(*row) for row in zip(trees.rows, choice.tolist())]
     count = [len(path) for path in paths]
-    places = range(max(count))
-    node = [[*path, *places[len(path) :]] for path in paths]
+    positions = range(max(count))
+    node = [[*path, *positions[len(path) :]] for path in paths]
     return choice.new_tensor(node).view(len(paths), -1), choice.new_tensor(count)
 
 
@@ -121,67 +156,79 @@ def draft_trees(
     logits: Tensor,
     nodes: int,
     sharpness: float | Tensor = 1.0,
-    lift: Lift | None = None,
+    bigrams: BigramScores | None = None,
     lookups: list[Lookup] | None = None,
 ) -> Trees:
-    """Best-first trees of the laws softmax(sharpness * logits + lift), [B, k, V].
+    """Best-first trees under softmax(sharpness * logits + bigram scores).
 
-    sharpness: a number, or one for each depth [k] (or more). A drafter that is too sure of itself
-    makes deep and narrow trees: sharpness below 1 mends that.
-    lift: of depths 2 to k, by the token before. lookups: the text of each row, which has a say of
-    its own. Without either tokens are independent; with one the CHOICES likeliest of each depth
-    are looked at, and what is guessed.
+    Without bigram scores and lookups the depths are independent. With either, only the CANDIDATES
+    most probable tokens of each depth, and the token that a lookup guesses, can become nodes.
+
+    Args:
+        logits: The drafter's logits, with the noise added if there is any, [B, k, V].
+        nodes: Nodes of each tree. All trees of a batch are made as small as the smallest.
+        sharpness: Inverse temperature of the drafter's distributions: a number, or one for each
+            depth [k] or longer. Below 1 it corrects a drafter that is overconfident, whose trees
+            would be too deep and narrow.
+        bigrams: Scores that depths 2 to k add, by the token before.
+        lookups: The text of each sequence, mixed into the ranking (`prompt_lookup`).
     """
     logits = logits[:, :nodes]  # a tree is no deeper
     if isinstance(sharpness, Tensor):
         sharpness = sharpness[: logits.shape[1], None]
-    law = (sharpness * logits).log_softmax(-1)
-    independent = lift is None and lookups is None
-    best = law.topk(min(nodes if independent else CHOICES, logits.shape[-1]))
-    lookups = lookups or [None] * len(law)
+    marginals = (sharpness * logits).log_softmax(-1)
+    independent = bigrams is None and lookups is None
+    best = marginals.topk(min(nodes if independent else CANDIDATES, logits.shape[-1]))
+    lookups = lookups or [None] * len(marginals)
     candidates = zip(best.indices.tolist(), best.values.tolist(), lookups)
-    texts = [
-        (families([*zip(tokens, scores)], lift, lookup), lookup.last if lookup else ())
+    rankings = [
+        (child_ranking([*zip(tokens, scores)], bigrams, lookup), lookup.suffix if lookup else ())
         for tokens, scores, lookup in candidates
     ]
-    rows = [best_first(children, nodes, last) for children, last in texts]
+    rows = [best_first(children, nodes, suffix) for children, suffix in rankings]
     fewest, most = (f(len(row.token) for row in rows) for f in (min, max))
     if fewest < most:  # a row has no more prefixes: a smaller tree is the first nodes of a larger
-        rows = [best_first(children, fewest, last) for children, last in texts]
+        rows = [best_first(children, fewest, suffix) for children, suffix in rankings]
     return Trees(rows, *torch.tensor([*zip(*(t[:3] for t in rows))], device=logits.device))
 
 
-def families(
-    depths: list[Ranked], lift: Lift | None = None, lookup: Lookup | None = None
-) -> Callable[[int, Last], Ranked]:
-    """`children` of `best_first` of one row, given the likeliest tokens of each depth alone.
+def child_ranking(
+    depths: list[Ranked], bigrams: BigramScores | None = None, lookup: Lookup | None = None
+) -> Callable[[int, Suffix], Ranked]:
+    """The function `children` of `best_first` for one sequence.
 
-    Other tokens are not lifted, so what all tokens add up to is 1 + sum over those of
-    p (e^(weight lift) - 1). Behind the last depth there is what the lookup guesses.
+    The scores of tokens outside `depths` are not changed, so the distribution that the bigram
+    scores give is normalised by 1 + sum over `depths` of p (e^(weight score) - 1). After the last
+    depth the lookup's guess is the only child.
+
+    Args:
+        depths: The most probable tokens of each depth, with log-probabilities, independent.
+        bigrams: Scores to add from the second depth on.
+        lookup: The text of this sequence, mixed into the ranking.
     """
-    places = [{token: i for i, token in enumerate(tokens)} for tokens, _ in depths]
+    indices = [{token: i for i, token in enumerate(tokens)} for tokens, _ in depths]
 
     @cache
-    def children(depth: int, last: Last) -> Ranked:
+    def children(depth: int, suffix: Suffix) -> Ranked:
         drafted = depth < len(depths)
-        tokens, law = depths[depth] if drafted else ([], [])
-        scores, place = law, places[depth] if drafted else {}
-        known = lift.behind(last[-1]) if lift and depth else {}
-        if both := known.keys() & place.keys():
-            more = {place[v]: lift.weight[depth] * known[v] for v in both}
-            total = log1p(sum(exp(law[i]) * expm1(x) for i, x in more.items()))
-            scores = [x - total for x in law]
-            for i, x in more.items():
+        tokens, marginal = depths[depth] if drafted else ([], [])
+        scores, index = marginal, indices[depth] if drafted else {}
+        known = bigrams.after(suffix[-1]) if bigrams and depth else {}
+        if both := known.keys() & index.keys():
+            added = {index[v]: bigrams.weight[depth] * known[v] for v in both}
+            total = log1p(sum(exp(marginal[i]) * expm1(x) for i, x in added.items()))
+            scores = [x - total for x in marginal]
+            for i, x in added.items():
                 scores[i] += x
-        guess, chance = lookup.guess(last) if lookup else (None, 0.0)
-        if chance:
-            scores = [x + log1p(-chance) for x in scores]
-            if guess in place:
-                scores[place[guess]] = log(exp(scores[place[guess]]) + chance)
+        guess, weight = lookup.guess(suffix) if lookup else (None, 0.0)
+        if weight:
+            scores = [x + log1p(-weight) for x in scores]
+            if guess in index:
+                scores[index[guess]] = log(exp(scores[index[guess]]) + weight)
             else:
-                tokens, scores = [*tokens, guess], [*scores, log(chance)]
-        if scores is law:
-            return tokens, law
+                tokens, scores = [*tokens, guess], [*scores, log(weight)]
+        if scores is marginal:
+            return tokens, marginal
         order = sorted(range(len(tokens)), key=scores.__getitem__, reverse=True)
         return [tokens[i] for i in order], [scores[i] for i in order]
 

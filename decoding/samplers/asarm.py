@@ -28,7 +28,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from data.corruption.orders import binary_lattice, order_index, two_streams
 from decoding.any_subset.infilling import Infiller
 from decoding.any_subset.two_stream_cache import Branches, TwoStreamNetwork
-from decoding.drafting.tree import Trees, check_tree, draft_trees, followed
+from decoding.drafting.tree import Trees, accepted_paths, check_tree, draft_trees
 from decoding.engine import verify
 from decoding.engine.params import VERIFY, SamplingParams
 from decoding.engine.sampler import Rows, choose
@@ -173,7 +173,7 @@ class AsarmSampler(Infiller):
         if noise is not None:
             noise = noise[here[:, None], pad(trees.depth, (1, 0))]
         choice = choose(logits[:, :, 0], noise)
-        node, count = followed(trees, choice)
+        node, count = accepted_paths(trees, choice)
         rows.networks["target"].keep_path(rows.lengths, node)
         along = pad(node + 1, (1, 0))  # from the root on
         rows.state["ahead"] = logits[here, along[here, count], 1:]

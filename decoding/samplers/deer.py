@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.drafting.bigrams import Bigrams
 from decoding.drafting.prompt_lookup import Lookup
-from decoding.drafting.tree import LIMIT, Lift, check_tree, draft_trees, followed
+from decoding.drafting.tree import LIMIT, BigramScores, accepted_paths, check_tree, draft_trees
 from decoding.engine import verify
 from decoding.engine.cache import CachedNetwork
 from decoding.engine.params import VERIFY, SamplingParams
@@ -75,8 +75,8 @@ class DeerSampler(Sampler):
         self._sharpness = {t: torch.tensor(s, device=target.device) for t, s in by_depth.items()}
         self.bigrams, self.lift, self.lookup = bigrams, {}, lookup
         if bigrams is not None:
-            behind = lru_cache(BEFORE)(bigrams.behind)
-            self.lift = {t: Lift(behind, weight) for t, weight in _by_depth(lift).items()}
+            after = lru_cache(BEFORE)(bigrams.after)
+            self.lift = {t: BigramScores(after, weight) for t, weight in _by_depth(lift).items()}
 
     def margin(self, params: SamplingParams) -> int:
         """A cycle may overshoot by what it drafts; separator and scratch need a slot each."""
@@ -159,7 +159,7 @@ class DeerSampler(Sampler):
         if noise is not None:
             noise = noise[torch.arange(len(depth), device=depth.device)[:, None], depth]
         choice = choose(logits, noise)
-        node, count = followed(trees, choice)
+        node, count = accepted_paths(trees, choice)
         rows.networks["target"].keep_path(rows.lengths, node)
         tokens = choice.gather(1, pad(node + 1, (1, 0)))
         if lookups:
@@ -167,7 +167,7 @@ class DeerSampler(Sampler):
                 lookup.extend(new[: length + 1])
         return tokens, count + 1
 
-    def shape_at(self, temperature: float) -> tuple[float | Tensor, Lift | None]:
+    def shape_at(self, temperature: float) -> tuple[float | Tensor, BigramScores | None]:
         """`sharpness` and `lift` of `draft_trees`: those of the nearest temperature."""
         sharpness = _nearest(self._sharpness, temperature) if self._sharpness else self.sharpness
         return sharpness, _nearest(self.lift, temperature) if self.lift else None

@@ -1,4 +1,4 @@
-"""Lookups: what a text says of itself by hand, in a tree's ranking, and in real decodes."""
+"""Prompt lookup: guesses by hand, in the ranking of a tree, and in real decodes."""
 
 import math
 from itertools import product
@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.decoding.drafting.test_bigrams import assert_likeliest
 
 from decoding.drafting import tree
-from decoding.drafting.prompt_lookup import ORDER, Lookup, then
+from decoding.drafting.prompt_lookup import ORDER, Lookup, append
 from decoding.engine.params import SamplingParams
+from tests.decoding.drafting.test_bigrams import assert_likeliest
 from tests.decoding.test_identity import (
     PROMPTS,
     SEEDS,
@@ -26,9 +26,9 @@ from tests.decoding.test_identity import (
 
 def test_guesses_by_hand():
     text = Lookup([1, 2, 3, 1, 2])
-    assert text.last == (3, 1, 2)
+    assert text.suffix == (3, 1, 2)
     # 1 had been followed by 2, and was again: n = 1 was right once of once.
-    assert text.guess(text.last) == (3, 0.0)  # (1, 2) was followed by 3, and n = 2 has no record
+    assert text.guess(text.suffix) == (3, 0.0)  # (1, 2) was followed by 3, and n = 2 has no record
     assert text.guess((2, 1)) == (2, 1 / 3)
     assert text.guess((9,)) == (None, 0.0)
     text.extend([3])
@@ -36,21 +36,21 @@ def test_guesses_by_hand():
     assert text.guess((7, 1, 2)) == (3, 1 / 3)
     text.extend([4])  # 1 was expected
     assert text.guess((8, 2, 3))[0] == 4  # the last time counts
-    assert then((), 5) == (5,)
-    assert then((1, 2, 3), 4) == (2, 3, 4)
+    assert append((), 5) == (5,)
+    assert append((1, 2, 3), 4) == (2, 3, 4)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 2), max_size=30))
-def test_a_text_that_comes_in_parts_says_the_same(tokens):
+def test_a_text_in_parts_gives_the_same_guesses(tokens):
     whole, parts = Lookup(tokens), Lookup([])
     for token in tokens:
         parts.extend([token])
-    for last in product(range(3), repeat=ORDER):
-        guess, chance = whole.guess(last)
-        assert parts.guess(last) == (guess, chance)
-        assert 0 <= chance < 1
-        at = [i for i in range(1, len(tokens)) if tokens[i - 1] == last[-1]]
+    for suffix in product(range(3), repeat=ORDER):
+        guess, weight = whole.guess(suffix)
+        assert parts.guess(suffix) == (guess, weight)
+        assert 0 <= weight < 1
+        at = [i for i in range(1, len(tokens)) if tokens[i - 1] == suffix[-1]]
         assert guess in ([tokens[i] for i in at] or [None])
 
 
@@ -68,18 +68,18 @@ def test_the_nodes_are_the_likeliest_prefixes_of_the_mixture(logits, text, nodes
     found = tree.draft_trees(z[None], nodes, lookups=[lookup]).rows[0]
 
     def chance(prefix):
-        p, last, laws = 1.0, lookup.last, z.softmax(-1)
+        p, suffix, marginals = 1.0, lookup.suffix, z.softmax(-1)
         for i, v in enumerate(prefix):
-            guess, share = lookup.guess(last)
-            drafted = (1 - share) * laws[i, v].item() if i < len(z) else 0.0
-            p, last = p * (drafted + share * (v == guess)), then(last, v)
+            guess, weight = lookup.guess(suffix)
+            drafted = (1 - weight) * marginals[i, v].item() if i < len(z) else 0.0
+            p, suffix = p * (drafted + weight * (v == guess)), append(suffix, v)
         return p
 
     assert_likeliest(found, chance, nodes, len(found.token))
 
 
 def test_rows_with_fewer_prefixes_make_all_trees_smaller():
-    """One draft of three tokens each; only the second text says what comes behind it."""
+    """One draft of three tokens each; only the second text has a guess for what follows it."""
     lookups = [Lookup([]), Lookup([0, 1, 2] * 4)]
     trees = tree.draft_trees(torch.zeros(2, 1, 3), 5, lookups=lookups)
     assert [len(row.token) for row in trees.rows] == [3, 3]
@@ -91,17 +91,18 @@ def test_rows_with_fewer_prefixes_make_all_trees_smaller():
 
 
 def test_a_guess_that_the_drafter_does_not_have():
-    """It comes in with its own chance, and the others keep the rest."""
+    """It becomes a candidate with its own weight, and the others share the rest."""
     lookup = Lookup([7, 9] * 4 + [7])
-    children = tree.families([([1, 2], [math.log(0.6), math.log(0.3)])], lookup=lookup)
-    guess, chance = lookup.guess(lookup.last)
-    tokens, scores = children(0, lookup.last)
+    depths = [([1, 2], [math.log(0.6), math.log(0.3)])]
+    children = tree.child_ranking(depths, lookup=lookup)
+    guess, weight = lookup.guess(lookup.suffix)
+    tokens, scores = children(0, lookup.suffix)
     assert guess == 9
     assert tokens == [9, 1, 2]
-    rest = 1 - chance
-    assert [math.exp(x) for x in scores] == pytest.approx([chance, 0.6 * rest, 0.3 * rest])
+    rest = 1 - weight
+    assert [math.exp(x) for x in scores] == pytest.approx([weight, 0.6 * rest, 0.3 * rest])
     # Where the draft has ended there is nothing else.
-    assert children(1, lookup.last) == ([9], [math.log(chance)])
+    assert children(1, lookup.suffix) == ([9], [math.log(weight)])
     assert children(1, (3, 3, 3)) == ([], [])
 
 
@@ -120,6 +121,6 @@ def test_a_text_that_repeats_itself_needs_fewer_passes():
     assert passes(0.0, True, drafter) < 0.95 * passes(0.0, False, drafter)
 
 
-def test_where_tokens_are_drawn_lookups_are_silent():
+def test_lookups_are_not_used_where_tokens_are_drawn():
     drafter = drafter_of_target(target())
     assert passes(1.0, True, drafter) == passes(1.0, False, drafter)

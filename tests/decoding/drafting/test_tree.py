@@ -1,4 +1,4 @@
-"""Draft trees: the likeliest prefixes, their mask, and the text that they must not change."""
+"""Draft trees: the most probable prefixes, their mask, and outputs that they must not change."""
 
 import math
 from itertools import product
@@ -55,7 +55,7 @@ def test_the_nodes_are_the_likeliest_prefixes(marginals, nodes):
 
 def test_a_walk_by_hand():
     depths = [([5, 6], [-0.1, -2.0]), ([7, 8], [-0.5, -0.9])]
-    drafted = tree.best_first(tree.families(depths, None), 4)
+    drafted = tree.best_first(tree.child_ranking(depths, None), 4)
     assert drafted.token == [5, 7, 8, 6]
     assert tree.walk(drafted, [5, 8, 0, 3, 0]) == [0, 2]
     assert tree.walk(drafted, [9, 7, 7, 7, 7]) == []
@@ -63,7 +63,7 @@ def test_a_walk_by_hand():
 
 
 def test_the_mask_of_a_tree():
-    """Two clean tokens; nodes 0 and 3 at the root, 1 and 2 behind 0, 4 behind 2."""
+    """Two clean tokens; nodes 0 and 3 are children of the root, 1 and 2 of 0, 4 of 2."""
     paths = [0b1, 0b11, 0b101, 0b1000, 0b10101]
     positions = [2, 3, 3, 2, 4]
     drawing = drawn("""
@@ -106,12 +106,12 @@ def test_a_tree_accepts_at_least_the_block_that_it_holds():
     assert passes[0] < passes[1]
 
 
-def test_the_noise_belongs_into_the_ranking():
-    """Drafted by the target's own law, a tree that knows the noise holds more of its choices."""
+def test_ranking_with_the_noise_takes_fewer_passes():
+    """Drafted from the target's own distribution, a tree ranked with the noise accepts more."""
     model = target()
     params = SamplingParams(60, 1.0, verify="tree")
     passes = []
-    for cls in (DeerSampler, Deaf):
+    for cls in (DeerSampler, WithoutNoise):
         sampler = deer(model, drafter_of_target(model), 3, cls)
         sampler.nodes = {1: 6}
         found = sampler.generate(PROMPTS, params, seeds=SEEDS)
@@ -119,8 +119,8 @@ def test_the_noise_belongs_into_the_ranking():
     assert passes[0] < 0.9 * passes[1]
 
 
-class Deaf(DeerSampler):
-    """Right but worse: the tree is drafted without the noise."""
+class WithoutNoise(DeerSampler):
+    """Right but slower: the tree is ranked without the noise."""
 
     def tree_cycle(self, rows, q_logits, noise, params):
         return super().tree_cycle(rows, q_logits - noise[:, :-1], noise, params)
