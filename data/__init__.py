@@ -1,1 +1,1 @@
-"""Corpora, tokenizers, packing and prompts: tensors in, tensors out."""
+"""Data: corpora, tokenizers, packed rows, prompts and training noise. No networks."""

@@ -1,1 +1,1 @@
-"""Where text comes from: the standard library, files, the Hub, collected answers."""
+"""Sources of text: the standard library, local files, the Hub, collected teacher answers."""

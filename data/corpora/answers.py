@@ -1,4 +1,4 @@
-"""Collected rows on disk: Parquet shards keyed by prompt id, and how training reads them."""
+"""Collections of teacher answers on disk: Parquet shards keyed by prompt id, and their reader."""
 
 import json
 from collections.abc import Iterator
@@ -8,12 +8,16 @@ from data.corpora.stdlib import check_split, is_held_out
 
 
 def shard_path(folder: str | Path, shard: int) -> Path:
-    """Where a collection keeps a shard."""
+    """The path of shard number `shard` of the collection in `folder`."""
     return Path(folder) / "shards" / f"{shard:05d}.parquet"
 
 
 def read_manifest(folder: str | Path) -> dict:
-    """What a collection was made with: teacher, parameters, fingerprints."""
+    """The manifest of a collection: its teacher, parameters and fingerprints.
+
+    Raises:
+        ValueError: if `folder` holds no collection.
+    """
     try:
         return json.loads((Path(folder) / "manifest.json").read_text())
     except FileNotFoundError:
@@ -23,7 +27,19 @@ def read_manifest(folder: str | Path) -> dict:
 
 
 def read_answers(folder: str | Path, split: str) -> Iterator[tuple[list[int], list[bool]]]:
-    """(ids, trained) of every prompt with its answer; only the answer's tokens are trained."""
+    """The encoded prompts and teacher answers of a collection, in the order of its shards.
+
+    Args:
+        folder: the collection's folder.
+        split: 'train' or 'heldout', by a hash of the prompt's id.
+
+    Yields:
+        Token ids of a prompt and its answer, and for each token whether it is trained: True for
+        the answer only.
+
+    Raises:
+        ValueError: for an unknown split, or a folder without answers.
+    """
     import pyarrow.parquet as parquet
 
     check_split(split)
@@ -32,7 +48,8 @@ def read_answers(folder: str | Path, split: str) -> Iterator[tuple[list[int], li
         raise ValueError(f"{folder} holds no answers: python -m decoding.collect writes them")
     for shard in shards:
         for row in parquet.read_table(shard).to_pylist():
-            # Prompts come from training documents: their ids alone are never held out.
+            # Hash another string than the bare id: prompts come from training documents, whose
+            # ids are never held out.
             if is_held_out(f"answers to {row['id']}") == (split == "heldout"):
                 prompt, answer = row["prompt_ids"], row["answer_ids"]
                 yield prompt + answer, [False] * len(prompt) + [True] * len(answer)

@@ -1,18 +1,18 @@
-"""Whether an input is still what it was: a short fingerprint of a model, a collection, a corpus."""
+"""Fingerprints of inputs: a short hash that shows whether a model or a data set has changed."""
 
 import hashlib
 from pathlib import Path
 
-BLOCKS, BLOCK = 16, 4096  # of a big file, what is read of it; bytes
+BLOCKS, BLOCK = 16, 4096  # of a big file, the blocks that are hashed, and their size in bytes
 
 
 def input_fingerprint(path: str | Path) -> str:
-    """16 hex digits that tell whether an input is still what it was, in milliseconds.
+    """Fingerprint of a file or folder, 16 hex digits, computed in milliseconds.
 
-    SHA-256 over the names, sizes and contents of a model's config.json, weights and code, of a
-    collection's manifest and shards, of all files of any other folder, or of a single file. Of a
-    file beyond 64 KiB 16 evenly spread blocks of 4 KiB stand for its content: weights trained anew
-    differ, a change of a few bytes may pass.
+    SHA-256 over file names, sizes and contents: of a model's config.json, weights and code, of a
+    collection's manifest and shards, or of all files of any other folder. Of a file above 64 KiB
+    only 16 evenly spaced blocks of 4 KiB are read: retrained weights change the fingerprint, an
+    edit of a few bytes may not.
     """
     path, digest = Path(path), hashlib.sha256()
     files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
@@ -20,7 +20,7 @@ def input_fingerprint(path: str | Path) -> str:
         kinds = (".safetensors", ".bin", ".py")
         files = [f for f in files if f.parent == path]
         files = [f for f in files if f.name == "config.json" or f.suffix in kinds]
-    elif (path / "manifest.json").is_file():  # a collection: others may have their folders in it
+    elif (path / "manifest.json").is_file():  # a collection, which may contain folders of others
         files = [f for f in files if f.parent in (path, path / "shards")]
     for file in files:
         size = file.stat().st_size

@@ -1,4 +1,4 @@
-"""Documents from anywhere: the standard library, local files, saved data sets, the Hub."""
+"""Document sources: the standard library, local files, saved data sets, the Hugging Face Hub."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -21,7 +21,7 @@ _PAIR_COLUMNS = (
     ("input", "output"),
 )
 _ID_COLUMNS = ("id", "task_id", "question_id", "prompt_id")
-# ShareGPT's names for the roles that chat templates know.
+# ShareGPT's role names, as the roles of chat templates.
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant"}
 
 
@@ -34,7 +34,7 @@ def load_documents(
     limit: int | None = None,
     subset: str | None = None,
 ) -> Iterable[dict]:
-    """The documents of `source`, lazily, each a dict with `id` and one of three shapes.
+    """The documents of a source, read lazily. A document is a dict of one of three shapes:
 
         {"id", "text": str}
         {"id", "messages": [{"role": str, "content": str}, ...]}
@@ -43,26 +43,31 @@ def load_documents(
     Args:
         source: `stdlib`; a file or folder of .txt, .py, .md (one document a file), .jsonl or
             .parquet; a folder written by `Dataset.save_to_disk`; else a Hub data set id.
-        split: `train` or `heldout`, told apart by a hash of the document's id. For a Hub data set
-            any split that it has; `heldout` is cut from its `train` by the same hash.
-        field: the text column. A name other than `text` is read even where the rows also look
-            like chats or prompt and answer.
-        streaming: do not download a Hub data set before reading it.
-        limit: at most so many documents.
+        split: `train` or `heldout`, separated by a hash of the document's id. For a Hub data set
+            any split that it has; `heldout` is taken out of its `train` by the same hash.
+        field: the text column. If not `text`, this column is read even from rows that also look
+            like chats or prompt-answer pairs.
+        streaming: read a Hub data set without downloading it first.
+        limit: maximum number of documents.
         subset: the configuration of a Hub data set.
 
-    Raises ValueError for a missing path, an unknown split, a missing column, a broken line, and a
-    source without documents; the first document is read at once, so most of these come early.
+    Returns:
+        An iterable over the documents. The first one has been read, so most errors are raised
+        here and not during iteration.
+
+    Raises:
+        ValueError: for a missing path, an unknown split, a missing column, an invalid line, or a
+            source without documents.
     """
     if limit is not None and limit < 1:
-        raise ValueError(f"limit={limit} leaves no document. Choose at least 1, or none at all.")
+        raise ValueError(f"limit={limit} is not allowed: give at least 1, or leave it out")
     documents = islice(_documents(source, split, field, streaming, subset), limit)
     first = next(documents, None)
     if first is None:
         raise ValueError(
             f"source={source!r} has no document in split={split!r}. "
-            "Local corpora hold out about one document in forty: give a larger one or another "
-            "split."
+            "Of a local corpus about one document in forty is held out: give a larger corpus or "
+            "another split."
         )
     return chain([first], documents)
 
@@ -83,7 +88,7 @@ def _documents(
         )
     rows = _hub_rows(source, "train" if split == "heldout" else split, streaming, subset)
     documents = _table_documents(rows, field, source)
-    # A named split is used whole, unless something was held out of it.
+    # Any other split is used whole: no documents were held out of it.
     return _of_split(documents, split) if split in ("train", "heldout") else documents
 
 
@@ -109,14 +114,14 @@ def _local_documents(path: Path, field: str) -> Iterator[dict]:
     if files := _files(path, TEXT_SUFFIXES):
         return _text_documents(files)
     raise ValueError(
-        f"source={str(path)!r} holds nothing that can be read. "
+        f"source={str(path)!r} has no readable files. "
         f"Allowed: {', '.join(TEXT_SUFFIXES)}, .jsonl and .parquet files, "
         "or a folder written by Dataset.save_to_disk."
     )
 
 
 def _files(path: Path, suffixes: tuple[str, ...]) -> dict[str, Path]:
-    """The files with these suffixes by posix name: relative to the folder, or the file's own."""
+    """The files with these suffixes, by POSIX path relative to the folder (or by file name)."""
     if path.is_file():
         return {path.name: path} if path.suffix in suffixes else {}
     found = {
@@ -144,9 +149,13 @@ def _jsonl_documents(files: dict[str, Path], field: str) -> Iterator[dict]:
 
 
 def read_jsonl(file: Path) -> Iterator[tuple[int, dict]]:
-    """`(line number, row)` of a .jsonl file, blank lines skipped.
+    """The rows of a .jsonl file; blank lines are skipped.
 
-    Raises ValueError with file and line where a line is not one JSON object.
+    Yields:
+        Line number (from 1) and row.
+
+    Raises:
+        ValueError: naming file and line, for a line that is not one JSON object.
     """
     with file.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
@@ -165,7 +174,7 @@ def read_jsonl(file: Path) -> Iterator[tuple[int, dict]]:
 
 def _parquet_documents(files: dict[str, Path], field: str) -> Iterator[dict]:
     for name, file in files.items():
-        # Streaming reads the file where it lies; otherwise datasets would copy it to its cache.
+        # Streaming reads the file in place; otherwise datasets copies it to its cache.
         rows = _datasets().load_dataset(
             "parquet", data_files=str(file), split="train", streaming=True
         )
@@ -178,7 +187,7 @@ def _saved_rows(path: Path) -> Iterable[dict]:
         return saved
     if "train" not in saved:
         raise ValueError(
-            f"{path} has no 'train' split but {sorted(saved)}. Give the folder of one: "
+            f"{path} has no 'train' split but {sorted(saved)}. Give the folder of a split: "
             f"{path / sorted(saved)[0]}."
         )
     return saved["train"]
@@ -189,10 +198,10 @@ def _hub_rows(source: str, split: str, streaming: bool, subset: str | None) -> I
     try:
         return datasets.load_dataset(source, name=subset, split=split, streaming=streaming)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        # datasets lists the allowed splits and configurations, over several lines.
+        # The error of datasets lists the allowed splits and configurations over several lines.
         reason = " ".join(str(error).split())
         raise ValueError(
-            f"source={source!r} is no local path, and the Hub did not give it "
+            f"source={source!r} is not a local path, and loading it from the Hub failed "
             f"(split={split!r}, subset={subset!r}): {reason}"
         ) from error
 
@@ -213,10 +222,16 @@ def _table_documents(rows: Iterable[dict], field: str, name: str) -> Iterator[di
 
 
 def to_document(row: dict, field: str, default_id: str, where: str) -> dict:
-    """One row in the shape of `load_documents`.
+    """A document in one of the shapes of `load_documents`, made from a row of a table.
 
-    `default_id` stands in where the row has no id column; `where` names the row in errors.
-    Raises ValueError naming the row's columns when none of them can be used.
+    Args:
+        row: columns by name.
+        field: the text column.
+        default_id: the id of a row without an id column.
+        where: name of the row in error messages.
+
+    Raises:
+        ValueError: naming the row's columns, if none of them can be used.
     """
     id = row_id(row, default_id)
     if field == "text":
@@ -238,21 +253,21 @@ def to_document(row: dict, field: str, default_id: str, where: str) -> dict:
 
 
 def row_id(row: dict, default: str) -> str:
-    """The row's own id, from whichever column data sets put it in."""
+    """The id of a row: the first id column that it has, else `default`."""
     return next(
         (str(row[column]) for column in _ID_COLUMNS if row.get(column) is not None), default
     )
 
 
 def _with_input(row: dict, prompt: str) -> str:
-    """Alpaca's rows have the material of an instruction in a column of its own."""
+    """The prompt of a row, with Alpaca's column `input` appended to its instruction."""
     if prompt == "instruction" and row.get("input"):
         return f"{row['instruction']}\n\n{row['input']}"
     return row[prompt]
 
 
 def _alternating(turns: list[str], where: str) -> list[dict[str, str]]:
-    """UltraChat's raw `data`: texts only, the user's first."""
+    """The messages of UltraChat's raw `data`: texts of alternating roles, the user first."""
     roles = ("user", "assistant")
     return [
         _message({"role": roles[index % 2], "content": turn}, where)
@@ -266,6 +281,6 @@ def _message(turn: dict, where: str) -> dict[str, str]:
         if isinstance(role, str) and isinstance(content, str):
             return {"role": _ROLES.get(role, role), "content": content}
     raise ValueError(
-        f"{where}: a turn of a chat needs text in 'role' and 'content', or 'from' and 'value', "
+        f"{where}: a chat turn needs text in 'role' and 'content', or in 'from' and 'value', "
         f"but is {str(turn)[:80]!r}."
     )

@@ -1,6 +1,6 @@
-"""The lab corpus: the Python source of the running interpreter's standard library.
+"""The lab corpus: the Python source files of the running interpreter's standard library.
 
-It is on every machine that runs parade, needs no network and is never shipped with parade.
+Every machine that runs parade has it, so it needs no network and is not distributed with parade.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ from typing import Literal
 
 Split = Literal["train", "heldout"]
 
-# Tables of characters, tests and other people's packages are not the library's own prose.
+# Character tables, tests and installed packages: not the source code that we want to model.
 _SKIPPED = {
     "encodings",
     "test",
@@ -24,20 +24,28 @@ _SKIPPED = {
 
 
 def is_held_out(id: str) -> bool:
-    """True for about one id in forty. Depends on the id alone: the same on every machine."""
+    """True for about one id in forty: a hash of the id alone, so the same on every machine."""
     return int(hashlib.sha1(id.encode()).hexdigest(), 16) % 40 == 0
 
 
 def check_split(split: str) -> None:
-    """Raise ValueError unless `split` is one that every local corpus has."""
+    """Check the name of a split.
+
+    Raises:
+        ValueError: unless `split` is 'train' or 'heldout'.
+    """
     if split not in ("train", "heldout"):
         raise ValueError(f"Unknown split {split!r}. Choose from 'train', 'heldout'.")
 
 
 def stdlib_documents(split: Split) -> list[dict[str, str]]:
-    """The standard library's files as `{"id": relative posix path, "text": source}`, by path.
+    """The files of the standard library, sorted by path.
 
-    Raises ValueError for an unknown split, and where the interpreter has no sources on disk.
+    Returns:
+        Documents `{"id": relative POSIX path, "text": source code}`.
+
+    Raises:
+        ValueError: for an unknown split, or an interpreter without source files on disk.
     """
     check_split(split)
     root = Path(sysconfig.get_path("stdlib"))

@@ -1,1 +1,1 @@
-"""What training hides of a row: draft blocks, noised blocks, subsets; orders and schedules."""
+"""Training noise: which tokens of a row are masked, by method; orders and noise schedules."""

@@ -1,4 +1,4 @@
-"""Corruption of any-subset models: what is hidden of a row, and in which order it comes."""
+"""Masking for any-subset models: which tokens of a row are hidden, and their generation order."""
 
 import torch
 from torch import Generator, Tensor
@@ -10,11 +10,20 @@ from data.text.tokenizer import mask_token_id
 
 
 class AnySubset:
-    """Hides a share of a row's trained tokens (arXiv 2504.20456, appendices E.2 and E.3).
+    """Random masking of a fraction of a row's trained tokens (AS-ARM, arXiv 2504.20456).
 
-    rates: the hidden share is uniform between these two. start: the share that the curriculum
-    begins with; it widens to `rates` over `curriculum` steps of `batch_size` samples (0: none).
-    order: 'lattice' (Eq. 4), or 'any' for the ablation. tokenizer: with a mask token.
+    The fraction follows the schedule and the curriculum of appendices E.2 and E.3.
+
+    Args:
+        rates: lowest and highest masked fraction, in (0, 1]; the fraction is uniform between them.
+        tokenizer: one that has a mask token.
+        start: masked fraction at the beginning of the curriculum.
+        curriculum: training steps over which `start` widens linearly to `rates`; 0 for none.
+        batch_size: samples per training step.
+        order: 'lattice' (Eq. 4), or 'any' for the ablation of Figure 3.
+
+    Raises:
+        ValueError: for a fraction outside (0, 1], an unknown order, or no mask token.
     """
 
     def __init__(
@@ -29,8 +38,8 @@ class AnySubset:
         low, high = rates
         if not 0 < low <= high <= 1 or not 0 < start <= 1:
             raise ValueError(
-                f"rates={list(rates)} and start={start} are not allowed: they are shares of "
-                "hidden tokens in (0, 1], the lower rate first"
+                f"rates={list(rates)} and start={start} are not allowed: they are masked fractions "
+                "in (0, 1], the lower rate first"
             )
         if order not in ("lattice", "any"):
             raise ValueError(f"unknown order {order!r}. Choose from ['any', 'lattice']")
@@ -41,16 +50,25 @@ class AnySubset:
     def __call__(
         self, row: dict[str, Tensor], generator: Generator, number: int
     ) -> dict[str, Tensor]:
-        """A row of `data.rows.packing.PackedRows` ([N] each) -> sample `number` of the run.
+        """Training sample `number` of the run, made from a packed row.
 
-        The whole row is one sequence: documents follow each other behind their end tokens, as
-        published. input_ids, position_ids, document, index, block: [2N], see
-        `data.corruption.orders.two_streams`. target [N]; masked: bool [N], where the loss stands.
+        The whole row is one sequence, as published: documents follow each other, separated by
+        their end-of-text tokens.
+
+        Args:
+            row: a row of `data.rows.packing.PackedRows`, [N] each.
+            generator: the random generator of this sample.
+            number: the sample's number, counted over the whole run; it sets the curriculum.
+
+        Returns:
+            input_ids, position_ids, document, index, block: [2N] each, the layout of
+            `data.corruption.orders.two_streams`; target: [N]; masked: bool [N], the positions
+            that the loss counts.
         """
         ids, present = row["input_ids"], row["document"] >= 0
-        places = (row["trained"].bool() & present).nonzero().flatten()
-        hidden = self.hidden_count(number, len(places))
-        chosen = places[torch.randperm(len(places), generator=generator)[:hidden]]
+        positions = (row["trained"].bool() & present).nonzero().flatten()
+        hidden = self.hidden_count(number, len(positions))
+        chosen = positions[torch.randperm(len(positions), generator=generator)[:hidden]]
         masked = torch.zeros_like(present)
         masked[chosen] = True
         if self.order == "lattice":
@@ -61,9 +79,12 @@ class AnySubset:
         streams = two_streams(ids, index, present, self.mask_id)
         return {**streams, "target": ids, "masked": masked}
 
-    def hidden_count(self, number: int, places: int) -> int:
-        """How many of `places` tokens sample `number` hides: at least 1 where there are any."""
+    def hidden_count(self, number: int, candidates: int) -> int:
+        """The number of tokens masked in sample `number`, out of `candidates` trained tokens.
+
+        At least 1 unless `candidates` is 0.
+        """
         done = min(1.0, number / self.curriculum) if self.curriculum else 1.0
         low, high = widening(self.start, self.rates, done)
         rate = low + (high - low) * golden(number)
-        return min(places, max(1, round(rate * places)))
+        return min(candidates, max(1, round(rate * candidates)))

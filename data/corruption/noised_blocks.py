@@ -1,4 +1,4 @@
-"""Corruption of block-wise masked diffusion LMs: all blocks of a row, noised, in one forward."""
+"""Masking for block-wise diffusion LMs: every block of a row is noised in one training sample."""
 
 import torch
 from torch import Generator, Tensor
@@ -9,11 +9,16 @@ from data.text.tokenizer import mask_token_id
 
 
 class NoisedBlocks:
-    """Masks each trained token of a block with the block's own rate t ~ U(1/L, 1].
+    """Random masking of trained tokens, at a masking rate t ~ U(1/L, 1] of each block.
 
-    attention: 'block_causal' puts the noised row behind a clean one that later blocks see;
-    'bidirectional' noises a whole document at one rate and needs no clean row. block_size: L.
-    tokenizer: with a mask token.
+    Args:
+        attention: 'block_causal' appends the noised row to a clean copy, which later blocks attend
+            to; 'bidirectional' uses one rate for a whole document and no clean copy.
+        block_size: L, in tokens.
+        tokenizer: one that has a mask token.
+
+    Raises:
+        ValueError: for a block_size below 1, or a tokenizer without a mask token.
     """
 
     def __init__(self, attention: str, block_size: int, tokenizer: PreTrainedTokenizerBase):
@@ -25,15 +30,17 @@ class NoisedBlocks:
     def __call__(
         self, row: dict[str, Tensor], generator: Generator, number: int = 0
     ) -> dict[str, Tensor]:
-        """A row of `data.rows.packing.PackedRows` ([S] each) -> one sample of the batch.
+        """One training sample, made from a row of `data.rows.packing.PackedRows` ([S] each).
 
-        input_ids, document, index, block: [2S], clean then noised, or [S], noised; the layout of
-        `models.masks.block_causal` and `bidirectional`. target, masked, rate: [S], of the noised.
+        Returns:
+            input_ids, document, index, block: [2S] (clean tokens, then noised) or [S] (noised), the
+            layout of `models.masks.block_causal` and `bidirectional`; target, masked, rate: [S],
+            of the noised tokens.
         """
         ids, document, position = row["input_ids"], row["document"], row["position"]
-        units = self.units(document, position)
+        groups = self.rate_groups(document, position)
         smallest = 1 / (self.block_size if self.copies else len(ids))
-        rate = uniform_times(int(units[-1]) + 1, smallest, generator)[units]
+        rate = uniform_times(int(groups[-1]) + 1, smallest, generator)[groups]
         masked = torch.rand(len(ids), generator=generator) < rate
         masked &= row["trained"].bool() & (document >= 0)
         noised, clean = ids.masked_fill(masked, self.mask_id), torch.full_like(ids, -1)
@@ -44,13 +51,13 @@ class NoisedBlocks:
             rows = {key: torch.cat([first[key], rows[key]]) for key in rows}
         return {**rows, "target": ids, "masked": masked, "rate": rate}
 
-    def units(self, document: Tensor, position: Tensor) -> Tensor:
-        """Which tokens share a rate, as numbers from 0: those of a block, or of a document.
+    def rate_groups(self, document: Tensor, position: Tensor) -> Tensor:
+        """The masking-rate group of each token [S], numbered from 0: its block, or its document.
 
         >>> document, position = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([0, 1, 2, 0, 1])
         >>> blocks = NoisedBlocks.__new__(NoisedBlocks)
         >>> blocks.copies, blocks.block_size = True, 2
-        >>> blocks.units(document, position).tolist()
+        >>> blocks.rate_groups(document, position).tolist()
         [0, 0, 1, 2, 2]
         """
         begins = torch.ones_like(document, dtype=torch.bool)

@@ -1,7 +1,7 @@
-"""Generation orders of any-subset models, and a row laid out as its two streams.
+"""Generation orders of any-subset models, and the two-stream layout of a row.
 
 An order is a permutation sigma of a row's N positions, [..., N]: sigma[i] is the position of the
-i-th token. Its first m tokens are the prompt; the others are generated one after the other.
+i-th token. The first m tokens are the prompt; the others are generated in this order.
 """
 
 import torch
@@ -9,9 +9,13 @@ from torch import Generator, Tensor
 
 
 def binary_lattice(given: Tensor) -> Tensor:
-    """The order of AS-ARMs (arXiv 2504.20456, Eq. 4): prompt first, then from left to right.
+    """The generation order of AS-ARM (arXiv 2504.20456, Eq. 4): prompt, then left to right.
 
-    given: bool [..., N], True where the token is part of the prompt. Returns sigma [..., N].
+    Args:
+        given: bool [..., N], True where the token is part of the prompt.
+
+    Returns:
+        The order sigma [..., N].
 
     >>> binary_lattice(torch.tensor([False, True, False, True])).tolist()
     [1, 3, 0, 2]
@@ -20,15 +24,33 @@ def binary_lattice(given: Tensor) -> Tensor:
 
 
 def any_permutation(given: Tensor, generator: Generator) -> Tensor:
-    """The ablation of Figure 3: prompt first, then the other positions in any order."""
+    """A random generation order: prompt first, then the other positions (AS-ARM, Figure 3).
+
+    Args:
+        given: bool [..., N], True where the token is part of the prompt.
+        generator: draws the permutation.
+
+    Returns:
+        The order sigma [..., N].
+    """
     return (torch.rand(given.shape, generator=generator) + (~given).float()).argsort(-1)
 
 
 def order_index(sigma: Tensor, m: Tensor) -> Tensor:
-    """Where each position stands in the order, m - 1 for all of the prompt: [..., N].
+    """The rank of each position in a generation order; m - 1 for every prompt position.
 
-    sigma [..., N]; m [...] tokens of prompt. A token may see those whose index is not above its
-    own, so the prompt sees all of itself and a generated token what came before it.
+    A token attends to tokens whose rank is at most its own, so each prompt token attends to the
+    whole prompt, and a generated token to all tokens generated before it.
+
+    Args:
+        sigma: the order [..., N].
+        m: prompt lengths [...], in tokens.
+
+    Returns:
+        Ranks [..., N].
+
+    Raises:
+        ValueError: if sigma is not a permutation.
 
     >>> order_index(torch.tensor([1, 3, 0, 2]), torch.tensor(2)).tolist()
     [2, 1, 3, 1]
@@ -38,18 +60,27 @@ def order_index(sigma: Tensor, m: Tensor) -> Tensor:
         sigma.sort(-1).values, torch.arange(N, device=sigma.device).expand_as(sigma)
     ):
         raise ValueError(
-            f"the order {sigma.tolist()} is no permutation: every position from 0 to {N - 1} "
-            "must stand in it once"
+            f"the order {sigma.tolist()} is no permutation: it must hold every position from 0 to "
+            f"{N - 1} once"
         )
     return sigma.argsort(-1).maximum(m.unsqueeze(-1) - 1)
 
 
 def two_streams(ids: Tensor, index: Tensor, present: Tensor, mask_id: int) -> dict[str, Tensor]:
-    """A row as 2N inputs: N tokens of content, then N queries, one about each position.
+    """The two-stream layout of a row: N content tokens, then one query token for each position.
 
-    ids, index (`order_index`) and present (bool, False for padding): [..., N]. A query is the mask
-    token at the position that it asks about, a block of one token in the layout of
-    `models.masks.draft_blocks`: it sees the content with a lower index, and itself.
+    A query is a mask token at the position that it predicts. In the layout of
+    `models.masks.draft_blocks` it is a block of one token: it attends to content tokens of lower
+    rank, and to itself.
+
+    Args:
+        ids: token ids [..., N].
+        index: ranks in the generation order [..., N], from `order_index`.
+        present: bool [..., N], False for padding.
+        mask_id: id of the mask token.
+
+    Returns:
+        input_ids, position_ids, document, index, block: [..., 2N] each.
     """
     N = ids.shape[-1]
     positions = torch.arange(N, device=ids.device).expand_as(ids)

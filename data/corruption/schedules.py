@@ -1,13 +1,14 @@
-"""Noise schedules: how much of a draft block is masked. Shared by losses and samplers."""
+"""Noise schedules: masking rates, suffix lengths and noise ratios, drawn for each sample."""
 
 import torch
 from torch import Generator, Tensor
 
 
 def uniform_times(count: int, low: float, generator: Generator) -> Tensor:
-    """`count` masking rates t in (low, 1], spread evenly (low discrepancy): [count].
+    """Stratified masking rates t in (low, 1], [count], in random order.
 
-    One uniform offset shifts an even grid, so that a row's blocks cover all rates.
+    One uniform offset shifts an even grid, so the blocks of a row cover all rates; each rate alone
+    is uniform. As in the low-discrepancy sampler of variational diffusion (arXiv 2107.00630).
     """
     offset = torch.rand((), generator=generator, dtype=torch.float64)
     grid = (offset + torch.arange(count, dtype=torch.float64) / count) % 1
@@ -16,23 +17,36 @@ def uniform_times(count: int, low: float, generator: Generator) -> Tensor:
 
 
 def masked_at(times: Tensor, length: int, generator: Generator) -> Tensor:
-    """Each of `length` tokens is masked with probability t: times [A] -> bool [A, length]."""
+    """Random masks bool [A, length]: a token of block i is masked with probability times[i]."""
     return torch.rand(len(times), length, generator=generator) < times[:, None]
 
 
 def suffix_lengths(count: int, shortest: int, longest: int, generator: Generator) -> Tensor:
-    """R ~ U(shortest, longest), whole numbers: [count]. DEER (arXiv 2512.15176), section 3.1.2."""
+    """Suffix lengths R ~ U{shortest, ..., longest}, [count] (DEER, arXiv 2512.15176, 3.1.2).
+
+    Raises:
+        ValueError: unless 1 <= shortest <= longest.
+    """
     if not 1 <= shortest <= longest:
         raise ValueError(f"shortest={shortest} is not allowed: it must be in 1..{longest}")
     return torch.randint(shortest, longest + 1, (count,), generator=generator)
 
 
 def progressive_times(count: int, window: int, order: str, generator: Generator) -> Tensor:
-    """Noise ratios t_1..t_count of consecutive blocks, of W = {0, 1/w, ..., (w-1)/w}: [count].
+    """The progressive noise schedule of pcLLM (Eq. 7 and section 4.3): a noise ratio per block.
 
-    Source: pcLLM, Eq. 7 and section 4.3. order: 'linear' is t_i = W[i mod w]; 'reverse' the same
-    windows from the noisiest down; 'random' draws each t_i from W.
-    Example: count 5, window 2: linear 0, 1/2, 0, 1/2, 0.
+    Args:
+        count: number of consecutive blocks.
+        window: w, blocks per cycle; ratios are from W = (0, 1/w, ..., (w-1)/w).
+        order: 'linear' is t_i = W[i mod w], 'reverse' runs each cycle from the noisiest block
+            down, 'random' draws each t_i from W.
+        generator: used by 'random' only.
+
+    Returns:
+        Noise ratios t [count]. Example: count 5, window 2, linear: 0, 1/2, 0, 1/2, 0.
+
+    Raises:
+        ValueError: for a window below 1 or an unknown order.
     """
     if window < 1:
         raise ValueError(f"window={window} is not allowed: it must be at least 1 block")
@@ -47,10 +61,10 @@ def progressive_times(count: int, window: int, order: str, generator: Generator)
 
 
 def golden(n: int) -> float:
-    """Number n of a sequence in [0, 1) of which any stretch is spread evenly (low discrepancy).
+    """Term n of the golden-ratio low-discrepancy sequence in [0, 1): frac((n + 1/2) / phi).
 
-    The additive recurrence frac((n + 1/2) / phi): it needs neither the size of a batch nor its
-    place among processes.
+    Any run of consecutive terms covers [0, 1) evenly, so the sequence needs to know neither the
+    batch size nor the process that draws a sample.
 
     >>> [round(golden(n), 2) for n in range(4)]
     [0.31, 0.93, 0.55, 0.16]
@@ -59,9 +73,17 @@ def golden(n: int) -> float:
 
 
 def widening(start: float, rates: tuple[float, float], done: float) -> tuple[float, float]:
-    """A curriculum's rates: both ends go linearly from `start` to `rates` as done goes to 1.
+    """The masking rates of a curriculum: linear from (start, start) to `rates`.
 
-    AS-ARM (arXiv 2504.20456), appendix E.3.
+    Source: AS-ARM (arXiv 2504.20456), appendix E.3.
+
+    Args:
+        start: masked fraction at the beginning.
+        rates: lowest and highest masked fraction at the end.
+        done: completed fraction of the curriculum, 0 to 1.
+
+    Returns:
+        Lowest and highest masked fraction now.
 
     >>> widening(0.5, (0.75, 1.0), 0.5)
     (0.625, 0.75)

@@ -1,1 +1,1 @@
-"""From text to token ids: tokenizers, chat templates, prompt sets."""
+"""Text to token ids: tokenizers, chat templates and prompt sets."""

@@ -1,4 +1,4 @@
-"""From documents to token ids with the tokens to train on: plain text, pairs and chats."""
+"""Encoding of documents (texts, prompt-answer pairs, chats): token ids and a training mask."""
 
 import re
 
@@ -13,12 +13,22 @@ Spans = list[tuple[int, int]]
 def encode_document(
     tokenizer: PreTrainedTokenizerBase, row: dict, eos: bool = True
 ) -> tuple[list[int], list[bool]]:
-    """`(ids, trained)` of a document in one of the shapes of `data.corpora.sources.load_documents`.
+    """Token ids and training mask of one document.
 
-    `text`: every token is trained. `messages`: see `encode_chat`. `prompt` and `answer`: a chat of
-    two turns where the tokenizer has a chat template, else the two texts in a row with only the
-    answer trained. With `eos` the end-of-text token ends what is not a chat, and is trained; a
-    chat ends as its template says. Raises ValueError for any other shape.
+    Args:
+        tokenizer: its chat template is used for chats and pairs.
+        row: a document of `data.corpora.sources.load_documents`. Of `text`, every token is
+            trained. For `messages` see `encode_chat`. `prompt` and `answer` are encoded as a chat
+            of two turns where the tokenizer has a chat template, else as concatenated texts of
+            which only the answer is trained.
+        eos: append the end-of-text token, trained, to everything but a chat, which ends as its
+            template says.
+
+    Returns:
+        Token ids, and for each whether it is a training target.
+
+    Raises:
+        ValueError: for a document of other keys, and as `encode_chat` does.
     """
     if "messages" in row:
         return encode_chat(tokenizer, row["messages"])
@@ -40,21 +50,22 @@ def encode_document(
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The ids of `text` as a beginning: after the start token where the model expects one."""
+    """The token ids of `text`, after the start token (BOS) if the model expects one."""
     return [*start_ids(tokenizer), *_ids(tokenizer, text)]
 
 
 def start_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """`[bos id]` for a tokenizer that begins every text with it, else `[]`."""
+    """`[bos id]` if the tokenizer puts it before every text, else `[]`."""
     # Not all special tokens of an empty text: some tokenizers also end a text with their own.
     first = tokenizer("").input_ids[:1]
     return first if first == [tokenizer.bos_token_id] else []
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]:
-    """The ids of a chat up to and with the header of the assistant's next turn.
+    """The token ids of a chat prompt, the header of the assistant's next turn included.
 
-    Raises ValueError like `encode_chat`.
+    Raises:
+        ValueError: as `encode_chat` does.
     """
     _check_chat(tokenizer, messages)
     return _ids(tokenizer, _render(tokenizer, messages, add_generation_prompt=True))
@@ -63,17 +74,24 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> lis
 def encode_chat(
     tokenizer: PreTrainedTokenizerBase, messages: Messages
 ) -> tuple[list[int], list[bool]]:
-    """`(ids, trained)` of a chat: its template's text, trained on what the assistant says.
+    """Token ids and training mask of a chat, rendered by the tokenizer's chat template.
 
-    The end-of-turn token after an assistant's message is trained too; headers and all other turns
-    are not. A template with `{% generation %}` says itself what the assistant's part is. For
-    others it is found by rendering longer and longer beginnings of the chat. A message of the
-    assistant that opens the chat answers nothing, so it is context.
+    Trained are the assistant's messages, each with its end-of-turn token; headers and other turns
+    are not. `{% generation %}` blocks of the template mark these tokens; without such blocks they
+    are found by rendering each prefix of the chat. Not trained are an assistant's message that
+    opens the chat (it has no prompt), and an answer that the template renders differently once
+    more turns follow.
 
-    An answer that the template renders otherwise once more turns follow is context, too.
+    Args:
+        tokenizer: one that has a chat template.
+        messages: turns `{"role": ..., "content": ...}`.
 
-    Raises ValueError without a chat template, without messages, when the template refuses the
-    messages, and when it renders no answer as it is asked for.
+    Returns:
+        Token ids, and for each whether it is a training target.
+
+    Raises:
+        ValueError: without a chat template or messages, if the template rejects the messages, and
+            if it renders no answer as a continuation of its prompt.
     """
     _check_chat(tokenizer, messages)
     text, spans = _assistant_spans(tokenizer, messages)
@@ -96,7 +114,7 @@ def _check_chat(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> None:
 
 
 def _assistant_spans(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[str, Spans]:
-    """The rendered chat and the `(start, stop)` characters of it to train on."""
+    """The rendered chat, and the character spans `(start, stop)` of it that are trained."""
     if re.search(r"\{%[-+]?\s*generation\b", tokenizer.get_chat_template()):
         return _render_with_spans(tokenizer, messages)
     text = _render(tokenizer, messages)
@@ -106,16 +124,16 @@ def _assistant_spans(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> 
             continue
         header = _render(tokenizer, messages[:index], add_generation_prompt=True)
         turn = _render(tokenizer, messages[: index + 1])
-        # A model never says an earlier answer in the form that it has later in the chat (Qwen3
-        # drops its thoughts), so such a turn is context, not a target.
+        # A template may rewrite earlier answers once more turns follow (Qwen3's drops their
+        # thoughts). The model never generates that form, so such a turn is no target.
         if text.startswith(turn) and turn.startswith(header):
             # White space after the end-of-turn token is the template's, not the assistant's.
             spans.append((len(header), len(turn.rstrip())))
     if not spans and any(m["role"] == "assistant" for m in messages[1:]):
         raise ValueError(
-            f"The chat template of {tokenizer.name_or_path!r} renders every answer otherwise than "
-            "it is asked for, so no answer's tokens can be told apart. Use a template with "
-            "{% generation %} blocks."
+            f"The chat template of {tokenizer.name_or_path!r} renders no answer as a "
+            "continuation of its prompt, so the tokens of the answers cannot be found. Use a "
+            "template with {% generation %} blocks."
         )
     return text, spans
 
@@ -128,10 +146,10 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages, **options) -
 
 
 def _render_with_spans(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[str, Spans]:
-    # apply_chat_template(return_assistant_tokens_mask=True) goes wrong where the tokenizer trims
-    # spaces from its offsets: a span that begins with a space is lost with all later ones, and one
-    # that ends with a space runs to the end of the chat. So take the spans in characters, and find
-    # their tokens ourselves.
+    # apply_chat_template(return_assistant_tokens_mask=True) is wrong if the tokenizer trims spaces
+    # from its offsets: a span that begins with a space is lost with all later ones, and one that
+    # ends with a space runs to the end of the chat. So we take the spans in characters, and find
+    # their tokens in `_tokens_before`.
     try:
         [text], [spans] = render_jinja_template(
             conversations=[messages],
@@ -145,11 +163,11 @@ def _render_with_spans(tokenizer: PreTrainedTokenizerBase, messages: Messages) -
 
 
 def _refused(tokenizer: PreTrainedTokenizerBase, error: Exception) -> ValueError:
-    return ValueError(f"The chat template of {tokenizer.name_or_path!r} refused a chat: {error}")
+    return ValueError(f"The chat template of {tokenizer.name_or_path!r} rejected a chat: {error}")
 
 
 def _tokens_before(tokenizer: PreTrainedTokenizerBase, ids: list[int], beginning: str) -> int:
-    """How many of `ids` come from `beginning` alone; a token across its end does not count."""
+    """The number of leading `ids` inside `beginning`; a token across its end is outside."""
     prefix = _ids(tokenizer, beginning)
     pairs = enumerate(zip(prefix, ids, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(prefix), len(ids)))

@@ -1,4 +1,4 @@
-"""Prompt sets for benches and for collection: the same prompts on every machine."""
+"""Prompt sets for benches, validation and collection: deterministic, the same on every machine."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -20,19 +20,31 @@ def heldout_prompts(
     split: str = "heldout",
     **options,
 ) -> list[dict]:
-    """`count` prompts `{"id": str, "prompt_ids": list[int], "text": str}` from `source`.
+    """A deterministic set of prompts from a corpus or a prompt file.
 
-    Of text, a prompt is a window of exactly `length` tokens. Windows do not overlap, lie at
-    places given by a hash of the document's id, and come from as many documents as there are.
-    Of chats and prompt-answer pairs it is all before the first answer.
+    A prompt is, of a text, a window of exactly `length` tokens (windows do not overlap, their
+    offsets are a hash of the document's id, and they come from as many documents as possible); of
+    a chat or a prompt-answer pair, everything before the first answer, cut to its last `length`
+    tokens.
 
-    A .jsonl file whose rows have `turns` (MT-bench, Spec-Bench: the first turn, as a chat where
-    the tokenizer has a template) or `prompt` and no answer (HumanEval: as it stands) is a prompt
-    file: it has no splits, and `split` does not matter. A .jsonl file with `text` has splits; its
-    texts are taken whole. A whole prompt longer than `length` keeps its last `length` tokens.
+    A .jsonl file whose rows have `turns` (MT-Bench, Spec-Bench: the first turn is used, as a chat
+    if the tokenizer has a template) or `prompt` without an answer (HumanEval: used verbatim) is a
+    prompt file, which has no splits. A .jsonl file with `text` has splits, and each text is one
+    prompt.
 
-    `options` go to `data.corpora.sources.load_documents`. Raises ValueError as that does, and when
-    the source has fewer than `count` prompts.
+    Args:
+        source: a corpus as in `data.corpora.sources.load_documents`, or a prompt file.
+        tokenizer: encodes the prompts.
+        count: number of prompts.
+        length: tokens per prompt: exactly (windows) or at most (whole prompts).
+        split: 'heldout' or 'train'; ignored for a prompt file.
+        **options: further arguments of `data.corpora.sources.load_documents`.
+
+    Returns:
+        `count` prompts `{"id": str, "prompt_ids": list[int], "text": str}`.
+
+    Raises:
+        ValueError: as `load_documents` does, and if the source has fewer than `count` prompts.
     """
     for name, value in (("count", count), ("length", length)):
         if value < 1:
@@ -68,7 +80,7 @@ def _has_answer(row: dict) -> bool:
 
 
 def _prompt_rows(path: Path) -> list[dict]:
-    """The rows of a prompt file as documents: a first turn is a chat, a prompt is text."""
+    """The rows of a prompt file as documents: a first turn becomes a chat, a prompt a text."""
     documents = []
     for line, row in read_jsonl(path):
         id = row_id(row, f"{path.name}:{line}")
@@ -79,7 +91,7 @@ def _prompt_rows(path: Path) -> list[dict]:
         else:
             raise ValueError(
                 f"{path}, line {line}: no 'turns' and no 'prompt', but {sorted(row)}. "
-                "A prompt file needs one of them in every row."
+                "Each row of a prompt file needs one of the two."
             )
     return _shuffled(documents)
 
@@ -105,7 +117,7 @@ def _prompt_ids(document: dict, tokenizer: PreTrainedTokenizerBase) -> list[int]
 
 def _before_answer(messages: list[dict[str, str]]) -> list[dict[str, str]]:
     roles = [message["role"] for message in messages]
-    # A chat that an assistant opens has its first answer after the first user's turn.
+    # If the assistant opens the chat, the first answer is the one after the first user turn.
     asked = roles.index("user") if "user" in roles else 0
     answered = roles.index("assistant", asked) if "assistant" in roles[asked:] else len(roles)
     return messages[:answered]
@@ -114,23 +126,23 @@ def _before_answer(messages: list[dict[str, str]]) -> list[dict[str, str]]:
 def _windows(
     documents: list[dict], tokenizer: PreTrainedTokenizerBase, length: int
 ) -> Iterator[tuple[str, list[int]]]:
-    """One window of each document, then a second one of each, and so on while there are any."""
-    # Generators: a document is tokenized when its first window is asked for, or never.
+    """Windows in rounds: the first window of each document, then the second of each, and so on."""
+    # Generators, so that a document is tokenized only when its first window is needed.
     windows = [_document_windows(document, tokenizer, length) for document in documents]
     while windows:
-        left = []
+        remaining = []
         for document_windows in windows:
             window = next(document_windows, None)
             if window is not None:
                 yield window
-                left.append(document_windows)
-        windows = left
+                remaining.append(document_windows)
+        windows = remaining
 
 
 def _document_windows(
     document: dict, tokenizer: PreTrainedTokenizerBase, length: int
 ) -> Iterator[tuple[str, list[int]]]:
-    """The document's disjoint windows, in an order and from an offset that its id decides."""
+    """The disjoint windows of a document; their order and offset are a hash of its id."""
     id, start = document["id"], start_ids(tokenizer)
     width = length - len(start)
     if width < 1:
@@ -144,7 +156,7 @@ def _document_windows(
 
 
 def _shuffled(documents: Iterable[dict]) -> list[dict]:
-    """By a hash of the id: the first few are then a fair sample, in whatever order they came."""
+    """The documents sorted by a hash of their ids: any first few are then a fair sample."""
     return sorted(documents, key=lambda document: _hash(document["id"]))
 
 

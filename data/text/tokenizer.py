@@ -1,4 +1,4 @@
-"""Tokenizers: train one for the lab, add the tokens that drafters need, tell two apart."""
+"""Tokenizers: training, the special tokens of drafters, and fingerprints to compare two."""
 
 import copy
 import hashlib
@@ -16,11 +16,18 @@ SEPARATOR_TOKEN = "<|draft|>"
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE: any text round-trips, and the same texts give the same tokenizer.
+    """A byte-level BPE tokenizer, trained on `texts`: deterministic, and lossless on any text.
 
-    `<eos>` has id 0 and also pads. The vocabulary is smaller than `vocab_size` only where the
-    texts hold too few pairs to merge. Raises ValueError when `vocab_size` cannot hold the 256
-    bytes and `<eos>`, or there is no text.
+    Args:
+        texts: the training texts.
+        vocab_size: size of the vocabulary; it comes out smaller only if the texts have too few
+            pairs to merge.
+
+    Returns:
+        The tokenizer, with `<eos>` as id 0, which is the padding token too.
+
+    Raises:
+        ValueError: if `vocab_size` is below 257 (256 bytes and `<eos>`), or there is no text.
     """
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if vocab_size < len(alphabet) + 1:
@@ -47,7 +54,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def corpus_tokenizer(source: str, vocab_size: int) -> PreTrainedTokenizerFast:
-    """`train_tokenizer` on the training documents of a corpus of texts."""
+    """A tokenizer trained on the `train` documents of a corpus of texts (see `train_tokenizer`)."""
     return train_tokenizer((row["text"] for row in load_documents(source)), vocab_size)
 
 
@@ -61,7 +68,7 @@ def _not_empty(texts: Iterable[str]) -> Iterable[str]:
 
 
 def with_mask_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """A copy of `tokenizer` that has a mask token: its own, or a new one behind all others."""
+    """A copy of the tokenizer with a mask token: its own, or a new one with the next free id."""
     tokenizer = copy.deepcopy(tokenizer)
     if tokenizer.mask_token is None:
         tokenizer.add_special_tokens({"mask_token": MASK_TOKEN})
@@ -69,7 +76,11 @@ def with_mask_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBa
 
 
 def mask_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id of the mask token. Raises ValueError for a tokenizer without one."""
+    """The id of the mask token.
+
+    Raises:
+        ValueError: for a tokenizer without one.
+    """
     if tokenizer.mask_token_id is None:
         raise ValueError(
             "The tokenizer has no mask token. "
@@ -79,19 +90,23 @@ def mask_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def with_draft_tokens(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """A copy of `tokenizer` that has a mask token and a separator token.
+    """A copy of the tokenizer with the draft tokens: a mask token and a separator token.
 
-    The tokenizer's own mask token is kept where there is one. New tokens get the ids after the
-    whole vocabulary, so every id of `tokenizer` keeps its meaning. `tokenizer` is not changed.
+    A mask token that the tokenizer already has is kept. New tokens get ids after the whole
+    vocabulary, so every existing id keeps its meaning.
     """
     tokenizer = with_mask_token(tokenizer)
-    # As a plain added token: the list of the tokenizer's own extra special tokens stays whole.
+    # A plain added token: `extra_special_tokens` would replace those that the tokenizer has.
     tokenizer.add_tokens([SEPARATOR_TOKEN], special_tokens=True)
     return tokenizer
 
 
 def draft_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
-    """`(mask id, separator id)`. Raises ValueError for a tokenizer without them."""
+    """The ids `(mask, separator)` of the draft tokens.
+
+    Raises:
+        ValueError: for a tokenizer without them; see `with_draft_tokens`.
+    """
     mask_id = tokenizer.mask_token_id
     separator_id = _backend(tokenizer).token_to_id(SEPARATOR_TOKEN)
     if mask_id is None or separator_id is None:
@@ -103,11 +118,13 @@ def draft_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """16 hex digits that two tokenizers share when they cut every text into the same ids.
+    """Fingerprint of a tokenizer, 16 hex digits: equal for two that encode texts to the same ids.
 
-    The draft tokens do not count, so a target and its drafter agree; neither do padding,
-    truncation or the chat template, which change no id. Raises ValueError for a tokenizer that
-    the `tokenizers` library does not back.
+    Draft tokens are left out, so that a target and its drafter agree; so are padding, truncation
+    and the chat template, which change no id.
+
+    Raises:
+        ValueError: for a slow tokenizer, one without a backend of the `tokenizers` library.
     """
     backend = json.loads(_backend(tokenizer).to_str())
     vocabulary = tokenizer.get_vocab()
@@ -117,7 +134,7 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
             for token, id in vocabulary.items()
             if token not in (MASK_TOKEN, SEPARATOR_TOKEN)
         ),
-        # Two BPEs may share a vocabulary and still merge in another order.
+        # Two BPE tokenizers may share a vocabulary and merge in different orders.
         "merges": backend["model"].get("merges"),
         "normalizer": backend["normalizer"],
         "pre_tokenizer": backend["pre_tokenizer"],

@@ -1,8 +1,8 @@
-"""All whitespace of a text as tokens, for tokenizers that know single spaces only (XLNet's).
+"""Whitespace tokens for tokenizers that keep only single spaces (XLNet's).
 
-Source: AS-ARM (arXiv 2504.20456), appendix E.7. Four special tokens that have no use in code take
-the place of whitespace. The mapping is made part of the tokenizer itself, so whatever encodes
-maps, whatever decodes undoes it, and an export carries it in its tokenizer.json.
+Source: AS-ARM (arXiv 2504.20456), appendix E.7. Four special tokens that code never uses are
+reassigned to whitespace. The mapping is part of the tokenizer itself: encoding applies it, decoding
+inverts it, and an export has it in its tokenizer.json.
 """
 
 import json
@@ -17,29 +17,31 @@ SPACE = "▁"  # how a SentencePiece vocabulary writes a space
 def with_whitespace(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerFast:
     r"""A copy of a SentencePiece tokenizer that keeps every space, tab and line break.
 
-    A token of `WHITESPACE` keeps its id and is now called what it stands for, so the text '<cls>'
-    is text. A run of spaces is cut into threes from the left. As published, a piece of text gets
-    the space that the vocabulary's words begin with, and decoding drops it again; a piece that
-    begins with a space of its own gets one more, so that no text is lost. Pairs of quotes stay
-    what they are in code. A character that the vocabulary lacks becomes two spaces: <unk> is.
+    Each token of `WHITESPACE` keeps its id and is renamed to the whitespace that it now encodes,
+    so the text '<cls>' is ordinary text. A run of spaces is split into groups of three from the
+    left. As published, each piece of text is encoded with the leading space that the vocabulary's
+    words have, and decoding removes it; a piece that itself begins with a space gets a second one,
+    so that decoding is lossless. Pairs of quotes are not normalised. Known loss: a character
+    outside the vocabulary is encoded as <unk>, which decodes to two spaces.
 
     Example: 'if a:\n    b' is ['▁if', '▁a:', '\n', '   ', '▁', '▁b'].
 
-    Errors: a tokenizer without these tokens.
+    Raises:
+        ValueError: for a tokenizer without these four tokens.
     """
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     if missing := sorted({*WHITESPACE.values()} - tokenizer.get_vocab().keys()):
         raise ValueError(
-            f"the tokenizer has no {', '.join(missing)}: whitespace is mapped for tokenizers such "
-            "as xlnet/xlnet-base-cased; a byte-level one keeps it without"
+            f"the tokenizer has no {', '.join(missing)}: whitespace tokens are for tokenizers "
+            "such as xlnet/xlnet-base-cased; a byte-level one keeps whitespace anyway"
         )
-    named = {token: text for text, token in WHITESPACE.items()}
+    renamed = {token: text for text, token in WHITESPACE.items()}
     for piece in backend["model"]["vocab"]:
-        piece[0] = named.get(piece[0], piece[0])
+        piece[0] = renamed.get(piece[0], piece[0])
     for token in backend["added_tokens"]:
-        if token["content"] in named:
-            token |= {"content": named[token["content"]], "special": False, "normalized": False}
-    # XLNet's replacements are of quotes and of runs of spaces.
+        if token["content"] in renamed:
+            token |= {"content": renamed[token["content"]], "special": False, "normalized": False}
+    # XLNet's normalizer replaces quotes and runs of spaces: drop both replacements.
     kept = [n for n in backend["normalizer"]["normalizers"] if n["type"] != "Replace"]
     own_space = {"type": "Replace", "pattern": {"Regex": r"\A "}, "content": 2 * SPACE}
     backend["normalizer"]["normalizers"] = [*kept, own_space]
@@ -49,7 +51,7 @@ def with_whitespace(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerFa
     mapped.decoder = decoders.Sequence(
         [
             decoders.Fuse(),
-            # The space of a first word: at the beginning, or behind whitespace that is a token.
+            # The leading space of a piece: at the beginning, or after a whitespace token.
             decoders.Replace(Regex(rf"(?<![^\n\t ]){SPACE}"), ""),
             decoders.Replace(SPACE, " "),
         ]

@@ -1,6 +1,7 @@
 """Every kind of source gives the same three shapes, and bad ones one clear line."""
 
 import json
+import re
 import sys
 
 import datasets
@@ -28,7 +29,7 @@ def test_library_is_split_by_the_hash_of_the_path(heldout_library):
 
 
 def test_hash_rule_is_fixed_for_good():
-    # From the standard library of Python 3.11; another value means another split on old runs.
+    # File names of Python 3.11. A change here would change the split of existing runs.
     assert [id for id in ("base64.py", "difflib.py", "ast.py", "os.py") if is_held_out(id)] == [
         "base64.py",
         "difflib.py",
@@ -36,7 +37,7 @@ def test_hash_rule_is_fixed_for_good():
 
 
 def test_library_refuses_an_unknown_split():
-    with pytest.raises(ValueError, match=r"Unknown split 'test'\. Choose from 'train', 'heldout'"):
+    with pytest.raises(ValueError, match=r"'test'.*'train', 'heldout'"):
         stdlib_documents("test")
 
 
@@ -116,7 +117,7 @@ def test_saved_data_set(tmp_path):
     expected = [{"id": "x", "messages": MESSAGES}, {"id": "y", "messages": MESSAGES}]
     assert list(load_documents(str(tmp_path / "one"))) == expected
     assert list(load_documents(str(tmp_path / "many"))) == expected
-    with pytest.raises(ValueError, match=r"no 'train' split but \['valid'\]"):
+    with pytest.raises(ValueError, match=r"'train'.*\['valid'\]"):
         load_documents(str(tmp_path / "other"))
 
 
@@ -163,19 +164,19 @@ def test_datasets_is_asked_for_only_when_needed(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("source", ["./none", "/none/here", "none.jsonl", "a/b/c", "~/none-here"])
 def test_missing_path(source):
-    with pytest.raises(ValueError, match="does not exist"):
+    with pytest.raises(ValueError, match=re.escape(f"source={source!r}")):
         load_documents(source)
 
 
 def test_bad_sources(tmp_path):
-    with pytest.raises(ValueError, match="holds nothing that can be read"):
+    with pytest.raises(ValueError, match=r"\.jsonl.*\.parquet"):
         load_documents(str(tmp_path))
     source = write_jsonl(tmp_path / "a.jsonl", [{"title": "x", "body": "y"}])
-    with pytest.raises(ValueError, match=r"a\.jsonl, line 1: no text.*\['body', 'title'\]"):
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 1.*'text'.*\['body', 'title'\]"):
         load_documents(source)
-    with pytest.raises(ValueError, match="no document in split='heldout'"):
+    with pytest.raises(ValueError, match="split='heldout'"):
         load_documents(source, "heldout", field="body")
-    with pytest.raises(ValueError, match="Unknown split 'test'"):
+    with pytest.raises(ValueError, match=r"'test'.*'heldout'"):
         load_documents(source, "test")
     with pytest.raises(ValueError, match="limit=0"):
         load_documents(source, limit=0)
@@ -183,7 +184,7 @@ def test_bad_sources(tmp_path):
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    [('{"text": ', "line 2 is not valid JSON"), ("[1]", "line 2 is not a JSON object but list")],
+    [('{"text": ', "line 2.*JSON"), ("[1]", "line 2.*JSON.*list")],
 )
 def test_broken_line_is_named(tmp_path, line, message):
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n' + line)
@@ -193,11 +194,11 @@ def test_broken_line_is_named(tmp_path, line, message):
 
 def test_broken_turn_is_named(tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": None}]}])
-    with pytest.raises(ValueError, match="line 1: a turn of a chat needs text"):
+    with pytest.raises(ValueError, match=r"line 1.*'role'.*'content'"):
         load_documents(source)
 
 
 def test_text_that_is_not_utf8(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"ab\xff")
-    with pytest.raises(ValueError, match=r"a\.txt is not UTF-8 text \(byte 2\)"):
+    with pytest.raises(ValueError, match=r"a\.txt.*UTF-8.*byte 2"):
         load_documents(str(tmp_path))

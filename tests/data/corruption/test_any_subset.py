@@ -85,9 +85,9 @@ def test_prompts_are_uniform_over_positions():
 
 @pytest.mark.parametrize(
     ("values", "named"),
-    [({"rates": [0.9, 0.5]}, "the lower rate first"), ({"rates": [0.0, 0.5]}, "shares of hidden"),
+    [({"rates": [0.9, 0.5]}, r"rates=\[0.9, 0.5\]"), ({"rates": [0.0, 0.5]}, r"rates=\[0.0, 0.5\]"),
      ({"rates": [0.5, 1.0], "start": 2.0}, "start=2.0"),
-     ({"rates": [0.5, 1.0], "order": "anny"}, "Choose from")],
+     ({"rates": [0.5, 1.0], "order": "anny"}, "'anny'.*'lattice'")],
 )  # fmt: skip
 def test_mistakes(values, named):
     with pytest.raises(ValueError, match=named):
@@ -95,5 +95,5 @@ def test_mistakes(values, named):
 
 
 def test_a_tokenizer_without_a_mask_is_refused():
-    with pytest.raises(ValueError, match="no mask token"):
+    with pytest.raises(ValueError, match="mask token"):
         AnySubset([0.5, 1.0], tiny.tokenizer(5))

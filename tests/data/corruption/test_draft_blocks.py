@@ -1,4 +1,4 @@
-"""Anchors stand where something is trained, and a block never leaves its document."""
+"""Anchors are positions of trained tokens, and a block never leaves its document."""
 
 import pytest
 import torch
@@ -40,8 +40,8 @@ def rows(draw):
     return row_of(draw(st.lists(flags, min_size=1, max_size=4)), draw(st.integers(0, 3)))
 
 
-def places(row):
-    """Where an anchor may stand, one by one."""
+def allowed_anchors(row):
+    """Every allowed anchor, found one by one."""
     found = []
     for i in range(1, len(row["input_ids"])):
         same = row["document"][i] == row["document"][i - 1] != -1
@@ -52,14 +52,14 @@ def places(row):
 
 @settings(deadline=None, max_examples=100)
 @given(rows(), st.integers(1, 12), st.integers(0, 2**32 - 1))
-def test_anchors_are_trained_places_with_a_prefix(row, count, seed):
-    anchors, allowed = draw_anchors(row, count, generator(seed)).tolist(), places(row)
+def test_anchors_are_trained_positions_with_a_prefix(row, count, seed):
+    anchors, allowed = draw_anchors(row, count, generator(seed)).tolist(), allowed_anchors(row)
     assert len(anchors) == count
     if not allowed:
         assert anchors == [0] * count
         return
     assert set(anchors) <= set(allowed)
-    # Without replacement: every place is used equally often, give or take one.
+    # Without replacement: every position is used equally often, give or take one.
     uses = [anchors.count(p) for p in allowed]
     assert max(uses) - min(uses) <= 1
 
@@ -74,7 +74,7 @@ def test_a_block_is_the_trained_continuation_of_its_own_document(row, A, K, sche
     for a, anchor in enumerate(sample["start"].tolist()):
         loss = sample["masked"][a].nonzero().flatten().tolist()
         if anchor == 0:
-            assert not places(row)
+            assert not allowed_anchors(row)
             assert loss == []
             assert sample["size"][a] == 0
             continue

@@ -52,8 +52,8 @@ def test_a_bidirectional_row_is_noised_alone_with_one_rate_a_document():
 
 
 def test_blocks_are_counted_from_each_documents_beginning():
-    units = corruption().units(ROW["document"], ROW["position"])
-    assert units[:8].tolist() == [0, 0, 1, 1, 2, 3, 3, 4]
+    groups = corruption().rate_groups(ROW["document"], ROW["position"])
+    assert groups[:8].tolist() == [0, 0, 1, 1, 2, 3, 3, 4]
 
 
 def test_a_token_is_masked_at_its_blocks_rate_and_only_where_trained():
@@ -81,5 +81,5 @@ def test_weights_of_one_over_t_count_every_token_once_on_average():
 
 
 def test_a_block_without_tokens_is_refused():
-    with pytest.raises(ValueError, match="block_size=0 is not allowed"):
+    with pytest.raises(ValueError, match="block_size=0"):
         corruption(block_size=0)

@@ -90,19 +90,19 @@ def test_an_answer_that_is_rendered_otherwise_later_is_context(chat_tokenizer):
     ids, trained = encode_chat(chat_tokenizer, MESSAGES)
     said = chat_tokenizer.decode([i for i, t in zip(ids, trained, strict=True) if t])
     assert said == f"<think></think>{MESSAGES[-1]['content']}<|im_end|>"
-    # Here no answer stands as it was asked for.
+    # Here the template renders no answer as a continuation of its prompt.
     chat_tokenizer.chat_template = chat_tokenizer.chat_template.replace("assistant:{%", "bot:{%")
-    with pytest.raises(ValueError, match="renders every answer otherwise"):
+    with pytest.raises(ValueError, match="generation"):
         encode_chat(chat_tokenizer, MESSAGES)
 
 
 def test_bad_chats(tokenizer, chat_tokenizer):
-    with pytest.raises(ValueError, match="has no chat template"):
+    with pytest.raises(ValueError, match="chat template"):
         encode_chat(tokenizer, MESSAGES)
-    with pytest.raises(ValueError, match="without messages"):
+    with pytest.raises(ValueError, match="messages"):
         encode_chat(chat_tokenizer, [])
     chat_tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(ValueError, match="refused a chat: roles must alternate"):
+    with pytest.raises(ValueError, match="roles must alternate"):
         encode_chat(chat_tokenizer, MESSAGES)
 
 
@@ -147,8 +147,8 @@ def test_start_token_comes_once_and_only_in_front(chat_tokenizer):
 
 
 def test_bad_documents(tokenizer, chat_tokenizer):
-    with pytest.raises(ValueError, match=r"keys \['id', 'prompt'\]"):
+    with pytest.raises(ValueError, match=r"\['id', 'prompt'\]"):
         encode_document(tokenizer, {"id": "a", "prompt": "x"})
     chat_tokenizer.eos_token = None
-    with pytest.raises(ValueError, match="no end-of-text token"):
+    with pytest.raises(ValueError, match="eos_token"):
         encode_document(chat_tokenizer, {"text": "x"})

@@ -34,8 +34,8 @@ def test_windows_have_the_length_and_are_spread(folder, tokenizer):
 
 def test_windows_do_not_overlap(folder, tokenizer):
     prompts = heldout_prompts(folder, tokenizer, 40, 16, split="train")
-    places = [p["id"].rsplit("@", 1) for p in prompts]
-    taken = [(name, int(offset) + i) for name, offset in places for i in range(16)]
+    offsets = [p["id"].rsplit("@", 1) for p in prompts]
+    taken = [(name, int(offset) + i) for name, offset in offsets for i in range(16)]
     assert len(taken) == len(set(taken))
 
 
@@ -52,7 +52,7 @@ def test_library_prompts_are_held_out(tokenizer, heldout_library):
     assert len(ids) > 5
 
 
-def test_human_eval_prompts_are_taken_as_they_stand(tmp_path, tokenizer):
+def test_human_eval_prompts_are_taken_verbatim(tmp_path, tokenizer):
     rows = [{"task_id": f"HumanEval/{i}", "prompt": f"def f{i}():\n", "test": ""} for i in range(3)]
     source = write_jsonl(tmp_path / "he.jsonl", rows)
     prompts = heldout_prompts(source, tokenizer, 3, 100)
@@ -70,7 +70,7 @@ def test_turns_use_the_chat_template_where_there_is_one(tmp_path, tokenizer, cha
     assert chat["text"] == "<|im_start|>user\nadd 1<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_training_rows_give_what_stands_before_the_answer(tmp_path, tokenizer, chat_tokenizer):
+def test_training_rows_give_what_precedes_the_answer(tmp_path, tokenizer, chat_tokenizer):
     turns = [{"role": r, "content": r} for r in ("system", "user", "assistant", "user")]
     rows = [{"id": 1, "messages": turns}, {"id": 2, "prompt": "add", "answer": "done"}]
     source = write_jsonl(tmp_path / "train.jsonl", rows)
@@ -108,14 +108,14 @@ def test_start_token_counts_in_the_length(folder, tokenizer):
 
 
 def test_bad_inputs(folder, tmp_path, tokenizer):
-    with pytest.raises(ValueError, match=r"has 0 prompts of length=100000.*but count=2"):
+    with pytest.raises(ValueError, match=r" 0 .*length=100000.*count=2"):
         heldout_prompts(folder, tokenizer, 2, 100000, split="train")
     with pytest.raises(ValueError, match="count=0"):
         heldout_prompts(folder, tokenizer, 0, 8)
-    with pytest.raises(ValueError, match="does not exist"):
+    with pytest.raises(ValueError, match=r"'none\.jsonl'"):
         heldout_prompts("none.jsonl", tokenizer, 1, 8)
     source = write_jsonl(tmp_path / "mixed.jsonl", [{"prompt": "x"}, {"title": "y"}])
-    with pytest.raises(ValueError, match=r"line 2: no 'turns' and no 'prompt', but \['title'\]"):
+    with pytest.raises(ValueError, match=r"line 2.*'turns'.*'prompt'.*\['title'\]"):
         heldout_prompts(source, tokenizer, 2, 8)
 
 

@@ -36,7 +36,7 @@ def test_training_is_deterministic():
 
 @pytest.mark.parametrize(
     ("texts", "size", "message"),
-    [(TEXTS, 256, "vocab_size=256.*at least 257"), ([], 300, "No text"), ([""], 300, "No text")],
+    [(TEXTS, 256, "vocab_size=256.*257"), ([], 300, "No text"), ([""], 300, "No text")],
 )
 def test_bad_training_inputs(texts, size, message):
     with pytest.raises(ValueError, match=message):
@@ -67,7 +67,7 @@ def test_own_extra_special_tokens_stay(tokenizer, tmp_path):
 
 def test_draft_tokens_are_missed_by_name(tokenizer, masked):
     for plain in (tokenizer, masked):
-        with pytest.raises(ValueError, match=r"with_draft_tokens\(tokenizer\) first"):
+        with pytest.raises(ValueError, match="with_draft_tokens"):
             draft_token_ids(plain)
 
 

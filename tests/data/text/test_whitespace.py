@@ -71,8 +71,6 @@ def test_an_export_carries_it(tmp_path):
 
 
 def test_a_tokenizer_without_these_tokens_is_refused():
-    with pytest.raises(
-        ValueError, match="the tokenizer has no <cls>, <pad>, <sep>, <unk>"
-    ) as error:
+    with pytest.raises(ValueError, match="<cls>, <pad>, <sep>, <unk>") as error:
         with_whitespace(train_tokenizer(["ab"], 260))
     assert "\n" not in str(error.value)
