@@ -1,1 +1,1 @@
-"""Networks and attention masks; floor 2: imports nothing of parade."""
+"""Networks and attention masks: transformers models, heads, and mask predicates."""

@@ -1,8 +1,9 @@
-"""What a network attends with in training: the form of its masks, and attention written out.
+"""Attention implementations for training: mask formats, and attention as plain tensor operations.
 
-The fused kernel ('sdpa') is the right one, but on the CPU its backward alone is a fifth of a small
-network's step. Written out, torch.compile fuses all but the two products. Memory: a float for
-every pair of a head's tokens, in every layer.
+The fused kernel ('sdpa') is the default everywhere. On the CPU, however, its backward alone takes a
+fifth of a small network's training step. Attention written as plain operations is faster there,
+since torch.compile fuses all of it but the two matrix products. It needs more memory: one float for
+every head and pair of tokens, in every layer.
 """
 
 from collections.abc import Iterator
@@ -27,9 +28,20 @@ def written_out(
     dropout: float = 0.0,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """softmax(scaling q k^T, where the mask allows it) v: [B, heads, Q, D] -> [B, Q, heads, D].
+    """Attention as plain tensor operations, in the interface of transformers' attention functions.
 
-    attention_mask: bool [B, 1, Q, K], True: may attend.
+    Args:
+        module: the attention layer; only its training mode is read.
+        query: [B, heads, Q, D].
+        key: [B, key-value heads, K, D].
+        value: [B, key-value heads, K, D].
+        attention_mask: bool [B, 1, Q, K], True where a query may attend to a key.
+        scaling: factor of the scores; D^-1/2 by default.
+        dropout: dropout rate of the attention weights.
+        **kwargs: ignored.
+
+    Returns:
+        softmax(scaling q k^T + mask) v [B, Q, heads, D], and None in place of the weights.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
@@ -42,7 +54,10 @@ def written_out(
 
 
 def whole_mask(*args, **kwargs) -> Tensor:
-    """The fused kernel's mask where a model makes its own; that kernel needs none in some cases."""
+    """transformers' SDPA mask, but always a tensor: SDPA itself may do without one, we may not.
+
+    It is used where a model builds its own mask, that is, in a call without a mask of ours.
+    """
     skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     return sdpa_mask(*args, **{**kwargs, **skips})
 
@@ -52,21 +67,30 @@ AttentionMaskInterface.register(WRITTEN_OUT, whole_mask)
 
 
 def write_out_attention(network: PreTrainedModel) -> None:
-    """In place of the fused kernel; a network with attention of its own keeps it."""
+    """Switch a network from 'sdpa' to `written_out`, in place; another implementation is kept."""
     if network._supports_attention_backend and network.config._attn_implementation == "sdpa":
         network.set_attn_implementation(WRITTEN_OUT)
 
 
 def attention_mask(predicate: Predicate, layout: Layout, implementation: str):
-    """The form of the mask that a network's attention implementation takes.
+    """The attention mask of a layout, in the format of a network's attention implementation.
 
-    implementation: `config._attn_implementation` of a transformers model.
+    Args:
+        predicate: the attention pattern, one of `models.masks`.
+        layout: the tokens of the batch, [B, L] each field.
+        implementation: `config._attn_implementation` of a transformers model.
+
+    Returns:
+        A FlexAttention BlockMask for 'flex_attention', else a bool tensor [B, 1, L, L].
+
+    Raises:
+        ValueError: for an implementation that takes no custom mask.
     """
     if implementation == "flex_attention":
         return flex(predicate, layout)
     if implementation not in ("sdpa", WRITTEN_OUT):
         raise ValueError(
-            f"attention implementation {implementation!r} cannot take a custom mask here. "
+            f"attention implementation {implementation!r} is not supported with a custom mask. "
             "Choose from ['sdpa', 'flex_attention']"
         )
     return dense(predicate, layout)
@@ -74,7 +98,10 @@ def attention_mask(predicate: Predicate, layout: Layout, implementation: str):
 
 @contextmanager
 def fused_attention(network: PreTrainedModel) -> Iterator[None]:
-    """As every user of the export runs it, whatever it trains with; decoding gives dense masks."""
+    """Context in which a network runs with 'sdpa', as in an export, whatever it trains with.
+
+    Validation decodes in it, because the samplers build dense masks.
+    """
     kind = network.config._attn_implementation
     if kind not in ("flex_attention", WRITTEN_OUT):
         yield

@@ -1,8 +1,8 @@
-"""Block-wise masked diffusion LMs: stock causal LM classes under another attention.
+"""Block-wise masked diffusion LMs: stock causal LM classes with another attention mask.
 
-A text is denoised block after block. `block_causal`: a block sees the blocks before it and itself;
-`bidirectional`: every token sees the whole text, later blocks as masks included (LLaDA, arXiv
-2502.09992). The logits at a place are about the token of that place, without a shift.
+A text is denoised block by block. `block_causal`: a block attends to earlier blocks and itself;
+`bidirectional`: every token attends to the whole text, with later blocks still masked (LLaDA, arXiv
+2502.09992). The logits at a position predict the token of that position, without a shift by one.
 """
 
 import torch
@@ -15,11 +15,19 @@ from models.masks import Layout, Predicate
 
 ATTENTION = ("block_causal", "bidirectional")
 PUBLIC = {"llada": "bidirectional", "Dream": "bidirectional"}  # by model type
-SHIFTED = ("Dream",)  # model types whose logits about a token stand at the place before it
+SHIFTED = ("Dream",)  # model types whose logits at position i predict the token of i + 1
 
 
 def predicate_of(attention: str, span: int) -> Predicate:
-    """The attention pattern of a kind, for blocks of `span` tokens."""
+    """The attention pattern of a block-wise diffusion LM.
+
+    Args:
+        attention: one of `ATTENTION`.
+        span: tokens per block.
+
+    Raises:
+        ValueError: for another attention.
+    """
     if attention not in ATTENTION:
         raise ValueError(
             f"attention={attention!r} is not known: say how the model was trained, attention="
@@ -29,12 +37,12 @@ def predicate_of(attention: str, span: int) -> Predicate:
 
 
 def is_foreign(network: PreTrainedModel) -> bool:
-    """True for a model of remote code: its attention is its own, and it may take no masks."""
+    """True for a model class from remote code, which may not support custom attention masks."""
     return not type(network).__module__.startswith("transformers.")
 
 
 def foreign_logits(network: PreTrainedModel, texts: Tensor) -> Tensor:
-    """Logits [B, W, V] of whole texts [B, W] by a foreign model."""
+    """Logits [B, W, V] of token ids [B, W], by a model of remote code under its own attention."""
     logits = network(input_ids=texts).logits
     if network.config.model_type in SHIFTED:
         logits = torch.cat([logits[:, :1], logits[:, :-1]], 1)
@@ -44,9 +52,15 @@ def foreign_logits(network: PreTrainedModel, texts: Tensor) -> Tensor:
 def from_causal_lm(
     source: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, weights: str
 ) -> PreTrainedModel:
-    """A network of a causal LM's class and size, with a mask token.
+    """A network of a causal LM's class and size, with an embedding for the mask token.
 
-    weights: 'copied', or 'random' to train from scratch.
+    Args:
+        source: the causal LM; not changed.
+        tokenizer: one that has a mask token.
+        weights: 'copied' from the source, or 'random' to train from scratch.
+
+    Raises:
+        ValueError: for other `weights`, or a source that is not of a Llama-style class.
     """
     if weights not in ("copied", "random"):
         raise ValueError(f"unknown weights {weights!r}. Choose from ['copied', 'random']")
@@ -60,7 +74,17 @@ def from_causal_lm(
 def denoised_logits(
     network: PreTrainedModel, batch: dict[str, Tensor], attention: str, span: int
 ) -> Tensor:
-    """Logits [B, S, V] of the noised copy in rows of `data.corruption.noised_blocks`."""
+    """Logits of the noised tokens of a training batch.
+
+    Args:
+        network: a transformers causal LM.
+        batch: samples of `data.corruption.noised_blocks`.
+        attention: one of `ATTENTION`.
+        span: tokens per block.
+
+    Returns:
+        Logits [B, S, V].
+    """
     layout = Layout(batch["document"], batch["index"], batch["block"])
     mask = attention_mask(
         predicate_of(attention, span), layout, network.config._attn_implementation

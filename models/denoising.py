@@ -1,7 +1,7 @@
-"""The Gaussian diffusion of a token: cosine schedule, respacing, and the kernels of its reversal.
+"""Gaussian diffusion of continuous tokens: cosine schedule, respacing, and the reverse kernels.
 
-Symbols: abar_t, the share of the signal's variance that is left at time t (0 the least noise, of
-`steps`); x_t = sqrt(abar_t) x + sqrt(1 - abar_t) e; eps, a network's estimate of the noise e.
+Symbols: abar_t, the fraction of the signal's variance left at time t (t = 0 has the least noise);
+x_t = sqrt(abar_t) x + sqrt(1 - abar_t) e; eps, a network's estimate of the noise e.
 Sources: DDPM, arXiv 2006.11239; improved DDPM, arXiv 2102.09672; MAR, arXiv 2406.11838.
 """
 
@@ -16,11 +16,16 @@ VARIANCES = ("small", "large", "learned")
 
 
 class DiffusionSchedule(NamedTuple):
-    """noise_steps: of the cosine schedule. steps: of the chain, at times spread evenly over it.
+    """A cosine noise schedule and its respacing.
 
-    least_signal: abar never falls below it. As published it is 0; then the first step of the chain
-    multiplies an error of eps by sqrt(abar_before / abar), hundreds, and drafts part there.
-    noisy_last: False ends without noise, as most samplers do; then a token has no density.
+    Attributes:
+        noise_steps: time steps of the cosine schedule.
+        steps: steps of the sampling chain, at evenly spaced times of the schedule.
+        least_signal: lower bound of abar. Published schedules have 0; the first step of the chain
+            then multiplies an error of eps by sqrt(abar_before / abar), a factor of hundreds, and
+            most drafts are rejected there.
+        noisy_last: whether the last step adds noise. Most samplers add none (False), but then the
+            token has no density, and drafts cannot be verified.
     """
 
     noise_steps: int = 1000
@@ -30,10 +35,15 @@ class DiffusionSchedule(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """One step of the reversed chain: mean = scale * (x - shift * eps), and its variances' logs.
+    """One reverse step: a Gaussian of mean scale * (x - shift * eps).
 
-    time: what the network is told. small, large: log of the variance if the token were one point,
-    and if it were white noise (DDPM section 3.2); a learned one is between (improved DDPM Eq. 15).
+    Attributes:
+        time: the time step that the network is conditioned on.
+        scale: factor of the mean.
+        shift: factor of the noise estimate eps.
+        small: lower bound of the log variance, exact if all data are one point (DDPM section 3.2).
+        large: upper bound of the log variance, exact for data N(0, I). A learned log variance is
+            interpolated between the two (improved DDPM Eq. 15).
     """
 
     time: int
@@ -45,7 +55,11 @@ class Kernel(NamedTuple):
 
 @lru_cache
 def signal(steps: int, least: float = 0.0) -> tuple[float, ...]:
-    """abar_t of the cosine schedule, t = 0 to steps - 1. Improved DDPM Eq. 17, beta at most 0.999.
+    """The cosine schedule abar_t, t = 0 to steps - 1 (improved DDPM Eq. 17, beta at most 0.999).
+
+    Args:
+        steps: time steps of the schedule.
+        least: lower bound of abar.
 
     >>> [round(a, 3) for a in signal(2)]
     [0.494, 0.0]
@@ -55,19 +69,22 @@ def signal(steps: int, least: float = 0.0) -> tuple[float, ...]:
         cosine = math.cos((t / steps + 0.008) / 1.008 * math.pi / 2) ** 2
         return least + (1 - least) * cosine
 
-    abar, found = 1.0, []
+    abar, abars = 1.0, []
     for t in range(steps):
         abar *= 1 - min(1 - f(t + 1) / f(t), 0.999)
-        found.append(abar)
-    return tuple(found)
+        abars.append(abar)
+    return tuple(abars)
 
 
 @lru_cache
 def kernels(schedule: DiffusionSchedule) -> tuple[Kernel, ...]:
-    """The kernels of a chain from x_T down.
+    """The reverse kernels of a sampling chain, from x_T down to the token.
 
-    The last kernel's small variance would be 0. It takes the variance of the step before it, so
-    that the token has a density.
+    The small variance of the last step would be 0. That step uses the small variance of the step
+    before it, so that the token has a density.
+
+    Raises:
+        ValueError: unless 2 <= steps <= noise_steps and 0 <= least_signal < 1.
     """
     noise_steps, steps, least, noisy_last = schedule
     if not 2 <= steps <= noise_steps:
@@ -83,7 +100,7 @@ def kernels(schedule: DiffusionSchedule) -> tuple[Kernel, ...]:
     for i, (time, abar) in enumerate(zip(times, abars)):
         alpha = abar / (abars[i - 1] if i else 1.0)
         beta = 1 - alpha
-        j = max(i, 1)  # the chain's last step, i = 0, has the small variance of its neighbour
+        j = max(i, 1)  # the last step of the chain, i = 0, uses the small variance of i = 1
         small = (1 - abars[j] / abars[j - 1]) * (1 - abars[j - 1]) / (1 - abars[j])
         variances = (math.log(small), math.log(beta))
         if i == 0 and not noisy_last:
@@ -93,7 +110,17 @@ def kernels(schedule: DiffusionSchedule) -> tuple[Kernel, ...]:
 
 
 def noised(x: Tensor, time: Tensor, noise: Tensor, schedule: DiffusionSchedule) -> Tensor:
-    """x_t of tokens x [..., D] at times [...]: DDPM Eq. 4."""
+    """The noised tokens x_t = sqrt(abar_t) x + sqrt(1 - abar_t) e (DDPM Eq. 4).
+
+    Args:
+        x: tokens [..., D].
+        time: time steps t [...], whole numbers.
+        noise: e [..., D].
+        schedule: gives abar.
+
+    Returns:
+        x_t [..., D].
+    """
     abars = signal(schedule.noise_steps, schedule.least_signal)
     abar = torch.tensor(abars, device=x.device, dtype=torch.float64)[time][..., None]
     return (abar.sqrt() * x + (1 - abar).sqrt() * noise).to(x.dtype)
@@ -102,9 +129,14 @@ def noised(x: Tensor, time: Tensor, noise: Tensor, schedule: DiffusionSchedule) 
 def posterior(
     x: Tensor, noise: Tensor, raw: Tensor | None, kernel: Kernel, variance: str
 ) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation [..., D] of the kernel at x, given (an estimate of) its noise.
+    """Mean and standard deviation, [..., D] each, of a reverse kernel at x (DDPM Eq. 11).
 
-    DDPM Eq. 11. variance: one of `VARIANCES`; raw: [..., D], -1 is small and 1 large, if learned.
+    Args:
+        x: the current state [..., D].
+        noise: the noise in x, or a network's estimate of it, [..., D].
+        raw: for a learned variance, its interpolation [..., D] from -1 (small) to 1 (large).
+        kernel: the step.
+        variance: one of `VARIANCES`.
     """
     mean = kernel.scale * (x - kernel.shift * noise)
     if variance == "learned":

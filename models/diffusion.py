@@ -1,8 +1,8 @@
-"""Masked-diffusion drafters made from causal LMs: weights copied, attention changed.
+"""Masked-diffusion drafters made from causal LMs: copied weights, another attention mask.
 
-The network stays the stock transformers class (any Llama, Qwen2 or Qwen3 style checkpoint); what
-makes it a drafter is the attention pattern that it is trained and run with
-(`models.masks.draft_blocks`) and two more tokens, so every export loads in plain transformers.
+The network remains the stock transformers class (of any Llama, Qwen2 or Qwen3 style checkpoint), so
+every export loads in plain transformers. Only the attention mask (`models.masks.draft_blocks`) and
+two added tokens make it a drafter.
 """
 
 import copy
@@ -18,11 +18,17 @@ from models.masks import Layout, draft_blocks
 def from_causal_lm(
     source: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, layers: list[int] | None = None
 ) -> PreTrainedModel:
-    """A drafter with the weights of a causal LM.
+    """A drafter initialised with the weights of a causal LM.
 
-    tokenizer: with mask and separator; the embedding grows where it is smaller (padded
-    vocabularies often have room already). layers: which decoder layers to keep, in this order
-    (None: all): a shallow drafter that starts from some of a deep model's layers.
+    Args:
+        source: the causal LM; not changed.
+        tokenizer: one that has the draft tokens; the embedding is enlarged if it has too few rows
+            (padded vocabularies often have enough).
+        layers: decoder layers to keep, in this order; None for all. Some layers of a deep model
+            make a shallow drafter.
+
+    Raises:
+        ValueError: for a source that is not of a Llama-style class, or layers that it lacks.
     """
     vocabulary = len(tokenizer)
     if source.config.model_type == "xlnet" or not hasattr(source, "model"):
@@ -34,18 +40,23 @@ def from_causal_lm(
     if layers is not None:
         network = keep_layers(network, layers)
     if vocabulary > network.config.vocab_size:
-        with torch.random.fork_rng(devices=[]):  # the new rows must not depend on the caller
+        # New rows are random; a fixed seed makes them independent of the caller's random state.
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             network.resize_token_embeddings(vocabulary, mean_resizing=True)
     return network
 
 
 def keep_layers(network: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
-    """Keep these decoder layers of a network, in this order."""
+    """The network with only these decoder layers, in this order; changed in place.
+
+    Raises:
+        ValueError: for an empty list, a repeated layer, or one that the network lacks.
+    """
     depth = network.config.num_hidden_layers
     if not layers or any(not 0 <= i < depth for i in layers) or len({*layers}) < len(layers):
         raise ValueError(
-            f"layers={layers} are not different layers of a model that has 0 to {depth - 1}"
+            f"layers={layers} is not allowed: give different layers of the model, 0 to {depth - 1}"
         )
     kept = [network.model.layers[i] for i in layers]
     for new, layer in enumerate(kept):
@@ -60,7 +71,15 @@ def keep_layers(network: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
 
 
 def draft_logits(network: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
-    """Logits [B, A, K, V] of every drafted token (see `data.corruption.draft_blocks`)."""
+    """Logits of all drafted tokens of a training batch.
+
+    Args:
+        network: the drafter.
+        batch: samples of `data.corruption.draft_blocks.DraftBlocks`.
+
+    Returns:
+        Logits [B, A, K, V].
+    """
     layout = Layout(batch["document"], batch["index"], batch["block"])
     B, A, K = batch["target"].shape
     logits = network(

@@ -1,10 +1,11 @@
-"""Heads that give the density of a continuous token from what the transformer says of it.
+"""Heads for continuous tokens: the density of a token given the transformer's hidden state.
 
-One interface: a token is made by a chain of `steps` steps, and `kernel(i, x, z)` is the density of
-the next state given the present one, x. A diffusion head has many steps (MAR, arXiv 2406.11838); a
-Gaussian mixture (GIVT, arXiv 2312.02116) has one, which does not look at x.
+One interface: a token is sampled by a chain of `steps` steps, and `kernel(i, x, z)` is the density
+of the next state given the current state x. A diffusion head has many steps (MAR, arXiv
+2406.11838); a Gaussian mixture (GIVT, arXiv 2312.02116) has one, which does not depend on x.
 
-Symbols: z [..., H] hidden states, x [..., D]; guidance: (z of no class, scale [...]), or None.
+Symbols: z [..., H], hidden states; x [..., D], states; guidance: the hidden states [..., H] without
+a class and the guidance scale [...], or None.
 """
 
 import torch
@@ -18,15 +19,27 @@ Guidance = tuple[Tensor, Tensor] | None
 
 
 def guided(out: Tensor, free: Tensor, scale: Tensor) -> Tensor:
-    """Guidance without a classifier (arXiv 2207.12598): out [..., R] led away from no class's."""
+    """Classifier-free guidance (arXiv 2207.12598): free + scale (out - free).
+
+    Args:
+        out: outputs given the class, [..., R].
+        free: outputs without a class, [..., R].
+        scale: guidance scale [...].
+    """
     return free + scale[..., None].to(out) * (out - free)
 
 
 class MixtureHead(nn.Module):
-    """A mixture of `components` Gaussians with diagonal covariances.
+    """A head whose density is a Gaussian mixture with diagonal covariances.
 
-    least_std: no standard deviation is smaller; data on a lower-dimensional set has no density.
-    Guidance acts on logits, means and log standard deviations, so a guided head is a mixture too.
+    Guidance acts on logits, means and log standard deviations, so the result is a mixture again.
+
+    Args:
+        hidden: H, size of the hidden states.
+        dim: D, numbers per token.
+        components: Gaussians of the mixture.
+        least_std: lower bound of every standard deviation; without it the likelihood is unbounded
+            on data that lie on a lower-dimensional set.
     """
 
     steps, schedule = 1, None
@@ -37,7 +50,7 @@ class MixtureHead(nn.Module):
         self.out = nn.Linear(hidden, components * (1 + 2 * dim))
 
     def forward(self, z: Tensor, guidance: Guidance = None) -> GaussianMixture:
-        """The token's density."""
+        """The density of the token, of batch shape [...], given z [..., H]."""
         raw = self.out(z)
         if guidance is not None:
             raw = guided(raw, self.out(guidance[0]), guidance[1])
@@ -48,16 +61,24 @@ class MixtureHead(nn.Module):
         return GaussianMixture(logits, mean.view(shape), std)
 
     def kernel(self, i: int, x: Tensor, z: Tensor, guidance: Guidance = None) -> GaussianMixture:
-        """See the module."""
+        """The density of the token; `i` and `x` are unused, since the chain has one step."""
         return self(z, guidance)
 
 
 class DiffusionHead(nn.Module):
-    """A small MLP that estimates the noise in a token; its chain is the reversed diffusion.
+    """A head whose chain is a reverse diffusion: a small MLP estimates the noise in a state.
 
-    width, depth: of the MLP. variance: 'small' or 'large' (fixed, the same for every model, so that
-    drafts are coupled by reflection) or 'learned'. schedule: keys of
-    `models.denoising.DiffusionSchedule`.
+    Args:
+        hidden: H, size of the hidden states.
+        dim: D, numbers per token.
+        width: hidden size of the MLP.
+        depth: residual blocks of the MLP.
+        variance: 'small' or 'large' (fixed; then drafter and target have equal variances, and
+            their chains can be coupled by reflection), or 'learned'.
+        **schedule: fields of `models.denoising.DiffusionSchedule`.
+
+    Raises:
+        ValueError: for another variance, or a schedule that is not allowed.
     """
 
     def __init__(
@@ -83,7 +104,7 @@ class DiffusionHead(nn.Module):
         self.out = zero(nn.Linear(width, dim * (2 if variance == "learned" else 1)))
 
     def forward(self, x: Tensor, time: Tensor, z: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(eps, raw variance or None), each [..., D], at times [...]."""
+        """The noise estimate eps and the raw variance (None unless learned), [..., D] each."""
         c = silu(self.time(_waves(time).to(x.dtype)) + self.condition(z))
         h = self.token(x)
         for block in self.blocks:
@@ -95,7 +116,7 @@ class DiffusionHead(nn.Module):
         return out[..., : self.dim], out[..., self.dim :]
 
     def kernel(self, i: int, x: Tensor, z: Tensor, guidance: Guidance = None) -> Gaussian:
-        """See the module. Guidance acts on the noise's estimate alone, as MAR's does."""
+        """The density of the next state; guidance acts on the noise estimate only, as in MAR."""
         kernel = kernels(self.schedule)[i]
         time = torch.full(x.shape[:-1], kernel.time, device=x.device)
         noise, raw = self(x, time, z)
@@ -105,7 +126,7 @@ class DiffusionHead(nn.Module):
 
 
 class _Modulated(nn.Module):
-    """`parts` vectors of modulation from a condition, all 0 at the start (adaLN-Zero)."""
+    """The modulation vectors of adaLN-Zero: `parts` linear maps of a condition, 0 at first."""
 
     def __init__(self, width: int, parts: int):
         super().__init__()
@@ -140,7 +161,7 @@ def _waves(time: Tensor) -> Tensor:
 
 
 def zero(linear: nn.Linear) -> nn.Linear:
-    """Mark a layer to start at 0 (`models.patches` initialises)."""
+    """The layer, marked to be initialised with zeros by `models.patches.PatchTransformer`."""
     linear.starts_at_zero = True
     return linear
 

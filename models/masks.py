@@ -1,8 +1,8 @@
-"""Attention patterns as named predicates (design: one predicate, every form of the mask).
+"""Attention patterns as predicates, each with a dense and a FlexAttention mask.
 
-A predicate answers "may this query see this key?" from index tensors that describe the layout.
-`dense` makes the boolean mask of it (CPU, tests, pictures), `flex` the FlexAttention block mask
-(CUDA: on the CPU FlexAttention has no backward).
+A predicate says, from index tensors that describe queries and keys, whether a query may attend to a
+key. `dense` turns it into a boolean mask, `flex` into a FlexAttention block mask (for CUDA: on the
+CPU FlexAttention has no backward).
 """
 
 from collections.abc import Callable
@@ -13,13 +13,14 @@ from torch import Tensor
 
 
 class Layout(NamedTuple):
-    """Where each token of a packed row stands; every field is an int tensor [B, L].
+    """The layout of packed rows: int tensors [B, L] that predicates read.
 
-    document: tokens of different documents never see each other; -1 is padding, seen by nobody
-        but itself.
-    index: for a clean token its own index; for a token of a draft block the number of clean
-        tokens in front of the block (the block's prefix is every clean token with a lower index).
-    block: -1 for clean tokens, else the number of the draft block that the token belongs to.
+    Attributes:
+        document: number of the document; tokens attend only within theirs. -1 is padding, which
+            no other token attends to.
+        index: of a clean token, its own index; of a token of a draft block, the number of clean
+            tokens before the block (the block's prefix is every clean token of a lower index).
+        block: number of the draft block; -1 for clean tokens.
     """
 
     document: Tensor
@@ -27,7 +28,7 @@ class Layout(NamedTuple):
     block: Tensor
 
     def map(self, f: Callable[[Tensor], Tensor]) -> "Layout":
-        """Apply f to every field."""
+        """The layout with f applied to every field."""
         return Layout(*map(f, self))
 
 
@@ -35,15 +36,15 @@ Predicate = Callable[[Layout, Layout], Tensor]
 
 
 def causal(q: Layout, k: Layout) -> Tensor:
-    """A token sees its own document up to and including itself."""
+    """Causal attention within a document: a token attends to earlier tokens and itself."""
     return (q.document == k.document) & (k.index <= q.index)
 
 
 def draft_blocks(q: Layout, k: Layout) -> Tensor:
-    """Clean tokens are causal; a draft block sees its own prefix and the whole of itself.
+    """Draft-block attention (DEER): clean tokens are causal, a block attends to prefix and itself.
 
-    No clean token ever sees a block, so the keys and values of a prefix do not depend on what is
-    drafted after it: they can be cached, and many blocks can be trained in one forward (DEER).
+    No clean token attends to a block, so the keys and values of a prefix do not depend on what is
+    drafted after it: they can be cached, and many blocks can be trained in one forward.
     """
     clean_key = k.block < 0
     prefix = clean_key & (k.index < q.index + (q.block < 0).to(q.index.dtype))
@@ -52,60 +53,68 @@ def draft_blocks(q: Layout, k: Layout) -> Tensor:
 
 
 def branches(q: Layout, k: Layout) -> Tensor:
-    """Tokens outside branches are causal; a branch sees those in front of it, and itself causally.
+    """Branch attention: a token attends causally to the trunk and to its own branch.
 
-    index: of every token its position, so tokens of different branches may share one. block: -1
-    outside, else the branch. With a prompt outside, all noisy blocks as branch 0 and all clean
-    blocks as branch 1 this is pcLLM's noise-conditioned mask (NC): a noisy block sees the prompt,
-    earlier noisy blocks and itself. In decoding it verifies several drafts in one pass.
+    `index` is the position of every token; tokens of different branches may share one. `block` is
+    -1 on the trunk, else the branch. With the prompt as trunk, all noisy blocks as branch 0 and all
+    clean blocks as branch 1, this is pcLLM's noise-conditioned mask (NC): a noisy block attends to
+    the prompt, earlier noisy blocks and itself. In decoding it verifies several drafts in one pass.
     """
     return causal(q, k) & ((k.block < 0) | (k.block == q.block))
 
 
 def tree(q: Layout, k: Layout) -> Tensor:
-    """Tokens outside the tree are causal; a node sees those in front of it, and its own path.
+    """Tree attention: a node attends to the committed tokens and to its ancestors and itself.
 
-    index: position. block: -1 outside; of a node the set of nodes on its path from the root, one
-    bit each, itself included: another node is on it if that one's path is part of it.
+    `index` is the position. `block` is -1 for committed tokens; for a node it is the set of nodes
+    on its path from the root, itself included, as one bit each: another node is an ancestor if its
+    set is a subset. Committed tokens are causal.
     """
     return causal(q, k) & ((k.block < 0) | (q.block & k.block == k.block))
 
 
 def clean_windows(span: int) -> Predicate:
-    """`branches` of noisy (0) and clean (1) blocks, but a noisy one sees *clean* earlier windows.
+    """pcLLM's ablation NC-IC: `branches`, but noisy blocks attend to *clean* earlier windows.
 
-    pcLLM's ablation NC-IC. span: tokens of a window; index: 0 at the first token of block 1.
+    Noisy blocks are branch 0, clean ones branch 1; `index` is 0 at the answer's first token.
+
+    Args:
+        span: tokens per window.
     """
 
     def predicate(q: Layout, k: Layout) -> Tensor:
         earlier = _window(k, span) < _window(q, span)
-        read = torch.where((q.block == 0) & earlier, 1, q.block)
-        return causal(q, k) & ((k.block < 0) | (k.block == read))
+        branch = torch.where((q.block == 0) & earlier, 1, q.block)
+        return causal(q, k) & ((k.block < 0) | (k.block == branch))
 
     return predicate
 
 
 def block_causal(span: int) -> Predicate:
-    """A token sees clean blocks of `span` places before its own, and its own block of its own copy.
+    """Block-causal attention: a token attends to earlier clean blocks and to its own block.
 
-    index: of every token its position, so block b is the places b span to (b + 1) span - 1. block:
-    -1 for the clean text, else which noised copy, or draft, of its block the token belongs to. The
-    clean text never sees a copy, so its keys and values can be cached; all blocks of a text train
-    in one forward as clean text and one noised copy (block diffusion, arXiv 2503.09573).
+    `index` is the position of every token, so block b is positions b span to (b + 1) span - 1.
+    `block` is -1 for the clean text, else the noised copy, or the draft, that the token belongs to;
+    within its own block a token attends to tokens of the same copy only. The clean text never
+    attends to a copy, so its keys and values can be cached, and all blocks of a text are trained in
+    one forward of the clean text and one noised copy (block diffusion, arXiv 2503.09573).
+
+    Args:
+        span: tokens per block.
     """
     return _copies(span, torch.lt)
 
 
 def bidirectional(span: int) -> Predicate:
-    """The same, but a token sees all other clean blocks, later ones too (Spiffy, Fig. 2)."""
+    """Bidirectional attention: as `block_causal`, with later clean blocks too (Spiffy, Fig. 2)."""
     return _copies(span, torch.ne)
 
 
 def _copies(span: int, seen: Callable[[Tensor, Tensor], Tensor]) -> Predicate:
     def predicate(q: Layout, k: Layout) -> Tensor:
-        there, here = _window(k, span), _window(q, span)
-        others = (k.block < 0) & seen(there, here)
-        own = (k.block == q.block) & (there == here)
+        key_block, query_block = _window(k, span), _window(q, span)
+        others = (k.block < 0) & seen(key_block, query_block)
+        own = (k.block == q.block) & (key_block == query_block)
         return (q.document == k.document) & (others | own)
 
     return predicate
@@ -116,14 +125,23 @@ def _window(tokens: Layout, span: int) -> Tensor:
 
 
 def dense(predicate: Predicate, q: Layout, k: Layout | None = None) -> Tensor:
-    """Boolean mask [B, 1, Q, K] (True: may attend) for queries q [B, Q] over keys k [B, K]."""
+    """The boolean mask of a predicate.
+
+    Args:
+        predicate: the attention pattern.
+        q: layout of the queries, [B, Q] each field.
+        k: layout of the keys, [B, K] each field; that of the queries by default.
+
+    Returns:
+        bool [B, 1, Q, K], True where the query may attend to the key.
+    """
     k = q if k is None else k
     seen = predicate(q.map(lambda t: t[:, :, None]), k.map(lambda t: t[:, None, :]))
     return seen[:, None]
 
 
 def flex(predicate: Predicate, layout: Layout):
-    """The same pattern as a FlexAttention BlockMask over [B, L] x [B, L] (for CUDA)."""
+    """The FlexAttention BlockMask of a predicate over a layout [B, L] (for CUDA)."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     def mask_mod(b, h, q, k):

@@ -1,13 +1,13 @@
-"""Any-subset networks: two streams through one forward (arXiv 2504.20456, section 4, appendix D).
+"""Two-stream (any-subset) networks: content and query tokens in one forward.
 
-The content stream holds the tokens, the query stream asks about positions. Two networks, one
-interface:
+Source: AS-ARM (arXiv 2504.20456), section 4 and appendix D. The content stream holds the tokens; a
+query predicts the token of one position. One interface for two kinds of network:
 
-- any Llama, Qwen2 or Qwen3 style causal LM (`models.diffusion.from_causal_lm` gives it a mask
-  token): a query is one more input, the mask token at the position that it asks about, under the
-  attention `draft_blocks` with blocks of one token. Nothing sees a query but itself, so it changes
-  no content, and its own key keeps attention defined where there is no prompt. The class stays
-  transformers' own and so does every export.
+- any Llama, Qwen2 or Qwen3 style causal LM (`models.diffusion.from_causal_lm` adds a mask token): a
+  query is one more input, a mask token at the position that it predicts, under the attention
+  pattern `draft_blocks` with blocks of one token. No other token attends to a query, so queries do
+  not change the content; a query attends to itself, so attention is defined without a prompt. The
+  class remains that of transformers, and so does every export.
 - XLNet, which has a query stream of its own (`perm_mask`, `target_mapping`).
 """
 
@@ -21,10 +21,18 @@ from models.masks import Layout, dense, draft_blocks
 
 
 def joint_logits(network: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
-    """Logits [B, N, V] of every position given what stands before it in the order: one forward.
+    """Logits of every position given the tokens before it in the order, in one forward.
 
-    batch: rows of `data.corruption.orders.two_streams` ([B, 2N] each), and masked: bool [B, N], the
-    positions that are asked about; what the others' queries say means nothing.
+    Args:
+        network: a two-stream causal LM, or XLNet.
+        batch: samples of `data.corruption.orders.two_streams` ([B, 2N] each), and masked: bool
+            [B, N], the positions to predict.
+
+    Returns:
+        Logits [B, N, V]; meaningful at masked positions only.
+
+    Raises:
+        ValueError: as `xlnet_logits` does.
     """
     N = batch["input_ids"].shape[1] // 2
     layout = Layout(batch["document"], batch["index"], batch["block"])
@@ -45,13 +53,22 @@ def joint_logits(network: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
 def xlnet_logits(
     network: PreTrainedModel, ids: Tensor, seen: Tensor, positions: Tensor, asked: Tensor
 ) -> Tensor:
-    """XLNet's query stream at different positions [B, Q] of ids [B, L]: [B, Q, V].
+    """Logits of XLNet's query stream.
 
-    seen: bool [B, L, L], what a position sees, in both streams: a query never sees its own token,
-    a content token always does. asked: bool [B, Q], the queries that matter.
+    Args:
+        network: XLNet.
+        ids: token ids [B, L].
+        seen: bool [B, L, L], the positions that each position attends to, in both streams. The
+            diagonal is ignored: a query never attends to its own token, a content token always.
+        positions: different positions to predict [B, Q].
+        asked: bool [B, Q], the queries whose logits are used.
 
-    Errors: a query that sees nothing. XLNet's softmax would then spread over all tokens, those to
-    come included.
+    Returns:
+        Logits [B, Q, V].
+
+    Raises:
+        ValueError: for a used query without any key. XLNet's softmax would then be over all
+            tokens, future ones included.
     """
     seen = seen & ~torch.eye(ids.shape[1], dtype=torch.bool, device=ids.device)
     check_prompt(network, seen.any(-1).gather(1, positions) | ~asked)
@@ -64,14 +81,22 @@ def xlnet_logits(
 
 
 def is_xlnet(network: PreTrainedModel) -> bool:
-    """True for transformers' XLNet, whose two streams are its own."""
+    """True for transformers' XLNet, which implements two streams itself."""
     return network.config.model_type == "xlnet"
 
 
 def check_prompt(network: PreTrainedModel, sees: Tensor) -> None:
-    """Errors: a query of XLNet's that sees nothing. sees: bool, any shape."""
+    """Check that every query of XLNet has a key; other networks need none.
+
+    Args:
+        network: any two-stream network.
+        sees: bool, any shape, whether a query attends to any token.
+
+    Raises:
+        ValueError: for a query of XLNet without any key.
+    """
     if is_xlnet(network) and not sees.all():
         raise ValueError(
-            "XLNet needs a prompt of at least one token: a query that sees nothing attends to all "
-            "tokens, those to come included. Give a token, or use a two-stream causal LM"
+            "XLNet needs a prompt of at least one token: a query without any key attends to all "
+            "tokens, future ones included. Give a token, or use a two-stream causal LM"
         )

@@ -1,9 +1,9 @@
-"""XLNet over a cache: its two streams as inputs of one row, as two-stream causal LMs have them.
+"""XLNet with a key-value cache, in the interface of two-stream causal LMs.
 
-transformers' XLNet runs a whole row in place: it has no way to keep the keys of tokens that stand
-anywhere, nor to ask about one position twice. This is the same network (arXiv 1906.08237; the
-weights stay transformers') with attention between any inputs and any slots of a cache:
-score(i, j) = (q_i + u) . k_j + (q_i + v) . r(position of i - position of j).
+transformers' XLNet computes a whole row at once: it cannot cache the keys of tokens at arbitrary
+positions, nor have two queries for one position. This class runs the same network (arXiv
+1906.08237, with the weights in transformers' model) with attention from any inputs to any slots of
+a cache: score(i, j) = (q_i + u) . k_j + (q_i + v) . r(position of i - position of j).
 """
 
 from types import SimpleNamespace
@@ -15,17 +15,24 @@ from transformers import Cache, XLNetLMHeadModel
 
 
 class CachedXLNet:
-    """XLNet called like a causal LM. An input `mask_id` is a query: XLNet's own query vector.
+    """XLNet, callable like a causal LM; an input of id `mask_id` is a query.
 
-    No query has a key: attention_mask must hide the slots that queries are written to, and leave
-    each input something to see.
+    A query is embedded as XLNet's query vector. The attention mask must hide the cache slots of
+    queries (XLNet's queries have no keys), and leave every input at least one key.
+
+    Args:
+        network: transformers' XLNet.
+        mask_id: id of the mask token.
+
+    Raises:
+        ValueError: for a unidirectional XLNet (attn_type='uni').
     """
 
     def __init__(self, network: XLNetLMHeadModel, mask_id: int):
         if network.config.attn_type != "bi":
             raise ValueError(
-                f"attn_type={network.config.attn_type!r} lets XLNet look to the left only, but an "
-                "order of any subset needs attn_type='bi'"
+                f"attn_type={network.config.attn_type!r} is not allowed: it is unidirectional, and "
+                "any-subset orders need attn_type='bi'"
             )
         self.network, self.mask_id = network, mask_id
         self.config, self.device = network.config, network.device
@@ -41,30 +48,43 @@ class CachedXLNet:
         logits_to_keep: Tensor,
         use_cache: bool = True,
     ) -> SimpleNamespace:
-        """Logits [B, keep, V] of input_ids [B, Q] under attention_mask, bool [B, 1, Q, slots]."""
+        """One forward with the cache.
+
+        Args:
+            input_ids: [B, Q].
+            attention_mask: bool [B, 1, Q, slots], True where an input may attend to a slot.
+            position_ids: [B, Q].
+            past_key_values: the cache; its first layer holds positions, the others keys and values.
+            logits_to_keep: indices of the inputs whose logits are computed.
+            use_cache: ignored; the cache is always used.
+
+        Returns:
+            An object with `logits` [B, keep, V].
+        """
         body = self.network.transformer
         if self._reach < past_key_values.capacity:
             self._encode(past_key_values.capacity)
-        # Positions are the cache's first layer: they move and go with the keys that stand there.
-        at = position_ids[:, None, :, None]
-        there = past_key_values.update(at, at, 0)[0]
-        distance = self._reach - (at - there.transpose(2, 3))
-        asks = (input_ids == self.mask_id)[..., None]
-        h = body.mask_emb[0].where(asks, body.word_embedding(input_ids))
+        # Positions are stored as the cache's first layer, so that they are moved and dropped
+        # together with the keys of their slots.
+        query_position = position_ids[:, None, :, None]
+        key_position = past_key_values.update(query_position, query_position, 0)[0]
+        distance = self._reach - (query_position - key_position.transpose(2, 3))
+        is_query = (input_ids == self.mask_id)[..., None]
+        h = body.mask_emb[0].where(is_query, body.word_embedding(input_ids))
         for i, layer in enumerate(body.layer):
             attention = layer.rel_attn
             k, v = past_key_values.update(_heads(h, attention.k), _heads(h, attention.v), i + 1)
             q = _heads(h, attention.q)
-            far = (q + attention.r_r_bias[:, None]) @ self._distances[i].mT
-            far = far.gather(-1, distance.expand(-1, far.shape[1], -1, -1)) * attention.scale
-            near = q + attention.r_w_bias[:, None]
-            seen = far.masked_fill(~attention_mask, float("-inf"))
-            out = scaled_dot_product_attention(near, k, v, seen, scale=attention.scale)
+            bias = (q + attention.r_r_bias[:, None]) @ self._distances[i].mT
+            bias = bias.gather(-1, distance.expand(-1, bias.shape[1], -1, -1)) * attention.scale
+            bias = bias.masked_fill(~attention_mask, float("-inf"))
+            content = q + attention.r_w_bias[:, None]
+            out = scaled_dot_product_attention(content, k, v, bias, scale=attention.scale)
             h = layer.ff(attention.post_attention(h, out.transpose(1, 2)))
         return SimpleNamespace(logits=self.network.lm_loss(h[:, logits_to_keep]))
 
     def _encode(self, reach: int) -> None:
-        """Keys of the distances reach to 1 - reach, [heads, 2 reach, head size] a layer."""
+        """Compute each layer's keys of the distances reach to 1 - reach: [heads, 2 reach, size]."""
         body = self.network.transformer
         table = body.relative_positional_encoding(reach, reach, device=self.device)[:, 0]
         table = table.to(self.network.dtype)
@@ -73,5 +93,5 @@ class CachedXLNet:
 
 
 def _heads(h: Tensor, weight: Tensor) -> Tensor:
-    """[..., T, width] times [width, heads, head size]: [..., heads, T, head size]."""
+    """The projection of h [..., T, width] to heads, [..., heads, T, head size]."""
     return torch.einsum("...th,hnd->...ntd", h, weight)

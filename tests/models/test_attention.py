@@ -25,11 +25,11 @@ def network():
 
 
 def logits_and_gradients(model):
-    # Two documents in one row, so that a mask that is not heeded shows.
-    places = layout([0, 0, 0, 1, 1], [0, 1, 2, 3, 4], [-1] * 5)
+    # Two documents in one row, so that ignoring the mask changes the logits.
+    tokens_layout = layout([0, 0, 0, 1, 1], [0, 1, 2, 3, 4], [-1] * 5)
     kind = model.config._attn_implementation
     tokens = torch.tensor([[1, 2, 3, 4, 5]])
-    mask = attention_mask(causal_mask, places, kind)
+    mask = attention_mask(causal_mask, tokens_layout, kind)
     logits = model(tokens, attention_mask=mask, use_cache=False).logits
     logits.square().sum().backward()
     return logits.detach(), [p.grad for p in model.parameters()]
@@ -49,8 +49,8 @@ def test_it_is_the_fused_kernels():
 
 def test_without_its_mask_it_is_not(monkeypatch):
     """Negative control."""
-    deaf = lambda *a, **k: attention.written_out(*a[:4], torch.ones_like(a[4]), **k)  # noqa: E731
-    monkeypatch.setitem(attention.AttentionInterface._global_mapping, WRITTEN_OUT, deaf)
+    unmasked = lambda *a, **k: attention.written_out(*a[:4], torch.ones_like(a[4]), **k)  # noqa: E731
+    monkeypatch.setitem(attention.AttentionInterface._global_mapping, WRITTEN_OUT, unmasked)
     model = network()
     write_out_attention(model)
     found, _ = logits_and_gradients(model)

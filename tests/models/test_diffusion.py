@@ -87,7 +87,7 @@ def test_kept_layers_keep_their_order_and_run_with_a_cache(kind, layers):
         assert all(torch.equal(p, old[name]) for name, p in kept.named_parameters())
     full, cached = full_and_cached(drafter)
     assert torch.allclose(full, cached, atol=1e-9)
-    with torch.inference_mode():  # transformers' own cache counts on the layers' numbers too
+    with torch.inference_mode():  # transformers' own cache uses the layers' indices too
         ids = torch.tensor([[5, 80, 81]])
         assert torch.allclose(drafter(ids, use_cache=True).logits, full[:, :3], atol=1e-9)
     assert len(source.model.layers) == source.config.num_hidden_layers == 4
@@ -112,7 +112,7 @@ def test_a_model_of_another_build_is_refused():
 
 K = 3
 DOCUMENTS = [11, 7]  # tokens
-ANCHORS = [4, 9, 1, 13, 4]  # clean tokens in front of each block; 13 stands in the second document
+ANCHORS = [4, 9, 1, 13, 4]  # clean tokens in front of each block; 13 is in the second document
 ALL_MASKED = Noise(torch.ones(5, K).bool(), torch.ones(5, K).bool(), torch.ones(5))
 
 

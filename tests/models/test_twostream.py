@@ -1,4 +1,4 @@
-"""Two streams in one forward say what one position at a time says."""
+"""Two streams in one forward give the logits of one forward for each position."""
 
 import pytest
 import torch
@@ -104,7 +104,7 @@ def test_the_masks_of_the_two_streams():
 
 def test_xlnet_refuses_a_query_that_sees_nothing():
     given = torch.tensor([EMPTY])
-    with pytest.raises(ValueError, match="a prompt of at least one token"):
+    with pytest.raises(ValueError, match="XLNet"):
         joint_logits(subsets.xlnet(V), batch(binary_lattice(given), given))
 
 
