@@ -3,7 +3,7 @@ PY := .venv/bin/python
 FIT := $(PY) -m trainers.fit
 RUNS ?= runs
 
-.PHONY: quickstart test chaos packed-step lint lab-deer-stage1 lab-deer lab-deer-losses lab-pcllm lab-pcllm-ablations lab-asarm lab-spiffy lab-cspd clean
+.PHONY: quickstart test chaos packed-step lint docs docs-serve lab-deer-stage1 lab-deer lab-deer-losses lab-pcllm lab-pcllm-ablations lab-asarm lab-spiffy lab-cspd clean
 
 .venv/installed: setup.cfg constraints.txt
 	test -x $(PY) || python3 -m venv .venv
@@ -148,5 +148,16 @@ lint: .venv/installed  ## ruff, as CI runs it
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 
+MKDOCS = NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs
+.venv/docs: .venv/installed
+	$(PY) -m pip install -q -c constraints.txt -e '.[docs]'
+	touch $@
+
+docs: .venv/docs  ## the documentation site, strictly, into site/
+	$(MKDOCS) build --strict
+
+docs-serve: .venv/docs  ## the same at http://127.0.0.1:8000, built again at every change
+	$(MKDOCS) serve
+
 clean:
-	rm -rf runs .venv
+	rm -rf runs site .venv

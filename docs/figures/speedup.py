@@ -1,0 +1,53 @@
+"""Draw docs/figures/speedup.png from the tables of docs/results/deer.md.
+
+python docs/figures/speedup.py
+"""
+
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+HERE = Path(__file__).parent
+RESULTS = HERE.parent / "results" / "deer.md"
+WAYS = {  # rows of the tables, and how the picture names them
+    "plain": "plain decoding",
+    "transformers assisted": "transformers assisted",
+    "transformers prompt lookup": "transformers prompt lookup",
+    "deer, rejection": "DEER, rejection",
+    "deer": "DEER, block of tokens",
+    "deer, block": "DEER, block verification",
+    "deer, tree": "DEER, tree",
+}
+
+
+def tokens_per_second(page: str, temperature: int) -> dict[str, float]:
+    """Tokens/s by sampler, of the table that follows the line `T=<temperature>`."""
+    _, _, rest = page.partition(f"\nT={temperature}")
+    lines = rest[rest.index("| sampler |") :].split("\n\n")[0].splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    return {sampler: float(speed) for sampler, speed, *_ in cells}
+
+
+def draw(page: str, file: Path) -> None:
+    """Two panels of bars: temperature 0 and 1."""
+    fig, panels = plt.subplots(1, 2, figsize=(9, 2.6), layout="constrained")
+    for axes, temperature in zip(panels, (0, 1)):
+        found = tokens_per_second(page, temperature)
+        ways = [way for way in WAYS if way in found][::-1]
+        speeds = [found[way] for way in ways]
+        colours = ["#3f51b5" if way.startswith("deer") else "#b0b6c8" for way in ways]
+        bars = axes.barh([WAYS[way] for way in ways], speeds, color=colours, height=0.7)
+        axes.bar_label(bars, fmt="%.0f", padding=3, fontsize=8)
+        axes.set_title(f"temperature {temperature}: tokens a second", fontsize=9, loc="left")
+        axes.set_xlim(0, 1.12 * max(speeds))
+        axes.tick_params(labelsize=8, length=0)
+        axes.set_xticks([])
+        axes.spines[:].set_visible(False)
+    fig.savefig(file, dpi=110, metadata={"Software": None})
+
+
+if __name__ == "__main__":
+    draw(RESULTS.read_text(), HERE / "speedup.png")
