@@ -40,7 +40,7 @@ def draw(page: str, file: Path) -> None:
         speeds = [found[way] for way in ways]
         colours = ["#3f51b5" if way.startswith("deer") else "#b0b6c8" for way in ways]
         bars = axes.barh([WAYS[way] for way in ways], speeds, color=colours, height=0.7)
-        axes.bar_label(bars, fmt="%.0f", padding=3, fontsize=8)
+        axes.bar_label(bars, fmt="%.1f", padding=3, fontsize=8)
         axes.set_title(f"temperature {temperature}: tokens a second", fontsize=9, loc="left")
         axes.set_xlim(0, 1.12 * max(speeds))
         axes.tick_params(labelsize=8, length=0)
