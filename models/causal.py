@@ -11,6 +11,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from models.weights import check_complete, check_finite
+
 
 def from_config(tokenizer: PreTrainedTokenizerBase, model_type: str, **config) -> PreTrainedModel:
     """A new causal LM of any transformers model type; `config` are that type's own keys."""
@@ -42,20 +44,40 @@ def pretrained(
 
 
 def load(
-    path: str, dtype: str | torch.dtype = "float32", attention: str | None = None, **options
+    path: str,
+    dtype: str | torch.dtype = "float32",
+    attention: str | None = None,
+    trust_remote_code: bool = False,
+    **options,
 ) -> PreTrainedModel:
-    """A causal LM from a folder or the Hub.
+    """A causal LM from a folder or the Hub, with every weight as the checkpoint has it.
 
-    attention: 'sdpa', or 'flex_attention' (CUDA: block masks instead of dense ones in training);
-        None takes 'sdpa' where the class has it (XLNet has only its own).
+    Args:
+        path: A folder or Hub id.
+        dtype: Of the weights; 'auto' takes the checkpoint's own.
+        attention: 'sdpa', or 'flex_attention' (CUDA: block masks instead of dense ones in
+            training); None takes 'sdpa' where the class has it (XLNet has only its own).
+        trust_remote_code: Whether the model's own code may run.
+        options: Further ones of `from_pretrained`.
 
-    Errors: one line that names the path and what is wrong with it (missing, damaged, not a model).
+    Raises:
+        ValueError: one line that names the path and what is wrong with it: missing, damaged, not a
+            model, tensors missing or too many, in a local folder weights that are not finite.
     """
     try:
-        kind = AutoModelForCausalLM
-        if options.get("trust_remote_code"):
-            kind = _remote_class(path)
-        return kind.from_pretrained(path, dtype=dtype, attn_implementation=attention, **options)
+        kind = _remote_class(path) if trust_remote_code else AutoModelForCausalLM
+        network, found = kind.from_pretrained(
+            path,
+            dtype=dtype,
+            attn_implementation=attention,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            **options,
+        )
+        check_complete(found)
+        if Path(path).exists():  # what the Hub has was made with care; reading it all takes time
+            check_finite(network)
+        return network
     except Exception as error:  # each library below has its own; a user needs one line
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         if looks_local(path) and not Path(path).exists():

@@ -1,12 +1,13 @@
-"""A causal transformer over the patches of an image, class-conditional, in any order.
+"""A class-conditional causal transformer over image patches, in raster or any other order.
 
-MAR is bidirectional, so that it cannot verify several tokens in one pass; here a token sees the
-class and what stands before it in the order, by a stock Llama decoder, and keys and values are
-cached. Input i is the (i-1)-th token of the order with its own position and that of the token that
-is asked for, the i-th (sigma-GPT, arXiv 2404.09562); input 0 is the class. So one network serves
-the raster order and any other.
+MAR is bidirectional, so it cannot verify several tokens of one row in one pass. Here a token
+attends to the class and to the tokens before it in the order (a stock Llama decoder), and keys and
+values are cached. Input i is token i - 1 of the order, with the embeddings of its own position and
+of the position to predict, that of token i (sigma-GPT, arXiv 2404.09562); input 0 is the class.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from transformers import LlamaConfig, LlamaModel, PreTrainedConfig, PreTrainedMo
 from transformers import initialization as init
 
 from models.heads import HEADS
+from models.weights import check_complete, check_finite
 
 ORDERS = ("raster", "random")
 # MAR's sizes (arXiv 2406.11838): hidden size, layers of its two halves, and the head's MLP.
@@ -22,11 +24,19 @@ MAR = {"B": (768, 24, 1024, 6), "L": (1024, 32, 1280, 8), "H": (1280, 40, 1536, 
 
 
 class PatchConfig(PreTrainedConfig):
-    """size, channels: of the square image (or its latents); patch: side of a patch.
+    """Configuration of a `PatchTransformer`.
 
-    classes: labels 0 to classes - 1; one more means no class. order: 'raster', or 'random' (each
-    image its own). head: {kind: 'diffusion' or 'mixture', and that head's keys}. backbone: keys of
-    transformers' LlamaConfig.
+    Args:
+        size: side of the square image (or of its latents), in pixels.
+        channels: channels of the image (or of its latents).
+        patch: side of a patch, in pixels; it must divide `size`.
+        classes: number of labels, 0 to classes - 1; label `classes` means no class.
+        order: 'raster', or 'random' (a permutation for each image).
+        head: {kind: 'diffusion' or 'mixture', and the arguments of that head}.
+        backbone: fields of transformers' LlamaConfig.
+
+    Raises:
+        ValueError: for a patch that does not divide the size, or an unknown order.
     """
 
     model_type = "parade_patches"
@@ -53,17 +63,21 @@ class PatchConfig(PreTrainedConfig):
 
     @property
     def tokens(self) -> int:
-        """N, patches of an image."""
+        """N, the number of patches per image."""
         return (self.size // self.patch) ** 2
 
     @property
     def dim(self) -> int:
-        """D, numbers of a patch."""
+        """D, the number of values per patch."""
         return self.channels * self.patch**2
 
 
 class PatchTransformer(PreTrainedModel):
-    """Hidden states from which `head` makes the density of each token."""
+    """The causal transformer over patches; its `head` maps hidden states to token densities.
+
+    Raises:
+        ValueError: for an unknown head, or arguments that this head does not take.
+    """
 
     config_class = PatchConfig
     base_model_prefix = ""
@@ -82,7 +96,7 @@ class PatchTransformer(PreTrainedModel):
         )
         backbone._attn_implementation = "sdpa"
         hidden = backbone.hidden_size
-        self.backbone = LlamaModel(backbone)  # its token embedding is that of the classes
+        self.backbone = LlamaModel(backbone)  # its token embedding holds the classes
         self.token = nn.Linear(config.dim, hidden)
         self.here = nn.Embedding(config.tokens, hidden)
         self.next = nn.Embedding(config.tokens, hidden)
@@ -103,23 +117,43 @@ class PatchTransformer(PreTrainedModel):
 
     @property
     def dummy_inputs(self) -> dict[str, Tensor]:
-        """One image: what an export is compared with."""
+        """A batch of one image, on which a reloaded export is compared with the trained model."""
         N, D = self.config.tokens, self.config.dim
         patches = torch.linspace(-1, 1, N * D).view(1, N, D)
         return {"patches": patches, "label": torch.zeros(1).long(), "order": torch.arange(N)[None]}
 
     def embed_class(self, label: Tensor, following: Tensor) -> Tensor:
-        """Input 0: labels [B], asking for the token at positions [B, n] -> [B, n, H]."""
+        """Embedded input 0: the class, and the position to predict.
+
+        Args:
+            label: [B].
+            following: positions to predict [B, n].
+
+        Returns:
+            [B, n, H].
+        """
         return self.backbone.embed_tokens(label)[:, None] + self.next(following)
 
     def embed_patches(self, patches: Tensor, position: Tensor, following: Tensor) -> Tensor:
-        """Inputs [B, n, H] of patches [B, n, D] at positions [B, n], each asking for the next."""
+        """Embedded inputs of patches: value, position, and the position to predict.
+
+        Args:
+            patches: [B, n, D].
+            position: positions of the patches [B, n].
+            following: positions to predict [B, n].
+
+        Returns:
+            [B, n, H].
+        """
         return self.token(patches) + self.here(position) + self.next(following)
 
     def forward(self, patches: Tensor, label: Tensor, order: Tensor) -> Tensor:
-        """Hidden states z [B, N, H]: z_i says what token i is, given the tokens before it.
+        """Hidden states z [B, N, H]: the head's density at z_i is that of token i given tokens < i.
 
-        patches [B, N, D] in their order; label [B]; order [B, N], the position of each.
+        Args:
+            patches: [B, N, D], sorted by the order.
+            label: [B].
+            order: positions of the patches [B, N].
         """
         first = self.embed_class(label, order[:, :1])
         others = self.embed_patches(patches[:, :-1], order[:, :-1], order[:, 1:])
@@ -128,20 +162,40 @@ class PatchTransformer(PreTrainedModel):
 
 
 def from_config(head: str, heads: dict[str, dict], **config) -> PatchTransformer:
-    """A new transformer. head: the one of `heads`, {kind: its keys}; others: of `PatchConfig`."""
+    """A new transformer with random weights.
+
+    Args:
+        head: the kind of head, a key of `heads`.
+        heads: the arguments of each kind of head.
+        **config: further arguments of `PatchConfig`.
+
+    Raises:
+        ValueError: for a head that is not in `heads`, and as `PatchConfig` does.
+    """
     if head not in heads:
         raise ValueError(f"unknown head {head!r}. Choose from {sorted(heads)}")
     return PatchTransformer(PatchConfig(head={"kind": head, **heads[head]}, **config))
 
 
 def mar(mar_size: str, head: str, heads: dict[str, dict], **config) -> PatchTransformer:
-    """The same with the width and depth of MAR-B, -L or -H, and of its diffusion head."""
+    """A new transformer with the width and depth of MAR-B, -L or -H and of its diffusion head.
+
+    Args:
+        mar_size: 'B', 'L' or 'H'.
+        head: as in `from_config`.
+        heads: as in `from_config`.
+        **config: further arguments of `PatchConfig`.
+
+    Raises:
+        ValueError: for another size, and as `from_config` does.
+    """
     if mar_size not in MAR:
         raise ValueError(f"unknown mar_size {mar_size!r}. Choose from {sorted(MAR)}")
     hidden, layers, width, depth = MAR[mar_size]
     backbone = {
         "hidden_size": hidden,
-        "intermediate_size": hidden * 8 // 3 // 64 * 64,  # gated: as many weights as 4 times plain
+        # A gated MLP of 8/3 the width has the weights of a plain one of 4 times the width.
+        "intermediate_size": hidden * 8 // 3 // 64 * 64,
         "num_hidden_layers": layers,
         "num_attention_heads": hidden // 64,
     }
@@ -151,7 +205,12 @@ def mar(mar_size: str, head: str, heads: dict[str, dict], **config) -> PatchTran
 
 
 def check_pair(target: PatchTransformer, drafter: PatchTransformer) -> None:
-    """Raise ValueError unless these two make the same tokens in the same way."""
+    """Check that a drafter can draft for a target.
+
+    Raises:
+        ValueError: unless patches, classes, order and noise schedule are equal, and the chain's
+            last step is noisy.
+    """
     for name in ("size", "channels", "patch", "classes", "order"):
         ours, theirs = getattr(drafter.config, name), getattr(target.config, name)
         if ours != theirs:
@@ -171,11 +230,39 @@ def check_pair(target: PatchTransformer, drafter: PatchTransformer) -> None:
         )
 
 
+def skeleton(path: str) -> PatchTransformer:
+    """A trained one without its weights (on the device 'meta'), from a folder or the Hub.
+
+    Raises:
+        ValueError: one line that names the path and why it cannot be read.
+    """
+    with _one_line(path), torch.device("meta"):
+        return PatchTransformer(PatchConfig.from_pretrained(path))
+
+
 def load(path: str, dtype: str | torch.dtype = "float32") -> PatchTransformer:
-    """A trained one, from a folder or the Hub. Errors: one line that names the path and why."""
+    """A trained one, from a folder or the Hub.
+
+    Raises:
+        ValueError: one line that names the path and what is wrong with it (missing, damaged,
+            tensors that are missing or too many).
+    """
+    with _one_line(path):
+        network, found = PatchTransformer.from_pretrained(
+            path, dtype=dtype, output_loading_info=True
+        )
+        check_complete(found)
+        if Path(path).exists():
+            check_finite(network)
+        return network
+
+
+@contextmanager
+def _one_line(path: str) -> Iterator[None]:
+    """Whatever a library below raises becomes one line that names the path."""
     try:
-        return PatchTransformer.from_pretrained(path, dtype=dtype)
-    except Exception as error:  # each library below has its own; a user needs one line
+        yield
+    except Exception as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         if not Path(path).exists():
             reason = f"there is no such folder. {reason}"

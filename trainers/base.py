@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
+from data.text.tokenizer import fingerprint
 from decoding.engine.sampler import Sampler
+from decoding.loading import check_tokenizers, load_tokenizer
+from models import causal
+
+# What a module may need of its target in training (`BaseModule.needs_target`).
+DISTRIBUTIONS, HIDDEN_STATES = "distributions", "hidden_states"
 
 
 @dataclass
@@ -31,9 +37,12 @@ class BaseModule(pl.LightningModule):
 
     target: the model that a drafter drafts for (None for others); it is not trained or saved.
     exports_weights: False where an export only names the model that it is for, as its target.
+    needs_target: what the training reads of the target, of DISTRIBUTIONS and HIDDEN_STATES; a
+        property where it depends on settings. Empty: the target is loaded only to decode with it.
     """
 
     exports_weights = True
+    needs_target: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -44,13 +53,37 @@ class BaseModule(pl.LightningModule):
     ):
         super().__init__()
         self.network, self.tokenizer, self.optimization = network, tokenizer, optimization
-        self._target = (target,)  # in a tuple, so that it is no submodule
+        self.attach_target(target)
         self._sums: dict[str, Tensor] = {}
 
     @property
     def target(self) -> PreTrainedModel | None:
         """The model that the drafter drafts for."""
         return self._target[0]
+
+    def attach_target(self, target: PreTrainedModel | None) -> None:
+        """Give the module its target, which is neither trained nor saved."""
+        self._target = (target,)  # in a tuple, so that it is no submodule
+
+    @classmethod
+    def load_target(cls, name: str, dtype: str) -> PreTrainedModel:
+        """The target that this kind of module drafts for, frozen.
+
+        Args:
+            name: A folder or Hub id.
+            dtype: Of its weights, such as 'bfloat16'.
+        """
+        return causal.load(name, dtype=dtype).eval().requires_grad_(False)
+
+    def check_target(self, name: str, recipe: str) -> None:
+        """Raise ValueError unless the module can draft for this target; reads none of its weights.
+
+        Args:
+            name: The target's folder or Hub id.
+            recipe: Whose drafter it is, for the message.
+        """
+        if self.tokenizer is not None:
+            check_tokenizers(load_tokenizer(name), fingerprint(self.tokenizer), name, recipe)
 
     def on_fit_start(self) -> None:
         """Bring the target to the network's device."""

@@ -2,10 +2,11 @@
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from models import patches
 from models.denoising import kernels, noised
-from trainers.base import BaseModule
+from trainers.base import DISTRIBUTIONS, BaseModule
 from trainers.losses import cspd
 
 
@@ -13,15 +14,12 @@ class Target(BaseModule):
     """A causal patch transformer with a diffusion or a mixture head, one image a row."""
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
-        """See `BaseModule`."""
         return torch.ones_like(batch["order"], dtype=torch.float32)
 
     def losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """See `BaseModule`."""
         return self.head_loss(self.hidden(self.network, batch), batch), self.weight(batch)
 
     def tokens(self, batch: dict[str, Tensor]) -> int:
-        """See `BaseModule`."""
         return batch["order"].numel()
 
     def hidden(self, network: patches.PatchTransformer, batch: dict[str, Tensor]) -> Tensor:
@@ -49,7 +47,6 @@ class Target(BaseModule):
         return loss.mean(1)
 
     def export_config(self) -> dict:
-        """See `BaseModule`."""
         return {"method": "sequential", "command": COMMAND}
 
 
@@ -75,13 +72,21 @@ class Draft(Target):
                 "distillation=0, or variance 'small' or 'large'"
             )
         self.target_name, self.gamma, self.distillation = target_name, gamma, distillation
-        target = patches.load(target_name).eval().requires_grad_(False)
-        patches.check_pair(target, self.network)
-        if distillation:
-            self._target = (target,)
+
+    @property
+    def needs_target(self) -> frozenset[str]:
+        """Its densities, where they are distilled."""
+        return frozenset([DISTRIBUTIONS] if self.distillation else [])
+
+    @classmethod
+    def load_target(cls, name: str, dtype: str) -> PreTrainedModel:
+        """The target in float32, whatever dtype says: its densities are what is compared."""
+        return patches.load(name).eval().requires_grad_(False)
+
+    def check_target(self, name: str, recipe: str) -> None:
+        patches.check_pair(patches.skeleton(name), self.network)
 
     def losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """See `BaseModule`."""
         z = self.hidden(self.network, batch)
         loss = self.head_loss(z, batch)
         if self.distillation:
@@ -117,7 +122,6 @@ class Draft(Target):
         return metrics
 
     def export_config(self) -> dict:
-        """See `BaseModule`."""
         return {
             "method": "cspd",
             "target": self.target_name,

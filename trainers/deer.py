@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from decoding.commands.cli import unknown
-from trainers.drafter import DrafterModule
+from trainers.base import DISTRIBUTIONS
+from trainers.drafter import DrafterModule, TargetStates
 from trainers.losses import acceptance, deer
 from trainers.losses.diffusion import denoising_weight, soft_nll
 
@@ -22,11 +23,11 @@ class Distillation(DrafterModule):
     """Stage I: continuations of teacher answers under noise (Eq. 1-2)."""
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
-        """See `BaseModule`."""
         return denoising_weight(batch["masked"], batch["rate"], batch["size"])
 
-    def block_losses(self, logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """See `DrafterModule`."""
+    def block_losses(
+        self, logits: Tensor, batch: dict[str, Tensor], states: TargetStates | None
+    ) -> tuple[Tensor, Tensor]:
         return deer.distill(logits, batch["target"], batch["masked"], batch["rate"], batch["size"])
 
 
@@ -46,8 +47,6 @@ class Refinement(DrafterModule):
             raise ValueError(f"alpha={alpha} is not allowed: it must be at least 1")
         if not 0 <= soft <= 1:
             raise ValueError(f"soft={soft} is not allowed: it must be in [0, 1]")
-        if soft and self.target is None:
-            raise ValueError(f"soft={soft} needs the target: acceptance.prompts must not be 0")
         if teacher_loss not in TEACHER_LOSSES:
             raise unknown("teacher_loss", teacher_loss, TEACHER_LOSSES)
         if teacher_loss != "kl" and not soft:
@@ -57,18 +56,24 @@ class Refinement(DrafterModule):
             )
         self.alpha, self.soft, self.teacher_loss = alpha, soft, teacher_loss
 
+    @property
+    def needs_target(self) -> frozenset[str]:
+        """Its distributions too, where a share of the loss is taken against them."""
+        return super().needs_target | ({DISTRIBUTIONS} if self.soft else set())
+
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
-        """See `BaseModule`."""
         return deer.refine_weight(batch["masked"], batch["size"], self.alpha)
 
-    def block_losses(self, logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """See `DrafterModule`."""
+    def block_losses(
+        self, logits: Tensor, batch: dict[str, Tensor], states: TargetStates | None
+    ) -> tuple[Tensor, Tensor]:
         loss, weight = deer.refine(
             logits, batch["target"], batch["masked"], batch["size"], self.alpha
         )
         if self.soft:
+            assert states is not None
             tokens = [batch["target"]] if self.teacher_loss == "length" else []
             against = TEACHER_LOSSES[self.teacher_loss]
-            taught = against(logits, self.teacher_logits(batch), *tokens)
+            taught = against(logits, states.logits, *tokens)
             loss = torch.lerp(loss, taught, self.soft)
         return loss, weight

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from trainers.drafter import DrafterModule
+from trainers.drafter import DrafterModule, TargetStates
 from trainers.losses.diffusion import denoising_weight, token_nll
 
 
@@ -10,9 +10,9 @@ class MaskedDiffusion(DrafterModule):
     """Masked-diffusion bound with weight 1/t over blocks that continue their own prefix."""
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
-        """See `BaseModule`."""
         return denoising_weight(batch["masked"], batch["rate"], batch["size"])
 
-    def block_losses(self, logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """See `DrafterModule`."""
+    def block_losses(
+        self, logits: Tensor, batch: dict[str, Tensor], states: TargetStates | None
+    ) -> tuple[Tensor, Tensor]:
         return token_nll(logits, batch["target"]), self.weight(batch)

@@ -1,5 +1,8 @@
 """What every block drafter's module shares: packed blocks, accuracy by position, the sampler."""
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -7,10 +10,22 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from data.text.tokenizer import draft_token_ids, fingerprint
 from decoding.engine.sampler import Sampler
 from decoding.loading import sampler_of
+from models import diffusion
 from models.attention import attention_mask
-from models.diffusion import draft_logits
+from models.hidden_states import capture
 from models.masks import Layout, causal
-from trainers.base import BaseModule, Optimization
+from trainers.base import DISTRIBUTIONS, HIDDEN_STATES, BaseModule, Optimization
+
+
+class TargetStates(NamedTuple):
+    """What one forward of the target over the clean tokens of a batch gives.
+
+    logits: [B, A, K, Vt] that predict every drafted token; None where they were not asked for.
+    hidden_states: [B, S, H] of each layer that was asked for, at all S clean tokens of a row.
+    """
+
+    logits: Tensor | None
+    hidden_states: tuple[Tensor, ...]
 
 
 class DrafterModule(BaseModule):
@@ -18,7 +33,11 @@ class DrafterModule(BaseModule):
 
     method: the sampler that serves the drafter. block_size: tokens drafted a cycle.
     target_name: the path or Hub id that the export names as its target.
+    target_layers: the target's decoder layers whose hidden states the drafter reads, 0-based
+        (`models.hidden_states`). A drafter that reads any overrides `draft_logits`.
     """
+
+    target_layers: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -34,51 +53,95 @@ class DrafterModule(BaseModule):
         super().__init__(network, tokenizer, optimization, target)
         self.method, self.block_size, self.target_name = method, block_size, target_name
 
-    def block_losses(self, logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """(loss, weight) [B, A, K] of the drafted tokens' logits [B, A, K, V]."""
+    @property
+    def needs_target(self) -> frozenset[str]:
+        """Hidden states, where layers of the target are named."""
+        return frozenset([HIDDEN_STATES] if self.target_layers else [])
+
+    def block_losses(
+        self, logits: Tensor, batch: dict[str, Tensor], states: TargetStates | None
+    ) -> tuple[Tensor, Tensor]:
+        """Unreduced loss and weight of every drafted token.
+
+        Args:
+            logits: [B, A, K, V], the drafter's.
+            batch: See `data.corruption.draft_blocks`.
+            states: Of the target, what `needs_target` says; None if that is nothing.
+
+        Returns:
+            (loss, weight), each [B, A, K].
+        """
         raise NotImplementedError
 
+    def draft_logits(self, batch: dict[str, Tensor], states: TargetStates | None) -> Tensor:
+        """The drafter's logits [B, A, K, V] of every drafted token."""
+        return diffusion.draft_logits(self.network, batch)
+
+    def forward_pass(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """(logits, loss, weight), after one forward of the target at most."""
+        states, needs = None, self.needs_target
+        if needs:
+            states = self.target_states(batch, self.target_layers, DISTRIBUTIONS in needs)
+        logits = self.draft_logits(batch, states)
+        return logits, *self.block_losses(logits, batch, states)
+
     def losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """See `BaseModule`."""
-        return self.block_losses(draft_logits(self.network, batch), batch)
+        _, loss, weight = self.forward_pass(batch)
+        return loss, weight
 
     def evaluate(self, batch: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
         """Loss, and teacher-forced accuracy at each position of a block."""
-        logits = draft_logits(self.network, batch)
-        loss, weight = self.block_losses(logits, batch)
+        logits, loss, weight = self.forward_pass(batch)
         right = (logits.argmax(-1) == batch["target"]) & batch["masked"]
         metrics = {"loss": ((loss * weight).sum(), weight.sum())}
         for i in range(min(self.block_size, right.shape[-1])):
             metrics[f"accuracy_{i + 1}"] = (right[..., i].sum(), batch["masked"][..., i].sum())
         return metrics
 
-    @torch.no_grad()
     def teacher_logits(self, batch: dict[str, Tensor]) -> Tensor:
         """The target's logits [B, A, K, Vt] for every drafted token, given the clean tokens."""
+        logits = self.target_states(batch).logits
+        assert logits is not None
+        return logits
+
+    @torch.no_grad()
+    def target_states(
+        self, batch: dict[str, Tensor], layers: Sequence[int] = (), logits: bool = True
+    ) -> TargetStates:
+        """One forward of the target over the clean tokens of packed draft blocks.
+
+        Args:
+            batch: See `data.corruption.draft_blocks`.
+            layers: Decoder layers whose outputs are returned (`models.hidden_states`).
+            logits: Whether its logits are asked for, which are by far the larger.
+        """
+        assert self.target is not None
         B, A, K = batch["target"].shape
         S = batch["input_ids"].shape[1] - A * (1 + K)
         layout = Layout(batch["document"], batch["position_ids"], batch["block"])
         layout = layout.map(lambda t: t[:, :S])
         kind = self.target.config._attn_implementation
-        logits = self.target(
-            input_ids=batch["input_ids"][:, :S],
-            position_ids=batch["position_ids"][:, :S],
-            attention_mask=attention_mask(causal, layout, kind),
-            use_cache=False,
-        ).logits
-        # Token start + i is predicted at the place before it.
-        at = batch["start"].unsqueeze(-1) + torch.arange(K, device=logits.device) - 1
-        rows = torch.arange(B, device=logits.device)[:, None, None]
-        return logits[rows, at.clamp(0, S - 1)]
+        with capture(self.target, layers) as hidden_states:
+            found = self.target(
+                input_ids=batch["input_ids"][:, :S],
+                position_ids=batch["position_ids"][:, :S],
+                attention_mask=attention_mask(causal, layout, kind),
+                use_cache=False,
+                logits_to_keep=0 if logits else 1,  # 0: of all tokens
+            ).logits
+        if not logits:
+            return TargetStates(None, tuple(hidden_states))
+        # Token start + i is predicted at the position before it.
+        at = batch["start"].unsqueeze(-1) + torch.arange(K, device=found.device) - 1
+        rows = torch.arange(B, device=found.device)[:, None, None]
+        return TargetStates(found[rows, at.clamp(0, S - 1)], tuple(hidden_states))
 
     def sampler(self) -> Sampler | None:
-        """See `BaseModule`."""
         if self.target is None:
             return None
         return sampler_of(self.export_config(), self.target, self.tokenizer, self.network)
 
     def export_config(self) -> dict:
-        """See `BaseModule`."""
         mask_id, sep_id = draft_token_ids(self.tokenizer)
         return {
             "method": self.method,

@@ -18,12 +18,9 @@ from transformers import PreTrainedTokenizerBase
 
 from data.rows.stream import BatchSchedule, Stream
 from data.text.prompts import heldout_prompts
-from data.text.tokenizer import fingerprint
 from decoding.commands.cli import main, quiet
 from decoding.commands.inputs import prepare_inputs
 from decoding.commands.recipes import build, compose
-from decoding.loading import check_tokenizers, load_tokenizer
-from models import causal
 from models.attention import fused_attention, write_out_attention
 from trainers.base import BaseModule, Optimization, WholeSteps
 from trainers.lora import add_lora
@@ -130,22 +127,29 @@ def build_module(config: DictConfig) -> BaseModule:
         targets=list(config.lora.targets),
         merge=config.lora.merge,
     )
-    target = None
-    if config.target is not None and tokenizer is not None:
-        check_tokenizers(
-            load_tokenizer(config.target), fingerprint(tokenizer), config.target, config.recipe
-        )
-        if config.acceptance.prompts:
-            target = causal.load(config.target, dtype=config.acceptance.dtype).eval()
-            target.requires_grad_(False)
-    return build(
+    module = build(
         config.module,
         network=network,
         tokenizer=tokenizer,
         optimization=Optimization(**config.optimization),
-        target=target,
         _convert_="object",
     )
+    give_target(module, config)
+    return module
+
+
+def give_target(module: BaseModule, config: DictConfig) -> None:
+    """Load the target of a module that needs it, or whose acceptance is measured with it."""
+    if config.target is None:
+        if module.needs_target:
+            raise ValueError(
+                f"target=null, but {config.module._target_} with these settings reads the target's "
+                f"{' and '.join(sorted(module.needs_target))}: give target=<folder or Hub id>"
+            )
+        return
+    module.check_target(config.target, config.recipe)
+    if module.needs_target or config.acceptance.prompts:
+        module.attach_target(module.load_target(config.target, config.acceptance.dtype))
 
 
 def with_tokenizer(tokenizer: PreTrainedTokenizerBase | None, **given) -> dict:

@@ -1,14 +1,18 @@
 """What block drafters share: the teacher's distribution stands at the right places."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from data.corruption.draft_blocks import DraftBlocks, SuffixNoise
 from data.text.tokenizer import train_tokenizer, with_draft_tokens
 from models.diffusion import draft_logits, from_causal_lm
+from models.hidden_states import capture
 from tests.support import tiny
-from trainers.base import Optimization
+from trainers.base import DISTRIBUTIONS, HIDDEN_STATES, Optimization
 from trainers.deer import TEACHER_LOSSES, Refinement
+from trainers.fit import give_target
 from trainers.losses import acceptance
 from trainers.losses.diffusion import soft_nll, token_nll
 
@@ -53,6 +57,87 @@ def test_teacher_logits_are_those_of_the_true_prefix(tokenizer):
         torch.testing.assert_close(found[0, a, i], expected, rtol=0, atol=1e-9)
         checked += 1
     assert checked >= 5
+
+
+def test_hidden_states_are_those_of_the_true_prefix_and_come_with_the_logits(tokenizer):
+    module = module_of(tokenizer, soft=1.0)
+    row, batch = batch_of(tokenizer)
+    states = module.target_states(batch, (1, 0))
+    assert torch.equal(states.logits, module.teacher_logits(batch))
+    for first, end in ((0, 7), (7, 13)):
+        with torch.no_grad(), capture(module.target, (1, 0)) as expected:
+            module.target(row["input_ids"][first:end][None])
+        for found, wanted in zip(states.hidden_states, expected, strict=True):
+            torch.testing.assert_close(found[:, first:end], wanted, rtol=0, atol=1e-9)
+    # Negative control: of the whole row, without its two documents' mask.
+    with torch.no_grad(), capture(module.target, (1, 0)) as mixed:
+        module.target(row["input_ids"][None])
+    assert (states.hidden_states[0][0, 7:13] - mixed[0][0, 7:13]).abs().max() > 1e-3
+    without = module.target_states(batch, (0,), logits=False)
+    assert without.logits is None
+    assert torch.equal(without.hidden_states[0], states.hidden_states[1])
+
+
+class Reader(Refinement):
+    target_layers = (1,)
+
+    def draft_logits(self, batch, states):
+        self.read = states
+        return super().draft_logits(batch, states)
+
+
+@pytest.mark.parametrize("soft", [0.0, 1.0])
+def test_one_forward_of_the_target_gives_all_that_is_needed(tokenizer, soft, monkeypatch):
+    _, batch = batch_of(tokenizer)
+    monkeypatch.setattr("tests.trainers.test_drafter.Refinement", Reader)
+    module, passes = module_of(tokenizer, soft), []
+    module.target.register_forward_hook(lambda *_: passes.append(1))
+    module.losses(batch)
+    assert len(passes) == 1
+    assert len(module.read.hidden_states) == 1
+    assert (module.read.logits is None) == (not soft)
+
+
+def test_what_a_module_needs_depends_on_its_settings(tokenizer):
+    hard, soft, reader = (c.__new__(c) for c in (Refinement, Refinement, Reader))
+    hard.soft, soft.soft, reader.soft = 0.0, 0.5, 0.5
+    assert hard.needs_target == frozenset()
+    assert soft.needs_target == {DISTRIBUTIONS}
+    assert reader.needs_target == {DISTRIBUTIONS, HIDDEN_STATES}
+
+
+@pytest.mark.parametrize(
+    ("soft", "prompts", "loaded"), [(0.0, 0, False), (0.0, 2, True), (0.5, 0, True), (0.5, 2, True)]
+)
+def test_the_target_is_there_for_the_loss_or_the_measurement(
+    tokenizer, tmp_path, soft, prompts, loaded
+):
+    tiny.causal_lm(257).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    module = module_of(tokenizer, soft)
+    module.attach_target(None)
+    config = config_of(str(tmp_path), prompts)
+    give_target(module, config)
+    assert (module.target is not None) == loaded
+    if loaded:
+        assert module.target.dtype == torch.bfloat16
+        assert not any(p.requires_grad for p in module.target.parameters())
+
+
+def config_of(target, prompts):
+    return SimpleNamespace(
+        target=target,
+        recipe="deer_stage2",
+        module=SimpleNamespace(_target_="trainers.deer.Refinement"),
+        acceptance=SimpleNamespace(prompts=prompts, dtype="bfloat16"),
+    )
+
+
+def test_a_target_that_is_needed_and_not_named(tokenizer):
+    module = module_of(tokenizer, 0.5)
+    with pytest.raises(ValueError, match=r"target=null.*Refinement.*distributions"):
+        give_target(module, config_of(None, 0))
+    give_target(module_of(tokenizer, 0.0), config_of(None, 0))
 
 
 def test_soft_targets_of_a_certain_teacher_are_the_tokens(tokenizer):
@@ -104,12 +189,14 @@ def test_the_teachers_share_is_taken_by_the_loss_that_is_named(tokenizer):
         found[name] = 2 * loss - token_nll(draft_logits(module.network, batch), batch["target"])
     logits, teacher = draft_logits(module.network, batch), module.teacher_logits(batch)
     torch.testing.assert_close(found["kl"], soft_nll(logits, teacher))
-    torch.testing.assert_close(found["hits"], acceptance.hits(logits, teacher))
+    expected = acceptance.coupled_miss(logits, teacher)
+    torch.testing.assert_close(found["coupled_miss"], expected)
     torch.testing.assert_close(found["length"], acceptance.length(logits, teacher, batch["target"]))
     # What a position's prefix costs it: the next token of a block waits for the first.
-    assert (found["length"] >= found["overlap"] - 1e-9).all()
-    torch.testing.assert_close(found["length"][..., 0], found["overlap"][..., 0])
-    assert (found["length"][..., 1:] > found["overlap"][..., 1:] + 1e-6).any()
+    one = found["total_variation"]
+    assert (found["length"] >= one - 1e-9).all()
+    torch.testing.assert_close(found["length"][..., 0], one[..., 0])
+    assert (found["length"][..., 1:] > one[..., 1:] + 1e-6).any()
 
 
 def test_bad_teacher_loss(tokenizer):

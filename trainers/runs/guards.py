@@ -141,7 +141,10 @@ def memory_advice(text: str, config: DictConfig) -> str:
         other = f"{config.strategy}_offload" if sharded else "fsdp2 or strategy=deepspeed_3"
         ways.append(f"take strategy={other} (now {config.strategy}, trainer.devices={t.devices})")
     if config.target is not None and config.acceptance.prompts:
-        ways.append("set acceptance.prompts=0, which leaves the target out of memory")
+        ways.append(
+            "set acceptance.prompts=0, which leaves the target out of memory unless the loss "
+            "reads it"
+        )
     sizes = [
         f"{key}={s(config, key)}"
         for key in ("data.train.length", "data.corruption.anchors")

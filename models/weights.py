@@ -1,0 +1,42 @@
+"""Checks of loaded weights: a checkpoint must fill its network, with finite numbers.
+
+transformers fills what a checkpoint lacks with random numbers and says so only in a log.
+"""
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import nn
+
+SHOWN = 3  # keys of a message
+
+
+def check_complete(found: Mapping[str, Collection]) -> None:
+    """Raise ValueError unless the checkpoint has the network's tensors, all of them and no others.
+
+    Args:
+        found: What `from_pretrained(..., output_loading_info=True)` returns beside the network.
+            What a class declares itself (tied weights, keys to ignore) is not in it.
+    """
+    wrong = {
+        "lacks tensors of the network": found.get("missing_keys"),
+        "has tensors that the network does not have": found.get("unexpected_keys"),
+        "has tensors of another size than the network": found.get("mismatched_keys"),
+    }
+    for what, keys in wrong.items():
+        if keys:
+            names = sorted(str(key) for key in keys)
+            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            raise ValueError(
+                f"the checkpoint {what}: {', '.join(names[:SHOWN])}{more}. Its config.json and its "
+                "weights are not of one model, or a file of it is missing"
+            )
+
+
+def check_finite(network: nn.Module) -> None:
+    """Raise ValueError for weights that are not finite numbers; reads all of them once."""
+    for name, weight in network.named_parameters():
+        # isfinite knows no 8-bit floats, and those can hardly overflow unseen.
+        known = weight.is_floating_point() and weight.element_size() > 1 and not weight.is_meta
+        if known and not torch.isfinite(weight).all():
+            raise ValueError(f"the weights of {name} are not finite: the training diverged")
