@@ -10,12 +10,13 @@ from itertools import takewhile
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from data.corruption.orders import binary_lattice
 from decoding.engine.params import Chunk, SamplingParams
 from decoding.engine.randomness import Randomness
-from decoding.engine.sampler import Rows, Sampler
+from decoding.engine.sampler import Rows, Sampler, State
 from models.twostream import is_xlnet
 
 HOLE = re.compile(r"<hole:(\d+)>")
@@ -50,6 +51,21 @@ class Template:
         new = iter(answer)
         ids = (next(new, None) if t is None else t for t in self.ids)
         return list(takewhile(lambda t: t is not None, ids))
+
+
+@dataclass
+class InfillState(State):
+    """What a batch of templates keeps, beside its tokens in the order of generation.
+
+    order: [B, capacity], the position of each token in the order; entries after a sequence's own
+    stand for positions that do not exist. size: [B], N tokens. given: [B], m tokens of prompt.
+    cached: [B], tokens of the order that the network's cache holds.
+    """
+
+    order: Tensor
+    size: Tensor
+    given: Tensor
+    cached: Tensor
 
 
 class Infiller(Sampler):
@@ -119,19 +135,19 @@ class Infiller(Sampler):
     def _rows(
         self, prompts: list[Template], params: SamplingParams, randomness: Randomness
     ) -> Rows:
-        """Tokens in the order. state: order [B, capacity] (behind a row's own, places that do not
-        exist), size [B] (N), given [B] (m) and cached [B] (places that the network knows).
-        """
+        """The prompts' given tokens, and their orders as `InfillState`."""
         sizes = [len(t.ids) for t in prompts]
         capacity, device = max(sizes) + self.margin(params), self.target.device
         rows = Rows([t.prompt for t in prompts], capacity, randomness, device)
         order = torch.arange(capacity).repeat(len(prompts), 1)
         for b, template in enumerate(prompts):
             order[b, : sizes[b]] = torch.tensor(template.order)
-        rows.state["order"] = order.to(device)
-        rows.state["size"] = torch.tensor(sizes, device=device)
-        rows.state["given"] = rows.lengths
-        rows.state["cached"] = torch.zeros_like(rows.lengths)
+        rows.state = InfillState(
+            order=order.to(device),
+            size=torch.tensor(sizes, device=device),
+            given=rows.lengths,
+            cached=torch.zeros_like(rows.lengths),
+        )
         return rows
 
     def _commit(

@@ -84,7 +84,7 @@ class TwoStreamNetwork(CachedNetwork):
             slots.masked_fill(padding, self.cache.capacity - 1),
             mask,
             keep=Q,
-        )
+        ).logits
 
     def _nodes(self, end: Tensor, branches: Branches) -> Tensor:
         """The slots of a tree's nodes [B, N]."""

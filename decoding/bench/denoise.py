@@ -70,8 +70,8 @@ class Watch:
         return done
 
     def _note(self, rows: Rows):
-        taken = self.blocks.setdefault(int(rows.state["start"][0]), [])
-        taken.append(int(rows.state["step"][0]) - sum(taken))
+        taken = self.blocks.setdefault(int(rows.state.start[0]), [])
+        taken.append(int(rows.state.step[0]) - sum(taken))
         return self._finished(rows)
 
     def _timed(self, stage: str, call):

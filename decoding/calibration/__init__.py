@@ -1,1 +1,1 @@
-"""What a calibration measures: how trees are ranked, which draft graph is best, traces on disk."""
+"""Calibration: the ranking of draft trees, the best draft graph, decoding traces on disk."""

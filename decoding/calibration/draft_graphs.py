@@ -1,9 +1,9 @@
-"""What draft graph to take: traces of vanilla decoding, objectives on them, and their optimum.
+"""Calibration of draft graphs: traces of vanilla decoding, objectives, and their exact optimum.
 
-Source: Spiffy, arXiv 2509.18085, Algorithm 2, appendices C and E. A trace of a block is, for each
-state on its way but the first, the *chain* of formulas of the states that followed, as that state
-would have had to guess them. A graph's walk over a trace is therefore known exactly, without the
-model: `passes`.
+Source: Spiffy, arXiv 2509.18085, Algorithm 2, appendices C and E. For each state of a block but the
+first, a trace gives the *chain* of formulas of the states that followed, in the ranks of that
+state. The passes that any draft graph would have taken over a trace are therefore known exactly,
+without the model: `passes`.
 """
 
 from collections import Counter
@@ -16,27 +16,55 @@ from torch import Tensor
 from decoding.engine.params import SamplingParams
 from decoding.engine.sampler import Rows
 from decoding.masked.draft_graph import Formula, graph_of, may_follow
-from decoding.samplers.spiffy import SpiffySampler
+from decoding.samplers.spiffy import SpiffySampler, SpiffyState
 
 Chain = tuple[Formula, ...]
 OBJECTIVES = ("degree0", "degree1", "total", "replay")
-SECONDS = 300.0  # that a solver may take; it says then that its optimum is not proved
-ABSENT = -2  # as the step of a block that was not decoded
+SECONDS = 300.0  # time limit of the solver, after which its optimum is not proved
+ABSENT = -2  # in a trace: the step of a block that was not decoded
+
+
+@dataclass
+class TraceState(SpiffyState):
+    """Beside the ranking: what becomes a block's trace.
+
+    first: [B], where the first block begins. decided: [B, L], for how many steps each position has
+    been masked; -1 for a given token. ranked: [B, L, L] and choices: [B, L, L, width], each step's
+    ranks of the positions, and their likeliest tokens.
+    """
+
+    first: Tensor
+    decided: Tensor
+    ranked: Tensor
+    choices: Tensor
 
 
 class Tracer(SpiffySampler):
-    """Vanilla decoding that notes how each state ranked what came after it.
+    """Vanilla decoding that records how each state ranked the tokens that were decided after it.
 
-    width: how many tokens of a place are ranked.
+    Args:
+        *args: Of `SpiffySampler`.
+        width: Tokens of each position that are ranked.
+        **options: Of `SpiffySampler`, but the graph.
     """
 
     def __init__(self, *args, width: int, **options):
         L = options["block_size"]
         super().__init__(*args, graph=graph_of(L, None, [[(L, width)]]), **options)
-        self.formulas = tuple(x[:0] for x in self.formulas)  # it ranks, but guesses nothing
+        self.formulas = tuple(x[:0] for x in self.formulas)  # it ranks, but drafts nothing
 
     def trace(self, prompts: list[list[int]], params: SamplingParams, seeds: list[int]) -> Tensor:
-        """[rows, blocks, 1 + 2 L, L], int16: see `chains_of`; `ABSENT` behind an answer's end."""
+        """Decode prompts and trace their blocks.
+
+        Args:
+            prompts: Token ids of each prompt.
+            params: How to decode.
+            seeds: One seed for each prompt.
+
+        Returns:
+            int16 [prompts, blocks, 1 + 2 L, L], the traces that `chains_of` reads; `ABSENT` for
+            blocks after the end of an answer.
+        """
         L = self.block_size
         blocks = -(-params.max_new_tokens // L) + self.causal
         self.traces = torch.full((len(prompts), blocks, 1 + 2 * L, L), ABSENT, dtype=torch.int16)
@@ -44,43 +72,48 @@ class Tracer(SpiffySampler):
         return self.traces
 
     def begin(self, rows: Rows, params: SamplingParams) -> None:
-        """See `DenoiseSampler`."""
         super().begin(rows, params)
-        block, (B, L) = rows.state["block"], rows.state["block"].shape
-        rows.state |= {
-            "first": rows.state["start"],
-            "decided": torch.where(block == self.mask_id, 0, -1),
-            "ranked": block.new_zeros(B, L, L),
-            "choices": block.new_zeros(B, L, L, self.width),
-        }
+        block, (B, L) = rows.state.block, rows.state.block.shape
+        rows.state = TraceState(
+            **vars(rows.state),
+            first=rows.state.start,
+            decided=torch.where(block == self.mask_id, 0, -1),
+            ranked=block.new_zeros(B, L, L),
+            choices=block.new_zeros(B, L, L, self.width),
+        )
 
     def finished(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Note this state's ranks, and the trace of each block that is full."""
+        """Record this state's ranks, and the trace of each block that is full."""
         s, L = rows.state, self.block_size
-        row = torch.arange(len(rows.row), device=s["block"].device)
-        masked = s["block"] == self.mask_id
-        # decided: so many steps a place has been masked for.
-        s["decided"] = s["decided"] + (masked & (s["decided"] >= 0))
+        row = torch.arange(len(rows.row), device=s.block.device)
+        masked = s.block == self.mask_id
+        # decided: for how many steps each position has been masked.
+        s.decided = s.decided + (masked & (s.decided >= 0))
         full = ~masked.any(1)
-        at = s["step"].where(~full, 0)  # a full block has no guesses, nor has one not begun
-        s["ranked"][row, at] = (s["order"].argsort(-1) + 1) * masked
-        s["choices"][row, at] = s["best"]
+        at = s.step.where(~full, 0)  # a full block has no drafts, nor has a new one
+        s.ranked[row, at] = (s.order.argsort(-1) + 1) * masked
+        s.choices[row, at] = s.best
         for b in full.nonzero().flatten().tolist():
-            same = s["choices"][b] == s["block"][b, :, None]
+            same = s.choices[b] == s.block[b, :, None]
             tokens = torch.where(same.any(-1), same.int().argmax(-1) + 1, 0)
-            number = int(s["start"][b] - s["first"][b]) // L
-            trace = torch.cat([s["decided"][b, None], s["ranked"][b], tokens])
+            number = int(s.start[b] - s.first[b]) // L
+            trace = torch.cat([s.decided[b, None], s.ranked[b], tokens])
             self.traces[rows.row[b], number] = trace.to(torch.int16)
-        s["decided"] = s["decided"] * ~full[:, None]
+        s.decided = s.decided * ~full[:, None]
         return super().finished(rows)
 
 
 def chains_of(trace: Tensor, lookahead: int) -> list[Chain]:
-    """The chains of a block's states 1, 2, ... from its trace [1 + 2 L, L].
+    """The chains of a block's states 1, 2, ... from its trace.
 
-    Row 0: how many steps each place stayed masked (-1: given). Then L rows of place ranks and L of
-    token ranks, row s after s steps; rank 0: decided already, or not among the ranked. A chain ends
-    before the full block, which is not worth a guess, and after `lookahead` states.
+    Args:
+        trace: [1 + 2 L, L]. Row 0: for how many steps each position stayed masked (-1: given by the
+            prompt). Then L rows of position ranks and L rows of vocabulary ranks, row s of each
+            after s steps; rank 0 is a position decided before, or a token that was not ranked.
+        lookahead: The longest chain.
+
+    Returns:
+        A chain for each state; it ends before the full block, which needs no pass.
     """
     L = trace.shape[1]
     decided, ranks, tokens = trace[0].tolist(), trace[1 : 1 + L].tolist(), trace[1 + L :].tolist()
@@ -98,9 +131,11 @@ def chains_of(trace: Tensor, lookahead: int) -> list[Chain]:
 
 
 def passes(graph: Iterable[Formula], blocks: list[list[Chain]]) -> int:
-    """Network passes of Spiffy with these nodes over traced blocks: exact, by walking them.
+    """The network passes that Spiffy takes over traced blocks, exact.
 
-    Without nodes: those of vanilla decoding.
+    Args:
+        graph: The nodes of the draft graph; none gives vanilla decoding.
+        blocks: The chains of each block (`chains_of`).
     """
     nodes, count = {*graph}, 0
     for chains in blocks:
@@ -113,16 +148,19 @@ def passes(graph: Iterable[Formula], blocks: list[list[Chain]]) -> int:
 
 
 def accepted(nodes: set[Formula], chain: Chain) -> int:
-    """How many of the states that followed are guessed, without a gap."""
+    """The number of accepted drafts: states of the chain that are nodes, up to the first gap."""
     return next((n for n, formula in enumerate(chain) if formula not in nodes), len(chain))
 
 
 @dataclass
 class Candidates:
-    """The formulas that a graph may have (Algorithm 2, part 2), as {formula: its count}.
+    """The formulas that a graph may contain (Algorithm 2, part 2).
 
-    The `top` most frequent of each level that can be reached from the present state; chains: how
-    often each chain occurred, cut where it leaves them.
+    Attributes:
+        tokens_per_step: S, or None with a threshold.
+        counts: {formula: how often it occurred}.
+        chains: How often each chain occurred, cut before its first formula outside of `counts`.
+        parents: {formula: its possible parents in `counts`}.
     """
 
     tokens_per_step: int | None
@@ -137,12 +175,18 @@ class Candidates:
         }
 
     def begins(self, node: Formula) -> bool:
-        """Whether a single step leads from the present state to a node."""
+        """Whether a single step leads from the current state to a node."""
         return may_follow((), node, self.tokens_per_step)
 
 
 def candidates_of(blocks: list[list[Chain]], tokens_per_step: int | None, top: int) -> Candidates:
-    """See `Candidates`."""
+    """The `top` most frequent formulas of each level that the current state can reach.
+
+    Args:
+        blocks: The chains of each block.
+        tokens_per_step: S, or None with a threshold.
+        top: Candidates of each level.
+    """
     levels: dict[int, Counter[Formula]] = {}
     whole = Counter(chain for chains in blocks for chain in chains)
     for chain, n in whole.items():
@@ -150,7 +194,7 @@ def candidates_of(blocks: list[list[Chain]], tokens_per_step: int | None, top: i
             levels.setdefault(level, Counter())[formula] += n
     counts: Counter[Formula] = Counter()
     for _, found in sorted(levels.items()):
-        # Equal counts are put in order, so that every process takes the same.
+        # Ties are broken by the formula, so that every process takes the same candidates.
         for formula, n in sorted(found.items(), key=lambda item: (-item[1], item[0]))[:top]:
             below = [p for p in ((), *counts) if may_follow(p, formula, tokens_per_step)]
             if below:
@@ -163,8 +207,13 @@ def candidates_of(blocks: list[list[Chain]], tokens_per_step: int | None, top: i
 
 
 def value(objective: str, nodes: Iterable[Formula], candidates: Candidates) -> int:
-    """What an objective says of a graph's nodes: Eq. 24 to 28, or the drafts accepted from every
-    state of the traces together ('replay').
+    """The value of an objective for a graph's nodes.
+
+    Args:
+        objective: 'degree0', 'degree1' or 'total' (Eq. 24 to 28), or 'replay': the accepted drafts,
+            summed over every state of the traces.
+        nodes: The formulas of the graph.
+        candidates: Counts of the traces.
     """
     chosen = sorted({*nodes}, key=len)
     count, inside = candidates.counts, {*chosen}
@@ -180,7 +229,13 @@ def value(objective: str, nodes: Iterable[Formula], candidates: Candidates) -> i
 
 @dataclass
 class Optimum:
-    """Nodes, their value, and the bound that no graph exceeds: equal when the optimum is proved."""
+    """The solution of the integer program.
+
+    Attributes:
+        nodes: The formulas of the best graph found.
+        value: Its objective.
+        bound: An upper bound of the objective of every graph.
+    """
 
     nodes: list[Formula]
     value: int
@@ -188,12 +243,23 @@ class Optimum:
 
     @property
     def proved(self) -> bool:
-        """Whether nothing can be better. Values are whole numbers."""
+        """Whether no graph is better. Values are integers."""
         return self.bound < self.value + 1 - 1e-6
 
 
 def optimum(objective: str, size: int, candidates: Candidates) -> Optimum:
-    """The best graph of at most `size` nodes, each with a parent, by mixed integer programming."""
+    """The best graph of at most `size` nodes, by mixed integer linear programming.
+
+    Every node has a parent in the graph or follows the current state.
+
+    Args:
+        objective: One of `OBJECTIVES` (see `value`).
+        size: D, the most nodes.
+        candidates: Counts of the traces.
+
+    Raises:
+        ValueError: The objective is unknown.
+    """
     if objective not in OBJECTIVES:
         raise ValueError(f"unknown objective {objective!r}. Choose from {list(OBJECTIVES)}")
     program, count = Program(), candidates.counts
@@ -217,7 +283,7 @@ def optimum(objective: str, size: int, candidates: Candidates) -> Optimum:
 
 
 def _add_chains(program: "Program", taken: dict[Formula, int], chains: Counter[Chain]) -> None:
-    """Each beginning of a chain counts where all of its formulas are taken."""
+    """Add the 'replay' objective: each prefix of a chain counts if all of its nodes are taken."""
     prefixes: Counter[Chain] = Counter()
     for chain, n in chains.items():
         for end in range(1, len(chain) + 1):
@@ -233,7 +299,7 @@ def _add_chains(program: "Program", taken: dict[Formula, int], chains: Counter[C
 
 
 def _add_totals(program: "Program", taken: dict[Formula, int], candidates: Candidates) -> None:
-    """Eq. 27, t_q = x_q (count_q + sum of the parents' t); most[q] is t_q if all are taken."""
+    """Add Eq. 27: t_q = x_q (count_q + sum of the parents' t); most[q] is its largest value."""
     most: dict[Formula, int] = {}
     totals: dict[Formula, int] = {}
     for q in sorted(candidates.counts, key=len):
@@ -245,32 +311,32 @@ def _add_totals(program: "Program", taken: dict[Formula, int], candidates: Candi
 
 
 class Program:
-    """A linear function to be made as large as can be, of whole and other numbers from 0 on."""
+    """A mixed integer linear program: maximise a linear function of non-negative variables."""
 
     def __init__(self):
         self.gains, self.upper, self.whole = [], [], []
         self.rows: list[tuple[dict[int, float], float]] = []
 
     def variable(self, gain: float, upper: float = 1.0, whole: bool = False) -> int:
-        """A new variable's number."""
+        """Add a variable in [0, upper] with a coefficient in the objective; its index."""
         self.gains.append(gain)
         self.upper.append(upper)
         self.whole.append(whole)
         return len(self.gains) - 1
 
     def at_most(self, terms: dict[int, float], limit: float) -> None:
-        """The sum of coefficient times variable does not exceed the limit."""
+        """Add a constraint: the sum of coefficient times variable is at most the limit."""
         self.rows.append((terms, limit))
 
     def product(self, gain: float, x: int, y: int) -> int:
-        """A variable that is x y for x and y of 0 and 1, as far as its gain draws it up."""
+        """Add a variable that is the product of binary x and y, for a gain of at least 0."""
         both = self.variable(gain)
         self.at_most({both: 1.0, x: -1.0}, 0)
         self.at_most({both: 1.0, y: -1.0}, 0)
         return both
 
     def solve(self) -> tuple[list[float], float]:
-        """The best values, and a bound on what the function can reach."""
+        """The best values found, and an upper bound of the objective."""
         import numpy as np
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import coo_array
@@ -287,7 +353,7 @@ class Program:
             constraints=LinearConstraint(matrix, ub=[limit for _, limit in self.rows]),
             options={"mip_rel_gap": 0.0, "time_limit": SECONDS},
         )
-        if found.x is None:  # no time: nothing taken is always allowed
+        if found.x is None:  # no solution within the time limit: the empty graph is always allowed
             return [0.0] * len(self.gains), sum(g * u for g, u in zip(self.gains, self.upper))
         return found.x.tolist(), -found.mip_dual_bound
 
@@ -298,12 +364,19 @@ def fewest_passes(
     candidates: Candidates,
     blocks: list[list[Chain]],
 ) -> list[Formula]:
-    """The best of some graphs by `passes`, then exchanged node for node while that makes fewer.
+    """The graph of the fewest passes, by local search from given graphs.
 
-    What a pass accepts decides where the next one begins, so the fewest passes need not be where
-    'replay' is greatest. A local optimum: no single exchange or addition helps.
+    The search starts from the best of the graphs and adds or exchanges one node at a time while
+    that lowers `passes`, so the result is a local optimum. It differs from the optimum of 'replay'
+    because what one pass accepts determines where the next begins.
+
+    Args:
+        starts: The nodes of each graph to start from.
+        size: D, the most nodes.
+        candidates: The formulas to choose from.
+        blocks: The chains of each block.
     """
-    # Numbers in the place of formulas, which take long to hash.
+    # Numbers instead of formulas, which are slow to hash.
     number = {q: n for n, q in enumerate(candidates.counts)}
     known = {*number}
     cut = [
@@ -331,7 +404,7 @@ def fewest_passes(
 
 
 def closed(nodes: list[Formula], candidates: Candidates) -> bool:
-    """Whether each node has a parent among them, or begins."""
+    """Whether each node has a parent among the nodes, or follows the current state."""
     return all(
         candidates.begins(q) or any(p in nodes for p in candidates.parents[q]) for q in nodes
     )

@@ -1,9 +1,10 @@
-"""How sure of its drafter a tree should be at each depth: maximum likelihood, from real texts.
+"""Calibration of draft trees: sharpness and bigram weight of each depth, by maximum likelihood.
 
-A tree ranks the tokens of a depth by softmax(s z + w lift), z = log q + g
-(`decoding.drafting.tree`, `decoding.drafting.bigrams`). The s and w of that depth are those under
-which the tokens that the target did choose are the likeliest. s is larger where the drafter knows
-more: near the committed text, and at temperature 0.
+A tree ranks the tokens of a depth by softmax(s z + w score), with z = log q + g, the drafter's
+log-probability and the noise, and the bigram score of the token before (`decoding.drafting.tree`,
+`decoding.drafting.bigrams`). The sharpness s and weight w of a depth maximise the likelihood of the
+tokens that the target chose. s is larger where the drafter is more accurate: near the committed
+text, and at temperature 0.
 """
 
 import torch
@@ -11,42 +12,50 @@ from torch import Tensor
 
 from decoding.drafting.bigrams import Bigrams
 from decoding.engine.params import SamplingParams
-from decoding.engine.randomness import KeyedRandomness
+from decoding.engine.randomness import KeyedRandomness, request_seeds
 from decoding.engine.sampler import Rows
 from decoding.samplers.deer import DeerSampler
 
-LEAST, MOST = 0.05, 20.0
-TURNS = 4
+LEAST, MOST = 0.05, 20.0  # sharpness
+TURNS = 4  # of maximising in w, then in s
 
 
 def fit(
     z: Tensor, choice: Tensor, bigrams: Bigrams | None = None
 ) -> tuple[list[float], list[float]]:
-    """argmax_(s, w) mean log softmax(s z + w lift)[choice] of each depth: all s, all w.
+    """The maximum likelihood (s, w): argmax of mean log softmax(s z + w score)[choice], by depth.
 
-    z [n, k, V] (-inf: impossible), choice [n, k]; lift: `decoding.drafting.bigrams`, of the token
-    before. w is 0 at the first depth, before which nothing is drafted, and where there are no
-    bigrams. The likelihood is concave in (s, w): each in turn, given the other.
+    The likelihood is concave in (s, w), and is maximised in each in turn, given the other.
+
+    Args:
+        z: Log-probabilities of the drafter plus noise, -inf for impossible tokens, [n, k, V].
+        choice: The tokens that the target chose, [n, k].
+        bigrams: The table of bigram scores, if the tree uses one.
+
+    Returns:
+        s and w of each depth, [k] and [k]. w is 0 at the first depth, whose parent is the same for
+        all nodes, and without `bigrams`.
     """
     sharpness, weights = [], []
-    for i in range(z.shape[1]):  # of one depth at a time: n V numbers of a real vocabulary are many
+    for i in range(z.shape[1]):  # one depth at a time: n V numbers in float64 take much memory
         at = z[:, i].double()
-        at = at.masked_fill(at.isinf(), torch.finfo(torch.float32).min)  # 0 times -inf is no number
-        s, w, lift = _best(at, choice[:, i], torch.zeros(()), LEAST), 0.0, None
+        at = at.masked_fill(at.isinf(), torch.finfo(torch.float32).min)  # 0 times -inf is NaN
+        s, w = _best(at, choice[:, i], torch.zeros(()), LEAST), 0.0
         if i and bigrams is not None:
-            lift = bigrams.rows(choice[:, i - 1]).double()
+            score = bigrams.rows(choice[:, i - 1]).double()
             for _ in range(TURNS):
-                w = _best(lift, choice[:, i], s * at, 0.0)
-                s = _best(at, choice[:, i], w * lift, LEAST)
+                w = _best(score, choice[:, i], s * at, 0.0)
+                s = _best(at, choice[:, i], w * score, LEAST)
         sharpness.append(round(s, 2))
         weights.append(round(w, 2))
     return sharpness, weights
 
 
 def _best(x: Tensor, choice: Tensor, others: Tensor, least: float) -> float:
-    """argmax_a mean log softmax(a x + others)[choice], within [least, MOST]; x [n, V], choice [n].
+    """argmax_a of mean log softmax(a x + others)[choice], within [least, MOST].
 
-    Concave in a, and its slope is x[choice] - E_a[x]: bisection finds where its mean is 0.
+    The objective is concave in a, with slope x[choice] - E_a[x]: bisection finds where the mean
+    slope is 0. x is [n, V], choice [n], others broadcasts with x.
     """
     chosen = x.gather(-1, choice[:, None]).mean()
     low, high = least, MOST
@@ -60,10 +69,21 @@ def _best(x: Tensor, choice: Tensor, others: Tensor, least: float) -> float:
 def observed(
     sampler: DeerSampler, prompts: list[list[int]], params: SamplingParams
 ) -> tuple[Tensor, Tensor]:
-    """(z [n, k, V], choice [n, k]) at every other place of the answers to these prompts."""
+    """Observations for `fit`, at every other position of a sampler's own answers.
+
+    Args:
+        sampler: A DEER sampler.
+        prompts: Token ids of each prompt.
+        params: How to decode; its seed (0 if None) fixes the noise.
+
+    Returns:
+        z [n, k, V] and choice [n, k], n prefixes and k tokens of a draft block.
+
+    Raises:
+        ValueError: No answer has k tokens.
+    """
     k, device = params.block_size or sampler.block_size, sampler.target.device
-    first = params.seed or 0
-    seeds = [first + b for b in range(len(prompts))]
+    seeds = request_seeds(params.seed or 0, len(prompts))
     answers = sampler.generate(prompts, params, seeds=seeds)
     z, choice = [], []
     with torch.inference_mode():
@@ -80,5 +100,7 @@ def observed(
             z.append(q.log_softmax(-1) + (0 if noise is None else noise))
             choice += [text[n : n + k] for n in starts]
     if not z:
-        raise ValueError(f"no answer has {k} tokens: ask for more with max_new_tokens=")
+        raise ValueError(
+            f"no answer has {k} tokens, the length of a draft block: raise max_new_tokens="
+        )
     return torch.cat(z), torch.tensor(choice, device=device)

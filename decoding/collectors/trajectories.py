@@ -92,7 +92,7 @@ class Recorder(JacobiSampler):
     def cycle(self, rows: Rows, params: SamplingParams) -> tuple[Tensor, Tensor]:
         """See `JacobiSampler`."""
         n = self.block_size
-        done = (rows.lengths - rows.state["prompt"]).tolist()
+        done = (rows.lengths - rows.state.prompt).tolist()
         opening = [length - d % n for length, d in zip(rows.lengths.tolist(), done)]
         before = [row[a : a + n] for row, a in zip(rows.tokens.tolist(), opening)]
         choice, emitted = super().cycle(rows, params)

@@ -1,1 +1,1 @@
-"""Continuous tokens in decoding: couplings of densities, denoising chains, the state of images."""
+"""Decoding of continuous tokens: couplings of densities, denoising chains, the state of images."""

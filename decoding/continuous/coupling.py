@@ -1,9 +1,10 @@
-"""Speculative decoding of continuous tokens: accept, residual and coupling, on densities.
+"""Speculative sampling of continuous tokens: maximal couplings of a draft and a target density.
 
-Symbols: q the draft's density, p the target's, both of batch shape [B, ...] (`models.densities`);
-x [B, ..., D] drawn from q. Every rule returns (y, together): tokens y [B, ..., D], and whether
-each is x itself. `couple`, by `maximal` or `reflection`, is lossless: y has the law p, and P(y = x)
-is the largest possible, the overlap of p and q. `relaxed` is the published rule, and lossy.
+Symbols: q is the drafter's density, p the target's, both of batch shape [B, ...]
+(`models.densities`); x [B, ..., D] was drawn from q. Every rule returns tokens y [B, ..., D] and
+`accepted`, bool [B, ...], whether y = x. `couple`, by `maximal` or `reflection`, is lossless: y has
+the distribution p, and P(y = x) is the largest possible, the overlap of p and q. `relaxed` is the
+published rule, which is lossy.
 """
 
 import torch
@@ -12,21 +13,29 @@ from torch import Tensor
 from decoding.engine.randomness import ContinuousRandomness
 from models.densities import Density, Gaussian, at
 
-FIRST, MOST = 8, 256  # draws of the first round of a residual loop, and of a late one
+FIRST, MOST = 8, 256  # draws per round of a residual loop: in the first round, and at most
 
 
 def acceptance_probability(x: Tensor, q: Density, p: Density) -> Tensor:
-    """min(1, p(x) / q(x)): [B, ...]. CSpD section 3.2, as Leviathan et al., arXiv 2211.17192."""
+    """min(1, p(x) / q(x)), [B, ...] (CSpD, section 3.2; Leviathan et al., arXiv 2211.17192)."""
     return (p.log_prob(x) - q.log_prob(x)).exp().clamp_max(1)
 
 
 def couple(
     x: Tensor, q: Density, p: Density, randomness: ContinuousRandomness, in_order: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The maximal coupling of any two densities.
+    """The maximal coupling of two densities: `reflection` of Gaussians, else `maximal`.
 
-    in_order: tokens along the last axis of the batch shape are used up to the first that is not x
-    only; behind it no residual is drawn, and y means nothing.
+    Args:
+        x: Drafts [B, ..., D], drawn from q.
+        q: The drafter's density, [B, ...].
+        p: The target's density, [B, ...].
+        randomness: What is drawn from.
+        in_order: Only tokens up to the first rejection along the last axis of the batch shape are
+            used; after it no residual is drawn, and y is undefined.
+
+    Returns:
+        y [B, ..., D], distributed as p, and accepted [B, ...].
     """
     gaussian = isinstance(q, Gaussian) and isinstance(p, Gaussian)
     return (reflection if gaussian else maximal)(x, q, p, randomness, in_order)
@@ -35,21 +44,30 @@ def couple(
 def maximal(
     x: Tensor, q: Density, p: Density, randomness: ContinuousRandomness, in_order: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Accept x with min(1, p/q), else draw from the residual: for any two densities."""
-    together = randomness.accept(acceptance_probability(x, q, p))
-    y = residual(p, q, randomness, _parted(together, in_order))
-    return torch.where(together[..., None], x, y), together
+    """Rejection sampling: accept x with min(1, p/q), else draw from the residual (see `couple`)."""
+    accepted = randomness.accept(acceptance_probability(x, q, p))
+    y = residual(p, q, randomness, _rejected(accepted, in_order))
+    return torch.where(accepted[..., None], x, y), accepted
 
 
 def residual(p: Density, q: Density, randomness: ContinuousRandomness, wanted: Tensor) -> Tensor:
-    """Draws of (p - q)+ normalised where `wanted` (bool [B, ...]), 0 elsewhere: [B, ..., D].
+    """Draws from the residual distribution, (p - q)+ normalised (CSpD, Eq. 6 and 10).
 
-    CSpD Eq. 6 and 10: y from p stays with max(0, 1 - q(y)/p(y)), until one does. The loop has no
-    cap, and needs none: a draft is rejected with probability 1 - b, and then 1 / (1 - b) draws are
-    expected, so that a token costs one draw on average whatever the overlap b. It asks no network.
+    A draw y from p is kept with probability max(0, 1 - q(y)/p(y)), and drawn again until one is.
+    The loop needs no cap: with overlap b a draft is rejected with probability 1 - b, after which
+    1 / (1 - b) draws are expected, so a token costs one draw on average for any b. No network runs.
+
+    Args:
+        p: The target's density, [B, ...].
+        q: The drafter's density, [B, ...].
+        randomness: What is drawn from.
+        wanted: Where a draw is needed, bool [B, ...].
+
+    Returns:
+        [B, ..., D], 0 where not wanted.
     """
     x = p.mean.new_zeros(*wanted.shape, p.mean.shape[-1])
-    randomness, m = randomness.split(), FIRST  # its own: rows need different numbers of rounds
+    randomness, m = randomness.split(), FIRST  # split: rows need different numbers of rounds
     left, here = wanted, torch.arange(len(wanted), device=wanted.device)
     while True:
         rest = left.reshape(len(left), left[:1].numel()).any(1).nonzero().flatten()
@@ -59,39 +77,48 @@ def residual(p: Density, q: Density, randomness: ContinuousRandomness, wanted: T
         randomness.select(rest)
         many_p, many_q = p.repeated(m), q.repeated(m)
         y = many_p.sample(randomness)
-        stays = randomness.accept(-torch.expm1(many_q.log_prob(y) - many_p.log_prob(y)))
-        found = stays.any(-1) & left
-        x[here] = torch.where(found[..., None], _first(y, stays), x[here])
+        kept = randomness.accept(-torch.expm1(many_q.log_prob(y) - many_p.log_prob(y)))
+        found = kept.any(-1) & left
+        x[here] = torch.where(found[..., None], _first(y, kept), x[here])
         left, m = left & ~found, min(4 * m, MOST)
 
 
 def reflection(
     x: Tensor, q: Gaussian, p: Gaussian, randomness: ContinuousRandomness, in_order: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`maximal` of two Gaussians; where their variances are equal a rejection needs no loop.
+    """Reflection maximal coupling of two Gaussians; without a loop where variances are equal.
 
-    Reflection maximal coupling (Bou-Rabee, Eberle and Zimmer, arXiv 1805.00452, section 2): with
-    x = mean_q + std e and z = (mean_q - mean_p) / std, a rejected x becomes mean_p + std e',
-    e' the mirror image of e at the hyperplane orthogonal to z. Accepted: 2 Phi(-|z| / 2).
+    Source: Bou-Rabee, Eberle and Zimmer, arXiv 1805.00452, section 2. With x = mean_q + std e and
+    z = (mean_q - mean_p) / std, a rejected x becomes mean_p + std e', where e' is the mirror image
+    of e at the hyperplane orthogonal to z. The acceptance probability is 2 Phi(-|z| / 2). Arguments
+    and results as of `couple`.
     """
-    together = randomness.accept(acceptance_probability(x, q, p))
+    accepted = randomness.accept(acceptance_probability(x, q, p))
     equal = (q.std == p.std).all(-1)
     mirrored = mirror(x, q, p)
     if equal.all():
-        return torch.where(together[..., None], x, mirrored), together
-    drawn = residual(p, q, randomness, _parted(together, in_order) & ~equal)
+        return torch.where(accepted[..., None], x, mirrored), accepted
+    drawn = residual(p, q, randomness, _rejected(accepted, in_order) & ~equal)
     y = torch.where(equal[..., None], mirrored, drawn)
-    return torch.where(together[..., None], x, y), together
+    return torch.where(accepted[..., None], x, y), accepted
 
 
-def _parted(together: Tensor, in_order: bool) -> Tensor:
-    """Where y is needed and is not x."""
-    parted = ~together
-    return parted & (parted.cumsum(-1) == 1) if in_order else parted
+def _rejected(accepted: Tensor, in_order: bool) -> Tensor:
+    """Where y is needed and is not x: every rejection, or the first along the last axis."""
+    rejected = ~accepted
+    return rejected & (rejected.cumsum(-1) == 1) if in_order else rejected
 
 
 def mirror(x: Tensor, q: Gaussian, p: Gaussian) -> Tensor:
-    """x's noise under q, mirrored at the hyperplane between the means, under p: [B, ..., D].
+    """The sample of p whose noise is x's noise under q, mirrored at the plane between the means.
+
+    Args:
+        x: [B, ..., D].
+        q: [B, ...].
+        p: [B, ...].
+
+    Returns:
+        [B, ..., D].
 
     >>> one = torch.ones(1)
     >>> mirror(torch.tensor([0.5]), Gaussian(0 * one, one), Gaussian(2 * one, one)).item()
@@ -102,8 +129,8 @@ def mirror(x: Tensor, q: Gaussian, p: Gaussian) -> Tensor:
     return p.mean + p.std * (noise - 2 * z * ((z * noise).sum(-1, keepdim=True) / length))
 
 
-def together_probability(q: Gaussian, p: Gaussian) -> Tensor:
-    """2 Phi(-|z| / 2), the overlap of two Gaussians of equal variances: [...]."""
+def overlap(q: Gaussian, p: Gaussian) -> Tensor:
+    """The overlap of two Gaussians of equal variances, 2 Phi(-|z| / 2): [...]."""
     z = ((q.mean - p.mean) / p.std).double().norm(dim=-1)
     return 2 * torch.special.ndtr(-z / 2)
 
@@ -118,24 +145,34 @@ def relaxed(
     inner_temperature: float = 1.0,
     tries: int = 64,
 ) -> tuple[Tensor, Tensor]:
-    """LOSSY, the published rule: CSpD Eq. 5 to 11, for comparison only. y has not the law p.
+    """The published, LOSSY rule (CSpD, Eq. 5 to 11), for comparison only: y is not distributed as p.
 
-    log_sigma: log of Eq. 4's factor Sigma, which does not belong in the ratio: shared noise has the
-    same law under both models. inner_temperature: the authors' program divides the log-ratio by
-    42, so that nearly everything is accepted; 1 is the paper's rule. tries: the residual loop is
-    capped, as it must be where Sigma p <= q; then the last draw of p is taken.
+    Args:
+        x: Drafts [B, ..., D], drawn from q.
+        q: The drafter's density, [B, ...].
+        p: The target's density, [B, ...].
+        randomness: What is drawn from.
+        log_sigma: Log of the factor Sigma of Eq. 4, [B, ...] or a number. It does not belong in the
+            ratio, since shared noise has the same distribution under both models.
+        inner_temperature: What the log-ratio is divided by: 42 in the authors' code, which accepts
+            nearly every draft, 1 in the paper.
+        tries: Cap of the residual loop, which is needed because Sigma p <= q is possible. After it
+            the last draw from p is returned.
+
+    Returns:
+        y [B, ..., D] and accepted [B, ...].
     """
     log_ratio = log_sigma + p.log_prob(x) - q.log_prob(x)
-    together = randomness.accept((log_ratio / inner_temperature).exp().clamp_max(1))
+    accepted = randomness.accept((log_ratio / inner_temperature).exp().clamp_max(1))
     many_p, many_q = p.repeated(tries), q.repeated(tries)
     y = many_p.sample(randomness)
     shift = log_sigma[..., None] if isinstance(log_sigma, Tensor) else log_sigma
-    stays = randomness.accept(-torch.expm1(many_q.log_prob(y) - many_p.log_prob(y) - shift))
-    stays[..., -1] = True
-    return torch.where(together[..., None], x, _first(y, stays)), together
+    kept = randomness.accept(-torch.expm1(many_q.log_prob(y) - many_p.log_prob(y) - shift))
+    kept[..., -1] = True
+    return torch.where(accepted[..., None], x, _first(y, kept)), accepted
 
 
-def _first(y: Tensor, stays: Tensor) -> Tensor:
-    """The first of y [..., m, D] that stays [..., m] (any, where none does): [..., D]."""
-    first = stays.int().argmax(-1)[..., None, None]
+def _first(y: Tensor, kept: Tensor) -> Tensor:
+    """The first y [..., m, D] that is kept [..., m], or the first of all: [..., D]."""
+    first = kept.int().argmax(-1)[..., None, None]
     return y.gather(-2, first.expand(*first.shape[:-1], y.shape[-1])).squeeze(-2)

@@ -1,10 +1,11 @@
-"""Two chains that make a token, a draft's and its target's, coupled at every step.
+"""Denoising chains of continuous tokens, and the coupling of a target's chain to a drafter's.
 
 A chain starts at x_T from N(0, I) and draws x_{t-1} from a density given x_t, down to the token
-x_0; a head gives the densities as `step(i, x)`, i = 0 for the first of T steps. A diffusion head's
-are Gaussians; a mixture head's chain has one step, which does not depend on x_T. The target's chain
-follows the draft's in such a way that it keeps its own law, and its x_0 *is* the output token: the
-draft is accepted where both ends are the same. Nothing has to be corrected behind it.
+x_0. A head gives the densities as `step(i, x)`, with i = 0 for the first of T steps. Those of a
+diffusion head are Gaussians; the chain of a mixture head has one step, which does not depend on
+x_T. The target's chain is coupled to the drafter's without a change of its own distribution, and
+its x_0 is the output token. The draft is accepted if both chains end in the same x_0; otherwise the
+target's x_0 is the correction.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +22,12 @@ Step = Callable[[int, Tensor], Density]
 
 
 class Trajectory(NamedTuple):
-    """A run chain. states: T + 1 tensors [..., D], x_T to x_0; kernels: its T densities."""
+    """The states and densities of one run of a chain.
+
+    Attributes:
+        states: T + 1 tensors [..., D], from x_T to x_0.
+        kernels: The T densities that x_{T-1} to x_0 were drawn from.
+    """
 
     states: list[Tensor]
     kernels: list[Density]
@@ -30,7 +36,14 @@ class Trajectory(NamedTuple):
 def run_chain(
     step: Step, start: Tensor, steps: int, randomness: ContinuousRandomness
 ) -> Trajectory:
-    """A chain from x_T = start [B, ..., D]."""
+    """Run a chain.
+
+    Args:
+        step: The density of each step, given the state before it.
+        start: x_T, [B, ..., D].
+        steps: T.
+        randomness: What is drawn from.
+    """
     states, kernels = [start], []
     for i in range(steps):
         kernels.append(step(i, states[-1]))
@@ -39,7 +52,7 @@ def run_chain(
 
 
 def join(chains: Sequence[Trajectory]) -> Trajectory:
-    """Chains [B, 1, D] of n tokens drafted one after the other -> [B, n, D]."""
+    """The chains [B, n, D] of n tokens that were drafted one after the other as [B, 1, D]."""
     states = [torch.cat(x, 1) for x in zip(*(c.states for c in chains))]
     kernels = [
         type(same[0])(*(torch.cat(t, 1) for t in zip(*same)))
@@ -58,20 +71,31 @@ def follow(
     coupled: int | None = None,
     in_order: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The target's x_0 [B, ..., D] and whether each is the draft's. Lossless.
+    """The target's chain, coupled to the drafter's. Lossless.
 
-    Given both chains' states, a step couples their two kernels maximally. That draws the target's
-    state from its own kernel, whatever the draft did, so x_0 has the law of the target's chain. The
-    rule is the same after the chains have parted: they may meet again, and the token still stands.
-    drafted: bool [B, ...]; elsewhere what `draft` holds means nothing, and the target's chain runs
-        alone.
-    align: both chains have the same noise before they are coupled; False: x_T included, each its
-        own, so that the states differ and little is accepted (CSpD Table 3). Lossless too.
-    coupled: how many of the last steps are coupled (None: all, or without alignment the last).
-    in_order: of the tokens along the last axis none is used behind the first that does not stand.
+    Each coupled step is a maximal coupling of the two chains' densities, given their states. It
+    draws the target's state from the target's own density, so x_0 has the distribution of the
+    target's chain. Chains whose states differ are coupled in the same way: their states may become
+    equal again, and the token is still accepted.
+
+    Args:
+        draft: The drafter's chains [B, ..., D].
+        step: The densities of the target's chain.
+        randomness: What is drawn from.
+        drafted: Where there is a draft, bool [B, ...]; elsewhere the target's chain runs alone and
+            `draft` is ignored.
+        align: Use the drafter's noise in the steps before the coupled ones. With False x_T and the
+            noise of each chain are its own, so few drafts are accepted (CSpD, Table 3); lossless
+            too.
+        coupled: How many of the last steps are coupled; None is all, or one without alignment.
+        in_order: No token after the first rejection along the last axis is used, so its residual
+            need not be drawn.
+
+    Returns:
+        The target's x_0 [B, ..., D], and accepted [B, ...], whether it equals the drafter's.
     """
-    x, together = draft.states[0], torch.ones_like(draft.states[0][..., 0], dtype=torch.bool)
-    drafted = together if drafted is None else drafted
+    x, accepted = draft.states[0], torch.ones_like(draft.states[0][..., 0], dtype=torch.bool)
+    drafted = accepted if drafted is None else drafted
     T = len(draft.kernels)
     first = T - (coupled or (T if align else 1))
     alone = not (align and drafted.all())
@@ -82,14 +106,14 @@ def follow(
         p = step(i, x)
         own = p.sample(randomness) if alone else None
         if i >= first:
-            # Only the last step can tell which is the first: chains that have parted may meet.
-            y, together = couple(after, q, p, randomness, in_order and i == T - 1)
+            # Only the last step decides which rejection is the first: states may become equal again.
+            y, accepted = couple(after, q, p, randomness, in_order and i == T - 1)
         elif align:
             y = p.mean + p.std * ((after - q.mean) / q.std)
         else:
             y = own
         x = torch.where(drafted[..., None], y, own) if alone else y
-    return x, together & drafted
+    return x, accepted & drafted
 
 
 def follow_relaxed(
@@ -101,11 +125,22 @@ def follow_relaxed(
     align: bool = True,
     inner_temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """LOSSY, as published: the same noise in both chains, then `relaxed` on the last step.
+    """The published, LOSSY rule: shared noise in both chains, then `relaxed` on the last step.
 
-    CSpD section 3.2: x_{t-1} = mean_p + std_p e_t with the draft's own e_t, and
-    Sigma = prod_{t >= 2} |std_q,t| / |std_p,t|. Arguments as in `follow`; without alignment the
-    noises differ and no Sigma arises.
+    CSpD, section 3.2: x_{t-1} = mean_p + std_p e_t with the drafter's own e_t, and
+    Sigma = prod_{t >= 2} |std_q,t| / |std_p,t|. Without alignment the chains have different noise
+    and Sigma is 1.
+
+    Args:
+        draft: As in `follow`.
+        step: As in `follow`.
+        randomness: As in `follow`.
+        drafted: As in `follow`.
+        align: As in `follow`.
+        inner_temperature: As in `relaxed`.
+
+    Returns:
+        x_0 [B, ..., D], and accepted [B, ...].
     """
     x, log_sigma = draft.states[0], torch.zeros_like(draft.states[0][..., 0], dtype=torch.float64)
     drafted = log_sigma == 0 if drafted is None else drafted
@@ -119,7 +154,7 @@ def follow_relaxed(
             log_sigma = log_sigma + (q.std.double().log() - p.std.double().log()).sum(-1)
         x = p.mean + p.std * noise
     p = step(len(draft.kernels) - 1, x)
-    y, together = relaxed(
+    y, accepted = relaxed(
         draft.states[-1],
         draft.kernels[-1],
         p,
@@ -128,4 +163,4 @@ def follow_relaxed(
         inner_temperature=inner_temperature,
     )
     own = p.sample(randomness)
-    return torch.where(drafted[..., None], y, own), together & drafted
+    return torch.where(drafted[..., None], y, own), accepted & drafted

@@ -21,7 +21,7 @@ class ImageParams:
 
     temperature: times the noise of every step. guidance: scale of classifier-free guidance, 1 is
     off; guidance_schedule: 'constant', or 'linear' from 1 at the first token to the scale (MAR's).
-    seed: None draws one; row i of a batch uses seed + i, and depends on nothing else.
+    seed: None draws one; the seeds of further images are derived from it.
 
     Of drafts: gamma, tokens drafted a cycle (None takes the export's). prefill: share of the tokens
     that the target makes alone, at the start. verify: 'exact', or 'relaxed', the published rule,

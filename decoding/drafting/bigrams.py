@@ -29,6 +29,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from data.files import atomic_write
+
 FILE = "bigrams.safetensors"  # in an export's folder
 
 
@@ -117,11 +119,10 @@ def _batches(
 
 def write(bigrams: Bigrams, folder: Path) -> None:
     """Write a table into an export's folder, atomically."""
-    temporary = folder / f".{FILE}"
     # The tensor's name in the file is part of the export format.
     tensors = {"pairs": bigrams.pairs, "lift": bigrams.scores}
-    save_file(tensors, temporary, metadata={"vocabulary": str(bigrams.vocabulary)})
-    temporary.replace(folder / FILE)
+    with atomic_write(folder / FILE) as temporary:
+        save_file(tensors, temporary, metadata={"vocabulary": str(bigrams.vocabulary)})
 
 
 def read(file: Path) -> Bigrams:

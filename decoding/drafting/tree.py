@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from decoding.drafting.prompt_lookup import Lookup, Suffix, append
+from decoding.engine.verify import choose
 
 ROOT = -1
 LIMIT = 63  # nodes of a tree: a path is a set of nodes, one bit each
@@ -150,6 +151,42 @@ def accepted_paths(trees: Trees, choice: Tensor) -> tuple[Tensor, Tensor]:
     positions = range(max(count))
     node = [[*path, *positions[len(path) :]] for path in paths]
     return choice.new_tensor(node).view(len(paths), -1), choice.new_tensor(count)
+
+
+class Accepted(NamedTuple):
+    """What the target accepts of each tree of a batch.
+
+    Attributes:
+        tokens: The tokens along each accepted path and the target's own after it, int64 [B, m + 1].
+        count: Drafted tokens that are accepted, [B]: one more token is emitted.
+        node: The i-th node of each path, int64 [B, m]; after a path's end, i itself.
+        along: The root (0) and the nodes (from 1) of each path, int64 [B, m + 1].
+    """
+
+    tokens: Tensor
+    count: Tensor
+    node: Tensor
+    along: Tensor
+
+
+def verify_trees(trees: Trees, logits: Tensor, noise: Tensor | None) -> Accepted:
+    """Verification `tree`: the target walks each tree with its keyed noise.
+
+    Its choice after every prefix is argmax(log p + g), with the noise g of the position, so the
+    output is plain decoding's text with that seed, whatever the trees hold.
+
+    Args:
+        trees: Trees of N nodes each.
+        logits: The target's warped logits after the root and after each node, [B, N + 1, V].
+        noise: Keyed noise of the next positions, [B, k + 1, V]; None at temperature 0.
+    """
+    if noise is not None:
+        row = torch.arange(len(logits), device=logits.device)[:, None]
+        noise = noise[row, pad(trees.depth, (1, 0))]
+    choice = choose(logits, noise)
+    node, count = accepted_paths(trees, choice)
+    along = pad(node + 1, (1, 0))
+    return Accepted(choice.gather(1, along), count, node, along)
 
 
 def draft_trees(

@@ -1,14 +1,16 @@
-"""A key/value cache whose rows have their own lengths, and a network that decodes with it."""
+"""Ragged key/value caches, and networks that decode with them."""
 
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from models.hidden_states import capture
 from models.masks import Layout, Predicate, dense
 
 
@@ -16,7 +18,7 @@ class RaggedCache(Cache):
     """Keys and values [B, heads, capacity, head size] a layer, written at each row's own slots.
 
     Slot s of a row holds the token at position s. A rollback moves and clears nothing: it is only
-    the caller's lower row length, because the mask hides every slot behind it, and the next forward
+    the caller's lower row length, because the mask hides every slot after it, and the next forward
     writes over it. The last slot is scratch, for the padding of ragged rows.
 
     layers: how many a forward comes by. What they keep of one kind and shape is one tensor,
@@ -28,7 +30,7 @@ class RaggedCache(Cache):
         self.capacity, self.depth = capacity, layers
         self._memory: dict[tuple, Tensor] = {}
         # Its slices by layer, in the order in which a forward comes by.
-        self._rooms: defaultdict[tuple, dict[int, Tensor]] = defaultdict(dict)
+        self._layers: defaultdict[tuple, dict[int, Tensor]] = defaultdict(dict)
         self.place(torch.zeros(1, 1, dtype=torch.long), 0)
 
     def place(self, slots: Tensor, visible: int) -> None:
@@ -41,35 +43,35 @@ class RaggedCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
     ) -> tuple[Tensor, Tensor]:
-        """Called by the attention layers: write [B, heads, Q, D], return what may be read."""
+        """Write [B, heads, Q, D] of a layer, return what may be read: attention layers call it."""
         keys = self._write("keys", layer_idx, key_states)
         return keys, self._write("values", layer_idx, value_states)
 
     def _write(self, kind: str, layer: int, states: Tensor) -> Tensor:
         """Put states where they belong, and return all that may be read."""
         of = kind, states.shape[1], states.shape[3], states.dtype, states.device
-        if layer not in self._rooms[of]:
-            self._rooms[of][layer] = self._room(of, states)
-        room = self._rooms[of][layer]
+        if layer not in self._layers[of]:
+            self._layers[of][layer] = self._layer(of, states)
+        stored = self._layers[of][layer]
         if self.start is not None:
-            room[:, :, self.start : self.start + states.shape[2]] = states
+            stored[:, :, self.start : self.start + states.shape[2]] = states
         else:
             # By index, whole heads at a time: a scatter is up to 25 times slower on the CPU.
-            room[self.rows, :, self.slots] = states.transpose(1, 2)
-        return room[:, :, : self.visible]
+            stored[self.rows, :, self.slots] = states.transpose(1, 2)
+        return stored[:, :, : self.visible]
 
-    def _room(self, of: tuple, states: Tensor) -> Tensor:
+    def _layer(self, of: tuple, states: Tensor) -> Tensor:
         if of not in self._memory:
             B, heads, _, size = states.shape
             self._memory[of] = states.new_zeros(self.depth, B, heads, self.capacity, size)
-        return self._memory[of][len(self._rooms[of])]
+        return self._memory[of][len(self._layers[of])]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Slots that the last forward could read."""
         return self.visible
 
     def move(self, source: Tensor, to: Tensor) -> None:
-        """Copy what stands at slots source [B, m] to slots to [B, m]."""
+        """Copy the contents of slots source [B, m] to slots to [B, m]."""
         rows = torch.arange(len(source), device=source.device)[:, None]
         for memory in self._memory.values():
             memory[:, rows, :, to] = memory[:, rows, :, source]
@@ -77,7 +79,7 @@ class RaggedCache(Cache):
     def select(self, rows: Tensor) -> None:
         """Keep only these rows."""
         self._memory = {of: memory[:, rows] for of, memory in self._memory.items()}
-        self._rooms.clear()
+        self._layers.clear()
 
 
 class CountedNetwork:
@@ -102,14 +104,36 @@ class CountedNetwork:
         return time.perf_counter()
 
 
-class CachedNetwork(CountedNetwork):
-    """A causal LM with a ragged cache: runs tokens at given positions, returns their logits.
+class TargetOutput(NamedTuple):
+    """What one forward gives: logits [B, keep, V], and hidden states where layers were named.
 
-    predicate: the attention pattern, the very one that training used.
+    hidden_states: [B, Q, H] of each of the network's `hidden_layers`, at all Q tokens of the pass.
     """
 
-    def __init__(self, network: PreTrainedModel, predicate: Predicate, capacity: int):
+    logits: Tensor
+    hidden_states: tuple[Tensor, ...] = ()
+
+
+class CachedNetwork(CountedNetwork):
+    """A causal LM with a ragged cache: runs tokens at given positions.
+
+    Args:
+        network: The model.
+        predicate: The attention pattern, the very one that training used.
+        capacity: Slots of the cache, the scratch slot included.
+        hidden_layers: Decoder layers whose outputs every pass returns, 0-based; the last layer's
+            is taken before the final norm (`models.hidden_states`). Nothing is hooked without any.
+    """
+
+    def __init__(
+        self,
+        network: PreTrainedModel,
+        predicate: Predicate,
+        capacity: int,
+        hidden_layers: tuple[int, ...] = (),
+    ):
         super().__init__(network)
+        self.hidden_layers = hidden_layers
         self.predicate = predicate
         config = network.config.get_text_config()
         self.cache = RaggedCache(capacity, config.num_hidden_layers)
@@ -125,14 +149,16 @@ class CachedNetwork(CountedNetwork):
         block_start: Tensor | None = None,
         padding: Tensor | None = None,
         branch: Tensor | None = None,
-    ) -> Tensor:
-        """Logits [B, keep, V] of the last `keep` tokens.
+    ) -> TargetOutput:
+        """One forward of new tokens over the cache.
 
-        tokens, positions: [B, Q]; the token's key and value go to slot `position`.
-        block_start: [B]; tokens and slots from there on are one draft block (clean if None).
-        padding: bool [B, Q]; these tokens go to the scratch slot and mean nothing.
-        branch: [B, Q], -1 outside of any; branches share positions, so the tokens go to
-            consecutive slots from the first token's position on.
+        Args:
+            tokens, positions: [B, Q]; a token's key and value go to slot `position`.
+            keep: The logits of the last `keep` tokens are returned.
+            block_start: [B]; tokens and slots from there on are one draft block (clean if None).
+            padding: bool [B, Q]; these tokens go to the scratch slot and mean nothing.
+            branch: [B, Q], -1 outside of any; branches share positions, so the tokens go to
+                consecutive slots from the first token's position on.
         """
         slots = positions
         if branch is not None:
@@ -143,7 +169,7 @@ class CachedNetwork(CountedNetwork):
         if branch is not None:
             q, k = _branched(q, k, slots, branch)
         if len(slots) > 1:
-            # A row's slots behind its last token are stale: another row may reach further.
+            # A row's slots after its last token are stale: another row may reach further.
             stale = self._slots[:, :visible] > slots[:, -1:]
             k = k._replace(document=-stale.long())
         mask = dense(self.predicate, q, k)
@@ -152,18 +178,18 @@ class CachedNetwork(CountedNetwork):
         return self.run(tokens, positions, slots, mask, keep)
 
     def keep_path(self, lengths: Tensor, node: Tensor) -> None:
-        """Of a tree behind the first lengths [B] slots, its nodes [B, m] move to the front."""
+        """Of a tree after the first lengths [B] slots, its nodes [B, m] move to the front."""
         steps = self._slots[:, : node.shape[1]]
         if (node != steps).any():
             self.cache.move(lengths[:, None] + node, lengths[:, None] + steps)
 
     def run(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, mask: Tensor, keep: int
-    ) -> Tensor:
+    ) -> TargetOutput:
         """One forward: tokens at positions, written to slots, under a mask over the first slots."""
         self.cache.place(slots, mask.shape[-1])
-        with self.counted():
-            return self.network(
+        with capture(self.network, self.hidden_layers) as states, self.counted():
+            logits = self.network(
                 # A drafter's vocabulary may be the smaller one: it only guesses, any token will do.
                 input_ids=tokens.clamp_max(self._known - 1),
                 attention_mask=mask,
@@ -174,6 +200,7 @@ class CachedNetwork(CountedNetwork):
                 # the head is five times slower.
                 logits_to_keep=self._slots[0, tokens.shape[1] - keep : tokens.shape[1]],
             ).logits
+        return TargetOutput(logits, tuple(states))
 
     def _layout(self, positions: Tensor, block_start: Tensor | None) -> Layout:
         clean = self._clean._replace(index=positions)

@@ -14,7 +14,8 @@ class SamplingParams:
     repetition_penalty: above 1 makes tokens of the prompt and of the answer less likely.
     stop: the text ends before the first of these strings.
     ignore_eos: go on after an end-of-sequence token (benches).
-    seed: None draws one. Row i of a batch uses seed + i, and depends on nothing else.
+    seed: None draws one. The first request of a call has this seed, the others seeds derived from
+        it (`randomness.request_seeds`); a request's text depends on its seed and nothing else.
     verify: how drafts are verified, one of `VERIFY`; each is lossless. With `coupled` and `tree`
         the text is the same as plain decoding with the same seed, with any drafter or none.
     block_size: tokens drafted a cycle; None takes the drafter's own.

@@ -1,31 +1,53 @@
-"""The one decode loop: a method supplies `begin` (prefill) and `cycle` (propose and verify)."""
+"""The decode loop: a method supplies `begin` (prefill) and `cycle` (propose and verify)."""
 
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decoding.engine.cache import CachedNetwork
+from decoding.engine.cache import CachedNetwork, TargetOutput
+from decoding.engine.detokenize import Detokenizer
 from decoding.engine.params import Chunk, Result, SamplingParams, Stats
-from decoding.engine.randomness import KeyedRandomness, Randomness, fresh_seed
+from decoding.engine.randomness import KeyedRandomness, Randomness, fresh_seed, request_seeds
 from decoding.engine.warp import seen_tokens, warp
 from models.masks import causal
 
 _FEW = 2**16  # numbers of keyed noise whose making costs little more than the call
 
 
-class Rows:
-    """The unfinished rows of a batch: committed tokens, and what the method keeps beside them.
+@dataclass
+class State:
+    """What a method keeps of its unfinished requests between cycles; each method has its own.
 
-    row: each row's number in the request. tokens [B, capacity], lengths [B] committed tokens a row.
-    networks: the method's cached networks by name ('target', 'drafter'). state: the method's own
-    tensors [B, ...]; memory: what it keeps of each row on the host, by the row's number. drafted:
-    tokens a row that the last pass verified.
+    A field is a tensor [B, ...], a list of B items on the host, or None.
+    """
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only these rows [B'] of every field."""
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, Tensor):
+                setattr(self, f.name, value[rows])
+            elif value is not None:
+                setattr(self, f.name, [value[b] for b in rows.tolist()])
+
+
+class Rows:
+    """The unfinished requests of a batch, a row of each tensor for each of them.
+
+    Attributes:
+        row: The number of each row's request in the call.
+        tokens: [B, capacity], committed tokens and, after them, guesses or nothing.
+        lengths: [B], how many tokens are committed.
+        randomness: Where all draws come from.
+        networks: The method's cached networks by name ('target', 'drafter').
+        state: The method's own `State`.
+        drafted: Tokens a row that the last pass verified.
     """
 
     def __init__(self, prompts: list[list[int]], capacity: int, randomness: Randomness, device):
@@ -36,23 +58,22 @@ class Rows:
         self.lengths = torch.tensor([len(p) for p in prompts], device=device)
         self.randomness = randomness
         self.networks: dict[str, CachedNetwork] = {}
-        self.state: dict[str, Tensor] = {}
-        self.memory: dict[int, Any] = {}
+        self.state: Any = State()
         self.drafted = 0
 
     def append(self, tokens: Tensor, counts: Tensor) -> None:
         """Commit the first counts [B] of tokens [B, m] to each row."""
         slots = self.lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-        # What lies behind a row's length is nothing yet, or guesses: the surplus is written too.
+        # After a row's length there is nothing yet, or guesses: the surplus is written too.
         self.tokens.scatter_(1, slots, tokens)
         self.lengths = self.lengths + counts
 
     def select(self, keep: list[int]) -> None:
-        """Drop the finished rows."""
+        """Drop the finished requests."""
         rows = torch.tensor(keep, device=self.tokens.device)
         self.row = [self.row[b] for b in keep]
         self.tokens, self.lengths = self.tokens[rows], self.lengths[rows]
-        self.state = {name: x[rows] for name, x in self.state.items()}
+        self.state.select(rows)
         self.randomness.select(rows)
         for network in self.networks.values():
             network.cache.select(rows)
@@ -60,27 +81,39 @@ class Rows:
 
 @dataclass
 class _Answer:
-    """One row's answer so far, on the host. prompt: what `_encode` made of the row's prompt."""
+    """One request's answer so far, on the host. prompt: what `_encode` made of its prompt."""
 
     prompt: Any
     token_ids: list[int]
     stats: Stats
+    text: Detokenizer
     printed: int = 0  # characters already streamed
     sent: int = 0  # tokens already streamed
 
 
 class Sampler(ABC):
-    """Decodes with a target model. Lossless: the law of the output is that of plain decoding.
+    """Decodes with a target model, losslessly: the output distribution is plain decoding's.
 
-    A rule that is not must be named by `lossy`, and runs for a user who gives lossy=true only.
+    A rule that is not lossless must be named by `lossy`, and runs only for a user who gives
+    lossy=true.
 
-    target: any transformers causal LM that takes a 4-D attention mask; tokenizer: its own.
+    Args:
+        target: Any transformers causal LM that takes a 4-D attention mask.
+        tokenizer: The target's own.
+
+    Attributes:
+        rules: Values of `verify` that this sampler tells apart.
+        drafts: Values of `draft`, where it drafts in several ways.
+        continues: Whether the text goes on from the prompt, which is not part of it.
+        bench: The command that measures it against its plain counterpart.
+        hidden_layers: Target layers whose outputs its passes return (`TargetOutput`).
     """
 
-    rules: tuple[str, ...] = ("coupled", "rejection")  # values of `verify` that differ
-    drafts: tuple[str, ...] = ()  # values of `draft`, of samplers that draft in several ways
-    continues = True  # the text goes on from the prompt, which is not part of it
-    bench = "decoding.bench"  # the command that measures it against its plain counterpart
+    rules: tuple[str, ...] = ("coupled", "rejection")
+    drafts: tuple[str, ...] = ()
+    continues = True
+    bench = "decoding.bench"
+    hidden_layers: tuple[int, ...] = ()
 
     def __init__(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
         self.check(target)
@@ -94,7 +127,7 @@ class Sampler(ABC):
 
     @abstractmethod
     def begin(self, rows: Rows, params: SamplingParams) -> None:
-        """Make the caches and prefill them."""
+        """Make the caches, prefill them, and set `rows.state`."""
 
     @abstractmethod
     def cycle(self, rows: Rows, params: SamplingParams) -> tuple[Tensor, Tensor]:
@@ -108,7 +141,20 @@ class Sampler(ABC):
         seeds: list[int] | None = None,
         randomness: Randomness | None = None,
     ) -> list[Result]:
-        """Decode every prompt (text or token ids) to its end, as one batch."""
+        """Decode every prompt to its end, as one batch.
+
+        Args:
+            prompts: Texts, or token ids.
+            params: How to sample; None takes the defaults of `SamplingParams`.
+            seeds: One a prompt, in place of those derived from params.seed.
+            randomness: Replaces the keyed randomness, in tests.
+
+        Returns:
+            One `Result` a prompt, in their order.
+
+        Raises:
+            ValueError: A prompt or a parameter that this sampler cannot decode with.
+        """
         results: list[Result | None] = [None] * len(prompts)
         for chunk in self.stream(prompts, params, seeds=seeds, randomness=randomness, text=False):
             if chunk.result is not None:
@@ -124,12 +170,64 @@ class Sampler(ABC):
         randomness: Randomness | None = None,
         text: bool = True,
     ) -> Iterator[Chunk]:
-        """Decode, yielding a `Chunk` whenever a row's committed text grows.
+        """Decode, yielding a `Chunk` whenever the committed text of a request grows.
 
-        seeds: one a row; by default params.seed + row. randomness: for tests.
-        text: False yields the finished rows only (no detokenising on the way).
+        Between two chunks nothing of torch's modes is changed, so the reader may train, or hold
+        several streams and close them in any order.
+
+        Args:
+            prompts, params, seeds, randomness: See `generate`. The first request has the seed
+                params.seed, the others seeds that are derived from it.
+            text: False yields finished requests only, and detokenises nothing on the way.
+
+        Raises:
+            ValueError: As `generate`; also where the model's logits are not numbers.
         """
         params = params or SamplingParams()
+        lossy = self._check(params)
+        prompts = [self._encode(p, params) for p in prompts]
+        if not prompts:
+            raise ValueError("no prompt was given")
+        if seeds is None:
+            seeds = request_seeds(
+                fresh_seed() if params.seed is None else params.seed, len(prompts)
+            )
+        if len(seeds) != len(prompts):
+            raise ValueError(f"{len(seeds)} seeds were given for {len(prompts)} prompts")
+        answers = [_Answer(p, [], Stats(lossy=lossy), Detokenizer(self.tokenizer)) for p in prompts]
+        started = time.perf_counter()
+        with torch.inference_mode():
+            randomness = randomness or KeyedRandomness(seeds, self.target.device)
+            rows = self._rows(prompts, params, randomness)
+            self.begin(rows, params)
+        prefills = {name: n.passes for name, n in rows.networks.items()}
+        while rows.row:
+            # Never across a yield: the mode is the thread's, not this generator's.
+            with torch.inference_mode():
+                tokens, counts = self.cycle(rows, params)
+                rows.append(tokens, counts)
+                emitted = zip(tokens.tolist(), counts.tolist())
+            keep = []
+            for b, (new, count) in enumerate(emitted):
+                answer = answers[rows.row[b]]
+                answer.stats.drafted += rows.drafted
+                chunk = self._commit(rows.row[b], answer, new[:count], params, text)
+                if chunk is None or chunk.result is None:
+                    keep.append(b)
+                else:
+                    self._account(answer.stats, rows, prefills, time.perf_counter() - started)
+                if chunk is not None:
+                    paused = time.perf_counter()
+                    yield chunk
+                    started += time.perf_counter() - paused  # the reader's time is not ours
+            if not keep:
+                return
+            if len(keep) < len(rows.row):
+                with torch.inference_mode():
+                    rows.select(keep)
+
+    def _check(self, params: SamplingParams) -> str:
+        """Refuse what this sampler does not offer; returns what makes the request lossy, or ''."""
         if params.draft is not None and params.draft not in self.drafts:
             raise ValueError(
                 f"draft={params.draft!r} is not allowed: this sampler drafts in "
@@ -142,50 +240,17 @@ class Sampler(ABC):
             )
         if (lossy := self.lossy(params)) and not params.lossy:
             raise ValueError(
-                f"{lossy} is lossy: the text would not have the law of plain decoding. Leave it "
-                "out, or allow it with lossy=true"
+                f"{lossy} is lossy: the text would not have the distribution of plain decoding. "
+                "Leave it out, or allow it with lossy=true"
             )
-        prompts = [self._encode(p, params) for p in prompts]
-        if not prompts:
-            raise ValueError("no prompt was given")
-        if seeds is None:
-            first = fresh_seed() if params.seed is None else params.seed
-            seeds = [first + b for b in range(len(prompts))]
-        if len(seeds) != len(prompts):
-            raise ValueError(f"{len(seeds)} seeds were given for {len(prompts)} prompts")
-        rows = self._rows(prompts, params, randomness or KeyedRandomness(seeds, self.target.device))
-        answers = [_Answer(p, [], Stats(lossy=lossy)) for p in prompts]
-        started = time.perf_counter()
-
-        with torch.inference_mode():
-            self.begin(rows, params)
-            prefills = {name: n.passes for name, n in rows.networks.items()}
-            while rows.row:
-                tokens, counts = self.cycle(rows, params)
-                rows.append(tokens, counts)
-                keep = []
-                for b, (new, count) in enumerate(zip(tokens.tolist(), counts.tolist())):
-                    answer = answers[rows.row[b]]
-                    answer.stats.drafted += rows.drafted
-                    chunk = self._commit(rows.row[b], answer, new[:count], params, text)
-                    if chunk is None or chunk.result is None:
-                        keep.append(b)
-                    else:
-                        seconds = time.perf_counter() - started
-                        self._account(answer.stats, rows, prefills, seconds)
-                    if chunk is not None:
-                        paused = time.perf_counter()
-                        yield chunk
-                        started += time.perf_counter() - paused  # the reader's time is not ours
-                if len(keep) < len(rows.row):
-                    rows.select(keep) if keep else rows.row.clear()
+        return lossy
 
     def lossy(self, params: SamplingParams) -> str:
-        """What makes this request's law another than plain decoding's; '' where nothing does."""
+        """What makes a request's distribution another than plain decoding's; '' for nothing."""
         return ""
 
     def start(self, prompt: list[int]) -> tuple[Rows, SamplingParams]:
-        """One greedy row that has not begun, for looking at a single pass."""
+        """One greedy request that has not begun, for looking at a single pass."""
         params = SamplingParams(max_new_tokens=1, temperature=0)
         return self._rows([prompt], params, KeyedRandomness([0], self.target.device)), params
 
@@ -194,31 +259,45 @@ class Sampler(ABC):
         check_attention(target)
 
     def margin(self, params: SamplingParams) -> int:
-        """Slots needed behind the last token that is kept: a cycle's overshoot, and scratch."""
+        """Slots needed after the last token that is kept: a cycle's overshoot, and scratch."""
         return 1
 
-    def prefill(self, rows: Rows, name: str, network: CachedNetwork) -> None:
-        """Give a network all prompt tokens but the last, which the first cycle brings."""
+    def prefill(self, rows: Rows, name: str, network: CachedNetwork) -> tuple[Tensor, ...]:
+        """Give a network all prompt tokens but the last, which the first cycle brings.
+
+        Returns:
+            The outputs [B, n - 1, H] of the network's `hidden_layers`, n the longest prompt; those
+            of padding mean nothing. Empty where no layer is asked for, or no prompt has two tokens.
+        """
         rows.networks[name] = network
         width = int(rows.lengths.max()) - 1
-        if width:
-            positions = torch.arange(width, device=rows.tokens.device).expand(len(rows.row), -1)
-            padding = positions >= rows.lengths[:, None] - 1
-            network(
-                rows.tokens[:, :width],
-                positions,
-                keep=1,
-                padding=padding if padding.any() else None,
-            )
+        if not width:
+            return ()
+        positions = torch.arange(width, device=rows.tokens.device).expand(len(rows.row), -1)
+        padding = positions >= rows.lengths[:, None] - 1
+        return network(
+            rows.tokens[:, :width],
+            positions,
+            keep=1,
+            padding=padding if padding.any() else None,
+        ).hidden_states
 
-    def target_pass(self, rows: Rows, draft: Tensor, params: SamplingParams) -> Tensor:
-        """Warped target logits [B, k+1, V] at draft [B, k] and at the position after it."""
+    def target_pass(self, rows: Rows, draft: Tensor, params: SamplingParams) -> TargetOutput:
+        """One pass of the target over the last committed token and a draft.
+
+        Args:
+            draft: [B, k], drafted tokens.
+
+        Returns:
+            Warped logits [B, k+1, V] at the drafted positions and at the one after them, and the
+            outputs [B, k+1, H] of `hidden_layers` at the last committed token and the draft.
+        """
         rows.drafted = draft.shape[1]
         last = rows.lengths[:, None] - 1
         tokens = torch.cat([rows.tokens.gather(1, last), draft], 1)
         positions = last + torch.arange(tokens.shape[1], device=tokens.device)
-        logits = rows.networks["target"](tokens, positions, keep=tokens.shape[1])
-        return self.warped(logits, rows, draft, params)
+        output = rows.networks["target"](tokens, positions, keep=tokens.shape[1])
+        return output._replace(logits=self.warped(output.logits, rows, draft, params))
 
     def warped(
         self,
@@ -238,8 +317,8 @@ class Sampler(ABC):
         return warp(logits, params, seen)
 
     def cached_target(self, rows: Rows) -> CachedNetwork:
-        """The target with a cache that fits these rows."""
-        return CachedNetwork(self.target, causal, rows.tokens.shape[1])
+        """The target with a cache that has room for these requests."""
+        return CachedNetwork(self.target, causal, rows.tokens.shape[1], self.hidden_layers)
 
     def noise(self, rows: Rows, count: int, params: SamplingParams) -> Tensor | None:
         """Keyed noise [B, count, V] of the next absolute positions; None at temperature 0."""
@@ -295,23 +374,28 @@ class Sampler(ABC):
         answer.token_ids += new
         decoded = None
         if params.stop:
-            decoded = self._decode(answer.token_ids)
-            if any(s in decoded for s in params.stop):
+            known = answer.text.extend(new)
+            start = max(0, known - max(map(len, params.stop)))
+            if any(answer.text.text.find(s, start) >= 0 for s in params.stop):
                 answer.token_ids = self._tokens_until(answer.token_ids, params.stop, before)
                 # Cut what these tokens say: a later token may complete an earlier stop string.
                 decoded, reason = self._decode(answer.token_ids), "stop"
                 decoded = decoded[: min(at for s in params.stop if (at := decoded.find(s)) >= 0)]
+        elif text:
+            answer.text.extend(new)
         answer.stats.emitted.append(len(answer.token_ids) - before)
         if reason is None and not text:
             return None
-        if decoded is None:
+        if decoded is None and (text or params.stop):
+            decoded = answer.text.text
+        elif decoded is None:
             decoded = self._decode(answer.token_ids)
         return self._chunk(row, answer, decoded, reason, params)
 
     def _chunk(
         self, row: int, answer: _Answer, decoded: str, reason: str | None, params: SamplingParams
     ) -> Chunk | None:
-        """What a row's text so far adds to what was shown of it; None: nothing yet."""
+        """What a request's text so far adds to what was shown of it; None: nothing yet."""
         safe = decoded if reason else decoded[: _safe_length(decoded, params.stop)]
         piece, answer.printed = safe[answer.printed :], max(answer.printed, len(safe))
         result = None
@@ -333,7 +417,7 @@ class Sampler(ABC):
         return token_ids
 
     def _account(self, stats: Stats, rows: Rows, prefills: dict[str, int], seconds: float) -> None:
-        """Fill in the passes and the split of the seconds when a row ends."""
+        """Fill in the passes and the split of the seconds when a request ends."""
         spent = {name: n.seconds for name, n in rows.networks.items()}
         passes = {name: n.passes - prefills[name] for name, n in rows.networks.items()}
         stats.target_passes, stats.drafter_passes = passes["target"], passes.get("drafter", 0)
@@ -357,11 +441,6 @@ def check_attention(network: PreTrainedModel) -> None:
             f"attention implementation {config._attn_implementation!r} would misread a boolean "
             "mask: load the model with attn_implementation='sdpa'"
         )
-
-
-def choose(logits: Tensor, noise: Tensor | None) -> Tensor:
-    """argmax(logits + noise) over [B, n, V], the noise from its first n positions: [B, n]."""
-    return (logits if noise is None else logits + noise[:, : logits.shape[1]]).argmax(-1)
 
 
 def _safe_length(text: str, stop: tuple[str, ...]) -> int:

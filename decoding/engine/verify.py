@@ -1,10 +1,11 @@
-"""Verification of a draft block: accept, residual, next token. Every way is lossless, unless it is
-given a tolerance.
+"""Verification of a draft block: acceptance, residual, next token.
+
+Every rule is lossless, unless it is given a tolerance.
 
 Symbols: k drafted tokens, p [B, k+1, V] the target's probabilities at the k drafted positions and
 at the one after them, q [B, k, V] the very tensor that the draft [B, k] was drawn from.
-Each function returns (accepted [B], next [B]): how many drafted tokens stand, and the token that
-the target adds after them (a correction, or the bonus token where all stand).
+Each rule returns (accepted [B], next [B]): how many drafted tokens are accepted, and the token
+that the target adds after them (a correction, or the bonus token where all are accepted).
 """
 
 import torch
@@ -19,9 +20,9 @@ def rejection(
     """Token by token: accept with min(1, p/q), stop at the first rejection, sample (p-q)+ there.
 
     Source: Leviathan et al., arXiv 2211.17192, Algorithm 1; DEER, arXiv 2512.15176, Eq. 5-6.
-    The later p's were conditioned on the rejected token, so nothing after it can stand.
-    tolerance: added to p/q, which is lossy (AS-ARM, arXiv 2504.20456, F.5): each place's law moves
-    towards q by at most so much in total variation.
+    The later p's were conditioned on the rejected token, so nothing after it is accepted.
+    tolerance: added to p/q, which is lossy (AS-ARM, arXiv 2504.20456, F.5): the distribution of
+        each position moves towards q by at most so much in total variation.
     """
     accept = (acceptance_probability(draft, q, p) + tolerance).clamp_max(1)
     accepted = _leading(randomness.accept(accept))
@@ -43,7 +44,7 @@ def block(draft: Tensor, q: Tensor, p: Tensor, randomness: Randomness) -> tuple[
         weights.append(r)
     r = torch.stack(weights, 1)  # [B, k+1], r_0 = 1
     mass = (r[:, 1:-1, None] * p[:, 1:-1] - q[:, 1:]).clamp_min(0).sum(-1)  # [B, k-1]
-    # Where r_i = 1 and p = q there is no mass either way: 0/0, and the token surely stands.
+    # Where r_i = 1 and p = q there is no mass either way: 0/0, and the token is surely accepted.
     left = mass + 1 - r[:, 1:-1]
     h = torch.where(left > 0, mass / left, 1.0)
     fell = randomness.accept(torch.cat([h, r[:, -1:]], 1))
@@ -56,13 +57,26 @@ def block(draft: Tensor, q: Tensor, p: Tensor, randomness: Randomness) -> tuple[
 
 
 def coupled(draft: Tensor, choice: Tensor) -> tuple[Tensor, Tensor]:
-    """The target's own choices, argmax(log p + g), decide; a drafted token stands if it is one.
+    """The target's own choices, argmax(log p + g), decide which drafts are accepted.
 
     choice [B, k+1]: made with the same keyed noise as plain decoding would use at each position
     (temperature 0: no noise), so the output is plain decoding's text, whatever the draft.
     """
     accepted = _leading(draft == choice[:, :-1])
     return accepted, choice.gather(1, accepted[:, None]).squeeze(1)
+
+
+def choose(logits: Tensor, noise: Tensor | None) -> Tensor:
+    """The keyed choice argmax(log p + g): Gumbel-max sampling with the noise of each position.
+
+    Args:
+        logits: [B, n, V], warped.
+        noise: [B, n or more, V], of the first n positions; None at temperature 0.
+
+    Returns:
+        Tokens [B, n].
+    """
+    return (logits if noise is None else logits + noise[:, : logits.shape[1]]).argmax(-1)
 
 
 def acceptance_probability(draft: Tensor, q: Tensor, p: Tensor) -> Tensor:
@@ -88,11 +102,11 @@ def _at(x: Tensor, i: Tensor) -> Tensor:
 
 
 def _drafted_at(q: Tensor, i: Tensor) -> Tensor:
-    """The drafter's distribution at i [B]; zero behind the block, where nothing was drafted."""
+    """The drafter's distribution at i [B]; zero after the block, where nothing was drafted."""
     k = q.shape[1]
     return _at(q, i.clamp_max(k - 1)) * (i < k)[:, None]
 
 
-def _leading(stands: Tensor) -> Tensor:
+def _leading(accepted: Tensor) -> Tensor:
     """Number of leading True entries: bool [B, k] -> [B]."""
-    return stands.long().cumprod(1).sum(1)
+    return accepted.long().cumprod(1).sum(1)

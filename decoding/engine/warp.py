@@ -17,7 +17,12 @@ def warp(logits: Tensor, params: SamplingParams, seen: Tensor | None = None) -> 
     seen: bool [B, n, V] (or broadcastable), the tokens that the repetition penalty counts.
     At temperature 0 only the penalty applies: argmax ignores the rest.
     """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    given, logits = logits.dtype, logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if logits.amax(-1).isnan().any():
+        raise ValueError(
+            "the model gives logits that are not numbers (NaN): its weights are damaged, or its "
+            f"values overflow in {given}. Load other weights, or give dtype=float32"
+        )
     if params.repetition_penalty != 1.0:
         weaker = torch.where(
             logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty

@@ -1,9 +1,10 @@
-"""Draft graphs of Spiffy as data: which states of a block are guessed, by which formulas.
+"""Spiffy's directed draft graphs: which later states of a block are drafted, and their parents.
 
-Source: Spiffy, arXiv 2509.18085, section 4.3. A formula is a set of (i, j): at the i-th of the
-masked places, ordered by confidence, stands the j-th of its tokens (both from 1). A node is a
-parent of another one if a single step may lead from it there; node 0 is the present state, whose
-formula is empty.
+Source: Spiffy, arXiv 2509.18085, section 4.3. A node is a draft state, given by a formula: a set of
+pairs (i, j) of a position rank and a vocabulary rank, both from 1. The i-th most confident masked
+position is filled with its j-th most probable token. A node is a parent of another one if a single
+denoising step may lead from the first to the second. Node 0 is the current state, whose formula is
+empty.
 """
 
 import json
@@ -17,10 +18,17 @@ Formula = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class DraftGraph:
-    """Nodes 1 to D by their formulas, and each one's parents.
+    """A draft graph of D nodes.
 
-    block_size: tokens of the blocks that it was made for. tokens_per_step: S, so that a node of
-    level l has l S tokens (Eq. 6-7); None where a threshold decides, and any number may come.
+    Attributes:
+        block_size: Tokens of the blocks that the graph was calibrated for.
+        tokens_per_step: S: a node of level l has l S tokens (Eq. 6-7). None with a threshold, where
+            a step unmasks any number of tokens.
+        nodes: The formulas of nodes 1 to D.
+        parents: The numbers of each node's parents; 0 is the current state.
+
+    Raises:
+        ValueError: A formula is not possible, or a node's parents are not.
     """
 
     block_size: int
@@ -30,41 +38,41 @@ class DraftGraph:
 
     def __post_init__(self):
         for n, (node, parents) in enumerate(zip(self.nodes, self.parents, strict=True), 1):
-            S, places = self.tokens_per_step, {i for i, _ in node}
-            if len(places) < len(node) or not node:
+            S, positions = self.tokens_per_step, {i for i, _ in node}
+            if len(positions) < len(node) or not node:
                 raise ValueError(
-                    f"node {n} of the draft graph, {show(node)}, is no set of tokens at different "
-                    "places"
+                    f"node {n} of the draft graph, {show(node)}, must fill at least one position, "
+                    "and each position only once"
                 )
-            if min(min(pair) for pair in node) < 1 or max(places) > self.block_size:
+            if min(min(pair) for pair in node) < 1 or max(positions) > self.block_size:
                 raise ValueError(
-                    f"node {n} of the draft graph, {show(node)}, does not fit: place ranks are in "
-                    f"1..{self.block_size} and token ranks from 1 on"
+                    f"node {n} of the draft graph, {show(node)}, is out of range: position ranks "
+                    f"are in 1..{self.block_size}, vocabulary ranks start at 1"
                 )
             if S is not None and len(node) % S:
                 raise ValueError(
-                    f"node {n} of the draft graph has {len(node)} tokens: at {S} tokens a step a "
-                    f"node of level l has {S} l of them"
+                    f"node {n} of the draft graph, {show(node)}, has {len(node)} tokens: with "
+                    f"tokens_per_step={S} their number must be a multiple of {S}"
                 )
             if not parents:
                 raise ValueError(
-                    f"node {n} of the draft graph, {show(node)}, has no parent: nothing can be "
-                    "accepted before it"
+                    f"node {n} of the draft graph, {show(node)}, has no parent, so it can never be "
+                    "accepted"
                 )
             for p in parents:
                 if not 0 <= p <= len(self.nodes) or not may_follow(self.formula(p), node, S):
                     raise ValueError(
                         f"node {p} cannot be a parent of node {n} of the draft graph, "
-                        f"{show(node)}: a step adds {S or 'some'} tokens and changes none"
+                        f"{show(node)}: a step adds {S or 'some'} tokens and changes no other"
                     )
 
     def formula(self, n: int) -> Formula:
-        """The formula of node n; 0 is the present state."""
+        """The formula of node n; 0 is the current state."""
         return self.nodes[n - 1] if n else ()
 
     @cached_property
     def levels(self) -> list[int]:
-        """The level of each node: the fewest steps from the present state."""
+        """The level of each node: the fewest steps from the current state."""
         levels = {0: 0}
         order = sorted(range(1, len(self.nodes) + 1), key=lambda n: len(self.nodes[n - 1]))
         for n in order:
@@ -72,17 +80,21 @@ class DraftGraph:
         return [levels[n] for n in range(1, len(self.nodes) + 1)]
 
     def for_blocks(self, block_size: int) -> "DraftGraph":
-        """This graph, if it was made for blocks of that size."""
+        """The graph itself.
+
+        Raises:
+            ValueError: The graph was calibrated for another block size.
+        """
         if self.block_size != block_size:
             raise ValueError(
-                f"the draft graph was made for block_size={self.block_size}, but blocks have "
-                f"{block_size} tokens: calibrate one with python -m trainers.fit "
+                f"the draft graph was calibrated for block_size={self.block_size}, but the model "
+                f"decodes with block_size={block_size}: calibrate one with python -m trainers.fit "
                 "recipe=spiffy_calibrate"
             )
         return self
 
     def to_dict(self) -> dict:
-        """As JSON holds it."""
+        """The graph as a JSON object, which `read_graph` reads."""
         return {
             "block_size": self.block_size,
             "tokens_per_step": self.tokens_per_step,
@@ -96,7 +108,13 @@ class DraftGraph:
 def graph_of(
     block_size: int, tokens_per_step: int | None, formulas: Iterable[Iterable[tuple[int, int]]]
 ) -> DraftGraph:
-    """The graph of these nodes with all parents that a node may have (Eq. 6-8)."""
+    """The draft graph of some nodes, each with every possible parent among them (Eq. 6-8).
+
+    Args:
+        block_size: Tokens of a block.
+        tokens_per_step: S, or None with a threshold.
+        formulas: The (position rank, vocabulary rank) pairs of each node.
+    """
     nodes = tuple(sorted((tuple(sorted(f)) for f in formulas), key=lambda node: (len(node), node)))
     parents = tuple(
         tuple(
@@ -110,13 +128,20 @@ def graph_of(
 
 
 def may_follow(parent: Formula, node: Formula, tokens_per_step: int | None) -> bool:
-    """Whether one step may lead from a state to another one (Eq. 7-8)."""
+    """Whether one denoising step may lead from one state to another (Eq. 7-8)."""
     added = len(node) - len(parent)
     return {*parent} < {*node} and (added == tokens_per_step or tokens_per_step is None)
 
 
 def read_graph(source: str | dict) -> DraftGraph:
-    """A graph from its JSON: a file, or the entry of an export."""
+    """A graph from its JSON.
+
+    Args:
+        source: A file, or the JSON object itself.
+
+    Raises:
+        ValueError: The file cannot be read, or does not describe a valid graph.
+    """
     if isinstance(source, str):
         try:
             source = json.loads(Path(source).read_text())
@@ -128,11 +153,11 @@ def read_graph(source: str | dict) -> DraftGraph:
         return DraftGraph(source["block_size"], source["tokens_per_step"], nodes, parents)
     except (KeyError, TypeError) as error:
         raise ValueError(
-            "this is no draft graph: block_size, tokens_per_step and nodes with tokens and parents "
-            f"are needed ({type(error).__name__}: {error})"
+            "not a draft graph: block_size, tokens_per_step and nodes with tokens and parents are "
+            f"required ({type(error).__name__}: {error})"
         ) from error
 
 
 def show(node: Formula) -> str:
-    """A formula as the paper writes it: c11 c21, or c1,12 where a rank has two digits."""
+    """A formula in the paper's notation: c11 c21, or c1,12 where a rank has two digits."""
     return " ".join(f"c{i}{j}" if max(i, j) < 10 else f"c{i},{j}" for i, j in node) or "now"

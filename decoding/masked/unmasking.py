@@ -1,9 +1,9 @@
-"""One step of masked diffusion decoding: which masked tokens of a block are decided, and as what.
+"""One step of masked diffusion decoding: which masked tokens of a block are unmasked, and to what.
 
-Pure functions on the logits of a block's state. Vanilla decoding takes one step a network pass;
-speculation takes the same step on the logits of each state that it evaluated. The rule is that of
-the public LLaDA sampler (arXiv 2502.09992, Algorithms 4 and 5) and, for a threshold, of fast-dllm
-(arXiv 2505.22618, Algorithm 1).
+Pure functions of the logits of a block's state. Vanilla decoding takes one step per network pass;
+speculative decoding takes the same step on the logits of each state that it evaluated. The rule is
+that of the public LLaDA sampler (arXiv 2502.09992, Algorithms 4 and 5) and, with a threshold, of
+Fast-dLLM (arXiv 2505.22618, Algorithm 1).
 """
 
 from dataclasses import dataclass
@@ -19,10 +19,16 @@ ORDERS = ("confidence", "random")
 
 @dataclass(frozen=True)
 class Unmasking:
-    """Which masked tokens a step decides.
+    """The unmasking rule: which masked positions a step decides.
 
-    tokens_per_step: S, the first S of the order. order: 'confidence', the most confident first, or
-    'random'. threshold: instead all whose confidence reaches it, and always the most confident.
+    Attributes:
+        tokens_per_step: S: the first S positions of the order are decided.
+        threshold: If given, instead of S: all positions whose confidence reaches this probability,
+            and always the most confident one.
+        order: 'confidence', the most confident position first, or 'random'.
+
+    Raises:
+        ValueError: A value is out of range, or `threshold` is combined with another order or S.
     """
 
     tokens_per_step: int = 1
@@ -42,23 +48,33 @@ class Unmasking:
             raise ValueError(f"unknown order {self.order!r}. Choose from {list(ORDERS)}")
         if self.threshold is not None and (self.order, self.tokens_per_step) != ("confidence", 1):
             raise ValueError(
-                f"threshold={self.threshold} says which tokens a step decides: leave out order and "
-                "tokens_per_step"
+                f"threshold={self.threshold} determines which tokens a step unmasks: leave out "
+                f"order={self.order} and tokens_per_step={self.tokens_per_step}"
             )
 
     def noisy(self, params: SamplingParams) -> bool:
-        """Whether a step needs noise."""
+        """Whether a step draws noise."""
         return params.temperature > 0 or self.order == "random"
 
 
 def judge(
     logits: Tensor, noise: Tensor | None, mask_id: int, rule: Unmasking, params: SamplingParams
 ) -> tuple[Tensor, Tensor]:
-    """Scores [B, L, V], whose argmax is each place's choice, and its confidence [B, L].
+    """Score every token of a block, and the confidence of every position.
 
-    logits [B, L, V]; noise [B, L, V + 1], of tokens and of the place, or None. The mask is never
-    chosen. Confidence is the choice's probability before temperature and truncation, among all
-    tokens, the mask included; in a random order it is the place's noise.
+    Confidence is the probability of the chosen token before temperature and truncation, among all
+    tokens including the mask; in a random order it is the position's own noise.
+
+    Args:
+        logits: [B, L, V].
+        noise: Gumbel noise [B, L, V + 1], of each token and, last, of the position; None where
+            `rule.noisy(params)` is False.
+        mask_id: The mask token, which is never chosen.
+        rule: The unmasking rule.
+        params: Temperature and truncation.
+
+    Returns:
+        scores [B, L, V], whose argmax is each position's choice, and confidence [B, L].
     """
     V = logits.shape[-1]
     scores = warp(
@@ -73,7 +89,7 @@ def judge(
 
 
 def position_order(confidence: Tensor, masked: Tensor) -> Tensor:
-    """Places of a block, the most confident masked one first, those decided last: [B, L].
+    """The positions of a block, the most confident masked one first, unmasked ones last: [B, L].
 
     >>> masked = torch.tensor([[True, False, True]])
     >>> position_order(torch.tensor([[0.2, 0.9, 0.5]]), masked).tolist()
@@ -86,7 +102,18 @@ def position_order(confidence: Tensor, masked: Tensor) -> Tensor:
 def next_state(
     state: Tensor, scores: Tensor, confidence: Tensor, mask_id: int, rule: Unmasking
 ) -> Tensor:
-    """The state [B, L] after one step (Spiffy, Algorithm 1, steps 2 to 4)."""
+    """The state of a block after one step (Spiffy, Algorithm 1, steps 2 to 4).
+
+    Args:
+        state: Tokens of the block, `mask_id` where undecided, [B, L].
+        scores: [B, L, V], of `judge`.
+        confidence: [B, L], of `judge`.
+        mask_id: The mask token.
+        rule: The unmasking rule.
+
+    Returns:
+        The next state [B, L].
+    """
     masked = state == mask_id
     rank = position_order(confidence, masked).argsort(-1)
     if rule.threshold is None:

@@ -19,6 +19,7 @@ Every pass emits a token at least, so calls never exceed the tokens filled in (T
 """
 
 import warnings
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,17 +27,31 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from data.corruption.orders import binary_lattice, order_index, two_streams
-from decoding.any_subset.infilling import Infiller
+from decoding.any_subset.infilling import Infiller, InfillState
 from decoding.any_subset.two_stream_cache import Branches, TwoStreamNetwork
-from decoding.drafting.tree import Trees, accepted_paths, check_tree, draft_trees
+from decoding.drafting.tree import Trees, check_tree, draft_trees, verify_trees
 from decoding.engine import verify
 from decoding.engine.params import VERIFY, SamplingParams
-from decoding.engine.sampler import Rows, choose
+from decoding.engine.sampler import Rows
+from decoding.engine.verify import choose
 from decoding.engine.warp import fit_vocabulary, seen_tokens, warp
 from models.twostream import check_prompt, joint_logits
 
 DRAFTS = ("sequential", "assd", "assd_ngram", "assd_fused")
 KNOBS = {"cache": bool, "tolerance": float, "nodes": int, "sharpness": float}
+
+
+@dataclass
+class AsarmState(InfillState):
+    """Beside the orders: what the last pass drafted.
+
+    draft: [B, d], the drafted tokens. q: [B, d, V], the distributions that they were drawn from
+    (None under keyed noise). ahead: [B, k, V], warped logits of the next drafts (`verify=tree`).
+    """
+
+    draft: Tensor
+    q: Tensor | None = None
+    ahead: Tensor | None = None
 
 
 class AsarmSampler(Infiller):
@@ -105,20 +120,20 @@ class AsarmSampler(Infiller):
                 "verify='tree' needs the drafts of draft='assd_fused', but "
                 f"draft={way!r} was asked for"
             )
-        check_prompt(self.target, rows.state["given"] > 0)
+        check_prompt(self.target, rows.state.given > 0)
         capacity = rows.tokens.shape[1]
         rows.networks["target"] = TwoStreamNetwork(self.target, capacity, self.mask_id)
-        rows.state["draft"] = rows.tokens[:, :0]
+        rows.state = AsarmState(**vars(rows.state), draft=rows.tokens[:, :0])
 
     def cycle(self, rows: Rows, params: SamplingParams) -> tuple[Tensor, Tensor]:
         """Verify the drafts that there are, and ask for the next ones, in one pass."""
         way, k = params.draft or self.draft, params.block_size or self.block_size
         keyed = params.keyed
-        if "ahead" in rows.state:
+        if rows.state.ahead is not None:
             return self.tree_cycle(rows, k, params)
         if way == "assd_ngram":
             self.draft_ngrams(rows, k, params)
-        draft, q = rows.state["draft"], rows.state.get("q")
+        draft, q = rows.state.draft, rows.state.q
         d = rows.drafted = draft.shape[1]
         # Algorithm 1 leaves out the token behind the drafts: its next pass drafts it first.
         behind = way != "assd" or d == 0
@@ -140,22 +155,22 @@ class AsarmSampler(Infiller):
             following = rows.randomness.categorical(p_logits[:, 0].softmax(-1))
         tokens = torch.cat([draft, following[:, None]], 1)
         tokens.scatter_(1, accepted[:, None], following[:, None])
-        left = rows.state["size"] - rows.lengths
+        left = rows.state.size - rows.lengths
         counts = (accepted + 1).clamp_max(d + behind).minimum(left)
-        rows.state["cached"] = rows.lengths + accepted.clamp_max(d + behind - 1)
+        rows.state.cached = rows.lengths + accepted.clamp_max(d + behind - 1)
         here = torch.arange(len(accepted), device=accepted.device)
         next_logits = logits[here, accepted.clamp_max(d + behind - 1), 1:]
         if params.verify == "tree":
-            rows.state["ahead"] = next_logits
+            rows.state.ahead = next_logits
         elif keyed:
             at = accepted[:, None] + torch.arange(1, 1 + ahead, device=accepted.device)
             next_noise = None if noise is None else noise[here[:, None], at]
-            rows.state["draft"] = choose(next_logits, next_noise)
+            rows.state.draft = choose(next_logits, next_noise)
         elif ahead:
-            rows.state["q"] = next_logits.softmax(-1)
-            rows.state["draft"] = rows.randomness.categorical(rows.state["q"])
+            rows.state.q = next_logits.softmax(-1)
+            rows.state.draft = rows.randomness.categorical(rows.state.q)
         else:
-            rows.state["draft"] = draft[:, :0]
+            rows.state.draft = draft[:, :0]
         return tokens, counts
 
     def tree_cycle(self, rows: Rows, k: int, params: SamplingParams) -> tuple[Tensor, Tensor]:
@@ -163,22 +178,18 @@ class AsarmSampler(Infiller):
 
         The drafts are independent given what that pass saw, so they are DEER's (`DeerSampler`).
         """
-        ahead, noise = rows.state["ahead"], self.order_noise(rows, k + 1, params)
+        ahead, noise = rows.state.ahead, self.order_noise(rows, k + 1, params)
         trees = draft_trees(
             ahead if noise is None else ahead + noise[:, :k], self.nodes, self.sharpness
         )
         rows.drafted = trees.token.shape[1]
         logits = self.target_logits(rows, trees.token, rows.drafted + 1, k, params, trees)
-        here = torch.arange(len(logits), device=logits.device)
-        if noise is not None:
-            noise = noise[here[:, None], pad(trees.depth, (1, 0))]
-        choice = choose(logits[:, :, 0], noise)
-        node, count = accepted_paths(trees, choice)
+        tokens, count, node, along = verify_trees(trees, logits[:, :, 0], noise)
         rows.networks["target"].keep_path(rows.lengths, node)
-        along = pad(node + 1, (1, 0))  # from the root on
-        rows.state["ahead"] = logits[here, along[here, count], 1:]
-        rows.state["cached"] = rows.lengths + count
-        return choice.gather(1, along), (count + 1).minimum(rows.state["size"] - rows.lengths)
+        row = torch.arange(len(logits), device=logits.device)
+        rows.state.ahead = logits[row, along[row, count], 1:]
+        rows.state.cached = rows.lengths + count
+        return tokens, (count + 1).minimum(rows.state.size - rows.lengths)
 
     def target_logits(
         self,
@@ -202,11 +213,11 @@ class AsarmSampler(Infiller):
             depth, path = (pad(t, (1, 0))[:, a] for t in (trees.depth, trees.path))
             branches = Branches(trees.depth, trees.path, path)
         at = n + depth + torch.arange(1 + ahead, device=n.device).repeat(A)
-        order, cached = rows.state["order"], rows.state["cached"]
+        order, cached = rows.state.order, rows.state.cached
         logits = rows.networks["target"].ask(
             rows.tokens,
             order,
-            rows.state["given"],
+            rows.state.given,
             cached if self.cache else torch.zeros_like(cached),
             rows.lengths + A - 1,
             order.gather(1, at),
@@ -221,7 +232,7 @@ class AsarmSampler(Infiller):
                 rows.tokens, rows.lengths, draft[:, : A - 1], self.vocabulary, before
             )[:, a]
         logits = warp(logits, params, seen)
-        inside = (at < rows.state["size"][:, None])[..., None]
+        inside = (at < rows.state.size[:, None])[..., None]
         return logits.where(inside, nothing(logits)).unflatten(1, (A, 1 + ahead))
 
     def order_noise(self, rows: Rows, count: int, params: SamplingParams) -> Tensor | None:
@@ -229,11 +240,11 @@ class AsarmSampler(Infiller):
         if params.temperature == 0:
             return None
         at = rows.lengths[:, None] + torch.arange(count, device=rows.tokens.device)
-        return rows.randomness.gumbel(rows.state["order"].gather(1, at), self.vocabulary)
+        return rows.randomness.gumbel(rows.state.order.gather(1, at), self.vocabulary)
 
     def draft_ngrams(self, rows: Rows, k: int, params: SamplingParams) -> None:
         """Algorithm 2: k drafts, each drawn from what follows its left neighbour in the context."""
-        n, order = rows.lengths[:, None], rows.state["order"]
+        n, order = rows.lengths[:, None], rows.state.order
         known = torch.arange(order.shape[1], device=n.device) < n
         text = torch.zeros_like(rows.tokens).scatter(1, order, rows.tokens)
         known = torch.zeros_like(known).scatter(1, order, known)
@@ -244,16 +255,16 @@ class AsarmSampler(Infiller):
         for i in range(k):
             at = order.gather(1, n + i)
             c = bigram_counts(text, known, at, self.vocabulary, self.mask_id).log()[:, None]
-            c = c.where((n + i < rows.state["size"][:, None])[..., None], nothing(c))
+            c = c.where((n + i < rows.state.size[:, None])[..., None], nothing(c))
             if params.keyed:
                 drafts.append(choose(c, None if noise is None else noise[:, i : i + 1]))
             else:
                 qs.append(c.softmax(-1))
                 drafts.append(rows.randomness.categorical(qs[-1]))
             text = text.scatter(1, at, drafts[-1])
-        rows.state["draft"] = torch.cat(drafts, 1)
+        rows.state.draft = torch.cat(drafts, 1)
         if qs:
-            rows.state["q"] = torch.cat(qs, 1)
+            rows.state.q = torch.cat(qs, 1)
 
     def log_prob(
         self, tokens: list[list[int]], given: list[list[bool]], order: list[list[int]] | None = None

@@ -4,6 +4,7 @@ Source: arXiv 2512.15176, section 3.2 and Algorithm 1 (a rejection ends the bloc
 it were conditioned on the rejected token).
 """
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -14,16 +15,29 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.drafting.bigrams import Bigrams
 from decoding.drafting.prompt_lookup import Lookup
-from decoding.drafting.tree import LIMIT, BigramScores, accepted_paths, check_tree, draft_trees
+from decoding.drafting.tree import LIMIT, BigramScores, check_tree, draft_trees, verify_trees
 from decoding.engine import verify
 from decoding.engine.cache import CachedNetwork
 from decoding.engine.params import VERIFY, SamplingParams
-from decoding.engine.sampler import Rows, Sampler, choose
+from decoding.engine.sampler import Rows, Sampler, State
+from decoding.engine.verify import choose
 from decoding.engine.warp import fit_vocabulary, seen_tokens, warp
 from models.masks import causal, draft_blocks, tree
 
 BEFORE = 2**14  # tokens whose bigrams are kept at hand
 KNOBS = {"nodes": int, "sharpness": float, "bigrams": bool, "lookup": bool}
+
+
+@dataclass
+class DeerState(State):
+    """What a batch keeps between cycles.
+
+    drafter_cached: [B], committed tokens whose keys and values the drafter's cache holds.
+    lookups: the prompt lookup of each request; None where trees do not use it.
+    """
+
+    drafter_cached: Tensor
+    lookups: list[Lookup] | None = None
 
 
 class DeerSampler(Sampler):
@@ -100,19 +114,20 @@ class DeerSampler(Sampler):
     def begin(self, rows: Rows, params: SamplingParams) -> None:
         """Prefill both networks."""
         predicate = tree if params.verify == "tree" else causal
-        target = CachedNetwork(self.target, predicate, rows.tokens.shape[1])
+        capacity = rows.tokens.shape[1]
+        target = CachedNetwork(self.target, predicate, capacity, self.hidden_layers)
         self.prefill(rows, "target", target)
-        drafter = CachedNetwork(self.drafter, draft_blocks, rows.tokens.shape[1])
+        drafter = CachedNetwork(self.drafter, draft_blocks, capacity)
         self.prefill(rows, "drafter", drafter)
+        lookups = None
         # At other temperatures the noise knows more: there lookups make trees worse.
         if self.lookup and params.verify == "tree" and params.temperature == 0:
-            texts = zip(rows.row, rows.tokens.tolist(), rows.lengths.tolist())
-            rows.memory = {row: Lookup(tokens[:length]) for row, tokens, length in texts}
-        # Tokens whose keys and values the drafter's cache holds, [B].
-        rows.state["drafted"] = rows.lengths - 1
+            texts = zip(rows.tokens.tolist(), rows.lengths.tolist())
+            lookups = [Lookup(tokens[:length]) for tokens, length in texts]
+        rows.state = DeerState(drafter_cached=rows.lengths - 1, lookups=lookups)
 
     def cycle(self, rows: Rows, params: SamplingParams) -> tuple[Tensor, Tensor]:
-        """Draft k tokens, verify them, emit those that stand and one of the target's own."""
+        """Draft k tokens, verify them, emit the accepted ones and one of the target's own."""
         k = self.length(len(rows.row), params)
         q_logits = self.draft_pass(rows, k, params)
         keyed = params.keyed
@@ -124,7 +139,7 @@ class DeerSampler(Sampler):
         else:
             q = q_logits.softmax(-1)
             draft = rows.randomness.categorical(q)
-        p_logits = self.target_pass(rows, draft, params)
+        p_logits = self.target_pass(rows, draft, params).logits
         if keyed:
             accepted, following = verify.coupled(draft, choose(p_logits, noise))
         else:
@@ -144,28 +159,26 @@ class DeerSampler(Sampler):
         """
         noisy = q_logits if noise is None else q_logits + noise[:, :-1]
         sharpness, lift = self.shape_at(params.temperature)
-        lookups = [rows.memory[row] for row in rows.row] if rows.memory else None
+        lookups = rows.state.lookups
         nodes = _nearest(self.nodes, len(rows.row))
         trees = draft_trees(noisy, nodes, sharpness, lift, lookups)
         rows.drafted = trees.token.shape[1]
         last, depth = rows.lengths[:, None] - 1, pad(trees.depth, (1, 0))
-        logits = rows.networks["target"](
+        target = rows.networks["target"]
+        output = target(
             torch.cat([rows.tokens.gather(1, last), trees.token], 1),
             last + depth,
             keep=depth.shape[1],
             branch=pad(trees.path, (1, 0), value=-1),
         )
-        logits = self.warped(logits, rows, trees.token, params, trees.before())
-        if noise is not None:
-            noise = noise[torch.arange(len(depth), device=depth.device)[:, None], depth]
-        choice = choose(logits, noise)
-        node, count = accepted_paths(trees, choice)
-        rows.networks["target"].keep_path(rows.lengths, node)
-        tokens = choice.gather(1, pad(node + 1, (1, 0)))
+        logits = self.warped(output.logits, rows, trees.token, params, trees.before())
+        accepted = verify_trees(trees, logits, noise)
+        target.keep_path(rows.lengths, accepted.node)
+        tokens, counts = accepted.tokens, accepted.count + 1
         if lookups:
-            for lookup, new, length in zip(lookups, tokens.tolist(), count.tolist()):
-                lookup.extend(new[: length + 1])
-        return tokens, count + 1
+            for lookup, new, count in zip(lookups, tokens.tolist(), counts.tolist()):
+                lookup.extend(new[:count])
+        return tokens, counts
 
     def shape_at(self, temperature: float) -> tuple[float | Tensor, BigramScores | None]:
         """`sharpness` and `lift` of `draft_trees`: those of the nearest temperature."""
@@ -179,10 +192,10 @@ class DeerSampler(Sampler):
         that committed fewer are padded on the left, so the block stands last in every row.
         """
         n = rows.lengths[:, None]
-        width = int((rows.lengths - rows.state["drafted"]).max())
+        width = int((rows.lengths - rows.state.drafter_cached).max())
         steps = torch.arange(-width, k + 1, device=n.device)
         positions = n + steps
-        padding = positions < rows.state["drafted"][:, None]
+        padding = positions < rows.state.drafter_cached[:, None]
         tokens = rows.tokens.gather(1, positions.clamp_min(0))
         tokens[:, width] = self.sep_id
         tokens[:, width + 1 :] = self.mask_id
@@ -192,8 +205,8 @@ class DeerSampler(Sampler):
             keep=k,
             block_start=rows.lengths,
             padding=padding if padding.any() else None,
-        )
-        rows.state["drafted"] = rows.lengths
+        ).logits
+        rows.state.drafter_cached = rows.lengths
         logits = fit_vocabulary(logits, self.vocabulary, (self.mask_id, self.sep_id))
         seen = None
         if params.repetition_penalty != 1.0:

@@ -1,20 +1,21 @@
-"""Block-wise masked diffusion decoding: one step of unmasking a network pass, block after block.
+"""Block-wise masked diffusion decoding: one unmasking step per network pass, block after block.
 
-The plain counterpart of every speculation on such a model, and the rule of the public samplers
-(see `decoding.masked.unmasking`). Blocks follow the prompt of a bidirectional model; those of a
-block-causal one are counted from the text's beginning, as in training, so the first may begin with
-the prompt's end. Noise is keyed by (seed, place, step in the block).
+This is the baseline that speculative decoding of such a model must reproduce; its unmasking rule is
+that of the public samplers (`decoding.masked.unmasking`). With bidirectional attention the first
+block begins after the prompt. With block-causal attention blocks are counted from the beginning of
+the sequence, as in training, so the first one may begin with the end of the prompt. Noise is keyed
+by (seed, position, step in the block).
 """
 
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.engine.params import SamplingParams
-from decoding.engine.sampler import Rows, Sampler
+from decoding.engine.sampler import Rows, Sampler, State
 from decoding.masked.block_evaluators import CachedBlocks, WholeTexts
 from decoding.masked.unmasking import Unmasking, judge, next_state
 from models.blockwise import PUBLIC, is_foreign, predicate_of
@@ -30,14 +31,43 @@ KNOBS = {
 }
 
 
+@dataclass
+class DenoiseState(State):
+    """Where each sequence of a batch is in its denoising; all [B] but `block`.
+
+    given: tokens of the prompt. start: the position where the current block begins. end: where the
+    last block ends. cached: tokens that the network's cache holds. block: [B, L], the current
+    block's tokens, masks where nothing is decided. step: steps taken in it.
+    """
+
+    given: Tensor
+    start: Tensor
+    end: Tensor
+    cached: Tensor
+    block: Tensor
+    step: Tensor
+
+
 class DenoiseSampler(Sampler):
-    """Decodes with a masked diffusion LM; a result's `emitted` has one entry a pass, 0 in most.
+    """Sampler of a masked diffusion LM.
 
-    mask_id: the model's mask token. attention: 'block_causal' or 'bidirectional'. block_size: L.
-    tokens_per_step, threshold, order: see `Unmasking`. guidance: see `WholeTexts`.
+    A block's tokens are emitted when its last mask is gone, so `emitted` of a result has one entry
+    per pass, most of them 0. A bidirectional model attends to the masks of all max_new_tokens, so
+    its answer depends on their number. Blocks after the first end-of-text token are not decoded.
 
-    A bidirectional model sees the masks of all max_new_tokens, so its answer depends on how many
-    they are. An answer ends with its first end token; blocks behind it are not decoded.
+    Args:
+        target: The masked diffusion LM.
+        tokenizer: Its tokenizer.
+        mask_id: The mask token.
+        attention: 'block_causal' or 'bidirectional'.
+        block_size: Tokens L of a block.
+        tokens_per_step: Tokens that a step decides (`Unmasking`).
+        threshold: Confidence above which a step decides tokens (`Unmasking`).
+        order: 'confidence' or 'random' (`Unmasking`).
+        guidance: Scale of classifier-free guidance; 0 switches it off (`WholeTexts`).
+
+    Raises:
+        ValueError: An option is out of range or does not fit the model.
     """
 
     rules = ("coupled",)
@@ -66,8 +96,8 @@ class DenoiseSampler(Sampler):
         predicate_of(attention, block_size)
         if is_foreign(target) and attention != "bidirectional":
             raise ValueError(
-                f"attention={attention!r} cannot be given to a model of remote code, which has its "
-                "own: only bidirectional ones are decoded here"
+                f"attention={attention!r} is not allowed for a model with remote code, which takes "
+                "no attention mask: only attention='bidirectional' is"
             )
         self.mask_id, self.attention, self.block_size = mask_id, attention, block_size
         self.rule = Unmasking(tokens_per_step, threshold, order)
@@ -75,94 +105,105 @@ class DenoiseSampler(Sampler):
 
     @property
     def causal(self) -> bool:
-        """Whether no block sees a later one."""
+        """Whether attention is block-causal: no block attends to a later one."""
         return self.attention == "block_causal"
 
     def check(self, target: PreTrainedModel) -> None:
-        """See `Sampler`; a foreign model is given no masks."""
+        """Check the target, unless it has remote code, which is given no attention masks."""
         if not is_foreign(target):
             super().check(target)
 
     def margin(self, params: SamplingParams) -> int:
-        """The last block may reach beyond the answer, and a commit writes a whole one."""
+        """Three blocks: the last one may reach beyond the answer, and whole blocks are written."""
         return 3 * self.block_size
 
     def begin(self, rows: Rows, params: SamplingParams) -> None:
-        """No pass of its own: the first one brings the prompt."""
+        """Make the state and an empty cache; the first cycle's pass prefills the prompt."""
         L = self.block_size
         start = rows.lengths // L * L if self.causal else rows.lengths
         answer = rows.lengths + params.max_new_tokens - start
-        rows.state |= {
-            "given": rows.lengths,
-            "start": start,
-            "end": start + -(-answer // L) * L,
-            "cached": torch.zeros_like(start),
-        }
-        places = start[:, None] + torch.arange(L, device=start.device)
-        block = rows.tokens.gather(1, places).where(places < rows.lengths[:, None], self.mask_id)
-        rows.state |= {"block": block, "step": torch.zeros_like(start)}
+        positions = start[:, None] + torch.arange(L, device=start.device)
+        given = positions < rows.lengths[:, None]
+        block = rows.tokens.gather(1, positions).where(given, self.mask_id)
+        rows.state = DenoiseState(
+            given=rows.lengths,
+            start=start,
+            end=start + -(-answer // L) * L,
+            cached=torch.zeros_like(start),
+            block=block,
+            step=torch.zeros_like(start),
+        )
         rows.networks["target"] = self.network(rows)
 
     def network(self, rows: Rows) -> WholeTexts | CachedBlocks:
-        """What evaluates a block's state."""
+        """The evaluator of a block's states."""
         if self.causal and not self.guidance:
             return CachedBlocks(self.target, self.block_size, rows.tokens.shape[1])
         return WholeTexts(self.target, self.attention, self.block_size, self.mask_id, self.guidance)
 
     def cycle(self, rows: Rows, params: SamplingParams) -> tuple[Tensor, Tensor]:
-        """One pass, one step."""
-        block = rows.state["block"]
+        """One network pass and one denoising step."""
+        block = rows.state.block
         logits = rows.networks["target"].ask(rows, block[:, None])[:, 0]
         scores, confidence = self.judge(rows, logits, params)
-        rows.state["block"] = next_state(block, scores, confidence, self.mask_id, self.rule)
-        rows.state["step"] = rows.state["step"] + 1
+        rows.state.block = next_state(block, scores, confidence, self.mask_id, self.rule)
+        rows.state.step = rows.state.step + 1
         return self.finished(rows)
 
     def judge(
         self, rows: Rows, logits: Tensor, params: SamplingParams, ahead: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Scores and confidence of a block's logits [B, L, V], by the noise of each row's present
-        step, or of one so many steps ahead.
+        """Scores [B, L, V] and confidence [B, L] of a block (see `unmasking.judge`).
+
+        Args:
+            rows: The batch.
+            logits: [B, L, V].
+            params: The request's parameters.
+            ahead: Steps from the current one to that whose noise is used.
         """
         noise = None
         if self.rule.noisy(params):
-            L, start, step = self.block_size, rows.state["start"], rows.state["step"] + ahead
-            places = start[:, None] + torch.arange(L, device=start.device)
-            # A block takes at most L steps, so no two of (place, step) that count share a key.
-            noise = rows.randomness.gumbel(places * L + step[:, None], logits.shape[-1] + 1)
+            L, start, step = self.block_size, rows.state.start, rows.state.step + ahead
+            positions = start[:, None] + torch.arange(L, device=start.device)
+            # A block takes at most L steps, so no two (position, step) that are used share a key.
+            noise = rows.randomness.gumbel(positions * L + step[:, None], logits.shape[-1] + 1)
         return judge(logits, noise, self.mask_id, self.rule, params)
 
     def finished(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Tokens [B, L] of the blocks without a mask, and how many are new; these rows go on."""
-        block, L = rows.state["block"], self.block_size
+        """Emit blocks without a mask, and begin the next block of their sequences.
+
+        Returns:
+            The tokens [B, L], and how many of them are emitted [B]: 0 while a mask is left.
+        """
+        block, L = rows.state.block, self.block_size
         done = (block != self.mask_id).all(1)
-        begun = rows.lengths - rows.state["start"]
+        begun = rows.lengths - rows.state.start
         at = (begun[:, None] + torch.arange(L, device=begun.device)).clamp_max(L - 1)
         tokens, counts = block.gather(1, at), (L - begun) * done
         if done.any():
-            step = rows.state["step"] * ~done
-            start = rows.state["start"] + L * done
-            rows.state["block"] = block.masked_fill(done[:, None], self.mask_id)
-            rows.state["start"], rows.state["step"] = start, step
+            step = rows.state.step * ~done
+            start = rows.state.start + L * done
+            rows.state.block = block.masked_fill(done[:, None], self.mask_id)
+            rows.state.start, rows.state.step = start, step
         return tokens, counts
 
     def _encode(self, prompt: str | list[int], params: SamplingParams) -> list[int]:
         L, asked = self.block_size, params.max_new_tokens
         if params.block_size not in (None, L):
             raise ValueError(
-                f"block_size={params.block_size} is not allowed in a request: this model is "
-                f"decoded in blocks of {L} (sampler=[block_size=...] changes it)"
+                f"block_size={params.block_size} is not allowed in a request: this model decodes "
+                f"with block_size={L} (sampler=[block_size=...] changes it)"
             )
         if params.repetition_penalty != 1:
             raise ValueError(
-                f"repetition_penalty={params.repetition_penalty} is not offered by masked "
+                f"repetition_penalty={params.repetition_penalty} is not supported by masked "
                 "diffusion decoding: leave it at 1"
             )
         whole = -(-asked // L) * L
         if whole != asked:
             warnings.warn(
-                f"max_new_tokens={asked} is no multiple of block_size={L}: {whole} tokens are "
-                f"decoded, of which the first {asked} are the answer",
+                f"max_new_tokens={asked} is not a multiple of block_size={L}: {whole} tokens are "
+                f"decoded, and the first {asked} returned",
                 stacklevel=2,
             )
         ids = super()._encode(prompt, replace(params, max_new_tokens=whole))
@@ -170,7 +211,7 @@ class DenoiseSampler(Sampler):
         if context is not None and len(ids) + whole > context:
             raise ValueError(
                 f"the prompt has {len(ids)} tokens and {whole} are decoded, together more than the "
-                f"model's context of {context}: shorten one of them"
+                f"model's context of {context}: shorten the prompt or lower max_new_tokens"
             )
         if self.mask_id in ids:
             raise ValueError(f"the prompt contains the mask token ({self.mask_id})")
@@ -178,14 +219,20 @@ class DenoiseSampler(Sampler):
 
 
 def from_export(target, tokenizer, drafter, config: dict) -> DenoiseSampler:
-    """The sampler of a masked diffusion LM; config: the `parade` entry of its export."""
+    """The sampler of an exported masked diffusion LM; `config` is its `parade` entry."""
     return DenoiseSampler(target, tokenizer, **options(target, tokenizer, config))
 
 
 def options(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: dict) -> dict:
-    """What `DenoiseSampler` takes, of an export or of a public model, which says less.
+    """The options of `DenoiseSampler` for an export, or for a public model, whose config has fewer.
 
-    Errors: a mask token or an attention kind that nothing tells.
+    Args:
+        target: The model.
+        tokenizer: Its tokenizer.
+        config: The `parade` entry of an export, or the options that a user gave.
+
+    Raises:
+        ValueError: The mask token or the kind of attention is not known.
     """
     known = {"block_size": 32, **{k: config[k] for k in KNOBS if k in config}}
     tells = (getattr(target.config, "mask_token_id", None), tokenizer.mask_token_id)
@@ -194,7 +241,7 @@ def options(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config:
     for key, example in (("mask_id", "126336"), ("attention", "bidirectional")):
         if known[key] is None:
             raise ValueError(
-                f"this {target.config.model_type!r} model does not tell its {key}: say it, "
-                f"sampler=[method=denoise,{key}={example}]"
+                f"the config of this {target.config.model_type!r} model has no {key}: give it, for "
+                f"example sampler=[method=denoise,{key}={example}]"
             )
     return known

@@ -7,18 +7,28 @@ argmax(log p + g) with the noise g of its own position, and a choice stands when
 Guesses need no store of their own: they stand in `rows.tokens` behind the committed ones.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.engine import verify
 from decoding.engine.params import SamplingParams
-from decoding.engine.sampler import Rows, Sampler, choose
+from decoding.engine.sampler import Rows, Sampler, State
+from decoding.engine.verify import choose
 
 KNOBS = {"block_size": int, "running": bool}
 
 # Random tokens drawn for a row; a longer answer starts from the same ones again.
 STARTS = 64
+
+
+@dataclass
+class JacobiState(State):
+    """prompt: [B], tokens of each prompt."""
+
+    prompt: Tensor
 
 
 class JacobiSampler(Sampler):
@@ -49,14 +59,14 @@ class JacobiSampler(Sampler):
     def begin(self, rows: Rows, params: SamplingParams) -> None:
         """Prefill the target; every place behind the prompt starts as a token of the prompt."""
         self.prefill(rows, "target", self.cached_target(rows))
-        rows.state["prompt"] = rows.lengths
+        rows.state = JacobiState(prompt=rows.lengths)
         rows.tokens = start_guesses(rows)
 
     def cycle(self, rows: Rows, params: SamplingParams) -> tuple[Tensor, Tensor]:
         """One Jacobi iteration (Eq. 3); the leading guesses that stand are emitted."""
         width = self.width(rows, params)
         guess = guesses(rows, int(width.max()))
-        logits = self.target_pass(rows, guess, params)
+        logits = self.target_pass(rows, guess, params).logits
         choice = choose(logits, self.noise(rows, logits.shape[1], params))
         accepted, _ = verify.coupled(guess, choice)
         # A row whose block ends earlier than another's looks no further than alone.
@@ -68,7 +78,7 @@ class JacobiSampler(Sampler):
         n = params.block_size or self.block_size
         if self.running:
             return torch.full_like(rows.lengths, n)
-        return n - (rows.lengths - rows.state["prompt"]) % n
+        return n - (rows.lengths - rows.state.prompt) % n
 
 
 def guesses(rows: Rows, count: int, first: int = 0) -> Tensor:

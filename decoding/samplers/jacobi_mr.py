@@ -8,6 +8,7 @@ as one more branch of the same pass, and the branch with most accepted tokens wi
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,11 +17,26 @@ from torch.nn.functional import pad
 from decoding.engine import verify
 from decoding.engine.cache import CachedNetwork
 from decoding.engine.params import SamplingParams
-from decoding.engine.sampler import Rows, choose
-from decoding.samplers.jacobi import JacobiSampler, behind, guesses
+from decoding.engine.sampler import Rows
+from decoding.engine.verify import choose
+from decoding.samplers.jacobi import JacobiSampler, JacobiState, behind, guesses
 from models.masks import branches
 
 KNOBS = {"block_size": int, "blocks": int, "spawn_ratio": float, "pool_size": int}
+
+
+@dataclass
+class MultiBlockState(JacobiState):
+    """Beside the prompts' lengths: what the active blocks have accepted and given up.
+
+    end: [B], the position after the last active block. frozen: bool [B, capacity], guesses that
+    are kept until their block is the first one. pool: [B, pool size, n], given-up guesses; -1
+    empty.
+    """
+
+    end: Tensor
+    frozen: Tensor
+    pool: Tensor
 
 
 class JacobiMRSampler(JacobiSampler):
@@ -52,9 +68,12 @@ class JacobiMRSampler(JacobiSampler):
         """One active block, nothing frozen, an empty pool."""
         super().begin(rows, params)
         n = params.block_size or self.block_size
-        rows.state["end"] = rows.lengths + n
-        rows.state["frozen"] = torch.zeros_like(rows.tokens, dtype=torch.bool)
-        rows.state["pool"] = rows.tokens.new_full((len(rows.row), self.pool_size, n), -1)
+        rows.state = MultiBlockState(
+            prompt=rows.lengths,
+            end=rows.lengths + n,
+            frozen=torch.zeros_like(rows.tokens, dtype=torch.bool),
+            pool=rows.tokens.new_full((len(rows.row), self.pool_size, n), -1),
+        )
 
     def cached_target(self, rows: Rows) -> CachedNetwork:
         """A cache for passes with branches."""
@@ -62,7 +81,7 @@ class JacobiMRSampler(JacobiSampler):
 
     def width(self, rows: Rows, params: SamplingParams) -> Tensor:
         """All active blocks' tokens that are not committed: [B]."""
-        return rows.state["end"] - rows.lengths
+        return rows.state.end - rows.lengths
 
     def cycle(self, rows: Rows, params: SamplingParams) -> tuple[Tensor, Tensor]:
         """Lines 4 to 15 of Algorithm 1."""
@@ -89,7 +108,7 @@ class JacobiMRSampler(JacobiSampler):
         A candidate is what follows the last committed token in a member of the pool; what stands
         before it there fills it up.
         """
-        pool = rows.state["pool"]
+        pool = rows.state.pool
         n = pool.shape[-1]
         last = rows.tokens.gather(1, rows.lengths[:, None] - 1)
         match = pool[:, :, :-1] == last[:, :, None]
@@ -109,7 +128,7 @@ class JacobiMRSampler(JacobiSampler):
         C, n = candidates.shape[1:]
         W, device = guess.shape[1], guess.device
         if not C:
-            logits = self.target_pass(rows, guess, params)
+            logits = self.target_pass(rows, guess, params).logits
             return choose(logits, self.noise(rows, W + 1, params)), []
         drafts, sizes = [guess, *candidates.unbind(1)], [W, *[n] * C]
         rows.drafted = sum(sizes)
@@ -121,7 +140,8 @@ class JacobiMRSampler(JacobiSampler):
             torch.tensor(sizes, device=device)
         )
         branch = pad(branch, (1, 0), value=-1).expand_as(positions)
-        logits = rows.networks["target"](tokens, positions, keep=tokens.shape[1], branch=branch)
+        target = rows.networks["target"]
+        logits = target(tokens, positions, keep=tokens.shape[1], branch=branch).logits
         noise = self.noise(rows, max(sizes) + 1, params)
         choices = []
         for draft, at_draft in zip(drafts, logits[:, 1:].split(sizes, 1)):
@@ -163,10 +183,10 @@ class JacobiMRSampler(JacobiSampler):
         W = guess.shape[1]
         places = torch.arange(W, device=guess.device)
         at = rows.lengths[:, None] + places
-        wrong = ~((guess == main[:, :W]) | rows.state["frozen"].gather(1, at))
-        wrong |= at >= rows.state["end"][:, None]
+        wrong = ~((guess == main[:, :W]) | rows.state.frozen.gather(1, at))
+        wrong |= at >= rows.state.end[:, None]
         count = pad(wrong.long().cumsum(1), (1, 0))
-        done = (rows.lengths - rows.state["prompt"])[:, None]
+        done = (rows.lengths - rows.state.prompt)[:, None]
         opening = ((done + places) // n * n - done).clamp_min(0)
         return count[:, 1:] == count.gather(1, opening)
 
@@ -174,18 +194,18 @@ class JacobiMRSampler(JacobiSampler):
         """Freeze what is kept; begin a block if some active one has ceil(r n) accepted tokens."""
         state, after = rows.state, rows.lengths + emitted
         at = rows.lengths[:, None] + torch.arange(kept.shape[1], device=kept.device)
-        state["frozen"] = state["frozen"].scatter(1, at, kept)
-        done = (after - state["prompt"]) % n  # of the block that is real-active now
+        state.frozen = state.frozen.scatter(1, at, kept)
+        done = (after - state.prompt) % n  # of the block that is real-active now
         opening = after - done
-        end = state["end"].maximum(opening + n)
+        end = state.end.maximum(opening + n)
         s = math.ceil(self.spawn_ratio * n)
         due = done >= s
         if s and self.blocks > 1:
             # Frozen tokens are the first of their block: the s-th tells whether there are s.
             marks = opening[:, None] + n * torch.arange(1, self.blocks, device=at.device) + s - 1
-            last = state["frozen"].shape[1] - 1  # a row that is over may reach further
-            due = due | state["frozen"].gather(1, marks.clamp_max(last)).any(1)
-        state["end"] = end + n * (due & ((end - opening) // n < self.blocks))
+            last = state.frozen.shape[1] - 1  # a row that is over may reach further
+            due = due | state.frozen.gather(1, marks.clamp_max(last)).any(1)
+        state.end = end + n * (due & ((end - opening) // n < self.blocks))
 
     def recycle(self, rows: Rows, choice: Tensor, emitted: Tensor, n: int) -> None:
         """Put the guesses behind the emitted tokens into the pool, in the place of the oldest."""
@@ -194,14 +214,14 @@ class JacobiMRSampler(JacobiSampler):
         extended = torch.cat([choice, guesses(rows, n, choice.shape[1])], 1)
         tail = emitted[:, None] + torch.arange(n, device=choice.device)
         newest = extended.gather(1, tail)[:, None]
-        rows.state["pool"] = torch.cat([newest, rows.state["pool"][:, :-1]], 1)
+        rows.state.pool = torch.cat([newest, rows.state.pool[:, :-1]], 1)
 
 
 def later_blocks(rows: Rows, guess: Tensor, emitted: Tensor, n: int) -> Tensor:
     """Which places [B, W] are behind the block that is real-active after emitted [B] tokens."""
     at = rows.lengths[:, None] + torch.arange(guess.shape[1], device=guess.device)
     after = rows.lengths + emitted
-    return at >= (after - (after - rows.state["prompt"]) % n + n)[:, None]
+    return at >= (after - (after - rows.state.prompt) % n + n)[:, None]
 
 
 def from_export(target, tokenizer, drafter, config: dict) -> JacobiMRSampler:

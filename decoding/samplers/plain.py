@@ -1,10 +1,11 @@
-"""Plain autoregressive decoding: the law, and the text, that every other sampler is held to."""
+"""Plain autoregressive decoding: the distribution, and the text, of every other sampler."""
 
 import torch
 from torch import Tensor
 
 from decoding.engine.params import VERIFY, SamplingParams
-from decoding.engine.sampler import Rows, Sampler, choose
+from decoding.engine.sampler import Rows, Sampler
+from decoding.engine.verify import choose
 
 
 class PlainSampler(Sampler):
@@ -17,9 +18,9 @@ class PlainSampler(Sampler):
         self.prefill(rows, "target", self.cached_target(rows))
 
     def cycle(self, rows: Rows, params: SamplingParams) -> tuple[Tensor, Tensor]:
-        """One token for each row."""
+        """One token for each request."""
         nothing = rows.tokens[:, :0]
-        logits = self.target_pass(rows, nothing, params)
+        logits = self.target_pass(rows, nothing, params).logits
         if params.keyed:
             tokens = choose(logits, self.noise(rows, 1, params))
         else:

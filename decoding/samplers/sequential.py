@@ -16,7 +16,12 @@ from decoding.continuous.image_state import (
     guidance_scale,
 )
 from decoding.engine.params import Stats
-from decoding.engine.randomness import ContinuousRandomness, KeyedRandomness, fresh_seed
+from decoding.engine.randomness import (
+    ContinuousRandomness,
+    KeyedRandomness,
+    fresh_seed,
+    request_seeds,
+)
 from models import patches
 from models.patches import PatchTransformer
 
@@ -49,9 +54,9 @@ class SequentialSampler:
     ) -> list[ImageResult]:
         """One image of each class.
 
-        seeds: one a row; by default params.seed + row. at_once: rows of a batch (None: all); a row
-        that is done makes room for the next one, or, where tokens are pre-filled, a batch for the
-        next batch. It changes no image. randomness: for tests, of one batch.
+        seeds: one a row; None derives them from params.seed. at_once: rows of a batch (None: all);
+        a row that is done makes room for the next one, or, where tokens are pre-filled, a batch for
+        the next batch. It changes no image. randomness: for tests, of one batch.
         """
         params, config = params or ImageParams(), self.target.config
         bad = [c for c in labels if not 0 <= c < config.classes]
@@ -64,8 +69,7 @@ class SequentialSampler:
         if at_once is not None and at_once < 1:
             raise ValueError(f"a batch of {at_once} images is not allowed: it must have at least 1")
         if seeds is None:
-            first = fresh_seed() if params.seed is None else params.seed
-            seeds = [first + b for b in range(len(labels))]
+            seeds = request_seeds(fresh_seed() if params.seed is None else params.seed, len(labels))
         if len(seeds) != len(labels):
             raise ValueError(f"{len(seeds)} seeds were given for {len(labels)} classes")
         at_once = at_once or len(labels)

@@ -1,10 +1,13 @@
-"""Spiffy: masked diffusion decoding that guesses the states to come and checks them in one pass.
+"""Spiffy: speculative masked diffusion decoding; draft states of a block are verified in one pass.
 
-Source: Spiffy, arXiv 2509.18085, section 4 and Algorithm 1. A pass evaluates the present state of a
-block and D guessed later ones. The present state's logits decide the next state as always; if it
-was guessed, its logits are there already, and decide the one after it. The text is that of
-`denoise`, token for token, whatever the guesses: they only say which states are evaluated early.
+Source: Spiffy, arXiv 2509.18085, section 4 and Algorithm 1. A pass evaluates the current state of a
+block and D draft states, some steps ahead. The current state's logits determine the next state, as
+in `denoise`; if the next state is among the drafts, its logits are known and determine the state
+after it, and so on. The output is that of `denoise`, token for token, for any drafts: they only
+determine which states are evaluated early.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,21 +20,45 @@ from decoding.masked.block_evaluators import AppendedBlocks, CachedBlocks, Whole
 from decoding.masked.draft_graph import DraftGraph, read_graph
 from decoding.masked.unmasking import next_state, position_order
 from decoding.samplers import denoise
-from decoding.samplers.denoise import DenoiseSampler
+from decoding.samplers.denoise import DenoiseSampler, DenoiseState
 from models.blockwise import is_foreign
 
 KNOBS = {**denoise.KNOBS, "graph": str, "pass": str}
 
 PASSES = ("appended", "batched")
-AHEAD = 8  # steps, at most, that are taken ahead to rank by their noise
+AHEAD = 8  # steps whose noise ranks the drafts, at most
+
+
+@dataclass
+class SpiffyState(DenoiseState):
+    """Beside the denoising: what the next drafts are made from.
+
+    order: [B, L], the block's positions, the likeliest to be decided next first. best:
+    [B, L, width], the likeliest tokens of each. left: [B], masked positions of the ranked state.
+    """
+
+    order: Tensor
+    best: Tensor
+    left: Tensor
 
 
 class SpiffySampler(DenoiseSampler):
-    """graph: the draft graph. pass_: 'appended' or 'batched'; None takes the exact one.
+    """Speculative sampler of a masked diffusion LM.
 
-    appended: guesses stand behind the text in one row, each seeing the text and itself; exact where
-    no other block depends on this one (block-causal attention), and cached. batched: each guess is
-    a text of its own. On a bidirectional model 'appended' is lossy.
+    With pass 'appended' the draft states are appended to the sequence, each attending to the
+    sequence and to itself: exact and cached with block-causal attention, where no other token
+    depends on the block; lossy with bidirectional attention. With pass 'batched' each draft state
+    is a sequence of its own in the batch, which is always exact.
+
+    Args:
+        target: The masked diffusion LM.
+        tokenizer: Its tokenizer.
+        graph: The draft graph.
+        pass_: 'appended' or 'batched'; None takes 'appended' where it is exact.
+        **options: Of `DenoiseSampler`.
+
+    Raises:
+        ValueError: The graph or the pass does not fit the model.
     """
 
     def __init__(
@@ -49,27 +76,30 @@ class SpiffySampler(DenoiseSampler):
         self.appended = pass_ == "appended" or (pass_ is None and self.causal)
         if self.appended and is_foreign(target):
             raise ValueError(
-                "pass=appended needs masks, which a model of remote code does not take"
+                "pass=appended needs an attention mask, which a model with remote code does not "
+                "take: use pass=batched"
             )
         if self.appended and self.guidance:
-            raise ValueError("guidance needs pass=batched: the text without its prompt is another")
+            raise ValueError(
+                f"guidance={self.guidance:g} needs pass=batched, because the pass without the "
+                "prompt is a sequence of its own"
+            )
         self.graph = graph.for_blocks(self.block_size)
         self.reach = max((i for node in graph.nodes for i, _ in node), default=1)
         self.width = max((j for node in graph.nodes for _, j in node), default=1)
         if self.width >= self.vocabulary:
             raise ValueError(
-                f"the draft graph asks for token number {self.width} of a place, but the model has "
-                f"{self.vocabulary - 1} beside its mask"
+                f"the draft graph has vocabulary rank {self.width}, but the model has only "
+                f"{self.vocabulary - 1} tokens beside its mask"
             )
         self.formulas = formulas(graph, self.target.device)
 
     def lossy(self, params: SamplingParams) -> str:
-        """See `Sampler`. Other blocks of a bidirectional text have seen one state of this one."""
+        """Lossy where other blocks depend on this one, and so on one of its states only."""
         exact = self.causal or not self.appended
         return "" if exact else "pass=appended with bidirectional attention"
 
     def network(self, rows: Rows) -> WholeTexts | CachedBlocks:
-        """See `DenoiseSampler`."""
         if not self.appended:
             kind = WholeTexts
         elif not self.causal:
@@ -80,64 +110,76 @@ class SpiffySampler(DenoiseSampler):
         return kind(self.target, self.attention, self.block_size, self.mask_id, self.guidance)
 
     def begin(self, rows: Rows, params: SamplingParams) -> None:
-        """See `DenoiseSampler`; nothing is known yet to guess from."""
+        """Make the state; without a ranking yet, the first cycle has no drafts."""
         super().begin(rows, params)
-        block = rows.state["block"]
-        rows.state |= {
-            "order": torch.zeros_like(block),
-            "best": block[..., None].expand(-1, -1, self.width),
-            "left": torch.zeros_like(rows.lengths),
-        }
+        block = rows.state.block
+        rows.state = SpiffyState(
+            **vars(rows.state),
+            order=torch.zeros_like(block),
+            best=block[..., None].expand(-1, -1, self.width),
+            left=torch.zeros_like(rows.lengths),
+        )
 
     def cycle(self, rows: Rows, params: SamplingParams) -> tuple[Tensor, Tensor]:
-        """One pass over the present state and the drafts, and as many steps as they allow."""
-        states = torch.cat([rows.state["block"][:, None], self.drafts(rows)], 1)
+        """One pass over the current state and the drafts, and as many steps as are verified."""
+        states = torch.cat([rows.state.block[:, None], self.drafts(rows)], 1)
         logits = rows.networks["target"].ask(rows, states)
         self.verify(rows, states, logits, params)
         return self.finished(rows)
 
     def drafts(self, rows: Rows) -> Tensor:
-        """The guessed states [B, D', L] of the formulas that fit; a row that one does not fit has
-        its present state there. A full block is not worth a guess.
+        """The draft states [B, D', L], of the nodes that fit at least one sequence.
+
+        A node fits if its positions are masked and it leaves a mask (a full block needs no pass).
+        Where a node fits other sequences only, a sequence has its current state.
         """
         i, j, there = self.formulas
-        block, left, L = rows.state["block"], rows.state["left"][:, None], self.block_size
+        block, left, L = rows.state.block, rows.state.left[:, None], self.block_size
         row = torch.arange(len(block), device=block.device)[:, None, None]
-        at = rows.state["order"][:, i]  # [B, D, tokens of the largest formula]
+        at = rows.state.order[:, i]  # [B, D, tokens of the largest formula]
         fits = ((i * there).amax(1) < left) & (there.sum(1) < left)  # [B, D]
-        # What is not there is written behind the block.
+        # Padding of a formula is written to a spare column after the block.
         spare = pad(block[:, None].expand(-1, len(i), -1), (0, 1))
         drafted = spare.scatter(
-            2, at.where(there & fits[..., None], L), rows.state["best"][row, at, j]
+            2, at.where(there & fits[..., None], L), rows.state.best[row, at, j]
         )
         return drafted[:, fits.any(0), :L]
 
     def verify(self, rows: Rows, states: Tensor, logits: Tensor, params: SamplingParams) -> None:
-        """Algorithm 1: steps from the present state on while the state that comes was evaluated.
+        """Take steps from the current state on while the next state is a draft (Algorithm 1).
 
-        states [B, M, L], the present one first, and their logits [B, M, L, V].
+        Args:
+            rows: The batch; its blocks and steps are updated.
+            states: [B, M, L], the current state first.
+            logits: Their logits [B, M, L, V].
+            params: The request's parameters.
         """
         row = torch.arange(len(states), device=states.device)
         at, going = torch.zeros_like(row), torch.ones_like(row, dtype=torch.bool)
         while going.any():
-            block = rows.state["block"]
+            block = rows.state.block
             scores, confidence = self.judge(rows, logits[row, at], params)
             new = next_state(block, scores, confidence, self.mask_id, self.rule)
-            rows.state["block"] = block = new.where(going[:, None], block)
-            rows.state["step"] = rows.state["step"] + going
+            rows.state.block = block = new.where(going[:, None], block)
+            rows.state.step = rows.state.step + going
             same = (states == block[:, None]).all(-1)
             going = going & same.any(1) & (block == self.mask_id).any(1)
             at = torch.where(going, same.int().argmax(1), at)
         self.rank(rows, logits[row, at], params)
 
     def rank(self, rows: Rows, logits: Tensor, params: SamplingParams) -> None:
-        """Order places and tokens for the next drafts (Eq. 10-13).
+        """Rank positions and tokens for the next drafts (Eq. 10-13).
 
-        logits [B, L, V]: of the last state that was evaluated, one step before the present one. The
-        steps to come are taken on them as they are, each by its own noise. Without noise that is
-        the paper's order by confidence, and one step tells it.
+        The next steps are simulated on the same logits, each with its own noise. Without noise one
+        step gives the whole ranking, the paper's order by confidence.
+
+        Args:
+            rows: The batch; `order`, `best` and `left` of its state are updated.
+            logits: Of the last state that was evaluated, one step before the current one,
+                [B, L, V].
+            params: The request's parameters.
         """
-        state, L = rows.state["block"], self.block_size
+        state, L = rows.state.block, self.block_size
         left = (state == self.mask_id).sum(1)
         when, sure = torch.full_like(state, L), logits.new_zeros(state.shape, dtype=torch.float64)
         best = state[..., None].expand(-1, -1, self.width)
@@ -149,14 +191,17 @@ class SpiffySampler(DenoiseSampler):
             sure = sure.where(~masked, confidence.to(sure.dtype))
             best = best.where(~masked[..., None], scores.topk(self.width).indices)
             state = new
-        # By the step at which a place was decided, and then by confidence.
-        order = position_order(sure, rows.state["block"] == self.mask_id)
+        # By the step at which a position was decided, and then by confidence.
+        order = position_order(sure, rows.state.block == self.mask_id)
         order = order.gather(1, when.gather(1, order).argsort(dim=1, stable=True))
-        rows.state |= {"order": order, "best": best, "left": left}
+        rows.state.order, rows.state.best, rows.state.left = order, best, left
 
 
 def formulas(graph: DraftGraph, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Place ranks and token ranks from 0, and which entries there are: [D, longest formula] each.
+    """The formulas of a graph as tensors, padded to the longest, [D, longest] each.
+
+    Returns:
+        Position ranks and vocabulary ranks, both from 0, and which entries are not padding.
 
     >>> graph = graph_of(4, 1, [[(1, 1)], [(1, 1), (2, 3)]])
     >>> [x.tolist() for x in formulas(graph, torch.device("cpu"))]
@@ -169,7 +214,7 @@ def formulas(graph: DraftGraph, device: torch.device) -> tuple[Tensor, Tensor, T
 
 
 def from_export(target, tokenizer, drafter, config: dict) -> SpiffySampler:
-    """The sampler of an export that has a draft graph; config: its `parade` entry."""
+    """The sampler of an export that has a draft graph; `config` is its `parade` entry."""
     if "graph" not in config:
         raise ValueError(
             "this export has no draft graph: calibrate one with python -m trainers.fit "

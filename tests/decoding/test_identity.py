@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from decoding.engine.params import KEYED, VERIFY, SamplingParams
+from decoding.engine.randomness import request_seeds
 from decoding.samplers.deer import DeerSampler
 from decoding.samplers.plain import PlainSampler
 from tests.support import tiny
@@ -101,11 +102,26 @@ def test_another_seed_gives_another_text():
     assert all(a != b for a, b in zip(first, second))
 
 
-def test_the_seed_of_params_counts_up_over_the_rows():
+def test_requests_of_one_call_get_derived_seeds():
     sampler = PlainSampler(target(), tiny.tokenizer(V))
     counted = sampler.generate([[1]] * 3, SamplingParams(max_new_tokens=9, seed=40))
-    given = sampler.generate([[1]] * 3, SamplingParams(max_new_tokens=9), seeds=[40, 41, 42])
+    given = sampler.generate(
+        [[1]] * 3, SamplingParams(max_new_tokens=9), seeds=request_seeds(40, 3)
+    )
     assert ids(counted) == ids(given)
+
+
+def test_neighbouring_seeds_share_no_noise():
+    """With seed + i, request 1 of seed 1 would be request 0 of seed 2."""
+    sampler = PlainSampler(target(), tiny.tokenizer(V))
+    one, two = (
+        ids(sampler.generate([[1]] * 2, SamplingParams(max_new_tokens=12, seed=s))) for s in (1, 2)
+    )
+    assert one[0] != one[1]
+    assert one[1] != two[0]
+    assert ids(sampler.generate([[1]], SamplingParams(max_new_tokens=12, seed=1))) == one[:1]
+    counted = sampler.generate([[1]] * 2, SamplingParams(max_new_tokens=12), seeds=[1, 2])
+    assert ids(counted)[1] == two[0]  # what it would be
 
 
 class ShiftedNoise(DeerSampler):

@@ -160,7 +160,7 @@ class ForgetsTheCorrection(AsarmSampler):
 
     def cycle(self, rows, params):
         tokens, counts = super().cycle(rows, params)
-        rows.state["cached"] = rows.lengths + counts
+        rows.state.cached = rows.lengths + counts
         return tokens, counts
 
 

@@ -94,10 +94,10 @@ class Parallel(AsarmSampler):
 
     def cycle(self, rows, params):
         tokens, counts = super().cycle(rows, params)
-        left = rows.state["size"] - rows.lengths
-        tokens = torch.cat([tokens[:, :1], rows.state["draft"]], 1)
-        rows.state["draft"] = tokens[:, :0]
-        rows.state["cached"] = rows.lengths
+        left = rows.state.size - rows.lengths
+        tokens = torch.cat([tokens[:, :1], rows.state.draft], 1)
+        rows.state.draft = tokens[:, :0]
+        rows.state.cached = rows.lengths
         return tokens, torch.full_like(counts, tokens.shape[1]).minimum(left)
 
 
@@ -106,8 +106,8 @@ class LateDrafts(AsarmSampler):
 
     def cycle(self, rows, params):
         out = super().cycle(rows, params)
-        if "q" in rows.state:
-            rows.state["q"] = rows.state["q"].roll(1, 1)
+        if rows.state.q is not None:
+            rows.state.q = rows.state.q.roll(1, 1)
         return out
 
 

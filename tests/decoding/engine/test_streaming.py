@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.text.tokenizer import train_tokenizer
+from decoding.engine.detokenize import Detokenizer
 from decoding.engine.params import SamplingParams
 from decoding.engine.sampler import Sampler
 from decoding.samplers.deer import DeerSampler
@@ -187,3 +188,93 @@ def test_real_samplers_stream_what_they_generate(stop):
         texts.append(streamed)
     assert texts[0] == texts[1]
     assert any(texts[0])
+
+
+def two_streams():
+    sampler = PlainSampler(TARGET, TOKENIZER)
+    params = SamplingParams(max_new_tokens=8, seed=3, ignore_eos=True)
+    return sampler, params, sampler.stream([[1]], params), sampler.stream([[2]], params)
+
+
+class TestModes:
+    """Nothing of torch's thread-wide modes is left changed between two chunks."""
+
+    def test_two_streams_take_turns_and_close_in_any_order(self):
+        sampler, params, first, second = two_streams()
+        next(first), next(second), next(first)
+        assert not torch.is_inference_mode_enabled()
+        first.close()  # the older one first
+        rest = [chunk.text for chunk in second]
+        assert not torch.is_inference_mode_enabled()
+        (whole,) = sampler.generate([[2]], params)
+        assert whole.text.endswith("".join(rest))
+
+    def test_a_reader_may_train(self):
+        layer = torch.nn.Linear(2, 1)
+        _, _, stream, other = two_streams()
+        for _ in stream:
+            layer(torch.ones(1, 2)).sum().backward()
+        assert layer.weight.grad is not None
+        other.close()
+
+    def test_a_mode_across_a_yield_would_be_seen(self):
+        """What this is held against: the mode that a generator enters is the reader's, too."""
+
+        def stream():
+            with torch.inference_mode():
+                yield 1
+                yield 2
+
+        reading = stream()
+        next(reading)
+        assert torch.is_inference_mode_enabled()
+        reading.close()
+        assert not torch.is_inference_mode_enabled()
+
+
+class Counting:
+    """A tokenizer that counts the tokens that it decodes."""
+
+    def __init__(self):
+        self.decoded = 0
+
+    def decode(self, ids, **options):
+        self.decoded += len(ids)
+        return TOKENIZER.decode(ids, **options)
+
+
+class TestDetokenizer:
+    @settings(max_examples=200, deadline=None)
+    @given(st.lists(st.lists(st.integers(0, len(TOKENIZER) - 1), max_size=9), max_size=12))
+    def test_pieces_say_what_the_whole_says(self, pieces):
+        """Any bytes in any pieces: half characters, special tokens, nothing."""
+        text, ids = Detokenizer(TOKENIZER), []
+        for piece in pieces:
+            before, kept = text.text, text.extend(piece)
+            ids += piece
+            assert text.text == TOKENIZER.decode(ids, skip_special_tokens=True)
+            assert text.text[:kept] == before[:kept]
+
+    def test_it_costs_a_few_tokens_each(self):
+        tokenizer, n = Counting(), 2000
+        text = Detokenizer(tokenizer)
+        for token in TOKENIZER("ab é漢" * n)["input_ids"][:n]:
+            text.extend([token])
+        assert tokenizer.decoded < 30 * n
+
+    def test_whole_texts_would_be_seen(self):
+        tokenizer, ids = Counting(), []
+        for token in TOKENIZER("ab" * 2000)["input_ids"][:500]:
+            ids.append(token)
+            tokenizer.decode(ids)
+        assert tokenizer.decoded > 30 * 500
+
+
+def test_logits_that_are_no_numbers_are_an_error():
+    broken = tiny.causal_lm(len(TOKENIZER), layers=1, eos_token_id=EOS).float()
+    params = SamplingParams(max_new_tokens=4, temperature=0)
+    PlainSampler(broken, TOKENIZER).generate([[1, 2]], params)
+    with torch.no_grad():
+        broken.model.norm.weight[0] = float("nan")
+    with pytest.raises(ValueError, match="NaN"):
+        PlainSampler(broken, TOKENIZER).generate([[1, 2]], params)

@@ -1,4 +1,4 @@
-"""Masked diffusion decoding against a straightforward one, its law at T > 0, and mistakes."""
+"""Masked diffusion decoding against a plain implementation, its distribution, and mistakes."""
 
 import math
 import re
@@ -80,7 +80,7 @@ def test_a_row_depends_on_its_own_seed_only(attention, rule):
     assert together != ids(sampler.generate(PROMPTS, params, seeds=[8, 9, 10, 11]))
 
 
-def law(model, prompt, order):
+def distribution(model, prompt, order):
     """{answer: probability} of one block of two tokens, one decided a step, at temperature 1."""
     found = Counter()
 
@@ -111,8 +111,8 @@ def law(model, prompt, order):
 
 
 @pytest.mark.parametrize("order", ["confidence", "random"])
-def test_keyed_noise_has_the_law_of_independent_draws(order):
-    """Chi-square against the law that is summed over all outcomes of both steps."""
+def test_keyed_noise_has_the_distribution_of_independent_draws(order):
+    """Chi-square against the distribution that is summed over all outcomes of both steps."""
     model, n = network(scale=1.0), 3000
     sampler = denoise(model, "bidirectional", block_size=2, order=order)
     params = SamplingParams(max_new_tokens=2)
@@ -127,17 +127,17 @@ def test_keyed_noise_has_the_law_of_independent_draws(order):
         terms = [(found[x] - e) ** 2 / e for x, e in big.items()]
         return (sum(terms) + (n - seen - rest) ** 2 / rest - len(terms)) / math.sqrt(2 * len(terms))
 
-    assert sum(law(model, [3, 1], order).values()) == pytest.approx(1)
-    assert abs(chi_square(law(model, [3, 1], order))) < 4
+    assert sum(distribution(model, [3, 1], order).values()) == pytest.approx(1)
+    assert abs(chi_square(distribution(model, [3, 1], order))) < 4
     other = {"confidence": "random", "random": "confidence"}[order]
-    assert chi_square(law(model, [3, 1], other)) > 10
+    assert chi_square(distribution(model, [3, 1], other)) > 10
 
 
 def test_a_step_by_hand():
     state = torch.tensor([[V, 3, V, V]])
     scores = torch.full((1, 4, V + 1), -9.0)
-    for place, token in enumerate((5, 6, 7, 8)):
-        scores[0, place, token] = 1
+    for position, token in enumerate((5, 6, 7, 8)):
+        scores[0, position, token] = 1
     confidence = torch.tensor([[0.6, 0.99, 0.9, 0.7]])
     steps = {
         Unmasking(): [V, 3, 7, V],
@@ -158,8 +158,8 @@ def test_the_mask_is_never_chosen_and_counts_in_the_confidence():
     assert confidence.item() == pytest.approx(2 / 8)
 
 
-def test_noise_of_two_steps_and_places_is_never_the_same():
-    keys = [place * L + step for place in range(50) for step in range(L)]
+def test_noise_of_two_steps_and_positions_is_never_the_same():
+    keys = [position * L + step for position in range(50) for step in range(L)]
     assert len({*keys}) == len(keys)
     noise = KeyedRandomness([0]).gumbel(torch.tensor([keys[:8]]), 3)
     assert len({*noise[0, :, 0].tolist()}) == 8
@@ -190,44 +190,42 @@ def test_one_pass_a_step(attention):
 
 def test_a_length_that_blocks_do_not_divide_is_rounded_and_said():
     sampler = denoise(network(), "bidirectional")
-    with pytest.warns(
-        UserWarning, match=re.escape("max_new_tokens=10 is no multiple of block_siz")
-    ):
+    with pytest.warns(UserWarning, match="max_new_tokens=10 .*block_size=4.* 12 "):
         (result,) = sampler.generate([[1, 2]], SamplingParams(10, 0))
     assert result.token_ids == reference(sampler.target, [1, 2], 12, "bidirectional")[:10]
 
 
 MISTAKES = [
-    ({"attention": "causal"}, "attention='causal' is not known: say how the model was trained"),
-    ({"mask_id": 99}, "mask_id=99 is outside the model's vocabulary of 13"),
-    ({"block_size": 0}, "block_size=0 is not allowed"),
-    ({"threshold": 0.0}, "threshold=0.0 is not allowed: it is a probability in (0, 1]"),
-    ({"threshold": 1.1}, "threshold=1.1 is not allowed"),
-    ({"tokens_per_step": 0}, "tokens_per_step=0 is not allowed"),
-    ({"order": "magic"}, "unknown order 'magic'. Choose from ['confidence', 'random']"),
-    ({"threshold": 0.9, "order": "random"}, "leave out order"),
+    ({"attention": "causal"}, r"attention='causal'"),
+    ({"mask_id": 99}, r"mask_id=99 .*13"),
+    ({"block_size": 0}, r"block_size=0 .*at least 1"),
+    ({"threshold": 0.0}, r"threshold=0\.0 .*\(0, 1\]"),
+    ({"threshold": 1.1}, r"threshold=1\.1 .*\(0, 1\]"),
+    ({"tokens_per_step": 0}, r"tokens_per_step=0 .*at least 1"),
+    ({"order": "magic"}, r"order 'magic'.*\['confidence', 'random'\]"),
+    ({"threshold": 0.9, "order": "random"}, r"threshold=0\.9 .*order=random"),
 ]
 
 
 @pytest.mark.parametrize(("options", "named"), MISTAKES)
 def test_a_mistake_is_one_line(options, named):
-    with pytest.raises(ValueError, match=re.escape(named)) as error:
+    with pytest.raises(ValueError, match=named) as error:
         denoise(network(), **{"attention": "bidirectional", **options})
     assert "\n" not in str(error.value)
 
 
 REQUESTS = [
-    ([1], {"repetition_penalty": 1.2}, "repetition_penalty=1.2 is not offered"),
-    ([1], {"verify": "rejection"}, "verify='rejection' is not offered"),
-    ([1], {"block_size": 8}, "block_size=8 is not allowed in a request"),
-    ([1, V], {}, f"the prompt contains the mask token ({V})"),
-    ([1], {"max_new_tokens": 512}, "more than the target's context of 512"),
+    ([1], {"repetition_penalty": 1.2}, r"repetition_penalty=1\.2"),
+    ([1], {"verify": "rejection"}, r"verify='rejection' .*\['coupled'\]"),
+    ([1], {"block_size": 8}, r"block_size=8 .*block_size=4"),
+    ([1, V], {}, rf"mask token \({V}\)"),
+    ([1], {"max_new_tokens": 512}, r"context of 512"),
 ]
 
 
 @pytest.mark.parametrize(("prompt", "values", "named"), REQUESTS)
 def test_a_wrong_request_is_one_line(prompt, values, named):
-    with pytest.raises(ValueError, match=re.escape(named)):
+    with pytest.raises(ValueError, match=named):
         denoise(network(), "bidirectional").generate([prompt], SamplingParams(**values))
 
 

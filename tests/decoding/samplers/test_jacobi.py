@@ -228,7 +228,7 @@ class PseudoCommits(JacobiMRSampler):
     def branch_pass(self, rows, guess, candidates, params):
         main, others = super().branch_pass(rows, guess, candidates, params)
         at = rows.lengths[:, None] + torch.arange(guess.shape[1])
-        frozen = rows.state["frozen"].gather(1, at)
+        frozen = rows.state.frozen.gather(1, at)
         main[:, : guess.shape[1]] = torch.where(frozen, guess, main[:, : guess.shape[1]])
         return main, others
 

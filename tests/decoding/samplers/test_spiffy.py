@@ -1,8 +1,7 @@
-"""Spiffy's text is denoise's, token for token, whatever the draft graph; and a pass that is not."""
+"""Spiffy's output is denoise's, token for token, for any draft graph; and a pass that is lossy."""
 
 import json
 import random
-import re
 
 import pytest
 import torch
@@ -84,7 +83,7 @@ class Careless(SpiffySampler):
 
     def verify(self, rows, states, logits, params):
         if states.shape[1] > 1:
-            rows.state["block"] = states[:, 1]
+            rows.state.block = states[:, 1]
         super().verify(rows, states, logits, params)
 
 
@@ -100,13 +99,13 @@ class StepBlind(SpiffySampler):
     """Wrong: the noise of a drafted state is that of the step at which the pass began."""
 
     def cycle(self, rows, params):
-        self.step = rows.state["step"]
+        self.step = rows.state.step
         return super().cycle(rows, params)
 
     def judge(self, rows, logits, params, ahead=0):
-        now, rows.state["step"] = rows.state["step"], self.step
+        now, rows.state.step = rows.state.step, self.step
         judged = super().judge(rows, logits, params)
-        rows.state["step"] = now
+        rows.state.step = now
         return judged
 
 
@@ -120,7 +119,7 @@ def test_the_noise_of_another_step_fails_the_same_test():
 
 
 def first_pass(sampler, prompt, states):
-    """Logits [M, L, V] of states of the block behind a prompt of whole blocks."""
+    """Logits [M, L, V] of states of the block after a prompt of whole blocks."""
     rows, params = sampler.start(prompt)
     params = SamplingParams(max_new_tokens=2 * L, temperature=0)
     with torch.inference_mode():
@@ -141,14 +140,14 @@ STATES = [[V, V, V, V], [5, V, V, V], [5, V, 2, V], [5, 9, 2, V]]
     ],
 )
 def test_appended_drafts_of_a_bidirectional_model_have_other_logits(attention, way, exact):
-    """Every other block has seen the present state only. Do not let this pass come back."""
+    """Every other block attended to the current state only, so this pass must stay lossy."""
     model, prompt = network(scale=1.0, layers=3), [2, 7, 1, 8]
     together = spiffy(model, attention, PAPER, pass_=way)
     alone = denoise(model, attention)
     found = first_pass(together, prompt, STATES)
     expected = torch.cat([first_pass(alone, prompt, [state]) for state in STATES])
     error = (found - expected).abs().amax((1, 2))
-    assert error[0] < 1e-12  # the present state is what the other blocks have seen
+    assert error[0] < 1e-12  # the current state is what the other blocks attended to
     assert (error[1:].max() < 1e-12) if exact else (error[1:].min() > 1e-3)
 
 
@@ -164,8 +163,10 @@ def test_a_cached_block_is_the_block_in_its_final_state():
 @pytest.mark.parametrize("rule", [{}, {"order": "random"}], ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_model_that_looks_at_nothing_is_guessed_at_once(temperature, rule):
-    """Then all steps are known beforehand, noise included: a block takes the pass that ranks, and
-    one more. It has three masks left then, and the last of them is no draft.
+    """Its logits do not depend on the state, so all drafts are right, noise included.
+
+    A block takes the pass that ranks and one more, which verifies the three masks that are left;
+    the full block is no draft.
     """
     model = network()
     with torch.no_grad():
@@ -203,48 +204,48 @@ class TestGraph:
         assert read_graph(str(file)) == read_graph(graph.to_dict()) == graph
 
     MISTAKES = [
-        ({"parents": ((),)}, "node 1 of the draft graph, c11, has no parent"),
-        ({"parents": ((2,),)}, "node 2 cannot be a parent of node 1"),
-        ({"tokens_per_step": 2}, "has 1 tokens: at 2 tokens a step a node of level l has 2 l"),
-        ({"nodes": (((1, 1), (1, 2)),)}, "is no set of tokens at different places"),
-        ({"nodes": (((5, 1),),)}, "place ranks are in 1..4"),
-        ({"nodes": (((1, 0),),)}, "token ranks from 1 on"),
+        ({"parents": ((),)}, r"node 1 .*c11.* no parent"),
+        ({"parents": ((2,),)}, r"node 2 .*parent of node 1 .*c11"),
+        ({"tokens_per_step": 2}, r"node 1 .*tokens_per_step=2"),
+        ({"nodes": (((1, 1), (1, 2)),)}, r"node 1 .*c11 c12.* each position"),
+        ({"nodes": (((5, 1),),)}, r"node 1 .*c51.* 1\.\.4"),
+        ({"nodes": (((1, 0),),)}, r"node 1 .*c10.* 1\.\.4"),
     ]
 
     @pytest.mark.parametrize(("values", "named"), MISTAKES)
     def test_a_mistake_is_one_line(self, values, named):
         good = {"block_size": L, "tokens_per_step": 1, "nodes": (((1, 1),),), "parents": ((0,),)}
         assert DraftGraph(**good).levels == [1]
-        with pytest.raises(ValueError, match=re.escape(named)) as error:
+        with pytest.raises(ValueError, match=named) as error:
             DraftGraph(**{**good, **values})
         assert "\n" not in str(error.value)
 
     def test_files_that_are_no_graph(self, tmp_path):
         (tmp_path / "x.json").write_text("{}")
-        with pytest.raises(ValueError, match="this is no draft graph"):
+        with pytest.raises(ValueError, match="tokens_per_step"):
             read_graph(str(tmp_path / "x.json"))
-        with pytest.raises(ValueError, match="cannot read a draft graph from"):
+        with pytest.raises(ValueError, match=r"y\.json"):
             read_graph(str(tmp_path / "y.json"))
 
 
 MISTAKES = [
-    ({"graph": graph_of(8, 1, [[(1, 1)]])}, "was made for block_size=8, but blocks have 4 tokens"),
-    ({"graph": graph_of(L, 1, [[(1, V + 1)]])}, f"asks for token number {V + 1} of a place"),
-    ({"pass_": "magic"}, "unknown pass 'magic'. Choose from ['appended', 'batched']"),
-    ({"pass_": "appended", "guidance": 1.0}, "guidance needs pass=batched"),
+    ({"graph": graph_of(8, 1, [[(1, 1)]])}, r"block_size=8.* block_size=4"),
+    ({"graph": graph_of(L, 1, [[(1, V + 1)]])}, rf"rank {V + 1}.* {V} "),
+    ({"pass_": "magic"}, r"'magic'.*\['appended', 'batched'\]"),
+    ({"pass_": "appended", "guidance": 1.0}, r"guidance=1 .*pass=batched"),
 ]
 
 
 @pytest.mark.parametrize(("options", "named"), MISTAKES)
 def test_a_mistake_is_one_line(options, named):
-    with pytest.raises(ValueError, match=re.escape(named)) as error:
+    with pytest.raises(ValueError, match=named) as error:
         spiffy(network(), "bidirectional", **{"graph": PAPER, **options})
     assert "\n" not in str(error.value)
 
 
 def test_an_inexact_pass_runs_for_those_only_who_allow_it():
     sampler = spiffy(network(), "bidirectional", PAPER, pass_="appended")
-    with pytest.raises(ValueError, match=r"pass=appended .* is lossy: .* lossy=true"):
+    with pytest.raises(ValueError, match=r"pass=appended .*lossy=true"):
         sampler.generate([[1, 2]], SamplingParams(max_new_tokens=L))
     (result,) = sampler.generate([[1, 2]], SamplingParams(max_new_tokens=L, lossy=True))
     assert result.stats.lossy == sampler.lossy(SamplingParams())
