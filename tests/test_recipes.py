@@ -151,7 +151,8 @@ class TestMistakes:
 
     @pytest.mark.parametrize(
         "override", ["trainer.max_steps=many", "trainer.max_steps=1.5", "trainer.compile=3",
-                     "optimization.lr=[1]", "acceptance.temperatures=0.5"]
+                     "optimization.lr=[1]", "acceptance.temperatures=warm", "seed=null",
+                     "trainer.max_steps={", "data.corruption=[1]"]
     )  # fmt: skip
     def test_wrong_type(self, override):
         message = self.refused("recipe=deer_stage2", override)
@@ -167,8 +168,84 @@ class TestMistakes:
     def test_recipe_of_another_command(self):
         assert "python -m decoding.collect" in self.refused("recipe=deer_answers")
 
-    def test_broken_grammar(self):
-        assert self.refused("recipe=deer_stage2", "trainer.max_steps={")
+    @pytest.mark.parametrize(
+        "override", ["optimization.lr=nan", "optimization.lr=inf", "acceptance.temperatures=[]",
+                     "acceptance.temperatures=[0,nan]", "module.alpha=nan"]
+    )  # fmt: skip
+    def test_not_allowed(self, override):
+        message = self.refused("recipe=deer_stage2", override)
+        assert override.split("=")[0] in message
+        assert "is not allowed" in message
+
+    @pytest.mark.parametrize("flag", ["--multirun", "-m", "--config-dir=x", "--cfg=hydra"])
+    def test_unknown_flag(self, flag):
+        assert flag.partition("=")[0] in self.refused("recipe=deer_stage2", flag)
+
+    def test_broken_reference(self):
+        assert "'nothing'" in self.refused("recipe=deer_stage2", "target=${nothing}")
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("acceptance.temperatures=0.5", "acceptance.temperatures", [0.5]),
+        ("acceptance.temperatures=[0,1]", "acceptance.temperatures", [0.0, 1.0]),
+        ("lora.targets=['q_proj','a, b']", "lora.targets", ["q_proj", "a, b"]),
+        ("optimization.lr=1e-4", "optimization.lr", 1e-4),
+        ("optimization.lr=1", "optimization.lr", 1.0),
+        ("trainer.compile=TRUE", "trainer.compile", True),
+        ("target=null", "target", None),
+        ("name=2024_11", "name", "2024_11"),
+        ("name=7", "name", "7"),
+        ("answers=${runs}/other", "answers", "runs/other"),
+        ("data.corruption=null", "data.corruption", None),
+        ("data.corruption={anchors: 3}", "data.corruption.anchors", 3),
+        ("data.corruption={anchors: 3}", "data.corruption.length", 8),
+        ("+trainer.extra=[1,{a: x}]", "trainer.extra", [1, {"a": "x"}]),
+        ("~lora.alpha", "lora.alpha", None),
+    ],
+)
+def test_values_take_their_defaults_type(override, key, value):
+    config = compose(["recipe=deer_stage2", override], "fit")
+    OmegaConf.set_struct(config, False)
+    found = OmegaConf.select(config, key)
+    assert found == value
+    assert type(found) is type(value) or isinstance(found, ListConfig)
+
+
+def shown(capsys, *argv, command="fit"):
+    with pytest.raises(SystemExit) as ended:
+        compose(list(argv), command)
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h", "help"])
+def test_help_without_a_recipe_lists_what_there_is(flag, capsys):
+    page = shown(capsys, flag)
+    for group in ("recipe", "scale", "strategy"):
+        for name in names(group):
+            assert (f"  {name} " in page) == (group != "recipe" or COMMAND[name] == "fit")
+    assert "trainer.max_steps=1000  (int)" in page
+    assert "rows a forward; the rest is accumulated" in page
+    assert "deer_answers" in shown(capsys, flag, command="collect")
+
+
+def test_help_of_a_recipe_lists_its_keys(capsys):
+    page = shown(capsys, "recipe=deer_stage2", "--help")
+    assert "module.soft=0.9  (float)" in page  # the scale's value
+    assert "share of the loss against the target's" in page  # the recipe's comment
+    assert "network.dtype=float32" in page  # a parameter that the recipe leaves alone
+    assert "trainer.max_steps=150" in page
+
+
+def test_cfg_job_prints_the_config_and_runs_nothing(capsys):
+    argv = ["recipe=deer_stage2", "seed=3", "runs=elsewhere"]
+    page = shown(capsys, *argv, "--cfg", "job")
+    assert OmegaConf.create(page) == OmegaConf.create(
+        OmegaConf.to_container(compose(argv, "fit"), resolve=True)
+    )
+    assert "elsewhere/data" in page
 
 
 def test_overrides_win_over_scale_and_recipe():

@@ -1,18 +1,28 @@
-"""The grammar of every command, `key=value`, and one clear line for a user's mistake."""
+"""The command line of every command: `key=value`, `--help`, `--cfg job`, one line for a mistake.
 
-import ast
-import difflib
+The grammar of values is `decoding.commands.values`; options are fields of a dataclass
+(`decoding.commands.options`) or keys of a recipe (`decoding.commands.recipes`).
+"""
+
 import errno
+import inspect
 import logging
 import os
+import re
 import shlex
 import sys
-import types
+import textwrap
 import typing
 from collections.abc import Callable, Iterable
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, Field, fields
+from typing import Any, NamedTuple
 
 import transformers
+
+from decoding.commands.options import check
+from decoding.commands.values import convert, show, split, type_name, unknown
+
+WIDTH, COLUMN = 100, 46  # of --help: characters of a line, and where descriptions begin
 
 
 def main(run: Callable[[list[str]], None]) -> None:
@@ -49,70 +59,123 @@ def one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def split(argument: str) -> tuple[str, str]:
-    """'key=value' -> (key, value)."""
-    key, equals, value = argument.partition("=")
-    if not equals or not key:
-        raise ValueError(f"{argument!r} is not of the form key=value")
-    return key, value
-
-
-def unknown(kind: str, given: str, known: Iterable[str]) -> ValueError:
-    """The error for a name that does not exist; it names the nearest one that does."""
-    known = sorted(known)
-    near = difflib.get_close_matches(given, known, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return ValueError(f"unknown {kind} {given!r}.{hint} Choose from {known}")
+def asked(argv: list[str]) -> tuple[str, list[str]]:
+    """('help', 'config' or 'run', the arguments `key=value`)."""
+    wish, pairs, words = "run" if argv else "help", [], iter(argv)
+    for word in words:
+        flag, _, value = word.partition("=")
+        if word in ("-h", "--help", "help"):
+            wish = "help"
+        elif flag in ("-c", "--cfg"):
+            value = value or next(words, "")
+            if value != "job":
+                raise unknown(f"value of {flag}", value, ["job"])
+            wish = "config" if wish == "run" else wish
+        elif word.startswith("-"):
+            raise unknown("flag", word, ["--help", "--cfg job"])
+        else:
+            pairs.append(word)
+    return wish, pairs
 
 
 def parse(argv: list[str], into: type, command: str):
-    """Arguments `key=value` -> the dataclass `into`, each value of its field's type."""
+    """Arguments `key=value` -> the dataclass `into`, each value of its field's type.
+
+    `--help` and `--cfg job` print and exit with status 0. `into` may have an EXAMPLE, the arguments
+    of one call.
+
+    Raises:
+        ValueError: an unknown key, a value of a wrong type or not allowed, a missing one.
+    """
+    wish, pairs = asked(argv)
     known = {f.name: f for f in fields(into)}
-    if not argv or argv[0] in ("-h", "--help", "help"):
-        keys = "\n".join(f"  {_usage(f)}" for f in known.values())
-        print(f"python -m {command} key=value ...\n\n{into.__doc__}\n\nkeys:\n{keys}")
+    hints = typing.get_type_hints(into)
+    if wish == "help":
+        lines = [
+            Line(f.name, _default(f), hints[f.name], text, f.metadata.get("choices", ()))
+            for f, text in _described(into)
+        ]
+        print(help_page(command, inspect.getdoc(into), lines, getattr(into, "EXAMPLE", "")))
         sys.exit(0)
     values = {}
-    hints = typing.get_type_hints(into)
-    for argument in argv:
-        key, value = split(argument)
+    for argument in pairs:
+        key, text = split(argument)
         if key not in known:
             raise unknown("key", key, known)
-        values[key] = convert(key, value, hints[key])
-    for name, f in known.items():
-        if f.default is MISSING and f.default_factory is MISSING and name not in values:
-            raise ValueError(f"{name}= is missing: python -m {command} {name}=...")
+        values[key] = convert(key, text, hints[key], _default(known[key]))
+        check(key, values[key], **known[key].metadata)
+    given = {name: values.get(name, _default(f)) for name, f in known.items()}
+    if wish == "config":
+        print_config({name: "???" if x is MISSING else x for name, x in given.items()})
+        sys.exit(0)
+    for name, value in given.items():
+        if value is MISSING:
+            about = known[name].metadata.get("help", "")
+            raise ValueError(
+                f"{name}= is missing{about and f' ({about})'}: python -m {command} {name}=..."
+            )
     return into(**values)
 
 
-def _usage(f) -> str:
-    if f.default is MISSING and f.default_factory is MISSING:
-        return f"{f.name}  (needed)"
-    return f"{f.name}={f.default if f.default is not MISSING else f.default_factory()}"
+class Line(NamedTuple):
+    """An option in `--help`. default: MISSING where it must be given."""
+
+    key: str
+    default: Any
+    type: Any
+    help: str = ""
+    choices: tuple[str, ...] = ()
 
 
-def convert(key: str, text: str, hint):
-    """A value of the type `hint`: str, int, float, bool, tuple[x, ...] or an optional one."""
-    if isinstance(hint, types.UnionType):
-        if text.lower() in ("null", "none"):
-            return None
-        return convert(key, text, next(t for t in typing.get_args(hint) if t is not types.NoneType))
-    if typing.get_origin(hint) is tuple:
-        item = typing.get_args(hint)[0]
-        return tuple(convert(key, str(x), item) for x in _items(text))
-    try:
-        if hint is bool:
-            return {"true": True, "false": False}[text.lower()]
-        return hint(text)
-    except (KeyError, ValueError):
-        raise ValueError(f"{key}={text!r} is not of type {hint.__name__}") from None
+def help_page(command: str, about: str, options: Iterable[Line], example: str = "") -> str:
+    """What `--help` prints: usage, what the command does, every option, one example."""
+    page = [f"usage: python -m {command} key=value ...", "", about, ""]
+    page += ["options, each with its default and type:", *map(help_line, options), ""]
+    page += [
+        "  --help     print this",
+        "  --cfg job  print the composed configuration, run nothing",
+    ]
+    if example:
+        page += ["", "example:", f"  python -m {command} {example}"]
+    return "\n".join(page)
 
 
-def _items(text: str) -> list:
-    """'[1,2]', "['a','b']" or a single item."""
-    if not text.startswith("["):
-        return [text]
-    try:
-        return list(ast.literal_eval(text))
-    except (ValueError, SyntaxError):
-        return [item.strip() for item in text.strip("[]").split(",") if item.strip()]
+def help_line(o: Line) -> str:
+    """An option with default and type, and its description beside or below it."""
+    named = f"{o.key}=..." if o.default is MISSING else f"{o.key}={show(o.default)}"
+    kind = " | ".join(o.choices) if o.choices else type_name(o.type)
+    if o.choices and type_name(o.type).startswith("list"):
+        kind = f"list of {kind}"
+    left = f"  {named}  ({kind}{', needed' if o.default is MISSING else ''})"
+    words = textwrap.wrap(o.help, WIDTH - COLUMN, break_on_hyphens=False)
+    if words and len(left) < COLUMN - 1:
+        left = f"{left:<{COLUMN}}{words.pop(0)}"
+    return "\n".join([left, *(" " * COLUMN + line for line in words)])
+
+
+def print_config(config: dict) -> None:
+    """A configuration as YAML."""
+    import yaml  # transformers brings it
+
+    plain = {k: list(v) if isinstance(v, tuple) else v for k, v in config.items()}
+    print(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), end="")
+
+
+def _default(f: Field) -> Any:
+    return f.default_factory() if f.default_factory is not MISSING else f.default
+
+
+def _described(into: type) -> list[tuple[Field, str]]:
+    """The fields with their descriptions, those that must be given first.
+
+    A field of a class that other packages share (`SamplingParams`) is described in its docstring, a
+    paragraph `name: text` each.
+    """
+    described = {}
+    for owner in reversed(into.__mro__):
+        for name, text in re.findall(
+            r"^ *(\w+): (.+(?:\n {4,}(?!\w+: ).+)*)", inspect.getdoc(owner) or "", re.MULTILINE
+        ):
+            described[name] = " ".join(text.split())
+    found = [(f, f.metadata.get("help") or described.get(f.name, "")) for f in fields(into)]
+    return sorted(found, key=lambda pair: _default(pair[0]) is not MISSING)

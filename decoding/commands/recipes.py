@@ -1,60 +1,82 @@
 """Recipes: `recipes/<command>.yaml`, a scale, a recipe and the user's overrides become one config.
 
 Later wins: the command's defaults, `scale/<scale>.yaml`, `recipe/<recipe>.yaml`, the recipe's own
-`scales.<scale>`, the command line. The grammar of overrides is Hydra's.
+`scales.<scale>`, the command line. There a key is a dotted path, `+key=value` adds one that nothing
+names, `~key` removes one, and values are read as every command reads them
+(`decoding.commands.values`): a key takes what is of its default's type.
 """
 
 import inspect
+import itertools
+import re
+import sys
+import types
+import typing
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
-from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException, InstantiationException
+from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from decoding.commands.cli import unknown
+from decoding.commands.cli import Line, asked, help_page
+from decoding.commands.options import check
+from decoding.commands.values import convert, read, split, unknown
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+MODULES = {"fit": "trainers.fit", "collect": "decoding.collect"}
+GROUPS = {"fit": ("recipe", "scale", "strategy"), "collect": ("recipe", "scale")}
+TEXT = {"name", "logger", "target"}  # null by default, else text
+YAML_KEY = re.compile(r"^( *)([\w.]+):(.*)$")
 
 
 def names(group: str) -> list[str]:
-    """The recipes or scales that exist."""
+    """The recipes, scales or strategies that exist."""
     return sorted(p.stem for p in (RECIPES / group).glob("*.yaml"))
 
 
 def compose(argv: list[str], command: str) -> DictConfig:
     """The config of `python -m ... recipe=NAME [scale=NAME] [key=value ...]`.
 
-    command: 'fit' or 'collect'; a recipe says which one runs it.
+    `--help` and `--cfg job` print and exit with status 0.
+
+    Args:
+        argv: the arguments.
+        command: 'fit' or 'collect'; a recipe says which one runs it.
+
+    Raises:
+        ValueError: an unknown recipe or key, a value of a wrong type, a broken reference.
     """
-    for argument in argv:
-        if "=" not in argument:
+    wish, pairs = asked(argv)
+    for argument in pairs:
+        if not argument.startswith("~") and not argument.partition("=")[1]:
             raise ValueError(
                 f"{argument!r} is not of the form key=value. Recipes: {names('recipe')}"
             )
     chosen = {"scale": "lab"}
-    groups = ("recipe", "scale", "strategy") if command == "fit" else ("recipe", "scale")
-    chosen |= {k: v for k, _, v in (a.partition("=") for a in argv) if k in groups}
-    if "recipe" not in chosen:
-        raise ValueError(f"recipe= is missing. Choose from {names('recipe')}")
+    chosen |= {k: v for k, _, v in (a.partition("=") for a in pairs) if k in GROUPS[command]}
     for group, name in chosen.items():
         if name not in names(group):
             raise unknown(group, name, names(group))
+    if wish == "help":
+        print(_help(command, chosen))
+        sys.exit(0)
+    if "recipe" not in chosen:
+        raise ValueError(f"recipe= is missing. Choose from {names('recipe')}")
     config = defaults(command, **chosen)
-    rest = [a for a in argv if a.partition("=")[0] not in chosen]
     try:
-        for override in OverridesParser.create().parse_overrides(rest):
-            _check(config, override)
-        ConfigStore.instance().store(name="parade_composed", node=config)
-        with initialize_config_dir(config_dir=str(RECIPES), version_base="1.3"):
-            config = hydra_compose("parade_composed", overrides=rest)
-        OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    except (HydraException, OmegaConfBaseException) as error:
+        for argument in pairs:
+            if argument.partition("=")[0] not in chosen:
+                _override(config, argument)
+        resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
         raise ValueError(" ".join(str(error).split())) from error
+    if wish == "config":
+        print(OmegaConf.to_yaml(OmegaConf.create(resolved)), end="")
+        sys.exit(0)
+    OmegaConf.set_struct(config, True)
     return config
 
 
@@ -75,7 +97,7 @@ def defaults(command: str, recipe: str, scale: str, strategy: str | None = None)
     """A recipe at a scale before the user's overrides."""
     file = OmegaConf.load(RECIPES / "recipe" / f"{recipe}.yaml")
     if file.command != command:
-        module = {"fit": "trainers.fit", "collect": "decoding.collect"}[file.command]
+        module = MODULES[file.command]
         raise ValueError(f"recipe {recipe!r} is run by: python -m {module} recipe={recipe}")
     scales = file.pop("scales")
     return OmegaConf.merge(
@@ -88,46 +110,96 @@ def defaults(command: str, recipe: str, scale: str, strategy: str | None = None)
     )
 
 
-def _check(config: DictConfig, override) -> None:
-    """The key exists (unless `+key` adds it) and the value is of the default's type."""
-    if override.is_add() or override.is_force_add():
+def _override(config: DictConfig, argument: str) -> None:
+    """Change one key of a config: `key=value`, `+key=value` or `~key`."""
+    if argument.startswith("~"):
+        parent, leaf = _locate(config, argument[1:])
+        parent.pop(leaf, None)
         return
-    key, node = override.key_or_group, config
+    added = argument.startswith("+")
+    key, text = split(argument.lstrip("+"))
+    if added or "${" in text:
+        if not added:
+            _locate(config, key)
+        value = read(text)
+    else:
+        node, leaf = _locate(config, key)
+        default = node.get(leaf) if _known(node, leaf) else None
+        value = convert(key, text, _type(node, leaf), default)
+        scalars = isinstance(default, ListConfig) and not any(map(_is_node, default))
+        check(key, value, some=scalars and len(default) > 0)
+    value = list(value) if isinstance(value, tuple) else value
+    OmegaConf.update(config, key, value, force_add=True)
+
+
+def _locate(config: DictConfig, key: str) -> tuple[DictConfig, str]:
+    """The node that holds a key, and the key's last part; ValueError where there is none."""
     *parents, leaf = key.split(".")
+    node = config
     for part in parents:
         node = node.get(part) if isinstance(node, DictConfig) and part in node else None
-    optional = _parameters(node) if isinstance(node, DictConfig) else []
-    if leaf in optional:
-        node[leaf] = None  # a parameter that the recipe leaves at its default
-        return
-    keys = [*node, *optional] if isinstance(node, DictConfig) else []
-    known = {".".join([*parents, str(k)]) for k in keys}
-    if key not in known:
+    keys = [*node, *_parameters(node)] if isinstance(node, DictConfig) else []
+    if leaf not in keys:
+        known = {".".join([*parents, str(k)]) for k in keys}
         raise unknown("key", key, known or _paths(config))
-    if override.is_delete() or OmegaConf.is_interpolation(node, leaf):
-        return
-    default, value = node[leaf], override.value()
-    if default is None or value is None:
-        return
-    allowed = {float: (float, int), ListConfig: list, DictConfig: dict, str: (str, int, float)}
-    expected = allowed.get(type(default), type(default))
-    wrong = isinstance(value, bool) and not isinstance(default, bool)
-    if wrong or not isinstance(value, expected):
-        names = {ListConfig: "list", DictConfig: "dict"}
-        expected_name = names.get(type(default), type(default).__name__)
-        raise ValueError(
-            f"{key}={value!r} is of type {type(value).__name__}, "
-            f"but {expected_name} is needed (default: {default})"
-        )
+    return node, leaf
 
 
-def _parameters(node: DictConfig) -> list[str]:
-    """What a `_target_` takes beside the keys that its node has."""
+def _known(node: DictConfig, leaf: str) -> bool:
+    """Whether a key has a value of its own, which tells its type."""
+    there = leaf in node and not OmegaConf.is_missing(node, leaf)
+    return there and not OmegaConf.is_interpolation(node, leaf)
+
+
+def _type(node: DictConfig, leaf: str) -> Any:
+    """What a key takes: what the parameter of its `_target_` takes, or what its default is."""
+    hint = _hint(_parameters(node).get(leaf, inspect.Parameter.empty))
+    default = node.get(leaf) if _known(node, leaf) else None
+    if hint is not Any:
+        return hint
+    if default is None:
+        return str | None if leaf in TEXT and leaf in node else Any
+    if isinstance(default, ListConfig):
+        return tuple[_item_type(default), ...] | None
+    if isinstance(default, DictConfig):
+        return dict | None
+    # A count or a switch is needed; what is a rate, a name or a list may be left out.
+    return type(default) if isinstance(default, int) else type(default) | None
+
+
+def _item_type(items: ListConfig) -> Any:
+    kinds = {type(item) for item in items}
+    if kinds == {int, float}:
+        return float
+    return kinds.pop() if len(kinds) == 1 and kinds <= {int, float, str} else Any
+
+
+def _hint(annotation: Any) -> Any:
+    """A parameter's annotation as `convert` takes it; Any where it says too much or too little."""
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
+        kinds = [t for t in typing.get_args(annotation) if t is not types.NoneType]
+        hint = _hint(kinds[0]) if len(kinds) == 1 else Any
+        return Any if hint is Any else hint | None
+    if typing.get_origin(annotation) in (list, tuple, Sequence):
+        (item, *_) = typing.get_args(annotation)
+        return tuple[_hint(item), ...]
+    return annotation if annotation in (str, int, float, bool) else Any
+
+
+def _parameters(node: DictConfig) -> dict[str, Any]:
+    """The annotations of what a `_target_` takes, by name."""
+    return {p.name: p.annotation for p in _signature(node)}
+
+
+def _signature(node: DictConfig) -> list[inspect.Parameter]:
     if "_target_" not in node:
         return []
     parameters = inspect.signature(get_object(node._target_)).parameters.values()
-    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    return [name for name in named if name not in node]
+    return [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+
+
+def _is_node(item: Any) -> bool:
+    return isinstance(item, (DictConfig, ListConfig))
 
 
 def _paths(config: DictConfig, prefix: str = "") -> list[str]:
@@ -139,3 +211,80 @@ def _paths(config: DictConfig, prefix: str = "") -> list[str]:
         if isinstance(node := config._get_node(key), DictConfig) and not node._is_none():
             found += _paths(node, f"{path}.")
     return found
+
+
+def _help(command: str, chosen: dict[str, str]) -> str:
+    """`--help`: what there is to choose from, and every key, of a recipe or of the command."""
+    recipe, module = chosen.get("recipe"), MODULES[command]
+    files = [(RECIPES / f"{command}.yaml", "")]
+    if recipe is None:
+        config = OmegaConf.load(files[0][0])
+        runs = [r for r in names("recipe") if _command(r) == command]
+        groups = {"recipe": runs} | {g: names(g) for g in GROUPS[command][1:]}
+        about = "\n\n".join(
+            "\n".join([f"{group}=", *(f"  {n:<22} {_about(group, n)}" for n in known)])
+            for group, known in groups.items()
+        )
+        about = f"Run a recipe; with recipe=NAME --help prints the keys of that one.\n\n{about}"
+        example = f"recipe={runs[0]} scale=lab seed=1"
+    else:
+        config = defaults(command, **chosen)
+        files += [(RECIPES / "recipe" / f"{recipe}.yaml", f"scales.{chosen['scale']}.")]
+        head, example = "\n".join(_head("recipe", recipe)), f"recipe={recipe} scale=lab seed=1"
+        about = f"{head}\n\nThe keys of recipe={recipe} at scale={chosen['scale']}:"
+    notes = {}
+    for file, prefix in files:
+        notes |= {path.removeprefix(prefix): note for path, note in _notes(file).items()}
+    return help_page(module, about, _lines(config, notes), example)
+
+
+def _lines(config: DictConfig, notes: dict[str, str], prefix: str = "") -> Iterator[Line]:
+    """Every key below a node, and the parameters of its `_target_` that no recipe names."""
+    for key in config:
+        path, node = f"{prefix}{key}", config._get_node(key)
+        if path == "command":
+            continue
+        if isinstance(node, DictConfig) and len(node) and _known(config, key):
+            yield from _lines(node, notes, f"{path}.")
+            continue
+        value = "[...]" if isinstance(node, ListConfig) and any(map(_is_node, node)) else (
+            OmegaConf.to_container(node) if _is_node(node) and _known(config, key)
+            else node._value()
+        )  # fmt: skip
+        hint = _type(config, key)
+        yield Line(path, value, hint if value is None else _without_null(hint), notes.get(path, ""))
+    for p in _signature(config):
+        if p.name not in config and p.default is not p.empty and _hint(p.annotation) is not Any:
+            yield Line(f"{prefix}{p.name}", p.default, _hint(p.annotation))
+
+
+def _without_null(hint: Any) -> Any:
+    kinds = [t for t in typing.get_args(hint) if t is not types.NoneType]
+    return kinds[0] if isinstance(hint, types.UnionType) else hint
+
+
+def _notes(file: Path) -> dict[str, str]:
+    """The comments of a YAML file behind its keys, by dotted path."""
+    found, above = {}, []
+    for line in file.read_text().splitlines():
+        if matched := YAML_KEY.match(line):
+            indent, key, rest = len(matched[1]), matched[2], matched[3]
+            above = [(i, k) for i, k in above if i < indent] + [(indent, key)]
+            if note := rest.partition(" #")[2].strip():
+                found[".".join(k for _, k in above)] = note
+    return found
+
+
+def _head(group: str, name: str) -> list[str]:
+    """The comment at the head of a file."""
+    lines = (RECIPES / group / f"{name}.yaml").read_text().splitlines()
+    return [x[2:] for x in itertools.takewhile(lambda x: x.startswith("#"), lines)]
+
+
+def _about(group: str, name: str) -> str:
+    """What a file is: its head up to the commands."""
+    return " ".join(itertools.takewhile(lambda x: "python -m" not in x, _head(group, name)))
+
+
+def _command(recipe: str) -> str:
+    return OmegaConf.load(RECIPES / "recipe" / f"{recipe}.yaml").command
