@@ -74,7 +74,7 @@ def load(
             output_loading_info=True,
             **options,
         )
-        check_complete(found)
+        check_complete(network, found)
         if Path(path).exists():  # what the Hub has was made with care; reading it all takes time
             check_finite(network)
         return network

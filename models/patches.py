@@ -251,7 +251,7 @@ def load(path: str, dtype: str | torch.dtype = "float32") -> PatchTransformer:
         network, found = PatchTransformer.from_pretrained(
             path, dtype=dtype, output_loading_info=True
         )
-        check_complete(found)
+        check_complete(network, found)
         if Path(path).exists():
             check_finite(network)
         return network

@@ -11,15 +11,19 @@ from torch import nn
 SHOWN = 3  # keys of a message
 
 
-def check_complete(found: Mapping[str, Collection]) -> None:
+def check_complete(network: nn.Module, found: Mapping[str, Collection]) -> None:
     """Raise ValueError unless the checkpoint has the network's tensors, all of them and no others.
 
     Args:
+        network: The loaded one; what it shares between two names needs to be stored once.
         found: What `from_pretrained(..., output_loading_info=True)` returns beside the network.
             What a class declares itself (tied weights, keys to ignore) is not in it.
     """
+    weights = dict(network.named_parameters(remove_duplicate=False))
+    missing = set(found.get("missing_keys", ()))
+    loaded = {id(weight) for name, weight in weights.items() if name not in missing}
     wrong = {
-        "lacks tensors of the network": found.get("missing_keys"),
+        "lacks tensors of the network": {k for k in missing if id(weights.get(k)) not in loaded},
         "has tensors that the network does not have": found.get("unexpected_keys"),
         "has tensors of another size than the network": found.get("mismatched_keys"),
     }
