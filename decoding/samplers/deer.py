@@ -1,7 +1,7 @@
 """DEER: a diffusion drafter drafts a block in one pass, the target verifies it in one pass.
 
-Source: arXiv 2512.15176, section 3.2 and Algorithm 1 (a rejection ends the block: the p's behind
-it were conditioned on the rejected token).
+Source: arXiv 2512.15176, section 3.2 and Algorithm 1 (a rejection ends the block: the p's
+after it were conditioned on the rejected token).
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from decoding.engine.verify import choose
 from decoding.engine.warp import fit_vocabulary, seen_tokens, warp
 from models.masks import causal, draft_blocks, tree
 
-BEFORE = 2**14  # tokens whose bigrams are kept at hand
+KEPT_TOKENS = 2**14  # whose bigrams are kept as dictionaries
 KNOBS = {"nodes": int, "sharpness": float, "bigrams": bool, "lookup": bool}
 
 
@@ -41,19 +41,25 @@ class DeerState(State):
 
 
 class DeerSampler(Sampler):
-    """drafter: a diffusion LM with `prefix_causal` attention over the target's tokens.
+    """Speculative decoding with a block-diffusion drafter.
 
-    block_size: k, tokens drafted a cycle unless a request asks for others. lengths: of drafts that
-    are no tree, {rows: {temperature: k}}, of which a cycle takes the nearest; none: block_size.
-    Drafts that are accepted by chance take those of one row, whatever the batch (see `length`).
-    mask_id, sep_id: the drafter's own two tokens.
-    nodes: of the tree that `verify=tree` drafts in the block's place: a number, or {rows: number}
-    by how many rows are decoded together. sharpness: how sure of the drafter its shape is
-    (`draft_trees`): a number, or for some temperatures a number for each depth,
-    {temperature: [...]}, of which a request takes the nearest.
-    bigrams, lift: what the tree knows of tokens that follow each other, and how much each depth
-    heeds it, {temperature: [...]} (`decoding.drafting.bigrams`). lookup: whether it also heeds, at
-    temperature 0, what the text says of itself (`decoding.drafting.prompt_lookup`).
+    Args:
+        target, tokenizer: See `Sampler`.
+        drafter: A diffusion LM with `prefix_causal` attention over the target's tokens.
+        block_size: k, tokens drafted a cycle unless a request asks for others.
+        mask_id, sep_id: The drafter's own two tokens.
+        nodes: Of the tree that `verify=tree` drafts instead of a block: a number, or
+            {requests: number} by how many requests are decoded together.
+        sharpness: Inverse temperature of the drafter in a tree's ranking (`draft_trees`): a number,
+            or a number for each depth by temperature, {temperature: [...]}, of which a request
+            takes the nearest.
+        lengths: k of drafts that are no tree, {requests: {temperature: k}}, of which a cycle takes
+            the nearest; None: block_size. Drafts that are accepted by chance take those of one
+            request, whatever the batch (see `length`).
+        bigrams: Bigram scores of the target's answers (`decoding.drafting.bigrams`).
+        bigram_weights: The weight of these scores at each depth, {temperature: [...]}.
+        lookup: Whether trees use prompt lookup at temperature 0
+            (`decoding.drafting.prompt_lookup`).
     """
 
     rules = VERIFY
@@ -71,7 +77,7 @@ class DeerSampler(Sampler):
         sharpness: float | dict[str, list[float]] = 1.5,
         lengths: dict[str, dict[str, int]] | None = None,
         bigrams: Bigrams | None = None,
-        lift: dict[str, list[float]] | None = None,
+        bigram_weights: dict[str, list[float]] | None = None,
         lookup: bool = True,
     ):
         super().__init__(target, tokenizer)
@@ -87,10 +93,11 @@ class DeerSampler(Sampler):
         }
         by_depth = _by_depth(sharpness if isinstance(sharpness, dict) else {})
         self._sharpness = {t: torch.tensor(s, device=target.device) for t, s in by_depth.items()}
-        self.bigrams, self.lift, self.lookup = bigrams, {}, lookup
+        self.bigrams, self.scores, self.lookup = bigrams, {}, lookup
         if bigrams is not None:
-            after = lru_cache(BEFORE)(bigrams.after)
-            self.lift = {t: BigramScores(after, weight) for t, weight in _by_depth(lift).items()}
+            after = lru_cache(KEPT_TOKENS)(bigrams.after)
+            weights = _by_depth(bigram_weights)
+            self.scores = {t: BigramScores(after, weight) for t, weight in weights.items()}
 
     def margin(self, params: SamplingParams) -> int:
         """A cycle may overshoot by what it drafts; separator and scratch need a slot each."""
@@ -100,16 +107,16 @@ class DeerSampler(Sampler):
             most += self.nodes.values()
         return max(most) + 3
 
-    def length(self, rows: int, params: SamplingParams) -> int:
-        """Tokens to draft a cycle when so many rows are unfinished. Lossless, whatever it is.
+    def length(self, requests: int, params: SamplingParams) -> int:
+        """Tokens to draft a cycle when so many requests are unfinished. Lossless, whatever it is.
 
-        What is drawn depends on how many tokens are, and a row's text must not depend on its
-        neighbours: only where the noise is keyed may their number decide.
+        What is drawn depends on how many tokens are drafted, and a request's text must not depend
+        on its neighbours: only where the noise is keyed may their number decide.
         """
         if params.block_size or params.verify == "tree" or not self.lengths:
             return params.block_size or self.block_size
-        of_rows = _nearest(self.lengths, rows if params.keyed else 1)
-        return _nearest(of_rows, params.temperature)
+        by_temperature = _nearest(self.lengths, requests if params.keyed else 1)
+        return _nearest(by_temperature, params.temperature)
 
     def begin(self, rows: Rows, params: SamplingParams) -> None:
         """Prefill both networks."""
@@ -158,10 +165,10 @@ class DeerSampler(Sampler):
         softmax(log q + g), and of that the tree is the best.
         """
         noisy = q_logits if noise is None else q_logits + noise[:, :-1]
-        sharpness, lift = self.shape_at(params.temperature)
+        sharpness, bigrams = self.ranking_at(params.temperature)
         lookups = rows.state.lookups
         nodes = _nearest(self.nodes, len(rows.row))
-        trees = draft_trees(noisy, nodes, sharpness, lift, lookups)
+        trees = draft_trees(noisy, nodes, sharpness, bigrams, lookups)
         rows.drafted = trees.token.shape[1]
         last, depth = rows.lengths[:, None] - 1, pad(trees.depth, (1, 0))
         target = rows.networks["target"]
@@ -180,16 +187,16 @@ class DeerSampler(Sampler):
                 lookup.extend(new[:count])
         return tokens, counts
 
-    def shape_at(self, temperature: float) -> tuple[float | Tensor, BigramScores | None]:
-        """`sharpness` and `lift` of `draft_trees`: those of the nearest temperature."""
+    def ranking_at(self, temperature: float) -> tuple[float | Tensor, BigramScores | None]:
+        """`sharpness` and `bigrams` of `draft_trees`: those of the nearest temperature."""
         sharpness = _nearest(self._sharpness, temperature) if self._sharpness else self.sharpness
-        return sharpness, _nearest(self.lift, temperature) if self.lift else None
+        return sharpness, _nearest(self.scores, temperature) if self.scores else None
 
     def draft_pass(self, rows: Rows, k: int, params: SamplingParams) -> Tensor:
         """Warped drafter logits [B, k, V] at the next k positions, independent given the prefix.
 
         One pass over the tokens committed since the last one, the separator and k masks. Rows
-        that committed fewer are padded on the left, so the block stands last in every row.
+        that committed fewer are padded on the left, so the block is last in every row.
         """
         n = rows.lengths[:, None]
         width = int((rows.lengths - rows.state.drafter_cached).max())
@@ -229,5 +236,5 @@ def from_export(target, tokenizer, drafter, config: dict) -> DeerSampler:
     keys = "mask_id", "sep_id", "block_size", "nodes", "sharpness", "lengths", "lookup"
     knobs = {key: config[key] for key in keys if key in config}
     if config.get("bigrams") and "table" in config:  # `decoding.load` has read it
-        knobs |= {"bigrams": config["table"], "lift": config["bigrams"]}
+        knobs |= {"bigrams": config["table"], "bigram_weights": config["bigrams"]}
     return DeerSampler(target, tokenizer, drafter, **knobs)
