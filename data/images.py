@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from torch.nn.functional import fold, unfold
 from torch.utils.data import Dataset
 
 from data.corpora.stdlib import check_split
+from data.files import atomic_write
 
 SUFFIXES = (".jpeg", ".jpg", ".png", ".webp")
 
@@ -115,9 +115,8 @@ def _kept(source: Path, folder: Path, size: int, vae: str | None, scale: float):
         np.save(place / "images.npy", np.stack(images))
         np.save(place / "labels.npy", np.array(labels))
         manifest = {"images": len(images), "skipped": skipped, "vae": vae, "scale": scale}
-        temporary = place / ".manifest.json"
-        temporary.write_text(json.dumps(manifest, indent=2))
-        os.replace(temporary, place / "manifest.json")
+        with atomic_write(place / "manifest.json") as temporary:
+            temporary.write_text(json.dumps(manifest, indent=2))
     images = np.load(place / "images.npy", mmap_mode="r")
     return images, torch.from_numpy(np.load(place / "labels.npy"))
 

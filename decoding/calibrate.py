@@ -9,20 +9,22 @@ there. So does, for drafts that are no tree, the length that is fastest at each 
 """
 
 import json
-import os
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from data.corpora.answers import read_answers
+from data.files import atomic_write
 from data.rows.documents import checked_manifest
 from data.text.prompts import heldout_prompts
 from decoding.calibration.tree_ranking import fit, observed
 from decoding.commands.cli import main, parse, quiet
+from decoding.commands.options import NEEDED, PromptOptions, check_batch_sizes, option
+from decoding.commands.progress import track
 from decoding.commands.report import write_table
 from decoding.drafting.bigrams import FILE, Bigrams, count, write
 from decoding.drafting.tree import check_tree
@@ -32,54 +34,40 @@ from decoding.loading import load, parade_config, sampler_of
 from decoding.samplers.deer import DeerSampler
 
 
-@dataclass(frozen=True)
-class Calibrate:
+@dataclass(frozen=True, kw_only=True)
+class Calibrate(PromptOptions):
     """Decode held-out prompts one by one with trees of several shapes and drafts of other lengths.
 
-    model: the folder of an export that drafts; its config.json is written. answers: a collection of
-    the target's answers, whose bigrams are tried; they come into the export if they are faster.
-    nodes: the values to try (see `DeerSampler`). sharpness: factors to try, times the fitted one of
-    each depth.
-    lengths: of drafts that are no tree, to try beside the drafter's own, under `verify=block` for
-        the smallest batch and `coupled` for others.
-    batch_sizes: rows that are decoded together, to find the best number of nodes and the best
-        lengths for each of; all else is what is best for the first.
-    temperatures: of the fits; the best shape is the fastest over all of them.
-    fit_prompts: those that the sharpness is fitted to, others than the prompts that are timed.
+    The fastest over all temperatures goes into the export: its config.json is written.
     """
 
-    model: str
-    answers: str | None = None
-    target: str | None = None
-    source: str = "stdlib"
-    prompts: int = 8
-    fit_prompts: int = 24
-    prompt_length: int = 64
-    max_new_tokens: int = 64
-    temperatures: tuple[float, ...] = (0.0, 1.0)
-    nodes: tuple[int, ...] = (8, 12, 16, 24, 32, 48)
-    sharpness: tuple[float, ...] = (0.8, 1.0, 1.25)
-    lengths: tuple[int, ...] = (2, 3, 4, 6)
-    batch_sizes: tuple[int, ...] = (1,)
-    dtype: str = "bfloat16"
-    device: str = "cpu"
-    seed: int = 0
-    out: str | None = None
+    EXAMPLE: ClassVar[str] = "model=runs/deer_stage2/export answers=runs/deer_answers nodes=[8,16]"
+
+    model: str = option(NEEDED, "the folder of an export that drafts")
+    answers: str | None = option(
+        None, "a collection of the target's answers, whose bigrams are tried"
+    )
+    target: str | None = option(None, "a target instead of the one that the export names")
+    prompts: int = option(8, "held-out prompts that are timed", least=1)
+    fit_prompts: int = option(24, "other prompts, to which the sharpness is fitted", least=1)
+    max_new_tokens: int = option(64, "tokens of an answer, at the most", least=1)
+    temperatures: tuple[float, ...] = option(
+        (0.0, 1.0), "of the fits; the fastest over all of them is kept", least=0
+    )
+    nodes: tuple[int, ...] = option((8, 12, 16, 24, 32, 48), "of a tree, to try")
+    sharpness: tuple[float, ...] = option(
+        (0.8, 1.0, 1.25), "factors to try, times the fitted sharpness of each depth"
+    )
+    lengths: tuple[int, ...] = option(
+        (2, 3, 4, 6), "of drafts that are no tree, to try beside the drafter's", least=1, empty=True
+    )
+    batch_sizes: tuple[int, ...] = option(
+        (1,), "prompts together: nodes and lengths are found for each, the rest for the first"
+    )
 
     def __post_init__(self):
-        for name in ("prompts", "fit_prompts"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} is not allowed: at least 1")
-        if self.lengths and min(self.lengths) < 1:
-            raise ValueError(f"lengths={list(self.lengths)} is not allowed: each at least 1")
-        if (
-            not self.batch_sizes
-            or not 1 <= min(self.batch_sizes) <= max(self.batch_sizes) <= self.prompts
-        ):
-            raise ValueError(
-                f"batch_sizes={list(self.batch_sizes)} with prompts={self.prompts} is not allowed: "
-                "a batch has at least one prompt and not more than there are"
-            )
+        super().__post_init__()
+        check_batch_sizes(self.batch_sizes, self.prompts)
         for nodes, sharpness in product(self.nodes, self.sharpness):
             check_tree(nodes, sharpness)
 
@@ -188,8 +176,6 @@ def measure(
 
     Every batch goes through every way in turn: a slow minute of the machine hits them all.
     """
-    from rich.progress import track
-
     batches = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
     emitted = {(name, t): [] for name in ways for t in c.temperatures}
     seconds = dict.fromkeys(emitted, 0.0)
@@ -219,9 +205,8 @@ def keep(config: Path, knobs: dict, table: Bigrams | None) -> None:
         write(table, config.parent)
     entry = json.loads(config.read_text())
     entry["parade"].update(knobs)
-    temporary = config.with_suffix(".tmp")
-    temporary.write_text(json.dumps(entry, indent=2) + "\n")
-    os.replace(temporary, config)
+    with atomic_write(config) as temporary:
+        temporary.write_text(json.dumps(entry, indent=2) + "\n")
     if not knobs["bigrams"]:  # of an earlier calibration
         (config.parent / FILE).unlink(missing_ok=True)
 

@@ -8,16 +8,16 @@ Several processes (torchrun) share the shards.
 import json
 import os
 import shutil
-import uuid
 from pathlib import Path
 
 from omegaconf import DictConfig
-from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from data.corpora.answers import shard_path
+from data.files import atomic_write
 from data.text.prompts import heldout_prompts
 from decoding.commands.cli import main, quiet
 from decoding.commands.inputs import prepare_inputs
+from decoding.commands.progress import track
 from decoding.commands.recipes import build, compose
 
 
@@ -52,11 +52,8 @@ def collect(config: DictConfig) -> Path:
     _check_disk(
         folder, sum(collector.bytes_of(p["prompt_ids"]) for i in missing for p in shards[i])
     )
-    with _progress() as progress:
-        task = progress.add_task(config.recipe, total=len(missing))
-        for i in missing:
-            _write_shard(shard_path(folder, i), collector.collect(shards[i]))
-            progress.advance(task)
+    for i in track(missing, config.recipe):
+        _write_shard(shard_path(folder, i), collector.collect(shards[i]))
     if all(shard_path(folder, i).exists() for i in range(len(shards))):
         _write_text(folder / "complete.json", json.dumps({"shards": len(shards)}))
     return folder
@@ -97,30 +94,13 @@ def _write_shard(file: Path, rows: list[dict]) -> None:
     import pyarrow.parquet as parquet
 
     table = pyarrow.Table.from_pylist(rows)
-    _atomically(file, lambda temporary: parquet.write_table(table, temporary))
+    with atomic_write(file) as temporary:
+        parquet.write_table(table, temporary)
 
 
 def _write_text(file: Path, text: str) -> None:
-    _atomically(file, lambda temporary: temporary.write_text(text))
-
-
-def _atomically(file: Path, write) -> None:
-    """`write` to a temporary sibling, then rename; nothing half-written is left behind."""
-    temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex}")
-    try:
-        write(temporary)
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _progress() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        *Progress.get_default_columns()[1:2],
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
+    with atomic_write(file) as temporary:
+        temporary.write_text(text)
 
 
 if __name__ == "__main__":

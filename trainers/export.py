@@ -2,10 +2,13 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from omegaconf import OmegaConf
 
+from data.files import atomic_write
 from decoding.commands.cli import main, parse, quiet
+from decoding.commands.options import NEEDED, Options, option
 from decoding.loading import parade_config
 from models.causal import looks_local
 from trainers.fit import build_module
@@ -16,24 +19,21 @@ from trainers.runs.checkpoint_files import load_weights, step_of
 from trainers.runs.curve import latest
 
 
-@dataclass(frozen=True)
-class Export:
-    """Complete the model card of a finished run's export with its bench.csv, and push it.
+@dataclass(frozen=True, kw_only=True)
+class Export(Options):
+    """Complete the model card of a finished run's export with its bench.csv, and push it."""
 
-    run: the run's folder. checkpoint: the path of one of its checkpoints, whichever strategy wrote
-    it, from which <run>/export-step-N is made first. push: 'org/name' on the Hub (HF_TOKEN and
-    HF_ENDPOINT are honoured). private: of a repository that is new. revision: a branch, made if
-    there is none; null: main.
-    dry_run: print what would be pushed, and change nothing that is there.
-    """
+    EXAMPLE: ClassVar[str] = "run=runs/RECIPE push=org/name dry_run=true"
 
-    run: str
-    checkpoint: str | None = None
-    push: str | None = None
-    private: bool | None = None
-    revision: str | None = None
-    message: str = "Export by parade"
-    dry_run: bool = False
+    run: str = option(NEEDED, "the run's folder")
+    checkpoint: str | None = option(
+        None, "one of its checkpoints, of any strategy: <run>/export-step-N is made of it first"
+    )
+    push: str | None = option(None, "org/name on the Hub (HF_TOKEN and HF_ENDPOINT are honoured)")
+    private: bool | None = option(None, "of a repository that is new")
+    revision: str | None = option(None, "a branch, made if there is none; null: main")
+    message: str = option("Export by parade", "of the commit")
+    dry_run: bool = option(False, "print what would be pushed, and change nothing")
 
 
 def run(argv: list[str]) -> None:
@@ -56,7 +56,8 @@ def run(argv: list[str]) -> None:
     if e.checkpoint is None:  # the bench has measured the other one
         card = complete_card(folder)
     if not e.dry_run and card != (folder / "README.md").read_text():
-        (folder / "README.md").write_text(card)
+        with atomic_write(folder / "README.md") as temporary:
+            temporary.write_text(card)
     if e.push is None:
         return
     files, others = hub.uploads(folder)

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import os
 import sys
 import warnings
 from functools import partial
@@ -16,6 +15,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
+from data.files import atomic_write
 from data.rows.stream import BatchSchedule, Stream
 from data.text.prompts import heldout_prompts
 from decoding.commands.cli import main, quiet
@@ -103,9 +103,8 @@ def describe(config: DictConfig, folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # Whole at once: the other processes of a cluster read it at the same time.
-        temporary = folder / ".config.yaml"
-        OmegaConf.save(config, temporary, resolve=True)
-        os.replace(temporary, folder / "config.yaml")
+        with atomic_write(folder / "config.yaml") as temporary:
+            OmegaConf.save(config, temporary, resolve=True)
     except OSError as error:
         raise ValueError(
             f"cannot write into the run's folder {folder} ({error.strerror}): "

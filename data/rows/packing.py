@@ -11,8 +11,6 @@ A packed row holds four columns of `length` integers each:
 
 import json
 import os
-import shutil
-import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -20,6 +18,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch.utils.data import Dataset
+
+from data.files import delete, hidden_sibling, put_in_place
 
 COLUMNS = ("input_ids", "document", "position", "trained")
 _DTYPE = "<i4"
@@ -119,17 +119,16 @@ class PackedRows(Dataset):
             return cls(folder)
         if found is None and folder.exists() and any(folder.iterdir()):
             raise ValueError(f"{folder} is not empty and holds no packed rows. Give a new folder.")
-        # A sibling, so that the final rename stays on one file system.
-        temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
+        temporary = hidden_sibling(folder)
         temporary.mkdir(parents=True)
         try:
             counts = _write(temporary, documents, length, pad_id)
             (temporary / "manifest.json").write_text(json.dumps({**key, **counts}, indent=2))
             # Another process may have built the same rows meanwhile, and may be reading them.
             if _read_manifest(folder) != _read_manifest(temporary):
-                _publish(temporary, folder)
+                put_in_place(temporary, folder)
         finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+            delete(temporary)
         return cls(folder)
 
     def __len__(self) -> int:
@@ -203,12 +202,3 @@ def _write_header(file, rows: int, length: int) -> None:
     np.lib.format.write_array_header_1_0(
         file, {"descr": _DTYPE, "fortran_order": False, "shape": (rows, length)}
     )
-
-
-def _publish(temporary: Path, folder: Path) -> None:
-    """Move `temporary` to `folder`; an older one is set aside first, as renames do not replace."""
-    aside = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
-    if folder.exists():
-        os.replace(folder, aside)
-    os.replace(temporary, folder)
-    shutil.rmtree(aside, ignore_errors=True)

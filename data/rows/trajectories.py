@@ -7,8 +7,6 @@ stored as its first state and, for each pass, the tokens that the pass changed.
 import hashlib
 import json
 import math
-import os
-import uuid
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +19,7 @@ from data.corpora.answers import read_manifest, shard_path
 from data.corpora.fingerprints import input_fingerprint
 from data.corpora.stdlib import check_split, is_held_out
 from data.corruption.schedules import progressive_times
+from data.files import atomic_write
 from data.text.tokenizer import fingerprint
 
 # Columns of a row beside its id, prompt and answer; the lists of all blocks one after another.
@@ -188,8 +187,8 @@ def _write(file: Path, source: Path, split: str) -> None:
     check_split(split)
     shards = sorted(shard_path(source, 0).parent.glob("*.parquet"))
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary, count = file.with_name(f".{file.name}.{uuid.uuid4().hex}"), 0
-    try:
+    count = 0
+    with atomic_write(file) as temporary:
         with pyarrow.OSFile(str(temporary), "wb") as sink:
             writer = None
             for shard in shards:
@@ -208,9 +207,6 @@ def _write(file: Path, source: Path, split: str) -> None:
                 f"{source} holds no trajectories of split {split!r}: collect more prompts with "
                 "python -m decoding.collect recipe=pcllm_trajectories prompts.count=..."
             )
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def weights_fingerprint(model: str) -> str:

@@ -9,15 +9,21 @@ import re
 import string
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
 from data.corpora.sources import read_jsonl
+from data.files import atomic_write
 from data.text.chat import encode_text
+from decoding.bench.options import BenchOptions
 from decoding.bench.sandbox import Limits, check, execute
 from decoding.commands.cli import main, parse, quiet
+from decoding.commands.options import DTYPES, NEEDED, option
+from decoding.commands.progress import track
 from decoding.commands.report import write_table
 from decoding.engine.params import Result, SamplingParams
+from decoding.engine.sampler import Sampler
 from decoding.loading import load
 
 # A line leaves the function where it begins at the left margin; decoding need not go on there.
@@ -25,41 +31,32 @@ LEAVES = re.compile(r"^\S", re.MULTILINE)
 STOP = tuple(f"\n{c}" for c in string.printable if not c.isspace())
 
 
-@dataclass(frozen=True)
-class PassAt1:
-    """Complete every problem once with the export's own sampler and run its tests.
+@dataclass(frozen=True, kw_only=True)
+class PassAt1(BenchOptions):
+    """Complete every problem once with the export's own sampler and run its tests."""
 
-    model: an export, or any causal LM. also: further ones, for the same table.
-    problems: a JSONL of HumanEval's keys: task_id, prompt, test, entry_point.
-    execute: true runs what the models wrote on this machine; docs/pcllm.md says how well that is
-        guarded. sampler: another method or other knobs than the exports'.
-    cpu_seconds, wall_seconds, memory (MiB): what one program may use. out: the results' folder.
-    """
+    EXAMPLE: ClassVar[str] = "model=runs/pcllm_round1/export problems=HumanEval.jsonl execute=true"
 
-    model: str
-    problems: str
-    execute: bool = False
-    also: tuple[str, ...] = ()
-    sampler: tuple[str, ...] = ()
-    max_new_tokens: int = 512
-    temperature: float = 0.0
-    batch_size: int = 8
-    seed: int = 0
-    cpu_seconds: float = 10.0
-    wall_seconds: float = 30.0
-    memory: int = 1024
-    dtype: str = "auto"
-    device: str = "cpu"
-    out: str = "pass_at_1"
+    problems: str = option(
+        NEEDED, "a JSONL of HumanEval's keys: task_id, prompt, test, entry_point"
+    )
+    execute: bool = option(False, "true runs what the models wrote on this machine; see the docs")
+    max_new_tokens: int = option(512, "tokens of a completion, at the most", least=1)
+    temperature: float = option(0.0, "of the sampling; 0 is greedy", least=0)
+    batch_size: int = option(8, "problems that are completed together", least=1)
+    cpu_seconds: float = option(10.0, "of the processor that one program may use")
+    wall_seconds: float = option(30.0, "that one program may take")
+    memory: int = option(1024, "MiB that one program may use")
+    dtype: str = option("auto", "of the weights in memory", choices=DTYPES)
+    out: str = option("pass_at_1", "folder of the results")
 
     def __post_init__(self):
+        super().__post_init__()
         if not self.execute:
             raise ValueError(
-                "this runs programs that a model wrote, on this machine: read in docs/pcllm.md "
+                "this runs programs that a model wrote, on this machine: read in docs/tutorials/pcllm.md "
                 "what guards it, and give execute=true"
             )
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size={self.batch_size} is not allowed: at least 1")
 
 
 @dataclass(frozen=True)
@@ -86,14 +83,17 @@ def run(argv: list[str]) -> None:
     out = Path(p.out)
     out.mkdir(parents=True, exist_ok=True)
     lines = []
-    with (out / "pass_at_1.jsonl").open("w", encoding="utf-8") as file:
-        for model in dict.fromkeys((p.model, *p.also)):
-            found, results = judge(p, model, problems, limits)
+    # All of them before the first is run: a wrong name must not cost hours, or earlier results.
+    samplers = {model: loaded(p, model) for model in dict.fromkeys((p.model, *p.also))}
+    rows = out / "pass_at_1.jsonl"
+    with atomic_write(rows) as temporary, temporary.open("w", encoding="utf-8") as file:
+        for model, sampler in samplers.items():
+            found, results = judge(p, model, sampler, problems, limits)
             file.writelines(f"{json.dumps({'model': model, **row})}\n" for row in found)
             lines.append({"model": model, **summary(found, results)})
     title = f"{len(problems)} problems of {p.problems}, T = {p.temperature:g}, {p.dtype}"
     write_table(lines, out / "pass_at_1.csv", title, "decoding.bench.pass_at_1")
-    print(f"wrote {out / 'pass_at_1.jsonl'} and {out / 'pass_at_1.csv'}")
+    print(f"wrote {rows} and {out / 'pass_at_1.csv'}")
 
 
 def read_problems(file: Path) -> list[Problem]:
@@ -118,15 +118,24 @@ def read_problems(file: Path) -> list[Problem]:
     return problems
 
 
-def judge(
-    p: PassAt1, model: str, problems: list[Problem], limits: Limits
-) -> tuple[list[dict], list[Result]]:
-    """Every problem's completion by one model and how its program ended; the decodes' results."""
-    from rich.progress import track
-
-    sampler = load(model, sampler=p.sampler, dtype=p.dtype, device=p.device)
+def loaded(p: PassAt1, model: str) -> Sampler:
+    """A model's sampler. Raises ValueError for one that does not go on from a prompt."""
+    sampler = load(
+        model,
+        sampler=p.sampler,
+        dtype=p.dtype,
+        device=p.device,
+        trust_remote_code=p.trust_remote_code,
+    )
     if not sampler.continues:
         raise ValueError(f"{model} fills holes and goes on from no prompt: give causal LMs")
+    return sampler
+
+
+def judge(
+    p: PassAt1, model: str, sampler: Sampler, problems: list[Problem], limits: Limits
+) -> tuple[list[dict], list[Result]]:
+    """Every problem's completion by one model and how its program ended; the decodes' results."""
     params = SamplingParams(max_new_tokens=p.max_new_tokens, temperature=p.temperature, stop=STOP)
     found, results = [], []
     for start in track(range(0, len(problems), p.batch_size), model):

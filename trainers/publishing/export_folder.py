@@ -1,15 +1,14 @@
 """The folder of an export, which stock transformers loads: written, and checked before that."""
 
 import json
-import os
 import shutil
-import uuid
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from data.files import atomic_folder
 from data.text.tokenizer import fingerprint
 from decoding.engine.sampler import Sampler
 from decoding.loading import CONFIGS, KEPT, load_tokenizer, parade_config, sampler_of
@@ -46,8 +45,7 @@ def write_export(
         )
     if module.target is not None and tokenizer is not None:
         _check_vocabulary(network.config.vocab_size, module.target.config.vocab_size)
-    temporary = export.with_name(f".{export.name}.{uuid.uuid4().hex}")
-    try:
+    with atomic_folder(export) as temporary:
         write = _write_weights if module.exports_weights else _write_reference
         write(module, network, temporary)
         card = model_card(module.export_config(), metrics, folder)
@@ -57,11 +55,6 @@ def write_export(
             shutil.copy(folder / name, temporary / f"parade_{name}")
         if module.exports_weights:
             _check_reload(module, network, temporary)
-        if export.exists():
-            shutil.rmtree(export)
-        os.replace(temporary, export)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _write_weights(module: BaseModule, network: PreTrainedModel, folder: Path) -> None:
@@ -84,7 +77,6 @@ def _write_weights(module: BaseModule, network: PreTrainedModel, folder: Path) -
 
 def _write_reference(module: BaseModule, network: PreTrainedModel, folder: Path) -> None:
     """The entry alone: it names where the network is, and a sampler can be made of the two."""
-    folder.mkdir()
     entry = {"parade": module.export_config()}
     (folder / CONFIGS[0]).write_text(json.dumps(entry, indent=2))
     sampler_of(parade_config(str(folder)), network, module.tokenizer)

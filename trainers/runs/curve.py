@@ -7,6 +7,8 @@ from pathlib import Path
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
+from data.files import atomic_write
+
 
 def read_curve(file: Path) -> list[dict[str, str]]:
     """The rows of a metrics.csv, in the order in which they were logged; '' where nothing was."""
@@ -68,9 +70,7 @@ class Curve(Logger):
             os.fsync(file.fileno())
 
     def _write(self, rows: list[dict]) -> None:
-        temporary = self.file.with_suffix(".tmp")
-        with temporary.open("w", newline="") as file:
+        with atomic_write(self.file) as temporary, temporary.open("w", newline="") as file:
             writer = csv.DictWriter(file, self.columns, extrasaction="ignore")
             writer.writeheader()
             writer.writerows(rows)
-        os.replace(temporary, self.file)

@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.loggers import Logger, TensorBoardLogger, WandbLogger
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
+from data.files import atomic_write
 from decoding.commands.cli import one_line, unknown
 from trainers.runs.curve import Curve
 
@@ -55,6 +56,19 @@ class Wandb(WandbLogger):
     def finalize(self, status: str) -> None:
         """End the run, as failed if the fit was."""
         self.experiment.finish(exit_code=int(status != "success"))
+        forget_environment()
+
+
+def forget_environment() -> None:
+    """Make wandb read mode, key and settings anew; it keeps what it reads first in a process.
+
+    The next fit would else decide by the mode or the wrong key of this one. Runs that somebody
+    else has open in this process keep wandb as it is.
+    """
+    import wandb
+
+    if wandb.run is None:
+        wandb.teardown()
 
 
 def wandb_logger(config: DictConfig, folder: Path, first: int) -> Logger:
@@ -67,7 +81,8 @@ def wandb_logger(config: DictConfig, folder: Path, first: int) -> Logger:
     file = folder / "wandb" / "id"
     if first == 0 or not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(uuid.uuid4().hex[:8])
+        with atomic_write(file) as temporary:
+            temporary.write_text(uuid.uuid4().hex[:8])
     try:
         mode = os.environ.get("WANDB_MODE")
         keyless = mode is None and not wandb.login(prompt=False)
@@ -83,6 +98,7 @@ def wandb_logger(config: DictConfig, folder: Path, first: int) -> Logger:
             settings=wandb.Settings(silent=True, console="off"),
         )
     except wandb.Error as error:
+        forget_environment()
         raise ValueError(
             f"logger=wandb: {one_line(error).rstrip('.')}. See to the network or the key (wandb "
             "login), or set WANDB_MODE=offline and send the run later"

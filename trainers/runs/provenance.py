@@ -19,6 +19,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from torch.utils.data import Dataset
 
 from data.corpora.fingerprints import input_fingerprint
+from data.files import atomic_write
 from data.rows.packing import PackedRows
 from decoding.commands.cli import typed
 
@@ -34,9 +35,8 @@ def write_provenance(file: Path, start: dict, resumed: bool) -> None:
     if resumed and file.exists():
         story = json.loads(file.read_text())
         story["resumed"] = [*story.get("resumed", []), start]
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text(json.dumps(story, indent=1))
-    os.replace(temporary, file)
+    with atomic_write(file) as temporary:
+        temporary.write_text(json.dumps(story, indent=1))
 
 
 def provenance(

@@ -83,6 +83,41 @@ def test_outcomes_share_and_error(problems, monkeypatch):
     assert line["tokens per forward"] == "2.0"
 
 
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_a_model_that_does_not_load_leaves_earlier_results(problems, monkeypatch, wrong):
+    """Also if it is the second: the first is not run before both are loaded."""
+    monkeypatch.setattr(pass_at_1, "load", lambda model, **options: Scripted())
+    run(arguments(problems, "model=scripted"))
+    before, runs = (problems.parent / "out" / "pass_at_1.jsonl").read_bytes(), []
+
+    def load(model, **options):
+        if model == "TYPO":
+            raise ValueError("no model at TYPO")
+        return Scripted()
+
+    monkeypatch.setattr(pass_at_1, "load", load)
+    monkeypatch.setattr(pass_at_1, "execute", lambda *a: runs.append(a))
+    names = ["scripted", "TYPO"] if wrong else ["TYPO", "scripted"]
+    with pytest.raises(ValueError, match="TYPO"):
+        run(arguments(problems, f"model={names[0]}", f"also=[{names[1]}]"))
+    assert (problems.parent / "out" / "pass_at_1.jsonl").read_bytes() == before
+    assert not runs
+
+
+def test_a_run_that_is_stopped_leaves_earlier_results(problems, monkeypatch):
+    monkeypatch.setattr(pass_at_1, "load", lambda model, **options: Scripted())
+    run(arguments(problems, "model=scripted"))
+    before = (problems.parent / "out" / "pass_at_1.jsonl").read_bytes()
+
+    def stop(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pass_at_1, "execute", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(arguments(problems, "model=scripted"))
+    assert (problems.parent / "out" / "pass_at_1.jsonl").read_bytes() == before
+
+
 def test_models_of_any_method_side_by_side(problems, tmp_path):
     for seed in (0, 1):
         tiny.causal_lm(len(TOKENIZER), seed=seed).save_pretrained(tmp_path / f"model{seed}")

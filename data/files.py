@@ -1,0 +1,115 @@
+"""Atomic writes: a file or folder is on disk whole, as it was before, or not at all.
+
+Each is made under a hidden name beside its own and renamed when it is complete. Several processes
+may write the same path at once: each has a hidden name of its own, and the last rename counts. A
+process that is killed leaves at most `.<name>.<random>` beside the path.
+"""
+
+import errno
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def atomic_write(path: str | os.PathLike, sync: bool = False) -> Iterator[Path]:
+    """Yield a temporary path; what the block writes there replaces the file `path` at its end.
+
+    Where the block raises, `path` is untouched and nothing is left.
+
+    Args:
+        path: the file; its folder must exist.
+        sync: wait until the bytes are on the disk, so that they outlive a crash of the machine too.
+
+    >>> import tempfile
+    >>> file = Path(tempfile.mkdtemp(), "a.txt")
+    >>> with atomic_write(file) as temporary:
+    ...     _ = temporary.write_text("whole")
+    >>> [p.name for p in file.parent.iterdir()]
+    ['a.txt']
+    """
+    temporary = hidden_sibling(Path(path))
+    try:
+        yield temporary
+        put_in_place(temporary, Path(path), sync)
+    finally:
+        delete(temporary)
+
+
+@contextmanager
+def atomic_folder(path: str | os.PathLike) -> Iterator[Path]:
+    """Yield a new empty folder, which takes the place of the folder `path` at the block's end.
+
+    Where the block raises, `path` is untouched and nothing is left. A folder that was at `path`
+    is set aside for the moment of the rename and then removed.
+    """
+    temporary = hidden_sibling(Path(path))
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        put_in_place(temporary, Path(path))
+    finally:
+        delete(temporary)
+
+
+def hidden_sibling(path: Path) -> Path:
+    """A new hidden name beside a path, so that a rename stays on one file system."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+
+
+def put_in_place(temporary: Path, path: Path, sync: bool = False) -> None:
+    """Rename a complete file or folder to its own path, over what is there.
+
+    Args:
+        temporary: what is complete, on the same file system.
+        path: its path from now on.
+        sync: first wait until all of it is on the disk, and then until the rename is.
+    """
+    if sync:
+        for part in (temporary, *(temporary.rglob("*") if temporary.is_dir() else ())):
+            _sync(part)
+    aside = hidden_sibling(path)
+    try:
+        while True:
+            try:
+                os.replace(temporary, path)
+                break
+            except OSError as error:  # a rename does not replace a folder that holds something
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+            _set_aside(path, aside)
+    except BaseException:
+        if aside.exists() and not path.exists():
+            os.replace(aside, path)
+        raise
+    finally:
+        delete(aside)
+    if sync:
+        _sync(path.parent)
+
+
+def delete(path: Path) -> None:
+    """Remove a file or a folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _set_aside(path: Path, aside: Path) -> None:
+    delete(aside)
+    try:
+        os.replace(path, aside)
+    except FileNotFoundError:  # another process has just done the same
+        return
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
