@@ -1,4 +1,4 @@
-"""Autoregressive training: the lab's target, or a fine-tuned one."""
+"""Autoregressive training: a causal LM from scratch, or fine-tuned."""
 
 from torch import Tensor
 
@@ -9,14 +9,12 @@ from trainers.losses.ar import next_token, next_token_weight
 
 
 class Autoregressive(BaseModule):
-    """Next-token loss on packed rows, no attention across documents."""
+    """Training module of causal LMs: next-token loss, without attention across documents."""
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
-        """See `BaseModule`."""
         return next_token_weight(batch["document"], batch["trained"])
 
     def losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """See `BaseModule`."""
         document = batch["document"]
         layout = Layout(document, batch["position"], document)
         logits = self.network(

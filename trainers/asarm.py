@@ -1,4 +1,4 @@
-"""Any-subset models: the joint density of all hidden tokens of a row (arXiv 2504.20456)."""
+"""Training of any-subset models (AS-ARM, arXiv 2504.20456)."""
 
 from torch import Tensor
 
@@ -9,9 +9,11 @@ from trainers.losses.asarm import joint, joint_weight
 
 
 class JointDensity(BaseModule):
-    """Teacher-forced joint loss of a two-stream network (Eq. 7).
+    """Training module of two-stream networks: the joint density of all masked tokens (Eq. 7).
 
-    draft, block_size: how the export decodes, see `decoding.samplers.asarm`.
+    Args:
+        draft: the export's decoding method (see `decoding.samplers.asarm`).
+        block_size: the export's draft length, in tokens.
     """
 
     def __init__(self, *args, draft: str, block_size: int, **kwargs):
@@ -19,15 +21,12 @@ class JointDensity(BaseModule):
         self.draft, self.block_size = draft, block_size
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
-        """See `BaseModule`."""
         return joint_weight(batch["masked"])
 
     def losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """See `BaseModule`."""
         return joint(joint_logits(self.network, batch), batch["target"], batch["masked"])
 
     def export_config(self) -> dict:
-        """See `BaseModule`."""
         return {
             "method": "asarm",
             "tokenizer_fingerprint": fingerprint(self.tokenizer),

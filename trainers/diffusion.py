@@ -1,4 +1,4 @@
-"""Causal LM to masked-diffusion LM: masked continuations of ordinary text (no teacher)."""
+"""Adaptation of a causal LM to masked diffusion, on ordinary text (no teacher)."""
 
 from torch import Tensor
 
@@ -7,7 +7,7 @@ from trainers.losses.diffusion import denoising_weight, token_nll
 
 
 class MaskedDiffusion(DrafterModule):
-    """Masked-diffusion bound with weight 1/t over blocks that continue their own prefix."""
+    """Training module of block drafters: masked-diffusion bound of blocks after their prefix."""
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
         return denoising_weight(batch["masked"], batch["rate"], batch["size"])

@@ -1,4 +1,4 @@
-"""Block-wise masked diffusion LMs: every block of a row in one forward."""
+"""Training of block-wise masked diffusion LMs: all blocks of a row in one forward."""
 
 from torch import Tensor
 
@@ -9,10 +9,14 @@ from trainers.losses.dllm import denoise, denoise_weight
 
 
 class BlockDiffusion(BaseModule):
-    """The masked diffusion bound with weight 1/t.
+    """Training module of block-wise diffusion LMs: masked-diffusion bound with weight 1/t.
 
-    attention: 'block_causal' or 'bidirectional'. block_size: tokens of a block; a bidirectional
-    model may be decoded in others.
+    Args:
+        attention: 'block_causal' or 'bidirectional'.
+        block_size: tokens per block. A bidirectional model may be decoded with other block sizes.
+
+    Raises:
+        ValueError: for another attention.
     """
 
     def __init__(self, *args, attention: str, block_size: int, **kwargs):
@@ -21,29 +25,26 @@ class BlockDiffusion(BaseModule):
         self.attention, self.block_size = attention, block_size
 
     def logits(self, batch: dict[str, Tensor]) -> Tensor:
-        """Of the noised tokens: [B, S, V]."""
+        """Logits of the noised tokens, [B, S, V]."""
         return denoised_logits(self.network, batch, self.attention, self.block_size)
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
-        """See `BaseModule`."""
         return denoise_weight(batch["masked"], batch["rate"])
 
     def losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """See `BaseModule`."""
         return denoise(self.logits(batch), batch["target"], batch["masked"], batch["rate"])
 
     def evaluate(self, batch: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-        """Loss, and the share of masked tokens whose first choice is right."""
+        """Loss, and accuracy: the fraction of masked tokens whose most likely token is correct."""
         logits, masked = self.logits(batch), batch["masked"]
         loss, weight = denoise(logits, batch["target"], masked, batch["rate"])
-        right = (logits.argmax(-1) == batch["target"]) & masked
+        correct = (logits.argmax(-1) == batch["target"]) & masked
         return {
             "loss": ((loss * weight).sum(), weight.sum()),
-            "accuracy": (right.sum(), masked.sum()),
+            "accuracy": (correct.sum(), masked.sum()),
         }
 
     def export_config(self) -> dict:
-        """See `BaseModule`."""
         return {
             "method": "denoise",
             "tokenizer_fingerprint": fingerprint(self.tokenizer),

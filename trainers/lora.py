@@ -1,7 +1,7 @@
-"""LoRA (arXiv 2106.09685): small trained matrices beside frozen weights, in any recipe's network.
+"""LoRA adapters (arXiv 2106.09685) for the network of any recipe, by peft.
 
-peft puts its layers into the network itself, which stays the class that it was: samplers, masks,
-compilation, processes and checkpoints take no notice. peft is imported by those who use it only.
+peft inserts its layers into the network, which keeps its class, so samplers, masks, compilation,
+strategies and checkpoints need no change. peft is imported only when adapters are used.
 """
 
 import copy
@@ -26,23 +26,32 @@ def add_lora(
     targets: list[str],
     merge: bool,
 ) -> PreTrainedModel:
-    """Freeze a network and add adapters to it, in place; rank 0 trains all weights instead.
+    """The network with frozen weights and trainable adapters, changed in place.
 
     Each target layer computes W x + alpha / rank * B A x, with A [rank, in] and B [out, rank]; B
-    starts at 0, so the network's output starts as it was. Where the tokenizer has draft tokens,
-    their embeddings are trained too: they may be new, and no adapter makes up for a random one.
-    (The rows of an untied head that would predict them need no training: they are never drawn.)
+    starts at 0, so the network's outputs do not change. The embeddings of draft tokens are trained
+    too, if the tokenizer has these: they may be new and random, and no adapter could compensate.
+    (The rows of an untied head that predict draft tokens need no training: samplers never draw
+    them.)
 
-    targets: names of linear layers, or ['all-linear'], every one but the head.
-    merge: what the export will do (see `to_export`).
-    Errors: a value that is not allowed; targets that are not there, or that cannot be merged; an
-    adapter to be kept whose base could not be loaded again.
+    Args:
+        network: a transformers causal LM; adapters that it already has are merged first.
+        tokenizer: the network's.
+        rank: rank of the adapters; 0 for none, so that all weights are trained.
+        alpha: numerator of the adapters' scale.
+        dropout: dropout rate of the adapters' inputs.
+        targets: names of linear layers, or ['all-linear'] for all but the head.
+        merge: whether the export will merge the adapters (see `to_export`).
+
+    Raises:
+        ValueError: for a value that is not allowed, target layers that do not exist or cannot be
+            merged, or merge=False with a base that cannot be loaded again.
     """
     if rank < 0:
         raise ValueError(f"lora.rank={rank} is not allowed: give 1 or more, or 0 for no LoRA")
     if hasattr(network, "peft_config"):  # loaded from an export that kept its adapter
         network = _merge(network).requires_grad_(True)
-        network._weight_conversions = None  # names of the adapter's file: not for saving the whole
+        network._weight_conversions = None  # they map names of an adapter file only
     if rank == 0:
         return network
     if alpha <= 0:
@@ -69,7 +78,7 @@ def add_lora(
     )
     network.add_adapter(config)
     cast_adapter_dtype(network, "default")  # small steps would be lost in bfloat16
-    if tokens and network._tied_weights_keys:  # what is tied lies deeper now
+    if tokens and network._tied_weights_keys:  # peft has wrapped the tied embedding
         network._tied_weights_keys = {
             _wrapped(one): _wrapped(other) for one, other in network._tied_weights_keys.items()
         }
@@ -77,10 +86,12 @@ def add_lora(
 
 
 def to_export(network: PreTrainedModel, merge: bool) -> PreTrainedModel:
-    """What an export holds: the network, or, where it has adapters, a copy.
+    """The network to export: itself, or a copy if it has adapters.
 
-    merge: the adapters are added to the weights, and what is left is an ordinary network. Else
-    they are kept, in the network's own dtype: transformers loads them in no other.
+    Args:
+        network: a transformers causal LM.
+        merge: add the adapters to the weights, which gives an ordinary network. Otherwise they are
+            kept, in the network's dtype, the only one in which transformers loads them.
     """
     if not hasattr(network, "peft_config"):
         return network
@@ -94,7 +105,7 @@ def to_export(network: PreTrainedModel, merge: bool) -> PreTrainedModel:
 
 
 def _merge(network: PreTrainedModel) -> PreTrainedModel:
-    """Add the adapters to the weights and take their layers out, in place."""
+    """The network with its adapters merged into the weights and removed, in place."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -110,10 +121,10 @@ def _merge(network: PreTrainedModel) -> PreTrainedModel:
                 visit(child)
 
     visit(network)
-    network.__dict__.pop("_tied_weights_keys", None)  # as the class has them
+    network.__dict__.pop("_tied_weights_keys", None)  # back to those of the class
     del network.peft_config
     network._hf_peft_config_loaded = False
-    # Nothing on disk or on the Hub holds these weights: no base for another adapter.
+    # The merged weights are saved nowhere, so they cannot be the base of another adapter.
     network.name_or_path = network.config.name_or_path = ""
     return network
 
@@ -123,15 +134,15 @@ def _check_targets(network: PreTrainedModel, targets: list[str]) -> None:
     head = network.get_output_embeddings()
     tied = head is not None and head.weight is network.get_input_embeddings().weight
     if not targets:
-        raise ValueError(f"lora.targets=[] names no layer: give names, or [{ALL}]")
+        raise ValueError(f"lora.targets=[] is not allowed: give names of layers, or [{ALL}]")
     for target in targets:
         found = [m for n, m in linear.items() if f".{n}".endswith(f".{target}")]
         if not found:
             raise unknown("layer in lora.targets", target, {ALL, *map(_last_part, linear)})
         if tied and head in found:
             raise ValueError(
-                f"lora.targets={target} is not allowed: this network's head is its embedding, "
-                "which would change with it when the adapter is merged"
+                f"lora.targets={target} is not allowed: the head of this network is tied to its "
+                "embedding, which merging the adapter would change too"
             )
 
 
@@ -144,12 +155,12 @@ def _last_part(name: str) -> str:
 
 
 def _check_base(network: PreTrainedModel) -> None:
-    """The network is what its path holds, as far as can be told without loading it again."""
+    """Check, by its configuration only, that the network can be loaded again from its path."""
     base = network.name_or_path
     if not base:
         raise ValueError(
-            "lora.merge=false keeps an adapter to a network that can be loaded again, and this one "
-            "starts with weights that no folder holds: choose lora.merge=true"
+            "lora.merge=false is not allowed: it needs a base that can be loaded again, and this "
+            "network starts with weights that no folder holds: choose lora.merge=true"
         )
     stored = AutoConfig.from_pretrained(base).get_text_config()
     config = network.config.get_text_config()
@@ -157,6 +168,6 @@ def _check_base(network: PreTrainedModel) -> None:
         there, here = getattr(stored, key), getattr(config, key)
         if there != here:
             raise ValueError(
-                f"lora.merge=false keeps an adapter to {base!r}, but the network has {here} {what} "
-                f"and that one {there}: choose lora.merge=true"
+                f"lora.merge=false is not allowed: the network has {here} {what}, its base "
+                f"{base!r} has {there}: choose lora.merge=true"
             )

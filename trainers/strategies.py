@@ -1,4 +1,4 @@
-"""Sharded training: FSDP2 for any transformers network, and the whole network back again."""
+"""Strategies of sharded training (FSDP2, DeepSpeed), and gathering the whole network again."""
 
 import copy
 import re
@@ -23,27 +23,35 @@ from decoding.commands.recipes import build
 
 
 class FSDP2(ModelParallelStrategy):
-    """Weights, gradients and optimizer states split over all processes (torch's `fully_shard`).
+    """FSDP2: weights, gradients and optimizer states sharded over all processes (`fully_shard`).
 
-    The masters stay in float32; under trainer.precision=bf16-mixed a layer is gathered, and runs,
-    in bfloat16. offload: keep the shards and the optimizer's work in the CPU's memory.
+    Master weights are float32. With trainer.precision=bf16-mixed each layer is gathered and
+    computed in bfloat16.
+
+    Args:
+        offload: keep shards and optimizer states in CPU memory, and run the optimizer there.
     """
 
     def __init__(self, offload: bool = False):
-        # Norms and checkpoints of shards in the CPU's memory go over gloo.
+        # Shards in CPU memory are reduced (norms) and gathered (checkpoints) over gloo.
         backend = "cpu:gloo,cuda:nccl" if offload else None
         super().__init__(tensor_parallel_size=1, process_group_backend=backend)
         self.offload = offload
         self._skeleton: PreTrainedModel | None = None
 
     def setup_environment(self) -> None:
-        """All processes are one data-parallel group."""
+        """Set up the process group, with all processes in one data-parallel group."""
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
 
     def shard(self, network: PreTrainedModel, precision: str) -> None:
-        """Split a network in place: each decoder layer is a unit, and what is left another one."""
-        if self._skeleton is not None:  # Lightning asks again at every entry point
+        """Shard a network in place: one unit per decoder layer, and one for all other weights.
+
+        Args:
+            network: any transformers network.
+            precision: Lightning's, such as 'bf16-mixed'.
+        """
+        if self._skeleton is not None:  # Lightning calls `configure_model` at every entry point
             return
         self._skeleton = without_weights(network)
         half = torch.bfloat16 if precision == "bf16-mixed" else None
@@ -55,16 +63,16 @@ class FSDP2(ModelParallelStrategy):
         units = {*(network._no_split_modules or [])}
         for module in [m for m in network.modules() if type(m).__name__ in units]:
             fully_shard(module, **options)
-        # Tied embeddings and head are one parameter: they must lie in the same unit, the last one.
+        # Tied embeddings and head are one parameter, so they must be in one unit, the last one.
         fully_shard(network, **options)
 
     def model_to_device(self) -> None:
-        """Shards that are offloaded stay where they are."""
+        """Move the module to the device, unless its shards are offloaded to the CPU."""
         if not self.offload:
             super().model_to_device()
 
     def whole_network(self, network: PreTrainedModel) -> PreTrainedModel | None:
-        """The network with all weights, on the first process; None on the others."""
+        """The unsharded network on the first process, None on the others; a collective call."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         weights = get_model_state_dict(network, options=options)
         if not self.is_global_zero:
@@ -73,10 +81,14 @@ class FSDP2(ModelParallelStrategy):
 
 
 class DeepSpeed(DeepSpeedStrategy):
-    """DeepSpeed ZeRO: 1 splits the optimizer's states, 2 the gradients too, 3 the weights too.
+    """DeepSpeed ZeRO.
 
-    With trainer.precision=bf16-mixed the network runs in bfloat16 and the optimizer holds float32
-    masters. offload: keep what is split in the CPU's memory.
+    With trainer.precision=bf16-mixed the network runs in bfloat16, and the optimizer has float32
+    master weights.
+
+    Args:
+        stage: what is sharded: 1 for optimizer states, 2 for gradients too, 3 for weights too.
+        offload: keep what is sharded in CPU memory.
     """
 
     def __init__(self, stage: int, offload: bool = False):
@@ -87,7 +99,7 @@ class DeepSpeed(DeepSpeedStrategy):
 
     @property
     def optimizer(self) -> type[torch.optim.Optimizer]:
-        """AdamW where the states lie."""
+        """The AdamW class for the device of the optimizer states."""
         if not self.config["zero_optimization"].get("offload_optimizer"):
             return torch.optim.AdamW
         from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -95,11 +107,11 @@ class DeepSpeed(DeepSpeedStrategy):
         return DeepSpeedCPUAdam
 
     def shard(self, network: PreTrainedModel, precision: str) -> None:
-        """Only take note of the network's shape: DeepSpeed splits it by itself."""
+        """Record the network's structure; DeepSpeed shards it itself."""
         self._skeleton = self._skeleton or without_weights(network)
 
     def whole_network(self, network: PreTrainedModel) -> PreTrainedModel | None:
-        """The network with all weights, on the first process; None on the others."""
+        """The unsharded network on the first process, None on the others; a collective call."""
         import deepspeed
 
         weights = {}
@@ -113,28 +125,38 @@ class DeepSpeed(DeepSpeedStrategy):
 
 
 def strategy_of(value: DictConfig | str) -> Strategy | str:
-    """The strategy of `trainer.strategy`: a node with a `_target_`, or a name of Lightning's.
+    """The strategy of `trainer.strategy`.
 
-    Errors: the names of torch's first FSDP, in whose place there is FSDP2.
+    Args:
+        value: a node with a `_target_`, or one of Lightning's strategy names; its DeepSpeed names
+            give `DeepSpeed`.
+
+    Raises:
+        ValueError: for the names of FSDP1; FSDP2 replaces it.
     """
     if isinstance(value, DictConfig):
         return build(value)
     if value.startswith("fsdp"):
-        raise ValueError(f"trainer.strategy={value} is torch's first FSDP: take strategy=fsdp2")
+        raise ValueError(
+            f"trainer.strategy={value} is FSDP1, which is not supported: use strategy=fsdp2"
+        )
     zero = re.fullmatch(r"deepspeed(?:_stage_([123])(_offload)?)?", value)
     return DeepSpeed(int(zero[1] or 2), offload=bool(zero[2])) if zero else value
 
 
 def needs_gpu(strategy: Strategy) -> bool:
-    """Whether a strategy runs on CUDA only: DeepSpeed, and what is kept in the CPU's memory."""
+    """True for a strategy that needs CUDA: DeepSpeed, and any with CPU offload."""
     return isinstance(strategy, DeepSpeedStrategy) or getattr(strategy, "offload", False)
 
 
 @contextmanager
 def whole_network(module: pl.LightningModule) -> Iterator[bool]:
-    """`module.network` is the whole network meanwhile. True on the processes that have it.
+    """Context in which `module.network` is the whole, unsharded network.
 
-    Every process must enter; the others wait at the end.
+    All processes must enter it; they wait for each other at the end.
+
+    Yields:
+        True on the processes that have the whole network.
     """
     strategy, sharded = module.trainer.strategy, module.network
     if not hasattr(strategy, "whole_network"):
@@ -150,8 +172,8 @@ def whole_network(module: pl.LightningModule) -> Iterator[bool]:
 
 
 def without_weights(network: PreTrainedModel) -> PreTrainedModel:
-    """A copy that has the network's buffers and, in place of its weights, none (meta tensors)."""
-    # A parameter that the memo knows is not copied, and shared ones stay shared.
+    """A copy of the network with its buffers, and meta tensors in place of its weights."""
+    # deepcopy takes from the memo what is in it, so tied parameters stay tied.
     memo = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
         for p in network.parameters()
@@ -162,7 +184,13 @@ def without_weights(network: PreTrainedModel) -> PreTrainedModel:
 def with_weights(
     skeleton: PreTrainedModel, weights: dict[str, Tensor], device: torch.device
 ) -> PreTrainedModel:
-    """The skeleton's copy with these weights, ready to run."""
+    """A copy of a skeleton (see `without_weights`) with weights, in evaluation mode.
+
+    Args:
+        skeleton: the network without weights.
+        weights: all parameters by name; of tied ones, one name is enough.
+        device: where the copy is put.
+    """
     network = copy.deepcopy(skeleton)
     unknown = network.load_state_dict(weights, strict=False, assign=True).unexpected_keys
     network.tie_weights()

@@ -6,9 +6,9 @@ from math import log
 
 import pytest
 import torch
-from tests.decoding.test_exact_distribution import deer, first_cycle
 
 from tests.decoding.bench.test_limits import conditionals, drafter_marginals, joint
+from tests.decoding.test_exact_distribution import deer, first_cycle
 from trainers.losses.acceptance import coupled_miss, length, log_acceptance, total_variation
 
 
@@ -34,10 +34,10 @@ def test_by_hand():
     assert total_variation(q, p).tolist() == pytest.approx([0.25])
 
 
-def test_a_position_counts_only_behind_tokens_that_stand():
+def test_a_position_counts_only_after_accepted_tokens():
     p = logits_of([0.5, 0.5], [0.5, 0.5], [0.5, 0.5])
     q = logits_of([0.25, 0.75], [0.25, 0.75], [0.5, 0.5])
-    # The target's first token 0 stands with 1/2, its second token 1 surely.
+    # The target's first token 0 is accepted with 1/2, its second token 1 with 1.
     found = length(q, p, torch.tensor([0, 1, 0]))
     assert found.tolist() == pytest.approx([1 / 4, 1 - 1 / 2 * 3 / 4, 1 - 1 / 2])
 
@@ -50,8 +50,8 @@ def test_length_is_the_expected_acceptance_of_rejection():
     accepted = plainer = 0.0
     for x in product(range(V), repeat=k):
         teacher = torch.stack([p[x[:i]] for i in range(k)])
-        stands = 1 - length(q.log(), teacher.log(), torch.tensor(x))
-        accepted += joint(p, x) * stands.sum().item()
+        probability = 1 - length(q.log(), teacher.log(), torch.tensor(x))
+        accepted += joint(p, x) * probability.sum().item()
         plainer += joint(p, x) * torch.minimum(teacher, q).sum(-1).cumprod(0).sum().item()
     expected = first_cycle(sampler, "rejection") - 1
     assert accepted == pytest.approx(expected, abs=1e-9)
@@ -100,7 +100,7 @@ LOSSES = {  # of (logits, teacher), K = 3
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_at_least_zero_and_zero_only_where_both_laws_are_equal(name):
+def test_at_least_zero_and_zero_only_where_both_distributions_are_equal(name):
     loss, p = LOSSES[name], random_logits(5, 3, 20)
     assert loss(p + 1.5, p).abs().max() < 1e-12
     for spread in (1e-3, 1.0, 10.0):
@@ -127,7 +127,7 @@ def test_a_step_against_the_gradient_is_accepted_more_often(name):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_certain_and_contrary_laws_have_finite_gradients(name):
+def test_certain_and_contrary_distributions_have_finite_gradients(name):
     for size in (0.0, 80.0, 1e4):
         p = size * torch.nn.functional.one_hot(torch.tensor([0, 1, 2]), 5).float()
         q = (

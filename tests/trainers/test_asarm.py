@@ -131,7 +131,7 @@ def test_validation_hides_the_same_share_all_along(lab, export, tmp_path):
 
 
 def test_xlnet_trains_exports_and_loads(lab, export, tmp_path):
-    """The paper's network: a tiny one in the place of the public weights."""
+    """The paper's network class, tiny and random in place of the public weights."""
     folder = tmp_path / "xlnet"
     tokenizer = load_tokenizer(str(export))
     size = {"d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 32}

@@ -118,7 +118,7 @@ def test_training_goes_on_from_a_kept_export(base, tokenizer, tmp_path):
     difference = (logits(again) - logits(network)).abs().max()
     assert difference <= 1e-5 * logits(network).abs().max()
     # Its weights are in no folder any more, so no other adapter can be kept beside them.
-    with pytest.raises(ValueError, match=r"choose lora.merge=true"):
+    with pytest.raises(ValueError, match=r"lora\.merge=true"):
         add_lora(again, tokenizer, **{**PLAIN, "merge": False})
 
 
@@ -139,20 +139,22 @@ class TestRefusals:
 
     def test_targets_that_are_not_there(self, base, tokenizer):
         message = self.refused(base(), tokenizer, targets=["q_proj", "v_prj"])
-        assert "'v_prj'. Did you mean 'v_proj'" in message
+        assert "'v_prj'" in message
+        assert "'v_proj'" in message
         assert "'down_proj'" in message
         assert "all-linear" in self.refused(base(), tokenizer, targets=[])
 
     def test_a_head_that_is_the_embedding(self, base, tokenizer):
-        assert "is its embedding" in self.refused(base(True), tokenizer, targets=["lm_head"])
+        assert "lora.targets=lm_head" in self.refused(base(True), tokenizer, targets=["lm_head"])
         add_lora(base(False), tokenizer, **{**PLAIN, "targets": ["lm_head"]})
 
     def test_an_adapter_to_a_base_that_is_not_on_disk(self, base, tokenizer):
         new = tiny.causal_lm(len(tokenizer))
-        assert "no folder holds" in self.refused(new, tokenizer, merge=False)
+        assert "lora.merge=true" in self.refused(new, tokenizer, merge=False)
         shallow = from_causal_lm(base(), tokenizer, layers=[1])
         message = self.refused(shallow, tokenizer, merge=False)
-        assert "has 1 layers and that one 2" in message
+        assert "1 layers" in message
+        assert "has 2" in message
         # Negative control: the same network whole.
         whole = from_causal_lm(base(), tokenizer)
         assert hasattr(add_lora(whole, tokenizer, **{**PLAIN, "merge": False}), "peft_config")
@@ -314,11 +316,11 @@ def test_an_adapter_on_the_hub_is_found(kept, monkeypatch):
 
 def test_mistakes_are_refused_before_training(lab):
     for recipe, *overrides, words in (
-        ("deer_stage1", "lora.targets=[q_prj]", "Did you mean 'q_proj'"),
-        ("deer_stage1", "lora.targets=q_proj", "list is needed"),
+        ("deer_stage1", "lora.targets=[q_prj]", "q_prj.*'q_proj'"),
+        ("deer_stage1", "lora.targets=[]", r"lora\.targets=\[\]"),
         ("deer_stage1", "lora.rank=-1", "lora.rank=-1"),
-        ("diffusion_adapt", "lora.merge=false", "choose lora.merge=true"),
-        ("ar_target", "lora.merge=false", "no folder holds"),
+        ("diffusion_adapt", "lora.merge=false", "lora.merge=true"),
+        ("ar_target", "lora.merge=false", "lora.merge=true"),
     ):
         with pytest.raises(ValueError, match=words):
             lab.fit(recipe, "name=mistake", "lora.rank=4", *overrides)

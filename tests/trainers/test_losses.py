@@ -100,7 +100,7 @@ def test_next_token_across_documents():
     document = torch.tensor([[0, 0, 1, 1, 1, -1]])
     trained = torch.tensor([[1, 1, 1, 0, 1, 0]])
     ids = torch.tensor([[0, 1, 0, 1, 2, 0]])
-    # The logits at place i predict token i + 1: p = 1/2, ., ., 1/4 where it counts.
+    # The logits at position i predict token i + 1: p = 1/2, ., ., 1/4 where it counts.
     p = torch.full((1, 6, 3), 1 / 3, dtype=torch.float64)
     p[0, 0] = torch.tensor([0.25, 0.5, 0.25])
     p[0, 3] = torch.tensor([0.5, 0.25, 0.25])

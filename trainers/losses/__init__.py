@@ -1,1 +1,1 @@
-"""Losses as pure functions: tensors in, unreduced per-position loss and weights out."""
+"""Losses as pure functions of tensors: unreduced loss and weight of each position."""

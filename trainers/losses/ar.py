@@ -1,4 +1,4 @@
-"""Next-token loss of an autoregressive model on packed rows."""
+"""Next-token loss of autoregressive models on packed rows."""
 
 from torch import Tensor
 
@@ -8,15 +8,22 @@ from trainers.losses.diffusion import token_nll
 def next_token(
     logits: Tensor, input_ids: Tensor, document: Tensor, trained: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """-log p(x_{i+1} | x_{<=i}) and its weight, both [B, S-1].
+    """Next-token loss -log p(x_{i+1} | x_{<=i}) and its weight.
 
-    logits [B, S, V]; input_ids, document, trained [B, S]. The weight is 1 where token i + 1 is
-    trained and continues the document of token i.
+    Args:
+        logits: [B, S, V].
+        input_ids: [B, S].
+        document: [B, S], number of the document of each token, -1 for padding.
+        trained: [B, S], 1 where a token is a training target.
+
+    Returns:
+        Unreduced loss [B, S-1], and weight [B, S-1]: 1 where token i + 1 is trained and belongs to
+        the document of token i, else 0.
     """
     return token_nll(logits[:, :-1], input_ids[:, 1:]), next_token_weight(document, trained)
 
 
 def next_token_weight(document: Tensor, trained: Tensor) -> Tensor:
-    """The weight of `next_token`: [B, S-1]."""
+    """The weight of `next_token`, [B, S-1]; it needs no logits."""
     same = (document[:, 1:] == document[:, :-1]) & (document[:, 1:] >= 0)
     return (same & trained[:, 1:].bool()).float()

@@ -1,7 +1,7 @@
-"""Losses of heads that give the density of a continuous token, and of drafts that should agree.
+"""Losses for continuous tokens: likelihood, denoising, and agreement of drafter and target.
 
-Symbols: x [..., D] a token, e its noise, eps what the head estimates, t the time of the noise
-schedule. Everything is unreduced over the leading axes.
+Symbols: x [..., D] a token, e its noise, eps the head's estimate of e, t the time step of the noise
+schedule. Losses are unreduced, of shape [...].
 """
 
 import math
@@ -14,12 +14,12 @@ from models.densities import GaussianMixture
 
 
 def mixture(density: GaussianMixture, x: Tensor) -> Tensor:
-    """-log p(x) of a token, in nats (GIVT, arXiv 2312.02116): [...]."""
+    """Negative log-likelihood -log p(x) [...] of tokens [..., D], in nats (arXiv 2312.02116)."""
     return -density.log_prob(x)
 
 
 def denoising(eps: Tensor, noise: Tensor) -> Tensor:
-    """|eps - e|^2, the mean over the token's numbers (DDPM Eq. 14; MAR Eq. 1): [...].
+    """Denoising loss |eps - e|^2 / D, [...], of [..., D] each (DDPM Eq. 14; MAR Eq. 1).
 
     Example: eps [0, 0], noise [1, 3] -> 5.
     """
@@ -29,11 +29,21 @@ def denoising(eps: Tensor, noise: Tensor) -> Tensor:
 def variational(
     eps: Tensor, raw: Tensor, noise: Tensor, time: Tensor, schedule: DiffusionSchedule
 ) -> Tensor:
-    """The bound's term for a learned variance, the mean over the token's numbers: [...].
+    """Loss of a learned variance: KL of the true posterior from the head's kernel, in nats.
 
-    Improved DDPM, arXiv 2102.09672, Eq. 16: KL of the true posterior to the head's kernel, whose
-    mean learns nothing from it; times noise_steps / 1000, its weight there being 0.001 of the sum.
-    At t = 0 too: the chain's last step keeps the noise of the one before it.
+    Improved DDPM, arXiv 2102.09672, Eq. 16. The mean of the kernel gets no gradient. The loss is
+    scaled by noise_steps / 1000, since the paper weights the sum over noise_steps by 0.001. It is
+    the KL at t = 0 too, since the chain's last step has the variance of the step before it.
+
+    Args:
+        eps: noise estimates [..., D].
+        raw: raw variances of the head [..., D], -1 for the small and 1 for the large variance.
+        noise: e [..., D].
+        time: time steps t [...].
+        schedule: the noise schedule.
+
+    Returns:
+        The mean over D, [...].
     """
     table = _table(schedule._replace(steps=schedule.noise_steps, noisy_last=True), time.device)
     scale, shift, small, large = (column[time][..., None] for column in table)
@@ -47,27 +57,45 @@ def variational(
 def parting(
     eps: Tensor, teacher: Tensor, step: Tensor, schedule: DiffusionSchedule, variance: str
 ) -> Tensor:
-    """-log P(a coupled step keeps draft and target together), at one state: [...].
+    """-log P(drafter and target chain stay equal in one coupled step), in nats.
 
-    P = 2 Phi(-|Delta| / 2 sigma), Delta the difference of the kernels' means, which at one state is
-    scale * shift * (eps - teacher). The sum over a chain's steps is -log of the probability that
-    the chains are never parted. eps, teacher [..., D] at steps [...] of the chain, 0 the first.
-    Example: equal estimates -> 0.
+    P = 2 Phi(-|Delta| / 2 sigma), the overlap of two Gaussians, where Delta, the difference of
+    their means, is scale * shift * (eps - teacher) if both chains are in the same state. The sum
+    over the steps of a chain is -log P(the drafted token is accepted). Example: equal estimates
+    give 0.
+
+    Args:
+        eps: the drafter's noise estimates [..., D].
+        teacher: the target's noise estimates at the same states [..., D].
+        step: steps of the chain [...], 0 for the first (noisiest) one.
+        schedule: the noise schedule of both.
+        variance: 'small' or 'large', of both.
+
+    Returns:
+        [...].
     """
     table = _table(schedule, step.device)
-    # The table runs from the least noise up, steps from the most down.
+    # The table is sorted by rising noise, steps by falling noise.
     scale, shift, small, large = (column.flip(0)[step] for column in table)
     sigma = (0.5 * {"small": small, "large": large}[variance]).exp()
     squared = (eps.float() - teacher.float()).square().sum(-1)
-    z = scale * shift / sigma * (squared + 1e-12).sqrt()  # the root of 0 has no gradient
+    z = scale * shift / sigma * (squared + 1e-12).sqrt()  # a square root has no gradient at 0
     return -torch.special.log_ndtr(-z / 2) - math.log(2)
 
 
 def mixture_parting(draft: GaussianMixture, target: GaussianMixture, x: Tensor) -> Tensor:
-    """-log P(a draft stands), the overlap of two densities, from draws x [..., S, D] of the target.
+    """-log P(a drafted token is accepted), estimated from samples of the target.
 
-    P = int min(q, p) = E_p[min(1, q / p)], here the mean over S draws: [...].
-    Example: equal densities -> 0.
+    P = int min(q, p) = E_p[min(1, q / p)], here the mean over S samples. Example: equal densities
+    give 0.
+
+    Args:
+        draft: the drafter's densities q, of batch shape [...].
+        target: the target's densities p, of batch shape [...].
+        x: samples of the target [..., S, D].
+
+    Returns:
+        [...], in nats.
     """
     S = x.shape[-2]
     log_ratio = draft.repeated(S).log_prob(x) - target.repeated(S).log_prob(x)
@@ -75,6 +103,6 @@ def mixture_parting(draft: GaussianMixture, target: GaussianMixture, x: Tensor) 
 
 
 def _table(schedule: DiffusionSchedule, device) -> tuple[Tensor, ...]:
-    """scale, shift, small and large of every kernel, by rising time: [steps] each."""
+    """scale, shift, small and large of every kernel, sorted by rising time: [steps] each."""
     found = [k[1:] for k in reversed(kernels(schedule))]
     return tuple(torch.tensor(column, device=device) for column in zip(*found))

@@ -1,13 +1,18 @@
-"""Pieces of masked-diffusion losses that several methods share."""
+"""Masked-diffusion losses and cross-entropies that several methods share."""
 
 import torch
 from torch import Tensor
 
 
 def token_nll(logits: Tensor, target: Tensor) -> Tensor:
-    """-log p(target): logits [..., V], target [...] -> [...], in at least float32.
+    """Unreduced cross-entropy -log p(target), computed in at least float32.
 
-    Example: logits [[0, 0]], target [1] -> [log 2].
+    Args:
+        logits: [..., V].
+        target: token ids [...].
+
+    Returns:
+        [...], in nats. Example: logits [[0, 0]], target [1] give [log 2].
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     nll = torch.nn.functional.cross_entropy(
@@ -17,19 +22,32 @@ def token_nll(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def denoising_weight(masked: Tensor, t: Tensor, L: Tensor) -> Tensor:
-    """1[x_i^t = M] / (t L) of the masked-diffusion bound (LLaDA, arXiv 2502.09992, Eq. 3).
+    """Weights 1[x_i^t = M] / (t L) of the masked-diffusion bound (LLaDA, arXiv 2502.09992, Eq. 3).
 
-    masked: bool [..., K], where x^t is the mask. t, L: [...], masking rate and clean length.
-    Returns [..., K]; 0 for an empty block (L = 0).
+    Args:
+        masked: bool [..., K], x_i^t = M.
+        t: masking rates [...].
+        L: numbers of clean tokens [...].
+
+    Returns:
+        [..., K]; 0 for an empty block (L = 0).
     """
     return masked / (t * L.clamp_min(1)).unsqueeze(-1)
 
 
 def soft_nll(logits: Tensor, teacher: Tensor) -> Tensor:
-    """Cross-entropy -sum_v p(v) log q(v) with a teacher, p = softmax(teacher): [..., V] -> [...].
+    """Cross-entropy -sum_v p(v) log q(v) with a teacher, p = softmax(teacher), q = softmax(logits).
 
-    The expectation of `token_nll` over the teacher's token: the same gradient on average, without
-    the noise of the draw. Vocabularies may be padded differently: p is over what both have.
+    It is the expectation of `token_nll` over a token sampled from p, so its gradient has the same
+    mean and less variance.
+
+    Args:
+        logits: [..., V].
+        teacher: logits [..., V']; p is over the tokens that both vocabularies have (they may be
+            padded differently).
+
+    Returns:
+        [...], in nats.
     """
     shared = min(logits.shape[-1], teacher.shape[-1])
     log_q = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)

@@ -1,4 +1,4 @@
-"""The masked diffusion bound of block-wise LMs (LLaDA, arXiv 2502.09992; BD3-LM, 2503.09573)."""
+"""Masked-diffusion bound of block-wise LMs (LLaDA, arXiv 2502.09992; BD3-LM, 2503.09573)."""
 
 from torch import Tensor
 
@@ -8,12 +8,19 @@ from trainers.losses.diffusion import token_nll
 def denoise(logits: Tensor, target: Tensor, masked: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
     """LLaDA, Eq. 3: 1[x_i^t = M] / t * -log p(x_i^0 | x^t), with each token's own rate t.
 
-    logits [B, S, V]; target, masked (bool), t: [B, S]. Returns (loss, weight), unreduced [B, S].
-    Example: one token masked at t = 1/2, uniform over V: loss log V, weight 2.
+    Args:
+        logits: [B, S, V].
+        target: clean tokens [B, S].
+        masked: bool [B, S], x_i^t = M.
+        t: masking rates [B, S].
+
+    Returns:
+        Unreduced loss and weight, [B, S] each.
+        Example: one token masked at t = 1/2, uniform over V: loss log V, weight 2.
     """
     return token_nll(logits, target), denoise_weight(masked, t)
 
 
 def denoise_weight(masked: Tensor, t: Tensor) -> Tensor:
-    """1[x_i^t = M] / t: [B, S]."""
+    """The weight of `denoise`, 1[x_i^t = M] / t: [B, S]."""
     return masked / t

@@ -1,7 +1,7 @@
-"""pcLLM's progressive consistency loss and the AR loss beside it (Eq. 8-9).
+"""pcLLM's progressive consistency loss, with its autoregressive term (Eq. 8-9).
 
-Shapes: N blocks of n tokens an answer; logits [B, N, n, V] *of* each token, that is, taken at the
-place before it.
+Shapes: B answers of N blocks of n tokens. Logits [B, N, n, V] are those that predict each token,
+that is, the model's outputs at the position before it.
 """
 
 import torch
@@ -11,19 +11,37 @@ from torch import Tensor
 def progressive_consistency(
     noisy: Tensor, clean: Tensor, L_AR: Tensor, noised: Tensor, present: Tensor, w: float
 ) -> tuple[Tensor, Tensor]:
-    """Eq. 9, L_pc + w L_AR, each a mean over the answer's tokens: (loss, weight) [B, N, n].
+    """The loss of pcLLM, Eq. 9: L_pc + w L_AR, each a mean over the tokens of the answers.
 
-    noisy, clean: logits given noisy and given clean blocks. Eq. 8 is the divergence of the first
-    from the second, which gets no gradient, from a block's first wrong token on (noised: bool
-    [B, N, n]). L_AR [B, N, n]: of each clean token. present: bool [B, N, n], the answer's tokens.
-    Example: one token, noised, p = (1/2, 1/2), q = (1/4, 3/4), w = 0: log(4/3) / 2.
+    L_pc (Eq. 8) is the KL divergence from predictions given clean blocks, which get no gradient, to
+    predictions given noisy blocks, from the first wrong token of a block on.
+
+    Args:
+        noisy: logits given noisy blocks [B, N, n, V].
+        clean: logits given clean blocks [B, N, n, V].
+        L_AR: autoregressive loss of each clean token [B, N, n].
+        noised: bool [B, N, n], tokens from the first wrong one of their block on.
+        present: bool [B, N, n], tokens of the answer; the others are padding.
+        w: weight of L_AR.
+
+    Returns:
+        Unreduced loss and weight, [B, N, n] each.
+        Example: one token, noised, p = (1/2, 1/2), q = (1/4, 3/4), w = 0: log(4/3) / 2.
     """
     L_pc = noised * divergence(clean.detach(), noisy)
     return L_pc + w * L_AR, present.float()
 
 
 def divergence(teacher: Tensor, student: Tensor) -> Tensor:
-    """D_KL(p || q) of p = softmax(teacher), q = softmax(student): [..., V] -> [...]."""
+    """KL divergence D_KL(p || q) of p = softmax(teacher) from q = softmax(student).
+
+    Args:
+        teacher: logits [..., V].
+        student: logits [..., V].
+
+    Returns:
+        [...], in nats.
+    """
     kind = torch.promote_types(student.dtype, torch.float32)
     log_p, log_q = teacher.to(kind).log_softmax(-1), student.to(kind).log_softmax(-1)
     return (log_p.exp() * (log_p - log_q)).sum(-1)
