@@ -27,7 +27,7 @@ lab-deer-stage1: .venv/installed  ## what the next two start from
 	$(PY) -m decoding.collect recipe=deer_answers runs=$(RUNS)/lab-deer prompts.count=1920
 	$(FIT) recipe=deer_stage1 $(DEEP) trainer.max_steps=500
 
-lab-deer: lab-deer-stage1  ## DEER's figures in docs/results.md: more than an hour on 2 cores
+lab-deer: lab-deer-stage1  ## DEER's figures in docs/results/deer.md: more than an hour on 2 cores
 	$(FIT) recipe=deer_stage2 $(DEEP) trainer.max_steps=1500
 	$(FIT) recipe=ar_drafter $(DEEP) trainer.max_steps=2000 'network.layers=[0,1,11]'
 	$(PY) -m decoding.calibrate model=$(DEER)2/export answers=$(RUNS)/lab-deer/deer_answers nodes=[5,8,12,20,32,48] sharpness=[1.0] batch_sizes=[1,16] prompts=16
@@ -135,8 +135,8 @@ lab-cspd: .venv/installed  ## both heads of CSpD, drafters with and without dist
 	$(FIT) $(CSPD) name=distilled target=$(RUNS)/lab/cspd_target/diffusion/export module.distillation=1.0 $(DIFFUSION)
 	$(CSPD_BENCH)/distilled/export features=digits images=64
 
-test: .venv/installed  ## the whole test suite
-	$(PY) -m pytest -n 2
+test: .venv/installed  ## the whole test suite, in random order; SEED=3 (printed at its end) repeats one
+	$(PY) -m pytest -n 2 $(if $(SEED),--randomly-seed=$(SEED) --hypothesis-seed=$(SEED)) $(PYTEST)
 
 chaos: .venv/installed  ## kill a run ten times, also in a checkpoint's write: it must end as if left alone (minutes)
 	$(PY) -m tests.chaos
