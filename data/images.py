@@ -1,4 +1,4 @@
-"""Images as patches: rows of continuous tokens, and the noise that training lays over them."""
+"""Image data: images as sequences of patches (continuous tokens), and their training noise."""
 
 import hashlib
 import json
@@ -17,7 +17,14 @@ SUFFIXES = (".jpeg", ".jpg", ".png", ".webp")
 
 
 def patchify(images: Tensor, patch: int) -> Tensor:
-    """Images [B, C, S, S] -> patches [B, N, C * patch^2] in raster order.
+    """The patches of images, in raster order.
+
+    Args:
+        images: [B, C, S, S].
+        patch: side of a patch, in pixels.
+
+    Returns:
+        [B, N, C * patch^2].
 
     >>> patchify(torch.arange(4.0).view(1, 1, 2, 2), 1).flatten().tolist()
     [0.0, 1.0, 2.0, 3.0]
@@ -26,12 +33,27 @@ def patchify(images: Tensor, patch: int) -> Tensor:
 
 
 def unpatchify(patches: Tensor, size: int, patch: int) -> Tensor:
-    """The inverse of `patchify`: [B, N, C * patch^2] -> [B, C, size, size]."""
+    """Images made of patches in raster order; the inverse of `patchify`.
+
+    Args:
+        patches: [B, N, C * patch^2].
+        size: side of the images, in pixels.
+        patch: side of a patch, in pixels.
+
+    Returns:
+        [B, C, size, size].
+    """
     return fold(patches.transpose(1, 2), size, patch, stride=patch)
 
 
 class ImageRows(Dataset):
-    """images [M, C, S, S] (-1 is black, 1 white; or latents) and labels [M]."""
+    """A data set of images as patches.
+
+    Args:
+        images: [M, C, S, S], from -1 (black) to 1 (white), or latents.
+        labels: [M].
+        patch: side of a patch, in pixels.
+    """
 
     def __init__(self, images, labels, patch: int):
         self.images, self.labels, self.patch = images, labels, patch
@@ -40,7 +62,7 @@ class ImageRows(Dataset):
         return len(self.labels)
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
-        """patches [N, D] in raster order, label []."""
+        """Image i, as patches [N, D] in raster order and label []."""
         image = self.images[i].float()
         return {"patches": patchify(image[None], self.patch)[0], "label": self.labels[i].long()}
 
@@ -56,25 +78,34 @@ def rows(
 ) -> ImageRows:
     """The images of a source, as patches.
 
-    source: 'digits' (scikit-learn's, 8 x 8), or a folder with a folder of images for each class.
-    split: 'train' or 'heldout', every tenth image. size: pixels that a folder's images are cut and
-    scaled to. vae: a folder or Hub id for diffusers' AutoencoderKL; the images are then its latents
-    (means, times `scale`), kept under `folder` by fingerprint.
+    Args:
+        source: 'digits' (scikit-learn's, 8 x 8), or a folder with one folder of images per class.
+        patch: side of a patch, in pixels (of the latents, if there is a VAE).
+        folder: cache of the resized images or latents.
+        split: 'train', or 'heldout' for every tenth image.
+        size: side, in pixels, to which a folder's images are cropped and resized.
+        vae: folder or Hub id of a diffusers AutoencoderKL. The rows are then its latents (the mean
+            of the encoder's distribution).
+        scale: factor of the images or latents.
+
+    Raises:
+        ValueError: for an unknown split, a folder without a size or without readable images, or a
+            missing library.
     """
     check_split(split)
     if source == "digits":
         images, labels = digits()
     else:
         if size is None:
-            raise ValueError(f"source={source!r} needs size=..., the pixels of a side")
-        images, labels = _kept(Path(source).expanduser(), Path(folder), size, vae, scale)
+            raise ValueError(f"source={source!r} needs size=..., the side of the images in pixels")
+        images, labels = _cached(Path(source).expanduser(), Path(folder), size, vae, scale)
     held_out = (torch.arange(len(labels)) % 10 == 0) == (split == "heldout")
     index = held_out.nonzero().flatten()
     return ImageRows(_Chosen(images, index), labels[index], patch)
 
 
 class _Chosen:
-    """images[index[i]] as tensors, read when asked for."""
+    """The images images[index[i]] as tensors, read on access."""
 
     def __init__(self, images, index: Tensor):
         self.images, self.index = images, index
@@ -84,7 +115,11 @@ class _Chosen:
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """scikit-learn's 1,797 handwritten digits: [M, 1, 8, 8] in steps of 1/8 from -1 to 1."""
+    """scikit-learn's 1,797 handwritten digits: images [M, 1, 8, 8] in [-1, 1], and labels [M].
+
+    Raises:
+        ValueError: if scikit-learn is not installed.
+    """
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -96,40 +131,44 @@ def digits() -> tuple[Tensor, Tensor]:
     return images, torch.from_numpy(data.target)
 
 
-def _kept(source: Path, folder: Path, size: int, vae: str | None, scale: float):
-    """Images or latents [M, C, S, S] of a folder, made once and then read from disk."""
+def _cached(source: Path, folder: Path, size: int, vae: str | None, scale: float):
+    """Images or latents [M, C, S, S] and labels [M] of a folder, computed once, then from disk."""
     import numpy as np
 
     files = image_files(source)
     made_from = {"files": [[f.relative_to(source).as_posix(), f.stat().st_size] for f, _ in files]}
     made_from |= {"source": str(source), "size": size, "vae": vae, "scale": scale}
     name = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
-    place = folder / f"images-{name}"
-    if not (place / "manifest.json").is_file():  # written last: what is there is whole
-        place.mkdir(parents=True, exist_ok=True)
+    cache = folder / f"images-{name}"
+    if not (cache / "manifest.json").is_file():  # written last: the cache is complete
+        cache.mkdir(parents=True, exist_ok=True)
         images, labels, skipped = [], [], []
         for pixels, label in _pixels(files, size, skipped):
             images.append((pixels if vae is None else _encoder(vae)(pixels) * scale).half().numpy())
             labels.append(label)
         _name_unreadable(source, skipped, len(files))
-        np.save(place / "images.npy", np.stack(images))
-        np.save(place / "labels.npy", np.array(labels))
+        np.save(cache / "images.npy", np.stack(images))
+        np.save(cache / "labels.npy", np.array(labels))
         manifest = {"images": len(images), "skipped": skipped, "vae": vae, "scale": scale}
-        with atomic_write(place / "manifest.json") as temporary:
+        with atomic_write(cache / "manifest.json") as temporary:
             temporary.write_text(json.dumps(manifest, indent=2))
-    images = np.load(place / "images.npy", mmap_mode="r")
-    return images, torch.from_numpy(np.load(place / "labels.npy"))
+    images = np.load(cache / "images.npy", mmap_mode="r")
+    return images, torch.from_numpy(np.load(cache / "labels.npy"))
 
 
 def image_files(source: Path) -> list[tuple[Path, int]]:
-    """Every image of a folder with the number of its class, the classes by name."""
+    """The image files of a folder, each with its class (folders sorted by name, from 0).
+
+    Raises:
+        ValueError: for a path that is no folder, or has no image files.
+    """
     if not source.is_dir():
         raise ValueError(f"{str(source)!r} is no folder of images. Allowed: 'digits', or a folder")
     classes = sorted(p for p in source.iterdir() if p.is_dir())
     files = [
         (file, label)
-        for label, place in enumerate(classes)
-        for file in sorted(place.rglob("*"))
+        for label, path in enumerate(classes)
+        for file in sorted(path.rglob("*"))
         if file.suffix.lower() in SUFFIXES
     ]
     if not files:
@@ -141,22 +180,22 @@ def image_files(source: Path) -> list[tuple[Path, int]]:
 
 
 def pictures(source: str, size: int) -> Iterator[Tensor]:
-    """Every image of a source (see `rows`) as pixels [C, size, size] in [-1, 1].
+    """The pixels [C, size, size], in [-1, 1], of every image of a source (see `rows`).
 
-    Unreadable files of a folder are counted and named at the end.
+    One line at the end names the unreadable files.
     """
     if source == "digits":
         yield from digits()[0]
         return
-    place, skipped = Path(source).expanduser(), []
-    files = image_files(place)
+    root, skipped = Path(source).expanduser(), []
+    files = image_files(root)
     for pixels, _ in _pixels(files, size, skipped):
         yield pixels
-    _name_unreadable(place, skipped, len(files))
+    _name_unreadable(root, skipped, len(files))
 
 
 def _name_unreadable(source: Path, skipped: list[str], files: int) -> None:
-    """One line about the files that cannot be read; an error if all are such."""
+    """Print the files that cannot be read; raise ValueError if that is all of them."""
     if skipped:
         shown = ", ".join(skipped[:8]) + (", ..." if len(skipped) > 8 else "")
         print(f"{source}: {len(skipped)} of {files} images cannot be read: {shown}")
@@ -167,7 +206,7 @@ def _name_unreadable(source: Path, skipped: list[str], files: int) -> None:
 def _pixels(
     files: list[tuple[Path, int]], size: int, skipped: list[str]
 ) -> Iterator[tuple[Tensor, int]]:
-    """The middle square of each image [3, size, size] in [-1, 1]; names of unreadable ones."""
+    """Center crops [3, size, size] in [-1, 1], and labels; unreadable files go to `skipped`."""
     try:
         import numpy as np
         from PIL import Image, ImageOps
@@ -189,7 +228,7 @@ _loaded: dict = {}
 
 
 def _encoder(vae: str):
-    """Pixels [3, S, S] -> mean latents [C, S / 8, S / 8] of an AutoencoderKL."""
+    """The encoder of an AutoencoderKL: pixels [3, S, S] to mean latents [C, S / 8, S / 8]."""
     model = autoencoder(vae)
 
     def encode(pixels: Tensor) -> Tensor:
@@ -200,7 +239,11 @@ def _encoder(vae: str):
 
 
 def autoencoder(vae: str):
-    """diffusers' AutoencoderKL from a folder or the Hub, loaded once."""
+    """A diffusers AutoencoderKL from a folder or the Hub, loaded once per process.
+
+    Raises:
+        ValueError: if diffusers is not installed.
+    """
     try:
         from diffusers import AutoencoderKL
     except ImportError:
@@ -213,11 +256,16 @@ def autoencoder(vae: str):
 
 
 class TokenNoise:
-    """What training adds to an image's tokens: an order, noise, and now and then no class.
+    """The training sample of an image: generation order, noise and label dropout.
 
-    order: 'raster', or 'random' for each image its own. no_class: share of images whose label is
-    -1, for guidance. repeats: R noised states of each token in one forward (MAR's batch
-    multiplier). jitter: width of uniform noise on the data; grey levels have no density.
+    Args:
+        order: 'raster', or 'random' (a permutation for each image).
+        no_class: fraction of images whose label is dropped (-1), for classifier-free guidance.
+        repeats: R, noised states per token in one forward (MAR's batch multiplier).
+        jitter: width of uniform noise added to the data: discrete grey levels have no density.
+
+    Raises:
+        ValueError: for a fraction outside [0, 1], or fewer than 1 repeat.
     """
 
     def __init__(
@@ -232,15 +280,20 @@ class TokenNoise:
     def __call__(
         self, row: dict[str, Tensor], generator: Generator, number: int
     ) -> dict[str, Tensor]:
-        """patches [N, D] in the order [N], label [], time [R, N] in [0, 1), noise [R, N, D]."""
+        """One training sample, made from a row of `ImageRows`.
+
+        Returns:
+            patches: [N, D], sorted by the order; label: []; order: positions [N]; time: [R, N], in
+            [0, 1); noise: standard normal, [R, N, D].
+        """
         N, D = row["patches"].shape
         order = torch.arange(N)
         if self.order == "random":
             order = torch.randperm(N, generator=generator)
-        shake = torch.rand(N, D, generator=generator) - 0.5
+        uniform = torch.rand(N, D, generator=generator) - 0.5
         dropped = torch.rand((), generator=generator) < self.no_class
         return {
-            "patches": row["patches"][order] + self.jitter * shake,
+            "patches": row["patches"][order] + self.jitter * uniform,
             "label": torch.where(dropped, -1, row["label"]),
             "order": order,
             "time": torch.rand(self.repeats, N, generator=generator),

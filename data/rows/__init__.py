@@ -1,1 +1,1 @@
-"""Training rows: packing, collections, and their order as a function of the seed."""
+"""Training rows: packed documents, trajectories and prompts, and the order of the samples."""

@@ -1,4 +1,4 @@
-"""Packed rows of a training set, by what they are made from: documents or teacher answers."""
+"""Training sets of packed rows, made from the documents of a corpus or from teacher answers."""
 
 import hashlib
 import json
@@ -25,9 +25,21 @@ def documents(
     subset: str | None = None,
     field: str = "text",
 ) -> PackedRows:
-    """Rows of `length` tokens of a corpus (see `data.corpora.sources.load_documents`).
+    """Packed rows of a corpus.
 
-    folder: where packed rows are kept, by fingerprint; an equal request finds them again.
+    Args:
+        source: as in `data.corpora.sources.load_documents`, like the arguments after `folder`.
+        length: tokens per row.
+        tokenizer: encodes the documents.
+        folder: cache of packed rows, by a hash of all other arguments.
+        split: as in `load_documents`.
+        limit: as in `load_documents`.
+        streaming: as in `load_documents`.
+        subset: as in `load_documents`.
+        field: as in `load_documents`.
+
+    Raises:
+        ValueError: as `load_documents` and `PackedRows.build` do.
     """
     made_from = {
         "source": source,
@@ -39,7 +51,7 @@ def documents(
         "tokenizer": fingerprint(tokenizer),
     }
 
-    def encoded():  # a generator: rows found on disk must not open the source again
+    def encoded():  # a generator, so that the source is not opened if the rows are on disk
         options = {"field": field, "streaming": streaming, "limit": limit, "subset": subset}
         for row in load_documents(source, split, **options):
             yield encode_document(tokenizer, row)
@@ -54,9 +66,17 @@ def answers(
     folder: str,
     split: str = "train",
 ) -> PackedRows:
-    """Rows of a collection of teacher answers (see `decoding.collect`); answers are trained.
+    """Packed rows of a collection of teacher answers, trained on the answers only.
 
-    source: the collection's folder. split: 'train' or 'heldout', by the hash of the prompt's id.
+    Args:
+        source: the collection's folder (`python -m decoding.collect`).
+        length: tokens per row.
+        tokenizer: the one that the collection was made with.
+        folder: cache of packed rows.
+        split: 'train' or 'heldout', by a hash of the prompt's id.
+
+    Raises:
+        ValueError: for a missing collection, or one of another tokenizer.
     """
     manifest = checked_manifest(source, tokenizer)
     made_from = {"answers": manifest, "split": split, "length": length}
@@ -64,7 +84,11 @@ def answers(
 
 
 def checked_manifest(source: str, tokenizer: PreTrainedTokenizerBase) -> dict:
-    """What a collection was made with; ValueError for one of another tokenizer."""
+    """The manifest of a collection, checked against a tokenizer.
+
+    Raises:
+        ValueError: for a missing collection, or one of another tokenizer.
+    """
     manifest = read_manifest(source)
     if manifest["tokenizer"] != fingerprint(tokenizer):
         raise ValueError(
@@ -83,6 +107,6 @@ def _build(
     made_from: dict,
 ) -> PackedRows:
     name = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]
-    # Padding is a document of its own (-1) that nothing sees: any id of the vocabulary will do.
+    # No token attends to padding (document -1), so any id of the vocabulary will do.
     pad_id = tokenizer.pad_token_id or 0
     return PackedRows.build(Path(folder) / name, encoded, length, pad_id, made_from)

@@ -1,4 +1,4 @@
-"""Document-aware packing: many documents in rows of one length, and their store on disk.
+"""Document-aware packing: many documents in rows of equal length, and the format on disk.
 
 A packed row holds four columns of `length` integers each:
 
@@ -28,12 +28,22 @@ Encoded = tuple[list[int], list[bool]]
 
 
 def pack(documents: Iterable[Encoded], length: int, pad_id: int) -> Iterator[dict[str, list[int]]]:
-    """Fill rows of exactly `length` tokens with `(ids, trained)` documents, greedily, in order.
+    """Packed rows of exactly `length` tokens, filled greedily with documents in their order.
 
-    A document that does not fit goes on in the next row as a new chunk. No chunk is shorter than
-    two tokens, for one token alone predicts nothing: a single free place at a row's end is
-    padded, a single token left of a document is dropped, and so is a one-token document.
-    Raises ValueError when `length` is below 2.
+    A document that does not fit continues in the next row as a new chunk. Chunks have at least two
+    tokens, since a single token predicts nothing: a single free position at the end of a row is
+    padded; a single remaining token of a document is dropped, and so is a one-token document.
+
+    Args:
+        documents: `(token ids, training mask)` each.
+        length: tokens per row, at least 2.
+        pad_id: token id of padding.
+
+    Yields:
+        Rows, as `{column: list of length integers}`.
+
+    Raises:
+        ValueError: for a length below 2.
 
     >>> [row["input_ids"] for row in pack([([5, 6, 7], [True] * 3)] * 2, 4, pad_id=0)]
     [[5, 6, 7, 0], [5, 6, 7, 0]]
@@ -75,9 +85,15 @@ def _padded(row: dict[str, list[int]], length: int, pad_id: int) -> dict[str, li
 
 
 class PackedRows(Dataset):
-    """Packed rows on disk, mapped into memory: one int32 .npy file a column, and a manifest.
+    """Packed rows on disk, memory-mapped: a folder with one int32 .npy file per column.
 
-    `rows[i]` is a dict of int64 tensors `[length]`, one a column. Make it with `build` or `open`.
+    `rows[i]` is a dict of int64 tensors [length], one per column. Create it with `build` or `open`.
+
+    Args:
+        folder: what `build` wrote.
+
+    Raises:
+        ValueError: for a folder without packed rows.
     """
 
     def __init__(self, folder: str | os.PathLike) -> None:
@@ -94,7 +110,11 @@ class PackedRows(Dataset):
 
     @classmethod
     def open(cls, folder: str | os.PathLike) -> "PackedRows":
-        """Open what `build` wrote. Raises ValueError when there is nothing in `folder`."""
+        """The packed rows in `folder`.
+
+        Raises:
+            ValueError: for a folder without packed rows.
+        """
         return cls(folder)
 
     @classmethod
@@ -106,11 +126,20 @@ class PackedRows(Dataset):
         pad_id: int,
         fingerprint: dict,
     ) -> "PackedRows":
-        """Pack `documents` into `folder`, or open it when it already holds just these rows.
+        """The packed rows of `documents`, written to `folder` unless they are already there.
 
-        "Just these" means an equal `fingerprint` (JSON: source, tokenizer, options), `length` and
-        `pad_id`; then `documents` is not read at all. The folder appears whole or not at all.
-        Raises ValueError when no row comes out, or `folder` holds something else.
+        Rows that are there are reused if `fingerprint`, `length` and `pad_id` are equal;
+        `documents` is not read then. The folder is written atomically.
+
+        Args:
+            folder: a new or empty folder, or one with packed rows.
+            documents: `(token ids, training mask)` each.
+            length: tokens per row.
+            pad_id: token id of padding.
+            fingerprint: what the rows are made from (source, tokenizer, options), as JSON.
+
+        Raises:
+            ValueError: if there is no row to write, or `folder` holds something else.
         """
         folder = Path(folder)
         key = json.loads(json.dumps({**_key(length, pad_id), "fingerprint": fingerprint}))
@@ -141,7 +170,7 @@ class PackedRows(Dataset):
         }
 
     def __reduce__(self) -> tuple:
-        # A spawned worker maps the files again; pickling the maps would copy the whole corpus.
+        # A spawned worker maps the files itself; pickling the maps would copy the whole corpus.
         return PackedRows, (self.folder,)
 
 
@@ -157,7 +186,7 @@ def _read_manifest(folder: Path) -> dict | None:
 
 
 def _write(folder: Path, documents: Iterable[Encoded], length: int, pad_id: int) -> Counter:
-    """Stream the packed rows into `folder`. Returns the counts that go into the manifest."""
+    """Write the packed rows into `folder` as they come; the counts are for the manifest."""
     counts = Counter(
         rows=0, documents=0, short_documents=0, tokens=0, trained_tokens=0, dropped_tokens=0
     )
@@ -179,10 +208,10 @@ def _write(folder: Path, documents: Iterable[Encoded], length: int, pad_id: int)
             file.close()
     if not counts["rows"]:
         raise ValueError(
-            f"No row to train on: {counts['short_documents']} documents came in, none with 2 "
-            "tokens or more. Check the source and its split."
+            f"no row to train on: none of {counts['short_documents']} documents has 2 tokens or "
+            "more. Check the source and its split."
         )
-    # So far all tokens that came in; what did not go out was dropped.
+    # `dropped_tokens` has counted all input tokens so far; subtract those that were written.
     counts["dropped_tokens"] -= counts["tokens"]
     return counts
 
@@ -198,7 +227,7 @@ def _counted(documents: Iterable[Encoded], counts: Counter) -> Iterator[Encoded]
 
 
 def _write_header(file, rows: int, length: int) -> None:
-    # numpy pads the header so that the count of rows can grow in place.
+    # numpy pads the header, so it can be rewritten in place with the final number of rows.
     np.lib.format.write_array_header_1_0(
         file, {"descr": _DTYPE, "fortran_order": False, "shape": (rows, length)}
     )

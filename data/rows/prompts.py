@@ -1,4 +1,4 @@
-"""Prompts as the rows of a run: what a model is calibrated on."""
+"""Rows of one prompt each, for calibration."""
 
 import torch
 from torch import Tensor
@@ -9,9 +9,18 @@ from data.text.prompts import heldout_prompts
 
 
 class PromptRows(Dataset):
-    """Prompts of at most `length` tokens, padded behind: input_ids [length], size [].
+    """A data set of prompts, right-padded: input_ids [length], size [] (tokens of the prompt).
 
-    source, split, count: see `data.text.prompts.heldout_prompts`. Nothing is kept in `folder`.
+    Args:
+        source: as in `data.text.prompts.heldout_prompts`.
+        count: number of prompts.
+        length: maximum tokens per prompt.
+        tokenizer: encodes the prompts.
+        folder: ignored; nothing is cached.
+        split: 'train' or 'heldout'.
+
+    Raises:
+        ValueError: as `heldout_prompts` does.
     """
 
     def __init__(
@@ -23,7 +32,7 @@ class PromptRows(Dataset):
         folder: str | None = None,
         split: str = "train",
     ):
-        del folder  # every training set is given one
+        del folder  # an argument of every training set
         found = heldout_prompts(source, tokenizer, count, length, split=split)
         self.prompts, self.length = [p["prompt_ids"] for p in found], length
 

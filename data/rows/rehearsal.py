@@ -1,6 +1,6 @@
-"""Ordinary text beside a model's own answers, so that it does not forget what is not in them.
+"""Rehearsal: ordinary text mixed into a model's own answers, against catastrophic forgetting.
 
-Rehearsal: Robins, Catastrophic forgetting, rehearsal and pseudorehearsal (1995). Not in pcLLM's
+Source: Robins, Catastrophic forgetting, rehearsal and pseudorehearsal (1995). Not part of pcLLM's
 paper, whose training set is large; a small one needs it.
 """
 
@@ -21,10 +21,18 @@ def answers_and_text(
     tokenizer: PreTrainedTokenizerBase,
     folder: str,
 ) -> "Rehearsed":
-    """The trajectories of a collection (see `data.rows.trajectories.rows`), and rows of a corpus.
+    """A training set of trajectories and rows of ordinary text.
 
-    text: the corpus (see `data.corpora.sources.load_documents`). share: of rows that are ordinary
-    text, in [0, 1).
+    Args:
+        source: the collection of trajectories, as in `data.rows.trajectories.rows`.
+        model: the model that is trained.
+        text: the corpus, as in `data.corpora.sources.load_documents`.
+        share: fraction of rows that are ordinary text, in [0, 1).
+        tokenizer: the model's.
+        folder: cache of rows.
+
+    Raises:
+        ValueError: for a share outside [0, 1), and as `data.rows.trajectories.rows` does.
     """
     if not 0 <= share < 1:
         raise ValueError(f"share={share} is not allowed: it must be in [0, 1)")
@@ -34,30 +42,42 @@ def answers_and_text(
 
 
 class Rehearsed(Dataset):
-    """Rows of text, each as an answer without wrong guesses, among `answers`.
+    """A mix of trajectories and rows of text; a row of text is an answer without wrong tokens.
 
-    The answers are repeated until all of the text has its share; of a small corpus, all is taken.
+    The answers are repeated until all rows of text make up their share. A corpus that is too small
+    for its share of one pass over the answers is used whole.
+
+    Args:
+        answers: the trajectories.
+        text: rows of text.
+        share: fraction of rows that are text, in [0, 1).
     """
 
     def __init__(self, answers: Trajectories, text: PackedRows, share: float):
         self.answers, self.text = answers, text
-        beside = len(answers) * share / (1 - share)  # rows of text for all answers once
-        self.repeats = max(1, round(len(text) / beside)) if share else 1
-        self.count = min(len(text), round(self.repeats * beside))
+        text_rows = len(answers) * share / (1 - share)  # per pass over the answers
+        self.repeats = max(1, round(len(text) / text_rows)) if share else 1
+        self.count = min(len(text), round(self.repeats * text_rows))
 
     def __len__(self) -> int:
         return self.repeats * len(self.answers) + self.count
 
     def __getitem__(self, i: int) -> Answer:
-        place = i - self.count
-        if place >= 0:
-            return self.answers[place % len(self.answers)]
+        if i >= self.count:
+            return self.answers[(i - self.count) % len(self.answers)]
         row = self.text[i * len(self.text) // self.count]
         return as_answer(row["input_ids"][row["document"] == 0], *self.answers.shape)
 
 
 def as_answer(ids: Tensor, prompt_length: int, blocks: int, block_size: int) -> Answer:
-    """Text of at least two tokens as a prompt and its answer, whose only states are right ones."""
+    """A row of text as a prompt and its answer, whose trajectories are the fixed points alone.
+
+    Args:
+        ids: at least two tokens.
+        prompt_length: P, the maximum tokens of the prompt.
+        blocks: N, the maximum blocks of the answer.
+        block_size: n, tokens per block.
+    """
     P, N, n = prompt_length, blocks, block_size
     cut = min(P, len(ids) - 1)
     prompt, rest = ids[:cut], ids[cut : cut + N * n]

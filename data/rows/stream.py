@@ -1,7 +1,7 @@
-"""The order of the data as a pure function of (seed, sample number).
+"""Training samples and their order, as a pure function of the seed and the sample number.
 
-Sample n of a run is the same row with the same noise on any number of processes, workers and
-accumulation steps; resuming is starting to count elsewhere, and nothing else has to be stored.
+Sample n of a run is the same row with the same noise for any number of processes, workers and
+accumulation steps. A resumed run only needs to know the number of its next sample.
 """
 
 import hashlib
@@ -12,12 +12,18 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-# (row, generator, number of the sample, for noise that changes in the course of a run) -> sample
+# (row, generator, sample number) -> sample; the number is for noise that changes during a run.
 Corruption = Callable[[Any, torch.Generator, int], dict[str, Tensor]]
 
 
 class Stream(Dataset):
-    """rows, shuffled anew each epoch, corrupted with noise keyed by the sample's number."""
+    """The samples of a run: rows in a new random order each epoch, with noise keyed by the number.
+
+    Args:
+        rows: the training set.
+        seed: seed of order and noise.
+        corruption: makes a sample from a row; None keeps the row.
+    """
 
     def __init__(self, rows: Dataset, seed: int, corruption: Corruption | None = None):
         self.rows, self.seed, self.corruption = rows, seed, corruption
@@ -40,10 +46,20 @@ class Stream(Dataset):
 
 
 class BatchSchedule(Sampler):
-    """Sample numbers of one process: a list for each micro-batch, step after step.
+    """A batch sampler: the sample numbers of one process, micro-batch by micro-batch.
 
-    A step takes the next batch_size numbers; process `rank` of `world` takes its share of them,
-    micro_batch_size at a time.
+    A step takes the next `batch_size` sample numbers. Each process takes an equal part of them, in
+    micro-batches.
+
+    Args:
+        steps: the training steps, from 0.
+        batch_size: samples per step, over all processes.
+        micro_batch_size: samples per forward of one process.
+        rank: this process, from 0.
+        world: number of processes.
+
+    Raises:
+        ValueError: unless batch_size is a multiple of world * micro_batch_size.
     """
 
     def __init__(
@@ -71,7 +87,7 @@ class BatchSchedule(Sampler):
 
     @property
     def accumulate(self) -> int:
-        """Micro-batches of a process in each step."""
+        """Micro-batches per step and process (gradient accumulation)."""
         return self.batch_size // (self.world * self.micro_batch_size)
 
     def samples(self, step: int) -> range:
@@ -90,7 +106,7 @@ class BatchSchedule(Sampler):
 
 
 def _generator(seed: int, number: int, purpose: int) -> torch.Generator:
-    """A generator of its own for each (seed, number, purpose)."""
-    # torch's CPU generator heeds 32 bits of a seed only, so they must depend on all three.
+    """A separate random generator for each (seed, number, purpose)."""
+    # torch's CPU generator uses only 32 bits of its seed, so these must depend on all three.
     key = hashlib.blake2b(f"{seed} {number} {purpose}".encode(), digest_size=4).digest()
     return torch.Generator().manual_seed(int.from_bytes(key, "little"))

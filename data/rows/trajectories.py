@@ -1,7 +1,7 @@
-"""Jacobi trajectories: how they are stored, read and packed for pcLLM's training.
+"""Jacobi trajectories for pcLLM's training: storage format, data set and packing.
 
-A trajectory is every state of a block of n tokens, from random tokens to the fixed point. It is
-stored as its first state and, for each pass, the tokens that the pass changed.
+A trajectory is the sequence of states of a block of n tokens, from random tokens to the fixed
+point. It is stored as its first state and, for each pass, the tokens that the pass changed.
 """
 
 import hashlib
@@ -22,15 +22,19 @@ from data.corruption.schedules import progressive_times
 from data.files import atomic_write
 from data.text.tokenizer import fingerprint
 
-# Columns of a row beside its id, prompt and answer; the lists of all blocks one after another.
+# Columns of trajectories, besides id, prompt and answer; each concatenates the lists of all blocks.
 CHANGES = ("start", "passes", "changes", "at", "to")
 
 
 class Answer(NamedTuple):
-    """A prompt and the trajectories of its answer of at most N blocks of n tokens.
+    """A prompt, and its answer's trajectories in at most N blocks of n tokens.
 
-    prompt: [P], padded on the left; prompt_size of its tokens are real. clean: [N, n], the
-    fixed points, of which the first `size` tokens are real. states: for each block [passes+1, n].
+    Attributes:
+        prompt: [P], left-padded.
+        prompt_size: tokens of the prompt without padding.
+        clean: [N, n], the fixed points, right-padded.
+        size: tokens of the answer without padding.
+        states: for each block the states of its trajectory, [passes + 1, n].
     """
 
     prompt: Tensor
@@ -41,18 +45,24 @@ class Answer(NamedTuple):
 
 
 class NoisyBlocks:
-    """Corruption of an answer: each block at the noise ratio that the schedule gives it (Eq. 7).
+    """The training sample of pcLLM: each block at the noise ratio of the schedule (Eq. 7).
 
-    window: w, blocks of a window. order: 'linear', 'random' or 'reverse'.
+    Args:
+        window: w, blocks per cycle of the noise schedule.
+        order: 'linear', 'random' or 'reverse'.
+        tokenizer: gives the padding id.
+
+    Raises:
+        ValueError: for a window below 1 or an unknown order.
     """
 
     def __init__(self, window: int, order: str, tokenizer: PreTrainedTokenizerBase):
-        progressive_times(1, window, order, Generator())  # a mistake is to show before training
+        progressive_times(1, window, order, Generator())  # raises now and not in training
         self.window, self.order = window, order
         self.pad_id = tokenizer.pad_token_id or 0
 
     def __call__(self, answer: Answer, generator: Generator, number: int = 0) -> dict[str, Tensor]:
-        """An answer of `Trajectories` -> one sample of the batch (see `interleave`)."""
+        """One training sample, made from an item of `Trajectories`. Returns: see `interleave`."""
         times = progressive_times(len(answer.clean), self.window, self.order, generator)
         noisy = answer.clean.clone()
         n = noisy.shape[1]
@@ -63,38 +73,51 @@ class NoisyBlocks:
 
 
 def nearest_state(states: Tensor, clean: Tensor, size: int, t: float) -> Tensor:
-    """The state [n] of [k, n] whose count of wrong tokens is nearest to ceil(t size).
+    """The state of a trajectory whose number of wrong tokens is nearest to ceil(t size).
 
-    size: how many tokens of the block the answer has; the others do not count.
+    Args:
+        states: [k, n].
+        clean: the fixed point [n].
+        size: tokens of the block without padding; the others are not compared.
+        t: noise ratio, in [0, 1).
+
+    Returns:
+        [n].
     """
     wrong = (states != clean)[:, :size].sum(1)
-    wanted = math.ceil(t * size - 1e-6)  # less a rounding error: 0.1 * 10 is to be 1
+    wanted = math.ceil(t * size - 1e-6)  # the margin is for rounding: 0.1 * 10 must give 1
     return states[(wrong - wanted).abs().argmin()]
 
 
 def interleave(answer: Answer, noisy: Tensor, pad_id: int) -> dict[str, Tensor]:
-    """Prompt, then each block twice, noisy [N, n] and clean, at the same positions (Figure 1b).
+    """The packed sequence of pcLLM (Figure 1b): the prompt, then each block noisy and clean.
 
-    Returns the fields of `models.masks.Layout` and input_ids, position_ids, [P + 2 N n] each:
-    `index` counts from the answer's first token, `block` is 0 for noisy and 1 for clean tokens.
-    target, present: [N, n], the clean tokens and whether the answer has them; noised: bool [N, n],
-    from the first wrong token of the block on.
+    The noisy and the clean copy of a block share their positions. Example: prompt a, block b c,
+    noisy x c: a | x c | b c at positions 0 | 1 2 | 1 2.
 
-    Example: prompt a, block b c, noisy x c: a | x c | b c at positions 0 | 1 2 | 1 2.
+    Args:
+        answer: prompt and clean blocks.
+        noisy: noisy blocks [N, n].
+        pad_id: token id of padding.
+
+    Returns:
+        input_ids, position_ids, document, index, block: [P + 2 N n] each, the layout of
+        `models.masks.branches`: `index` is 0 at the answer's first token, `block` is 0 for noisy
+        and 1 for clean tokens. target: [N, n], clean tokens. present: bool [N, n], tokens of the
+        answer (not padding). noised: bool [N, n], from the first wrong token of a block on.
     """
     N, n = noisy.shape
     P = len(answer.prompt)
-    ahead = torch.arange(-P, 0)
     index = torch.arange(N * n).view(N, 1, n).expand(N, 2, n).flatten()
-    index = torch.cat([ahead, index])
+    index = torch.cat([torch.arange(-P, 0), index])
     block = torch.tensor([0, 1]).view(1, 2, 1).expand(N, 2, n).flatten()
-    there = (index >= -answer.prompt_size) & (index < answer.size)
+    real = (index >= -answer.prompt_size) & (index < answer.size)
     tokens = torch.cat([answer.prompt, torch.stack([noisy, answer.clean], 1).flatten()])
     present = torch.arange(N * n).view(N, n) < answer.size
     return {
-        "input_ids": torch.where(there, tokens, pad_id),
+        "input_ids": torch.where(real, tokens, pad_id),
         "position_ids": (index + answer.prompt_size).clamp_min(0),
-        "document": there.long() - 1,
+        "document": real.long() - 1,
         "index": index,
         "block": torch.cat([torch.full((P,), -1), block]),
         "target": torch.where(present, answer.clean, pad_id),
@@ -104,7 +127,7 @@ def interleave(answer: Answer, noisy: Tensor, pad_id: int) -> dict[str, Tensor]:
 
 
 def replay(row: dict, n: int) -> list[Tensor]:
-    """All states of each block of a stored row: [passes + 1, n] a block.
+    """The states of each block of a stored row, [passes + 1, n] per block.
 
     >>> row = dict(start=[7, 8], passes=[2], changes=[2, 1], at=[0, 1, 1], to=[5, 9, 6])
     >>> replay(row, 2)[0].tolist()
@@ -125,7 +148,14 @@ def replay(row: dict, n: int) -> list[Tensor]:
 
 
 class Trajectories(Dataset):
-    """The answers of a collection, mapped into memory from one Arrow file."""
+    """A data set of answers with trajectories, memory-mapped from one Arrow file.
+
+    Args:
+        file: the Arrow file.
+        prompt_length: P, to which prompts are padded.
+        blocks: N, to which answers are padded.
+        block_size: n.
+    """
 
     def __init__(self, file: Path, prompt_length: int, blocks: int, block_size: int):
         import pyarrow
@@ -145,7 +175,7 @@ class Trajectories(Dataset):
         return Answer(padded, len(prompt), clean, len(answer), replay(row, n))
 
     def __reduce__(self) -> tuple:
-        # A spawned worker maps the file again.
+        # A spawned worker maps the file itself.
         return Trajectories, (self.file, *self.shape)
 
 
@@ -158,8 +188,15 @@ def rows(
 ) -> Trajectories:
     """The trajectories of a collection (`python -m decoding.collect recipe=pcllm_trajectories`).
 
-    source: the collection's folder. model: the model that is trained, which must be the one that
-    made them. folder: where the mapped file is kept. split: 'train' or 'heldout'.
+    Args:
+        source: the collection's folder.
+        model: the model that is trained; it must be the one that the trajectories are of.
+        tokenizer: the model's.
+        folder: cache of the memory-mapped file.
+        split: 'train' or 'heldout', by a hash of the prompt's id.
+
+    Raises:
+        ValueError: for a missing collection, or one of another model or tokenizer.
     """
     manifest = read_manifest(source)
     ours = {"tokenizer": fingerprint(tokenizer), "weights": weights_fingerprint(model)}
@@ -180,7 +217,7 @@ def rows(
 
 
 def _write(file: Path, source: Path, split: str) -> None:
-    """The rows of a split as one Arrow file, which appears whole or not at all."""
+    """Write the rows of a split into one Arrow file, atomically."""
     import pyarrow
     import pyarrow.parquet as parquet
 
@@ -194,7 +231,8 @@ def _write(file: Path, source: Path, split: str) -> None:
             for shard in shards:
                 table = parquet.read_table(shard)
                 writer = writer or pyarrow.ipc.new_file(sink, table.schema)
-                # Prompts come from training documents: their ids alone are never held out.
+                # Hash another string than the bare id: prompts come from training documents,
+                # whose ids are never held out.
                 ids = table["id"].to_pylist()
                 held_out = [is_held_out(f"answers to {id}") == (split == "heldout") for id in ids]
                 table = table.filter(pyarrow.array(held_out))
@@ -210,5 +248,5 @@ def _write(file: Path, source: Path, split: str) -> None:
 
 
 def weights_fingerprint(model: str) -> str:
-    """That of a folder's model; a Hub id is its own."""
+    """The fingerprint of a model folder's files; of a Hub id, the id itself."""
     return input_fingerprint(model) if Path(model).is_dir() else model

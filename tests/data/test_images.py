@@ -36,10 +36,10 @@ def folder(tmp_path):
 def test_a_folder_names_and_counts_what_it_skips(folder, tmp_path, capsys):
     made = rows(str(folder), 2, str(tmp_path / "kept"), size=4)
     said = capsys.readouterr().out
-    assert "1 of 22 images cannot be read" in said
+    assert "1 of 22" in said
     assert "03.png" in said
     held_out = rows(str(folder), 2, str(tmp_path / "kept"), "heldout", size=4)
-    assert "cannot be read" not in capsys.readouterr().out  # found again on disk
+    assert capsys.readouterr().out == ""  # from the cache
     assert len(made) + len(held_out) == 21
     assert held_out[0]["label"] == 0  # ant
     assert made[20 - len(held_out)]["label"] == 1
@@ -68,13 +68,13 @@ def refused(*arguments, **options):
 
 def test_mistakes_are_one_line(folder, tmp_path, monkeypatch):
     kept = str(tmp_path / "kept")
-    assert "needs size=" in refused(str(folder), 2, kept)
-    assert "is no folder" in refused(str(tmp_path / "none"), 2, kept, size=4)
+    assert "size=" in refused(str(folder), 2, kept)
+    assert str(tmp_path / "none") in refused(str(tmp_path / "none"), 2, kept, size=4)
     (tmp_path / "empty").mkdir()
-    assert "holds no images" in refused(str(tmp_path / "empty"), 2, kept, size=4)
+    assert ".jpeg, .jpg, .png" in refused(str(tmp_path / "empty"), 2, kept, size=4)
     assert "split" in refused("digits", 2, kept, "test")
     monkeypatch.setitem(sys.modules, "diffusers", None)
-    assert "needs diffusers" in refused(str(folder), 2, kept, size=4, vae="elsewhere")
+    assert "parade[images]" in refused(str(folder), 2, kept, size=4, vae="elsewhere")
 
 
 def test_noise_depends_on_its_generator_alone():
@@ -93,7 +93,7 @@ def test_noise_depends_on_its_generator_alone():
     assert 70 < dropped.count(-1) < 130
 
 
-@pytest.mark.parametrize("options", [{"no_class": 2.0}, {"repeats": 0}])
-def test_noise_that_cannot_be_is_refused(options):
-    with pytest.raises(ValueError, match="is not allowed"):
-        TokenNoise(**options)
+@pytest.mark.parametrize(("key", "value"), [("no_class", 2.0), ("repeats", 0)])
+def test_noise_that_cannot_be_is_refused(key, value):
+    with pytest.raises(ValueError, match=f"{key}={value}"):
+        TokenNoise(**{key: value})

@@ -72,7 +72,7 @@ def full_and_cached(model):
     with torch.inference_mode():
         full = model(ids, use_cache=False).logits
         network = CachedNetwork(model.eval(), causal, 8)
-        steps = [network(ids[:, i : i + 1], torch.tensor([[i]]), keep=1) for i in range(6)]
+        steps = [network(ids[:, i : i + 1], torch.tensor([[i]]), keep=1).logits for i in range(6)]
     return full, torch.cat(steps, 1)
 
 

@@ -21,7 +21,7 @@ def batch(network, B=2):
     return {"patches": patches, "label": torch.arange(B) % 3, "order": order}
 
 
-def test_a_token_sees_what_stands_before_it_in_the_order_and_nothing_else():
+def test_a_token_sees_what_precedes_it_in_the_order_and_nothing_else():
     network = images.model(size=3)
     given = batch(network)
     z = network(**given)
@@ -65,13 +65,13 @@ def test_new_heads_start_without_modulation():
 
 SMALL = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
 MISTAKES = [
-    ({"patch": 3}, "patch=3 does not divide size=8"),
-    ({"order": "spiral"}, "unknown order 'spiral'"),
-    ({"head": {"kind": "flow"}}, "unknown head 'flow'"),
+    ({"patch": 3}, "patch=3.*size=8"),
+    ({"order": "spiral"}, "order 'spiral'"),
+    ({"head": {"kind": "flow"}}, "head 'flow'"),
     ({"head": {"kind": "mixture"}}, "components"),
     ({"head": images.HEADS["diffusion"] | {"stpes": 3}}, "stpes"),
-    ({"head": images.HEADS["diffusion"] | {"steps": 1}}, "steps=1 is not allowed"),
-    ({"head": images.HEADS["diffusion"] | {"variance": "none"}}, "unknown variance 'none'"),
+    ({"head": images.HEADS["diffusion"] | {"steps": 1}}, "steps=1"),
+    ({"head": images.HEADS["diffusion"] | {"variance": "none"}}, "variance 'none'"),
 ]
 
 
@@ -84,7 +84,7 @@ def test_mistakes_are_one_line(config, message):
 
 
 def test_a_missing_folder_is_one_line():
-    with pytest.raises(ValueError, match="no such folder") as error:
+    with pytest.raises(ValueError, match="/nowhere/at/all") as error:
         load("/nowhere/at/all")
     assert "\n" not in str(error.value)
 
@@ -132,7 +132,7 @@ class TestDenoising:
         x = noised(torch.ones(100, 1), torch.arange(100), torch.zeros(100, 1), schedule)
         assert torch.allclose(x[:, 0] ** 2, torch.tensor(signal(100)), atol=1e-6)
 
-    def test_the_chain_of_white_noise_keeps_its_law(self):
+    def test_the_chain_of_white_noise_keeps_its_distribution(self):
         """Tokens that are N(0, 1) themselves: eps is known, and large variances are then exact."""
         schedule = DiffusionSchedule(1000, 10, 0.01)
         randomness = TorchRandomness(0)
@@ -166,5 +166,5 @@ def test_sizes_of_mar(monkeypatch):
     assert network.head.token.out_features == 16
     for name, wrong in (("mar_size", {"mar_size": "S", "head": "diffusion"}),
                         ("head", {"mar_size": "B", "head": "flow"})):  # fmt: skip
-        with pytest.raises(ValueError, match=f"unknown {name}"):
+        with pytest.raises(ValueError, match=f"{name} '{wrong[name]}'"):
             mar(heads={"diffusion": {}}, **wrong)

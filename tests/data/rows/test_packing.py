@@ -31,7 +31,7 @@ def corpora(draw):
 
 
 def dropped_by_rule(documents, length):
-    """Count the single tokens left over, by a model of the rule: free places only."""
+    """Count the single tokens left over, by a model of the rule: free positions only."""
     dropped, free = 0, length
     for ids, _ in documents:
         left = len(ids)
@@ -76,7 +76,7 @@ def test_rows_are_laid_out_as_said(documents, length):
         assert row["position"][:real] == [p for n in sizes for p in range(n)]
         chunks = np.split(np.array(row["input_ids"][:real]), np.cumsum(sizes)[:-1])
         assert all(len({owner[id] for id in chunk.tolist()}) == 1 for chunk in chunks)
-    # Greedy: only a row's last place may stay empty before the last row.
+    # Greedy: only a row's last position may stay empty before the last row.
     assert all(row["document"].count(-1) <= 1 for row in rows[:-1])
 
 
@@ -98,7 +98,7 @@ def test_pack_by_hand():
 
 
 def test_pack_refuses_rows_of_one_token():
-    with pytest.raises(ValueError, match="length=1 is too short"):
+    with pytest.raises(ValueError, match="length=1"):
         list(pack(DOCUMENTS, 1, PAD))
 
 
@@ -177,12 +177,12 @@ def test_failed_build_leaves_the_old_rows(tmp_path):
 
 
 def test_bad_stores(tmp_path):
-    with pytest.raises(ValueError, match="No row to train on: 1 documents came in"):
+    with pytest.raises(ValueError, match="1 documents"):
         build(tmp_path / "rows", [([1], [True])])
-    with pytest.raises(ValueError, match=r"holds no packed rows\. Build them first"):
+    with pytest.raises(ValueError, match=r"PackedRows\.build"):
         PackedRows.open(tmp_path / "rows")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
-    with pytest.raises(ValueError, match="is not empty and holds no packed rows"):
+    with pytest.raises(ValueError, match="not empty"):
         build(tmp_path / "mine")
     assert (tmp_path / "mine" / "thesis.txt").exists()

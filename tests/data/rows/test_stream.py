@@ -102,6 +102,6 @@ def test_resuming_gives_the_tail(split, done, more):
 
 @pytest.mark.parametrize(("batch", "micro", "world"), [(12, 5, 1), (12, 4, 2), (3, 4, 1)])
 def test_a_batch_that_cannot_be_split_is_refused(batch, micro, world):
-    with pytest.raises(ValueError, match=f"batch_size={batch} must be a multiple of {world}") as e:
+    with pytest.raises(ValueError, match=f"batch_size={batch}.* {world} processes") as e:
         BatchSchedule(range(3), batch, micro, 0, world)
     assert f"micro_batch_size={micro}" in str(e.value)

@@ -28,9 +28,9 @@ def test_schedules_by_hand():
 
 
 def test_mistakes_in_a_schedule():
-    with pytest.raises(ValueError, match=r"window=0 is not allowed"):
+    with pytest.raises(ValueError, match="window=0"):
         NoisyBlocks(0, "linear", TOKENIZER)
-    with pytest.raises(ValueError, match=r"unknown order 'cosine'. Choose from \['linear'"):
+    with pytest.raises(ValueError, match=r"'cosine'.*'linear'"):
         NoisyBlocks(4, "cosine", TOKENIZER)
 
 
@@ -64,7 +64,7 @@ def answer(prompt, width, ids, n, blocks, states=()):
 
 
 def test_interleaved_answer_by_hand():
-    # Prompt a b in three places, answer c d e of two blocks of two, noisy c x and e y.
+    # Prompt a b padded to three tokens, answer c d e of two blocks of two, noisy c x and e y.
     noisy = torch.tensor([[3, 9], [5, 9]])
     sample = interleave(answer([1, 2], 3, [3, 4, 5], 2, 2), noisy, pad_id=0)
     assert {k: v.tolist() for k, v in sample.items()} == {
