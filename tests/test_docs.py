@@ -1,13 +1,17 @@
-"""The documentation: its commands compose, what it names exists, its figures are measured ones."""
+"""The documentation: its commands parse, what it names exists, its figures are measured ones."""
 
+import importlib
+import inspect
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 
+from decoding.commands.cli import parse
 from decoding.commands.recipes import compose
 from docs.figures.speedup import WAYS, tokens_per_second
+from tests.test_architecture import LAYERS_OF_DECODING
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -59,23 +63,50 @@ def test_a_path_or_module_that_is_gone_is_found():
     assert missing(text) == ["decoding/load.py", "decoding.gone"]
 
 
-def recipe_commands(pages):
-    for page in pages:
-        for module, arguments in commands(page.read_text()):
-            if module in ("trainers.fit", "decoding.collect"):
-                yield pytest.param(
-                    module.rpartition(".")[2], arguments, id=f"{page.stem}: {shlex.join(arguments)}"
-                )
+def every_command():
+    found = {(m, *arguments) for page in PAGES for m, arguments in commands(page.read_text())}
+    return [c for c in sorted(found) if not {"--help", "pip"} & {*c}]
 
 
-@pytest.mark.parametrize(("command", "arguments"), recipe_commands(PAGES))
-def test_a_command_of_a_recipe_composes(command, arguments):
-    assert compose(arguments, command).recipe
+def check(module, arguments):
+    """Raise ValueError for arguments that a command would refuse before it starts."""
+    if module in ("trainers.fit", "decoding.collect"):
+        compose(arguments, module.rpartition(".")[2])
+        return
+    if (ROOT / module.replace(".", "/")).is_dir():
+        module += ".text"  # `python -m decoding.bench`
+    command = importlib.import_module(module)
+    options = re.search(r"\bparse\(argv, (\w+),", inspect.getsource(command))[1]
+    parse(arguments, getattr(command, options), module)
 
 
-def test_a_wrong_key_does_not_compose():
-    with pytest.raises(ValueError, match=r"module\.soften"):
-        compose(["recipe=deer_stage2", "module.soften=1"], "fit")
+@pytest.mark.parametrize("command", every_command(), ids=shlex.join)
+def test_a_command_is_understood(command):
+    module, *arguments = command
+    check(module, arguments)
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "key"),
+    [
+        ("trainers.fit", ["recipe=deer_stage2", "module.soften=1"], "soften"),
+        ("decoding.bench", ["model=x", "asistant=y"], "asistant"),
+    ],
+)
+def test_a_wrong_key_is_not(module, arguments, key):
+    with pytest.raises(ValueError, match=key):
+        check(module, arguments)
+
+
+def test_the_architecture_page_has_the_layers():
+    page = (ROOT / "docs/explanation/architecture.md").read_text()
+    for number, packages in enumerate(LAYERS_OF_DECODING, 1):
+        for name in packages:
+            if (ROOT / "decoding" / name).is_dir():
+                assert f"| {number} | `decoding/{name}/` |" in page
+    for package in ("data", "trainers"):
+        for folder in (ROOT / package).glob("*/__init__.py"):
+            assert f"| `{package}/{folder.parent.name}/` |" in page
 
 
 def unmeasured(readme, results):
