@@ -7,7 +7,6 @@ the export.
 
 import json
 from pathlib import Path
-from zlib import crc32
 
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
@@ -27,6 +26,7 @@ from decoding.calibration.draft_graphs import (
 )
 from decoding.calibration.traces import read_trace, write_trace
 from decoding.engine.params import SamplingParams
+from decoding.engine.randomness import derived_seed
 from decoding.loading import sampling_config
 from decoding.masked.draft_graph import DraftGraph, graph_of, show
 from decoding.samplers import denoise
@@ -40,7 +40,7 @@ COMMAND = (
     "python -m decoding.generate model=<this folder or repository> trust_remote_code=true "
     "prompt='def fib(n):'"
 )
-FORMAT = 1  # of a trace: to be raised when the same key would give another one
+FORMAT = 2  # of a trace: to be raised when the same key would give another one
 
 
 class Calibration(BaseModule):
@@ -122,7 +122,7 @@ class Calibration(BaseModule):
         found = [read_trace(self.folder, key) for key in keys]
         missing = [n for n, trace in enumerate(found) if trace is None]
         if missing:
-            seeds = [crc32(f"{self.seed}/{prompts[n]}".encode()) for n in missing]
+            seeds = [derived_seed(self.seed, *prompts[n]) for n in missing]
             made = tracer.trace([prompts[n] for n in missing], self.params, seeds)
             for n, trace in zip(missing, made):
                 write_trace(self.folder, keys[n], trace)
@@ -194,7 +194,7 @@ class Calibration(BaseModule):
             entry |= {"target": self.model, "command": COMMAND}
         return entry
 
-    def export_files(self) -> dict[str, str]:
+    def export_files(self) -> dict[str, str | bytes]:
         """See `BaseModule`: the graph alone, to be used with other exports."""
         return {"parade_graph.json": json.dumps(self.graph().to_dict(), indent=1)}
 

@@ -1,12 +1,11 @@
-"""Jacobi trajectories: what pcLLM is trained on (section 2.2)."""
-
-from zlib import crc32
+"""Jacobi trajectories: the training data of pcLLM (its paper, section 2.2)."""
 
 from torch import Tensor
 
 from data.rows.trajectories import CHANGES, weights_fingerprint
 from data.text.tokenizer import fingerprint
 from decoding.engine.params import SamplingParams
+from decoding.engine.randomness import derived_seed
 from decoding.engine.sampler import Rows
 from decoding.loading import load_tokenizer
 from decoding.samplers.jacobi import JacobiSampler
@@ -14,10 +13,21 @@ from models import causal
 
 
 class JacobiTrajectories:
-    """Greedy answers of a teacher, block by block, with every state of every block.
+    """Collector of a teacher's greedy answers, with every Jacobi state of every block.
 
-    teacher: a folder or Hub id. The trajectory of a prompt depends on the seed and the prompt's id
-    only, so a collection that was killed and started again is the collection that was not.
+    A trajectory depends on the seed and the prompt's id only, so a collection that was killed and
+    resumed equals one that was not.
+
+    Args:
+        teacher: Folder or Hub id of a causal LM.
+        block_size: Tokens of a block.
+        max_new_tokens: Longest answer, in tokens.
+        seed: Of the collection.
+        dtype: Of the weights.
+        device: Where to run.
+
+    Raises:
+        ValueError: `block_size` is not in 1..max_new_tokens.
     """
 
     def __init__(
@@ -31,8 +41,8 @@ class JacobiTrajectories:
     ):
         if not 1 <= block_size <= max_new_tokens:
             raise ValueError(
-                f"block_size={block_size} is not allowed: it must be in 1..{max_new_tokens}, "
-                "the longest answer"
+                f"block_size={block_size} is not allowed: it must be in 1..{max_new_tokens} "
+                "(max_new_tokens)"
             )
         self.teacher, self.block_size, self.seed = teacher, block_size, seed
         self.params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0)
@@ -41,7 +51,7 @@ class JacobiTrajectories:
         self._sampler: Recorder | None = None
 
     def made_with(self) -> dict:
-        """What the trajectories depend on, for the manifest."""
+        """The options that the trajectories depend on, for the collection's manifest."""
         return {
             "teacher": self.teacher,
             "weights": weights_fingerprint(self.teacher),
@@ -49,23 +59,35 @@ class JacobiTrajectories:
             "block_size": self.block_size,
             "max_new_tokens": self.params.max_new_tokens,
             "dtype": self.dtype,
+            "seeds": "blake2b",  # a collection is not continued with seeds of another kind
         }
 
     def bytes_of(self, prompt_ids: list[int]) -> int:
-        """An upper bound of what a prompt's trajectories take on disk, and a margin."""
+        """Upper bound of the bytes of a prompt's trajectory on disk, with a margin."""
         tokens = self.params.max_new_tokens
-        # Token i of a block cannot change after pass i: on average (n + 1) / 2 changes a token.
+        # Token i of a block cannot change after pass i: at most (n + 1) / 2 changes on average.
         changes = tokens * (self.block_size + 1) // 2
         return 4 * (len(prompt_ids) + 4 * tokens + 2 * changes) + 256
 
+    def seed_of(self, prompt: str) -> int:
+        """The seed of a prompt's trajectory, by the prompt's id."""
+        return derived_seed(self.seed, prompt)
+
     def collect(self, prompts: list[dict]) -> list[dict]:
-        """Rows for prompts {"id", "prompt_ids"}: see `data.rows.trajectories.replay`."""
+        """Decode prompts and record their trajectories.
+
+        Args:
+            prompts: {"id", "prompt_ids"} of each prompt.
+
+        Returns:
+            Rows of a table that `data.rows.trajectories.replay` reads.
+        """
         if self._sampler is None:
             network = causal.load(self.teacher, dtype=self.dtype).to(self.device)
             self._sampler = Recorder(
                 network, self.tokenizer, block_size=self.block_size, running=False
             )
-        seeds = [crc32(f"{self.seed}/{p['id']}".encode()) for p in prompts]
+        seeds = [self.seed_of(p["id"]) for p in prompts]
         results = self._sampler.generate(
             [p["prompt_ids"] for p in prompts], self.params, seeds=seeds
         )
@@ -82,15 +104,17 @@ class JacobiTrajectories:
 
 
 class Recorder(JacobiSampler):
-    """Keeps the changes of every pass: found[row], the columns `data.rows.trajectories.CHANGES`."""
+    """A Jacobi sampler that records the changes of every pass.
+
+    Attributes:
+        found: The columns `data.rows.trajectories.CHANGES` of each sequence.
+    """
 
     def begin(self, rows: Rows, params: SamplingParams) -> None:
-        """See `JacobiSampler`."""
         super().begin(rows, params)
         self.found = [{name: [] for name in CHANGES} for _ in rows.row]
 
     def cycle(self, rows: Rows, params: SamplingParams) -> tuple[Tensor, Tensor]:
-        """See `JacobiSampler`."""
         n = self.block_size
         done = (rows.lengths - rows.state.prompt).tolist()
         opening = [length - d % n for length, d in zip(rows.lengths.tolist(), done)]
@@ -98,7 +122,7 @@ class Recorder(JacobiSampler):
         choice, emitted = super().cycle(rows, params)
         for b, new in enumerate(choice.tolist()):
             found, first = self.found[rows.row[b]], done[b] % n
-            # The token of its own that opens the next block belongs to that block's first state.
+            # The target's own token that opens the next block belongs to that block's first state.
             if len(found["passes"]) == done[b] // n:
                 found["start"] += before[b]
                 found["passes"].append(0)
