@@ -120,7 +120,9 @@ def with_bigrams(model, drafter, weight, nodes=6):
     texts = [r.token_ids for r in plain(model, SamplingParams(60, 1.0), PROMPTS, [8, 9, 10, 11, 1])]
     table = bigrams.count(texts, V, beta=1.0)
     weights = {"1": [0.0, weight, weight]}
-    return deer(model, drafter, 4, nodes=nodes, sharpness=1.0, bigrams=table, bigram_weights=weights)
+    return deer(
+        model, drafter, 4, nodes=nodes, sharpness=1.0, bigrams=table, bigram_weights=weights
+    )
 
 
 @pytest.mark.parametrize("weight", [0.7, 20.0])
