@@ -1,35 +1,39 @@
 """`python -m decoding.generate model=runs/deer_stage2/export prompt='def fib(n):'`."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from decoding.commands.cli import main, parse, quiet
-from decoding.engine.params import PARAM_NAMES, SamplingParams
+from decoding.commands.options import DTYPES, NEEDED, ModelOptions, option
+from decoding.engine.params import PARAM_NAMES, VERIFY, SamplingParams
 from decoding.engine.sampler import Sampler
 from decoding.loading import load
 
 
-@dataclass(frozen=True)
-class Generate(SamplingParams):
-    """Decode one prompt with an export's own sampler; the text is printed as it comes.
+@dataclass(frozen=True, kw_only=True)
+class Generate(ModelOptions, SamplingParams):
+    """Decode one prompt with an export's own sampler; the text is printed as it comes."""
 
-    sampler: another method or other knobs than the export's, e.g. [method=jacobi,block_size=32].
-    prompt: the text to go on from; of a model that infills, a text with holes such as <hole:12>.
-    """
+    EXAMPLE: ClassVar[str] = "model=runs/deer_stage2/export prompt='def fib(n):' temperature=0.7"
 
-    model: str = ""
-    prompt: str = ""
-    target: str | None = None
-    sampler: tuple[str, ...] = ()
-    dtype: str = "auto"
-    device: str = "cpu"
-    trust_remote_code: bool = False
+    prompt: str = option(
+        NEEDED, "the text to go on from; for infilling with holes such as <hole:12>", verbatim=True
+    )
+    target: str | None = option(None, "a target instead of the one that the export names")
+    sampler: tuple[str, ...] = option(
+        (), "another method or other knobs than the export's, as [method=jacobi,block_size=32]"
+    )
+    verify: str = option(
+        SamplingParams.verify, "how drafts are verified; each is lossless", choices=VERIFY
+    )
+    dtype: str = option("auto", "of the weights in memory", choices=DTYPES)
+    trust_remote_code: bool = option(False, "run the code that a model of the Hub brings")
 
     def __post_init__(self):
         super().__post_init__()
-        if not self.model:
-            raise ValueError("model= is missing: an exported folder or a Hub id")
+        SamplingParams.__post_init__(self)
         if not self.prompt:
-            raise ValueError("prompt= is missing: the text to go on from")
+            raise ValueError("prompt= is empty: give the text to go on from")
 
 
 def run(argv: list[str]) -> None:

@@ -2,47 +2,54 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from data.images import autoencoder, unpatchify
 from decoding.commands.cli import main, parse, quiet
+from decoding.commands.options import DTYPES, NEEDED, ModelOptions, option
 from decoding.commands.report import picture
-from decoding.continuous.image_state import ImageParams, ImageResult
+from decoding.continuous.image_state import GUIDANCE, IMAGE_VERIFY, ImageParams, ImageResult
 from decoding.loading import load
 from decoding.samplers.sequential import SequentialSampler
 from models.patches import PatchConfig
 
 
-@dataclass(frozen=True)
-class Images:
-    """Draw images of the given classes, and write them side by side.
+@dataclass(frozen=True, kw_only=True)
+class ImageOptions(ModelOptions):
+    """How a model of images samples, and what its numbers are."""
 
-    model: an export of a drafter (its target is loaded too) or of a target. target: used instead of
-    the one that the export names. sampler: other knobs, as [gamma=8]. count: images of each class;
-    batch_size: those that are made at once. vae, scale: of the latents that the models were trained
-    on (see `data.images.rows`). The other keys: see `decoding.continuous.image_state.ImageParams`.
-    """
+    model: str = option(NEEDED, "an export of a drafter (its target is loaded too) or of a target")
+    target: str | None = option(None, "a target instead of the one that the export names")
+    temperature: float = option(1.0, "times the noise of every step")
+    guidance: float = option(1.0, "scale of classifier-free guidance; 1 is off", least=0)
+    guidance_schedule: str = option(
+        "constant", "linear: from 1 at the first token to the scale", choices=GUIDANCE
+    )
+    prefill: float = option(0.0, "share of the tokens that the target makes alone, at the start")
+    vae: str | None = option(None, "of the latents that the models were trained on")
+    scale: float = option(1.0, "of those latents")
+    dtype: str = option("float32", "of the weights in memory", choices=DTYPES)
 
-    model: str
-    classes: tuple[int, ...]
-    target: str | None = None
-    sampler: tuple[str, ...] = ()
-    count: int = 1
-    batch_size: int = 64
-    temperature: float = 1.0
-    guidance: float = 1.0
-    guidance_schedule: str = "constant"
-    prefill: float = 0.0
-    verify: str = "exact"
-    lossy: bool = False
-    seed: int | None = None
-    vae: str | None = None
-    scale: float = 1.0
-    dtype: str = "float32"
-    device: str = "cpu"
-    out: str = "images.png"
+
+@dataclass(frozen=True, kw_only=True)
+class Images(ImageOptions):
+    """Draw images of the given classes, and write them side by side."""
+
+    EXAMPLE: ClassVar[str] = "model=runs/cspd_draft/export classes=[0,1,2] count=4"
+
+    classes: tuple[int, ...] = option(NEEDED, "numbers of the classes", least=0)
+    sampler: tuple[str, ...] = option((), "other knobs than the export's, as [gamma=8]")
+    count: int = option(1, "images of each class", least=1)
+    batch_size: int = option(64, "images that are made at once", least=1)
+    verify: str = option(
+        "exact", "relaxed: the published rule, which is lossy", choices=IMAGE_VERIFY
+    )
+    lossy: bool = option(False, "allow what is not lossless")
+    seed: int | None = option(None, "of all that is drawn; null draws one")
+    out: str = option("images.png", "the picture's file")
 
 
 PARAMS = (

@@ -11,9 +11,13 @@ from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean, median
 from time import perf_counter
+from typing import ClassVar
 
 from data.text.prompts import heldout_prompts
+from decoding.bench.options import PromptBenchOptions, results_folder
 from decoding.commands.cli import main, parse, quiet
+from decoding.commands.options import option
+from decoding.commands.progress import track
 from decoding.commands.report import picture, write_table
 from decoding.engine.params import Result, SamplingParams
 from decoding.engine.sampler import Rows
@@ -24,29 +28,16 @@ from decoding.samplers.denoise import DenoiseSampler
 STAGES = ("drafts", "verify", "rank")
 
 
-@dataclass(frozen=True)
-class DenoiseBench:
+@dataclass(frozen=True, kw_only=True)
+class DenoiseBench(PromptBenchOptions):
     """Compare an export's draft graph with vanilla denoising by the same rule.
 
-    model: an export of spiffy_calibrate. also: others, whose graphs are tried on the same model.
-    sampler: other knobs than the exports', e.g. [threshold=0.9]. source: 'stdlib', a text folder or
-    a JSONL of prompts. out: the folder of the results; None: 'bench' beside the export.
-    trust_remote_code: of a public model's graph, allow the code that the model brings.
+    The exports are those of spiffy_calibrate; the graphs of `also` are tried on the same model.
     """
 
-    model: str
-    also: tuple[str, ...] = ()
-    sampler: tuple[str, ...] = ()
-    source: str = "stdlib"
-    prompts: int = 64
-    prompt_length: int = 64
-    max_new_tokens: int = 128
-    temperatures: tuple[float, ...] = (0.0,)
-    dtype: str = "bfloat16"
-    device: str = "cpu"
-    seed: int = 0
-    out: str | None = None
-    trust_remote_code: bool = False
+    EXAMPLE: ClassVar[str] = "model=runs/spiffy_calibrate/export sampler=[threshold=0.9]"
+
+    temperatures: tuple[float, ...] = option((0.0,), "of the sampling; 0 is greedy", least=0)
 
 
 class Watch:
@@ -125,8 +116,6 @@ def run(argv: list[str]) -> None:
 
 def measure(bench: DenoiseBench) -> list[Row]:
     """Decode every prompt in every way."""
-    from rich.progress import track
-
     options = {name: getattr(bench, name) for name in ("dtype", "device", "trust_remote_code")}
     loaded = load(bench.model, sampler=("method=denoise",), **options)
     rows = [row for t in bench.temperatures for row in _rows(bench, loaded, t)]
@@ -195,7 +184,7 @@ def summary(row: Row, plain: Row) -> dict:
 
 def report(bench: DenoiseBench, rows: list[Row]) -> None:
     """Print the tables; write denoise.csv, accepted.csv, accepted.png and graph.png."""
-    out = Path(bench.out) if bench.out else Path(bench.model).parent / "bench"
+    out = results_folder(bench, "bench")
     plain = {row.temperature: row for row in rows if row.name == "denoise"}
     lines = [summary(row, plain[row.temperature]) for row in rows]
     title = f"{bench.prompts} held-out prompts, {bench.max_new_tokens} tokens, {bench.dtype}"

@@ -6,62 +6,53 @@ Fréchet inception distance: Heusel et al., arXiv 1706.08500. Inception Score: S
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from data.images import pictures
 from decoding.bench import image_features
-from decoding.commands.cli import main, parse, quiet, unknown
+from decoding.bench.image_features import KINDS
+from decoding.bench.options import results_folder
+from decoding.commands.cli import main, parse, quiet
+from decoding.commands.options import NEEDED, MeasureOptions, option
 from decoding.commands.report import write_table
 from decoding.continuous.image_state import ImageParams
-from decoding.images import pixels
+from decoding.images import ImageOptions, pixels
 from decoding.loading import load
 from decoding.samplers.cspd import CspdSampler
 from decoding.samplers.sequential import SequentialSampler
-
-
-@dataclass(frozen=True)
-class Fid:
-    """Compare images of the target alone, and of the drafter's rules, with real ones.
-
-    model: a drafter's export, or a target's for `sequential` alone. target: used instead of the one
-    that the drafter names. real: 'digits', or a folder with a folder of images for each class.
-    ways: of 'sequential', 'exact' and 'relaxed' (lossy, its inner_temperature 42 in the authors'
-    program). samples: of each way, the classes in turn; 50,000 is usual, and figures of other
-    numbers cannot be compared with it. features, weights: see `decoding.bench.image_features`. vae,
-    scale: see `decoding.images`. The other keys: see `decoding.continuous.image_state.ImageParams`.
-    out: the folder of the results; None: 'fid' beside the export.
-    """
-
-    model: str
-    real: str
-    target: str | None = None
-    ways: tuple[str, ...] = ("sequential", "exact", "relaxed")
-    samples: int = 50_000
-    batch_size: int = 64
-    features: str = "inception"
-    weights: str | None = None
-    gamma: int | None = None
-    prefill: float = 0.0
-    guidance: float = 1.0
-    guidance_schedule: str = "constant"
-    temperature: float = 1.0
-    inner_temperature: float = 42.0
-    vae: str | None = None
-    scale: float = 1.0
-    dtype: str = "float32"
-    device: str = "cpu"
-    seed: int = 0
-    out: str | None = None
-
 
 RULES = {
     "sequential": {},
     "exact": {"verify": "exact"},
     "relaxed": {"verify": "relaxed", "lossy": True},
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fid(ImageOptions, MeasureOptions):
+    """Compare images of the target alone, and of the drafter's rules, with real ones."""
+
+    EXAMPLE: ClassVar[str] = "model=runs/cspd_draft/export real=digits features=digits samples=2000"
+
+    real: str = option(NEEDED, "'digits', or a folder with a folder of images for each class")
+    ways: tuple[str, ...] = option(
+        tuple(RULES), "to sample; relaxed is lossy", choices=tuple(RULES)
+    )
+    samples: int = option(
+        50_000,
+        "of each way, classes in turn; only equal numbers compare",
+        least=2,
+    )
+    batch_size: int = option(64, "images that are made at once", least=1)
+    features: str = option("inception", "what images are compared by", choices=KINDS)
+    weights: str | None = option(None, "Inception's file; null downloads it")
+    gamma: int | None = option(None, "tokens drafted a cycle; null: the export's own", least=1)
+    inner_temperature: float = option(42.0, "of the relaxed rule: the authors' program has 42")
+
+
 PARAMS = ("gamma", "prefill", "guidance", "guidance_schedule", "temperature", "inner_temperature")
 
 
@@ -69,21 +60,13 @@ def run(argv: list[str]) -> None:
     """The command."""
     quiet()
     request = parse(argv, Fid, "decoding.bench.fid")
-    for way in request.ways:
-        if way not in RULES:
-            raise unknown("way", way, RULES)
-    if request.samples < 2 or request.batch_size < 1:
-        raise ValueError(
-            f"samples={request.samples} and batch_size={request.batch_size} are not allowed: they "
-            "must be at least 2 and 1"
-        )
     sampler = load(request.model, target=request.target, dtype=request.dtype, device=request.device)
     if not isinstance(sampler, SequentialSampler):
         raise ValueError(f"{request.model!r} makes text, no images: FID compares images")
     drafts = [way for way in request.ways if way != "sequential"]
     if drafts and not isinstance(sampler, CspdSampler):
         raise ValueError(f"{request.model!r} is no drafter: ways=[sequential], not {drafts[0]!r}")
-    out = Path(request.out) if request.out else Path(request.model).parent / "fid"
+    out = results_folder(request, "fid")
     lines = measure(request, sampler)
     title = f"{request.samples} images a way, {request.features}, {request.dtype}"
     write_table(lines, out / "fid.csv", title, "decoding.bench.fid")

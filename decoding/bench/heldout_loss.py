@@ -7,6 +7,7 @@ held-out text, beside that of the first, as a table and `heldout_loss.csv`.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,39 +19,30 @@ from data.rows.documents import checked_manifest, documents
 from data.rows.packing import Encoded
 from data.rows.stream import Stream
 from decoding.commands.cli import main, parse, quiet
+from decoding.commands.options import DTYPES, MeasureOptions, option
 from decoding.commands.report import write_table
 from decoding.loading import check_one_tokenizer, load, load_tokenizer, parade_config
 
 
-@dataclass(frozen=True)
-class HeldoutLoss:
-    """Mean next-token loss in nats, float32, of causal LMs on the same held-out tokens.
+@dataclass(frozen=True, kw_only=True)
+class HeldoutLoss(MeasureOptions):
+    """Mean next-token loss in nats of causal LMs on the same held-out tokens."""
 
-    model: what the others are compared with. also: further models of its tokenizer.
-    source, length: the corpus and its rows, as data.validation of a recipe names them.
-    answers: a collection (runs/pcllm_trajectories, runs/deer_answers), whose held-out answers
-        count after their prompts; None: only the corpus.
-    rows: at most so many of the corpus and so many answers, in the order in which a training run
-        of that seed validates on them. runs: where that run keeps its data.
-    out: the folder of the results.
-    """
+    EXAMPLE: ClassVar[str] = "model=runs/ar_target/export also=[runs/pcllm_round1/export]"
 
-    model: str
-    also: tuple[str, ...] = ()
-    source: str = "stdlib"
-    length: int = 256
-    answers: str | None = None
-    rows: int = 256
-    batch_size: int = 8
-    device: str = "cpu"
-    seed: int = 0
-    runs: str = "runs"
-    out: str = "heldout_loss"
-
-    def __post_init__(self):
-        for name in ("rows", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} is not allowed: at least 1")
+    also: tuple[str, ...] = option((), "further models of its tokenizer, compared with it")
+    source: str = option("stdlib", "the corpus, as data.validation of a recipe names it")
+    length: int = option(256, "tokens of a row of the corpus", least=1)
+    answers: str | None = option(
+        None, "a collection (runs/deer_answers), whose held-out answers count after their prompts"
+    )
+    rows: int = option(
+        256, "of the corpus, and answers, at most; in the order of a run's validation", least=1
+    )
+    batch_size: int = option(8, "texts in a forward", least=1)
+    runs: str = option("runs", "where the run of that seed keeps its data")
+    dtype: str = option("float32", "of the weights in memory", choices=DTYPES)
+    out: str = option("heldout_loss", "folder of the results")
 
 
 def run(argv: list[str]) -> None:
@@ -70,14 +62,14 @@ def run(argv: list[str]) -> None:
     lines = [{k: round(x, 4) if k in texts else x for k, x in line.items()} for line in lines]
     tokens = ", ".join(f"{sum(sum(t) for _, t in of)} of {what}" for what, of in texts.items())
     file = Path(h.out) / "heldout_loss.csv"
-    title = f"next-token loss in nats, float32, held-out tokens: {tokens}"
+    title = f"next-token loss in nats, {h.dtype}, held-out tokens: {tokens}"
     write_table(lines, file, title, "decoding.bench.heldout_loss")
     print(f"wrote {file}")
 
 
 def losses(h: HeldoutLoss, name: str, texts: dict[str, list[Encoded]]) -> dict[str, float]:
     """The mean loss of one model on each kind of text."""
-    sampler = load(name, dtype="float32", device=h.device)
+    sampler = load(name, dtype=h.dtype, device=h.device)
     if not sampler.continues:
         raise ValueError(f"{name} fills holes and predicts no next token: give causal LMs")
     return {what: mean_loss(sampler.target, of, h.batch_size) for what, of in texts.items()}

@@ -8,59 +8,48 @@ can be told from sequential ones, by a permutation test of their energy distance
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from decoding.bench import image_features
+from decoding.bench.image_features import KINDS
+from decoding.bench.options import results_folder
 from decoding.bench.two_sample import frechet_distance, permutation_test
 from decoding.commands.cli import main, parse, quiet
+from decoding.commands.options import MeasureOptions, option
 from decoding.commands.report import picture, write_table
 from decoding.continuous.image_state import ImageParams, ImageResult
-from decoding.images import pixels, sheet
+from decoding.images import ImageOptions, pixels, sheet
 from decoding.loading import load
 from decoding.samplers.cspd import CspdSampler
 from decoding.samplers.sequential import SequentialSampler
 
 
-@dataclass(frozen=True)
-class ImageBench:
+@dataclass(frozen=True, kw_only=True)
+class ImageBench(ImageOptions, MeasureOptions):
     """Sweep the knobs of a drafter, time it, and test its sample sets.
 
-    model: a drafter's export. target: used instead of the one that it names. gamma, prefill,
-    guidance, temperature: the point around which one knob at a time is swept over gammas, prefills,
-    guidances and temperatures; guidances are tested with guidance_schedule. images: of each point
-    of a sweep. samples: of each set of the permutation test; 0 leaves it out. batch_sizes: rows at
-    once of the timings, each over `batches` times as many images. inner_temperature: of the relaxed
-    rule (42 in the authors' program, 1 in the paper). features: adds Fréchet distances, of the
-    features 'digits' or 'inception' (see `decoding.bench.image_features`). vae, scale: see
-    `decoding.images`. out: the folder of the results; None: 'bench' beside the export.
+    gamma, prefill, guidance and temperature are the point around which one knob at a time is swept.
     """
 
-    model: str
-    target: str | None = None
-    gamma: int = 4
-    prefill: float = 0.0
-    guidance: float = 1.0
-    guidance_schedule: str = "constant"
-    temperature: float = 1.0
-    gammas: tuple[int, ...] = (1, 2, 4, 8)
-    prefills: tuple[float, ...] = (0.0, 0.05, 0.15, 0.3)
-    guidances: tuple[float, ...] = (1.0, 2.0, 3.0)
-    temperatures: tuple[float, ...] = (0.8, 0.9, 1.0, 1.1)
-    images: int = 128
-    samples: int = 2000
-    permutations: int = 499
-    batch_sizes: tuple[int, ...] = (1, 8, 128)
-    batches: int = 8
-    inner_temperature: float = 42.0
-    features: str | None = None
-    vae: str | None = None
-    scale: float = 1.0
-    dtype: str = "float32"
-    device: str = "cpu"
-    seed: int = 0
-    out: str | None = None
+    EXAMPLE: ClassVar[str] = "model=runs/cspd_draft/export gammas=[2,4] samples=0"
+
+    gamma: int = option(4, "tokens drafted a cycle", least=1)
+    gammas: tuple[int, ...] = option((1, 2, 4, 8), "to sweep", least=1)
+    prefills: tuple[float, ...] = option((0.0, 0.05, 0.15, 0.3), "to sweep", least=0)
+    guidances: tuple[float, ...] = option((1.0, 2.0, 3.0), "to sweep", least=0)
+    temperatures: tuple[float, ...] = option((0.8, 0.9, 1.0, 1.1), "to sweep")
+    images: int = option(128, "of each point of a sweep", least=1)
+    samples: int = option(2000, "of each set of the permutation test; 0 leaves it out", least=0)
+    permutations: int = option(499, "of the test", least=1)
+    batch_sizes: tuple[int, ...] = option((1, 8, 128), "images made at once, to time", least=1)
+    batches: int = option(8, "that are timed, of each size", least=1)
+    inner_temperature: float = option(
+        42.0, "of the relaxed rule: the authors' program has 42, the paper 1"
+    )
+    features: str | None = option(None, "adds Fréchet distances of these features", choices=KINDS)
 
 
 WAYS = {
@@ -78,7 +67,7 @@ def run(argv: list[str]) -> None:
     """The command."""
     quiet()
     bench = parse(argv, ImageBench, "decoding.bench.images")
-    out = Path(bench.out) if bench.out else Path(bench.model).parent / "bench"
+    out = results_folder(bench, "bench")
     sampler = load(bench.model, target=bench.target, dtype=bench.dtype, device=bench.device)
     if not isinstance(sampler, CspdSampler):
         raise ValueError(f"{bench.model!r} is no drafter of images: python -m decoding.images")

@@ -9,61 +9,52 @@ A hidden middle is also compared with what stood there, by ROUGE (Table 3).
 import math
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import fmean, stdev
 from time import perf_counter
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from data.text.prompts import heldout_prompts
+from decoding.bench.options import results_folder
 from decoding.commands.cli import main, parse, quiet
+from decoding.commands.options import NEEDED, MeasureOptions, option
+from decoding.commands.progress import track
 from decoding.commands.report import write_table
-from decoding.engine.params import Result, SamplingParams
+from decoding.engine.params import VERIFY, Result, SamplingParams
 from decoding.engine.sampler import Sampler
 from decoding.loading import load, load_tokenizer, sampler_of, sampling_config
 from models import causal
 
-PLACES = ("random", "middle", "lines")
+HIDE = ("random", "middle", "lines")
 ROUGE = ("rouge1", "rouge2", "rougeL")
 
 
-@dataclass(frozen=True)
-class InfillBench:
-    """Fill held-out texts with every way to draft; calls, seconds, perplexity, entropy.
+@dataclass(frozen=True, kw_only=True)
+class InfillBench(MeasureOptions):
+    """Fill held-out texts with every way to draft; calls, seconds, perplexity, entropy."""
 
-    model: an export that infills. judge: a causal LM that rates the filled texts. source: 'stdlib',
-    or texts (see `data.text.prompts`). hidden: the share of each window that is hidden. hide:
-    tokens at 'random' places, tokens in the 'middle', or whole 'lines' in the middle. block_sizes:
-    k of the ways that draft. nodes: sizes of the trees that `assd_fused` drafts with verify=tree.
-    knobs: samplers to compare, each by one knob: every way is measured twice with
-    [cache=true,cache=false] (Table 7), or with [tolerance=0,tolerance=0.05] and lossy=true (Table
-    8). out: the folder of infill.csv; None: 'bench' beside the export.
-    """
+    EXAMPLE: ClassVar[str] = "model=runs/asarm_joint/export judge=runs/ar_target/export hide=middle"
 
-    model: str
-    judge: str
-    source: str = "stdlib"
-    samples: int = 128
-    length: int = 256
-    hidden: float = 0.95
-    hide: str = "random"
-    block_sizes: tuple[int, ...] = (5,)
-    nodes: tuple[int, ...] = ()
-    knobs: tuple[str, ...] = ()
-    lossy: bool = False
-    batch_size: int = 8
-    temperature: float = 1.0
-    verify: str = "rejection"
-    dtype: str = "bfloat16"
-    device: str = "cpu"
-    seed: int = 0
-    out: str | None = None
-
-    def __post_init__(self):
-        if self.hide not in PLACES:
-            raise ValueError(f"unknown place to hide {self.hide!r}. Choose from {list(PLACES)}")
+    judge: str = option(NEEDED, "a causal LM that rates the filled texts")
+    source: str = option("stdlib", "'stdlib', a text folder or a JSONL of texts")
+    samples: int = option(128, "windows of held-out text", least=1)
+    length: int = option(256, "tokens of a window", least=1)
+    hidden: float = option(0.95, "share of each window that is hidden")
+    hide: str = option(
+        "random", "tokens anywhere, tokens in the middle, or whole lines there", choices=HIDE
+    )
+    block_sizes: tuple[int, ...] = option((5,), "k of the ways that draft", least=1)
+    nodes: tuple[int, ...] = option((), "sizes of the trees of assd_fused with verify=tree")
+    knobs: tuple[str, ...] = option(
+        (), "every way once with each, as [cache=true,cache=false] (Table 7)"
+    )
+    lossy: bool = option(False, "allow knobs that are not lossless, as tolerance=0.05 (Table 8)")
+    batch_size: int = option(8, "windows that are filled together", least=1)
+    temperature: float = option(1.0, "of the sampling; 0 is greedy", least=0)
+    verify: str = option("rejection", "how drafts are verified", choices=VERIFY)
 
 
 @dataclass
@@ -95,8 +86,6 @@ def run(argv: list[str]) -> None:
 
 def measure(bench: InfillBench) -> list[Row]:
     """Fill every window by every way, batch by batch, the ways in turn."""
-    from rich.progress import track
-
     first = load(bench.model, dtype=bench.dtype, device=bench.device)
     if first.continues:
         raise ValueError(f"{bench.model} does not fill holes: python -m decoding.bench serves it")
@@ -243,7 +232,7 @@ def spread(values: list[float]) -> str:
 
 def report(bench: InfillBench, rows: list[Row]) -> None:
     """Print the table; write infill.csv and the command."""
-    out = Path(bench.out) if bench.out else Path(bench.model).parent / "bench"
+    out = results_folder(bench, "bench")
     title = (
         f"{bench.samples} windows of {bench.length} tokens, {bench.hidden:.0%} hidden "
         f"({bench.hide}), "

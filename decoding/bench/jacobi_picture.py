@@ -6,7 +6,7 @@ each block, a cell for each token.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from data.rows.trajectories import replay
 from decoding.collectors.trajectories import Recorder
 from decoding.commands.cli import main, parse, quiet
+from decoding.commands.options import DTYPES, NEEDED, MeasureOptions, option
 from decoding.commands.report import picture
 from decoding.engine.params import SamplingParams
 from decoding.loading import load_tokenizer
@@ -22,21 +23,17 @@ from models import causal
 WRONG, GUESSED, ACCEPTED = range(3)
 
 
-@dataclass(frozen=True)
-class Picture:
-    """Draw the greedy Jacobi trajectory of one prompt, block by block, and count what it gains.
+@dataclass(frozen=True, kw_only=True)
+class Picture(MeasureOptions):
+    """Draw the greedy Jacobi trajectory of one prompt, block by block, and count what it gains."""
 
-    model: an export, or any causal LM. out: the picture's file.
-    """
+    EXAMPLE: ClassVar[str] = "model=runs/pcllm_round1/export prompt='def fib(n):'"
 
-    model: str
-    prompt: str
-    block_size: int = 16
-    max_new_tokens: int = 64
-    seed: int = 0
-    dtype: str = "float32"
-    device: str = "cpu"
-    out: str = "trajectory.png"
+    prompt: str = option(NEEDED, "the text to go on from", verbatim=True)
+    block_size: int = option(16, "tokens of a block", least=1)
+    max_new_tokens: int = option(64, "tokens of the answer, at the most", least=1)
+    dtype: str = option("float32", "of the weights in memory", choices=DTYPES)
+    out: str = option("trajectory.png", "the picture's file")
 
 
 class Counts(NamedTuple):

@@ -8,43 +8,40 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from time import perf_counter
+from typing import ClassVar
 
 from data.text.prompts import heldout_prompts
 from decoding.commands.cli import main, parse, quiet
+from decoding.commands.options import PromptOptions, option
+from decoding.commands.progress import track
 from decoding.commands.report import picture, write_table
 from decoding.engine.params import SamplingParams
 from decoding.loading import load
 from decoding.samplers.jacobi_mr import JacobiMRSampler
 
 
-@dataclass(frozen=True)
-class Sweep:
+@dataclass(frozen=True, kw_only=True)
+class Sweep(PromptOptions):
     """Decode the same held-out prompts, as one batch, with every combination of the knobs.
 
-    model: an export, or any causal LM. source: 'stdlib', a text folder or a JSONL of prompts.
-    blocks=[1] with pool_size=0 is plain Jacobi decoding. out: the folder of the results.
+    blocks=[1] with pool_size=0 is plain Jacobi decoding.
     """
 
-    model: str
-    source: str = "stdlib"
-    prompts: int = 32
-    prompt_length: int = 64
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    block_sizes: tuple[int, ...] = (4, 8, 16, 32)
-    blocks: tuple[int, ...] = (1, 2, 4)
-    spawn_ratios: tuple[float, ...] = (0.5,)
-    pool_size: int = 2
-    dtype: str = "bfloat16"
-    device: str = "cpu"
-    seed: int = 0
-    out: str = "sweep"
+    EXAMPLE: ClassVar[str] = "model=runs/pcllm_round2/export block_sizes=[8,16] blocks=[1,2]"
+
+    prompts: int = option(32, "how many held-out prompts", least=1)
+    temperature: float = option(0.0, "of the sampling; 0 is greedy", least=0)
+    block_sizes: tuple[int, ...] = option((4, 8, 16, 32), "tokens of a block, to try", least=1)
+    blocks: tuple[int, ...] = option((1, 2, 4), "active blocks at most, to try", least=1)
+    spawn_ratios: tuple[float, ...] = option(
+        (0.5,), "shares of a block that are accepted when the next one is begun, to try"
+    )
+    pool_size: int = option(2, "given-up guesses that are kept", least=0)
+    out: str = option("sweep", "folder of the results")
 
 
 def run(argv: list[str]) -> None:
     """The command."""
-    from rich.progress import track
-
     quiet()
     sweep = parse(argv, Sweep, "decoding.bench.jacobi_sweep")
     plain = load(sweep.model, sampler=["method=plain"], dtype=sweep.dtype, device=sweep.device)

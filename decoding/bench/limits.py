@@ -10,14 +10,18 @@ positions.csv, speed.csv: the tables; limits.png.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from decoding.bench.options import results_folder
 from decoding.bench.overlap import accepted, copies, drafted_paths, own_paths
 from decoding.bench.text import Bench, measure
 from decoding.bench.text_report import Row, cycle
 from decoding.commands.cli import main, parse, quiet
+from decoding.commands.options import PromptOptions, option
+from decoding.commands.progress import track
 from decoding.commands.report import picture, write_table
 from decoding.engine.randomness import KeyedRandomness
 from decoding.loading import parade_config
@@ -25,36 +29,23 @@ from decoding.loading import parade_config
 LIMIT, MARGINALS = "limit of one path", "target's own marginals"
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Decode held-out prompts as the bench does, then look closer at some of their cycles.
+@dataclass(frozen=True, kw_only=True)
+class Limits(PromptOptions):
+    """Decode held-out prompts as the bench does, then look closer at some of their cycles."""
 
-    model: an export that drafts blocks. temperature: above 0; at 0 both networks are certain, and
-        what is accepted is the limit.
-    block_size: tokens drafted; None: the drafter's own, whatever a calibration has found.
-    cycles: of each prompt, at whose prefixes the limits are estimated. draws: paths behind each.
-    out: the folder of the results; None: 'limits' beside the export.
-    """
+    EXAMPLE: ClassVar[str] = "model=runs/deer_stage2/export prompts=8 draws=32"
 
-    model: str
-    target: str | None = None
-    source: str = "stdlib"
-    prompts: int = 16
-    prompt_length: int = 64
-    max_new_tokens: int = 128
-    temperature: float = 1.0
-    block_size: int | None = None
-    cycles: int = 4
-    draws: int = 64
-    dtype: str = "bfloat16"
-    device: str = "cpu"
-    seed: int = 0
-    out: str | None = None
+    target: str | None = option(None, "a target instead of the one that the export names")
+    prompts: int = option(16, "how many held-out prompts", least=2)
+    temperature: float = option(1.0, "above 0: at 0 whatever is accepted is the limit")
+    block_size: int | None = option(
+        None, "tokens drafted; null: the drafter's own, whatever a calibration has found", least=1
+    )
+    cycles: int = option(4, "of each prompt, after whose prefixes limits are estimated", least=1)
+    draws: int = option(64, "paths drawn after each prefix", least=2)
 
     def __post_init__(self):
-        for name, least in (("prompts", 2), ("cycles", 1), ("draws", 2)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)} is not allowed: at least {least}")
+        super().__post_init__()
         if not self.temperature > 0:
             raise ValueError(
                 f"temperature={self.temperature} is not allowed: at 0 whatever is accepted is the "
@@ -85,8 +76,6 @@ def run(argv: list[str]) -> None:
 
 def probe(c: Limits, rows: list[Row], prompts: list[list[int]]) -> dict[str, Tensor]:
     """P(the first i tokens stand), [prompts, cycles, k], of every rule and of both limits."""
-    from rich.progress import track
-
     sampler, k = rows[0].sampler, c.block_size
     # Each draw stands for a row that is alone.
     sampler.nodes = {1: sampler.nodes[min(sampler.nodes)]}
@@ -118,8 +107,7 @@ def cycle_starts(row: Row, prompts: list[list[int]], count: int) -> Iterator[lis
 
 def report(c: Limits, rows: list[Row], found: dict[str, Tensor]) -> None:
     """Print the tables; write them and the picture."""
-    beside = Path(c.model).parent / "limits" if Path(c.model).exists() else Path("limits")
-    out = Path(c.out) if c.out else beside
+    out = results_folder(c, "limits")
     k = found[LIMIT].shape[-1]
     where = f"{c.prompts} held-out prompts, {c.cycles} cycles each, {c.draws} draws"
     title = f"drafted tokens of {k} that stand, T={c.temperature:g}, {c.dtype}: {where}"

@@ -54,8 +54,8 @@ class PassAt1(BenchOptions):
         super().__post_init__()
         if not self.execute:
             raise ValueError(
-                "this runs programs that a model wrote, on this machine: read in docs/tutorials/pcllm.md "
-                "what guards it, and give execute=true"
+                "this runs programs that a model wrote, on this machine: read in "
+                "docs/tutorials/pcllm.md what guards it, and give execute=true"
             )
 
 
@@ -120,13 +120,8 @@ def read_problems(file: Path) -> list[Problem]:
 
 def loaded(p: PassAt1, model: str) -> Sampler:
     """A model's sampler. Raises ValueError for one that does not go on from a prompt."""
-    sampler = load(
-        model,
-        sampler=p.sampler,
-        dtype=p.dtype,
-        device=p.device,
-        trust_remote_code=p.trust_remote_code,
-    )
+    options = {name: getattr(p, name) for name in ("dtype", "device", "trust_remote_code")}
+    sampler = load(model, sampler=p.sampler, **options)
     if not sampler.continues:
         raise ValueError(f"{model} fills holes and goes on from no prompt: give causal LMs")
     return sampler

@@ -7,11 +7,15 @@ hits them all), after a warm-up. What it writes is said in `decoding/bench/text_
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
+from typing import ClassVar
 
 from data.text.prompts import heldout_prompts
 from decoding.bench.baselines import HuggingFace
+from decoding.bench.options import PromptBenchOptions, results_folder
 from decoding.bench.text_report import Row, profile, report
 from decoding.commands.cli import main, parse, quiet
+from decoding.commands.options import check_batch_sizes, option
+from decoding.commands.progress import track
 from decoding.engine.params import KEYED, SamplingParams
 from decoding.engine.sampler import Sampler
 from decoding.loading import (
@@ -25,39 +29,30 @@ from decoding.samplers.plain import PlainSampler
 from models import causal
 
 
-@dataclass(frozen=True)
-class Bench:
+@dataclass(frozen=True, kw_only=True)
+class Bench(PromptBenchOptions):
     """Compare an export's sampler with plain decoding and with what transformers offers.
 
-    model: an export. also: further exports of its tokenizer (a stage before, say); one that decodes
-        with weights of its own is compared with plain decoding of those.
-    source: 'stdlib', a text folder or a JSONL of prompts. temperatures: e.g. [0,1].
-    batch_sizes: prompts that are decoded together, e.g. [1,4,16].
-    sampler: another method or other knobs than the exports', e.g. [method=jacobi,block_size=32].
-    assistant: an autoregressive drafter for transformers' assisted generation (recipe=ar_drafter).
-    prompt_lookup: tokens that transformers drafts from the text itself; 0: leave it out.
-    profile: also show where a cycle's time goes, and what a pass costs by its width.
-    out: the folder of the results; None: 'bench' beside the export.
+    An export in `also` that decodes with weights of its own (a stage before, say) is compared with
+    plain decoding of those.
     """
 
-    model: str
-    also: tuple[str, ...] = ()
-    target: str | None = None
-    sampler: tuple[str, ...] = ()
-    assistant: str | None = None
-    prompt_lookup: int = 10
-    source: str = "stdlib"
-    prompts: int = 64
-    prompt_length: int = 64
-    max_new_tokens: int = 128
-    temperatures: tuple[float, ...] = (0.0, 1.0)
-    batch_sizes: tuple[int, ...] = (1,)
-    block_size: int | None = None
-    profile: bool = False
-    dtype: str = "bfloat16"
-    device: str = "cpu"
-    seed: int = 0
-    out: str | None = None
+    EXAMPLE: ClassVar[str] = "model=runs/deer_stage2/export temperatures=[0,1] batch_sizes=[1,4]"
+
+    target: str | None = option(None, "a target instead of the one that the export names")
+    assistant: str | None = option(
+        None, "a drafter for transformers' assisted generation (recipe=ar_drafter)"
+    )
+    prompt_lookup: int = option(
+        10, "tokens that transformers drafts from the text itself; 0: leave it out", least=0
+    )
+    batch_sizes: tuple[int, ...] = option((1,), "prompts that are decoded together")
+    block_size: int | None = option(None, "tokens drafted a cycle; null: the export's own", least=1)
+    profile: bool = option(False, "show where a cycle's time goes, and a pass's cost by its width")
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_batch_sizes(self.batch_sizes, self.prompts)
 
 
 def run(argv: list[str]) -> None:
@@ -65,9 +60,8 @@ def run(argv: list[str]) -> None:
     quiet()
     bench = parse(argv, Bench, "decoding.bench")
     rows, prompts = measure(bench)
-    beside = Path(bench.model).parent / "bench" if Path(bench.model).exists() else Path("bench")
     title = f"{bench.prompts} held-out prompts, {bench.dtype}"
-    out = Path(bench.out) if bench.out else beside
+    out = results_folder(bench, "bench")
     report(out, rows, prompts, title, bench.seed)
     if bench.profile:
         profile(rows, out)
@@ -75,16 +69,8 @@ def run(argv: list[str]) -> None:
 
 def measure(bench: Bench) -> tuple[list[Row], list[dict]]:
     """Decode every prompt with every sampler: one `Row` each, and the prompts."""
-    from rich.progress import track
-
-    for size in bench.batch_sizes:
-        if not 1 <= size <= bench.prompts:
-            raise ValueError(
-                f"batch_sizes={list(bench.batch_sizes)} with prompts={bench.prompts} is not "
-                "allowed: a batch has at least one prompt and not more than there are"
-            )
     options = {"target": bench.target, "sampler": bench.sampler}
-    options |= {"dtype": bench.dtype, "device": bench.device}
+    options |= {name: getattr(bench, name) for name in ("dtype", "device", "trust_remote_code")}
     samplers = {name: load(name, **options) for name in (bench.model, *bench.also)}
     for name, sampler in samplers.items():
         if sampler.bench != "decoding.bench":

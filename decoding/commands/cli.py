@@ -102,8 +102,10 @@ def parse(argv: list[str], into: type, command: str):
         key, text = split(argument)
         if key not in known:
             raise unknown("key", key, known)
-        values[key] = convert(key, text, hints[key], _default(known[key]))
-        check(key, values[key], **known[key].metadata)
+        f = known[key]
+        verbatim = f.metadata.get("verbatim", False)
+        values[key] = text if verbatim else convert(key, text, hints[key], _default(f))
+        check(key, values[key], **f.metadata)
     given = {name: values.get(name, _default(f)) for name, f in known.items()}
     if wish == "config":
         print_config({name: "???" if x is MISSING else x for name, x in given.items()})

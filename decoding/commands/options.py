@@ -23,6 +23,7 @@ def option(
     choices: tuple[str, ...] = (),
     least: float | None = None,
     empty: bool = False,
+    verbatim: bool = False,
 ):
     """A field of a command's dataclass.
 
@@ -32,9 +33,16 @@ def option(
         choices: the only values, of each item of a list.
         least: the smallest value, of each item of a list.
         empty: of a list whose default has items: whether it may have none.
+        verbatim: of text: quotes around it belong to it.
     """
     some = isinstance(default, tuple) and default != () and not empty
-    metadata = {"help": help, "choices": choices, "least": least, "some": some}
+    metadata = {
+        "help": help,
+        "choices": choices,
+        "least": least,
+        "some": some,
+        "verbatim": verbatim,
+    }
     return field(default=default, metadata=metadata)
 
 
@@ -92,11 +100,18 @@ class ModelOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptOptions(ModelOptions):
-    """Held-out prompts that a model answers."""
+class MeasureOptions(ModelOptions):
+    """Something that is measured of a model."""
 
-    source: str = option("stdlib", "of the prompts: 'stdlib', a text folder, or a JSONL of prompts")
+    seed: int = option(0, "of all that is drawn")
+    out: str | None = option(None, "folder of the results; null: one beside the export")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions(MeasureOptions):
+    """Something that is measured of a model on held-out prompts."""
+
+    source: str = option("stdlib", "of the prompts: 'stdlib', a text folder or a JSONL of prompts")
     prompts: int = option(64, "how many held-out prompts", least=1)
     prompt_length: int = option(64, "tokens of a prompt, at the most", least=1)
     max_new_tokens: int = option(128, "tokens of an answer, at the most", least=1)
-    seed: int = option(0, "of all that is drawn")

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from functools import cache
 from heapq import heappop, heappush
-from math import exp, expm1, log, log1p
+from math import exp, expm1, inf, log, log1p
 from typing import NamedTuple
 
 import torch
@@ -126,13 +126,13 @@ def check_tree(nodes: int, sharpness: float | dict[str, list[float]]) -> None:
         sharpness: A number, or {temperature: one number for each depth}.
 
     Raises:
-        ValueError: `nodes` is not in 1..LIMIT, or a sharpness is not positive.
+        ValueError: `nodes` is not in 1..LIMIT, or a sharpness is not positive and finite.
     """
     if not 1 <= nodes <= LIMIT:
         raise ValueError(f"nodes={nodes} is not allowed: it must be from 1 to {LIMIT}")
     depths = sharpness.values() if isinstance(sharpness, dict) else [[sharpness]]
-    if not depths or min(map(min, depths)) <= 0:
-        raise ValueError(f"sharpness={sharpness} is not allowed: it must be above 0")
+    if not depths or not all(0 < x < inf for depth in depths for x in depth):
+        raise ValueError(f"sharpness={sharpness} is not allowed: it must be above 0, and finite")
 
 
 def accepted_paths(trees: Trees, choice: Tensor) -> tuple[Tensor, Tensor]:

@@ -96,7 +96,7 @@ def test_mistakes_are_one_line(target, given, message):
 
 
 def test_an_unknown_way_is_refused():
-    with pytest.raises(ValueError, match="unknown way 'exactly'"):
+    with pytest.raises(ValueError, match="unknown ways 'exactly'"):
         run(["model=x", "real=digits", "ways=[exactly]"])
 
 

@@ -24,5 +24,5 @@ def test_every_combination_is_measured(tmp_path):
     assert len(lines) == 8
     assert all(float(line["tokens per forward"]) >= 1 for line in lines)
     assert (tmp_path / "sweep" / "sweep.png").stat().st_size > 2000
-    with pytest.raises(ValueError, match="blocks=0 is not allowed"):
+    with pytest.raises(ValueError, match=r"blocks=\[0\] is not allowed"):
         run([*arguments, "blocks=[0]"])
