@@ -145,7 +145,7 @@ def relaxed(
     inner_temperature: float = 1.0,
     tries: int = 64,
 ) -> tuple[Tensor, Tensor]:
-    """The published, LOSSY rule (CSpD, Eq. 5 to 11), for comparison only: y is not distributed as p.
+    """The published, LOSSY rule (CSpD, Eq. 5 to 11), for comparison only: y does not follow p.
 
     Args:
         x: Drafts [B, ..., D], drawn from q.

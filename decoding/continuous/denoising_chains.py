@@ -106,7 +106,7 @@ def follow(
         p = step(i, x)
         own = p.sample(randomness) if alone else None
         if i >= first:
-            # Only the last step decides which rejection is the first: states may become equal again.
+            # Only the last step decides which rejection is first: states may become equal again.
             y, accepted = couple(after, q, p, randomness, in_order and i == T - 1)
         elif align:
             y = p.mean + p.std * ((after - q.mean) / q.std)

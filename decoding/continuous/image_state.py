@@ -1,4 +1,4 @@
-"""Images as continuous tokens: what a user asks for, what comes back, and the network's cache."""
+"""Decoding of images as continuous tokens: parameters, results, batch state and cached network."""
 
 from dataclasses import dataclass
 
@@ -17,16 +17,23 @@ GUIDANCE = ("constant", "linear")
 
 @dataclass(frozen=True)
 class ImageParams:
-    """How to sample images.
+    """Sampling parameters of images.
 
-    temperature: times the noise of every step. guidance: scale of classifier-free guidance, 1 is
-    off; guidance_schedule: 'constant', or 'linear' from 1 at the first token to the scale (MAR's).
-    seed: None draws one; the seeds of further images are derived from it.
+    Attributes:
+        temperature: Factor of the noise of every step.
+        guidance: Scale of classifier-free guidance; 1 switches it off.
+        guidance_schedule: 'constant', or 'linear' (MAR's), from 1 at the first token to the scale.
+        seed: Seed of the first image; those of further images are derived from it. None draws one.
+        gamma: Tokens drafted per cycle; None takes the export's number.
+        prefill: Share of the tokens, at the start, that the target generates without drafts.
+        verify: 'exact', or 'relaxed', the published rule, which is lossy and needs `lossy`.
+        lossy: Allow a lossy rule.
+        inner_temperature: Of the relaxed rule: 42 in the authors' code, 1 in the paper.
+        align: Share noise between the drafter's chain and the target's (`denoising_chains.follow`).
+        coupled: How many of the last steps are coupled (`denoising_chains.follow`).
 
-    Of drafts: gamma, tokens drafted a cycle (None takes the export's). prefill: share of the tokens
-    that the target makes alone, at the start. verify: 'exact', or 'relaxed', the published rule,
-    which is lossy and wants lossy=true; inner_temperature: of that rule, 42 in the authors'
-    program, 1 in the paper. align, coupled: see `decoding.continuous.denoising_chains.follow`.
+    Raises:
+        ValueError: A value is out of range, or `verify` is lossy without `lossy`.
     """
 
     temperature: float = 1.0
@@ -59,16 +66,20 @@ class ImageParams:
                 )
         if self.verify == "relaxed" and not self.lossy:
             raise ValueError(
-                "verify='relaxed' changes the law of the images: give lossy=true to have it "
-                "nevertheless, or verify=exact"
+                "verify='relaxed' changes the distribution of the images: allow it with "
+                "lossy=true, or use verify=exact"
             )
 
 
 @dataclass
 class ImageResult:
-    """One image. patches [N, D] in raster order; accepted: bool [N], where the draft's stands.
+    """One generated image.
 
-    stats: `emitted` counts tokens a target pass, as everywhere.
+    Attributes:
+        patches: [N, D], in raster order.
+        label: The class.
+        accepted: Which patches are accepted drafts, bool [N].
+        stats: Passes and seconds; `emitted` counts tokens per target pass.
     """
 
     patches: Tensor
@@ -78,11 +89,17 @@ class ImageResult:
 
 
 class PatchRows:
-    """The unfinished rows of a batch.
+    """The unfinished images of a batch, one per row.
 
-    row: each row's number in the request. label [B]; order [B, capacity], positions in the order of
-    generation (the last one again behind the end); patches [B, capacity, D] in that order, the
-    first lengths [B] of them committed; accepted: bool [B, capacity].
+    Attributes:
+        row: The index of each image in the call.
+        label: Classes [B].
+        order: Positions in the order of generation, [B, capacity]; after the end the last again.
+        patches: [B, capacity, D] in that order.
+        lengths: How many of the patches are committed, [B].
+        accepted: Which patches are accepted drafts, bool [B, capacity].
+        randomness: What each row draws from.
+        networks: The cached networks, 'target' and 'drafter'.
     """
 
     TENSORS = ("label", "order", "patches", "accepted", "lengths")
@@ -96,9 +113,9 @@ class PatchRows:
         row: list[int],
     ):
         B, capacity = patches.shape[:2]
-        behind = order[:, -1:].expand(B, capacity - order.shape[1])
+        padding = order[:, -1:].expand(B, capacity - order.shape[1])
         self.row = row
-        self.label, self.order, self.patches = label, torch.cat([order, behind], 1), patches
+        self.label, self.order, self.patches = label, torch.cat([order, padding], 1), patches
         self.accepted = torch.zeros_like(self.order, dtype=torch.bool)
         self.lengths = torch.zeros_like(label)
         self.randomness = randomness
@@ -108,12 +125,12 @@ class PatchRows:
         """Commit the first counts [B] of patches [B, m, D], accepted [B, m] from the draft."""
         slots = self.lengths[:, None] + torch.arange(patches.shape[1], device=counts.device)
         here = torch.arange(len(counts), device=counts.device)[:, None]
-        # What lies behind a row's length means nothing: the surplus is written too.
+        # Entries after a row's length are undefined, so the surplus may be written too.
         self.patches[here, slots], self.accepted[here, slots] = patches, accepted
         self.lengths = self.lengths + counts
 
     def select(self, keep: list[int]) -> None:
-        """Drop the finished rows."""
+        """Keep only these rows of the batch, by index."""
         rows = torch.tensor(keep, device=self.lengths.device)
         for network in self.networks.values():
             network.select(rows, len(self.row))
@@ -123,7 +140,7 @@ class PatchRows:
         self.randomness.select(rows)
 
     def replace(self, done: list[int], fresh: "PatchRows") -> None:
-        """The rows at places `done` make room for others; the caches' masks hide what was there."""
+        """Put fresh rows in place of finished ones; masks hide what the caches hold of those."""
         rows = torch.tensor(done, device=self.lengths.device)
         for b, row in zip(done, fresh.row):
             self.row[b] = row
@@ -133,9 +150,12 @@ class PatchRows:
 
 
 class PatchNetwork(CountedNetwork):
-    """A patch transformer with a ragged cache: inputs at given places of the order -> z.
+    """A patch transformer with a ragged KV cache.
 
-    free: each row runs a second time without its class, for guidance.
+    Args:
+        network: The transformer.
+        capacity: Slots of the cache.
+        free: Run each row a second time without its class, for guidance.
     """
 
     def __init__(self, network: PatchTransformer, capacity: int, free: bool):
@@ -144,16 +164,24 @@ class PatchNetwork(CountedNetwork):
         self.cache = RaggedCache(capacity, network.backbone.config.num_hidden_layers)
 
     def __call__(self, rows: PatchRows, index: Tensor) -> tuple[Tensor, Tensor | None]:
-        """z [B, n, H] of the tokens at places index [B, n] of the order; and z of no class."""
+        """The hidden states that the head conditions on.
+
+        Args:
+            rows: The batch.
+            index: Indices into the order of generation, [B, n].
+
+        Returns:
+            z [B, n, H], and z without the class (None unless `free`).
+        """
         if self.free:
             no_class = torch.full_like(rows.label, self.network.config.classes)
             inputs = torch.cat([self.inputs(rows, index, c) for c in (rows.label, no_class)])
             index = index.repeat(2, 1)
         else:
             inputs = self.inputs(rows, index, rows.label)
-        places = torch.arange(int(index.max()) + 1, device=index.device)[None]
-        q, k = (Layout(torch.zeros_like(i), i, torch.zeros_like(i) - 1) for i in (index, places))
-        self.cache.place(index, places.shape[1])
+        keys = torch.arange(int(index.max()) + 1, device=index.device)[None]
+        q, k = (Layout(torch.zeros_like(i), i, torch.zeros_like(i) - 1) for i in (index, keys))
+        self.cache.place(index, keys.shape[1])
         with self.counted():
             z = self.network.backbone(
                 inputs_embeds=inputs,
@@ -165,7 +193,7 @@ class PatchNetwork(CountedNetwork):
         return tuple(z.chunk(2)) if self.free else (z, None)
 
     def inputs(self, rows: PatchRows, index: Tensor, label: Tensor) -> Tensor:
-        """What stands at places index [B, n] of the sequence: [B, n, H]."""
+        """Input embeddings [B, n, H] at index [B, n]: the patch before, or the class at index 0."""
         before = (index - 1).clamp_min(0)
         here = torch.arange(len(index), device=index.device)[:, None]
         following = rows.order.gather(1, index)
@@ -180,7 +208,16 @@ class PatchNetwork(CountedNetwork):
 
 
 def guidance_scale(index: Tensor, tokens: int, params: ImageParams) -> Tensor:
-    """The scale at places index of the order: [...]. 'linear' is MAR's: 1 + (s - 1) (i + 1) / N."""
+    """The scale of classifier-free guidance of each token.
+
+    Args:
+        index: Indices i into the order of generation, [...].
+        tokens: Tokens N of an image.
+        params: Its scale s and schedule; 'linear' is MAR's, 1 + (s - 1) (i + 1) / N.
+
+    Returns:
+        [...].
+    """
     scale = torch.full(index.shape, params.guidance, device=index.device)
     if params.guidance_schedule == "linear":
         scale = 1 + (params.guidance - 1) * ((index + 1) / tokens).clamp_max(1)

@@ -1,11 +1,11 @@
 """CSpD: speculative decoding of continuous tokens (the paper of that name), made lossless.
 
-The drafter makes gamma tokens one after the other; the target sees all of them in one pass, and its
-own chains for these tokens and the one behind them run as one batch, coupled with the drafter's
-(`decoding.continuous.denoising_chains`). What the target's chains end in are the tokens: drafts
-stand as long as both ends are the same, the first other end is the correction, and where all stand
-the last one is the bonus. As published (verify=relaxed) the ratio is another one, and the law is
-not the target's.
+The drafter drafts gamma tokens one after the other. The target evaluates all of them in one pass,
+and its denoising chains for these tokens and the next one run as one batch, coupled to the
+drafter's chains (`decoding.continuous.denoising_chains`). The ends of the target's chains are the
+tokens: a draft is accepted while both chains have the same end, the first different end is the
+correction, and if all drafts are accepted the last end is the bonus token. The published rule
+(verify=relaxed) uses another acceptance ratio and does not keep the target's distribution.
 """
 
 from functools import partial
@@ -23,9 +23,15 @@ KNOBS = {"gamma": int}
 
 
 class CspdSampler(SequentialSampler):
-    """Images of a target, drafted by a smaller model of the same patches, order and schedule.
+    """Speculative sampler of images.
 
-    gamma: tokens drafted a cycle, unless a request says another number.
+    Args:
+        target: The target.
+        drafter: A smaller model with the same patches, order, classes and noise schedule.
+        gamma: Tokens drafted per cycle, unless a request gives another number.
+
+    Raises:
+        ValueError: The models do not fit each other, or gamma is below 1.
     """
 
     def __init__(self, target: PatchTransformer, drafter: PatchTransformer, *, gamma: int):
@@ -36,16 +42,14 @@ class CspdSampler(SequentialSampler):
         self.drafter, self.gamma = drafter.eval(), gamma
 
     def margin(self, params: ImageParams) -> int:
-        """See `SequentialSampler`."""
         return (params.gamma or self.gamma) + 1
 
     def begin(self, rows: PatchRows, params: ImageParams) -> None:
-        """See `SequentialSampler`."""
         super().begin(rows, params)
         rows.networks["drafter"] = self.cached(self.drafter, rows, params)
 
     def cycle(self, rows: PatchRows, params: ImageParams) -> tuple[Tensor, Tensor, Tensor]:
-        """Draft, verify; or, while tokens are pre-filled, the target alone."""
+        """Draft and verify; while tokens are prefilled, the target decodes sequentially."""
         if (rows.lengths < round(params.prefill * self.target.config.tokens)).any():
             return super().cycle(rows, params)
         gamma, n = params.gamma or self.gamma, rows.lengths[:, None]
@@ -56,21 +60,23 @@ class CspdSampler(SequentialSampler):
         if params.verify == "relaxed":
             rule = partial(follow_relaxed, inner_temperature=params.inner_temperature)
         drafted = (drafts < gamma).expand(len(n), -1)
-        x, together = rule(draft, step, rows.randomness, drafted=drafted, align=params.align)
-        stands = together.long().cumprod(1).bool()
-        return x, stands.sum(1) + 1, stands
+        x, equal = rule(draft, step, rows.randomness, drafted=drafted, align=params.align)
+        accepted = equal.long().cumprod(1).bool()
+        return x, accepted.sum(1) + 1, accepted
 
     def draft(self, rows: PatchRows, gamma: int, params: ImageParams) -> Trajectory:
-        """The chains of gamma tokens [B, gamma + 1, D], written behind the committed ones.
+        """Draft gamma tokens, and write them after the committed ones.
 
-        The last one stands a second time in the place behind them, where nothing is drafted.
+        Returns:
+            Their chains [B, gamma + 1, D]. The last chain is repeated as padding for the bonus
+            token, which has no draft.
         """
         n, drafter = rows.lengths, rows.networks["drafter"]
         here = torch.arange(len(n), device=n.device)
         chains = []
         for j in range(gamma):
-            # The first pass also brings what was committed and not drafted since the last one; a
-            # row that begins brings its first input twice.
+            # The first pass of a cycle also caches tokens that were committed but not drafted: one,
+            # or all prefilled ones in the first cycle. A new row feeds its first input twice.
             back = 0 if j else 1 if drafter.passes else int(n.max())
             index = ((n + j)[:, None] + torch.arange(-back, 1, device=n.device)).clamp_min(0)
             step = self.step("drafter", rows, index, params, keep=1)
@@ -82,6 +88,14 @@ class CspdSampler(SequentialSampler):
 
 
 def load(path: str, config: dict, *, target: str, dtype: str, device: str) -> CspdSampler:
-    """The sampler of an exported drafter (see `decoding.load`)."""
+    """The sampler of an exported drafter.
+
+    Args:
+        path: The export's folder.
+        config: Its `parade` entry.
+        target: Folder of the target.
+        dtype: Of the weights.
+        device: Where to run.
+    """
     models = (patches.load(p, dtype).to(device) for p in (target, path))
     return CspdSampler(*models, gamma=config["gamma"])

@@ -1,4 +1,4 @@
-"""Plain decoding of continuous tokens, one after the other: what speculation is held to."""
+"""Sequential decoding of continuous tokens: the baseline of speculative decoding."""
 
 import time
 from collections import deque
@@ -27,7 +27,13 @@ from models.patches import PatchTransformer
 
 
 class Wanted(NamedTuple):
-    """An image that waits for a row of the batch. number: its place in the request."""
+    """An image that waits for a free row of the batch.
+
+    Attributes:
+        number: Its index in the call.
+        label: Its class.
+        seed: Its seed.
+    """
 
     number: int
     label: int
@@ -35,9 +41,13 @@ class Wanted(NamedTuple):
 
 
 class SequentialSampler:
-    """Images of a patch transformer; a batch of classes, one image each."""
+    """Sampler of images: a patch transformer, one target pass per token.
 
-    continues = False  # no text goes on: benches of texts refuse it
+    Args:
+        target: The patch transformer.
+    """
+
+    continues = False  # it continues no text, so benchmarks of text refuse it
     bench = "decoding.bench.images"
 
     def __init__(self, target: PatchTransformer):
@@ -52,11 +62,22 @@ class SequentialSampler:
         randomness: ContinuousRandomness | None = None,
         at_once: int | None = None,
     ) -> list[ImageResult]:
-        """One image of each class.
+        """Generate one image for each label.
 
-        seeds: one a row; None derives them from params.seed. at_once: rows of a batch (None: all);
-        a row that is done makes room for the next one, or, where tokens are pre-filled, a batch for
-        the next batch. It changes no image. randomness: for tests, of one batch.
+        Args:
+            labels: The class of each image.
+            params: How to sample.
+            seeds: One seed for each image; None derives them from params.seed.
+            randomness: Replaces the keyed randomness of a single batch, for tests.
+            at_once: Rows of a batch; None is all. A finished row is refilled with the next image
+                (with `params.prefill`, a finished batch with the next batch). Images do not depend
+                on it.
+
+        Returns:
+            One result for each label, in order.
+
+        Raises:
+            ValueError: A class is unknown, a number is out of range, or the model diverged.
         """
         params, config = params or ImageParams(), self.target.config
         bad = [c for c in labels if not 0 <= c < config.classes]
@@ -74,7 +95,7 @@ class SequentialSampler:
             raise ValueError(f"{len(seeds)} seeds were given for {len(labels)} classes")
         at_once = at_once or len(labels)
         assert randomness is None or at_once >= len(labels)
-        # All rows of a batch are pre-filled at the same time.
+        # All rows of a batch are prefilled in the same passes.
         step = at_once if params.prefill else len(labels)
         results = []
         with torch.inference_mode():
@@ -91,7 +112,7 @@ class SequentialSampler:
         params: ImageParams,
         randomness: ContinuousRandomness | None,
     ) -> list[ImageResult]:
-        """The images that wait, in their order."""
+        """The results of the waiting images, in order."""
         N, results = self.target.config.tokens, [None] * len(waiting)
         emitted: list[list[int]] = [[] for _ in waiting]
         rows = self.rows(waiting, at_once, params, randomness)
@@ -100,7 +121,9 @@ class SequentialSampler:
         while rows.row:
             tokens, counts, accepted = self.cycle(rows, params)
             if not tokens.isfinite().all():
-                raise ValueError("the model gives numbers that are not finite: it has diverged")
+                raise ValueError(
+                    "the model's output is not finite: its weights are damaged or training diverged"
+                )
             counts = counts.minimum(N - rows.lengths)
             rows.append(tokens, counts, accepted)
             for row, count in zip(rows.row, counts.tolist()):
@@ -126,7 +149,7 @@ class SequentialSampler:
         params: ImageParams,
         randomness: ContinuousRandomness | None = None,
     ) -> PatchRows:
-        """Rows of the first that wait, at most so many, which wait no longer."""
+        """Take at most `most` images from the queue and make rows of them."""
         taken = [waiting.popleft() for _ in range(min(most, len(waiting)))]
         device = self.target.device
         randomness = randomness or KeyedRandomness([w.seed for w in taken], device)
@@ -136,28 +159,33 @@ class SequentialSampler:
         return PatchRows(label, order, patches, randomness, [w.number for w in taken])
 
     def order(self, count: int, randomness: ContinuousRandomness) -> Tensor:
-        """Orders of generation [count, N], as the model was trained."""
+        """Orders of generation [count, N], raster or random, as the model was trained."""
         N = self.target.config.tokens
         if self.target.config.order == "random":
             return randomness.normal((count, N)).argsort(-1)
         return torch.arange(N, device=self.target.device).expand(count, N)
 
     def empty(self, order: Tensor, params: ImageParams) -> Tensor:
-        """Room for the patches of all places: [B, N + margin, D]."""
+        """Zeros for the patches of all positions: [B, N + margin, D]."""
         B, N = order.shape
         shape = (B, N + self.margin(params), self.target.config.dim)
         return torch.zeros(shape, dtype=self.target.dtype, device=order.device)
 
     def margin(self, params: ImageParams) -> int:
-        """Places that a cycle may reach beyond the last token."""
+        """Slots that a cycle may write beyond the last token."""
         return 1
 
     def begin(self, rows: PatchRows, params: ImageParams) -> None:
-        """Make the caches."""
+        """Make the networks' caches."""
         rows.networks["target"] = self.cached(self.target, rows, params)
 
     def cycle(self, rows: PatchRows, params: ImageParams) -> tuple[Tensor, Tensor, Tensor]:
-        """One target pass: tokens [B, m, D], how many stand [B], which are the draft's [B, m]."""
+        """One target pass.
+
+        Returns:
+            tokens [B, m, D], how many of them are emitted [B], and which of those are accepted
+            drafts, bool [B, m].
+        """
         index = rows.lengths[:, None]
         step = self.step("target", rows, index, params)
         start = rows.randomness.normal((*index.shape, self.target.config.dim)).to(rows.patches)
@@ -167,13 +195,24 @@ class SequentialSampler:
     def cached(
         self, network: PatchTransformer, rows: PatchRows, params: ImageParams
     ) -> PatchNetwork:
-        """A network with a cache that fits these rows."""
+        """A network with an empty cache that fits these rows."""
         return PatchNetwork(network, rows.order.shape[1] + 1, params.guidance != 1)
 
     def step(
         self, name: str, rows: PatchRows, index: Tensor, params: ImageParams, keep: int = 0
     ) -> Step:
-        """A pass at places index [B, n], and the chain's densities at the last `keep` (0: all)."""
+        """Run a network, and give the densities of its denoising chains.
+
+        Args:
+            name: 'target' or 'drafter'.
+            rows: The batch.
+            index: Indices into the order of generation, [B, n].
+            params: Guidance and temperature.
+            keep: Tokens, the last ones, whose chains are wanted; 0 is all.
+
+        Returns:
+            The density of each step of the chains, [B, keep].
+        """
         network = rows.networks[name]
         z, free = (None if t is None else t[:, -keep:] for t in network(rows, index))
         guidance = None
@@ -188,7 +227,7 @@ class SequentialSampler:
         return density
 
     def _spent(self, rows: PatchRows) -> Tensor:
-        """Now: seconds, passes and seconds of the target, passes and seconds of the drafter [5]."""
+        """Spent so far: seconds, then passes and seconds of target and of drafter, float64 [5]."""
         spent = [time.perf_counter()]
         for network in (rows.networks["target"], rows.networks.get("drafter")):
             spent += [network.passes, network.seconds] if network else [0, 0]
@@ -210,5 +249,13 @@ class SequentialSampler:
 
 
 def load(path: str, config: dict, *, target: str | None, dtype: str, device: str):
-    """The sampler of an exported target (see `decoding.load`), or of the one a drafter names."""
+    """The sampler of an exported target, or of the target that an exported drafter names.
+
+    Args:
+        path: The export's folder.
+        config: Its `parade` entry.
+        target: Folder of the target if the export is a drafter.
+        dtype: Of the weights.
+        device: Where to run.
+    """
     return SequentialSampler(patches.load(target or path, dtype).to(device))

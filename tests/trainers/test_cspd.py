@@ -12,7 +12,7 @@ import torch
 from data.images import TokenNoise
 from decoding.bench.images import ImageBench, accepted, report
 from decoding.commands.recipes import compose
-from decoding.continuous.coupling import together_probability
+from decoding.continuous.coupling import overlap
 from decoding.continuous.image_state import ImageParams, ImageResult
 from decoding.engine.params import Stats
 from decoding.images import run
@@ -60,7 +60,7 @@ def test_the_distillation_loss_is_minus_the_log_of_the_sampler_s_acceptance(vari
         eps, wanted = (network.head(x, time, z)[0] for network in (draft, target))
         step = torch.tensor([i])
         loss = cspd.parting(eps, wanted, step, target.head.schedule, variance)
-        expected = -together_probability(q, p).log()
+        expected = -overlap(q, p).log()
         torch.testing.assert_close(loss.double(), expected, rtol=1e-3, atol=1e-5)
 
 

@@ -1,6 +1,6 @@
 """Accept, residual and coupling against closed forms; the published rules must fail the same tests.
 
-200,000 draws and fixed seeds: a law is refused below p = 1e-3, wrong ones fall many decades lower.
+200,000 draws and fixed seeds: a distribution is rejected below p = 1e-3; wrong ones give far less.
 """
 
 import math
@@ -14,10 +14,10 @@ from decoding.continuous.coupling import (
     acceptance_probability,
     maximal,
     mirror,
+    overlap,
     reflection,
     relaxed,
     residual,
-    together_probability,
 )
 from decoding.engine.randomness import KeyedRandomness
 from models.densities import Gaussian, GaussianMixture
@@ -84,11 +84,11 @@ def drawn(rule, q, p, seed=0, **options):
 
 
 @pytest.mark.parametrize(("rule", "name"), [(r, n) for n, rules in RULES.items() for r in rules])
-def test_the_output_has_the_law_of_the_target(rule, name):
+def test_the_output_has_the_targets_distribution(rule, name):
     q, p = PAIRS[name]
     x, y, together = drawn(rule, q, p)
     assert p_value(y, p) > 1e-3
-    assert p_value(x, p) < 1e-9  # the draft's own law is another one
+    assert p_value(x, p) < 1e-9  # negative control: the drafter's own distribution
     assert torch.equal((x == y).all(-1), together)
     # Scheffé: the overlap of p and q is E_q min(1, p / q).
     overlap = acceptance_probability(x, q, p)
@@ -96,18 +96,18 @@ def test_the_output_has_the_law_of_the_target(rule, name):
     assert together.double().mean().item() == pytest.approx(overlap.mean().item(), abs=4 * error)
 
 
-def test_in_order_nothing_is_drawn_behind_the_first_that_does_not_stand():
-    """Pairs of tokens: the second has the law where the first stands, and is not made elsewhere."""
+def test_in_order_nothing_is_drawn_after_the_first_rejection():
+    """Pairs of tokens: the second is right where the first is accepted, and not drawn elsewhere."""
     q, p = (type(d)(*(t.unflatten(0, (-1, 2)) for t in d)) for d in HILLS)
     randomness = KeyedRandomness(range(N // 2))
     x = q.sample(randomness)
     y, together = maximal(x, q, p, randomness, in_order=True)
     one = type(p)(*(t[:, 0] for t in p))
-    stands = together[:, 0]
+    accepted = together[:, 0]
     assert p_value(y[:, 0], one) > 1e-3
-    assert p_value(y[stands, 1], one) > 1e-3
+    assert p_value(y[accepted, 1], one) > 1e-3
     assert p_value(y[:, 1], one) < 1e-9  # negative control
-    assert (y[~stands & ~together[:, 1], 1] == 0).all()
+    assert (y[~accepted & ~together[:, 1], 1] == 0).all()
 
 
 def test_acceptance_of_equal_variances_is_the_closed_form():
@@ -115,7 +115,7 @@ def test_acceptance_of_equal_variances_is_the_closed_form():
         _, _, together = drawn(reflection, q, p)
         z = ((q.mean - p.mean) / p.std)[0].norm().item()
         expected = 2 * stats.norm.cdf(-z / 2)
-        assert together_probability(q, p)[0].item() == pytest.approx(expected, rel=1e-12)
+        assert overlap(q, p)[0].item() == pytest.approx(expected, rel=1e-12)
         error = math.sqrt(expected * (1 - expected) / N)
         assert together.double().mean().item() == pytest.approx(expected, abs=4 * error)
 
@@ -183,7 +183,7 @@ def test_the_mirror_is_an_involution_and_keeps_lengths():
         )
 
 
-def test_energy_distance_tells_laws_apart():
+def test_energy_distance_tells_distributions_apart():
     q, p = (type(d)(*(t[:600] for t in d)) for d in ISLES)
     randomness = TorchRandomness(5)
     x = q.sample(randomness)
@@ -219,7 +219,7 @@ def test_samples_have_their_density(density):
 
 
 class TestKeyed:
-    """The production randomness: laws, and rows that do not disturb each other."""
+    """The production randomness: its distribution, and rows that do not affect each other."""
 
     def test_normal_numbers_are_normal(self):
         draws = [KeyedRandomness([1, 2, 3]).normal((3, 5000)).flatten()]

@@ -1,4 +1,4 @@
-"""The coupled diffusion chain: x_0 has the law of the target's own chain, in closed form."""
+"""The coupled diffusion chain: x_0 is distributed as by the target's own chain, in closed form."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def head(chain):
     return step
 
 
-def law(chain):
+def mean_and_std(chain):
     """Mean and standard deviation of x_0."""
     mean, variance = 0.0, 1.0
     for slope, shift, std in chain:
@@ -32,7 +32,7 @@ def law(chain):
 
 
 def p_value(x, chain):
-    return stats.kstest(x.flatten().numpy(), stats.norm(*law(chain)).cdf).pvalue
+    return stats.kstest(x.flatten().numpy(), stats.norm(*mean_and_std(chain)).cdf).pvalue
 
 
 def followed(draft, rule=follow, seed=0, **options):
@@ -44,7 +44,7 @@ def followed(draft, rule=follow, seed=0, **options):
 
 @pytest.mark.parametrize("options", [{}, {"coupled": 2}, {"coupled": 1}, {"align": False}])
 @pytest.mark.parametrize("draft", [NEAR, OTHER])
-def test_x_0_has_the_law_of_the_targets_own_chain(draft, options):
+def test_x_0_has_the_distribution_of_the_targets_own_chain(draft, options):
     chain, x, together = followed(draft, **options)
     assert p_value(chain.states[-1], draft) > 1e-3
     assert p_value(chain.states[-1], TARGET) < 1e-9
@@ -52,7 +52,7 @@ def test_x_0_has_the_law_of_the_targets_own_chain(draft, options):
     assert torch.equal((x == chain.states[-1])[:, 0], together)
 
 
-def test_the_accepted_and_the_others_together_have_the_law_but_neither_alone():
+def test_accepted_and_rejected_are_right_together_but_not_alone():
     _, x, together = followed(NEAR)
     assert p_value(x[together], TARGET) < 1e-9
     assert p_value(x[~together], TARGET) < 1e-9

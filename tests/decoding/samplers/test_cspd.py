@@ -1,7 +1,7 @@
-"""Speculative decoding of continuous tokens has the law of sequential decoding.
+"""Speculative decoding of continuous tokens has the distribution of sequential decoding.
 
-Both are run on tiny random models, and the sample sets compared: energy distance with a permutation
-test, and Kolmogorov-Smirnov of every token. The drafter's own law, and the published rules, fail.
+Both run on tiny random models, and the samples are compared: energy distance with a permutation
+test, and Kolmogorov-Smirnov of every token. The drafter alone and the published rules fail.
 """
 
 import pytest
@@ -27,7 +27,7 @@ def drawn(sampler, seed, rows=ROWS, **params):
 
 
 def p_values(a, b):
-    """Of the joint law by permutation, and the least KS p of tokens and neighbours' sums."""
+    """Of the joint distribution by permutation; the least KS p of tokens and neighbours' sums."""
     a, b = a.flatten(1), b.flatten(1)
     a, b = (torch.cat([x, x[:, 1:] + x[:, :-1], x[:, 1:] - x[:, :-1]], 1) for x in (a, b))
     least = min(stats.ks_2samp(x.numpy(), y.numpy()).pvalue for x, y in zip(a.T, b.T))
@@ -47,7 +47,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("head", "params"), CASES)
-def test_the_law_is_that_of_sequential_decoding(head, params):
+def test_the_distribution_is_that_of_sequential_decoding(head, params):
     target, drafter = images.pair(head)
     plain, _ = drawn(SequentialSampler(target), 1, **params)
     ours, results = drawn(CspdSampler(target, drafter, gamma=2), 2, **params)
@@ -67,7 +67,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("head", "inner_temperature"), WRONG)
-def test_other_laws_are_refused(head, inner_temperature):
+def test_other_distributions_are_rejected(head, inner_temperature):
     target, drafter = images.pair(head)
     plain, _ = drawn(SequentialSampler(target), 1)
     sampler = CspdSampler(target, drafter, gamma=2)
@@ -245,13 +245,13 @@ def test_a_chain_that_ends_without_noise_is_refused():
 
 def test_unknown_classes_and_gamma():
     target, drafter = images.pair()
-    with pytest.raises(ValueError, match="class 3 is unknown: choose from 0 to 2"):
+    with pytest.raises(ValueError, match=r"class 3 .* 0 to 2"):
         SequentialSampler(target).generate([0, 3])
     with pytest.raises(ValueError, match="no class"):
         SequentialSampler(target).generate([])
-    with pytest.raises(ValueError, match="2 seeds were given for 1 classes"):
+    with pytest.raises(ValueError, match=r"2 seeds .* 1 classes"):
         SequentialSampler(target).generate([0], seeds=[1, 2])
-    with pytest.raises(ValueError, match="a batch of 0 images"):
+    with pytest.raises(ValueError, match=r"\b0 images"):
         SequentialSampler(target).generate([0], at_once=0)
     with pytest.raises(ValueError, match="gamma=0"):
         CspdSampler(target, drafter, gamma=0)
