@@ -34,7 +34,8 @@ from trainers.runs.loggers import build_loggers, check_logger
 from trainers.runs.progress import progress
 from trainers.runs.provenance import provenance, write_provenance
 from trainers.runs.randomness import RandomStates
-from trainers.runs.resume import checkpoint_to_resume, forget, run_folder
+from trainers.runs.resume import checkpoint_to_resume, run_folder
+from trainers.runs.set_aside import drop_set_aside, set_aside
 from trainers.strategies import needs_gpu, strategy_of, whole_network
 
 
@@ -64,8 +65,8 @@ def fit(config: DictConfig) -> Path:
     pl.seed_everything(config.seed, verbose=False)
     module = build_module(config)
     trainer = build_trainer(config, folder, module)
+    set_aside(folder, first, checkpoint)
     describe(config, folder)
-    forget(folder, first)
     trainer.loggers = build_loggers(config, folder, first)
     loaders = build_loaders(config, trainer, module, first)
     rows = {"train": loaders[0].loader.dataset.rows, "validation": loaders[1].dataset.rows}
@@ -93,6 +94,7 @@ def fit(config: DictConfig) -> Path:
             merge = config.lora.merge
             metrics = latest(folder / "metrics.csv", trainer.global_step)
             write_export(module, export, metrics=metrics, folder=folder, merge=merge)
+            drop_set_aside(folder)
             print(f"exported to {export}")
     return export
 

@@ -5,9 +5,8 @@ hidden name and renamed when all of it is on the disk: the rename is the mark of
 """
 
 import json
-import os
+import pickle
 import re
-import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -21,8 +20,17 @@ from torch import nn
 from torch.distributed.checkpoint import load
 from torch.distributed.checkpoint.api import CheckpointException
 
+from data.files import delete, put_in_place
+
 ENGINE = "checkpoint"  # of a folder that DeepSpeed has written: the tag that Lightning gives it
 MANIFEST = "manifest.json"  # of a folder: its step, and the size in bytes of every file
+# What says that a checkpoint is damaged; all else says only that it could not be read this time.
+DAMAGE = (BadZipFile, EOFError, KeyError, pickle.UnpicklingError, json.JSONDecodeError,
+          UnicodeDecodeError)  # fmt: skip
+
+
+class Damaged(ValueError):
+    """A checkpoint whose checksums, sizes or structure are wrong: reading it again cannot help."""
 
 
 class DirectIO(TorchCheckpointIO):
@@ -39,8 +47,22 @@ class DirectIO(TorchCheckpointIO):
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, oldest step first."""
-    return sorted((f for f in folder.glob("*.ckpt") if _number(f) is not None), key=_number)
+    """The checkpoints in a folder, oldest step first.
+
+    Raises:
+        OSError: the folder is there and cannot be listed (`glob` would find nothing in it).
+    """
+    try:
+        files = [f for f in folder.iterdir() if f.suffix == ".ckpt" and number_of(f) is not None]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(files, key=number_of)
+
+
+def number_of(path: Path) -> int | None:
+    """The step that a checkpoint's name says; None for another name."""
+    found = re.fullmatch(r"step-(\d+)", path.stem)
+    return int(found[1]) if found else None
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -66,7 +88,7 @@ def write_checkpoint(trainer: pl.Trainer, path: Path) -> None:
         problem = _problem(_put_in_place, partial, path, trainer.global_step)
     if failed(problem):
         if trainer.is_global_zero:
-            _delete(partial)
+            delete(partial)
         before = checkpoint_files(path.parent)
         raise ValueError(
             f"the checkpoint {path} could not be written "
@@ -79,29 +101,38 @@ def remove_checkpoint(path: Path) -> None:
     """Remove a checkpoint. A kill in the midst leaves nothing that looks like one."""
     if path.is_dir():
         path = path.rename(_hidden(path))
-    _delete(path)
+    delete(path)
 
 
 @rank_zero_only
-def forget_after(folder: Path, step: int) -> None:
-    """Remove the checkpoints of later steps, and what killed writes have left."""
+def delete_partial(folder: Path) -> None:
+    """Remove what killed writes of checkpoints have left."""
     for partial in folder.glob(".step-*.partial"):
-        _delete(partial)
-    for path in checkpoint_files(folder):
-        if _number(path) > step:
-            remove_checkpoint(path)
+        delete(partial)
 
 
 def step_of(path: Path) -> int:
-    """The step that a checkpoint was written at. Errors: it is damaged; all of it is looked at."""
+    """The step that a checkpoint was written at; all of the checkpoint is looked at.
+
+    Raises:
+        Damaged: its checksums, sizes or structure say so.
+        ValueError: it cannot be read now (no permission, a failing disk, no memory), which says
+            nothing of what it holds.
+    """
     try:
         return (_step_of_folder if path.is_dir() else _step_of_file)(path)
-    except Exception as error:  # zip, pickle and torch have an error each for a damaged file
+    except DAMAGE as error:
         others = [str(p) for p in checkpoint_files(path.parent) if p != path]
-        raise ValueError(
+        raise Damaged(
             f"the checkpoint {path} is damaged ({type(error).__name__}): give another one "
             f"with resume=, of {others}, or start anew with resume=never"
         ) from error
+    except Exception as error:  # torch's for too little memory is a RuntimeError
+        reason = getattr(error, "strerror", None) or f"{type(error).__name__} {error}"
+        raise ValueError(
+            f"the checkpoint {path} cannot be read ({' '.join(reason.split())[:200]}), which is no "
+            "damage: nothing was changed; mend that and go on with the same command"
+        ) from None  # as a cause it would be taken for a step that got no memory
 
 
 def load_weights(module: nn.Module, path: Path) -> None:
@@ -120,40 +151,34 @@ def load_weights(module: nn.Module, path: Path) -> None:
 
 
 def _step_of_file(file: Path) -> int:
-    with ZipFile(file) as archive:  # torch.load does not notice a changed byte, the zip's sum does
-        if archive.testzip() is not None:
-            raise BadZipFile
+    try:  # torch.load does not notice a changed byte, the zip's sum does
+        with ZipFile(file) as archive:
+            whole = archive.testzip() is None
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # a changed byte of its structure makes many kinds
+        raise BadZipFile from error
+    if not whole:
+        raise BadZipFile
     return torch.load(file, weights_only=False, map_location="cpu", mmap=True)["global_step"]
 
 
 def _step_of_folder(folder: Path) -> int:
-    manifest = json.loads((folder / MANIFEST).read_text())
-    if any((folder / name).stat().st_size != size for name, size in manifest["files"].items()):
-        raise EOFError
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        if any((folder / name).stat().st_size != size for name, size in manifest["files"].items()):
+            raise EOFError
+    except FileNotFoundError as error:
+        raise EOFError from error
     return manifest["step"]
 
 
 def _put_in_place(partial: Path, path: Path, step: int) -> None:
-    files = [partial]
     if partial.is_dir():
         files = [f for f in partial.rglob("*") if f.is_file()]
         sizes = {str(f.relative_to(partial)): f.stat().st_size for f in files}
-        manifest = partial / MANIFEST
-        manifest.write_text(json.dumps({"step": step, "files": sizes}))
-        files += [manifest, *(f for f in (partial, *partial.rglob("*")) if f.is_dir())]
-    for file in files:
-        _sync(file)
-    os.replace(partial, path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    """On the disk, so that it outlives a crash of the machine too."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        (partial / MANIFEST).write_text(json.dumps({"step": step, "files": sizes}))
+    put_in_place(partial, path, sync=True)
 
 
 def _problem(action: Callable, *arguments) -> str | None:
@@ -170,17 +195,5 @@ def _problem(action: Callable, *arguments) -> str | None:
     return None
 
 
-def _number(path: Path) -> int | None:
-    found = re.fullmatch(r"step-(\d+)", path.stem)
-    return int(found[1]) if found else None
-
-
 def _hidden(path: Path) -> Path:
     return path.with_name(f".{path.stem}.partial")
-
-
-def _delete(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

@@ -14,9 +14,11 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from trainers.runs.checkpoint_files import (
     checkpoint_files,
     checkpoint_path,
+    number_of,
     remove_checkpoint,
     write_checkpoint,
 )
+from trainers.runs.set_aside import drop_set_aside
 
 
 class Preempted(Exception):
@@ -95,7 +97,7 @@ class Checkpoints(Callback):
         if trainer.global_step > self.first:  # else it is the one that the run goes on from
             with _between_batches(trainer):
                 write_checkpoint(trainer, self._path(trainer.global_step))
-            self._drop()
+            self._drop(trainer.global_step)
 
     def on_save_checkpoint(self, trainer, module, checkpoint: dict) -> None:
         """What a resumed run must know of this one."""
@@ -131,7 +133,11 @@ class Checkpoints(Callback):
         return checkpoint_path(self.folder, step)
 
     @rank_zero_only
-    def _drop(self) -> None:
+    def _drop(self, step: int) -> None:
+        drop_set_aside(self.folder.parent)
+        for path in self.files():
+            if number_of(path) > step:  # a copy of an earlier step, which the run began from
+                remove_checkpoint(path)
         best = {self._path(step) for step in self.found}
         for path in self.files()[: -self.keep]:
             if path not in best:

@@ -1,13 +1,14 @@
 """What a run goes on from: `resume=auto | never | PATH`, and whether that fits its folder."""
 
-import shutil
 from pathlib import Path
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from trainers.publishing.export_folder import is_export
-from trainers.runs.checkpoint_files import checkpoint_files, forget_after, step_of
+from trainers.runs.checkpoint_files import Damaged, checkpoint_files, step_of
 
 # Settings that a run may change when it goes on: where it runs, not what it computes.
 FREE = ("resume", "needs", "logger", "strategy", "trainer.devices", "trainer.num_nodes",
@@ -25,13 +26,16 @@ def run_folder(config: DictConfig) -> Path:
 
 
 def checkpoint_to_resume(config: DictConfig, folder: Path) -> tuple[Path | None, int]:
-    """The checkpoint that `resume=auto | never | PATH` asks for, and its step.
+    """The checkpoint that `resume=auto | never | PATH` asks for, and its step; (None, 0) for none.
 
-    Errors: a folder of another recipe or of other settings; no or a damaged checkpoint at PATH.
+    A folder that holds a run is started at 0 for `resume=never` only.
+
+    Raises:
+        ValueError: a folder of another recipe or of other settings, or one whose config.yaml is
+            lost; no checkpoint at PATH; only damaged ones, or one that cannot be read.
     """
-    stored = folder / "config.yaml"
-    before = OmegaConf.load(stored) if stored.exists() else None
-    if before and before.recipe != config.recipe:
+    before = _stored_config(folder / "config.yaml")
+    if before is not None and before.recipe != config.recipe:
         raise ValueError(
             f"{folder} holds a run of recipe {before.recipe!r}, not of {config.recipe!r}: "
             "give another runs=... or name=..."
@@ -45,7 +49,9 @@ def checkpoint_to_resume(config: DictConfig, folder: Path) -> tuple[Path | None,
                 "or give the path of one"
             )
         return Path(config.resume), step_of(Path(config.resume))
-    if not before:
+    checkpoints = checkpoint_files(folder / "checkpoints")
+    if before is None:
+        _check_empty(folder, checkpoints)
         return None, 0
     changed = _difference(before, config)
     if changed:
@@ -56,23 +62,47 @@ def checkpoint_to_resume(config: DictConfig, folder: Path) -> tuple[Path | None,
         )
     if is_export(folder / "export"):  # finished
         return None, 0
-    for path in reversed(checkpoint_files(folder / "checkpoints")):
+    for path in reversed(checkpoints):
         try:
             return path, step_of(path)
-        except ValueError as error:
+        except Damaged as error:
             rank_zero_only(print)(f"{error}; falling back to the one before")
+    if checkpoints:
+        raise ValueError(
+            f"all checkpoints of {folder} are damaged ({_names(checkpoints)}): give the path of "
+            "another one with resume=PATH, or start anew with resume=never"
+        )
     return None, 0
 
 
-@rank_zero_only
-def forget(folder: Path, step: int) -> None:
-    """Remove what a run that goes on from `step` will make again: later resumes must not find it.
+def _stored_config(file: Path) -> DictConfig | None:
+    """The config of a run; None where it is lost: no file, an empty one, or one of another kind."""
+    try:
+        stored = OmegaConf.load(file)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        if error.errno is None:  # OmegaConf's, for neither a mapping nor a list
+            return None
+        raise
+    except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException):
+        return None
+    return stored if isinstance(stored, DictConfig) and stored.get("recipe") else None
 
-    That is later checkpoints, the export, and what killed writes have left of either.
-    """
-    forget_after(folder / "checkpoints", step)
-    for export in (folder / "export", *folder.glob(".export.*")):
-        shutil.rmtree(export, ignore_errors=True)
+
+def _check_empty(folder: Path, checkpoints: list[Path]) -> None:
+    """Raise ValueError for a run whose config is lost: it may be one of other settings."""
+    found = [*checkpoints, folder / "export"] if is_export(folder / "export") else checkpoints
+    if found:
+        raise ValueError(
+            f"{folder} holds {_names(found)}, but its config.yaml is lost or is none: give "
+            f"resume=PATH ({checkpoints[-1] if checkpoints else 'of a checkpoint'}) to go on with "
+            "these settings, resume=never to start anew, or another name=..."
+        )
+
+
+def _names(paths: list[Path]) -> str:
+    return ", ".join(path.name for path in paths)
 
 
 def _difference(stored: DictConfig, config: DictConfig) -> tuple | None:

@@ -5,7 +5,9 @@ import math
 import resource
 import shutil
 import signal
+from pathlib import Path
 from types import SimpleNamespace
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -15,9 +17,10 @@ from tests.support.runs import curve, cut, kept, same_run, same_weights
 from trainers import fit as fit_module
 from trainers.runs import checkpoints as checkpoints_module
 from trainers.runs.checkpoint_files import (
+    Damaged,
     DirectIO,
     checkpoint_files,
-    forget_after,
+    delete_partial,
     remove_checkpoint,
     step_of,
     write_checkpoint,
@@ -25,6 +28,9 @@ from trainers.runs.checkpoint_files import (
 from trainers.runs.checkpoints import Checkpoints, measured
 from trainers.runs.curve import Curve
 from trainers.runs.randomness import RandomStates
+from trainers.runs.set_aside import SET_ASIDE, set_aside
+
+checkpoint_module = "trainers.runs.checkpoint_files"
 
 LONG = ("trainer.max_steps=12", "trainer.log_every=1", "trainer.keep_last=9")
 DROPOUT = (*LONG, "+network.attention_dropout=0.4")
@@ -93,6 +99,184 @@ class TestRestored:
         lab.fit("ar_target", *DROPOUT, f"name=harm_{harm}")
         assert "is damaged" in capsys.readouterr().out
         assert same_run(copy, whole)
+
+
+class TestNothingIsLost:
+    """What a command must not delete, whatever has become of the run's folder."""
+
+    NAME = "lost"
+
+    @pytest.fixture
+    def copy(self, lab, whole):
+        shutil.rmtree(folder(lab, self.NAME), ignore_errors=True)
+        return cut(whole, self.NAME, 8)
+
+    def refused(self, lab, *overrides):
+        with pytest.raises(ValueError) as error:
+            lab.fit("ar_target", *DROPOUT, f"name={self.NAME}", *overrides)
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    @pytest.mark.parametrize("config", [None, "", "- a list\n", "text\n", "3\n", "{", "\x00"])
+    def test_without_its_config_a_run_is_not_begun_anew(self, lab, copy, config):
+        (copy / "config.yaml").unlink()
+        if config is not None:
+            (copy / "config.yaml").write_text(config)
+        before = everything(copy)
+        message = self.refused(lab)
+        assert {"config.yaml", "resume=PATH", "resume=never"} <= {*message.split()}
+        assert "step-8.ckpt" in message
+        assert everything(copy) == before
+
+    def test_without_its_config_a_finished_run_is_no_other_one(self, lab, copy):
+        shutil.rmtree(copy / "checkpoints")
+        (copy / "export").mkdir()
+        (copy / "export" / "config.json").write_text("{}")
+        (copy / "config.yaml").unlink()
+        assert "export" in self.refused(lab)
+
+    def test_without_its_config_it_goes_on_from_a_path(self, lab, copy, whole):
+        (copy / "config.yaml").write_text("")
+        path = f"resume={copy}/checkpoints/step-8.ckpt"
+        lab.fit("ar_target", *DROPOUT, f"name={self.NAME}", path)
+        assert same_run(copy, whole)
+
+    def test_without_its_config_it_starts_anew_if_asked_to(self, lab, copy):
+        (copy / "config.yaml").unlink()
+        stop_at(3, lab, "ar_target", *DROPOUT, f"name={self.NAME}", "resume=never")
+        assert kept(copy) == [2]
+
+    @pytest.mark.parametrize("resume", ["auto", "path"])
+    @pytest.mark.parametrize(
+        "error",
+        [
+            PermissionError(errno.EACCES, "Permission denied"),
+            OSError(errno.EIO, "Input/output error"),
+            MemoryError("12 bytes"),
+            RuntimeError("unable to mmap 12 bytes: Cannot allocate memory (12)"),
+        ],
+        ids=lambda e: type(e).__name__,
+    )
+    def test_what_cannot_be_read_is_not_damaged(self, lab, copy, monkeypatch, error, resume):
+        before = everything(copy)
+        newest = copy / "checkpoints" / "step-8.ckpt"
+
+        def read(file, *arguments, **options):
+            if str(file) == str(newest):
+                raise error
+            return original(file, *arguments, **options)
+
+        place = "torch.load" if isinstance(error, RuntimeError) else checkpoint_module + ".ZipFile"
+        original = torch.load if isinstance(error, RuntimeError) else ZipFile
+        monkeypatch.setattr(place, read)
+        message = self.refused(lab, *([] if resume == "auto" else [f"resume={newest}"]))
+        assert str(newest) in message
+        assert "cannot be read" in message
+        assert (getattr(error, "strerror", None) or str(error)) in message
+        assert everything(copy) == before
+
+    def test_a_folder_that_cannot_be_listed_is_not_empty(self, lab, copy, monkeypatch):
+        list_ = Path.iterdir
+
+        def iterdir(path):
+            if path == copy / "checkpoints":
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return list_(path)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "iterdir", iterdir)
+            with pytest.raises(PermissionError):
+                lab.fit("ar_target", *DROPOUT, f"name={self.NAME}")
+        assert kept(copy) == [2, 4, 6, 8]
+
+    def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(self, lab, copy):
+        for path in checkpoint_files(copy / "checkpoints"):
+            path.write_bytes(path.read_bytes()[:1000])
+        before = everything(copy)
+        message = self.refused(lab)
+        assert {"resume=PATH,", "resume=never"} <= {*message.split()}
+        assert everything(copy) == before
+
+    @pytest.mark.parametrize("stop", [9, None])
+    def test_the_only_checkpoint_under_another_number(self, lab, copy, whole, stop):
+        """It is there until the run has written the next one, and a kill before that finds it."""
+        path = copy / "checkpoints" / "step-8.ckpt"
+        path = path.rename(path.with_name("step-900.ckpt"))
+        for step in (2, 4, 6):
+            (copy / "checkpoints" / f"step-{step}.ckpt").unlink()
+        run = ("ar_target", *DROPOUT, f"name={self.NAME}")
+        if stop:
+            stop_at(stop, lab, *run, f"resume={path}")
+            assert path.exists()
+            lab.fit(*run)
+        else:
+            lab.fit(*run, f"resume={path}")
+        assert kept(copy) == [10, 12]
+        assert same_run(copy, whole)
+
+    def test_a_branch_keeps_what_came_later_until_it_has_a_checkpoint(self, lab, copy, whole):
+        (copy / "export").mkdir()
+        (copy / "export" / "config.json").write_text("{}")
+        before = everything(copy)
+        run = ("ar_target", *DROPOUT, f"name={self.NAME}")
+        stop_at(5, lab, *run, f"resume={copy}/checkpoints/step-4.ckpt")
+        aside = everything(copy / SET_ASIDE)
+        assert set(aside) == {
+            "config.yaml", "provenance.json", "metrics.csv", "export/config.json",
+            "checkpoints/step-6.ckpt", "checkpoints/step-8.ckpt",
+        }  # fmt: skip
+        assert all(before[name] == content for name, content in aside.items())
+        assert kept(copy) == [2, 4]
+        assert not (copy / "export").exists(), "the run would look finished"
+        stop_at(7, lab, *run)
+        assert kept(copy) == [2, 4, 6]
+        assert not (copy / SET_ASIDE).exists()
+        lab.fit(*run)
+        assert same_run(copy, whole)
+
+    def test_one_goes_back_to_what_was_set_aside(self, lab, copy, whole):
+        run = ("ar_target", *DROPOUT, f"name={self.NAME}")
+        stop_at(1, lab, *run, "resume=never")
+        assert kept(copy) == []
+        path = copy / SET_ASIDE / "checkpoints" / "step-8.ckpt"
+        lab.fit(*run, f"resume={path}")
+        assert same_weights(copy, whole)
+        assert not (copy / SET_ASIDE).exists()
+
+    @pytest.mark.parametrize("cut_after", range(5))
+    def test_a_kill_while_it_is_set_aside(self, copy, monkeypatch, cut_after):
+        """After each rename: no export, and the newest checkpoint is found until the last one."""
+        (copy / "export").mkdir()
+        rename, calls = Path.rename, []
+
+        class Kill(BaseException):
+            pass
+
+        def killed(path, target):
+            if len(calls) == cut_after:
+                raise Kill
+            calls.append(path)
+            return rename(path, target)
+
+        steps = kept(copy)
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", killed)
+            with pytest.raises(Kill):
+                set_aside(copy, 0)
+        assert (copy / "export").exists() == (cut_after == 0)
+        assert kept(copy) == steps[max(0, cut_after - 1) :]
+        set_aside(copy, 0)
+        assert kept(copy) == []
+        assert kept(copy / SET_ASIDE) == steps
+
+
+def everything(folder):
+    """{path: content} of all files of a folder."""
+    return {
+        file.relative_to(folder).as_posix(): file.read_bytes()
+        for file in folder.rglob("*")
+        if file.is_file()
+    }
 
 
 def stop_at(step, lab, *arguments):
@@ -339,7 +523,7 @@ class TestFolders:
             (path / shard).unlink()
         else:
             (path / shard).write_bytes((path / shard).read_bytes()[:50])
-        with pytest.raises(ValueError, match=r"is damaged.*step-2\.ckpt"):
+        with pytest.raises(Damaged, match=r"step-2\.ckpt"):
             step_of(path)
 
     def test_a_half_removed_one_is_no_checkpoint(self, path, monkeypatch):
@@ -348,13 +532,13 @@ class TestFolders:
             with pytest.raises(OSError):
                 remove_checkpoint(path)
         assert [p.name for p in checkpoint_files(path.parent)] == ["step-2.ckpt"]
-        forget_after(path.parent, 2)
+        delete_partial(path.parent)
         assert [p.name for p in path.parent.iterdir()] == ["step-2.ckpt"]
 
     def test_a_killed_write_is_no_checkpoint(self, path):
         Sharded(12).save_checkpoint(path.parent / ".step-12.partial")
         assert len(checkpoint_files(path.parent)) == 2
-        forget_after(path.parent, 10)
+        delete_partial(path.parent)
         assert sorted(p.name for p in path.parent.iterdir()) == ["step-10.ckpt", "step-2.ckpt"]
 
 
