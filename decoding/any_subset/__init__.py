@@ -1,1 +1,1 @@
-"""Any-subset models in decoding: infilling, and the cache of their two streams."""
+"""Decoding with any-subset models: infilling, and the cache of the two streams."""

@@ -1,7 +1,8 @@
 """Infilling: prompts with holes anywhere, filled in the order of an any-subset model.
 
-In that order (prompt first, then the holes from left to right) filling is appending, so the one
-decode loop of `decoding.engine.sampler` serves it: a row's tokens stand in the order, not in place.
+In that order (the prompt first, then the holes from left to right) filling is appending, so the
+decode loop of `decoding.engine.sampler` does it: a sequence's tokens are kept in the order of
+generation, not in that of the text.
 """
 
 import re
@@ -24,13 +25,20 @@ HOLE = re.compile(r"<hole:(\d+)>")
 
 @dataclass(frozen=True)
 class Template:
-    """Token ids with holes: None where a token is to be filled in."""
+    """A prompt with holes.
+
+    Attributes:
+        ids: Token ids in the order of the text; None where a token is to be filled in.
+
+    >>> Template([None, 7, None, 8]).filled([5, 6])
+    [5, 7, 6, 8]
+    """
 
     ids: list[int | None]
 
     @property
     def order(self) -> list[int]:
-        """sigma: the prompt's positions, then the holes', each from left to right."""
+        """The order sigma: the prompt's positions, then those of the holes, from left to right."""
         return binary_lattice(torch.tensor([t is not None for t in self.ids])).tolist()
 
     @property
@@ -40,13 +48,14 @@ class Template:
 
     @property
     def holes(self) -> int:
-        """How many tokens are to be filled in."""
+        """The number of tokens to fill in."""
         return self.ids.count(None)
 
     def filled(self, answer: list[int]) -> list[int]:
-        """The text's tokens, its holes filled from left to right, up to the first that is open.
+        """The text's tokens before the first hole that is still open; all of them are final.
 
-        All of them are final: nothing that comes later stands before them.
+        Args:
+            answer: The tokens that were filled in so far, from left to right.
         """
         new = iter(answer)
         ids = (next(new, None) if t is None else t for t in self.ids)
@@ -55,11 +64,14 @@ class Template:
 
 @dataclass
 class InfillState(State):
-    """What a batch of templates keeps, beside its tokens in the order of generation.
+    """The state of a batch of templates whose tokens are kept in the order of generation.
 
-    order: [B, capacity], the position of each token in the order; entries after a sequence's own
-    stand for positions that do not exist. size: [B], N tokens. given: [B], m tokens of prompt.
-    cached: [B], tokens of the order that the network's cache holds.
+    Attributes:
+        order: The text position of each index of the order, int64 [B, capacity]. Entries after a
+            sequence's own N are positions that do not exist.
+        size: N, tokens of each text, [B].
+        given: m, tokens of each prompt, [B].
+        cached: Tokens at the start of each order whose content is in the network's cache, [B].
     """
 
     order: Tensor
@@ -72,9 +84,13 @@ class Infiller(Sampler):
     """A sampler whose prompts have holes: `'a = <hole:3> + 1'`, or token ids with None.
 
     A result's token_ids are the tokens that were filled in, from left to right; its text is the
-    whole text. The holes say how many tokens come: max_new_tokens and end tokens do not count.
+    whole text. The holes say how many tokens are filled in: max_new_tokens and end tokens have no
+    effect.
 
-    mask_id: the network's mask token, never given and never drawn.
+    Args:
+        target: An any-subset model (`models.twostream`).
+        tokenizer: The target's own.
+        mask_id: The network's mask token, which no prompt may contain and which is never drawn.
     """
 
     continues = False
@@ -87,8 +103,7 @@ class Infiller(Sampler):
         self.mask_id = mask_id
 
     def check(self, target: PreTrainedModel) -> None:
-        """See `Sampler`; XLNet follows its own masks."""
-        if not is_xlnet(target):
+        if not is_xlnet(target):  # `CachedXLNet` attends by any mask
             super().check(target)
         elif target.dtype in (torch.float16, torch.bfloat16):
             raise ValueError(
@@ -102,10 +117,12 @@ class Infiller(Sampler):
         template = Template(self._tokens(prompt) if isinstance(prompt, str) else list(prompt))
         given = template.prompt
         if not template.holes:
-            raise ValueError("the prompt has no hole: write <hole:12> where 12 tokens are to come")
+            raise ValueError(
+                "the prompt has no hole: write <hole:12> where 12 tokens are to be filled in"
+            )
         if self.mask_id in given:
             raise ValueError(
-                f"the prompt contains the mask token ({self.mask_id}): write <hole:1> in its place"
+                f"the prompt contains the mask token ({self.mask_id}): write <hole:1> instead"
             )
         bad = [t for t in given if not 0 <= t < self.vocabulary]
         if bad:
@@ -121,7 +138,7 @@ class Infiller(Sampler):
         return template
 
     def _tokens(self, text: str) -> list[int | None]:
-        """Token ids of a text, None in its holes; each piece between holes is cut by itself."""
+        """Token ids of a text, None in its holes; pieces between holes are tokenized one by one."""
         ids: list[int | None] = []
         for i, piece in enumerate(HOLE.split(text)):
             if i % 2 == 0:
@@ -135,7 +152,7 @@ class Infiller(Sampler):
     def _rows(
         self, prompts: list[Template], params: SamplingParams, randomness: Randomness
     ) -> Rows:
-        """The prompts' given tokens, and their orders as `InfillState`."""
+        """A batch of the given tokens alone, with the orders as its `InfillState`."""
         sizes = [len(t.ids) for t in prompts]
         capacity, device = max(sizes) + self.margin(params), self.target.device
         rows = Rows([t.prompt for t in prompts], capacity, randomness, device)
@@ -153,7 +170,7 @@ class Infiller(Sampler):
     def _commit(
         self, row: int, answer: Any, new: list[int], params: SamplingParams, text: bool
     ) -> Chunk | None:
-        """See `Sampler`: a chunk is the text up to the first place that is still open."""
+        """Take a cycle's tokens; the chunk is the new text before the first open hole, if any."""
         new = new[: answer.prompt.holes - len(answer.token_ids)]
         answer.token_ids += new
         answer.stats.emitted.append(len(new))

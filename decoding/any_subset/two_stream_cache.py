@@ -1,4 +1,4 @@
-"""Any-subset networks in decoding: content and questions about positions in one pass."""
+"""Cached any-subset networks: new content and queries about positions in one forward."""
 
 from typing import NamedTuple
 
@@ -13,10 +13,12 @@ from models.xlnet import CachedXLNet
 
 
 class Branches(NamedTuple):
-    """The last N content tokens are the nodes of a tree behind one last place, not a text.
+    """A draft tree: the last N content tokens are its nodes, and not a chain.
 
-    depth, path [B, N]: of each node, see `decoding.drafting.tree.Trees`. seen [B, Q]: the path of
-    the node that each query is asked behind; 0 at the root.
+    Attributes:
+        depth: The depth of each node, [B, N]; 1 for children of the root.
+        path: The nodes on each node's path as bits, [B, N] (`decoding.drafting.tree.Trees`).
+        seen: The path of the node that each query is conditioned on, [B, Q]; 0 at the root.
     """
 
     depth: Tensor
@@ -25,11 +27,15 @@ class Branches(NamedTuple):
 
 
 class TwoStreamNetwork(CachedNetwork):
-    """An any-subset network whose content is cached.
+    """An any-subset network with a cache of its content stream.
 
-    Slot i holds the content of place i of the order. It depends on earlier places only, so it
-    never changes once they are fixed. The slots behind a row's content are lent to the queries of
-    one pass.
+    Slot i holds the content of index i of the order. It depends on earlier indices only, so it
+    never changes once they are fixed. The slots after a row's content hold the queries of one pass.
+
+    Args:
+        network: A causal LM that was trained with two streams, or XLNet.
+        capacity: Slots of the cache, the scratch slot included.
+        mask_id: The token that a query carries.
     """
 
     def __init__(self, network: PreTrainedModel, capacity: int, mask_id: int):
@@ -49,49 +55,58 @@ class TwoStreamNetwork(CachedNetwork):
         seen: Tensor,
         branches: Branches | None = None,
     ) -> Tensor:
-        """Logits [B, Q, V] of queries: new content and they go through one forward.
+        """One forward of the new content and of queries about positions.
 
-        tokens, order [B, capacity]: token and position of each place in the order; m [B], tokens of
-        prompt. The first end [B] places hold tokens now, of which the cache knows the first cached
-        [B]. positions, seen [B, Q]: a query about a position sees the first `seen` places.
+        Args:
+            tokens: The token at each index of the order, int64 [B, capacity].
+            order: The text position of each index, int64 [B, capacity].
+            m: Tokens of each prompt, [B].
+            cached: Indices at the start of each order that the cache holds, [B].
+            end: Indices at the start of each order that hold tokens now, [B].
+            positions: The text position that each query is about, [B, Q].
+            seen: Indices at the start of the order that each query is conditioned on, [B, Q].
+            branches: The tree of the last N tokens; None where they are a chain.
+
+        Returns:
+            The queries' logits [B, Q, V].
         """
         Q, first = positions.shape[1], m[:, None] - 1
         width = int((end - cached).max())
         slots = end[:, None] + torch.arange(-width, Q, device=end.device)
-        # Rows with less new content are padded on the left, so that their queries stand last.
+        # Rows with less new content are padded on the left, so that the queries come last.
         padding = slots < cached[:, None]
         content = slots[:, :width].clamp_min(0)
         keys = self._slots[:, : int(end.max()) + Q].expand(len(end), -1)
-        place = keys if branches is None else self._places(keys, end, branches)
+        index = keys if branches is None else self._indices(keys, end, branches)
         number = torch.arange(Q, device=end.device).expand_as(positions)
         q = Layout(
             torch.zeros_like(slots),
-            torch.cat([place.gather(1, content).maximum(first), seen], 1),
+            torch.cat([index.gather(1, content).maximum(first), seen], 1),
             torch.cat([torch.full_like(content, -1), number], 1),
         )
-        lent = (keys - end[:, None]).clamp_min(-1)
-        k = Layout(torch.zeros_like(keys), place.maximum(first), lent)
+        query = (keys - end[:, None]).clamp_min(-1)
+        k = Layout(torch.zeros_like(keys), index.maximum(first), query)
         mask = dense(draft_blocks, q, k)
         if not self.own_keys:
-            mask &= (lent < 0)[:, None, None]
+            mask &= (query < 0)[:, None, None]
         if branches is not None:
             path = torch.zeros_like(keys).scatter(1, self._nodes(end, branches), branches.path)
             own = torch.cat([path.gather(1, content), branches.seen], 1)
             mask &= (path[:, None] & ~own[:, :, None] == 0)[:, None]
         return self.run(
             torch.cat([tokens.gather(1, content), torch.full_like(positions, self.mask_id)], 1),
-            torch.cat([order.gather(1, place.gather(1, content)), positions], 1),
+            torch.cat([order.gather(1, index.gather(1, content)), positions], 1),
             slots.masked_fill(padding, self.cache.capacity - 1),
             mask,
             keep=Q,
         ).logits
 
     def _nodes(self, end: Tensor, branches: Branches) -> Tensor:
-        """The slots of a tree's nodes [B, N]."""
+        """The slots of a tree's nodes, [B, N]."""
         N = branches.depth.shape[1]
         return end[:, None] - N + self._slots[:, :N]
 
-    def _places(self, slots: Tensor, end: Tensor, branches: Branches) -> Tensor:
-        """The place in the order of what stands at each slot: nodes of one depth share one."""
+    def _indices(self, slots: Tensor, end: Tensor, branches: Branches) -> Tensor:
+        """The order index of the token in each slot; nodes of one depth share an index."""
         nodes = self._nodes(end, branches)
         return slots.scatter(1, nodes, nodes[:, :1] + branches.depth - 1)

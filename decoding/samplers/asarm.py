@@ -1,21 +1,24 @@
-"""AS-ARM: any-subset speculative decoding (ASSD), and the sequential decoding it is held to.
+"""AS-ARM: any-subset speculative decoding (ASSD), and the sequential decoding that it equals.
 
 Source: arXiv 2504.20456, Algorithms 1 and 2 (the `n == T-1` of line 9 must read N-1). The network
-drafts for itself: a query about a later position that sees only what is decoded draws a token
-without the ones between. All four ways are one cycle of one pass, which differ in what it asks:
+drafts for itself: a query about a later position, conditioned on the decoded tokens only, draws a
+token without those in between. Each way of drafting is a cycle of one target pass; they differ in
+the tokens that the pass has queries for:
 
+    draft        queries of a pass
     sequential   the next token
-    assd         in turn: the next k tokens, of which the first stands (Lemma 1) and the others
-                 are drafts; then the drafts, each given those before it (Algorithm 1)
-    assd_ngram   drafts of the context's own bigrams, and the token behind them (Algorithm 2; the
-                 paper leaves out that last token, which costs nothing)
-    assd_fused   the drafts and the token behind them, and for each number a of drafts that may
-                 stand the k tokens after the next, given those a drafts: the next drafts, in the
-                 pass that verifies these. With verify=tree the drafts are a tree
-                 (`decoding.drafting.tree`), and the next ones are asked for behind each of its
-                 nodes
+    assd         two passes take turns (Algorithm 1). One has the next k tokens: the first is
+                 always accepted (Lemma 1), the others are drafts. The other has the drafts, each
+                 conditioned on the drafts before it
+    assd_ngram   drafts from bigram counts of the context, and the token after them (Algorithm 2;
+                 the paper leaves out that last token, which costs nothing)
+    assd_fused   the drafts and the token after them; also, for each number a of drafts that may
+                 be accepted, the k tokens after the next, conditioned on those a drafts: they are
+                 the next drafts, made in the pass that verifies these. With verify=tree the
+                 drafts are a tree (`decoding.drafting.tree`), and the next ones are asked for
+                 after each of its nodes
 
-Every pass emits a token at least, so calls never exceed the tokens filled in (Theorem 1).
+Every pass emits at least one token, so passes never exceed the tokens filled in (Theorem 1).
 """
 
 import warnings
@@ -43,10 +46,12 @@ KNOBS = {"cache": bool, "tolerance": float, "nodes": int, "sharpness": float}
 
 @dataclass
 class AsarmState(InfillState):
-    """Beside the orders: what the last pass drafted.
+    """The orders of a batch, and what the last pass drafted.
 
-    draft: [B, d], the drafted tokens. q: [B, d, V], the distributions that they were drawn from
-    (None under keyed noise). ahead: [B, k, V], warped logits of the next drafts (`verify=tree`).
+    Attributes:
+        draft: The drafted tokens, int64 [B, d].
+        q: The distributions that they were drawn from, [B, d, V]; None under keyed noise.
+        ahead: Warped logits of the next drafts, [B, k, V]; None unless verify=tree.
     """
 
     draft: Tensor
@@ -55,14 +60,21 @@ class AsarmState(InfillState):
 
 
 class AsarmSampler(Infiller):
-    """Fills holes with an any-subset model. Lossless: the law is that of `sequential`, unless
-    there is a tolerance.
+    """Fills holes with an any-subset model, with the distribution of `draft=sequential`.
 
-    draft: one of `DRAFTS`, unless a request names another. block_size: k, tokens drafted a cycle.
-    cache: keep the content stream's keys and values. False, for comparison only: every pass runs
-    the whole text.
-    tolerance: epsilon of appendix F.5, added to the acceptance ratio; above 0 it is lossy.
-    nodes, sharpness: of the trees of `verify=tree`, see `decoding.drafting.tree.draft_trees`.
+    Args:
+        target: An any-subset model (`models.twostream`).
+        tokenizer: The target's own.
+        mask_id: The network's mask token.
+        draft: The way of drafting, one of `DRAFTS`; a request may name another.
+        block_size: k, tokens drafted a cycle; a request may name another.
+        cache: Keep keys and values of the content stream. Without (for comparison) every pass runs
+            the whole text.
+        tolerance: epsilon of appendix F.5, added to the acceptance ratio; above 0 it is lossy.
+        nodes, sharpness: Of the trees of verify=tree (`decoding.drafting.tree.draft_trees`).
+
+    Raises:
+        ValueError: An option outside its range, or a target that cannot be decoded with.
     """
 
     rules = VERIFY
@@ -90,19 +102,19 @@ class AsarmSampler(Infiller):
         self.nodes, self.sharpness = nodes, sharpness
 
     def lossy(self, params: SamplingParams) -> str:
-        """See `Sampler`. Where nothing is drafted there is nothing to tolerate."""
+        # Where nothing is drafted a tolerance has no effect.
         if self.tolerance and (params.draft or self.draft) != "sequential":
             return f"tolerance={self.tolerance:g}"
         return ""
 
     def margin(self, params: SamplingParams) -> int:
-        """A pass reaches two blocks beyond the end, and its drafts and queries need a slot each."""
+        # A pass reaches two blocks beyond the end, and its drafts and queries need a slot each.
         k = params.block_size or self.block_size
         drafts = max(k, self.nodes) if params.verify == "tree" else k
         return 2 * k + drafts + (drafts + 1) * (k + 1) + 2
 
     def begin(self, rows: Rows, params: SamplingParams) -> None:
-        """No pass of its own: the first one brings the prompt."""
+        """Make the target's cache; the prompt goes through the first cycle's pass."""
         way, k = params.draft or self.draft, params.block_size or self.block_size
         if self.lossy(params) and (params.verify != "rejection" or params.temperature == 0):
             raise ValueError(
@@ -126,7 +138,7 @@ class AsarmSampler(Infiller):
         rows.state = AsarmState(**vars(rows.state), draft=rows.tokens[:, :0])
 
     def cycle(self, rows: Rows, params: SamplingParams) -> tuple[Tensor, Tensor]:
-        """Verify the drafts that there are, and ask for the next ones, in one pass."""
+        """Verify the last pass's drafts and draft the next ones, in one pass."""
         way, k = params.draft or self.draft, params.block_size or self.block_size
         keyed = params.keyed
         if rows.state.ahead is not None:
@@ -135,12 +147,14 @@ class AsarmSampler(Infiller):
             self.draft_ngrams(rows, k, params)
         draft, q = rows.state.draft, rows.state.q
         d = rows.drafted = draft.shape[1]
-        # Algorithm 1 leaves out the token behind the drafts: its next pass drafts it first.
-        behind = way != "assd" or d == 0
+        # Algorithm 1 has no query for the token after the drafts: its next pass begins with it.
+        with_bonus = way != "assd" or d == 0
         ahead = {"assd": 0 if d else k - 1, "assd_fused": k}.get(way, 0)
-        logits = self.target_logits(rows, draft, d + behind, ahead, params)  # [B, A, 1 + ahead, V]
+        logits = self.target_logits(
+            rows, draft, d + with_bonus, ahead, params
+        )  # [B, A, 1 + ahead, V]
         p_logits = logits[:, :, 0]
-        if not behind:
+        if not with_bonus:
             p_logits = torch.cat([p_logits, nothing(p_logits[:, :1])], 1)
         if keyed:
             noise = self.order_noise(rows, d + 1 + ahead, params)
@@ -156,10 +170,10 @@ class AsarmSampler(Infiller):
         tokens = torch.cat([draft, following[:, None]], 1)
         tokens.scatter_(1, accepted[:, None], following[:, None])
         left = rows.state.size - rows.lengths
-        counts = (accepted + 1).clamp_max(d + behind).minimum(left)
-        rows.state.cached = rows.lengths + accepted.clamp_max(d + behind - 1)
+        counts = (accepted + 1).clamp_max(d + with_bonus).minimum(left)
+        rows.state.cached = rows.lengths + accepted.clamp_max(d + with_bonus - 1)
         here = torch.arange(len(accepted), device=accepted.device)
-        next_logits = logits[here, accepted.clamp_max(d + behind - 1), 1:]
+        next_logits = logits[here, accepted.clamp_max(d + with_bonus - 1), 1:]
         if params.verify == "tree":
             rows.state.ahead = next_logits
         elif keyed:
@@ -174,9 +188,9 @@ class AsarmSampler(Infiller):
         return tokens, counts
 
     def tree_cycle(self, rows: Rows, k: int, params: SamplingParams) -> tuple[Tensor, Tensor]:
-        """Verify a tree of the last pass's drafts, and ask for the next ones behind each node.
+        """Verify a tree of the last pass's drafts and draft the next ones, in one pass.
 
-        The drafts are independent given what that pass saw, so they are DEER's (`DeerSampler`).
+        Given the tokens that pass was conditioned on, its drafts are independent, as DEER's are.
         """
         ahead, noise = rows.state.ahead, self.order_noise(rows, k + 1, params)
         trees = draft_trees(
@@ -200,10 +214,21 @@ class AsarmSampler(Infiller):
         params: SamplingParams,
         trees: Trees | None = None,
     ) -> Tensor:
-        """Warped logits [B, A, 1 + ahead, V]: entry (a, j) is about place n + a + j of the order,
-        given the n decoded tokens and the first a drafts. Behind a row's end: `nothing`.
+        """Run one target pass over the drafts and the queries.
 
-        trees: the drafts are their nodes; a = 0 is the root, then a node each, n + depth its place.
+        Args:
+            rows: The batch, with n [B] decoded tokens.
+            draft: Drafted tokens, int64 [B, d].
+            A: How many prefixes of the draft are conditioned on: those of 0 to A - 1 tokens.
+            ahead: Further tokens asked for after each prefix.
+            params: The request's sampling parameters.
+            trees: The trees whose nodes the drafts are. Prefix 0 is then the root, and prefix a > 0
+                the path to node a - 1.
+
+        Returns:
+            Warped logits [B, A, 1 + ahead, V]. Entry (a, j) is about index n + a + j of the order
+            (n + depth + j in a tree), conditioned on the n decoded tokens and on prefix a. At an
+            index that does not exist: `nothing`.
         """
         n = rows.lengths[:, None]
         rows.tokens.scatter_(1, n + torch.arange(draft.shape[1], device=n.device), draft)
@@ -236,14 +261,14 @@ class AsarmSampler(Infiller):
         return logits.where(inside, nothing(logits)).unflatten(1, (A, 1 + ahead))
 
     def order_noise(self, rows: Rows, count: int, params: SamplingParams) -> Tensor | None:
-        """Keyed noise [B, count, V] of the positions of the next places; None at temperature 0."""
+        """Keyed noise [B, count, V] of the next positions in the order; None at temperature 0."""
         if params.temperature == 0:
             return None
         at = rows.lengths[:, None] + torch.arange(count, device=rows.tokens.device)
         return rows.randomness.gumbel(rows.state.order.gather(1, at), self.vocabulary)
 
     def draft_ngrams(self, rows: Rows, k: int, params: SamplingParams) -> None:
-        """Algorithm 2: k drafts, each drawn from what follows its left neighbour in the context."""
+        """Set k drafts, each drawn from the tokens seen after its left neighbour (Algorithm 2)."""
         n, order = rows.lengths[:, None], rows.state.order
         known = torch.arange(order.shape[1], device=n.device) < n
         text = torch.zeros_like(rows.tokens).scatter(1, order, rows.tokens)
@@ -269,10 +294,18 @@ class AsarmSampler(Infiller):
     def log_prob(
         self, tokens: list[list[int]], given: list[list[bool]], order: list[list[int]] | None = None
     ) -> Tensor:
-        """log p(x_sigma(>=m) | x_sigma(<m)) of rows of one length, in one pass: [B].
+        """The joint log-probability log p(x_sigma(>=m) | x_sigma(<m)), in one pass. Eq. 2.
 
-        given: True for the prompt's tokens. order: another one than prompt first, then left to
-        right. Eq. 2.
+        Args:
+            tokens: Token ids of B texts of N tokens each.
+            given: For each token, whether it is part of the prompt.
+            order: sigma of each text, N positions; None: the prompt, then from left to right.
+
+        Returns:
+            [B], in nats; float32, or the model's dtype if that is wider.
+
+        Raises:
+            ValueError: An order that is no permutation of the text's positions.
         """
         ids = torch.tensor(tokens, device=self.target.device)
         masked = ~torch.tensor(given, device=ids.device)
@@ -290,29 +323,39 @@ class AsarmSampler(Infiller):
 
 
 def bigram_counts(text: Tensor, known: Tensor, at: Tensor, vocabulary: int, mask_id: int) -> Tensor:
-    """c(. | left neighbour of `at`), Eq. 23 with its indices in order: [B, V], normalised.
+    """The bigram distribution c(. | left neighbour of `at`). Eq. 23, with its indices in order.
 
-    text [B, L] by position, known: bool [B, L], at [B, 1]. What followed the same token elsewhere
-    in the known text; where nothing did, how often tokens stand there; in an empty text, any token.
+    It counts the tokens that follow the same left neighbour in the known text. Where there are
+    none it is the frequency of tokens in the known text, and where no token is known uniform.
+
+    Args:
+        text: Tokens by position, int64 [B, L].
+        known: Which of them are known, bool [B, L].
+        at: The position to draft, [B, 1].
+        vocabulary: V.
+        mask_id: A token that is never drafted.
+
+    Returns:
+        Probabilities [B, V], float64.
     """
     left = text.gather(1, (at - 1).clamp_min(0))
     pairs = known[:, :-1] & known[:, 1:] & (text[:, :-1] == left) & (at > 0)
     c = torch.zeros(len(text), vocabulary, dtype=torch.float64, device=text.device)
     follows = c.scatter_add(1, text[:, 1:], pairs.double())
-    stands = c.scatter_add(1, text, known.double())
+    frequency = c.scatter_add(1, text, known.double())
     uniform = torch.ones_like(c)
     uniform[:, mask_id] = 0
-    c = stands.where(stands.sum(-1, keepdim=True) > 0, uniform)
+    c = frequency.where(frequency.sum(-1, keepdim=True) > 0, uniform)
     c = follows.where(follows.sum(-1, keepdim=True) > 0, c)
     return c / c.sum(-1, keepdim=True)
 
 
 def nothing(logits: Tensor) -> Tensor:
-    """Logits of a place that does not exist: surely token 0, for drafts and for the target."""
+    """Logits for an index that does not exist: token 0 with probability 1, like its draft."""
     return pad(torch.full_like(logits[..., 1:], float("-inf")), (1, 0))
 
 
 def from_export(target, tokenizer, drafter, config: dict) -> AsarmSampler:
-    """The sampler of an exported any-subset model; config: its `parade` entry."""
+    """Make the sampler of an exported any-subset model; config is its `parade` entry."""
     keys = ("mask_id", "draft", "block_size", *KNOBS)
     return AsarmSampler(target, tokenizer, **{key: config[key] for key in keys if key in config})

@@ -1,4 +1,4 @@
-"""Lossless, proved: the exact law of the sampler code equals that of plain decoding."""
+"""Exactness: the output distribution of the sampler code equals that of plain decoding."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from decoding.engine.params import SamplingParams
 from decoding.samplers.deer import DeerSampler
 from decoding.samplers.plain import PlainSampler
 from tests.support import tiny
-from tests.support.enumerating import output_law
+from tests.support.enumerating import output_distribution
 
 
 def deer(vocabulary, k, eos=None, seed=0, drafter_vocabulary=None):
@@ -27,8 +27,10 @@ def deer(vocabulary, k, eos=None, seed=0, drafter_vocabulary=None):
 
 def distance(sampler, params, eos=()):
     prompt = [0, 1, 1]
-    law = output_law(sampler, prompt, params)
-    return tiny.total_variation(law, tiny.plain_law(sampler.target, prompt, params, eos))
+    distribution = output_distribution(sampler, prompt, params)
+    return tiny.total_variation(
+        distribution, tiny.plain_distribution(sampler.target, prompt, params, eos)
+    )
 
 
 CASES = {
@@ -49,7 +51,7 @@ CASES = {
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 @pytest.mark.parametrize("name", CASES)
-def test_deer_has_the_plain_law(name, rule):
+def test_deer_has_the_plain_distribution(name, rule):
     case = dict(CASES[name])
     eos = case.pop("eos", None)
     sampler = deer(case.pop("vocabulary"), case.pop("k"), eos)
@@ -58,7 +60,7 @@ def test_deer_has_the_plain_law(name, rule):
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if "k" not in c.split("=")[0] or c == "top-k"])
-def test_plain_decoding_has_the_plain_law(case):
+def test_plain_decoding_has_the_plain_distribution(case):
     case = dict(CASES[case])
     case.pop("k")
     eos = case.pop("eos", None)
@@ -85,9 +87,9 @@ def always_take_the_target(draft, q, p, randomness):
 
 
 def go_on_after_a_rejection(draft, q, p, randomness):
-    """Wrong: counts every accepted token, though those behind a rejection saw the wrong prefix."""
-    stands = randomness.accept(verify.acceptance_probability(draft, q, p))
-    accepted = stands.sum(1)
+    """Wrong: counts tokens after a rejection, which were conditioned on the wrong prefix."""
+    coins = randomness.accept(verify.acceptance_probability(draft, q, p))
+    accepted = coins.sum(1)
     rest = verify.residual(verify._at(p, accepted), verify._drafted_at(q, accepted))
     return accepted, randomness.categorical(rest)
 

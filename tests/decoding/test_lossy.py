@@ -1,4 +1,4 @@
-"""What is not lossless is named, and runs for a user who allows it by name only."""
+"""Lossy options are named in the stats, and run only for a user who allows them."""
 
 import re
 
@@ -10,7 +10,7 @@ from decoding.engine import verify
 from decoding.engine.params import SamplingParams
 from decoding.samplers.asarm import DRAFTS, AsarmSampler
 from tests.support import subsets, tiny
-from tests.support.enumerating import EnumeratingRandomness, output_law
+from tests.support.enumerating import EnumeratingRandomness, output_distribution
 
 V = 3
 HOLES = [None, 1, None]
@@ -26,45 +26,48 @@ def params(**values):
     return SamplingParams(**{"verify": "rejection", "lossy": True, **values})
 
 
-@pytest.mark.parametrize(("tolerance", "stands"), [(0.0, 1 / 3), (0.1, 1 / 3 + 0.1), (1.0, 1.0)])
-def test_the_tolerance_by_hand(tolerance, stands):
+@pytest.mark.parametrize(("tolerance", "accepted"), [(0.0, 1 / 3), (0.1, 1 / 3 + 0.1), (1.0, 1.0)])
+def test_the_tolerance_by_hand(tolerance, accepted):
     """p = (0.2, 0.8), q = (0.6, 0.4), token 0 drafted; the bonus is token 0, of p = (0.5, 0.5)."""
     p = torch.tensor([[[0.2, 0.8], [0.5, 0.5]]], dtype=torch.float64)
     q, randomness = torch.tensor([[[0.6, 0.4]]], dtype=torch.float64), EnumeratingRandomness([[1]])
     verify.rejection(torch.tensor([[0]]), q, p, randomness, tolerance)
-    assert randomness.weight[0] == pytest.approx(stands * 0.5)
+    assert randomness.weight[0] == pytest.approx(accepted * 0.5)
 
 
-def tolerant_law(model, epsilon):
-    """Algorithm 1 on two holes, written out: the first token stands, the second was its draft."""
+def tolerant_distribution(model, epsilon):
+    """Algorithm 1 on two holes, written out: the first token is accepted, the second is a draft."""
     prompt = [(1, HOLES[1])]
 
     def probs(generated, position):
         return subsets.one_position(model, prompt, generated, position)[:V].softmax(-1)
 
-    law, q = {}, probs([], 2)
+    distribution, q = {}, probs([], 2)
     for a, weight in enumerate(probs([], 0).tolist()):
         p = probs([(0, a)], 2)
         accept = (p / q + epsilon).clamp_max(1)
         rest = (p - q).clamp_min(0)
         second = q * accept + (q * (1 - accept)).sum() * rest / rest.sum()
-        law |= {(a, b): weight * second[b].item() for b in range(V)}
-    return law
+        distribution |= {(a, b): weight * second[b].item() for b in range(V)}
+    return distribution
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.05, 0.5, 1.0])
-def test_the_law_with_a_tolerance_is_algorithm_1_written_out(epsilon):
+def test_the_distribution_with_a_tolerance_is_algorithm_1_written_out(epsilon):
     s = sampler(epsilon)
-    law, lossless = output_law(s, HOLES, params()), subsets.infill_law(s.target, HOLES, params())
-    assert tiny.total_variation(law, tolerant_law(s.target, epsilon)) <= 1e-9
-    assert (tiny.total_variation(law, lossless) <= 1e-9) == (epsilon == 0)
+    distribution, lossless = (
+        output_distribution(s, HOLES, params()),
+        subsets.infill_distribution(s.target, HOLES, params()),
+    )
+    assert tiny.total_variation(distribution, tolerant_distribution(s.target, epsilon)) <= 1e-9
+    assert (tiny.total_variation(distribution, lossless) <= 1e-9) == (epsilon == 0)
 
 
 @pytest.mark.parametrize("draft", DRAFTS[1:])
-def test_a_tolerance_changes_the_law_and_says_so(draft):
+def test_a_tolerance_changes_the_distribution_and_says_so(draft):
     s, holes = sampler(0.3, draft), [None, 1, None, None]
-    lossless = subsets.infill_law(s.target, holes, params())
-    assert tiny.total_variation(output_law(s, holes, params()), lossless) > 1e-3
+    lossless = subsets.infill_distribution(s.target, holes, params())
+    assert tiny.total_variation(output_distribution(s, holes, params()), lossless) > 1e-3
     assert s.generate([holes], params(seed=1))[0].stats.lossy == "tolerance=0.3"
 
 

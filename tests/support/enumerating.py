@@ -1,8 +1,8 @@
-"""Randomness that walks every outcome: the exact output law of the real sampler code.
+"""Randomness that enumerates all outcomes, for the exact output distribution of a sampler.
 
 Every row of a batch follows its own path of decisions. Where a row's path ends it takes the first
-possible outcome and leaves the others as new paths; a law is complete when no path is left. Many
-paths run as rows of one ragged batch, so the walk tests batching as well.
+possible outcome and leaves the others as new paths; the distribution is complete when no path is
+left. Many paths run as rows of one ragged batch, so the enumeration tests batching as well.
 """
 
 import math
@@ -10,12 +10,13 @@ import math
 import torch
 
 # Where p = q in truth, p/q is 1 up to rounding, which may differ from batch to batch: a path
-# through such a rejection could not be walked again. What is left out shows in the law's sum.
+# through such a rejection might not exist in another batch. The sum of the distribution shows how
+# much is left out.
 ROUNDING = 1e-14
 
 
 class EnumeratingRandomness:
-    """One batch of paths. weight[r]: probability of the path that row r took."""
+    """Randomness of a batch of paths; weight[r] is the probability of the path that row r took."""
 
     def __init__(self, paths):
         self.paths = paths
@@ -38,7 +39,7 @@ class EnumeratingRandomness:
         self.rows = [self.rows[b] for b in rows.tolist()]
 
     def _walk(self, probs):
-        """Decide each element of [B, ..., outcomes] along its row's path -> [B, ...]."""
+        """Decide each element along its row's path: [B, ..., outcomes] -> [B, ...]."""
         flat = probs.reshape(len(self.rows), -1, probs.shape[-1]).tolist()
         decided = [
             [self._decide(r, outcomes) for outcomes in elements]
@@ -61,16 +62,16 @@ class EnumeratingRandomness:
         return outcome
 
 
-def output_law(sampler, prompt, params, batch=2048):
-    """{answer: probability}, exact: every outcome of the randomness of the real sampler."""
-    law, paths = {}, [[]]
+def output_distribution(sampler, prompt, params, batch=2048):
+    """The exact distribution {answer: probability} of a sampler, by enumeration."""
+    distribution, paths = {}, [[]]
     while paths:
         now, paths = paths[:batch], paths[batch:]
         randomness = EnumeratingRandomness(now)
         results = sampler.generate([prompt] * len(now), params, randomness=randomness)
         for result, weight in zip(results, randomness.weight):
             answer = tuple(result.token_ids)
-            law[answer] = law.get(answer, 0.0) + weight
+            distribution[answer] = distribution.get(answer, 0.0) + weight
         paths += randomness.left
-    assert math.isclose(sum(law.values()), 1.0, abs_tol=1e-9)
-    return law
+    assert math.isclose(sum(distribution.values()), 1.0, abs_tol=1e-9)
+    return distribution

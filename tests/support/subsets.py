@@ -1,4 +1,4 @@
-"""Any-subset models, one position at a time: what samplers and joint densities are held to."""
+"""Reference for any-subset samplers and joint densities: one position at a time."""
 
 import itertools
 
@@ -45,22 +45,22 @@ def xlnet(vocabulary, seed=0):
 
 
 def one_position(model, prompt, generated, position):
-    """Logits [V] about `position`, given two lists of (position, token): nothing else is there.
+    """Logits [V] about `position`, conditioned on two lists of (position, token) only.
 
     A mask written out entry by entry; no order, no layout, no cache and no second query.
     """
     if model.config.model_type == "xlnet":
         return one_position_xlnet(model, prompt, generated, position)
-    places = [*prompt, *generated, (position, model.config.vocab_size - 1)]
-    n, m = len(places), len(prompt)
+    tokens = [*prompt, *generated, (position, model.config.vocab_size - 1)]
+    n, m = len(tokens), len(prompt)
     mask = torch.zeros(n, n, dtype=torch.bool)
     for i in range(n):
         for j in range(n):
             mask[i, j] = j < m or (i >= m and j <= i)
     with torch.no_grad():
         return model(
-            input_ids=torch.tensor([[t for _, t in places]]),
-            position_ids=torch.tensor([[p for p, _ in places]]),
+            input_ids=torch.tensor([[t for _, t in tokens]]),
+            position_ids=torch.tensor([[p for p, _ in tokens]]),
             attention_mask=mask[None, None],
         ).logits[0, -1]
 
@@ -80,16 +80,16 @@ def one_position_xlnet(model, prompt, generated, position):
         return model(ids, perm_mask=hidden, target_mapping=target, use_mems=False).logits[0, -1]
 
 
-def infill_law(model, prompt, params):
-    """{filled tokens: probability} of filling one position after the other; no sampler code."""
+def infill_distribution(model, prompt, params):
+    """The distribution {filled tokens: probability} of filling one by one, without a sampler."""
     given = [(p, t) for p, t in enumerate(prompt) if t is not None]
     holes = [p for p, t in enumerate(prompt) if t is None]
     V = model.config.vocab_size
-    law, frontier = {}, [((), 1.0)]
+    distribution, frontier = {}, [((), 1.0)]
     while frontier:
         answer, weight = frontier.pop()
         if len(answer) == len(holes):
-            law[answer] = weight
+            distribution[answer] = weight
             continue
         filled = list(zip(holes, answer))
         logits = one_position(model, given, filled, holes[len(answer)])[None, None]
@@ -103,7 +103,7 @@ def infill_law(model, prompt, params):
             probs = warped.softmax(-1)
         for token in probs.nonzero().flatten().tolist():
             frontier.append(((*answer, token), weight * probs[token].item()))
-    return law
+    return distribution
 
 
 def xlnet_tokenizer():

@@ -1,4 +1,4 @@
-"""Tiny random models of the real classes, and the plain law computed without any sampler code."""
+"""Tiny random models of the real classes, and plain decoding's distribution without a sampler."""
 
 import itertools
 
@@ -58,13 +58,13 @@ def tokenizer(vocabulary):
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
-def plain_law(model, prompt, params, eos=()):
-    """{answer: probability} of plain decoding by full forwards: no cache, no sampler."""
-    law, frontier = {}, [((), 1.0)]
+def plain_distribution(model, prompt, params, eos=()):
+    """The distribution {answer: probability} of plain decoding, by full forwards only."""
+    distribution, frontier = {}, [((), 1.0)]
     while frontier:
         answer, weight = frontier.pop()
         if len(answer) == params.max_new_tokens or (answer and answer[-1] in eos):
-            law[answer] = law.get(answer, 0.0) + weight
+            distribution[answer] = distribution.get(answer, 0.0) + weight
             continue
         ids = torch.tensor([[*prompt, *answer]])
         with torch.no_grad():
@@ -77,11 +77,11 @@ def plain_law(model, prompt, params, eos=()):
             probs = warped.softmax(-1)
         for token in probs.nonzero().flatten().tolist():
             frontier.append(((*answer, token), weight * probs[token].item()))
-    return law
+    return distribution
 
 
 def total_variation(a, b):
-    """Half the L1 distance of two laws given as {outcome: probability}."""
+    """Half the L1 distance of two distributions given as {outcome: probability}."""
     return 0.5 * sum(abs(a.get(x, 0.0) - b.get(x, 0.0)) for x in {*a, *b})
 
 

@@ -62,8 +62,8 @@ def test_coupled_drafts_change_no_token(name, temperature):
         assert ids(sampler(draft, 4).generate(PROMPTS, params, seeds=SEEDS)) == expected
 
 
-class NoiseByPlace(AsarmSampler):
-    """Wrong: the noise is keyed by the place in the cycle instead of the position."""
+class NoiseByCycle(AsarmSampler):
+    """Wrong: the noise is keyed by the index in the cycle instead of the position."""
 
     def order_noise(self, rows, count, params):
         at = torch.arange(count).expand(len(rows.row), -1)
@@ -73,7 +73,7 @@ class NoiseByPlace(AsarmSampler):
 @pytest.mark.parametrize(("draft", "rule"), [*((d, "coupled") for d in DRAFTS[1:]), FUSED_TREE])
 def test_a_wrong_noise_fails_the_same_test(draft, rule):
     params = SamplingParams(verify=rule)
-    wrong = sampler(draft, cls=NoiseByPlace).generate(PROMPTS, params, seeds=SEEDS)
+    wrong = sampler(draft, cls=NoiseByCycle).generate(PROMPTS, params, seeds=SEEDS)
     assert ids(wrong) != one_by_one(SamplingParams())
 
 
@@ -179,7 +179,7 @@ def test_coupled_xlnet_with_or_without_a_cache(draft, rule):
         assert ids(s.generate(GIVEN, params, seeds=GIVEN_SEEDS)) == expected
 
 
-def test_xlnet_at_the_places_in_the_order_fails_the_same_test(monkeypatch):
+def test_xlnet_at_cache_slots_instead_of_positions_fails_the_same_test(monkeypatch):
     """Negative control: distances between slots of the cache instead of positions in the text."""
     model, params, run = subsets.xlnet(V), SamplingParams(), TwoStreamNetwork.run
     monkeypatch.setattr(
@@ -219,8 +219,8 @@ def streamed(s, prompt, params):
     assert [t for c in chunks for t in c.token_ids] == result.token_ids
     for n in range(1, len(chunks) + 1):
         committed = result.token_ids[: sum(result.stats.emitted[:n])]
-        places = [p for p, t in enumerate(template.ids) if t is None]
-        open_at = [*places, len(template.ids)][len(committed)]
+        holes = [p for p, t in enumerate(template.ids) if t is None]
+        open_at = [*holes, len(template.ids)][len(committed)]
         shown = "".join(c.text for c in chunks[:n])
         assert shown == result.text[:open_at]  # a token is a letter here
     return [c.text for c in chunks]
@@ -238,8 +238,8 @@ def test_holes_are_shown_as_they_fill(draft):
     assert draft != "sequential" or [len(t) for t in texts] == [3, 1, 2, 1, 1, 1, 3]
 
 
-def test_text_behind_an_open_hole_would_be_seen(monkeypatch):
-    """Negative control: given tokens shown before the hole in front of them is full."""
+def test_text_after_an_open_hole_would_be_seen(monkeypatch):
+    """Negative control: given tokens are shown while a hole before them is open."""
     full = Template.filled
 
     def hasty(self, answer):
@@ -309,13 +309,13 @@ def test_the_joint_density_sums_to_one():
 
 
 BAD = [
-    ("abc", {}, "the prompt has no hole: write <hole:12>"),
+    ("abc", {}, "<hole:12>"),
     ([1, 2], {}, "no hole"),
     ("a<hole:0>b", {}, "<hole:0> is not allowed"),
     ("a<hole:600>b", {}, "more than the model's context of 512"),
     ([1, V, _], {}, f"contains the mask token ({V})"),
     ([1, 99, _], {}, "token 99 is outside the model's vocabulary of 13"),
-    ("a<hole:2>", {"stop": ("x",)}, "stop= is not allowed here"),
+    ("a<hole:2>", {"stop": ("x",)}, "stop="),
     ("a<hole:2>", {"draft": "magic"}, "['sequential', 'assd', 'assd_ngram', 'assd_fused']"),
 ]
 
@@ -329,14 +329,14 @@ def test_a_mistake_is_one_line(prompt, values, named):
 
 def test_mistakes_about_orders_and_xlnet():
     s = sampler("sequential")
-    with pytest.raises(ValueError, match="is no permutation"):
+    with pytest.raises(ValueError, match=re.escape("[0, 1, 1]")):
         s.log_prob([[1, 2, 3]], [[True, False, False]], order=[[0, 1, 1]])
     x = sampler(model=subsets.xlnet(V))
     one_way = subsets.xlnet(V)
     one_way.config.attn_type = "uni"
-    with pytest.raises(ValueError, match="needs attn_type='bi'"):
+    with pytest.raises(ValueError, match=r"attn_type='uni'.*attn_type='bi'"):
         sampler(model=one_way).generate([[1, _]])
-    with pytest.raises(ValueError, match="but draft='assd' was asked for"):
+    with pytest.raises(ValueError, match=r"verify='tree'.*draft='assd'"):
         sampler("assd").generate([[1, _]], SamplingParams(verify="tree"))
     for options in ({"nodes": 0}, {"nodes": 64}, {"sharpness": 0.0}):
         with pytest.raises(ValueError, match=f"{next(iter(options))}=.* is not allowed"):

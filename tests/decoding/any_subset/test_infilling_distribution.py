@@ -1,4 +1,4 @@
-"""Lossless infilling, proved: every way to draft has the law of one token at a time."""
+"""Exactness of infilling: every way of drafting has the distribution of one token at a time."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from decoding.engine.params import SamplingParams
 from decoding.samplers import asarm
 from decoding.samplers.asarm import DRAFTS, AsarmSampler
 from tests.support import subsets, tiny
-from tests.support.enumerating import output_law
+from tests.support.enumerating import output_distribution
 
 TOKENS = [1, 0, 0, 1]
 
@@ -31,14 +31,14 @@ def sampler(V, k, draft, model=None, cls=Counted, **config):
 
 
 def distance(s, prompt, params):
-    law = output_law(s, prompt, params)
-    return tiny.total_variation(law, subsets.infill_law(s.target, prompt, params))
+    distribution = output_distribution(s, prompt, params)
+    return tiny.total_variation(distribution, subsets.infill_distribution(s.target, prompt, params))
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.filterwarnings("ignore:block_size=")
-def test_the_law_on_every_prompt_of_four_tokens(draft, k):
+def test_the_distribution_on_every_prompt_of_four_tokens(draft, k):
     s, params = sampler(2, k, draft), SamplingParams(verify="rejection")
     for given in subsets.patterns(4):
         assert distance(s, subsets.template(TOKENS, given), params) <= 1e-9
@@ -46,7 +46,7 @@ def test_the_law_on_every_prompt_of_four_tokens(draft, k):
 
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.filterwarnings("ignore:block_size=")
-def test_the_law_on_prompts_of_six_tokens(draft):
+def test_the_distribution_on_prompts_of_six_tokens(draft):
     s, params = sampler(2, 2, draft, seed=3), SamplingParams(verify="rejection")
     picks = torch.randperm(63, generator=torch.Generator().manual_seed(0))[:3].tolist()
     for i in picks:
@@ -55,7 +55,7 @@ def test_the_law_on_prompts_of_six_tokens(draft):
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_the_law_of_xlnet(draft):
+def test_the_distribution_of_xlnet(draft):
     s = sampler(2, 3, draft, model=subsets.xlnet(2))
     params = SamplingParams(verify="rejection")
     for given in subsets.patterns(4):
@@ -77,7 +77,7 @@ CASES = {
 
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("name", CASES)
-def test_the_law_of_a_warped_model(name, draft):
+def test_the_distribution_of_a_warped_model(name, draft):
     params = SamplingParams(**{"verify": "rejection", **CASES[name]})
     s = sampler(3, 3, draft)
     assert distance(s, [None, 2, None, None, 0], params) <= 1e-9
@@ -90,7 +90,7 @@ def take_the_target(draft, q, p, randomness):
 
 
 class Parallel(AsarmSampler):
-    """Wrong, as a discrete diffusion sampler is: independent drafts stand unverified."""
+    """Wrong, as a discrete diffusion sampler is: independent drafts are emitted unverified."""
 
     def cycle(self, rows, params):
         tokens, counts = super().cycle(rows, params)
@@ -102,7 +102,7 @@ class Parallel(AsarmSampler):
 
 
 class LateDrafts(AsarmSampler):
-    """Wrong: verifies the drafts with q's of other places than they were drawn from."""
+    """Wrong: verifies the drafts with q's of other positions than they were drawn from."""
 
     def cycle(self, rows, params):
         out = super().cycle(rows, params)
@@ -112,7 +112,7 @@ class LateDrafts(AsarmSampler):
 
 
 class SeesTheDrafts(AsarmSampler):
-    """Wrong: a draft is verified given the drafts behind it, too."""
+    """Wrong: a draft is verified conditioned on the drafts after it, too."""
 
     def target_logits(self, rows, draft, A, ahead, params):
         logits = super().target_logits(rows, draft, A, ahead, params)
@@ -141,13 +141,13 @@ def test_a_wrong_sampler_fails_the_same_test(wrong, draft):
 
 
 def test_bigrams_by_hand():
-    """Of `a b a c . a`, with the dot not there yet: after a came b once and c once."""
+    """Of `a b a c . a`, with the dot not known yet: after a came b once and c once."""
     text = torch.tensor([[0, 1, 0, 2, 0, 0]])
     known = torch.tensor([[True, True, True, True, False, True]])
     at = torch.tensor([[5]])
-    # Place 5's left neighbour is place 4, drafted as `a`.
+    # Position 5's left neighbour is position 4, drafted as `a`.
     assert asarm.bigram_counts(text, known, at, 4, 3).tolist() == [[0, 0.5, 0.5, 0]]
-    # Nothing stands left of place 0: how often each token stands in the text.
+    # Position 0 has no left neighbour: the frequency of each token in the text.
     at = torch.tensor([[0]])
     assert asarm.bigram_counts(text, known, at, 4, 3)[0].tolist() == pytest.approx(
         [0.6, 0.2, 0.2, 0]

@@ -1,4 +1,4 @@
-"""Keyed randomness: the laws that it claims, and nothing shared between rows."""
+"""Keyed randomness has the distributions that it claims and shares nothing between rows."""
 
 import math
 
@@ -17,24 +17,24 @@ HUGE = [2**200 + 5, -1, -(2**62), 2**62 + 1, 0]
 
 
 def p_value_of_plain_decoding(randomness=None, rows=4000, **warp):
-    """Chi-square of sampled answers against the law of the model."""
+    """Chi-square of sampled answers against the distribution of the model."""
     model = tiny.causal_lm(4, scale=1.0)
     params = SamplingParams(max_new_tokens=2, **warp)
-    law = tiny.plain_law(model, [2, 0], params)
+    distribution = tiny.plain_distribution(model, [2, 0], params)
     sampler = PlainSampler(model, tiny.tokenizer(4))
     results = sampler.generate(
         [[2, 0]] * rows, params, seeds=list(range(rows)), randomness=randomness
     )
-    counts = dict.fromkeys(law, 0)
+    counts = dict.fromkeys(distribution, 0)
     for r in results:
         counts[tuple(r.token_ids)] += 1  # an answer outside the support is an error here
-    expected = [p * rows for p in law.values()]
+    expected = [p * rows for p in distribution.values()]
     assert min(expected) > 5  # chi-square needs it
     return stats.chisquare(list(counts.values()), expected).pvalue
 
 
 @pytest.mark.parametrize("warp", [{}, {"temperature": 0.6}, {"top_k": 3}, {"verify": "rejection"}])
-def test_plain_sampling_has_the_law_of_the_model(warp):
+def test_plain_sampling_has_the_distribution_of_the_model(warp):
     assert p_value_of_plain_decoding(**warp) > 1e-3
 
 
@@ -55,7 +55,7 @@ class Flat(KeyedRandomness):
 
 
 class Repeating(KeyedRandomness):
-    """Wrong: every position has the same noise; each token alone still has the right law."""
+    """Wrong: every position has the same noise; a single token still has its distribution."""
 
     def gumbel(self, positions, vocabulary):
         return super().gumbel(torch.zeros_like(positions), vocabulary)
@@ -116,7 +116,7 @@ def test_noise_is_keyed_by_position_and_token_only():
 
 
 def differs(randomness, calls):
-    """Whether noise asked for in turn is ever another than noise asked for by itself."""
+    """Whether noise of a sequence of calls ever differs from noise of a single call."""
     seeds, found = [8, 15, -3], False
     for positions, dropped in calls:
         positions = torch.tensor(positions)[: len(seeds)]
@@ -179,7 +179,7 @@ def test_every_draw_is_new():
     randomness = KeyedRandomness([1])
     first, second = draws(randomness, 1), draws(randomness, 1)
     assert not torch.equal(first[1], second[1])
-    assert torch.equal(first[2], second[2])  # keyed by place, so it does not move on
+    assert torch.equal(first[2], second[2])  # keyed by position, so a further call is equal
 
 
 def test_huge_and_negative_seeds_work_and_differ():
@@ -192,7 +192,7 @@ def test_huge_and_negative_seeds_work_and_differ():
 PROBS = torch.tensor([[0, 0.3, 0, 0.2, 0.1, 0.4, 0, 0]])
 
 
-def test_categorical_has_its_law_and_never_draws_probability_zero():
+def test_categorical_has_its_distribution_and_never_draws_probability_zero():
     randomness = KeyedRandomness(list(range(20_000)))
     drawn = randomness.categorical(PROBS.expand(20_000, -1))
     counts = drawn.bincount(minlength=8)

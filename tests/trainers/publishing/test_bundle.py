@@ -1,4 +1,4 @@
-"""The sampler that travels with an export: self-contained, the same text, the same exact law."""
+"""The sampler bundled with an export is self-contained, with the same text and distribution."""
 
 import configparser
 import importlib
@@ -19,7 +19,7 @@ from decoding.engine.params import SamplingParams
 from decoding.samplers.plain import PlainSampler
 from tests.support import tiny
 from tests.support.drafters import PROMPTS, V, target, write_drafter
-from tests.support.enumerating import output_law
+from tests.support.enumerating import output_distribution
 from trainers.publishing import bundle
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -175,7 +175,7 @@ def bundled(tmp_path_factory):
 
 
 def distance(modules, rule, eos=2, **values):
-    """Total variation between the bundled sampler's exact law and that of plain decoding."""
+    """Total variation between the distributions of the bundled sampler and of plain decoding."""
     model, vocabulary = tiny.causal_lm(3, seed=0, eos_token_id=eos), 5
     sampler = modules["decoding_samplers_deer"].DeerSampler(
         model,
@@ -186,8 +186,10 @@ def distance(modules, rule, eos=2, **values):
         sep_id=4,
     )
     params = modules["decoding_params"].SamplingParams(verify=rule, **values)
-    law = output_law(sampler, [0, 1, 1], params)
-    return tiny.total_variation(law, tiny.plain_law(model, [0, 1, 1], params, {eos}))
+    distribution = output_distribution(sampler, [0, 1, 1], params)
+    return tiny.total_variation(
+        distribution, tiny.plain_distribution(model, [0, 1, 1], params, {eos})
+    )
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
@@ -198,7 +200,7 @@ def distance(modules, rule, eos=2, **values):
         {"max_new_tokens": 2, "temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.3},
     ],
 )
-def test_the_bundled_sampler_has_the_plain_law(bundled, rule, values):
+def test_the_bundled_sampler_has_the_plain_distribution(bundled, rule, values):
     assert distance(bundled, rule, **values) <= 1e-9
 
 
