@@ -1,10 +1,10 @@
 """Multi-block Jacobi decoding with rejection recycling (pcLLM, Algorithm 1).
 
-Several blocks are refined in one pass. The first, the real-active block, commits; in the others,
-pseudo-active, a guess that was predicted from the guesses before it is frozen until the block's
-turn comes, when all of it is verified. Guesses that were given up are kept in a pool: where one
-holds the last committed token, what follows it there is verified beside the block's own guesses,
-as one more branch of the same pass, and the branch with most accepted tokens wins.
+Several blocks are refined in one pass. Only the first, the real-active block, commits tokens. In
+the others, which are pseudo-active, a guess that the guesses before it predicted is frozen until
+its block is real-active, when all of it is verified. Given-up guesses are kept in a pool. A member
+of the pool that holds the last committed token gives a candidate: the tokens that follow it there,
+verified as a further branch of the same pass. The branch with most accepted tokens wins.
 """
 
 import math
@@ -19,7 +19,7 @@ from decoding.engine.cache import CachedNetwork
 from decoding.engine.params import SamplingParams
 from decoding.engine.sampler import Rows
 from decoding.engine.verify import choose
-from decoding.samplers.jacobi import JacobiSampler, JacobiState, behind, guesses
+from decoding.samplers.jacobi import JacobiSampler, JacobiState, guesses, with_old_guesses
 from models.masks import branches
 
 KNOBS = {"block_size": int, "blocks": int, "spawn_ratio": float, "pool_size": int}
@@ -27,11 +27,12 @@ KNOBS = {"block_size": int, "blocks": int, "spawn_ratio": float, "pool_size": in
 
 @dataclass
 class MultiBlockState(JacobiState):
-    """Beside the prompts' lengths: what the active blocks have accepted and given up.
+    """The prompts' lengths, and the guesses that the active blocks have frozen and given up.
 
-    end: [B], the position after the last active block. frozen: bool [B, capacity], guesses that
-    are kept until their block is the first one. pool: [B, pool size, n], given-up guesses; -1
-    empty.
+    Attributes:
+        end: The position after the last active block, [B].
+        frozen: Which guesses are kept until their block is real-active, bool [B, capacity].
+        pool: Given-up guesses, newest first, int64 [B, pool size, n]; -1 where empty.
     """
 
     end: Tensor
@@ -40,10 +41,18 @@ class MultiBlockState(JacobiState):
 
 
 class JacobiMRSampler(JacobiSampler):
-    """block_size: n. blocks: K, active ones at most. spawn_ratio: r, a new block is begun when
-    ceil(r n) tokens of an active one are accepted. pool_size: given-up guesses that are kept.
+    """Jacobi decoding of several blocks at once, with recycled guesses.
 
-    K = 1 and pool_size 0 is plain Jacobi decoding, block by block.
+    With blocks=1 and pool_size=0 it is Jacobi decoding block by block.
+
+    Args:
+        target, tokenizer, block_size: See `JacobiSampler`.
+        blocks: K, the most blocks that are active at once.
+        spawn_ratio: r; a block is begun when ceil(r n) tokens of an active one are accepted.
+        pool_size: How many blocks of given-up guesses are kept.
+
+    Raises:
+        ValueError: An option outside its range, or a target that cannot be decoded with.
     """
 
     def __init__(
@@ -60,12 +69,12 @@ class JacobiMRSampler(JacobiSampler):
         self.blocks, self.spawn_ratio, self.pool_size = blocks, spawn_ratio, pool_size
 
     def margin(self, params: SamplingParams) -> int:
-        """A pass may look ahead by all blocks, and a slot each for every candidate's tokens."""
+        # A pass may look ahead by all blocks, and every candidate's tokens need a slot each.
         n = params.block_size or self.block_size
         return (self.blocks + self.pool_size) * n + 2
 
     def begin(self, rows: Rows, params: SamplingParams) -> None:
-        """One active block, nothing frozen, an empty pool."""
+        """Prefill the target; one block is active, no guess is frozen, and the pool is empty."""
         super().begin(rows, params)
         n = params.block_size or self.block_size
         rows.state = MultiBlockState(
@@ -76,15 +85,15 @@ class JacobiMRSampler(JacobiSampler):
         )
 
     def cached_target(self, rows: Rows) -> CachedNetwork:
-        """A cache for passes with branches."""
+        """The target with a cache for passes with branches."""
         return CachedNetwork(self.target, branches, rows.tokens.shape[1])
 
     def width(self, rows: Rows, params: SamplingParams) -> Tensor:
-        """All active blocks' tokens that are not committed: [B]."""
+        """How many tokens of the active blocks are not committed, [B]."""
         return rows.state.end - rows.lengths
 
     def cycle(self, rows: Rows, params: SamplingParams) -> tuple[Tensor, Tensor]:
-        """Lines 4 to 15 of Algorithm 1."""
+        """One pass over all active blocks and candidates (Algorithm 1, lines 4 to 15)."""
         n = params.block_size or self.block_size
         width = self.width(rows, params)
         guess = guesses(rows, int(width.max()))
@@ -94,7 +103,7 @@ class JacobiMRSampler(JacobiSampler):
         emitted = accepted.minimum(width) + 1
         kept = self.pseudo_accepted(rows, guess, main, n) & later_blocks(rows, guess, emitted, n)
         choice = torch.where(pad(kept, (0, 1)), pad(guess, (0, 1)), main)
-        choice = behind(rows, choice, width.maximum(emitted))
+        choice = with_old_guesses(rows, choice, width.maximum(emitted))
         if others:
             choice, emitted = self.best(rows, choice, emitted, candidates, found, others)
             kept = kept & later_blocks(rows, guess, emitted, n)
@@ -103,10 +112,13 @@ class JacobiMRSampler(JacobiSampler):
         return choice, emitted
 
     def recall(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Candidates [B, C, n] from the pool, and how many each row has [B] (they come first).
+        """Candidates for the next n tokens from the pool.
 
-        A candidate is what follows the last committed token in a member of the pool; what stands
-        before it there fills it up.
+        A candidate is the tokens that follow the last committed token in a member of the pool; the
+        tokens before it there, that token included, fill it up to n.
+
+        Returns:
+            Candidates [B, C, n], and how many of them each row has, [B]; they come first.
         """
         pool = rows.state.pool
         n = pool.shape[-1]
@@ -124,7 +136,18 @@ class JacobiMRSampler(JacobiSampler):
     def branch_pass(
         self, rows: Rows, guess: Tensor, candidates: Tensor, params: SamplingParams
     ) -> tuple[Tensor, list[Tensor]]:
-        """One pass: choices [B, W+1] at and behind the guesses, and [B, n+1] for each candidate."""
+        """One target pass over the blocks' guesses and the candidates.
+
+        Args:
+            rows: The batch.
+            guess: The blocks' own guesses, [B, W].
+            candidates: [B, C, n].
+            params: The request's sampling parameters.
+
+        Returns:
+            The target's choices at the guesses and after them, [B, W + 1], and those of each
+            candidate, C tensors [B, n + 1].
+        """
         C, n = candidates.shape[1:]
         W, device = guess.shape[1], guess.device
         if not C:
@@ -158,9 +181,19 @@ class JacobiMRSampler(JacobiSampler):
         found: Tensor,
         others: list[Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """The branch that emits most: its choices over the blocks' own, its keys and values kept.
+        """Take the branch that emits most tokens, and keep its keys and values in the cache.
 
-        choice [B, W+1], emitted [B]: of the blocks' own guesses, branch 0.
+        Args:
+            rows: The batch.
+            choice: The choices of the blocks' own guesses, branch 0, [B, W + 1].
+            emitted: Tokens that branch 0 emits, [B].
+            candidates: [B, C, n].
+            found: How many candidates each row has, [B].
+            others: The choices of each candidate, C tensors [B, n + 1].
+
+        Returns:
+            The best branch's choices, and after them branch 0's and old guesses,
+            [B, max(W, n) + 1], and the tokens that it emits, [B].
         """
         n, W = candidates.shape[-1], choice.shape[1] - 1
         new = guesses(rows, max(W, n) + 1)
@@ -173,42 +206,42 @@ class JacobiMRSampler(JacobiSampler):
             new[:, : n + 1] = torch.where(wins[:, None], other, new[:, : n + 1])
         if winner.any():
             to = rows.lengths[:, None] + torch.arange(n, device=choice.device)
-            # The first candidate stands W slots behind the blocks' guesses, the next ones n each.
+            # Candidate 1 starts W slots after the first guess, each other n after the one before.
             ahead = torch.where(winner > 0, W + (winner - 1) * n, 0)
             rows.networks["target"].cache.move(to + ahead[:, None], to)
         return new, emitted
 
     def pseudo_accepted(self, rows: Rows, guess: Tensor, main: Tensor, n: int) -> Tensor:
-        """Which guesses [B, W] stand together with all guesses of their block before them."""
+        """Which guesses are right, as are all guesses of their block before them: bool [B, W]."""
         W = guess.shape[1]
-        places = torch.arange(W, device=guess.device)
-        at = rows.lengths[:, None] + places
+        steps = torch.arange(W, device=guess.device)
+        at = rows.lengths[:, None] + steps
         wrong = ~((guess == main[:, :W]) | rows.state.frozen.gather(1, at))
         wrong |= at >= rows.state.end[:, None]
         count = pad(wrong.long().cumsum(1), (1, 0))
         done = (rows.lengths - rows.state.prompt)[:, None]
-        opening = ((done + places) // n * n - done).clamp_min(0)
+        opening = ((done + steps) // n * n - done).clamp_min(0)
         return count[:, 1:] == count.gather(1, opening)
 
     def spawn(self, rows: Rows, emitted: Tensor, kept: Tensor, n: int) -> None:
-        """Freeze what is kept; begin a block if some active one has ceil(r n) accepted tokens."""
+        """Freeze kept guesses; begin a block where an active one has ceil(r n) accepted tokens."""
         state, after = rows.state, rows.lengths + emitted
         at = rows.lengths[:, None] + torch.arange(kept.shape[1], device=kept.device)
         state.frozen = state.frozen.scatter(1, at, kept)
-        done = (after - state.prompt) % n  # of the block that is real-active now
+        done = (after - state.prompt) % n  # committed tokens of the block that is real-active now
         opening = after - done
         end = state.end.maximum(opening + n)
         s = math.ceil(self.spawn_ratio * n)
         due = done >= s
         if s and self.blocks > 1:
-            # Frozen tokens are the first of their block: the s-th tells whether there are s.
+            # Frozen tokens are the first ones of their block, so the s-th tells if there are s.
             marks = opening[:, None] + n * torch.arange(1, self.blocks, device=at.device) + s - 1
-            last = state.frozen.shape[1] - 1  # a row that is over may reach further
+            last = state.frozen.shape[1] - 1  # a finished row may reach further
             due = due | state.frozen.gather(1, marks.clamp_max(last)).any(1)
         state.end = end + n * (due & ((end - opening) // n < self.blocks))
 
     def recycle(self, rows: Rows, choice: Tensor, emitted: Tensor, n: int) -> None:
-        """Put the guesses behind the emitted tokens into the pool, in the place of the oldest."""
+        """Put the guesses after the emitted tokens into the pool, and drop its oldest member."""
         if not self.pool_size:
             return
         extended = torch.cat([choice, guesses(rows, n, choice.shape[1])], 1)
@@ -218,12 +251,19 @@ class JacobiMRSampler(JacobiSampler):
 
 
 def later_blocks(rows: Rows, guess: Tensor, emitted: Tensor, n: int) -> Tensor:
-    """Which places [B, W] are behind the block that is real-active after emitted [B] tokens."""
+    """Which guesses are in blocks after the one that will be real-active: bool [B, W].
+
+    Args:
+        rows: The batch.
+        guess: The blocks' guesses, [B, W].
+        emitted: Tokens that this cycle emits, [B].
+        n: Tokens of a block.
+    """
     at = rows.lengths[:, None] + torch.arange(guess.shape[1], device=guess.device)
     after = rows.lengths + emitted
     return at >= (after - (after - rows.state.prompt) % n + n)[:, None]
 
 
 def from_export(target, tokenizer, drafter, config: dict) -> JacobiMRSampler:
-    """The sampler of an exported model; config: its `parade` entry."""
+    """Make the sampler of an exported model; config is its `parade` entry."""
     return JacobiMRSampler(target, tokenizer, **{k: config[k] for k in KNOBS if k in config})

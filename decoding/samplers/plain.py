@@ -1,4 +1,4 @@
-"""Plain autoregressive decoding: the distribution, and the text, of every other sampler."""
+"""Plain autoregressive decoding, whose distribution every lossless sampler has."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,11 @@ from decoding.engine.verify import choose
 
 
 class PlainSampler(Sampler):
-    """One token a target pass, with keyed noise where `verify` promises a text."""
+    """Autoregressive decoding: one token a target pass.
+
+    With `verify` keyed (coupled, tree) or at temperature 0 the token is the keyed choice, so other
+    samplers can be compared with it token by token; otherwise it is drawn.
+    """
 
     rules = VERIFY
 
@@ -18,7 +22,7 @@ class PlainSampler(Sampler):
         self.prefill(rows, "target", self.cached_target(rows))
 
     def cycle(self, rows: Rows, params: SamplingParams) -> tuple[Tensor, Tensor]:
-        """One token for each request."""
+        """One target pass and one token for each request."""
         nothing = rows.tokens[:, :0]
         logits = self.target_pass(rows, nothing, params).logits
         if params.keyed:
@@ -29,5 +33,5 @@ class PlainSampler(Sampler):
 
 
 def from_export(target, tokenizer, drafter, config: dict) -> PlainSampler:
-    """The sampler of an export without a drafter."""
+    """Make the sampler of an export without a drafter."""
     return PlainSampler(target, tokenizer)

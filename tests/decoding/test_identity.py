@@ -1,4 +1,4 @@
-"""Same seed, same text: what DEER decodes is what plain decoding decodes, token for token."""
+"""Identity: with the same seed DEER decodes the text of plain decoding, token for token."""
 
 import pytest
 import torch
@@ -125,7 +125,7 @@ def test_neighbouring_seeds_share_no_noise():
 
 
 class ShiftedNoise(DeerSampler):
-    """Wrong: the noise stands at the block's number instead of the absolute position."""
+    """Wrong: the noise is keyed by the block's number instead of the absolute position."""
 
     def noise(self, rows, count, params):
         first = rows.lengths
@@ -158,7 +158,7 @@ def test_eos_inside_a_block_ends_the_row_there(ignore_eos):
     model = target(eos_token_id=[4, 7])
     params = SamplingParams(max_new_tokens=30, temperature=0.7, ignore_eos=ignore_eos)
     expected = plain_rows(model, params)
-    # The oracle knows the whole text, behind the end too, so a block goes on after the end.
+    # The oracle knows the text after the end, too, so a block goes on after the end.
     on = plain_rows(model, SamplingParams(max_new_tokens=40, temperature=0.7, ignore_eos=True))
     sampler = oracle(model, 6, PROMPTS, ids(on))
     found = sampler.generate(PROMPTS, params, seeds=SEEDS)

@@ -35,7 +35,7 @@ def ids(results):
 def knowing(cls, texts, miss):
     """A sampler whose first guesses are `texts` by prompt, wrong at every miss-th position.
 
-    The true text is in the pool, too, from behind each miss on, as if it had been given up once.
+    The true text after each miss is in the pool, too, as if it had been given up once.
     """
 
     class Knowing(cls):
@@ -129,7 +129,7 @@ def test_an_end_at_every_offset_of_a_block(offset):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_warped_laws(temperature):
+def test_warped_distributions(temperature):
     model = target()
     params = SamplingParams(
         max_new_tokens=NEW, temperature=temperature, top_k=8, top_p=0.9, repetition_penalty=1.3
@@ -165,7 +165,7 @@ def test_recycled_guesses_win_and_their_keys_are_kept(monkeypatch):
 
 
 def test_pseudo_active_blocks_save_passes():
-    """Near a uniform law a position's noise decides: guesses behind wrong ones are good."""
+    """Near a uniform distribution the noise decides, so guesses after wrong ones may be right."""
     model = tiny.causal_lm(V, scale=0.7).float()
     params = SamplingParams(max_new_tokens=NEW, temperature=1.0)
     expected, passes = ids(plain_rows(model, params)), []
@@ -204,7 +204,7 @@ def test_only_committed_tokens_are_streamed():
 
 
 class ShiftedNoise(JacobiMRSampler):
-    """Wrong: the noise stands at the pass's number instead of the absolute position."""
+    """Wrong: the noise is keyed by the pass's number instead of the absolute position."""
 
     def noise(self, rows, count, params):
         first = rows.lengths
