@@ -1,4 +1,4 @@
-"""What a user asks of a sampler (`SamplingParams`) and what comes back (`Result`)."""
+"""Sampling parameters, and the results, statistics and chunks that a sampler returns."""
 
 from dataclasses import dataclass, field, fields
 
@@ -8,19 +8,28 @@ KEYED = ("coupled", "tree")  # every choice is argmax(log p + g), with the noise
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample; the same keys for every sampler and every command.
+    """Sampling parameters, with the same keys for every sampler and every command.
 
-    temperature: 0 is greedy. top_k: 0 is off. top_p, min_p: 1 and 0 are off.
-    repetition_penalty: above 1 makes tokens of the prompt and of the answer less likely.
-    stop: the text ends before the first of these strings.
-    ignore_eos: go on after an end-of-sequence token (benches).
-    seed: None draws one. The first request of a call has this seed, the others seeds derived from
-        it (`randomness.request_seeds`); a request's text depends on its seed and nothing else.
-    verify: how drafts are verified, one of `VERIFY`; each is lossless. With `coupled` and `tree`
-        the text is the same as plain decoding with the same seed, with any drafter or none.
-    block_size: tokens drafted a cycle; None takes the drafter's own.
-    draft: how drafts are made, for a sampler with several ways (infilling); None takes its own.
-    lossy: allow what is not lossless (see `Sampler.lossy`); the result's stats name it.
+    Args:
+        max_new_tokens: The most tokens that are generated.
+        temperature: Divides the logits; 0 is greedy.
+        top_k: Keep the k most probable tokens; 0 is off.
+        top_p: Keep the most probable tokens that reach this probability together; 1 is off.
+        min_p: Keep tokens with at least this share of the highest probability; 0 is off.
+        repetition_penalty: Above 1 makes tokens of the prompt and of the answer less likely.
+        stop: The text ends before the first of these strings.
+        ignore_eos: Go on after an end-of-sequence token (benches).
+        seed: Seed of the first request of a call; the others have seeds derived from it
+            (`randomness.request_seeds`). A request's text depends on its own seed and on no other
+            request. None draws one.
+        verify: How drafts are verified, one of `VERIFY`; each is lossless. With `coupled` and
+            `tree` the text is that of plain decoding with the same seed, with any drafter or none.
+        block_size: Tokens drafted a cycle; None takes the drafter's own.
+        draft: How drafts are made, for a sampler with several ways (infilling); None takes its own.
+        lossy: Allow options that are not lossless (`Sampler.lossy`); the result's stats name them.
+
+    Raises:
+        ValueError: A value outside its range.
     """
 
     max_new_tokens: int = 128
@@ -58,21 +67,25 @@ class SamplingParams:
 
     @property
     def keyed(self) -> bool:
-        """Whether the text is that of plain decoding with the same seed (T=0: greedy)."""
+        """Whether every token is the keyed choice, as in plain decoding with the same seed."""
         return self.temperature == 0 or self.verify in KEYED
 
 
 @dataclass
 class Stats:
-    """What a decode cost.
+    """Counts and seconds of decoding one request.
 
-    emitted: tokens emitted by each target pass of this row, the bonus or correction token
-        included; their mean is the acceptance length (as vLLM and `speculators` count it).
-    drafted: tokens that these passes verified.
-    target_passes, drafter_passes: forwards that this row took part in, the prefill not counted.
-    target_s, drafter_s, sampler_s: seconds in the target's forwards (prefill included), in the
-        drafter's, and in everything else; of the whole batch, for each of its rows.
-    lossy: what made the law another than plain decoding's, e.g. 'tolerance=0.05'; '' is lossless.
+    Attributes:
+        emitted: Tokens emitted by each of the request's target passes, the bonus or correction
+            token included; their mean is the acceptance length (as vLLM and `speculators` count).
+        drafted: Tokens that these passes verified.
+        target_passes: Forwards of the target that the request took part in, without the prefill.
+        drafter_passes: The same of the drafter.
+        target_s: Seconds in the target's forwards, prefill included, of the whole batch until the
+            request ended.
+        drafter_s: The same of the drafter.
+        sampler_s: Seconds in everything else, of the whole batch until the request ended.
+        lossy: The option that changes the distribution, such as 'tolerance=0.05'; '' if lossless.
     """
 
     emitted: list[int] = field(default_factory=list)
@@ -92,7 +105,14 @@ class Stats:
 
 @dataclass
 class Result:
-    """One finished row. finish_reason: 'eos', 'stop' or 'length'."""
+    """A finished request.
+
+    Attributes:
+        text: The answer; of infilling, the whole text.
+        token_ids: The generated tokens.
+        finish_reason: 'eos', 'stop' or 'length'.
+        stats: Counts and seconds.
+    """
 
     text: str
     token_ids: list[int]
@@ -102,7 +122,14 @@ class Result:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of a row's text as it is committed; the last one carries the row's result."""
+    """A piece of a request's text.
+
+    Attributes:
+        row: The index of the request in the call.
+        text: Text that was added since the request's last chunk.
+        token_ids: Tokens that were committed since then.
+        result: The request's result in its last chunk, None before.
+    """
 
     row: int
     text: str

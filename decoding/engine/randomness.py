@@ -1,8 +1,7 @@
-"""The one place where a sampler's randomness comes from (design, section 3).
+"""Counter-based randomness, the only source of a sampler's random numbers.
 
-A counter-based generator: every number is a hash of (request seed, what it is for, where), so a
-row's output depends on its own seed only, never on its neighbours, and nothing has a state that
-a batch could disturb.
+Every number is a hash of (request seed, purpose, index), so a request's output depends on its own
+seed and never on the other requests of its batch.
 """
 
 import hashlib
@@ -15,59 +14,66 @@ from torch import Tensor
 
 
 class Randomness(Protocol):
-    """What a sampler may draw. Tests put an enumerating one in its place."""
+    """The random draws of a sampler. Tests implement it by enumerating every outcome."""
 
     def categorical(self, probs: Tensor) -> Tensor:
-        """One token for each distribution: [B, ..., V] -> [B, ...]."""
+        """Draw one token from each distribution: [B, ..., V] -> int64 [B, ...]."""
 
     def accept(self, prob: Tensor) -> Tensor:
-        """True with the given probability, elementwise: [B, ...] -> bool [B, ...]."""
+        """Draw True with the given probability, elementwise: [B, ...] -> bool [B, ...]."""
 
     def gumbel(self, positions: Tensor, vocabulary: int) -> Tensor:
-        """Gumbel noise of (row's seed, absolute position, token): [B, n] -> [B, n, vocabulary]."""
+        """Gumbel noise keyed by (seed, absolute position, token): [B, n] -> [B, n, vocabulary]."""
 
     def select(self, rows: Tensor) -> None:
-        """Keep only these rows of the batch (the others are finished)."""
+        """Keep only these rows of the batch; the others are finished."""
 
 
 class ContinuousRandomness(Randomness, Protocol):
-    """What a sampler of continuous tokens draws beside it."""
+    """The random draws of a sampler of continuous tokens."""
 
     def normal(self, shape: tuple[int, ...]) -> Tensor:
-        """Standard normal numbers [B, ...], float64."""
+        """Draw standard normal numbers of this shape [B, ...], float64."""
 
     def split(self) -> "ContinuousRandomness":
-        """Randomness of its own for a loop that takes some rows longer: one draw of this one."""
+        """New randomness for a loop that needs more draws for some rows; it costs one draw here."""
 
     def replace(self, rows: Tensor, fresh: "ContinuousRandomness") -> None:
-        """These rows of the batch become those of `fresh`, which goes on where it stands."""
+        """Replace these rows of the batch by those of `fresh`, which keep their own draw count."""
 
 
 class KeyedRandomness:
     """Counter-based randomness for B requests: splitmix64 of (seed, purpose, counter, index).
 
-    seeds: one whole number a row. ahead: draws that are made at once; it changes no number.
-    Rows stay in step (each takes part in every draw until it is finished and dropped or replaced),
-    so a row's draws so far are as many in a batch as for that row alone: those of the batch, less
-    those from before it came (`behind`).
+    Every row takes part in every draw until it is finished and dropped or replaced. So a row's
+    number of draws is the same in a batch as alone: the draws of the batch, less the row's `offset`
+    (the draws from before the row came).
+
+    Args:
+        seeds: One whole number a row; 63 bits of each are used.
+        device: Where the numbers are made.
+        ahead: Draws that are made at once, which changes no number; None is 32.
+
+    Attributes:
+        keys: Keys of the hashes of keyed noise and of draws, int64 [B, 2].
+        draws: Draws of the batch so far.
+        offset: Draws of the batch from before each row came, int64 [B].
     """
 
     def __init__(
         self, seeds: list[int], device: torch.device | str = "cpu", ahead: int | None = None
     ):
-        # Seeds may be any whole number; 63 bits of them are used.
         seed = torch.tensor([s % (1 << 63) for s in seeds], device=device)
-        # [B, 2]: where the hashes of keyed noise begin, and those of draws.
         self.keys = _mix(seed[:, None] + seed.new_tensor([_purpose("gumbel"), _purpose("uniform")]))
         self.draws, self.ahead = 0, ahead or _AHEAD
-        self.behind = torch.zeros_like(seed)
+        self.offset = torch.zeros_like(seed)
         self._ahead = torch.empty(len(seeds), 0, 0, device=device)  # see _uniform
         nothing = torch.empty(len(seeds), 0, dtype=torch.long, device=device)
         self._last = nothing, nothing[..., None].float()  # positions and noise, see gumbel
-        self._tokens = torch.empty(0)  # what the hash of each token of the vocabulary adds to a key
+        self._tokens = torch.empty(0)  # added to a key for each token of the vocabulary
 
     def categorical(self, probs: Tensor) -> Tensor:
-        """See `Randomness`. Inverse of the cumulative distribution, in float64."""
+        # Inverse of the cumulative distribution, in float64.
         cumulative = probs.double().cumsum(-1)
         # u < 1, so the drawn entry is one where the sum rises: probability zero is never drawn.
         u = self._uniform(probs.shape[:-1]).unsqueeze(-1) * cumulative[..., -1:]
@@ -75,14 +81,13 @@ class KeyedRandomness:
         return drawn.clamp_max(probs.shape[-1] - 1)
 
     def accept(self, prob: Tensor) -> Tensor:
-        """See `Randomness`."""
         return self._uniform(prob.shape) < prob
 
     def gumbel(self, positions: Tensor, vocabulary: int) -> Tensor:
-        """See `Randomness`. float32; equal on every device up to the rounding of its log.
+        """Keyed Gumbel noise, float32; equal on every device up to the rounding of its log.
 
-        A cycle asks for most of the positions that the one before it asked for, so the noise of the
-        last call is kept, and only what is new is made: it is not to be written to.
+        A cycle asks for most of the positions of the cycle before, so the noise of the last call is
+        kept and only new positions are computed. The caller must not write to it.
         """
         at, noise = self._last
         if noise.shape[-1] != vocabulary:
@@ -113,33 +118,30 @@ class KeyedRandomness:
         return v.neg_().log1p_().neg_().log_().neg_()
 
     def normal(self, shape: tuple[int, ...]) -> Tensor:
-        """See `ContinuousRandomness`. Inverse of the normal distribution, in float64."""
+        # Inverse of the cumulative distribution, in float64.
         return torch.special.ndtri(self._uniform(torch.Size(shape)))
 
     def split(self) -> "KeyedRandomness":
-        """See `ContinuousRandomness`. Its seeds are 52 bits drawn from this one."""
-        seeds = (self._uniform(self.behind.shape) * 2.0**52).long()
-        # Every round of a loop asks for more at once: nothing is worth making ahead.
+        seeds = (self._uniform(self.offset.shape) * 2.0**52).long()  # 52 bits
+        # Every round of a loop asks for more numbers at once, so none are made ahead.
         return KeyedRandomness(seeds.tolist(), self.keys.device, ahead=1)
 
     def select(self, rows: Tensor) -> None:
-        """See `Randomness`."""
-        self.keys, self.behind = self.keys[rows], self.behind[rows]
+        self.keys, self.offset = self.keys[rows], self.offset[rows]
         self._ahead = self._ahead[rows]
         self._last = self._last[0][rows], self._last[1][rows]
 
     def replace(self, rows: Tensor, fresh: "KeyedRandomness") -> None:
-        """See `ContinuousRandomness`."""
         self.keys[rows] = fresh.keys
         self._last = self._last[0][:, :0], self._last[1]
-        self.behind[rows] = self.draws - fresh.draws + fresh.behind
+        self.offset[rows] = self.draws - fresh.draws + fresh.offset
         self._ahead[rows] = self._numbers(rows, self._ahead.shape[-1])
 
     def _uniform(self, shape: torch.Size) -> Tensor:
-        """float64 in (0, 1), one for each element of [B, ...]; every call is a new draw.
+        """A new draw of uniform numbers in (0, 1), float64, of this shape [B, ...].
 
-        Number i of draw d is a hash of (seed, d, i). They are made for many draws at once, because
-        a handful of numbers costs as much as thousands.
+        Number i of draw d is a hash of (seed, d, i). The numbers of many draws are made at once,
+        because a few cost as much as thousands.
         """
         count, at = math.prod(shape[1:]), self.draws % self.ahead
         if at == 0 or count > self._ahead.shape[-1]:
@@ -148,22 +150,22 @@ class KeyedRandomness:
         return self._ahead[:, at, :count].reshape(shape)
 
     def _numbers(self, rows: Tensor | slice, width: int) -> Tensor:
-        """`width` numbers of each of the draws that are made at once: [rows, ahead, width]."""
+        """The first `width` numbers of all draws that are made at once: [rows, ahead, width]."""
         first = self.draws - self.draws % self.ahead
         draws = torch.arange(first, first + self.ahead, device=self.keys.device)
-        draws = (draws - self.behind[rows][:, None]) * _STRIDE
+        draws = (draws - self.offset[rows][:, None]) * _STRIDE
         key = _mix(self.keys[rows, 1:] + draws)
         index = torch.arange(1, width + 1, device=key.device) * _STRIDE
         return _unit(_mix(key.unsqueeze(-1) + index))
 
 
 def fresh_seed() -> int:
-    """A seed for a request that names none."""
+    """A random seed of 48 bits, for a request without one."""
     return secrets.randbits(48)
 
 
 def derived_seed(seed: int, *parts: int | str) -> int:
-    """A seed that depends on another one and on what it is for: a 63-bit hash of both.
+    """A seed derived from another: a 63-bit hash of the seed and of what the new one is for.
 
     Neighbouring seeds share no noise: with `seed + i` request 1 of seed 1 would be request 0 of
     seed 2. 63 bits keep a million derived seeds apart (a collision has probability 5e-8).
@@ -177,9 +179,17 @@ def derived_seed(seed: int, *parts: int | str) -> int:
 
 
 def request_seeds(seed: int, count: int) -> list[int]:
-    """The seeds of the requests of one call: the first has the given one, the others are derived.
+    """The seeds of the requests of one call.
 
-    So one request alone keeps the text of its seed.
+    The first request has the given seed, so a request alone has the text of that seed; the others
+    have seeds derived from it.
+
+    Args:
+        seed: The seed of the call.
+        count: Requests of the call.
+
+    Returns:
+        `count` seeds.
     """
     return [seed, *(derived_seed(seed, i) for i in range(1, count))][:count]
 
@@ -195,7 +205,7 @@ def _purpose(name: str) -> int:
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64 (torch's own is arithmetic)."""
+    """Logical right shift of int64; torch's own is arithmetic."""
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
@@ -207,5 +217,5 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _unit(x: Tensor) -> Tensor:
-    """Int64 hash -> float64 in (0, 1), 52 bits."""
+    """Map int64 hashes to float64 in (0, 1), with 52 bits."""
     return (_shift(x, 12).double() + 0.5) * 2.0**-52

@@ -1,7 +1,7 @@
-"""From logits to the distribution that is sampled: the order is that of transformers.
+"""Warping: the transformations from a model's logits to the distribution that is sampled.
 
-repetition penalty, temperature, top-k, top-p, min-p. Target and drafter go through the same
-function, so the q that a draft is verified with is the tensor that it was drawn from.
+They apply in the order of transformers: repetition penalty, temperature, top-k, top-p, min-p.
+Target and drafter use the same function, so a draft is verified with the q that it was drawn from.
 """
 
 import torch
@@ -12,10 +12,19 @@ from decoding.engine.params import SamplingParams
 
 
 def warp(logits: Tensor, params: SamplingParams, seen: Tensor | None = None) -> Tensor:
-    """Logits [B, n, V] -> warped logits [B, n, V], at least float32, -inf where excluded.
+    """Warp logits; at temperature 0 only by the penalty, as the others do not change the argmax.
 
-    seen: bool [B, n, V] (or broadcastable), the tokens that the repetition penalty counts.
-    At temperature 0 only the penalty applies: argmax ignores the rest.
+    Args:
+        logits: [B, n, V].
+        params: The sampling parameters.
+        seen: The tokens that the repetition penalty applies to, bool [B, n, V] or broadcastable;
+            may be None without a penalty.
+
+    Returns:
+        Warped logits [B, n, V], at least float32; -inf for excluded tokens.
+
+    Raises:
+        ValueError: Logits that are NaN.
     """
     given, logits = logits.dtype, logits.to(torch.promote_types(logits.dtype, torch.float32))
     if logits.amax(-1).isnan().any():
@@ -47,12 +56,28 @@ def warp(logits: Tensor, params: SamplingParams, seen: Tensor | None = None) -> 
     return flat.view_as(logits)
 
 
-def fit_vocabulary(logits: Tensor, vocabulary: int, excluded: tuple[int, ...]) -> Tensor:
-    """A drafter's logits [B, n, Vd] over the target's vocabulary: [B, n, vocabulary].
+def fit_vocabulary(
+    logits: Tensor, vocabulary: int, excluded: tuple[int, ...], ids: Tensor | None = None
+) -> Tensor:
+    """A drafter's logits over the target's vocabulary, -inf for tokens that it cannot draft.
 
     Rows that only one side has (padding: 151,936 against 152,064 in Qwen2.5) and the excluded
-    tokens (mask, separator) get -inf here; the softmax that follows renormalises.
+    tokens (mask, separator) get -inf here; the softmax that follows renormalises, so the q that
+    is verified is the q that was drawn from.
+
+    Args:
+        logits: [B, n, Vd].
+        vocabulary: Tokens of the target.
+        excluded: The target's ids of tokens that are never drafted.
+        ids: [Vd], the target's token that each logit is of, for a drafter with a smaller
+            vocabulary (`decoding.engine.vocabulary`); None: token i is the target's i.
+
+    Returns:
+        [B, n, vocabulary].
     """
+    if ids is not None:
+        over = logits.new_full((*logits.shape[:-1], vocabulary), float("-inf"))
+        logits = over.index_copy(-1, ids.to(logits.device), logits)
     logits = logits[..., :vocabulary]
     if excluded := [t for t in excluded if t < logits.shape[-1]]:
         logits = logits.index_fill(-1, torch.tensor(excluded, device=logits.device), float("-inf"))
@@ -64,10 +89,18 @@ def fit_vocabulary(logits: Tensor, vocabulary: int, excluded: tuple[int, ...]) -
 def seen_tokens(
     tokens: Tensor, lengths: Tensor, draft: Tensor, vocabulary: int, before: Tensor | None = None
 ) -> Tensor:
-    """Which tokens stand before each drafted position: bool [B, k+1, vocabulary].
+    """The set of tokens that precede each drafted position.
 
-    tokens [B, L] with the first lengths [B] committed; draft [B, k]. Entry i counts the committed
-    tokens and the drafted ones before[:, i] ([B, k+1, k]; those in front of it if None).
+    Args:
+        tokens: int64 [B, L], of which the first `lengths` are committed.
+        lengths: Committed tokens, [B].
+        draft: Drafted tokens, int64 [B, k].
+        vocabulary: V.
+        before: Which drafted tokens precede each position, 0 or 1, [B, k + 1, k]; None: the draft
+            is a chain.
+
+    Returns:
+        bool [B, k + 1, V]; the last entry is the position after the draft.
     """
     counts = torch.zeros(len(tokens), vocabulary, device=tokens.device)
     committed = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
