@@ -1,12 +1,12 @@
-"""How many tokens of a drafted path can stand at all: Monte Carlo estimates at real prefixes.
+"""Upper bounds of the accepted tokens of one drafted path: Monte Carlo estimates at real prefixes.
 
-However one path Y ~ q is verified, the output X has the law p, and X_1:i = Y_1:i where the first i
-tokens stand. No coupling makes that likelier than 1 - TV(p_1:i, q_1:i) = sum_y min(p, q)(y_1:i), so
-E[accepted] <= sum_i 1 - TV(p_1:i, q_1:i) (the coupling lemma, position by position). It does not
-hold for several paths, as in a tree.
+However one path Y ~ q is verified, the output X has the distribution p, and X_1:i = Y_1:i where the
+first i tokens are accepted. No coupling makes that likelier than
+1 - TV(p_1:i, q_1:i) = sum_y min(p, q)(y_1:i), so E[accepted] <= sum_i 1 - TV(p_1:i, q_1:i) (the
+coupling lemma, position by position). It does not hold for several paths, as in a tree.
 
-Symbols: N draws behind one prefix, k drafted positions, p_1:i = prod_j p_j(x_j | x_<j) the target's
-law of i tokens, q_1:i = prod_j q_j(x_j) that of a drafter whose positions are independent.
+Symbols: N draws after one prefix, k drafted positions, p_1:i = prod_j p_j(x_j | x_<j) the target's
+distribution of i tokens, q_1:i = prod_j q_j(x_j) that of a drafter with independent positions.
 """
 
 import torch
@@ -18,22 +18,39 @@ from decoding.engine.sampler import Rows, Sampler
 
 
 def overlap(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """min(1, p_1:i / q_1:i) of each draw from q: unbiased for 1 - TV(p_1:i, q_1:i).
+    """Unbiased estimates of 1 - TV(p_1:i, q_1:i): min(1, p_1:i / q_1:i) of each draw from q.
 
-    1 - TV = E_q[1 - (1 - p/q)^+] = E_q[min(1, p/q)]. log_p, log_q [N, k]: of each drawn token
-    given those before it. Returns [N, k].
-    Example: ratios p/q of 2 and 1/4: 1 and 1/2 (the first token's surplus counts for the second).
+    1 - TV = E_q[1 - (1 - p/q)^+] = E_q[min(1, p/q)].
+
+    Args:
+        log_p: Log-probability under p of each drawn token, conditioned on those before it, [N, k].
+        log_q: The same under q, [N, k].
+
+    Returns:
+        [N, k], for i from 1 to k.
+
+    >>> ratios = torch.tensor([[2.0, 0.25]])
+    >>> overlap(ratios.log(), torch.zeros(1, 2)).tolist()  # the first surplus helps the second
+    [[1.0, 0.5]]
     """
     return (log_p - log_q).cumsum(-1).clamp_max(0).exp()
 
 
 def mean_of_others(p: Tensor, token: Tensor) -> Tensor:
-    """What the other draws' conditionals give a draw's token, on average: [N].
+    """The mean probability of each draw's token under the other draws' conditionals.
 
-    p [N, V]: the target's distribution at a position behind each of N draws of its own, so that
-    the mean over all draws estimates its marginal there; token [N]: what each draw took. Its own
-    conditional is left out, because it knows the token's prefix.
-    Example: p = [[1, 0], [1/2, 1/2]], tokens 0 and 0: 1/2 and 1.
+    It estimates the target's marginal. A draw's own conditional is left out, because it depends on
+    the token's prefix.
+
+    Args:
+        p: The target's distribution at a position, conditioned on each of N of its draws, [N, V].
+        token: The token that each draw has at the position, [N].
+
+    Returns:
+        Probabilities [N].
+
+    >>> mean_of_others(torch.tensor([[1, 0], [0.5, 0.5]]), torch.tensor([0, 0])).tolist()
+    [0.5, 1.0]
     """
     return p[:, token].fill_diagonal_(0).sum(0) / (len(p) - 1)
 
@@ -41,7 +58,7 @@ def mean_of_others(p: Tensor, token: Tensor) -> Tensor:
 def copies(
     sampler: Sampler, prefix: list[int], params: SamplingParams, draws: int, randomness: Randomness
 ) -> Rows:
-    """Rows that all stand behind the same prefix, which is read once."""
+    """A batch of `draws` rows that all have the same prefix, which is prefilled once."""
     device = sampler.target.device
     capacity = len(prefix) + params.max_new_tokens + sampler.margin(params)
     rows = Rows([prefix], capacity, KeyedRandomness([0], device), device)
@@ -52,13 +69,13 @@ def copies(
 
 
 def accepted(sampler: Sampler, rows: Rows, k: int, params: SamplingParams) -> Tensor:
-    """Whether the first i drafted tokens stand in a cycle of the sampler's own: [N, k] of 0, 1."""
+    """Whether one cycle of the sampler accepts the first i drafted tokens: 0 or 1, [N, k]."""
     _, counts = sampler.cycle(rows, params)
     return (counts[:, None] - 1 > torch.arange(k, device=counts.device)).double()
 
 
 def drafted_paths(sampler: Sampler, rows: Rows, k: int, params: SamplingParams) -> Tensor:
-    """`overlap` of target and drafter at paths that the drafter draws: [N, k]."""
+    """The `overlap` of target and drafter at paths that the drafter draws, [N, k]."""
     q = sampler.draft_pass(rows, k, params).softmax(-1)
     draft = rows.randomness.categorical(q)
     p = sampler.target_pass(rows, draft, params)[:, :-1].softmax(-1)
@@ -66,10 +83,12 @@ def drafted_paths(sampler: Sampler, rows: Rows, k: int, params: SamplingParams) 
 
 
 def own_paths(sampler: Sampler, rows: Rows, k: int, params: SamplingParams) -> Tensor:
-    """`overlap` of the target and the product of its own marginals: [N, k]. Moves the rows on.
+    """The `overlap` of the target and the product of its own marginals, [N, k].
+
+    It commits the drawn tokens to the rows.
 
     sum_y min(p, m) = E_p[min(1, m/p)] at paths that the target draws, m_i(x_i) by `mean_of_others`.
-    In expectation it is what a drafter reaches that drafts each position from the mean of N - 1
+    In expectation it is the overlap of a drafter that drafts each position from the mean of N - 1
     drawn conditionals. Such a drafter is one of those with independent positions, so the best of
     them reaches no less; N to infinity gives the product of the true marginals, which of all
     products has the least cross-entropy (but not surely the least TV).
