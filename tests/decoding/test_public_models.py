@@ -1,7 +1,6 @@
 """Public masked diffusion LMs bring classes of their own: tiny random ones of the same shape."""
 
 import json
-import re
 
 import pytest
 
@@ -49,19 +48,19 @@ def test_its_code_must_be_allowed_and_its_limits_hold(public):
     with pytest.raises(ValueError, match="trust_remote_code") as error:
         open_one(folder, trust_remote_code=False)
     assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match="its own: only bidirectional"):
+    with pytest.raises(ValueError, match=r"attention='block_causal'.*attention='bidirectional'"):
         open_one(folder, "attention=block_causal")
     if "llada" in folder.name:
-        with pytest.raises(ValueError, match="more than the model's context of 64"):
+        with pytest.raises(ValueError, match="context of 64"):
             open_one(folder).generate([[1] * 60], GREEDY)
 
 
 def test_what_a_model_does_not_tell_is_asked_for(tmp_path):
     network().save_pretrained(tmp_path)
     tiny.tokenizer(V).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=re.escape("tell its mask_id: say it, sampler=[method")):
+    with pytest.raises(ValueError, match=r"sampler=\[method=denoise,mask_id="):
         open_one(tmp_path)
-    with pytest.raises(ValueError, match="does not tell its attention: say it"):
+    with pytest.raises(ValueError, match=r"sampler=\[method=denoise,attention="):
         open_one(tmp_path, f"mask_id={V}")
     sampler = open_one(tmp_path, f"mask_id={V}", "attention=block_causal")
     expected = reference(network(), [3, 1, 4], 12, "block_causal")
