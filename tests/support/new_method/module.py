@@ -1,9 +1,9 @@
 """A toy drafter that reads a layer of its target and knows the commonest tokens only."""
 
 import torch
+from trainers.losses.toy import toy
 
 from trainers.drafter import DrafterModule
-from trainers.losses.toy import toy
 
 
 class Toy(DrafterModule):

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from models.toy import Reader
 from torch import Tensor
 
 from decoding.engine import verify, vocabulary
 from decoding.engine.sampler import Rows, Sampler, State
 from decoding.engine.verify import choose
 from decoding.engine.warp import fit_vocabulary, warp
-from models.toy import Reader
 
 ARTEFACTS = (vocabulary.FILE,)
 
