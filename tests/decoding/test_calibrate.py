@@ -146,6 +146,8 @@ def test_mistakes(lab, export):
         run(arguments(lab, "org/drafter"))
     for values, message in (
         ("nodes=[64]", "nodes=64"), ("sharpness=[0.0]", "sharpness="), ("prompts=0", "prompts=0"),
+        ("sharpness=[nan]", "sharpness="), ("sharpness=[inf]", "sharpness="),
+        ("temperatures=[]", "temperatures="), ("nodes=[]", "nodes="),
         ("batch_sizes=[1,3]", r"batch_sizes=\[1, 3\] with prompts=2"),
         ("lengths=[4,0]", r"lengths=\[4, 0\]"),
     ):  # fmt: skip
