@@ -26,11 +26,13 @@ ABSENT = -2  # in a trace: the step of a block that was not decoded
 
 @dataclass
 class TraceState(SpiffyState):
-    """Beside the ranking: what becomes a block's trace.
+    """The ranking state, and the record that becomes a block's trace.
 
-    first: [B], where the first block begins. decided: [B, L], for how many steps each position has
-    been masked; -1 for a given token. ranked: [B, L, L] and choices: [B, L, L, width], each step's
-    ranks of the positions, and their likeliest tokens.
+    Attributes:
+        first: Position where the first block begins, [B].
+        decided: For how many steps each position has been masked, -1 if given, [B, L].
+        ranked: Rank of each position after each step, [B, L, L].
+        choices: Most probable tokens of each position after each step, [B, L, L, width].
     """
 
     first: Tensor

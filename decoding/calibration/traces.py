@@ -47,7 +47,13 @@ def read_trace(folder: str | Path, key: dict) -> Tensor | None:
 
 
 def write_trace(folder: str | Path, key: dict, trace: Tensor) -> None:
-    """Keep the trace of a key: its file is there whole or not at all."""
+    """Store the trace of a key, atomically.
+
+    Args:
+        folder: Where the traces are; made if it does not exist.
+        key: All that the trace depends on, as JSON values.
+        trace: The trace, on the CPU.
+    """
     file, key = _file(folder, key)
     file.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(file) as temporary, temporary.open("wb") as stream:

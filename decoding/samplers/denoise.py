@@ -33,11 +33,15 @@ KNOBS = {
 
 @dataclass
 class DenoiseState(State):
-    """Where each sequence of a batch is in its denoising; all [B] but `block`.
+    """The denoising state of each sequence of a batch.
 
-    given: tokens of the prompt. start: the position where the current block begins. end: where the
-    last block ends. cached: tokens that the network's cache holds. block: [B, L], the current
-    block's tokens, masks where nothing is decided. step: steps taken in it.
+    Attributes:
+        given: Tokens of the prompt, [B].
+        start: Position where the current block begins, [B].
+        end: Position where the last block ends, [B].
+        cached: Tokens in the network's cache, [B].
+        block: Tokens of the current block, the mask where undecided, [B, L].
+        step: Steps taken in the current block, [B].
     """
 
     given: Tensor

@@ -31,10 +31,12 @@ AHEAD = 8  # steps whose noise ranks the drafts, at most
 
 @dataclass
 class SpiffyState(DenoiseState):
-    """Beside the denoising: what the next drafts are made from.
+    """The denoising state, and the ranking that the next drafts are made from.
 
-    order: [B, L], the block's positions, the likeliest to be decided next first. best:
-    [B, L, width], the likeliest tokens of each. left: [B], masked positions of the ranked state.
+    Attributes:
+        order: Positions of the block, the most likely to be decided next first, [B, L].
+        best: The most probable tokens of each position, [B, L, width].
+        left: Masked positions of the ranked state, [B].
     """
 
     order: Tensor

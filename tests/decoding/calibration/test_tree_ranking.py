@@ -1,4 +1,4 @@
-"""The sharpness of a depth is the most likely one, and a tree of it holds more of the choices."""
+"""The fitted sharpness of a depth is the true one, and a tree that uses it accepts more."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.decoding.test_identity import PROMPTS, deer, random_drafter, target
 
 
 def drawn(sharpness, n=4000, V=6):
-    """Logits, and choices that have the law softmax(sharpness z) at each depth."""
+    """Logits, and choices drawn from softmax(sharpness z) at each depth."""
     generator = torch.Generator().manual_seed(0)
     z = torch.randn(n, len(sharpness), V, generator=generator, dtype=torch.float64)
     p = (torch.tensor(sharpness)[:, None] * z).softmax(-1)
@@ -20,7 +20,7 @@ def drawn(sharpness, n=4000, V=6):
     return z, choice.view(n, len(sharpness))
 
 
-def test_it_finds_the_law_of_the_choices():
+def test_it_finds_the_distribution_of_the_choices():
     z, choice = drawn([3.0, 1.0, 0.4])
     assert fit(z, choice)[0] == pytest.approx([3.0, 1.0, 0.4], abs=0.15)
     assert fit(2 * z, choice)[0] == pytest.approx([1.5, 0.5, 0.2], abs=0.1)
@@ -39,7 +39,7 @@ def test_a_drafter_that_is_always_right_or_always_wrong():
     assert fit(z, z.argmin(-1))[0][0] < 0.1
 
 
-class Knowing(DeerSampler):
+class TargetLogits(DeerSampler):
     """A drafter that has the target's own logits of the next token, at every depth."""
 
     def draft_pass(self, rows, k, params):
@@ -54,10 +54,10 @@ def test_what_is_observed_is_what_a_cycle_sees(temperature):
     """Prefix, position, seed and temperature: one that is wrong, and the choices are others."""
     model = target()
     params = SamplingParams(20, temperature, verify="tree", seed=3, ignore_eos=True)
-    z, choice = observed(deer(model, random_drafter(), 3, Knowing), PROMPTS, params)
+    z, choice = observed(deer(model, random_drafter(), 3, TargetLogits), PROMPTS, params)
     assert len(z) == len(choice) == len(PROMPTS) * 9
     assert torch.equal(z[:, 0].argmax(-1), choice[:, 0])
-    assert not torch.equal(z[:, 1].argmax(-1), choice[:, 1])  # a later token's law is another
+    assert not torch.equal(z[:, 1].argmax(-1), choice[:, 1])  # a later token has another one
 
 
 def test_a_fitted_tree_holds_more_of_the_choices():
@@ -85,5 +85,5 @@ def followed(tree, tokens):
 def test_answers_that_are_too_short_are_one_line():
     model = target()
     params = SamplingParams(2, 0.0, verify="tree")
-    with pytest.raises(ValueError, match="no answer has 3 tokens: ask for more"):
+    with pytest.raises(ValueError, match=r"3 tokens.*max_new_tokens="):
         observed(deer(model, random_drafter(), 3), PROMPTS, params)
