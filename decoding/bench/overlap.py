@@ -78,7 +78,7 @@ def drafted_paths(sampler: Sampler, rows: Rows, k: int, params: SamplingParams) 
     """The `overlap` of target and drafter at paths that the drafter draws, [N, k]."""
     q = sampler.draft_pass(rows, k, params).softmax(-1)
     draft = rows.randomness.categorical(q)
-    p = sampler.target_pass(rows, draft, params)[:, :-1].softmax(-1)
+    p = sampler.target_pass(rows, draft, params).logits[:, :-1].softmax(-1)
     return overlap(_log_chosen(p, draft), _log_chosen(q, draft))
 
 
@@ -95,7 +95,8 @@ def own_paths(sampler: Sampler, rows: Rows, k: int, params: SamplingParams) -> T
     """
     log_p, log_m = [], []
     for _ in range(k):
-        p = sampler.target_pass(rows, rows.tokens[:, :0], params)[:, 0].softmax(-1)
+        logits = sampler.target_pass(rows, rows.tokens[:, :0], params).logits
+        p = logits[:, 0].softmax(-1)
         token = rows.randomness.categorical(p)
         log_p.append(_log_chosen(p, token))
         log_m.append(mean_of_others(p.double(), token).log())
