@@ -6,6 +6,7 @@ here, so the gradient does not depend on how a batch is split over ranks or accu
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytorch_lightning as pl
 import torch
@@ -16,6 +17,7 @@ from data.text.tokenizer import fingerprint
 from decoding.engine.sampler import Sampler
 from decoding.loading import check_tokenizers, load_tokenizer
 from models import causal
+from trainers.publishing import export_check
 
 # What a module may need of its target in training (`BaseModule.needs_target`).
 DISTRIBUTIONS, HIDDEN_STATES = "distributions", "hidden_states"
@@ -23,13 +25,33 @@ DISTRIBUTIONS, HIDDEN_STATES = "distributions", "hidden_states"
 
 @dataclass
 class Optimization:
-    """AdamW and its schedule. schedule: a name of `transformers.get_scheduler`."""
+    """AdamW and its schedule.
+
+    schedule: a name of `transformers.get_scheduler`. shorten_warmup: a warm-up longer than a fifth
+    of the run becomes that fifth, so that a short run reaches its full rate too.
+    """
 
     lr: float
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     warmup_steps: int = 100
     schedule: str = "cosine"
+    shorten_warmup: bool = False
+
+    def warmup(self, steps: int) -> int:
+        """The steps of the warm-up in a run of `steps`.
+
+        Raises:
+            ValueError: the warm-up would not end before the run, and may not be shortened.
+        """
+        if self.shorten_warmup:
+            return min(self.warmup_steps, steps // 5)
+        if self.warmup_steps >= steps:
+            raise ValueError(
+                f"optimization.warmup_steps={self.warmup_steps} must be less than "
+                f"trainer.max_steps={steps} (optimization.shorten_warmup=true makes it a fifth)"
+            )
+        return self.warmup_steps
 
 
 class BaseModule(pl.LightningModule):
@@ -122,9 +144,37 @@ class BaseModule(pl.LightningModule):
         """What `decoding.load` must know about an export (its `parade` entry)."""
         return {"method": "plain"}
 
-    def export_files(self) -> dict[str, str]:
-        """What else an export holds, as {name: text}."""
+    def export_files(self) -> dict[str, str | bytes]:
+        """What else an export holds, as {name: content}."""
         return {}
+
+    def check_vocabulary(self, network: PreTrainedModel) -> None:
+        """Raise ValueError for a network whose tokens are not those of its tokenizer."""
+        if self.tokenizer is not None and network.config.vocab_size < len(self.tokenizer):
+            raise ValueError(
+                f"the network knows {network.config.vocab_size} tokens, its tokenizer "
+                f"{len(self.tokenizer)}: an export of it could not be used"
+            )
+
+    def check_export(self, folder: Path, network: PreTrainedModel) -> None:
+        """Check that what was written, loaded as its users do, is the network, bit for bit.
+
+        Args:
+            folder: The export.
+            network: What was written there, in evaluation mode.
+
+        Raises:
+            ValueError: other weights, outputs or another tokenizer.
+        """
+        if self.tokenizer is None:  # no language model: it is loaded by its own class
+            again = type(network).from_pretrained(folder, dtype=network.dtype)
+            again = again.to(network.device).eval()
+            export_check.check_weights(network, again)
+            export_check.check_outputs(network, again)
+            return
+        export_check.check_tokenizer(self.tokenizer, folder, network.config.model_type)
+        again = causal.load(str(folder), dtype=network.dtype).to(network.device).eval()
+        export_check.check_logits(network, again)
 
     def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
         """The loss of a micro-batch; gradients of a step add up to sum(loss) / sum(weight)."""
@@ -177,8 +227,7 @@ class BaseModule(pl.LightningModule):
         AdamW = getattr(self.trainer.strategy, "optimizer", torch.optim.AdamW)
         optimizer = AdamW(groups, lr=o.lr, betas=tuple(o.betas))
         steps = self.trainer.max_steps
-        warmup = min(o.warmup_steps, steps // 5)  # a short run must reach its full rate too
-        scheduler = get_scheduler(o.schedule, optimizer, warmup, steps)
+        scheduler = get_scheduler(o.schedule, optimizer, o.warmup(steps), steps)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 

@@ -55,6 +55,8 @@ def fit(config: DictConfig) -> Path:
     for key in ("max_steps", "batch_size", "micro_batch_size", "log_every", "validate_every"):
         if config.trainer[key] < 1:
             raise ValueError(f"trainer.{key}={config.trainer[key]} must be at least 1")
+    steps, optimization = config.trainer.max_steps, Optimization(**config.optimization)
+    warmup = optimization.warmup(steps)
     folder = run_folder(config)
     export = folder / "export"
     checkpoint, first = checkpoint_to_resume(config, folder)
@@ -79,7 +81,11 @@ def fit(config: DictConfig) -> Path:
             write_out_attention(module.network)
         module.network.compile()
     if trainer.is_global_zero:
-        steps = config.trainer.max_steps
+        if warmup < optimization.warmup_steps:
+            print(
+                f"optimization.warmup_steps={optimization.warmup_steps} is shortened to {warmup}: "
+                f"a fifth of trainer.max_steps={steps} (optimization.shorten_warmup)"
+            )
         print(f"{config.recipe} at scale {config.scale}: {steps} steps to {folder}")
     try:
         trainer.fit(module, *loaders, ckpt_path=checkpoint, weights_only=False)

@@ -37,6 +37,7 @@ SMALL = [
     "trainer.precision=32-true",
     "trainer.accelerator=cpu",
     "data.validation_rows=4",
+    "optimization.shorten_warmup=true",
 ]
 BLOCKS = ["data.corruption.anchors=4", "data.corruption.length=4", "module.block_size=4"]
 

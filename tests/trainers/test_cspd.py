@@ -146,6 +146,7 @@ SMALL = [
     "network.backbone.intermediate_size=16", "network.backbone.num_attention_heads=2",
     "network.backbone.num_hidden_layers=1", "network.heads.diffusion.width=8",
     "network.heads.diffusion.steps=3", "network.heads.mixture.components=2",
+    "optimization.shorten_warmup=true",
 ]  # fmt: skip
 
 

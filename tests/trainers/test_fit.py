@@ -11,6 +11,8 @@ from decoding.commands.recipes import compose
 from decoding.engine.params import SamplingParams
 from decoding.loading import load
 from decoding.samplers.plain import PlainSampler
+from tests.support.runs import curve
+from trainers.base import Optimization
 from trainers.fit import build_loaders, build_module, build_trainer, fit
 
 
@@ -106,6 +108,50 @@ def test_accumulation_does_not_change_the_gradient(lab, tmp_path, recipe):
     # Negative control: other rows are seen.
     half = gradients(lab, tmp_path, recipe, "trainer.batch_size=2", "trainer.micro_batch_size=2")
     assert max((half[n] - g).abs().max().item() for n, g in whole.items()) > 1e-6
+
+
+class TestWarmup:
+    LONG = ("optimization.warmup_steps=3", "trainer.max_steps=4")
+
+    def rates(self, lab, name):
+        return list(curve(lab.runs / "ar_target" / name, "lr").values())
+
+    @pytest.mark.parametrize(("shorten", "steps"), [(True, 16666), (False, 20000)])
+    def test_the_published_one_is_shortened_only_where_allowed(self, shorten, steps):
+        o = Optimization(lr=1.0, warmup_steps=20000, shorten_warmup=shorten)
+        assert o.warmup(83333) == steps
+        assert Optimization(lr=1.0, warmup_steps=5, shorten_warmup=shorten).warmup(100) == 5
+
+    def test_the_schedule_has_all_of_it(self, lab, capsys):
+        lab.fit("ar_target", *self.LONG, "name=warm", "trainer.log_every=1",
+                "optimization.shorten_warmup=false")  # fmt: skip
+        rates = self.rates(lab, "warm")
+        assert rates == pytest.approx([0.0, 2e-3 / 3, 4e-3 / 3, 2e-3])
+        assert "warmup_steps" not in capsys.readouterr().out
+
+    def test_the_lab_shortens_it_and_says_so(self, lab, capsys):
+        lab.fit("ar_target", *self.LONG, "name=warm_lab", "trainer.log_every=1")
+        rates = self.rates(lab, "warm_lab")
+        assert rates[0] == max(rates) == pytest.approx(2e-3)
+        (line,) = [x for x in capsys.readouterr().out.splitlines() if "warmup_steps" in x]
+        assert "optimization.warmup_steps=3" in line
+        assert "trainer.max_steps=4" in line
+
+    @pytest.mark.parametrize("scale", ["lab", "paper"])
+    def test_only_the_lab_may(self, scale):
+        config = compose(["recipe=asarm_joint", f"scale={scale}"], "fit")
+        assert config.optimization.shorten_warmup == (scale == "lab")
+
+    @pytest.mark.parametrize("steps", [4, 9])
+    def test_one_that_the_run_does_not_end_is_refused(self, lab, steps):
+        with pytest.raises(ValueError) as error:
+            lab.fit("ar_target", "name=too_warm", "trainer.max_steps=4",
+                    f"optimization.warmup_steps={steps}",
+                    "optimization.shorten_warmup=false")  # fmt: skip
+        assert "\n" not in str(error.value)
+        assert f"optimization.warmup_steps={steps}" in str(error.value)
+        assert "trainer.max_steps=4" in str(error.value)
+        assert not (lab.runs / "ar_target" / "too_warm").exists()
 
 
 class TestMistakes:
