@@ -4,10 +4,9 @@
 """
 
 import inspect
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,6 +29,7 @@ from transformers import (
 )
 
 from decoding.engine.params import SamplingParams
+from decoding.engine.vocabulary import check_vocabulary
 from models import causal
 
 # The processors that `decoding.engine.warp.warp` applies, in transformers' own order, each with
@@ -67,15 +67,13 @@ PREPARED = {
     "output_hidden_states",
 }
 HUB = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies")
-# Rows longer than any padding of a vocabulary (multiples of 512 are usual).
-PADDING = 1024
 
 # The last drafter used with each target; it is freed with the target.
 _LOADED: WeakKeyDictionary[PreTrainedModel, tuple] = WeakKeyDictionary()
 
 
 def generate(
-    from_export: Callable,
+    method: ModuleType,
     model: PreTrainedModel,
     *,
     drafter: str | None = None,
@@ -90,7 +88,7 @@ def generate(
     transformers prepares everything as it always does (defaults, padding, end tokens, processors)
     and leaves only the loop to the sampler. What the sampler cannot keep exactly is a ValueError.
 
-    from_export: the factory of a sampler's module. drafter: the folder or Hub id that
+    method: the sampler's module in `decoding.samplers`. drafter: the folder or Hub id that
     `custom_generate` names, unless given. seed: row i decodes with seed + i; None draws from
     torch's generator, so `torch.manual_seed` repeats a call. verify, block_size: as in
     `SamplingParams`.
@@ -125,9 +123,9 @@ def generate(
             block_size=block_size,
             **values,
         )
-        network, tokenizer = _load(name, model, hub)
+        network, tokenizer, entry = _load(method, name, model, hub)
         training = model.training
-        sampler = from_export(model, tokenizer, network, network.config.parade)
+        sampler = method.from_export(model, tokenizer, network, entry)
         sampler.eos = frozenset(eos)
         mask = model_kwargs.get("attention_mask")
         mask = torch.ones_like(input_ids) if mask is None else mask
@@ -137,7 +135,7 @@ def generate(
             # Closed at once on an error: torch's inference mode ends with it.
             with closing(sampler.stream(prompts, params, text=streamer is not None)) as chunks:
                 for chunk in chunks:
-                    answers[chunk.row] += chunk.token_ids
+                    answers[chunk.request] += chunk.token_ids
                     for token in chunk.token_ids if streamer is not None else ():
                         streamer.put(torch.tensor([token]))
         finally:
@@ -239,23 +237,31 @@ def _fresh_seed(config: GenerationConfig) -> int:
 
 
 def _load(
-    name: str, model: PreTrainedModel, hub: dict
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The drafter and its tokenizer, loaded once for each target; again when the folder changed."""
+    method: ModuleType, name: str, model: PreTrainedModel, hub: dict
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict]:
+    """The drafter, its tokenizer and `parade` entry, with what lies beside its weights.
+
+    They are loaded once for each target, and again when the folder has changed.
+    """
     config = Path(name) / "config.json"
     written = config.stat().st_mtime_ns if config.is_file() else None
     key = (name, written, repr(hub), model.device, model.dtype)
     if _LOADED.get(model, (None,))[0] != key:
-        network = causal.load(name, dtype=model.dtype, **hub).to(model.device)
-        ours, theirs = (n.config.get_text_config().vocab_size for n in (network, model))
-        if "target" not in (getattr(network.config, "parade", None) or {}):
+        load = getattr(method, "load_drafter", causal.load)
+        network = load(name, dtype=model.dtype, **hub).to(model.device)
+        entry = dict(getattr(network.config, "parade", None) or {})
+        if "target" not in entry:
             raise ValueError(f"{name!r} is no drafter: its config.json names no target")
-        if abs(ours - theirs) > PADDING:
-            raise ValueError(
-                f"the drafter {name!r} has {ours} tokens, the target {theirs}: it drafts for "
-                f"{network.config.parade['target']!r}"
-            )
-        _LOADED[model] = key, network, AutoTokenizer.from_pretrained(name, **hub)
+        if hasattr(method, "read_artefacts"):
+            entry |= method.read_artefacts(causal.files_of(name, **hub), entry)
+        ours, theirs = (
+            getattr(n.config.get_text_config(), "vocab_size", None) for n in (network, model)
+        )
+        check_vocabulary(
+            ours, theirs, entry.get("draft_ids"), f" ({name!r} drafts for {entry['target']!r})"
+        )
+        tokenizer = AutoTokenizer.from_pretrained(name, **hub)
+        _LOADED[model] = key, network, tokenizer, entry
     return _LOADED[model][1:]
 
 

@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from data.text.tokenizer import fingerprint
 from decoding import samplers
-from decoding.commands.cli import convert, one_line, split, unknown
-from decoding.drafting import bigrams
+from decoding.commands.cli import convert, split, unknown
 from decoding.engine.sampler import Sampler
 from models import causal
 
@@ -41,19 +41,19 @@ def load(
     Errors: a missing or damaged folder, a target whose tokenizer is not the drafter's.
     """
     config = sampling_config(path, sampler)
-    if config.get("bigrams"):
-        config["table"] = read_bigrams(path, config)
     method = _module(config["method"])
+    if hasattr(method, "read_artefacts"):
+        config |= method.read_artefacts(causal.files_of(path), config)
     if hasattr(method, "load"):  # its models are no language models
         name = target or ("target" in config and _beside(path, config["target"])) or None
         return method.load(path, config, target=name, dtype=dtype, device=device)
     name = (target or _beside(path, config["target"])) if "target" in config else None
     if name and "tokenizer_fingerprint" not in config:  # no drafter's weights: a draft graph
         path, name = name, None
-    network = causal.load(path, dtype=dtype, trust_remote_code=trust_remote_code).to(device)
-    tokenizer = load_tokenizer(path, trust_remote_code)
     if name is None:
-        return sampler_of(config, network, tokenizer)
+        network = causal.load(path, dtype=dtype, trust_remote_code=trust_remote_code).to(device)
+        return sampler_of(config, network, load_tokenizer(path, trust_remote_code))
+    network = load_drafter(config, path, dtype, trust_remote_code=trust_remote_code).to(device)
     model = causal.load(name, dtype=dtype, trust_remote_code=trust_remote_code).to(device)
     target_tokenizer = load_tokenizer(name, trust_remote_code)
     check_tokenizers(target_tokenizer, config["tokenizer_fingerprint"], name, path)
@@ -70,29 +70,38 @@ def sampler_of(
     return _module(config["method"]).from_export(target, tokenizer, drafter, config)
 
 
-def read_bigrams(path: str, config: dict) -> bigrams.Bigrams:
-    """The bigrams of an export whose `parade` entry heeds them."""
-    if not isinstance(config["bigrams"], dict):
-        raise ValueError(
-            "bigrams=true is not allowed: an export that has bigrams uses them. To make them: "
-            f"python -m decoding.calibrate model={path} answers=..."
-        )
-    if causal.looks_local(path):
-        return bigrams.read(Path(path) / bigrams.FILE)
-    try:
-        file = hf_hub_download(path, bigrams.FILE)
-    except Exception as error:
-        raise ValueError(
-            f"cannot get {bigrams.FILE} of {path!r} from the Hub ({one_line(error)}): leave it out "
-            "with sampler=[bigrams=false]"
-        ) from error
-    return bigrams.read(Path(file))
+def load_drafter(config: dict, path: str, dtype: str | torch.dtype, **options) -> PreTrainedModel:
+    """The drafter's network of an export: by its sampler's `load_drafter`, or as a causal LM.
+
+    Args:
+        config: The `parade` entry.
+        path: The export's folder or Hub id.
+        dtype: Of the weights; 'auto' takes the checkpoint's own.
+        options: Further ones of `models.causal.load`.
+    """
+    own = getattr(_module(config["method"]), "load_drafter", causal.load)
+    return own(path, dtype=dtype, **options)
+
+
+def loads_drafter(config: dict) -> bool:
+    """Whether a drafter is of a class of its sampler's own, and not a causal LM."""
+    return hasattr(_module(config["method"]), "load_drafter")
+
+
+def artefacts() -> list[str]:
+    """Names of the files beside the weights that the samplers read (`ARTEFACTS` of a module)."""
+    found = {f for name in methods() for f in getattr(_module(name), "ARTEFACTS", ())}
+    return sorted(found)
+
+
+def methods() -> list[str]:
+    """The names of the samplers' modules."""
+    return [m.name for m in pkgutil.iter_modules(samplers.__path__)]
 
 
 def _module(method: str):
-    known = [m.name for m in pkgutil.iter_modules(samplers.__path__) if m.name != "base"]
-    if method not in known:
-        raise unknown("method", method, known)
+    if method not in methods():
+        raise unknown("method", method, methods())
     return importlib.import_module(f"decoding.samplers.{method}")
 
 

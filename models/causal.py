@@ -1,5 +1,6 @@
 """Causal LMs: stock transformers models, made from a configuration or loaded."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import cached_file
 
 from models.weights import check_complete, check_finite
 
@@ -92,6 +94,30 @@ def _remote_class(path: str) -> type:
     offered = getattr(AutoConfig.from_pretrained(path, trust_remote_code=True), "auto_map", {})
     only = "AutoModel" in offered and "AutoModelForCausalLM" not in offered
     return AutoModel if only else AutoModelForCausalLM
+
+
+def files_of(path: str, **hub) -> Callable[[str], Path]:
+    """What fetches a file that lies beside a model's weights, by its name.
+
+    Args:
+        path: The model's folder or Hub id.
+        hub: Options of the Hub, such as revision and token.
+
+    Returns:
+        A function of a file's name, which gives its path on this machine (of a folder's file,
+        whether or not it is there), or raises ValueError, in one line, where the Hub has none.
+    """
+
+    def fetch(name: str) -> Path:
+        if looks_local(path):
+            return Path(path) / name
+        try:
+            return Path(cached_file(path, name, **hub))
+        except Exception as error:
+            reason = " ".join(str(error).split())[:300]
+            raise ValueError(f"cannot get {name} of {path!r}: {reason}") from error
+
+    return fetch
 
 
 def looks_local(path: str) -> bool:

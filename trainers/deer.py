@@ -22,7 +22,7 @@ TEACHER_LOSSES = {
 class Distillation(DrafterModule):
     """Stage I: continuations of teacher answers under noise (Eq. 1-2)."""
 
-    def weight(self, batch: dict[str, Tensor]) -> Tensor:
+    def block_weight(self, batch: dict[str, Tensor]) -> Tensor:
         return denoising_weight(batch["masked"], batch["rate"], batch["size"])
 
     def block_losses(
@@ -61,7 +61,7 @@ class Refinement(DrafterModule):
         """Its distributions too, where a share of the loss is taken against them."""
         return super().needs_target | ({DISTRIBUTIONS} if self.soft else set())
 
-    def weight(self, batch: dict[str, Tensor]) -> Tensor:
+    def block_weight(self, batch: dict[str, Tensor]) -> Tensor:
         return deer.refine_weight(batch["masked"], batch["size"], self.alpha)
 
     def block_losses(

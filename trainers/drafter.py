@@ -1,6 +1,7 @@
 """What every block drafter's module shares: packed blocks, accuracy by position, the sampler."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -8,19 +9,22 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from data.text.tokenizer import draft_token_ids, fingerprint
+from decoding.engine import vocabulary
 from decoding.engine.sampler import Sampler
-from decoding.loading import sampler_of
+from decoding.loading import load_drafter, loads_drafter, sampler_of
 from models import diffusion
 from models.attention import attention_mask
 from models.hidden_states import capture
 from models.masks import Layout, causal
 from trainers.base import DISTRIBUTIONS, HIDDEN_STATES, BaseModule, Optimization
+from trainers.publishing import export_check
 
 
 class TargetStates(NamedTuple):
     """What one forward of the target over the clean tokens of a batch gives.
 
-    logits: [B, A, K, Vt] that predict every drafted token; None where they were not asked for.
+    logits: [B, A, K, V] that predict every drafted token, over the drafter's vocabulary where that
+        is a smaller one; None where they were not asked for.
     hidden_states: [B, S, H] of each layer that was asked for, at all S clean tokens of a row.
     """
 
@@ -35,6 +39,8 @@ class DrafterModule(BaseModule):
     target_name: the path or Hub id that the export names as its target.
     target_layers: the target's decoder layers whose hidden states the drafter reads, 0-based
         (`models.hidden_states`). A drafter that reads any overrides `draft_logits`.
+    draft_ids: [V], the target's tokens that the drafter's logits are of; None: all of them, and
+        padding. Tokens outside of it have weight 0 in training, and are never drafted.
     """
 
     target_layers: tuple[int, ...] = ()
@@ -49,14 +55,33 @@ class DrafterModule(BaseModule):
         method: str,
         block_size: int,
         target_name: str,
+        draft_ids: Tensor | None = None,
     ):
         super().__init__(network, tokenizer, optimization, target)
+        self.draft_ids = draft_ids
         self.method, self.block_size, self.target_name = method, block_size, target_name
 
     @property
     def needs_target(self) -> frozenset[str]:
         """Hidden states, where layers of the target are named."""
         return frozenset([HIDDEN_STATES] if self.target_layers else [])
+
+    def block_weight(self, batch: dict[str, Tensor]) -> Tensor:
+        """The weight [B, A, K] that `block_losses` returns, without a forward."""
+        raise NotImplementedError
+
+    def weight(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.block_weight(self.in_draft_vocabulary(batch))
+
+    def in_draft_vocabulary(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A batch whose targets are rows of the drafter's head; those it lacks are not masked."""
+        if self.draft_ids is None:
+            return batch
+        target = batch["target"]
+        ids, row = self.draft_ids.to(target.device).sort()
+        at = torch.searchsorted(ids, target).clamp_max(len(ids) - 1)
+        known = ids[at] == target
+        return {**batch, "target": row[at] * known, "masked": batch["masked"] & known}
 
     def block_losses(
         self, logits: Tensor, batch: dict[str, Tensor], states: TargetStates | None
@@ -65,7 +90,7 @@ class DrafterModule(BaseModule):
 
         Args:
             logits: [B, A, K, V], the drafter's.
-            batch: See `data.corruption.draft_blocks`.
+            batch: See `data.corruption.draft_blocks`; its targets as rows of the drafter's head.
             states: Of the target, what `needs_target` says; None if that is nothing.
 
         Returns:
@@ -86,20 +111,21 @@ class DrafterModule(BaseModule):
         return logits, *self.block_losses(logits, batch, states)
 
     def losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        _, loss, weight = self.forward_pass(batch)
+        _, loss, weight = self.forward_pass(self.in_draft_vocabulary(batch))
         return loss, weight
 
     def evaluate(self, batch: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
         """Loss, and teacher-forced accuracy at each position of a block."""
-        logits, loss, weight = self.forward_pass(batch)
-        right = (logits.argmax(-1) == batch["target"]) & batch["masked"]
+        known = self.in_draft_vocabulary(batch)
+        logits, loss, weight = self.forward_pass(known)
+        right = (logits.argmax(-1) == known["target"]) & known["masked"]
         metrics = {"loss": ((loss * weight).sum(), weight.sum())}
         for i in range(min(self.block_size, right.shape[-1])):
             metrics[f"accuracy_{i + 1}"] = (right[..., i].sum(), batch["masked"][..., i].sum())
         return metrics
 
     def teacher_logits(self, batch: dict[str, Tensor]) -> Tensor:
-        """The target's logits [B, A, K, Vt] for every drafted token, given the clean tokens."""
+        """The target's logits [B, A, K, V] for every drafted token, given the clean tokens."""
         logits = self.target_states(batch).logits
         assert logits is not None
         return logits
@@ -134,12 +160,18 @@ class DrafterModule(BaseModule):
         # Token start + i is predicted at the position before it.
         at = batch["start"].unsqueeze(-1) + torch.arange(K, device=found.device) - 1
         rows = torch.arange(B, device=found.device)[:, None, None]
-        return TargetStates(found[rows, at.clamp(0, S - 1)], tuple(hidden_states))
+        found = found[rows, at.clamp(0, S - 1)]
+        if self.draft_ids is not None:
+            found = found[..., self.draft_ids.to(found.device)]
+        return TargetStates(found, tuple(hidden_states))
 
     def sampler(self) -> Sampler | None:
         if self.target is None:
             return None
-        return sampler_of(self.export_config(), self.target, self.tokenizer, self.network)
+        entry = self.export_config()
+        if self.draft_ids is not None:
+            entry["draft_ids"] = self.draft_ids
+        return sampler_of(entry, self.target, self.tokenizer, self.network)
 
     def export_config(self) -> dict:
         mask_id, sep_id = draft_token_ids(self.tokenizer)
@@ -151,4 +183,30 @@ class DrafterModule(BaseModule):
             "block_size": self.block_size,
             "mask_id": mask_id,
             "sep_id": sep_id,
+            **({} if self.draft_ids is None else {vocabulary.KEY: vocabulary.FILE}),
         }
+
+    def export_files(self) -> dict[str, str | bytes]:
+        if self.draft_ids is None:
+            return {}
+        return {vocabulary.FILE: vocabulary.stored(self.draft_ids)}
+
+    def check_vocabulary(self, network: PreTrainedModel) -> None:
+        """A drafter with a vocabulary of its own, or without any, is held to the target's alone."""
+        size = getattr(network.config, "vocab_size", None)
+        if size is not None and self.draft_ids is None:
+            super().check_vocabulary(network)
+        if self.target is not None:
+            theirs = self.target.config.get_text_config().vocab_size
+            vocabulary.check_vocabulary(size, theirs, self.draft_ids)
+
+    def check_export(self, folder: Path, network: PreTrainedModel) -> None:
+        entry = self.export_config()
+        if loads_drafter(entry):  # a class of the sampler's own
+            export_check.check_tokenizer(self.tokenizer, folder, network.config.model_type)
+        else:
+            super().check_export(folder, network)
+        again = load_drafter(entry, str(folder), network.dtype).to(network.device).eval()
+        export_check.check_weights(network, again)
+        if (sampler := self.sampler()) is not None:
+            export_check.check_drafts(sampler, network, again)

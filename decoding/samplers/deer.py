@@ -4,8 +4,10 @@ Source: arXiv 2512.15176, section 3.2 and Algorithm 1 (a rejection ends the bloc
 after it were conditioned on the rejected token).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,19 +15,21 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from decoding.drafting import bigrams as bigram_file
 from decoding.drafting.bigrams import Bigrams
 from decoding.drafting.prompt_lookup import Lookup
 from decoding.drafting.tree import LIMIT, BigramScores, check_tree, draft_trees, verify_trees
-from decoding.engine import verify
+from decoding.engine import verify, vocabulary
 from decoding.engine.cache import CachedNetwork
 from decoding.engine.params import VERIFY, SamplingParams
-from decoding.engine.sampler import Rows, Sampler, State
+from decoding.engine.sampler import Batch, Sampler, State
 from decoding.engine.verify import choose
 from decoding.engine.warp import fit_vocabulary, seen_tokens, warp
 from models.masks import causal, draft_blocks, tree
 
 KEPT_TOKENS = 2**14  # whose bigrams are kept as dictionaries
 KNOBS = {"nodes": int, "sharpness": float, "bigrams": bool, "lookup": bool}
+ARTEFACTS = (bigram_file.FILE, vocabulary.FILE)  # beside the weights of an export
 
 
 @dataclass
@@ -60,6 +64,8 @@ class DeerSampler(Sampler):
         bigram_weights: The weight of these scores at each depth, {temperature: [...]}.
         lookup: Whether trees use prompt lookup at temperature 0
             (`decoding.drafting.prompt_lookup`).
+        draft_ids: [Vd], the target's tokens that the drafter's logits are of, where these are not
+            all of them (`decoding.engine.vocabulary`).
     """
 
     rules = VERIFY
@@ -79,8 +85,13 @@ class DeerSampler(Sampler):
         bigrams: Bigrams | None = None,
         bigram_weights: dict[str, list[float]] | None = None,
         lookup: bool = True,
+        draft_ids: Tensor | None = None,
     ):
         super().__init__(target, tokenizer)
+        if draft_ids is not None:
+            vocabulary.check_vocabulary(None, self.vocabulary, draft_ids)
+            draft_ids = draft_ids.to(target.device)
+        self.draft_ids = draft_ids
         nodes = nodes if isinstance(nodes, dict) else {1: nodes}
         for number in nodes.values():
             check_tree(number, sharpness)
@@ -118,46 +129,46 @@ class DeerSampler(Sampler):
         by_temperature = _nearest(self.lengths, requests if params.keyed else 1)
         return _nearest(by_temperature, params.temperature)
 
-    def begin(self, rows: Rows, params: SamplingParams) -> None:
+    def begin(self, batch: Batch, params: SamplingParams) -> None:
         """Prefill both networks."""
         predicate = tree if params.verify == "tree" else causal
-        capacity = rows.tokens.shape[1]
+        capacity = batch.tokens.shape[1]
         target = CachedNetwork(self.target, predicate, capacity, self.hidden_layers)
-        self.prefill(rows, "target", target)
+        self.prefill(batch, "target", target)
         drafter = CachedNetwork(self.drafter, draft_blocks, capacity)
-        self.prefill(rows, "drafter", drafter)
+        self.prefill(batch, "drafter", drafter)
         lookups = None
         # At other temperatures the noise knows more: there lookups make trees worse.
         if self.lookup and params.verify == "tree" and params.temperature == 0:
-            texts = zip(rows.tokens.tolist(), rows.lengths.tolist())
+            texts = zip(batch.tokens.tolist(), batch.lengths.tolist())
             lookups = [Lookup(tokens[:length]) for tokens, length in texts]
-        rows.state = DeerState(drafter_cached=rows.lengths - 1, lookups=lookups)
+        batch.state = DeerState(drafter_cached=batch.lengths - 1, lookups=lookups)
 
-    def cycle(self, rows: Rows, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    def cycle(self, batch: Batch, params: SamplingParams) -> tuple[Tensor, Tensor]:
         """Draft k tokens, verify them, emit the accepted ones and one of the target's own."""
-        k = self.length(len(rows.row), params)
-        q_logits = self.draft_pass(rows, k, params)
+        k = self.length(len(batch.requests), params)
+        q_logits = self.draft_pass(batch, k, params)
         keyed = params.keyed
         if keyed:
-            noise = self.noise(rows, k + 1, params)  # drafter and target share it
+            noise = self.noise(batch, k + 1, params)  # drafter and target share it
             if params.verify == "tree":
-                return self.tree_cycle(rows, q_logits, noise, params)
+                return self.tree_cycle(batch, q_logits, noise, params)
             draft = choose(q_logits, noise)
         else:
             q = q_logits.softmax(-1)
-            draft = rows.randomness.categorical(q)
-        p_logits = self.target_pass(rows, draft, params).logits
+            draft = batch.randomness.categorical(q)
+        p_logits = self.target_pass(batch, draft, params).logits
         if keyed:
             accepted, following = verify.coupled(draft, choose(p_logits, noise))
         else:
             rule = {"rejection": verify.rejection, "block": verify.block}[params.verify]
-            accepted, following = rule(draft, q, p_logits.softmax(-1), rows.randomness)
+            accepted, following = rule(draft, q, p_logits.softmax(-1), batch.randomness)
         tokens = torch.cat([draft, draft[:, :1]], 1)
         tokens.scatter_(1, accepted[:, None], following[:, None])
         return tokens, accepted + 1
 
     def tree_cycle(
-        self, rows: Rows, q_logits: Tensor, noise: Tensor | None, params: SamplingParams
+        self, batch: Batch, q_logits: Tensor, noise: Tensor | None, params: SamplingParams
     ) -> tuple[Tensor, Tensor]:
         """Verify a tree of drafts in one pass: the output of `coupled`, whatever the tree.
 
@@ -166,21 +177,21 @@ class DeerSampler(Sampler):
         """
         noisy = q_logits if noise is None else q_logits + noise[:, :-1]
         sharpness, bigrams = self.ranking_at(params.temperature)
-        lookups = rows.state.lookups
-        nodes = _nearest(self.nodes, len(rows.row))
+        lookups = batch.state.lookups
+        nodes = _nearest(self.nodes, len(batch.requests))
         trees = draft_trees(noisy, nodes, sharpness, bigrams, lookups)
-        rows.drafted = trees.token.shape[1]
-        last, depth = rows.lengths[:, None] - 1, pad(trees.depth, (1, 0))
-        target = rows.networks["target"]
+        batch.drafted = trees.token.shape[1]
+        last, depth = batch.lengths[:, None] - 1, pad(trees.depth, (1, 0))
+        target = batch.networks["target"]
         output = target(
-            torch.cat([rows.tokens.gather(1, last), trees.token], 1),
+            torch.cat([batch.tokens.gather(1, last), trees.token], 1),
             last + depth,
             keep=depth.shape[1],
             branch=pad(trees.path, (1, 0), value=-1),
         )
-        logits = self.warped(output.logits, rows, trees.token, params, trees.before())
+        logits = self.warped(output.logits, batch, trees.token, params, trees.before())
         accepted = verify_trees(trees, logits, noise)
-        target.keep_path(rows.lengths, accepted.node)
+        target.keep_path(batch.lengths, accepted.node)
         tokens, counts = accepted.tokens, accepted.count + 1
         if lookups:
             for lookup, new, count in zip(lookups, tokens.tolist(), counts.tolist()):
@@ -192,33 +203,34 @@ class DeerSampler(Sampler):
         sharpness = _nearest(self._sharpness, temperature) if self._sharpness else self.sharpness
         return sharpness, _nearest(self.scores, temperature) if self.scores else None
 
-    def draft_pass(self, rows: Rows, k: int, params: SamplingParams) -> Tensor:
+    def draft_pass(self, batch: Batch, k: int, params: SamplingParams) -> Tensor:
         """Warped drafter logits [B, k, V] at the next k positions, independent given the prefix.
 
         One pass over the tokens committed since the last one, the separator and k masks. Rows
         that committed fewer are padded on the left, so the block is last in every row.
         """
-        n = rows.lengths[:, None]
-        width = int((rows.lengths - rows.state.drafter_cached).max())
+        n = batch.lengths[:, None]
+        width = int((batch.lengths - batch.state.drafter_cached).max())
         steps = torch.arange(-width, k + 1, device=n.device)
         positions = n + steps
-        padding = positions < rows.state.drafter_cached[:, None]
-        tokens = rows.tokens.gather(1, positions.clamp_min(0))
+        padding = positions < batch.state.drafter_cached[:, None]
+        tokens = batch.tokens.gather(1, positions.clamp_min(0))
         tokens[:, width] = self.sep_id
         tokens[:, width + 1 :] = self.mask_id
-        logits = rows.networks["drafter"](
+        logits = batch.networks["drafter"](
             tokens,
             positions.clamp_min(0),
             keep=k,
-            block_start=rows.lengths,
+            block_start=batch.lengths,
             padding=padding if padding.any() else None,
         ).logits
-        rows.state.drafter_cached = rows.lengths
-        logits = fit_vocabulary(logits, self.vocabulary, (self.mask_id, self.sep_id))
+        batch.state.drafter_cached = batch.lengths
+        excluded = self.mask_id, self.sep_id
+        logits = fit_vocabulary(logits, self.vocabulary, excluded, self.draft_ids)
         seen = None
         if params.repetition_penalty != 1.0:
-            nothing = rows.tokens[:, :0]
-            seen = seen_tokens(rows.tokens, rows.lengths, nothing, self.vocabulary)
+            nothing = batch.tokens[:, :0]
+            seen = seen_tokens(batch.tokens, batch.lengths, nothing, self.vocabulary)
         return warp(logits, params, seen)
 
 
@@ -233,8 +245,34 @@ def _nearest(known: dict[float, Any], x: float) -> Any:
 
 def from_export(target, tokenizer, drafter, config: dict) -> DeerSampler:
     """The sampler of an exported drafter; config: its `parade` entry."""
-    keys = "mask_id", "sep_id", "block_size", "nodes", "sharpness", "lengths", "lookup"
+    keys = "mask_id", "sep_id", "block_size", "nodes", "sharpness", "lengths", "lookup", "draft_ids"
     knobs = {key: config[key] for key in keys if key in config}
-    if config.get("bigrams") and "table" in config:  # `decoding.load` has read it
+    if config.get("bigrams") and "table" in config:  # see `read_artefacts`
         knobs |= {"bigrams": config["table"], "bigram_weights": config["bigrams"]}
     return DeerSampler(target, tokenizer, drafter, **knobs)
+
+
+def read_artefacts(fetch: Callable[[str], Path], config: dict) -> dict:
+    """What lies beside a drafter's weights, for `from_export`.
+
+    Args:
+        fetch: Gives the path of a file of the export (`models.causal.files_of`).
+        config: The export's `parade` entry, with the user's knobs.
+
+    Returns:
+        {'table': bigrams} and {'draft_ids': [Vd]}, each where the entry names it.
+
+    Raises:
+        ValueError: a file that is missing or damaged; bigrams=true for an export without any.
+    """
+    found = {}
+    if config.get(vocabulary.KEY):
+        found["draft_ids"] = vocabulary.read(fetch(config[vocabulary.KEY]))
+    if config.get("bigrams"):
+        if not isinstance(config["bigrams"], dict):
+            raise ValueError(
+                "bigrams=true is not allowed: an export that has bigrams uses them. To make them: "
+                "python -m decoding.calibrate model=<the export> answers=..."
+            )
+        found["table"] = bigram_file.read(fetch(bigram_file.FILE))
+    return found

@@ -2,6 +2,7 @@
 
 import functools
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def drafted(folder):
     """As `model.generate`, but with the drafter."""
-    return functools.partial(custom_generate.generate, deer.from_export, drafter=folder)
+    return functools.partial(custom_generate.generate, deer, drafter=folder)
 
 
 def plain(model, **values):
@@ -126,7 +127,7 @@ def test_the_law_asked_for_is_that_of_transformers_own_processors(folder, argume
     model.generate(ids, custom_generate=peek, max_new_tokens=2, **arguments)
     with pytest.raises(StopAsking) as asked:
         custom_generate.generate(
-            Asked, model, drafter=folder, inputs=ids, max_new_tokens=2, **arguments
+            SimpleNamespace(from_export=Asked), model, drafter=folder, inputs=ids, max_new_tokens=2, **arguments
         )
     torch.manual_seed(0)
     logits = 3 * torch.randn(1, V)
@@ -228,7 +229,7 @@ def test_empty_lists_ask_for_nothing(drafted):
 
 def test_a_drafter_must_be_named():
     with pytest.raises(ValueError, match="which drafter"):
-        custom_generate.generate(deer.from_export, target(), **padded())
+        custom_generate.generate(deer, target(), **padded())
 
 
 def test_a_drafter_is_no_target(drafted, folder):
@@ -241,12 +242,12 @@ def test_a_plain_model_is_no_drafter(tmp_path):
     target().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="names no target"):
         custom_generate.generate(
-            deer.from_export, target(), drafter=str(tmp_path), **padded(), max_new_tokens=4
+            deer, target(), drafter=str(tmp_path), **padded(), max_new_tokens=4
         )
 
 
 def test_another_vocabulary_is_refused(drafted):
-    with pytest.raises(ValueError, match=r"has 14 tokens, the target 2000.*'org/target'"):
+    with pytest.raises(ValueError, match=r"14 tokens, the target 2000.*'org/target'"):
         drafted(tiny.causal_lm(2000).float(), **padded(), max_new_tokens=4)
 
 

@@ -24,7 +24,7 @@ Written by parade (trainers/publishing/bundle.py) with copies of its modules.
 """
 
 from .{entry} import generate as _generate
-from .{sampler} import from_export
+from . import {sampler} as _method
 
 # transformers copies only the files that a line of this form names.
 {modules}
@@ -32,7 +32,7 @@ from .{sampler} import from_export
 
 def generate(model, **arguments):
     """See `{entry}.generate`."""
-    return _generate(from_export, model, **arguments)
+    return _generate(_method, model, **arguments)
 '''
 
 
@@ -85,7 +85,7 @@ def flattened(module: str) -> str:
 
 
 def flat(module: str) -> str:
-    """'decoding.engine.sampler' -> 'decoding_samplers_base'."""
+    """'decoding.engine.sampler' -> 'decoding_engine_sampler'."""
     return module.replace(".", "_")
 
 

@@ -18,7 +18,7 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from decoding.commands.cli import one_line
-from decoding.drafting import bigrams
+from decoding.loading import artefacts
 
 WEIGHTS = (
     "model*.safetensors",
@@ -31,7 +31,7 @@ WEIGHTS = (
 # optimizer state and checkpoints have many names.
 FILES = (
     *WEIGHTS,
-    bigrams.FILE,
+    *artefacts(),
     "README.md",
     "LICENSE*",
     "config.json",

@@ -185,7 +185,7 @@ def distance(modules, rule, eos=2, **values):
         mask_id=3,
         sep_id=4,
     )
-    params = modules["decoding_params"].SamplingParams(verify=rule, **values)
+    params = modules["decoding_engine_params"].SamplingParams(verify=rule, **values)
     distribution = output_distribution(sampler, [0, 1, 1], params)
     return tiny.total_variation(
         distribution, tiny.plain_distribution(model, [0, 1, 1], params, {eos})
@@ -206,8 +206,8 @@ def test_the_bundled_sampler_has_the_plain_distribution(bundled, rule, values):
 
 def test_a_wrong_bundled_rule_fails_the_same_test(bundled, monkeypatch):
     """It is the bundle's own `verify` that is proved, not the repository's."""
-    module = bundled["decoding_verify"]
-    assert module.__name__ == "custom_generate.decoding_verify"
+    module = bundled["decoding_engine_verify"]
+    assert module.__name__ == "custom_generate.decoding_engine_verify"
 
     def take_the_target(draft, q, p, randomness):
         accepted, _ = rejection(draft, q, p, randomness)
@@ -220,7 +220,7 @@ def test_a_wrong_bundled_rule_fails_the_same_test(bundled, monkeypatch):
 
 
 def test_nothing_of_parade_is_left_to_import(bundled):
-    """Every bundled module was loaded from the bundle, and none of them names a floor."""
+    """Every bundled module was loaded from the bundle, and none of them names a package."""
     for name, module in bundled.items():
         assert module.__name__ == f"custom_generate.{name}"
         for line in Path(module.__file__).read_text(encoding="utf-8").splitlines():
@@ -237,7 +237,7 @@ def test_the_closure_is_what_a_sampler_needs():
 
 
 @pytest.fixture
-def house(tmp_path, monkeypatch):
+def tree_of(tmp_path, monkeypatch):
     """A small tree of modules in parade's place."""
 
     def build(**files):
@@ -250,10 +250,10 @@ def house(tmp_path, monkeypatch):
     return build
 
 
-def test_every_form_of_import_is_made_relative(house):
-    house(
-        decoding__verify="",
-        decoding__params="X = Y = 1",
+def test_every_form_of_import_is_made_relative(tree_of):
+    tree_of(
+        decoding__engine__verify="",
+        decoding__engine__params="X = Y = 1",
         models__masks="import torch\n",
         decoding__a="""\
 from decoding.engine import params
@@ -277,9 +277,9 @@ def f():
     assert (
         bundle.flattened("decoding.a")
         == """\
-from . import decoding_params as params
-from . import decoding_verify as v
-from .decoding_params import X, Y as Z
+from . import decoding_engine_params as params
+from . import decoding_engine_verify as v
+from .decoding_engine_params import X, Y as Z
 
 def f():
     from .models_masks import causal
@@ -296,8 +296,8 @@ def f():
         ("from decoding.nothing import x", "cannot bundle decoding.nothing.x"),
     ],
 )
-def test_an_import_that_cannot_be_flattened_is_an_error(house, text, message):
-    house(decoding__a=text)
+def test_an_import_that_cannot_be_flattened_is_an_error(tree_of, text, message):
+    tree_of(decoding__a=text)
     with pytest.raises(ValueError, match=message):
         bundle.closure(["decoding.a"])
 
