@@ -127,7 +127,12 @@ def test_the_law_asked_for_is_that_of_transformers_own_processors(folder, argume
     model.generate(ids, custom_generate=peek, max_new_tokens=2, **arguments)
     with pytest.raises(StopAsking) as asked:
         custom_generate.generate(
-            SimpleNamespace(from_export=Asked), model, drafter=folder, inputs=ids, max_new_tokens=2, **arguments
+            SimpleNamespace(from_export=Asked),
+            model,
+            drafter=folder,
+            inputs=ids,
+            max_new_tokens=2,
+            **arguments,
         )
     torch.manual_seed(0)
     logits = 3 * torch.randn(1, V)

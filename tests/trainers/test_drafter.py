@@ -7,6 +7,7 @@ import torch
 
 from data.corruption.draft_blocks import DraftBlocks, SuffixNoise
 from data.text.tokenizer import train_tokenizer, with_draft_tokens
+from decoding.engine import vocabulary
 from models.diffusion import draft_logits, from_causal_lm
 from models.hidden_states import capture
 from tests.support import tiny
@@ -138,6 +139,58 @@ def test_a_target_that_is_needed_and_not_named(tokenizer):
     with pytest.raises(ValueError, match=r"target=null.*Refinement.*distributions"):
         give_target(module, config_of(None, 0))
     give_target(module_of(tokenizer, 0.0), config_of(None, 0))
+
+
+def reduced_of(tokenizer, batch, soft):
+    """A module whose head knows half of the batch's targets and some others, out of order."""
+    known = batch["target"][batch["masked"]].unique()[::2]
+    ids = torch.cat([known, torch.tensor([255, 256])]).unique().flip(0)
+    module = module_of(tokenizer, soft, draft_ids=ids)
+    head = module.network.lm_head
+    head.weight = torch.nn.Parameter(head.weight[ids])
+    return module, ids
+
+
+def test_tokens_outside_a_reduced_vocabulary_weigh_nothing(tokenizer):
+    _, batch = batch_of(tokenizer)
+    module, ids = reduced_of(tokenizer, batch, 0.0)
+    known = torch.isin(batch["target"], ids)
+    loss, weight = module.losses(batch)
+    assert torch.equal(weight, module.weight(batch))
+    whole = module_of(tokenizer, 0.0).weight(batch)
+    assert torch.equal(weight, whole * known)
+    assert (whole * ~known).sum() > 0  # negative control: there are such tokens
+    logits = draft_logits(module.network, batch)
+    chosen = logits.log_softmax(-1)[..., None] * (batch["target"][..., None, None] == ids[:, None])
+    expected = -chosen.sum((-1, -2))
+    torch.testing.assert_close(loss * weight, expected * weight)
+    accuracy = module.evaluate(batch)["accuracy_1"]
+    assert accuracy[1] == batch["masked"][..., 0].sum()  # what it cannot draft is a miss
+
+
+def test_the_teacher_is_asked_about_the_drafters_tokens(tokenizer):
+    _, batch = batch_of(tokenizer)
+    module, ids = reduced_of(tokenizer, batch, 1.0)
+    teacher = module_of(tokenizer, 1.0).teacher_logits(batch)
+    assert torch.equal(module.teacher_logits(batch), teacher[..., ids])
+    loss, _ = module.losses(batch)
+    torch.testing.assert_close(
+        loss, soft_nll(draft_logits(module.network, batch), teacher[..., ids])
+    )
+
+
+def test_an_export_names_and_holds_the_reduced_vocabulary(tokenizer, tmp_path):
+    _, batch = batch_of(tokenizer)
+    module, ids = reduced_of(tokenizer, batch, 0.0)
+    files = module.export_files()
+    name = module.export_config()["draft_vocabulary"]
+    (tmp_path / name).write_bytes(files[name])
+    assert torch.equal(vocabulary.read(tmp_path / name), ids)
+    module.check_vocabulary(module.network)
+    module.draft_ids = torch.tensor([1, 1])
+    with pytest.raises(ValueError, match="twice"):
+        module.check_vocabulary(module.network)
+    assert "draft_vocabulary" not in module_of(tokenizer, 0.0).export_config()
 
 
 def test_soft_targets_of_a_certain_teacher_are_the_tokens(tokenizer):
