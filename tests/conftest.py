@@ -1,10 +1,61 @@
+import logging
+import os
+
 import pytest
 import torch
+import transformers
 
 from tests.support.lab import Lab
+from tests.support.process_state import changed, process_state, seed_everything
 
 # Tiny models: a second thread only waits (and `make test` shares the cores among workers).
 torch.set_num_threads(1)
+
+
+def pytest_configure(config):
+    """Only the order is random: see `pytest_runtest_setup`."""
+    config.option.randomly_reset_seed = False
+
+
+def pytest_runtest_setup():
+    """Generators as they are when the test runs alone, for its wider fixtures too."""
+    seed_everything()
+
+
+def pytest_runtest_call():
+    seed_everything()
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """How to run in this order again; -q hides the header that says it."""
+    seed = config.getoption("randomly_seed", None)
+    if isinstance(seed, int):
+        terminalreporter.write_line(f"in this order again: make test SEED={seed}")
+
+
+@pytest.fixture(autouse=True)
+def clean_process():
+    """Fails a test that leaves the process changed: it would pass or fail others by their order."""
+    before = process_state()
+    yield
+    found = changed(before, process_state())
+    assert not found, f"the test leaves these changed: {found}"
+
+
+@pytest.fixture(autouse=True)
+def as_before_a_command(clean_process):
+    """Takes back what a command changes for good, as it may: it is alone in its process."""
+    log, verbosity = logging.getLogger("pytorch_lightning"), transformers.logging.get_verbosity()
+    level, bars = log.level, transformers.logging.is_progress_bar_enabled()
+    seed = os.environ.get("PL_GLOBAL_SEED")  # Lightning's, of the last fit
+    yield
+    log.setLevel(level)
+    transformers.logging.set_verbosity(verbosity)
+    if bars:
+        transformers.logging.enable_progress_bar()
+    os.environ.pop("PL_GLOBAL_SEED", None)
+    if seed is not None:
+        os.environ["PL_GLOBAL_SEED"] = seed
 
 
 @pytest.fixture(scope="session")

@@ -6,12 +6,15 @@ import math
 import sys
 
 import pytest
+import wandb
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.support.spoil import nan, spoil
 from trainers.ar import Autoregressive
+from trainers.runs.loggers import forget_environment
 
+QUIET = wandb.Settings(silent=True, console="off")
 EACH = ("trainer.log_every=1", "trainer.validate_every=2", "trainer.checkpoint_every=2")
 
 
@@ -38,11 +41,14 @@ def fit_in_two(lab, monkeypatch, name, *overrides):
 
 @pytest.fixture
 def no_wandb_login(monkeypatch, tmp_path):
-    """A home without a key, and no wish of the environment's."""
+    """A home without a key, no wish of the environment's, and a wandb that has read neither."""
     for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "NETRC"):
         monkeypatch.delenv(name, raising=False)
     for name in ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path))
+    wandb.teardown()
+    yield
+    wandb.teardown()
 
 
 class TestTensorBoard:
@@ -161,6 +167,27 @@ class TestWandb:
         monkeypatch.setenv("WANDB_API_KEY", "short")
         with pytest.raises(ValueError, match=r"^logger=wandb: .*WANDB_API_KEY.*wandb login"):
             lab.fit("ar_target", "name=w4", "logger=wandb")
+
+    def test_a_fit_knows_nothing_of_the_mode_and_key_of_the_one_before(
+        self, lab, monkeypatch, no_wandb_login
+    ):
+        """wandb itself reads the environment once in a process."""
+        given = ("name=w5", "logger=wandb", "trainer.max_steps=1", "resume=never")
+        with monkeypatch.context() as patch:
+            patch.setenv("WANDB_MODE", "disabled")
+            lab.fit("ar_target", *given)
+        with monkeypatch.context() as patch:
+            patch.setenv("WANDB_API_KEY", "short")
+            with pytest.raises(ValueError, match="WANDB_API_KEY"):
+                lab.fit("ar_target", *given)
+        lab.fit("ar_target", *given)
+        assert len(self.runs(lab, "w5")) == 1
+
+    def test_a_run_of_somebody_else_goes_on(self, lab, tmp_path, no_wandb_login):
+        with wandb.init(mode="offline", dir=tmp_path, settings=QUIET) as other:
+            forget_environment()
+            assert wandb.run is other
+            other.log({"x": 1})
 
 
 class TestMistakes:
