@@ -16,7 +16,9 @@ def process_state() -> dict[str, object]:
 
     Warnings' filters are not in it: pytest restores them.
     """
-    environment = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
+    # scikit-learn sets KMP_*, of OpenMP, when it is first imported.
+    passing = ("PYTEST_CURRENT_TEST", "KMP_")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(passing)}
     return {
         **{f"os.environ[{k!r}]": v for k, v in environment.items()},
         **{s.name: signal.getsignal(s) for s in SIGNALS},
