@@ -233,7 +233,7 @@ def test_the_closure_is_what_a_sampler_needs():
     modules = bundle.closure(["decoding.samplers.plain"])
     assert "decoding.engine.sampler" in modules
     assert "models.masks" in modules
-    assert not {"decoding.engine.verify", "decoding.samplers.deer", "decoding.load"} & {*modules}
+    assert not {"decoding.drafting.tree", "decoding.samplers.deer", "decoding.loading"} & {*modules}
 
 
 @pytest.fixture
