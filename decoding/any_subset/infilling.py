@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from data.corruption.orders import binary_lattice
 from decoding.engine.params import Chunk, SamplingParams
 from decoding.engine.randomness import Randomness
-from decoding.engine.sampler import Rows, Sampler, State
+from decoding.engine.sampler import Batch, Sampler, State
 from models.twostream import is_xlnet
 
 HOLE = re.compile(r"<hole:(\d+)>")
@@ -149,23 +149,23 @@ class Infiller(Sampler):
                 ids += [None] * int(piece)
         return ids
 
-    def _rows(
+    def _batch(
         self, prompts: list[Template], params: SamplingParams, randomness: Randomness
-    ) -> Rows:
+    ) -> Batch:
         """A batch of the given tokens alone, with the orders as its `InfillState`."""
         sizes = [len(t.ids) for t in prompts]
         capacity, device = max(sizes) + self.margin(params), self.target.device
-        rows = Rows([t.prompt for t in prompts], capacity, randomness, device)
+        batch = Batch([t.prompt for t in prompts], capacity, randomness, device)
         order = torch.arange(capacity).repeat(len(prompts), 1)
         for b, template in enumerate(prompts):
             order[b, : sizes[b]] = torch.tensor(template.order)
-        rows.state = InfillState(
+        batch.state = InfillState(
             order=order.to(device),
             size=torch.tensor(sizes, device=device),
-            given=rows.lengths,
-            cached=torch.zeros_like(rows.lengths),
+            given=batch.lengths,
+            cached=torch.zeros_like(batch.lengths),
         )
-        return rows
+        return batch
 
     def _commit(
         self, row: int, answer: Any, new: list[int], params: SamplingParams, text: bool

@@ -20,7 +20,7 @@ from decoding.commands.options import option
 from decoding.commands.progress import track
 from decoding.commands.report import picture, write_table
 from decoding.engine.params import Result, SamplingParams
-from decoding.engine.sampler import Rows
+from decoding.engine.sampler import Batch
 from decoding.loading import load, parade_config, sampler_of, sampling_config
 from decoding.masked.draft_graph import DraftGraph, show
 from decoding.samplers.denoise import DenoiseSampler
@@ -60,10 +60,10 @@ class Watch:
         done, self.blocks = [steps for _, steps in sorted(self.blocks.items())], {}
         return done
 
-    def _note(self, rows: Rows):
-        taken = self.blocks.setdefault(int(rows.state.start[0]), [])
-        taken.append(int(rows.state.step[0]) - sum(taken))
-        return self._finished(rows)
+    def _note(self, batch: Batch):
+        taken = self.blocks.setdefault(int(batch.state.start[0]), [])
+        taken.append(int(batch.state.step[0]) - sum(taken))
+        return self._finished(batch)
 
     def _timed(self, stage: str, call):
         def timed(*arguments):

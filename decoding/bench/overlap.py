@@ -14,7 +14,7 @@ from torch import Tensor
 
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import KeyedRandomness, Randomness
-from decoding.engine.sampler import Rows, Sampler
+from decoding.engine.sampler import Batch, Sampler
 
 
 def overlap(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -57,32 +57,32 @@ def mean_of_others(p: Tensor, token: Tensor) -> Tensor:
 
 def copies(
     sampler: Sampler, prefix: list[int], params: SamplingParams, draws: int, randomness: Randomness
-) -> Rows:
+) -> Batch:
     """A batch of `draws` rows that all have the same prefix, which is prefilled once."""
     device = sampler.target.device
     capacity = len(prefix) + params.max_new_tokens + sampler.margin(params)
-    rows = Rows([prefix], capacity, KeyedRandomness([0], device), device)
-    sampler.begin(rows, params)
-    rows.select([0] * draws)
-    rows.randomness = randomness
-    return rows
+    batch = Batch([prefix], capacity, KeyedRandomness([0], device), device)
+    sampler.begin(batch, params)
+    batch.select([0] * draws)
+    batch.randomness = randomness
+    return batch
 
 
-def accepted(sampler: Sampler, rows: Rows, k: int, params: SamplingParams) -> Tensor:
+def accepted(sampler: Sampler, batch: Batch, k: int, params: SamplingParams) -> Tensor:
     """Whether one cycle of the sampler accepts the first i drafted tokens: 0 or 1, [N, k]."""
-    _, counts = sampler.cycle(rows, params)
+    _, counts = sampler.cycle(batch, params)
     return (counts[:, None] - 1 > torch.arange(k, device=counts.device)).double()
 
 
-def drafted_paths(sampler: Sampler, rows: Rows, k: int, params: SamplingParams) -> Tensor:
+def drafted_paths(sampler: Sampler, batch: Batch, k: int, params: SamplingParams) -> Tensor:
     """The `overlap` of target and drafter at paths that the drafter draws, [N, k]."""
-    q = sampler.draft_pass(rows, k, params).softmax(-1)
-    draft = rows.randomness.categorical(q)
-    p = sampler.target_pass(rows, draft, params).logits[:, :-1].softmax(-1)
+    q = sampler.draft_pass(batch, k, params).softmax(-1)
+    draft = batch.randomness.categorical(q)
+    p = sampler.target_pass(batch, draft, params).logits[:, :-1].softmax(-1)
     return overlap(_log_chosen(p, draft), _log_chosen(q, draft))
 
 
-def own_paths(sampler: Sampler, rows: Rows, k: int, params: SamplingParams) -> Tensor:
+def own_paths(sampler: Sampler, batch: Batch, k: int, params: SamplingParams) -> Tensor:
     """The `overlap` of the target and the product of its own marginals, [N, k].
 
     It commits the drawn tokens to the rows.
@@ -95,12 +95,12 @@ def own_paths(sampler: Sampler, rows: Rows, k: int, params: SamplingParams) -> T
     """
     log_p, log_m = [], []
     for _ in range(k):
-        logits = sampler.target_pass(rows, rows.tokens[:, :0], params).logits
+        logits = sampler.target_pass(batch, batch.tokens[:, :0], params).logits
         p = logits[:, 0].softmax(-1)
-        token = rows.randomness.categorical(p)
+        token = batch.randomness.categorical(p)
         log_p.append(_log_chosen(p, token))
         log_m.append(mean_of_others(p.double(), token).log())
-        rows.append(token[:, None], torch.ones_like(rows.lengths))
+        batch.append(token[:, None], torch.ones_like(batch.lengths))
     return overlap(torch.stack(log_m, 1), torch.stack(log_p, 1))
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from decoding.engine.params import SamplingParams
-from decoding.engine.sampler import Rows
+from decoding.engine.sampler import Batch
 from decoding.masked.draft_graph import Formula, graph_of, may_follow
 from decoding.samplers.spiffy import SpiffySampler, SpiffyState
 
@@ -73,21 +73,21 @@ class Tracer(SpiffySampler):
         self.generate(prompts, params, seeds=seeds)
         return self.traces
 
-    def begin(self, rows: Rows, params: SamplingParams) -> None:
-        super().begin(rows, params)
-        block, (B, L) = rows.state.block, rows.state.block.shape
-        rows.state = TraceState(
-            **vars(rows.state),
-            first=rows.state.start,
+    def begin(self, batch: Batch, params: SamplingParams) -> None:
+        super().begin(batch, params)
+        block, (B, L) = batch.state.block, batch.state.block.shape
+        batch.state = TraceState(
+            **vars(batch.state),
+            first=batch.state.start,
             decided=torch.where(block == self.mask_id, 0, -1),
             ranked=block.new_zeros(B, L, L),
             choices=block.new_zeros(B, L, L, self.width),
         )
 
-    def finished(self, rows: Rows) -> tuple[Tensor, Tensor]:
+    def finished(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Record this state's ranks, and the trace of each block that is full."""
-        s, L = rows.state, self.block_size
-        row = torch.arange(len(rows.row), device=s.block.device)
+        s, L = batch.state, self.block_size
+        row = torch.arange(len(batch.requests), device=s.block.device)
         masked = s.block == self.mask_id
         # decided: for how many steps each position has been masked.
         s.decided = s.decided + (masked & (s.decided >= 0))
@@ -100,9 +100,9 @@ class Tracer(SpiffySampler):
             tokens = torch.where(same.any(-1), same.int().argmax(-1) + 1, 0)
             number = int(s.start[b] - s.first[b]) // L
             trace = torch.cat([s.decided[b, None], s.ranked[b], tokens])
-            self.traces[rows.row[b], number] = trace.to(torch.int16)
+            self.traces[batch.requests[b], number] = trace.to(torch.int16)
         s.decided = s.decided * ~full[:, None]
-        return super().finished(rows)
+        return super().finished(batch)
 
 
 def chains_of(trace: Tensor, lookahead: int) -> list[Chain]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from decoding.drafting.bigrams import Bigrams
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import KeyedRandomness, request_seeds
-from decoding.engine.sampler import Rows
+from decoding.engine.sampler import Batch
 from decoding.samplers.deer import DeerSampler
 
 LEAST, MOST = 0.05, 20.0  # sharpness
@@ -94,9 +94,9 @@ def observed(
                 continue
             capacity = len(text) + k + sampler.margin(params)
             randomness = KeyedRandomness([seed] * len(starts), device)
-            rows = Rows([text[:n] for n in starts], capacity, randomness, device)
-            sampler.begin(rows, params)
-            q, noise = sampler.draft_pass(rows, k, params), sampler.noise(rows, k, params)
+            batch = Batch([text[:n] for n in starts], capacity, randomness, device)
+            sampler.begin(batch, params)
+            q, noise = sampler.draft_pass(batch, k, params), sampler.noise(batch, k, params)
             z.append(q.log_softmax(-1) + (0 if noise is None else noise))
             choice += [text[n : n + k] for n in starts]
     if not z:

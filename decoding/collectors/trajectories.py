@@ -6,7 +6,7 @@ from data.rows.trajectories import CHANGES, weights_fingerprint
 from data.text.tokenizer import fingerprint
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import derived_seed
-from decoding.engine.sampler import Rows
+from decoding.engine.sampler import Batch
 from decoding.loading import load_tokenizer
 from decoding.samplers.jacobi import JacobiSampler
 from models import causal
@@ -110,18 +110,18 @@ class Recorder(JacobiSampler):
         found: The columns `data.rows.trajectories.CHANGES` of each sequence.
     """
 
-    def begin(self, rows: Rows, params: SamplingParams) -> None:
-        super().begin(rows, params)
-        self.found = [{name: [] for name in CHANGES} for _ in rows.row]
+    def begin(self, batch: Batch, params: SamplingParams) -> None:
+        super().begin(batch, params)
+        self.found = [{name: [] for name in CHANGES} for _ in batch.requests]
 
-    def cycle(self, rows: Rows, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    def cycle(self, batch: Batch, params: SamplingParams) -> tuple[Tensor, Tensor]:
         n = self.block_size
-        done = (rows.lengths - rows.state.prompt).tolist()
-        opening = [length - d % n for length, d in zip(rows.lengths.tolist(), done)]
-        before = [row[a : a + n] for row, a in zip(rows.tokens.tolist(), opening)]
-        choice, emitted = super().cycle(rows, params)
+        done = (batch.lengths - batch.state.prompt).tolist()
+        opening = [length - d % n for length, d in zip(batch.lengths.tolist(), done)]
+        before = [row[a : a + n] for row, a in zip(batch.tokens.tolist(), opening)]
+        choice, emitted = super().cycle(batch, params)
         for b, new in enumerate(choice.tolist()):
-            found, first = self.found[rows.row[b]], done[b] % n
+            found, first = self.found[batch.requests[b]], done[b] % n
             # The target's own token that opens the next block belongs to that block's first state.
             if len(found["passes"]) == done[b] // n:
                 found["start"] += before[b]

@@ -88,11 +88,11 @@ class ImageResult:
     stats: Stats
 
 
-class PatchRows:
+class ImageBatch:
     """The unfinished images of a batch, one per row.
 
     Attributes:
-        row: The index of each image in the call.
+        requests: The index of each image in the call.
         label: Classes [B].
         order: Positions in the order of generation, [B, capacity]; after the end the last again.
         patches: [B, capacity, D] in that order.
@@ -110,11 +110,11 @@ class PatchRows:
         order: Tensor,
         patches: Tensor,
         randomness: ContinuousRandomness,
-        row: list[int],
+        requests: list[int],
     ):
         B, capacity = patches.shape[:2]
         padding = order[:, -1:].expand(B, capacity - order.shape[1])
-        self.row = row
+        self.requests = requests
         self.label, self.order, self.patches = label, torch.cat([order, padding], 1), patches
         self.accepted = torch.zeros_like(self.order, dtype=torch.bool)
         self.lengths = torch.zeros_like(label)
@@ -133,17 +133,17 @@ class PatchRows:
         """Keep only these rows of the batch, by index."""
         rows = torch.tensor(keep, device=self.lengths.device)
         for network in self.networks.values():
-            network.select(rows, len(self.row))
-        self.row = [self.row[b] for b in keep]
+            network.select(rows, len(self.requests))
+        self.requests = [self.requests[b] for b in keep]
         for name in self.TENSORS:
             setattr(self, name, getattr(self, name)[rows])
         self.randomness.select(rows)
 
-    def replace(self, done: list[int], fresh: "PatchRows") -> None:
+    def replace(self, done: list[int], fresh: "ImageBatch") -> None:
         """Put fresh rows in place of finished ones; masks hide what the caches hold of those."""
         rows = torch.tensor(done, device=self.lengths.device)
-        for b, row in zip(done, fresh.row):
-            self.row[b] = row
+        for b, number in zip(done, fresh.requests):
+            self.requests[b] = number
         for name in self.TENSORS:
             getattr(self, name)[rows] = getattr(fresh, name)
         self.randomness.replace(rows, fresh.randomness)
@@ -163,22 +163,22 @@ class PatchNetwork(CountedNetwork):
         self.free = free
         self.cache = RaggedCache(capacity, network.backbone.config.num_hidden_layers)
 
-    def __call__(self, rows: PatchRows, index: Tensor) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, batch: ImageBatch, index: Tensor) -> tuple[Tensor, Tensor | None]:
         """The hidden states that the head conditions on.
 
         Args:
-            rows: The batch.
+            batch: The unfinished requests.
             index: Indices into the order of generation, [B, n].
 
         Returns:
             z [B, n, H], and z without the class (None unless `free`).
         """
         if self.free:
-            no_class = torch.full_like(rows.label, self.network.config.classes)
-            inputs = torch.cat([self.inputs(rows, index, c) for c in (rows.label, no_class)])
+            no_class = torch.full_like(batch.label, self.network.config.classes)
+            inputs = torch.cat([self.inputs(batch, index, c) for c in (batch.label, no_class)])
             index = index.repeat(2, 1)
         else:
-            inputs = self.inputs(rows, index, rows.label)
+            inputs = self.inputs(batch, index, batch.label)
         keys = torch.arange(int(index.max()) + 1, device=index.device)[None]
         q, k = (Layout(torch.zeros_like(i), i, torch.zeros_like(i) - 1) for i in (index, keys))
         self.cache.place(index, keys.shape[1])
@@ -192,13 +192,13 @@ class PatchNetwork(CountedNetwork):
             ).last_hidden_state
         return tuple(z.chunk(2)) if self.free else (z, None)
 
-    def inputs(self, rows: PatchRows, index: Tensor, label: Tensor) -> Tensor:
+    def inputs(self, batch: ImageBatch, index: Tensor, label: Tensor) -> Tensor:
         """Input embeddings [B, n, H] at index [B, n]: the patch before, or the class at index 0."""
         before = (index - 1).clamp_min(0)
         here = torch.arange(len(index), device=index.device)[:, None]
-        following = rows.order.gather(1, index)
-        patches = rows.patches[here, before]
-        tokens = self.network.embed_patches(patches, rows.order.gather(1, before), following)
+        following = batch.order.gather(1, index)
+        patches = batch.patches[here, before]
+        tokens = self.network.embed_patches(patches, batch.order.gather(1, before), following)
         start = self.network.embed_class(label, following)
         return torch.where((index == 0)[..., None], start, tokens)
 

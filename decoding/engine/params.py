@@ -125,13 +125,13 @@ class Chunk:
     """A piece of a request's text.
 
     Attributes:
-        row: The index of the request in the call.
+        request: The index of the request in the call.
         text: Text that was added since the request's last chunk.
         token_ids: Tokens that were committed since then.
         result: The request's result in its last chunk, None before.
     """
 
-    row: int
+    request: int
     text: str
     token_ids: list[int]
     result: Result | None = None

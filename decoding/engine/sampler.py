@@ -37,11 +37,11 @@ class State:
                 setattr(self, f.name, [value[b] for b in rows.tolist()])
 
 
-class Rows:
+class Batch:
     """The unfinished requests of a batch, a row of each tensor for each of them.
 
     Attributes:
-        row: The number of each row's request in the call.
+        requests: The number of each row's request in the call.
         tokens: [B, capacity], committed tokens and, after them, guesses or nothing.
         lengths: [B], how many tokens are committed.
         randomness: Where all draws come from.
@@ -51,7 +51,7 @@ class Rows:
     """
 
     def __init__(self, prompts: list[list[int]], capacity: int, randomness: Randomness, device):
-        self.row = list(range(len(prompts)))
+        self.requests = list(range(len(prompts)))
         self.tokens = torch.zeros(len(prompts), capacity, dtype=torch.long, device=device)
         for b, prompt in enumerate(prompts):
             self.tokens[b, : len(prompt)] = torch.tensor(prompt, device=device)
@@ -71,7 +71,7 @@ class Rows:
     def select(self, keep: list[int]) -> None:
         """Drop the finished requests."""
         rows = torch.tensor(keep, device=self.tokens.device)
-        self.row = [self.row[b] for b in keep]
+        self.requests = [self.requests[b] for b in keep]
         self.tokens, self.lengths = self.tokens[rows], self.lengths[rows]
         self.state.select(rows)
         self.randomness.select(rows)
@@ -126,11 +126,11 @@ class Sampler(ABC):
         self.eos = frozenset([eos] if isinstance(eos, int) else eos or [])
 
     @abstractmethod
-    def begin(self, rows: Rows, params: SamplingParams) -> None:
-        """Make the caches, prefill them, and set `rows.state`."""
+    def begin(self, batch: Batch, params: SamplingParams) -> None:
+        """Make the caches, prefill them, and set `batch.state`."""
 
     @abstractmethod
-    def cycle(self, rows: Rows, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    def cycle(self, batch: Batch, params: SamplingParams) -> tuple[Tensor, Tensor]:
         """One target pass: tokens [B, m] of which the first counts [B] (at least 1) are emitted."""
 
     def generate(
@@ -158,7 +158,7 @@ class Sampler(ABC):
         results: list[Result | None] = [None] * len(prompts)
         for chunk in self.stream(prompts, params, seeds=seeds, randomness=randomness, text=False):
             if chunk.result is not None:
-                results[chunk.row] = chunk.result
+                results[chunk.request] = chunk.result
         return results
 
     def stream(
@@ -198,33 +198,33 @@ class Sampler(ABC):
         started = time.perf_counter()
         with torch.inference_mode():
             randomness = randomness or KeyedRandomness(seeds, self.target.device)
-            rows = self._rows(prompts, params, randomness)
-            self.begin(rows, params)
-        prefills = {name: n.passes for name, n in rows.networks.items()}
-        while rows.row:
+            batch = self._batch(prompts, params, randomness)
+            self.begin(batch, params)
+        prefills = {name: n.passes for name, n in batch.networks.items()}
+        while batch.requests:
             # Never across a yield: the mode is the thread's, not this generator's.
             with torch.inference_mode():
-                tokens, counts = self.cycle(rows, params)
-                rows.append(tokens, counts)
+                tokens, counts = self.cycle(batch, params)
+                batch.append(tokens, counts)
                 emitted = zip(tokens.tolist(), counts.tolist())
             keep = []
             for b, (new, count) in enumerate(emitted):
-                answer = answers[rows.row[b]]
-                answer.stats.drafted += rows.drafted
-                chunk = self._commit(rows.row[b], answer, new[:count], params, text)
+                answer = answers[batch.requests[b]]
+                answer.stats.drafted += batch.drafted
+                chunk = self._commit(batch.requests[b], answer, new[:count], params, text)
                 if chunk is None or chunk.result is None:
                     keep.append(b)
                 else:
-                    self._account(answer.stats, rows, prefills, time.perf_counter() - started)
+                    self._account(answer.stats, batch, prefills, time.perf_counter() - started)
                 if chunk is not None:
                     paused = time.perf_counter()
                     yield chunk
                     started += time.perf_counter() - paused  # the reader's time is not ours
             if not keep:
                 return
-            if len(keep) < len(rows.row):
+            if len(keep) < len(batch.requests):
                 with torch.inference_mode():
-                    rows.select(keep)
+                    batch.select(keep)
 
     def _check(self, params: SamplingParams) -> str:
         """Refuse what this sampler does not offer; returns what makes the request lossy, or ''."""
@@ -249,10 +249,10 @@ class Sampler(ABC):
         """What makes a request's distribution another than plain decoding's; '' for nothing."""
         return ""
 
-    def start(self, prompt: list[int]) -> tuple[Rows, SamplingParams]:
+    def start(self, prompt: list[int]) -> tuple[Batch, SamplingParams]:
         """One greedy request that has not begun, for looking at a single pass."""
         params = SamplingParams(max_new_tokens=1, temperature=0)
-        return self._rows([prompt], params, KeyedRandomness([0], self.target.device)), params
+        return self._batch([prompt], params, KeyedRandomness([0], self.target.device)), params
 
     def check(self, target: PreTrainedModel) -> None:
         """Raise ValueError for a target that this sampler cannot decode with."""
@@ -262,27 +262,27 @@ class Sampler(ABC):
         """Slots needed after the last token that is kept: a cycle's overshoot, and scratch."""
         return 1
 
-    def prefill(self, rows: Rows, name: str, network: CachedNetwork) -> tuple[Tensor, ...]:
+    def prefill(self, batch: Batch, name: str, network: CachedNetwork) -> tuple[Tensor, ...]:
         """Give a network all prompt tokens but the last, which the first cycle brings.
 
         Returns:
             The outputs [B, n - 1, H] of the network's `hidden_layers`, n the longest prompt; those
             of padding mean nothing. Empty where no layer is asked for, or no prompt has two tokens.
         """
-        rows.networks[name] = network
-        width = int(rows.lengths.max()) - 1
+        batch.networks[name] = network
+        width = int(batch.lengths.max()) - 1
         if not width:
             return ()
-        positions = torch.arange(width, device=rows.tokens.device).expand(len(rows.row), -1)
-        padding = positions >= rows.lengths[:, None] - 1
+        positions = torch.arange(width, device=batch.tokens.device).expand(len(batch.requests), -1)
+        padding = positions >= batch.lengths[:, None] - 1
         return network(
-            rows.tokens[:, :width],
+            batch.tokens[:, :width],
             positions,
             keep=1,
             padding=padding if padding.any() else None,
         ).hidden_states
 
-    def target_pass(self, rows: Rows, draft: Tensor, params: SamplingParams) -> TargetOutput:
+    def target_pass(self, batch: Batch, draft: Tensor, params: SamplingParams) -> TargetOutput:
         """One pass of the target over the last committed token and a draft.
 
         Args:
@@ -292,17 +292,17 @@ class Sampler(ABC):
             Warped logits [B, k+1, V] at the drafted positions and at the one after them, and the
             outputs [B, k+1, H] of `hidden_layers` at the last committed token and the draft.
         """
-        rows.drafted = draft.shape[1]
-        last = rows.lengths[:, None] - 1
-        tokens = torch.cat([rows.tokens.gather(1, last), draft], 1)
+        batch.drafted = draft.shape[1]
+        last = batch.lengths[:, None] - 1
+        tokens = torch.cat([batch.tokens.gather(1, last), draft], 1)
         positions = last + torch.arange(tokens.shape[1], device=tokens.device)
-        output = rows.networks["target"](tokens, positions, keep=tokens.shape[1])
-        return output._replace(logits=self.warped(output.logits, rows, draft, params))
+        output = batch.networks["target"](tokens, positions, keep=tokens.shape[1])
+        return output._replace(logits=self.warped(output.logits, batch, draft, params))
 
     def warped(
         self,
         logits: Tensor,
-        rows: Rows,
+        batch: Batch,
         draft: Tensor,
         params: SamplingParams,
         before: Tensor | None = None,
@@ -313,31 +313,31 @@ class Sampler(ABC):
         """
         seen = None
         if params.repetition_penalty != 1.0:
-            seen = seen_tokens(rows.tokens, rows.lengths, draft, self.vocabulary, before)
+            seen = seen_tokens(batch.tokens, batch.lengths, draft, self.vocabulary, before)
         return warp(logits, params, seen)
 
-    def cached_target(self, rows: Rows) -> CachedNetwork:
+    def cached_target(self, batch: Batch) -> CachedNetwork:
         """The target with a cache that has room for these requests."""
-        return CachedNetwork(self.target, causal, rows.tokens.shape[1], self.hidden_layers)
+        return CachedNetwork(self.target, causal, batch.tokens.shape[1], self.hidden_layers)
 
-    def noise(self, rows: Rows, count: int, params: SamplingParams) -> Tensor | None:
+    def noise(self, batch: Batch, count: int, params: SamplingParams) -> Tensor | None:
         """Keyed noise [B, count, V] of the next absolute positions; None at temperature 0."""
         if params.temperature == 0:
             return None
         # Of few rows and a small vocabulary a position costs less than the calls that make it, so
         # they are made `step` at a time, and the next cycles ask for the same ones.
-        step = min(max(1, _FEW // (self.vocabulary * len(rows.row))), 16)
-        skipped = rows.lengths % step
-        steps = torch.arange(step * (1 + -(-(count - 1) // step)), device=rows.tokens.device)
-        noise = rows.randomness.gumbel((rows.lengths - skipped)[:, None] + steps, self.vocabulary)
+        step = min(max(1, _FEW // (self.vocabulary * len(batch.requests))), 16)
+        skipped = batch.lengths % step
+        steps = torch.arange(step * (1 + -(-(count - 1) // step)), device=batch.tokens.device)
+        noise = batch.randomness.gumbel((batch.lengths - skipped)[:, None] + steps, self.vocabulary)
         if step == 1:
             return noise
         row = torch.arange(len(noise), device=noise.device)[:, None]
         return noise[row, skipped[:, None] + steps[:count]]
 
-    def _rows(self, prompts: list[list[int]], params: SamplingParams, randomness) -> Rows:
+    def _batch(self, prompts: list[list[int]], params: SamplingParams, randomness) -> Batch:
         capacity = max(map(len, prompts)) + params.max_new_tokens + self.margin(params)
-        return Rows(prompts, capacity, randomness, self.target.device)
+        return Batch(prompts, capacity, randomness, self.target.device)
 
     def _encode(self, prompt: str | list[int], params: SamplingParams) -> list[int]:
         ids = self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
@@ -416,10 +416,12 @@ class Sampler(ABC):
                 return token_ids[:n]
         return token_ids
 
-    def _account(self, stats: Stats, rows: Rows, prefills: dict[str, int], seconds: float) -> None:
+    def _account(
+        self, stats: Stats, batch: Batch, prefills: dict[str, int], seconds: float
+    ) -> None:
         """Fill in the passes and the split of the seconds when a request ends."""
-        spent = {name: n.seconds for name, n in rows.networks.items()}
-        passes = {name: n.passes - prefills[name] for name, n in rows.networks.items()}
+        spent = {name: n.seconds for name, n in batch.networks.items()}
+        passes = {name: n.passes - prefills[name] for name, n in batch.networks.items()}
         stats.target_passes, stats.drafter_passes = passes["target"], passes.get("drafter", 0)
         stats.target_s, stats.drafter_s = spent["target"], spent.get("drafter", 0.0)
         stats.sampler_s = seconds - stats.target_s - stats.drafter_s

@@ -1,8 +1,8 @@
 """Block evaluators: logits of several states of each sequence's current block in one forward.
 
-Each class has a method `ask(rows, states)`. `states` [B, M, L] are M states of the block of L
-tokens that begins at position `rows.state.start` of each sequence; the result [B, M, L, V] has the
-logits of the sequence with each state as its block. Of `rows.state` they read `start`, `given`
+Each class has a method `ask(batch, states)`. `states` [B, M, L] are M states of the block of L
+tokens that begins at position `batch.state.start` of each sequence; the result [B, M, L, V] has the
+logits of the sequence with each state as its block. Of `batch.state` they read `start`, `given`
 (tokens of the prompt), `end` (where the masks of later blocks end) and `cached` (tokens in the
 cache), all [B].
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decoding.engine.cache import CachedNetwork, CountedNetwork
-from decoding.engine.sampler import Rows
+from decoding.engine.sampler import Batch
 from models.blockwise import foreign_logits, is_foreign, predicate_of
 from models.masks import Layout, dense
 
@@ -55,11 +55,11 @@ class WholeTexts(CountedNetwork):
     def select(self, rows: Tensor) -> None:
         """Nothing is kept between passes."""
 
-    def ask(self, rows: Rows, states: Tensor) -> Tensor:
+    def ask(self, batch: Batch, states: Tensor) -> Tensor:
         """The logits [B, M, L, V] of states [B, M, L]; see the module's docstring."""
         M, L = states.shape[1:]
-        texts, at, end = self.texts(rows, L)
-        given = rows.state.given[:, None]
+        texts, at, end = self.texts(batch, L)
+        given = batch.state.given[:, None]
         texts, at, end, given = (x.repeat_interleave(M, 0) for x in (texts, at, end, given))
         texts = texts.scatter(1, at, states.flatten(0, 1))
         if not self.guidance:
@@ -73,11 +73,11 @@ class WholeTexts(CountedNetwork):
         guided = unconditional + (1 + self.guidance) * (conditional - unconditional)
         return guided.unflatten(0, (-1, M))
 
-    def texts(self, rows: Rows, L: int) -> tuple[Tensor, Tensor, Tensor]:
+    def texts(self, batch: Batch, L: int) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens [B, W] with masks from the block on, the block's positions [B, L], ends [B]."""
-        start = rows.state.start
-        end = rows.state.end if self.later else start + L
-        texts = rows.tokens[:, : int(end.max())]
+        start = batch.state.start
+        end = batch.state.end if self.later else start + L
+        texts = batch.tokens[:, : int(end.max())]
         positions = torch.arange(texts.shape[1], device=texts.device)
         texts = texts.masked_fill(positions >= start[:, None], self.mask_id)
         return texts, start[:, None] + torch.arange(L, device=start.device), end
@@ -123,9 +123,9 @@ class AppendedBlocks(WholeTexts):
     attends to itself and to the tokens outside the block.
     """
 
-    def ask(self, rows: Rows, states: Tensor) -> Tensor:
+    def ask(self, batch: Batch, states: Tensor) -> Tensor:
         M, L = states.shape[1:]
-        texts, at, end = self.texts(rows, L)
+        texts, at, end = self.texts(batch, L)
         in_text = torch.arange(texts.shape[1], device=texts.device).expand_as(texts)
         copy = torch.arange(M, device=texts.device).repeat_interleave(L).expand(len(texts), -1)
         positions = torch.cat([in_text, at.repeat(1, M)], 1)
@@ -161,13 +161,13 @@ class CachedBlocks(CachedNetwork):
     def __init__(self, network: PreTrainedModel, span: int, capacity: int):
         super().__init__(network, predicate_of("block_causal", span), capacity)
 
-    def ask(self, rows: Rows, states: Tensor) -> Tensor:
+    def ask(self, batch: Batch, states: Tensor) -> Tensor:
         """The logits [B, M, L, V] of states [B, M, L]; see the module's docstring."""
         M, L = states.shape[1:]
-        start, cached = rows.state.start[:, None], rows.state.cached[:, None]
+        start, cached = batch.state.start[:, None], batch.state.cached[:, None]
         width = int((start - cached).max())
         finished = start + torch.arange(-width, 0, device=start.device)
-        # Rows with less new text are padded on the left.
+        # Batch with less new text are padded on the left.
         padding = finished < cached
         lent = torch.arange(M * L, device=start.device).expand(len(start), -1)
         positions = torch.cat([finished.where(~padding, start), start + lent % L], 1)
@@ -182,8 +182,8 @@ class CachedBlocks(CachedNetwork):
             torch.where(offset < 0, -1, offset // L),
         )
         q = Layout(torch.zeros_like(copy), positions, copy)
-        tokens = rows.tokens.gather(1, finished.clamp_min(0))
+        tokens = batch.tokens.gather(1, finished.clamp_min(0))
         tokens = torch.cat([tokens, states.flatten(1)], 1)
         logits = self.run(tokens, positions, slots, dense(self.predicate, q, k), keep=M * L).logits
-        rows.state.cached = rows.state.start
+        batch.state.cached = batch.state.start
         return logits.unflatten(1, (M, L))

@@ -35,7 +35,7 @@ from decoding.any_subset.two_stream_cache import Branches, TwoStreamNetwork
 from decoding.drafting.tree import Trees, check_tree, draft_trees, verify_trees
 from decoding.engine import verify
 from decoding.engine.params import VERIFY, SamplingParams
-from decoding.engine.sampler import Rows
+from decoding.engine.sampler import Batch
 from decoding.engine.verify import choose
 from decoding.engine.warp import fit_vocabulary, seen_tokens, warp
 from models.twostream import check_prompt, joint_logits
@@ -113,7 +113,7 @@ class AsarmSampler(Infiller):
         drafts = max(k, self.nodes) if params.verify == "tree" else k
         return 2 * k + drafts + (drafts + 1) * (k + 1) + 2
 
-    def begin(self, rows: Rows, params: SamplingParams) -> None:
+    def begin(self, batch: Batch, params: SamplingParams) -> None:
         """Make the target's cache; the prompt goes through the first cycle's pass."""
         way, k = params.draft or self.draft, params.block_size or self.block_size
         if self.lossy(params) and (params.verify != "rejection" or params.temperature == 0):
@@ -132,82 +132,82 @@ class AsarmSampler(Infiller):
                 "verify='tree' needs the drafts of draft='assd_fused', but "
                 f"draft={way!r} was asked for"
             )
-        check_prompt(self.target, rows.state.given > 0)
-        capacity = rows.tokens.shape[1]
-        rows.networks["target"] = TwoStreamNetwork(self.target, capacity, self.mask_id)
-        rows.state = AsarmState(**vars(rows.state), draft=rows.tokens[:, :0])
+        check_prompt(self.target, batch.state.given > 0)
+        capacity = batch.tokens.shape[1]
+        batch.networks["target"] = TwoStreamNetwork(self.target, capacity, self.mask_id)
+        batch.state = AsarmState(**vars(batch.state), draft=batch.tokens[:, :0])
 
-    def cycle(self, rows: Rows, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    def cycle(self, batch: Batch, params: SamplingParams) -> tuple[Tensor, Tensor]:
         """Verify the last pass's drafts and draft the next ones, in one pass."""
         way, k = params.draft or self.draft, params.block_size or self.block_size
         keyed = params.keyed
-        if rows.state.ahead is not None:
-            return self.tree_cycle(rows, k, params)
+        if batch.state.ahead is not None:
+            return self.tree_cycle(batch, k, params)
         if way == "assd_ngram":
-            self.draft_ngrams(rows, k, params)
-        draft, q = rows.state.draft, rows.state.q
-        d = rows.drafted = draft.shape[1]
+            self.draft_ngrams(batch, k, params)
+        draft, q = batch.state.draft, batch.state.q
+        d = batch.drafted = draft.shape[1]
         # Algorithm 1 has no query for the token after the drafts: its next pass begins with it.
         with_bonus = way != "assd" or d == 0
         ahead = {"assd": 0 if d else k - 1, "assd_fused": k}.get(way, 0)
         logits = self.target_logits(
-            rows, draft, d + with_bonus, ahead, params
+            batch, draft, d + with_bonus, ahead, params
         )  # [B, A, 1 + ahead, V]
         p_logits = logits[:, :, 0]
         if not with_bonus:
             p_logits = torch.cat([p_logits, nothing(p_logits[:, :1])], 1)
         if keyed:
-            noise = self.order_noise(rows, d + 1 + ahead, params)
+            noise = self.order_noise(batch, d + 1 + ahead, params)
             accepted, following = verify.coupled(draft, choose(p_logits, noise))
         elif d and params.verify == "block":
-            accepted, following = verify.block(draft, q, p_logits.softmax(-1), rows.randomness)
+            accepted, following = verify.block(draft, q, p_logits.softmax(-1), batch.randomness)
         elif d:
             p = p_logits.softmax(-1)
-            accepted, following = verify.rejection(draft, q, p, rows.randomness, self.tolerance)
+            accepted, following = verify.rejection(draft, q, p, batch.randomness, self.tolerance)
         else:
-            accepted = torch.zeros_like(rows.lengths)
-            following = rows.randomness.categorical(p_logits[:, 0].softmax(-1))
+            accepted = torch.zeros_like(batch.lengths)
+            following = batch.randomness.categorical(p_logits[:, 0].softmax(-1))
         tokens = torch.cat([draft, following[:, None]], 1)
         tokens.scatter_(1, accepted[:, None], following[:, None])
-        left = rows.state.size - rows.lengths
+        left = batch.state.size - batch.lengths
         counts = (accepted + 1).clamp_max(d + with_bonus).minimum(left)
-        rows.state.cached = rows.lengths + accepted.clamp_max(d + with_bonus - 1)
+        batch.state.cached = batch.lengths + accepted.clamp_max(d + with_bonus - 1)
         here = torch.arange(len(accepted), device=accepted.device)
         next_logits = logits[here, accepted.clamp_max(d + with_bonus - 1), 1:]
         if params.verify == "tree":
-            rows.state.ahead = next_logits
+            batch.state.ahead = next_logits
         elif keyed:
             at = accepted[:, None] + torch.arange(1, 1 + ahead, device=accepted.device)
             next_noise = None if noise is None else noise[here[:, None], at]
-            rows.state.draft = choose(next_logits, next_noise)
+            batch.state.draft = choose(next_logits, next_noise)
         elif ahead:
-            rows.state.q = next_logits.softmax(-1)
-            rows.state.draft = rows.randomness.categorical(rows.state.q)
+            batch.state.q = next_logits.softmax(-1)
+            batch.state.draft = batch.randomness.categorical(batch.state.q)
         else:
-            rows.state.draft = draft[:, :0]
+            batch.state.draft = draft[:, :0]
         return tokens, counts
 
-    def tree_cycle(self, rows: Rows, k: int, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    def tree_cycle(self, batch: Batch, k: int, params: SamplingParams) -> tuple[Tensor, Tensor]:
         """Verify a tree of the last pass's drafts and draft the next ones, in one pass.
 
         Given the tokens that pass was conditioned on, its drafts are independent, as DEER's are.
         """
-        ahead, noise = rows.state.ahead, self.order_noise(rows, k + 1, params)
+        ahead, noise = batch.state.ahead, self.order_noise(batch, k + 1, params)
         trees = draft_trees(
             ahead if noise is None else ahead + noise[:, :k], self.nodes, self.sharpness
         )
-        rows.drafted = trees.token.shape[1]
-        logits = self.target_logits(rows, trees.token, rows.drafted + 1, k, params, trees)
+        batch.drafted = trees.token.shape[1]
+        logits = self.target_logits(batch, trees.token, batch.drafted + 1, k, params, trees)
         tokens, count, node, along = verify_trees(trees, logits[:, :, 0], noise)
-        rows.networks["target"].keep_path(rows.lengths, node)
+        batch.networks["target"].keep_path(batch.lengths, node)
         row = torch.arange(len(logits), device=logits.device)
-        rows.state.ahead = logits[row, along[row, count], 1:]
-        rows.state.cached = rows.lengths + count
-        return tokens, (count + 1).minimum(rows.state.size - rows.lengths)
+        batch.state.ahead = logits[row, along[row, count], 1:]
+        batch.state.cached = batch.lengths + count
+        return tokens, (count + 1).minimum(batch.state.size - batch.lengths)
 
     def target_logits(
         self,
-        rows: Rows,
+        batch: Batch,
         draft: Tensor,
         A: int,
         ahead: int,
@@ -217,7 +217,7 @@ class AsarmSampler(Infiller):
         """Run one target pass over the drafts and the queries.
 
         Args:
-            rows: The batch, with n [B] decoded tokens.
+            batch: The unfinished requests, with n [B] decoded tokens.
             draft: Drafted tokens, int64 [B, d].
             A: How many prefixes of the draft are conditioned on: those of 0 to A - 1 tokens.
             ahead: Further tokens asked for after each prefix.
@@ -230,21 +230,21 @@ class AsarmSampler(Infiller):
             (n + depth + j in a tree), conditioned on the n decoded tokens and on prefix a. At an
             index that does not exist: `nothing`.
         """
-        n = rows.lengths[:, None]
-        rows.tokens.scatter_(1, n + torch.arange(draft.shape[1], device=n.device), draft)
+        n = batch.lengths[:, None]
+        batch.tokens.scatter_(1, n + torch.arange(draft.shape[1], device=n.device), draft)
         a = torch.arange(A, device=n.device).repeat_interleave(1 + ahead)
         depth, branches = a, None
         if trees is not None:
             depth, path = (pad(t, (1, 0))[:, a] for t in (trees.depth, trees.path))
             branches = Branches(trees.depth, trees.path, path)
         at = n + depth + torch.arange(1 + ahead, device=n.device).repeat(A)
-        order, cached = rows.state.order, rows.state.cached
-        logits = rows.networks["target"].ask(
-            rows.tokens,
+        order, cached = batch.state.order, batch.state.cached
+        logits = batch.networks["target"].ask(
+            batch.tokens,
             order,
-            rows.state.given,
+            batch.state.given,
             cached if self.cache else torch.zeros_like(cached),
-            rows.lengths + A - 1,
+            batch.lengths + A - 1,
             order.gather(1, at),
             n + depth,
             branches,
@@ -254,42 +254,42 @@ class AsarmSampler(Infiller):
         if params.repetition_penalty != 1.0:
             before = None if trees is None else trees.before()
             seen = seen_tokens(
-                rows.tokens, rows.lengths, draft[:, : A - 1], self.vocabulary, before
+                batch.tokens, batch.lengths, draft[:, : A - 1], self.vocabulary, before
             )[:, a]
         logits = warp(logits, params, seen)
-        inside = (at < rows.state.size[:, None])[..., None]
+        inside = (at < batch.state.size[:, None])[..., None]
         return logits.where(inside, nothing(logits)).unflatten(1, (A, 1 + ahead))
 
-    def order_noise(self, rows: Rows, count: int, params: SamplingParams) -> Tensor | None:
+    def order_noise(self, batch: Batch, count: int, params: SamplingParams) -> Tensor | None:
         """Keyed noise [B, count, V] of the next positions in the order; None at temperature 0."""
         if params.temperature == 0:
             return None
-        at = rows.lengths[:, None] + torch.arange(count, device=rows.tokens.device)
-        return rows.randomness.gumbel(rows.state.order.gather(1, at), self.vocabulary)
+        at = batch.lengths[:, None] + torch.arange(count, device=batch.tokens.device)
+        return batch.randomness.gumbel(batch.state.order.gather(1, at), self.vocabulary)
 
-    def draft_ngrams(self, rows: Rows, k: int, params: SamplingParams) -> None:
+    def draft_ngrams(self, batch: Batch, k: int, params: SamplingParams) -> None:
         """Set k drafts, each drawn from the tokens seen after its left neighbour (Algorithm 2)."""
-        n, order = rows.lengths[:, None], rows.state.order
+        n, order = batch.lengths[:, None], batch.state.order
         known = torch.arange(order.shape[1], device=n.device) < n
-        text = torch.zeros_like(rows.tokens).scatter(1, order, rows.tokens)
+        text = torch.zeros_like(batch.tokens).scatter(1, order, batch.tokens)
         known = torch.zeros_like(known).scatter(1, order, known)
         noise = None
         if params.keyed:
-            noise = self.order_noise(rows, k, params)
+            noise = self.order_noise(batch, k, params)
         drafts, qs = [], []
         for i in range(k):
             at = order.gather(1, n + i)
             c = bigram_counts(text, known, at, self.vocabulary, self.mask_id).log()[:, None]
-            c = c.where((n + i < rows.state.size[:, None])[..., None], nothing(c))
+            c = c.where((n + i < batch.state.size[:, None])[..., None], nothing(c))
             if params.keyed:
                 drafts.append(choose(c, None if noise is None else noise[:, i : i + 1]))
             else:
                 qs.append(c.softmax(-1))
-                drafts.append(rows.randomness.categorical(qs[-1]))
+                drafts.append(batch.randomness.categorical(qs[-1]))
             text = text.scatter(1, at, drafts[-1])
-        rows.state.draft = torch.cat(drafts, 1)
+        batch.state.draft = torch.cat(drafts, 1)
         if qs:
-            rows.state.q = torch.cat(qs, 1)
+            batch.state.q = torch.cat(qs, 1)
 
     def log_prob(
         self, tokens: list[list[int]], given: list[list[bool]], order: list[list[int]] | None = None

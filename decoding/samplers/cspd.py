@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from decoding.continuous.denoising_chains import Trajectory, follow, follow_relaxed, join, run_chain
-from decoding.continuous.image_state import ImageParams, PatchRows
+from decoding.continuous.image_state import ImageBatch, ImageParams
 from decoding.samplers.sequential import SequentialSampler
 from models import patches
 from models.patches import PatchTransformer, check_pair
@@ -44,34 +44,34 @@ class CspdSampler(SequentialSampler):
     def margin(self, params: ImageParams) -> int:
         return (params.gamma or self.gamma) + 1
 
-    def begin(self, rows: PatchRows, params: ImageParams) -> None:
-        super().begin(rows, params)
-        rows.networks["drafter"] = self.cached(self.drafter, rows, params)
+    def begin(self, batch: ImageBatch, params: ImageParams) -> None:
+        super().begin(batch, params)
+        batch.networks["drafter"] = self.cached(self.drafter, batch, params)
 
-    def cycle(self, rows: PatchRows, params: ImageParams) -> tuple[Tensor, Tensor, Tensor]:
+    def cycle(self, batch: ImageBatch, params: ImageParams) -> tuple[Tensor, Tensor, Tensor]:
         """Draft and verify; while tokens are prefilled, the target decodes sequentially."""
-        if (rows.lengths < round(params.prefill * self.target.config.tokens)).any():
-            return super().cycle(rows, params)
-        gamma, n = params.gamma or self.gamma, rows.lengths[:, None]
-        draft = self.draft(rows, gamma, params)
+        if (batch.lengths < round(params.prefill * self.target.config.tokens)).any():
+            return super().cycle(batch, params)
+        gamma, n = params.gamma or self.gamma, batch.lengths[:, None]
+        draft = self.draft(batch, gamma, params)
         drafts = torch.arange(gamma + 1, device=n.device)
-        step = self.step("target", rows, n + drafts, params)
+        step = self.step("target", batch, n + drafts, params)
         rule = partial(follow, coupled=params.coupled, in_order=True)
         if params.verify == "relaxed":
             rule = partial(follow_relaxed, inner_temperature=params.inner_temperature)
         drafted = (drafts < gamma).expand(len(n), -1)
-        x, equal = rule(draft, step, rows.randomness, drafted=drafted, align=params.align)
+        x, equal = rule(draft, step, batch.randomness, drafted=drafted, align=params.align)
         accepted = equal.long().cumprod(1).bool()
         return x, accepted.sum(1) + 1, accepted
 
-    def draft(self, rows: PatchRows, gamma: int, params: ImageParams) -> Trajectory:
+    def draft(self, batch: ImageBatch, gamma: int, params: ImageParams) -> Trajectory:
         """Draft gamma tokens, and write them after the committed ones.
 
         Returns:
             Their chains [B, gamma + 1, D]. The last chain is repeated as padding for the bonus
             token, which has no draft.
         """
-        n, drafter = rows.lengths, rows.networks["drafter"]
+        n, drafter = batch.lengths, batch.networks["drafter"]
         here = torch.arange(len(n), device=n.device)
         chains = []
         for j in range(gamma):
@@ -79,11 +79,11 @@ class CspdSampler(SequentialSampler):
             # or all prefilled ones in the first cycle. A new row feeds its first input twice.
             back = 0 if j else 1 if drafter.passes else int(n.max())
             index = ((n + j)[:, None] + torch.arange(-back, 1, device=n.device)).clamp_min(0)
-            step = self.step("drafter", rows, index, params, keep=1)
-            start = rows.randomness.normal((len(n), 1, self.target.config.dim)).to(rows.patches)
-            chain = run_chain(step, start, self.drafter.head.steps, rows.randomness)
+            step = self.step("drafter", batch, index, params, keep=1)
+            start = batch.randomness.normal((len(n), 1, self.target.config.dim)).to(batch.patches)
+            chain = run_chain(step, start, self.drafter.head.steps, batch.randomness)
             chains.append(chain)
-            rows.patches[here, n + j] = chain.states[-1][:, 0]
+            batch.patches[here, n + j] = chain.states[-1][:, 0]
         return join([*chains, chains[-1]])
 
 

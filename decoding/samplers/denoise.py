@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.engine.params import SamplingParams
-from decoding.engine.sampler import Rows, Sampler, State
+from decoding.engine.sampler import Batch, Sampler, State
 from decoding.masked.block_evaluators import CachedBlocks, WholeTexts
 from decoding.masked.unmasking import Unmasking, judge, next_state
 from models.blockwise import PUBLIC, is_foreign, predicate_of
@@ -121,74 +121,74 @@ class DenoiseSampler(Sampler):
         """Three blocks: the last one may reach beyond the answer, and whole blocks are written."""
         return 3 * self.block_size
 
-    def begin(self, rows: Rows, params: SamplingParams) -> None:
+    def begin(self, batch: Batch, params: SamplingParams) -> None:
         """Make the state and an empty cache; the first cycle's pass prefills the prompt."""
         L = self.block_size
-        start = rows.lengths // L * L if self.causal else rows.lengths
-        answer = rows.lengths + params.max_new_tokens - start
+        start = batch.lengths // L * L if self.causal else batch.lengths
+        answer = batch.lengths + params.max_new_tokens - start
         positions = start[:, None] + torch.arange(L, device=start.device)
-        given = positions < rows.lengths[:, None]
-        block = rows.tokens.gather(1, positions).where(given, self.mask_id)
-        rows.state = DenoiseState(
-            given=rows.lengths,
+        given = positions < batch.lengths[:, None]
+        block = batch.tokens.gather(1, positions).where(given, self.mask_id)
+        batch.state = DenoiseState(
+            given=batch.lengths,
             start=start,
             end=start + -(-answer // L) * L,
             cached=torch.zeros_like(start),
             block=block,
             step=torch.zeros_like(start),
         )
-        rows.networks["target"] = self.network(rows)
+        batch.networks["target"] = self.network(batch)
 
-    def network(self, rows: Rows) -> WholeTexts | CachedBlocks:
+    def network(self, batch: Batch) -> WholeTexts | CachedBlocks:
         """The evaluator of a block's states."""
         if self.causal and not self.guidance:
-            return CachedBlocks(self.target, self.block_size, rows.tokens.shape[1])
+            return CachedBlocks(self.target, self.block_size, batch.tokens.shape[1])
         return WholeTexts(self.target, self.attention, self.block_size, self.mask_id, self.guidance)
 
-    def cycle(self, rows: Rows, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    def cycle(self, batch: Batch, params: SamplingParams) -> tuple[Tensor, Tensor]:
         """One network pass and one denoising step."""
-        block = rows.state.block
-        logits = rows.networks["target"].ask(rows, block[:, None])[:, 0]
-        scores, confidence = self.judge(rows, logits, params)
-        rows.state.block = next_state(block, scores, confidence, self.mask_id, self.rule)
-        rows.state.step = rows.state.step + 1
-        return self.finished(rows)
+        block = batch.state.block
+        logits = batch.networks["target"].ask(batch, block[:, None])[:, 0]
+        scores, confidence = self.judge(batch, logits, params)
+        batch.state.block = next_state(block, scores, confidence, self.mask_id, self.rule)
+        batch.state.step = batch.state.step + 1
+        return self.finished(batch)
 
     def judge(
-        self, rows: Rows, logits: Tensor, params: SamplingParams, ahead: int = 0
+        self, batch: Batch, logits: Tensor, params: SamplingParams, ahead: int = 0
     ) -> tuple[Tensor, Tensor]:
         """Scores [B, L, V] and confidence [B, L] of a block (see `unmasking.judge`).
 
         Args:
-            rows: The batch.
+            batch: The unfinished requests.
             logits: [B, L, V].
             params: The request's parameters.
             ahead: Steps from the current one to that whose noise is used.
         """
         noise = None
         if self.rule.noisy(params):
-            L, start, step = self.block_size, rows.state.start, rows.state.step + ahead
+            L, start, step = self.block_size, batch.state.start, batch.state.step + ahead
             positions = start[:, None] + torch.arange(L, device=start.device)
             # A block takes at most L steps, so no two (position, step) that are used share a key.
-            noise = rows.randomness.gumbel(positions * L + step[:, None], logits.shape[-1] + 1)
+            noise = batch.randomness.gumbel(positions * L + step[:, None], logits.shape[-1] + 1)
         return judge(logits, noise, self.mask_id, self.rule, params)
 
-    def finished(self, rows: Rows) -> tuple[Tensor, Tensor]:
+    def finished(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Emit blocks without a mask, and begin the next block of their sequences.
 
         Returns:
             The tokens [B, L], and how many of them are emitted [B]: 0 while a mask is left.
         """
-        block, L = rows.state.block, self.block_size
+        block, L = batch.state.block, self.block_size
         done = (block != self.mask_id).all(1)
-        begun = rows.lengths - rows.state.start
+        begun = batch.lengths - batch.state.start
         at = (begun[:, None] + torch.arange(L, device=begun.device)).clamp_max(L - 1)
         tokens, counts = block.gather(1, at), (L - begun) * done
         if done.any():
-            step = rows.state.step * ~done
-            start = rows.state.start + L * done
-            rows.state.block = block.masked_fill(done[:, None], self.mask_id)
-            rows.state.start, rows.state.step = start, step
+            step = batch.state.step * ~done
+            start = batch.state.start + L * done
+            batch.state.block = block.masked_fill(done[:, None], self.mask_id)
+            batch.state.start, batch.state.step = start, step
         return tokens, counts
 
     def _encode(self, prompt: str | list[int], params: SamplingParams) -> list[int]:

@@ -5,7 +5,7 @@ noise the fixed point is the sequential sample at any temperature: every choice 
 argmax(log p + g) with the noise g of its own position, and a guess is accepted if it equals the
 choice at its position and all guesses before it are accepted.
 
-Guesses are stored in `rows.tokens`, after the committed tokens.
+Guesses are stored in `batch.tokens`, after the committed tokens.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.engine import verify
 from decoding.engine.params import SamplingParams
-from decoding.engine.sampler import Rows, Sampler, State
+from decoding.engine.sampler import Batch, Sampler, State
 from decoding.engine.verify import choose
 
 KNOBS = {"block_size": int, "running": bool}
@@ -69,61 +69,61 @@ class JacobiSampler(Sampler):
         # A pass may look ahead by a block, and one token of the target's own.
         return (params.block_size or self.block_size) + 2
 
-    def begin(self, rows: Rows, params: SamplingParams) -> None:
+    def begin(self, batch: Batch, params: SamplingParams) -> None:
         """Prefill the target, and guess tokens of the prompt at every position after it."""
-        self.prefill(rows, "target", self.cached_target(rows))
-        rows.state = JacobiState(prompt=rows.lengths)
-        rows.tokens = start_guesses(rows)
+        self.prefill(batch, "target", self.cached_target(batch))
+        batch.state = JacobiState(prompt=batch.lengths)
+        batch.tokens = start_guesses(batch)
 
-    def cycle(self, rows: Rows, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    def cycle(self, batch: Batch, params: SamplingParams) -> tuple[Tensor, Tensor]:
         """One Jacobi iteration (Eq. 3): emit the accepted guesses and the choice after them."""
-        width = self.width(rows, params)
-        guess = guesses(rows, int(width.max()))
-        logits = self.target_pass(rows, guess, params).logits
-        choice = choose(logits, self.noise(rows, logits.shape[1], params))
+        width = self.width(batch, params)
+        guess = guesses(batch, int(width.max()))
+        logits = self.target_pass(batch, guess, params).logits
+        choice = choose(logits, self.noise(batch, logits.shape[1], params))
         accepted, _ = verify.coupled(guess, choice)
         # Where another row's block ends later, this row still uses its own width only.
         emitted = accepted.minimum(width) + 1
-        return with_old_guesses(rows, choice, width.maximum(emitted)), emitted
+        return with_old_guesses(batch, choice, width.maximum(emitted)), emitted
 
-    def width(self, rows: Rows, params: SamplingParams) -> Tensor:
+    def width(self, batch: Batch, params: SamplingParams) -> Tensor:
         """How many tokens the next pass guesses, [B]."""
         n = params.block_size or self.block_size
         if self.running:
-            return torch.full_like(rows.lengths, n)
-        return n - (rows.lengths - rows.state.prompt) % n
+            return torch.full_like(batch.lengths, n)
+        return n - (batch.lengths - batch.state.prompt) % n
 
 
-def guesses(rows: Rows, count: int, first: int = 0) -> Tensor:
+def guesses(batch: Batch, count: int, first: int = 0) -> Tensor:
     """The guesses at consecutive positions after the committed tokens.
 
     Args:
-        rows: The batch.
+        batch: The unfinished requests.
         count: How many guesses.
         first: Positions that are skipped.
 
     Returns:
         Tokens [B, count].
     """
-    positions = rows.lengths[:, None] + first + torch.arange(count, device=rows.tokens.device)
-    return rows.tokens.gather(1, positions)
+    positions = batch.lengths[:, None] + first + torch.arange(count, device=batch.tokens.device)
+    return batch.tokens.gather(1, positions)
 
 
-def with_old_guesses(rows: Rows, choice: Tensor, count: Tensor) -> Tensor:
+def with_old_guesses(batch: Batch, choice: Tensor, count: Tensor) -> Tensor:
     """The first count [B] of choice [B, m], and the old guesses after them: [B, m]."""
-    old = guesses(rows, choice.shape[1])
+    old = guesses(batch, choice.shape[1])
     new = torch.arange(choice.shape[1], device=old.device) < count[:, None]
     return torch.where(new, choice, old)
 
 
-def start_guesses(rows: Rows) -> Tensor:
-    """`rows.tokens` with random tokens of each prompt as the guesses after it: [B, capacity]."""
-    positions = torch.arange(rows.tokens.shape[1], device=rows.tokens.device)
-    prompt = positions[: int(rows.lengths.max())] < rows.lengths[:, None]
+def start_guesses(batch: Batch) -> Tensor:
+    """`batch.tokens` with random tokens of each prompt as the guesses after it: [B, capacity]."""
+    positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+    prompt = positions[: int(batch.lengths.max())] < batch.lengths[:, None]
     even = prompt.float()[:, None].expand(-1, STARTS, -1)
-    drawn = rows.tokens.gather(1, rows.randomness.categorical(even))
-    ahead = positions - rows.lengths[:, None]
-    return torch.where(ahead < 0, rows.tokens, drawn.gather(1, ahead % STARTS))
+    drawn = batch.tokens.gather(1, batch.randomness.categorical(even))
+    ahead = positions - batch.lengths[:, None]
+    return torch.where(ahead < 0, batch.tokens, drawn.gather(1, ahead % STARTS))
 
 
 def from_export(target, tokenizer, drafter, config: dict) -> JacobiSampler:

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from decoding.engine import verify
 from decoding.engine.cache import CachedNetwork
 from decoding.engine.params import SamplingParams
-from decoding.engine.sampler import Rows
+from decoding.engine.sampler import Batch
 from decoding.engine.verify import choose
 from decoding.samplers.jacobi import JacobiSampler, JacobiState, guesses, with_old_guesses
 from models.masks import branches
@@ -73,45 +73,45 @@ class JacobiMRSampler(JacobiSampler):
         n = params.block_size or self.block_size
         return (self.blocks + self.pool_size) * n + 2
 
-    def begin(self, rows: Rows, params: SamplingParams) -> None:
+    def begin(self, batch: Batch, params: SamplingParams) -> None:
         """Prefill the target; one block is active, no guess is frozen, and the pool is empty."""
-        super().begin(rows, params)
+        super().begin(batch, params)
         n = params.block_size or self.block_size
-        rows.state = MultiBlockState(
-            prompt=rows.lengths,
-            end=rows.lengths + n,
-            frozen=torch.zeros_like(rows.tokens, dtype=torch.bool),
-            pool=rows.tokens.new_full((len(rows.row), self.pool_size, n), -1),
+        batch.state = MultiBlockState(
+            prompt=batch.lengths,
+            end=batch.lengths + n,
+            frozen=torch.zeros_like(batch.tokens, dtype=torch.bool),
+            pool=batch.tokens.new_full((len(batch.requests), self.pool_size, n), -1),
         )
 
-    def cached_target(self, rows: Rows) -> CachedNetwork:
+    def cached_target(self, batch: Batch) -> CachedNetwork:
         """The target with a cache for passes with branches."""
-        return CachedNetwork(self.target, branches, rows.tokens.shape[1])
+        return CachedNetwork(self.target, branches, batch.tokens.shape[1])
 
-    def width(self, rows: Rows, params: SamplingParams) -> Tensor:
+    def width(self, batch: Batch, params: SamplingParams) -> Tensor:
         """How many tokens of the active blocks are not committed, [B]."""
-        return rows.state.end - rows.lengths
+        return batch.state.end - batch.lengths
 
-    def cycle(self, rows: Rows, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    def cycle(self, batch: Batch, params: SamplingParams) -> tuple[Tensor, Tensor]:
         """One pass over all active blocks and candidates (Algorithm 1, lines 4 to 15)."""
         n = params.block_size or self.block_size
-        width = self.width(rows, params)
-        guess = guesses(rows, int(width.max()))
-        candidates, found = self.recall(rows)
-        main, others = self.branch_pass(rows, guess, candidates, params)
+        width = self.width(batch, params)
+        guess = guesses(batch, int(width.max()))
+        candidates, found = self.recall(batch)
+        main, others = self.branch_pass(batch, guess, candidates, params)
         accepted, _ = verify.coupled(guess, main)
         emitted = accepted.minimum(width) + 1
-        kept = self.pseudo_accepted(rows, guess, main, n) & later_blocks(rows, guess, emitted, n)
+        kept = self.pseudo_accepted(batch, guess, main, n) & later_blocks(batch, guess, emitted, n)
         choice = torch.where(pad(kept, (0, 1)), pad(guess, (0, 1)), main)
-        choice = with_old_guesses(rows, choice, width.maximum(emitted))
+        choice = with_old_guesses(batch, choice, width.maximum(emitted))
         if others:
-            choice, emitted = self.best(rows, choice, emitted, candidates, found, others)
-            kept = kept & later_blocks(rows, guess, emitted, n)
-        self.spawn(rows, emitted, kept & (choice[:, : guess.shape[1]] == guess), n)
-        self.recycle(rows, choice, emitted, n)
+            choice, emitted = self.best(batch, choice, emitted, candidates, found, others)
+            kept = kept & later_blocks(batch, guess, emitted, n)
+        self.spawn(batch, emitted, kept & (choice[:, : guess.shape[1]] == guess), n)
+        self.recycle(batch, choice, emitted, n)
         return choice, emitted
 
-    def recall(self, rows: Rows) -> tuple[Tensor, Tensor]:
+    def recall(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Candidates for the next n tokens from the pool.
 
         A candidate is the tokens that follow the last committed token in a member of the pool; the
@@ -120,9 +120,9 @@ class JacobiMRSampler(JacobiSampler):
         Returns:
             Candidates [B, C, n], and how many of them each row has, [B]; they come first.
         """
-        pool = rows.state.pool
+        pool = batch.state.pool
         n = pool.shape[-1]
-        last = rows.tokens.gather(1, rows.lengths[:, None] - 1)
+        last = batch.tokens.gather(1, batch.lengths[:, None] - 1)
         match = pool[:, :, :-1] == last[:, :, None]
         has, order = match.any(-1).long().sort(dim=1, descending=True, stable=True)
         found = has.sum(1)
@@ -134,12 +134,12 @@ class JacobiMRSampler(JacobiSampler):
         return picked.clamp_min(0), found
 
     def branch_pass(
-        self, rows: Rows, guess: Tensor, candidates: Tensor, params: SamplingParams
+        self, batch: Batch, guess: Tensor, candidates: Tensor, params: SamplingParams
     ) -> tuple[Tensor, list[Tensor]]:
         """One target pass over the blocks' guesses and the candidates.
 
         Args:
-            rows: The batch.
+            batch: The unfinished requests.
             guess: The blocks' own guesses, [B, W].
             candidates: [B, C, n].
             params: The request's sampling parameters.
@@ -151,30 +151,30 @@ class JacobiMRSampler(JacobiSampler):
         C, n = candidates.shape[1:]
         W, device = guess.shape[1], guess.device
         if not C:
-            logits = self.target_pass(rows, guess, params).logits
-            return choose(logits, self.noise(rows, W + 1, params)), []
+            logits = self.target_pass(batch, guess, params).logits
+            return choose(logits, self.noise(batch, W + 1, params)), []
         drafts, sizes = [guess, *candidates.unbind(1)], [W, *[n] * C]
-        rows.drafted = sum(sizes)
-        last = rows.lengths[:, None] - 1
-        tokens = torch.cat([rows.tokens.gather(1, last), *drafts], 1)
+        batch.drafted = sum(sizes)
+        last = batch.lengths[:, None] - 1
+        tokens = torch.cat([batch.tokens.gather(1, last), *drafts], 1)
         steps = torch.cat([torch.arange(1, size + 1, device=device) for size in sizes])
         positions = last + pad(steps, (1, 0))
         branch = torch.arange(C + 1, device=device).repeat_interleave(
             torch.tensor(sizes, device=device)
         )
         branch = pad(branch, (1, 0), value=-1).expand_as(positions)
-        target = rows.networks["target"]
+        target = batch.networks["target"]
         logits = target(tokens, positions, keep=tokens.shape[1], branch=branch).logits
-        noise = self.noise(rows, max(sizes) + 1, params)
+        noise = self.noise(batch, max(sizes) + 1, params)
         choices = []
         for draft, at_draft in zip(drafts, logits[:, 1:].split(sizes, 1)):
             here = torch.cat([logits[:, :1], at_draft], 1)
-            choices.append(choose(self.warped(here, rows, draft, params), noise))
+            choices.append(choose(self.warped(here, batch, draft, params), noise))
         return choices[0], choices[1:]
 
     def best(
         self,
-        rows: Rows,
+        batch: Batch,
         choice: Tensor,
         emitted: Tensor,
         candidates: Tensor,
@@ -184,7 +184,7 @@ class JacobiMRSampler(JacobiSampler):
         """Take the branch that emits most tokens, and keep its keys and values in the cache.
 
         Args:
-            rows: The batch.
+            batch: The unfinished requests.
             choice: The choices of the blocks' own guesses, branch 0, [B, W + 1].
             emitted: Tokens that branch 0 emits, [B].
             candidates: [B, C, n].
@@ -196,7 +196,7 @@ class JacobiMRSampler(JacobiSampler):
             [B, max(W, n) + 1], and the tokens that it emits, [B].
         """
         n, W = candidates.shape[-1], choice.shape[1] - 1
-        new = guesses(rows, max(W, n) + 1)
+        new = guesses(batch, max(W, n) + 1)
         new[:, : W + 1] = choice
         winner = torch.zeros_like(emitted)
         for c, other in enumerate(others):
@@ -205,28 +205,28 @@ class JacobiMRSampler(JacobiSampler):
             winner, emitted = winner.where(~wins, c + 1), emitted.where(~wins, theirs)
             new[:, : n + 1] = torch.where(wins[:, None], other, new[:, : n + 1])
         if winner.any():
-            to = rows.lengths[:, None] + torch.arange(n, device=choice.device)
+            to = batch.lengths[:, None] + torch.arange(n, device=choice.device)
             # Candidate 1 starts W slots after the first guess, each other n after the one before.
             ahead = torch.where(winner > 0, W + (winner - 1) * n, 0)
-            rows.networks["target"].cache.move(to + ahead[:, None], to)
+            batch.networks["target"].cache.move(to + ahead[:, None], to)
         return new, emitted
 
-    def pseudo_accepted(self, rows: Rows, guess: Tensor, main: Tensor, n: int) -> Tensor:
+    def pseudo_accepted(self, batch: Batch, guess: Tensor, main: Tensor, n: int) -> Tensor:
         """Which guesses are right, as are all guesses of their block before them: bool [B, W]."""
         W = guess.shape[1]
         steps = torch.arange(W, device=guess.device)
-        at = rows.lengths[:, None] + steps
-        wrong = ~((guess == main[:, :W]) | rows.state.frozen.gather(1, at))
-        wrong |= at >= rows.state.end[:, None]
+        at = batch.lengths[:, None] + steps
+        wrong = ~((guess == main[:, :W]) | batch.state.frozen.gather(1, at))
+        wrong |= at >= batch.state.end[:, None]
         count = pad(wrong.long().cumsum(1), (1, 0))
-        done = (rows.lengths - rows.state.prompt)[:, None]
+        done = (batch.lengths - batch.state.prompt)[:, None]
         opening = ((done + steps) // n * n - done).clamp_min(0)
         return count[:, 1:] == count.gather(1, opening)
 
-    def spawn(self, rows: Rows, emitted: Tensor, kept: Tensor, n: int) -> None:
+    def spawn(self, batch: Batch, emitted: Tensor, kept: Tensor, n: int) -> None:
         """Freeze kept guesses; begin a block where an active one has ceil(r n) accepted tokens."""
-        state, after = rows.state, rows.lengths + emitted
-        at = rows.lengths[:, None] + torch.arange(kept.shape[1], device=kept.device)
+        state, after = batch.state, batch.lengths + emitted
+        at = batch.lengths[:, None] + torch.arange(kept.shape[1], device=kept.device)
         state.frozen = state.frozen.scatter(1, at, kept)
         done = (after - state.prompt) % n  # committed tokens of the block that is real-active now
         opening = after - done
@@ -240,28 +240,28 @@ class JacobiMRSampler(JacobiSampler):
             due = due | state.frozen.gather(1, marks.clamp_max(last)).any(1)
         state.end = end + n * (due & ((end - opening) // n < self.blocks))
 
-    def recycle(self, rows: Rows, choice: Tensor, emitted: Tensor, n: int) -> None:
+    def recycle(self, batch: Batch, choice: Tensor, emitted: Tensor, n: int) -> None:
         """Put the guesses after the emitted tokens into the pool, and drop its oldest member."""
         if not self.pool_size:
             return
-        extended = torch.cat([choice, guesses(rows, n, choice.shape[1])], 1)
+        extended = torch.cat([choice, guesses(batch, n, choice.shape[1])], 1)
         tail = emitted[:, None] + torch.arange(n, device=choice.device)
         newest = extended.gather(1, tail)[:, None]
-        rows.state.pool = torch.cat([newest, rows.state.pool[:, :-1]], 1)
+        batch.state.pool = torch.cat([newest, batch.state.pool[:, :-1]], 1)
 
 
-def later_blocks(rows: Rows, guess: Tensor, emitted: Tensor, n: int) -> Tensor:
+def later_blocks(batch: Batch, guess: Tensor, emitted: Tensor, n: int) -> Tensor:
     """Which guesses are in blocks after the one that will be real-active: bool [B, W].
 
     Args:
-        rows: The batch.
+        batch: The unfinished requests.
         guess: The blocks' guesses, [B, W].
         emitted: Tokens that this cycle emits, [B].
         n: Tokens of a block.
     """
-    at = rows.lengths[:, None] + torch.arange(guess.shape[1], device=guess.device)
-    after = rows.lengths + emitted
-    return at >= (after - (after - rows.state.prompt) % n + n)[:, None]
+    at = batch.lengths[:, None] + torch.arange(guess.shape[1], device=guess.device)
+    after = batch.lengths + emitted
+    return at >= (after - (after - batch.state.prompt) % n + n)[:, None]
 
 
 def from_export(target, tokenizer, drafter, config: dict) -> JacobiMRSampler:

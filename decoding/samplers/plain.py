@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from decoding.engine.params import VERIFY, SamplingParams
-from decoding.engine.sampler import Rows, Sampler
+from decoding.engine.sampler import Batch, Sampler
 from decoding.engine.verify import choose
 
 
@@ -17,19 +17,19 @@ class PlainSampler(Sampler):
 
     rules = VERIFY
 
-    def begin(self, rows: Rows, params: SamplingParams) -> None:
+    def begin(self, batch: Batch, params: SamplingParams) -> None:
         """Prefill the target."""
-        self.prefill(rows, "target", self.cached_target(rows))
+        self.prefill(batch, "target", self.cached_target(batch))
 
-    def cycle(self, rows: Rows, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    def cycle(self, batch: Batch, params: SamplingParams) -> tuple[Tensor, Tensor]:
         """One target pass and one token for each request."""
-        nothing = rows.tokens[:, :0]
-        logits = self.target_pass(rows, nothing, params).logits
+        nothing = batch.tokens[:, :0]
+        logits = self.target_pass(batch, nothing, params).logits
         if params.keyed:
-            tokens = choose(logits, self.noise(rows, 1, params))
+            tokens = choose(logits, self.noise(batch, 1, params))
         else:
-            tokens = rows.randomness.categorical(logits.softmax(-1))
-        return tokens, torch.ones_like(rows.lengths)
+            tokens = batch.randomness.categorical(logits.softmax(-1))
+        return tokens, torch.ones_like(batch.lengths)
 
 
 def from_export(target, tokenizer, drafter, config: dict) -> PlainSampler:

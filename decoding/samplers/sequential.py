@@ -9,10 +9,10 @@ from torch import Tensor
 
 from decoding.continuous.denoising_chains import Step, run_chain
 from decoding.continuous.image_state import (
+    ImageBatch,
     ImageParams,
     ImageResult,
     PatchNetwork,
-    PatchRows,
     guidance_scale,
 )
 from decoding.engine.params import Stats
@@ -115,48 +115,50 @@ class SequentialSampler:
         """The results of the waiting images, in order."""
         N, results = self.target.config.tokens, [None] * len(waiting)
         emitted: list[list[int]] = [[] for _ in waiting]
-        rows = self.rows(waiting, at_once, params, randomness)
-        self.begin(rows, params)
-        began = dict.fromkeys(rows.row, self._spent(rows))
-        while rows.row:
-            tokens, counts, accepted = self.cycle(rows, params)
+        batch = self.new_batch(waiting, at_once, params, randomness)
+        self.begin(batch, params)
+        began = dict.fromkeys(batch.requests, self._spent(batch))
+        while batch.requests:
+            tokens, counts, accepted = self.cycle(batch, params)
             if not tokens.isfinite().all():
                 raise ValueError(
                     "the model's output is not finite: its weights are damaged or training diverged"
                 )
-            counts = counts.minimum(N - rows.lengths)
-            rows.append(tokens, counts, accepted)
-            for row, count in zip(rows.row, counts.tolist()):
+            counts = counts.minimum(N - batch.lengths)
+            batch.append(tokens, counts, accepted)
+            for row, count in zip(batch.requests, counts.tolist()):
                 emitted[row].append(count)
-            done = (rows.lengths == N).nonzero().flatten().tolist()
+            done = (batch.lengths == N).nonzero().flatten().tolist()
             for b in done:
-                spent = self._spent(rows) - began.pop(rows.row[b])
-                results[rows.row[b]] = self._result(rows, b, spent, emitted[rows.row[b]])
+                spent = self._spent(batch) - began.pop(batch.requests[b])
+                results[batch.requests[b]] = self._result(
+                    batch, b, spent, emitted[batch.requests[b]]
+                )
             if done and waiting:
-                fresh = self.rows(waiting, len(done), params)
-                rows.replace(done[: len(fresh.row)], fresh)
-                began |= dict.fromkeys(fresh.row, self._spent(rows))
-                done = done[len(fresh.row) :]
+                fresh = self.new_batch(waiting, len(done), params)
+                batch.replace(done[: len(fresh.requests)], fresh)
+                began |= dict.fromkeys(fresh.requests, self._spent(batch))
+                done = done[len(fresh.requests) :]
             if done:
-                keep = [b for b in range(len(rows.row)) if b not in done]
-                rows.select(keep) if keep else rows.row.clear()
+                keep = [b for b in range(len(batch.requests)) if b not in done]
+                batch.select(keep) if keep else batch.requests.clear()
         return results
 
-    def rows(
+    def new_batch(
         self,
         waiting: deque[Wanted],
         most: int,
         params: ImageParams,
         randomness: ContinuousRandomness | None = None,
-    ) -> PatchRows:
-        """Take at most `most` images from the queue and make rows of them."""
+    ) -> ImageBatch:
+        """Take at most `most` images from the queue and make a batch of them."""
         taken = [waiting.popleft() for _ in range(min(most, len(waiting)))]
         device = self.target.device
         randomness = randomness or KeyedRandomness([w.seed for w in taken], device)
         order = self.order(len(taken), randomness)
         label = torch.tensor([w.label for w in taken], device=device)
         patches = self.empty(order, params)
-        return PatchRows(label, order, patches, randomness, [w.number for w in taken])
+        return ImageBatch(label, order, patches, randomness, [w.number for w in taken])
 
     def order(self, count: int, randomness: ContinuousRandomness) -> Tensor:
         """Orders of generation [count, N], raster or random, as the model was trained."""
@@ -175,37 +177,37 @@ class SequentialSampler:
         """Slots that a cycle may write beyond the last token."""
         return 1
 
-    def begin(self, rows: PatchRows, params: ImageParams) -> None:
+    def begin(self, batch: ImageBatch, params: ImageParams) -> None:
         """Make the networks' caches."""
-        rows.networks["target"] = self.cached(self.target, rows, params)
+        batch.networks["target"] = self.cached(self.target, batch, params)
 
-    def cycle(self, rows: PatchRows, params: ImageParams) -> tuple[Tensor, Tensor, Tensor]:
+    def cycle(self, batch: ImageBatch, params: ImageParams) -> tuple[Tensor, Tensor, Tensor]:
         """One target pass.
 
         Returns:
             tokens [B, m, D], how many of them are emitted [B], and which of those are accepted
             drafts, bool [B, m].
         """
-        index = rows.lengths[:, None]
-        step = self.step("target", rows, index, params)
-        start = rows.randomness.normal((*index.shape, self.target.config.dim)).to(rows.patches)
-        x = run_chain(step, start, self.target.head.steps, rows.randomness).states[-1]
-        return x, torch.ones_like(rows.lengths), torch.zeros_like(index, dtype=torch.bool)
+        index = batch.lengths[:, None]
+        step = self.step("target", batch, index, params)
+        start = batch.randomness.normal((*index.shape, self.target.config.dim)).to(batch.patches)
+        x = run_chain(step, start, self.target.head.steps, batch.randomness).states[-1]
+        return x, torch.ones_like(batch.lengths), torch.zeros_like(index, dtype=torch.bool)
 
     def cached(
-        self, network: PatchTransformer, rows: PatchRows, params: ImageParams
+        self, network: PatchTransformer, batch: ImageBatch, params: ImageParams
     ) -> PatchNetwork:
-        """A network with an empty cache that fits these rows."""
-        return PatchNetwork(network, rows.order.shape[1] + 1, params.guidance != 1)
+        """A network with an empty cache that has room for these images."""
+        return PatchNetwork(network, batch.order.shape[1] + 1, params.guidance != 1)
 
     def step(
-        self, name: str, rows: PatchRows, index: Tensor, params: ImageParams, keep: int = 0
+        self, name: str, batch: ImageBatch, index: Tensor, params: ImageParams, keep: int = 0
     ) -> Step:
         """Run a network, and give the densities of its denoising chains.
 
         Args:
             name: 'target' or 'drafter'.
-            rows: The batch.
+            batch: The unfinished requests.
             index: Indices into the order of generation, [B, n].
             params: Guidance and temperature.
             keep: Tokens, the last ones, whose chains are wanted; 0 is all.
@@ -213,8 +215,8 @@ class SequentialSampler:
         Returns:
             The density of each step of the chains, [B, keep].
         """
-        network = rows.networks[name]
-        z, free = (None if t is None else t[:, -keep:] for t in network(rows, index))
+        network = batch.networks[name]
+        z, free = (None if t is None else t[:, -keep:] for t in network(batch, index))
         guidance = None
         if free is not None:
             scale = guidance_scale(index[:, -keep:], self.target.config.tokens, params)
@@ -226,16 +228,16 @@ class SequentialSampler:
 
         return density
 
-    def _spent(self, rows: PatchRows) -> Tensor:
+    def _spent(self, batch: ImageBatch) -> Tensor:
         """Spent so far: seconds, then passes and seconds of target and of drafter, float64 [5]."""
         spent = [time.perf_counter()]
-        for network in (rows.networks["target"], rows.networks.get("drafter")):
+        for network in (batch.networks["target"], batch.networks.get("drafter")):
             spent += [network.passes, network.seconds] if network else [0, 0]
         return torch.tensor(spent, dtype=torch.float64)
 
-    def _result(self, rows: PatchRows, b: int, spent: Tensor, emitted: list[int]) -> ImageResult:
-        order = rows.order[b, : self.target.config.tokens].argsort()
-        patches, accepted = (x[b, : len(order)][order] for x in (rows.patches, rows.accepted))
+    def _result(self, batch: ImageBatch, b: int, spent: Tensor, emitted: list[int]) -> ImageResult:
+        order = batch.order[b, : self.target.config.tokens].argsort()
+        patches, accepted = (x[b, : len(order)][order] for x in (batch.patches, batch.accepted))
         seconds, passes, target_s, drafts, drafter_s = spent.tolist()
         stats = Stats(
             emitted=emitted,
@@ -245,7 +247,7 @@ class SequentialSampler:
             drafter_s=drafter_s,
             sampler_s=seconds - target_s - drafter_s,
         )
-        return ImageResult(patches, int(rows.label[b]), accepted, stats)
+        return ImageResult(patches, int(batch.label[b]), accepted, stats)
 
 
 def load(path: str, config: dict, *, target: str | None, dtype: str, device: str):

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.engine.params import SamplingParams
-from decoding.engine.sampler import Rows
+from decoding.engine.sampler import Batch
 from decoding.masked.block_evaluators import AppendedBlocks, CachedBlocks, WholeTexts
 from decoding.masked.draft_graph import DraftGraph, read_graph
 from decoding.masked.unmasking import next_state, position_order
@@ -101,57 +101,57 @@ class SpiffySampler(DenoiseSampler):
         exact = self.causal or not self.appended
         return "" if exact else "pass=appended with bidirectional attention"
 
-    def network(self, rows: Rows) -> WholeTexts | CachedBlocks:
+    def network(self, batch: Batch) -> WholeTexts | CachedBlocks:
         if not self.appended:
             kind = WholeTexts
         elif not self.causal:
             kind = AppendedBlocks
         else:
-            capacity = rows.tokens.shape[1] + len(self.graph.nodes) * self.block_size
+            capacity = batch.tokens.shape[1] + len(self.graph.nodes) * self.block_size
             return CachedBlocks(self.target, self.block_size, capacity)
         return kind(self.target, self.attention, self.block_size, self.mask_id, self.guidance)
 
-    def begin(self, rows: Rows, params: SamplingParams) -> None:
+    def begin(self, batch: Batch, params: SamplingParams) -> None:
         """Make the state; without a ranking yet, the first cycle has no drafts."""
-        super().begin(rows, params)
-        block = rows.state.block
-        rows.state = SpiffyState(
-            **vars(rows.state),
+        super().begin(batch, params)
+        block = batch.state.block
+        batch.state = SpiffyState(
+            **vars(batch.state),
             order=torch.zeros_like(block),
             best=block[..., None].expand(-1, -1, self.width),
-            left=torch.zeros_like(rows.lengths),
+            left=torch.zeros_like(batch.lengths),
         )
 
-    def cycle(self, rows: Rows, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    def cycle(self, batch: Batch, params: SamplingParams) -> tuple[Tensor, Tensor]:
         """One pass over the current state and the drafts, and as many steps as are verified."""
-        states = torch.cat([rows.state.block[:, None], self.drafts(rows)], 1)
-        logits = rows.networks["target"].ask(rows, states)
-        self.verify(rows, states, logits, params)
-        return self.finished(rows)
+        states = torch.cat([batch.state.block[:, None], self.drafts(batch)], 1)
+        logits = batch.networks["target"].ask(batch, states)
+        self.verify(batch, states, logits, params)
+        return self.finished(batch)
 
-    def drafts(self, rows: Rows) -> Tensor:
+    def drafts(self, batch: Batch) -> Tensor:
         """The draft states [B, D', L], of the nodes that fit at least one sequence.
 
         A node fits if its positions are masked and it leaves a mask (a full block needs no pass).
         Where a node fits other sequences only, a sequence has its current state.
         """
         i, j, there = self.formulas
-        block, left, L = rows.state.block, rows.state.left[:, None], self.block_size
+        block, left, L = batch.state.block, batch.state.left[:, None], self.block_size
         row = torch.arange(len(block), device=block.device)[:, None, None]
-        at = rows.state.order[:, i]  # [B, D, tokens of the largest formula]
+        at = batch.state.order[:, i]  # [B, D, tokens of the largest formula]
         fits = ((i * there).amax(1) < left) & (there.sum(1) < left)  # [B, D]
         # Padding of a formula is written to a spare column after the block.
         spare = pad(block[:, None].expand(-1, len(i), -1), (0, 1))
         drafted = spare.scatter(
-            2, at.where(there & fits[..., None], L), rows.state.best[row, at, j]
+            2, at.where(there & fits[..., None], L), batch.state.best[row, at, j]
         )
         return drafted[:, fits.any(0), :L]
 
-    def verify(self, rows: Rows, states: Tensor, logits: Tensor, params: SamplingParams) -> None:
+    def verify(self, batch: Batch, states: Tensor, logits: Tensor, params: SamplingParams) -> None:
         """Take steps from the current state on while the next state is a draft (Algorithm 1).
 
         Args:
-            rows: The batch; its blocks and steps are updated.
+            batch: The unfinished requests; its blocks and steps are updated.
             states: [B, M, L], the current state first.
             logits: Their logits [B, M, L, V].
             params: The request's parameters.
@@ -159,34 +159,34 @@ class SpiffySampler(DenoiseSampler):
         row = torch.arange(len(states), device=states.device)
         at, going = torch.zeros_like(row), torch.ones_like(row, dtype=torch.bool)
         while going.any():
-            block = rows.state.block
-            scores, confidence = self.judge(rows, logits[row, at], params)
+            block = batch.state.block
+            scores, confidence = self.judge(batch, logits[row, at], params)
             new = next_state(block, scores, confidence, self.mask_id, self.rule)
-            rows.state.block = block = new.where(going[:, None], block)
-            rows.state.step = rows.state.step + going
+            batch.state.block = block = new.where(going[:, None], block)
+            batch.state.step = batch.state.step + going
             same = (states == block[:, None]).all(-1)
             going = going & same.any(1) & (block == self.mask_id).any(1)
             at = torch.where(going, same.int().argmax(1), at)
-        self.rank(rows, logits[row, at], params)
+        self.rank(batch, logits[row, at], params)
 
-    def rank(self, rows: Rows, logits: Tensor, params: SamplingParams) -> None:
+    def rank(self, batch: Batch, logits: Tensor, params: SamplingParams) -> None:
         """Rank positions and tokens for the next drafts (Eq. 10-13).
 
         The next steps are simulated on the same logits, each with its own noise. Without noise one
         step gives the whole ranking, the paper's order by confidence.
 
         Args:
-            rows: The batch; `order`, `best` and `left` of its state are updated.
+            batch: The unfinished requests; `order`, `best` and `left` of its state are updated.
             logits: Of the last state that was evaluated, one step before the current one,
                 [B, L, V].
             params: The request's parameters.
         """
-        state, L = rows.state.block, self.block_size
+        state, L = batch.state.block, self.block_size
         left = (state == self.mask_id).sum(1)
         when, sure = torch.full_like(state, L), logits.new_zeros(state.shape, dtype=torch.float64)
         best = state[..., None].expand(-1, -1, self.width)
         for step in range(min(AHEAD, self.reach) if self.rule.noisy(params) else 1):
-            scores, confidence = self.judge(rows, logits, params, step)
+            scores, confidence = self.judge(batch, logits, params, step)
             new = next_state(state, scores, confidence, self.mask_id, self.rule)
             decided, masked = new != state, state == self.mask_id
             when = when.masked_fill(decided, step)
@@ -194,9 +194,9 @@ class SpiffySampler(DenoiseSampler):
             best = best.where(~masked[..., None], scores.topk(self.width).indices)
             state = new
         # By the step at which a position was decided, and then by confidence.
-        order = position_order(sure, rows.state.block == self.mask_id)
+        order = position_order(sure, batch.state.block == self.mask_id)
         order = order.gather(1, when.gather(1, order).argsort(dim=1, stable=True))
-        rows.state.order, rows.state.best, rows.state.left = order, best, left
+        batch.state.order, batch.state.best, batch.state.left = order, best, left
 
 
 def formulas(graph: DraftGraph, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

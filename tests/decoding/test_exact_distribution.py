@@ -140,9 +140,9 @@ def first_cycle(sampler, rule):
 
 
 def first_rows(sampler, prompt, count, params, randomness):
-    from decoding.engine.sampler import Rows
+    from decoding.engine.sampler import Batch
 
     capacity = len(prompt) + params.max_new_tokens + sampler.margin(params)
-    rows = Rows([prompt] * count, capacity, randomness, "cpu")
+    rows = Batch([prompt] * count, capacity, randomness, "cpu")
     sampler.begin(rows, params)
     return rows

@@ -49,10 +49,10 @@ class Oracle(DeerSampler):
     answers: list[list[int]]
     prompts: list[list[int]]
 
-    def draft_pass(self, rows, k, params):
-        logits = super().draft_pass(rows, k, params)
-        for b, row in enumerate(rows.row):
-            start = int(rows.lengths[b]) - len(self.prompts[row])
+    def draft_pass(self, batch, k, params):
+        logits = super().draft_pass(batch, k, params)
+        for b, row in enumerate(batch.requests):
+            start = int(batch.lengths[b]) - len(self.prompts[row])
             for i, token in enumerate(self.answers[row][start : start + k]):
                 if (start + i) % 4 != 3:
                     logits[b, i, token] = 1e4
@@ -127,19 +127,19 @@ def test_neighbouring_seeds_share_no_noise():
 class ShiftedNoise(DeerSampler):
     """Wrong: the noise is keyed by the block's number instead of the absolute position."""
 
-    def noise(self, rows, count, params):
-        first = rows.lengths
-        rows.lengths = first - first % count
-        noise = super().noise(rows, count, params)
-        rows.lengths = first
+    def noise(self, batch, count, params):
+        first = batch.lengths
+        batch.lengths = first - first % count
+        noise = super().noise(batch, count, params)
+        batch.lengths = first
         return noise
 
 
 class ForgottenRollback(DeerSampler):
     """Wrong: the drafted tokens are emitted though they were not accepted."""
 
-    def cycle(self, rows, params):
-        tokens, counts = super().cycle(rows, params)
+    def cycle(self, batch, params):
+        tokens, counts = super().cycle(batch, params)
         return tokens, (counts + 1).clamp_max(self.block_size + 1)
 
 

@@ -10,7 +10,7 @@ from data.text.tokenizer import draft_token_ids, train_tokenizer, with_draft_tok
 from decoding.engine.cache import CachedNetwork
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import KeyedRandomness
-from decoding.engine.sampler import Rows
+from decoding.engine.sampler import Batch
 from decoding.samplers.deer import DeerSampler
 from models import diffusion
 from models.masks import causal
@@ -182,7 +182,7 @@ def test_partly_masked_blocks_show_their_clean_tokens():
 def draft_rows(sampler, prompts, params):
     """Rows of a batch that are prefilled and have drafted nothing."""
     capacity = max(map(len, prompts)) + params.max_new_tokens + sampler.margin(params)
-    rows = Rows(prompts, capacity, KeyedRandomness([0] * len(prompts)), "cpu")
+    rows = Batch(prompts, capacity, KeyedRandomness([0] * len(prompts)), "cpu")
     sampler.begin(rows, params)
     return rows
 

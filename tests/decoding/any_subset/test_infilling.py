@@ -65,9 +65,9 @@ def test_coupled_drafts_change_no_token(name, temperature):
 class NoiseByCycle(AsarmSampler):
     """Wrong: the noise is keyed by the index in the cycle instead of the position."""
 
-    def order_noise(self, rows, count, params):
-        at = torch.arange(count).expand(len(rows.row), -1)
-        return rows.randomness.gumbel(at, self.vocabulary)
+    def order_noise(self, batch, count, params):
+        at = torch.arange(count).expand(len(batch.requests), -1)
+        return batch.randomness.gumbel(at, self.vocabulary)
 
 
 @pytest.mark.parametrize(("draft", "rule"), [*((d, "coupled") for d in DRAFTS[1:]), FUSED_TREE])
@@ -102,18 +102,18 @@ def test_a_tree_of_drafts_fills_more_tokens_a_pass_than_one_draft():
 class SeesSiblings(AsarmSampler):
     """Wrong: nodes see all nodes of lower depth, whatever their path."""
 
-    def target_logits(self, rows, draft, A, ahead, params, trees=None):
+    def target_logits(self, batch, draft, A, ahead, params, trees=None):
         if trees is not None:
             trees = trees._replace(path=torch.zeros_like(trees.path))
-        return super().target_logits(rows, draft, A, ahead, params, trees)
+        return super().target_logits(batch, draft, A, ahead, params, trees)
 
 
 class ForgetsToMove(AsarmSampler):
     """Wrong: the nodes of the path stay where they were in the cache."""
 
-    def begin(self, rows, params):
-        super().begin(rows, params)
-        rows.networks["target"].keep_path = lambda *args: None
+    def begin(self, batch, params):
+        super().begin(batch, params)
+        batch.networks["target"].keep_path = lambda *args: None
 
 
 @pytest.mark.parametrize("wrong", [SeesSiblings, ForgetsToMove])
@@ -158,9 +158,9 @@ def test_only_without_a_cache_a_pass_runs_the_whole_text(monkeypatch, draft):
 class ForgetsTheCorrection(AsarmSampler):
     """Wrong: believes that the cache holds the content of the target's own token."""
 
-    def cycle(self, rows, params):
-        tokens, counts = super().cycle(rows, params)
-        rows.state.cached = rows.lengths + counts
+    def cycle(self, batch, params):
+        tokens, counts = super().cycle(batch, params)
+        batch.state.cached = batch.lengths + counts
         return tokens, counts
 
 
@@ -259,7 +259,7 @@ def test_no_half_character_is_shown_and_rows_do_not_mix():
     prompts, params = ["é<hole:9>漢<hole:4>", "<hole:7>🙂a"], SamplingParams(seed=4)
     texts = [[], []]
     for chunk in s.stream(prompts, params):
-        texts[chunk.row].append(chunk.text)
+        texts[chunk.request].append(chunk.text)
     assert ["".join(t) for t in texts] == [r.text for r in s.generate(prompts, params)]
     assert not any(t.endswith("�") for row in texts for t in row[:-1])
     assert min(map(len, texts)) > 1

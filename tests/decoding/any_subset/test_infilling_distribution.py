@@ -92,30 +92,30 @@ def take_the_target(draft, q, p, randomness):
 class Parallel(AsarmSampler):
     """Wrong, as a discrete diffusion sampler is: independent drafts are emitted unverified."""
 
-    def cycle(self, rows, params):
-        tokens, counts = super().cycle(rows, params)
-        left = rows.state.size - rows.lengths
-        tokens = torch.cat([tokens[:, :1], rows.state.draft], 1)
-        rows.state.draft = tokens[:, :0]
-        rows.state.cached = rows.lengths
+    def cycle(self, batch, params):
+        tokens, counts = super().cycle(batch, params)
+        left = batch.state.size - batch.lengths
+        tokens = torch.cat([tokens[:, :1], batch.state.draft], 1)
+        batch.state.draft = tokens[:, :0]
+        batch.state.cached = batch.lengths
         return tokens, torch.full_like(counts, tokens.shape[1]).minimum(left)
 
 
 class LateDrafts(AsarmSampler):
     """Wrong: verifies the drafts with q's of other positions than they were drawn from."""
 
-    def cycle(self, rows, params):
-        out = super().cycle(rows, params)
-        if rows.state.q is not None:
-            rows.state.q = rows.state.q.roll(1, 1)
+    def cycle(self, batch, params):
+        out = super().cycle(batch, params)
+        if batch.state.q is not None:
+            batch.state.q = batch.state.q.roll(1, 1)
         return out
 
 
 class SeesTheDrafts(AsarmSampler):
     """Wrong: a draft is verified conditioned on the drafts after it, too."""
 
-    def target_logits(self, rows, draft, A, ahead, params):
-        logits = super().target_logits(rows, draft, A, ahead, params)
+    def target_logits(self, batch, draft, A, ahead, params):
+        logits = super().target_logits(batch, draft, A, ahead, params)
         return logits[:, -1:].expand(-1, A, -1, -1) if A > 1 else logits
 
 

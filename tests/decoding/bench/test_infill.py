@@ -90,7 +90,9 @@ def test_a_hidden_middle(bench):
     middle = dataclasses.replace(bench, hide="middle", hidden=0.5)
     hidden = hide(middle, [list(range(8)), list(range(5)), [7]], None)
     assert hidden == [[0, 1, None, None, None, None, 6, 7], [0, None, None, 3, 4], [None]]
-    with pytest.raises(ValueError, match=r"unknown hide 'sides'.* Choose from \['lines', 'middle', 'random'\]"):
+    with pytest.raises(
+        ValueError, match=r"unknown hide 'sides'.* Choose from \['lines', 'middle', 'random'\]"
+    ):
         dataclasses.replace(bench, hide="sides")
 
 

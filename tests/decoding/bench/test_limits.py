@@ -5,7 +5,6 @@ from itertools import product
 
 import pytest
 import torch
-from tests.decoding.test_exact_distribution import deer, first_cycle, go_on_after_a_rejection
 
 from data.text.tokenizer import draft_token_ids, fingerprint, train_tokenizer, with_draft_tokens
 from decoding.bench.limits import run
@@ -21,6 +20,7 @@ from decoding.engine import verify
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import KeyedRandomness
 from models.diffusion import from_causal_lm
+from tests.decoding.test_exact_distribution import deer, first_cycle, go_on_after_a_rejection
 from tests.support import tiny
 from tests.support.enumerating import EnumeratingRandomness
 from tests.support.lab import write_corpus

@@ -154,7 +154,7 @@ def test_exports_of_different_tokenizers_are_refused(bench, tmp_path):
     [
         ("model=/no/where", "no model at '/no/where'"),
         ("modle=x", "Did you mean 'model'"),
-        ("prompts=many", "not of type int"),
+        ("prompts=many", "prompts='many'"),
         ("max_new_tokens=0", "max_new_tokens=0 is not allowed"),
     ],
 )

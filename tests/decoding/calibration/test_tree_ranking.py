@@ -42,11 +42,11 @@ def test_a_drafter_that_is_always_right_or_always_wrong():
 class TargetLogits(DeerSampler):
     """A drafter that has the target's own logits of the next token, at every depth."""
 
-    def draft_pass(self, rows, k, params):
-        super().draft_pass(rows, k, params)
-        logits = self.target(rows.tokens).logits.double()
-        here = torch.arange(len(rows.lengths))
-        return warp(logits[here, rows.lengths - 1][:, None].expand(-1, k, -1), params)
+    def draft_pass(self, batch, k, params):
+        super().draft_pass(batch, k, params)
+        logits = self.target(batch.tokens).logits.double()
+        here = torch.arange(len(batch.lengths))
+        return warp(logits[here, batch.lengths - 1][:, None].expand(-1, k, -1), params)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])

@@ -122,8 +122,8 @@ def test_ranking_with_the_noise_takes_fewer_passes():
 class WithoutNoise(DeerSampler):
     """Right but slower: the tree is ranked without the noise."""
 
-    def tree_cycle(self, rows, q_logits, noise, params):
-        return super().tree_cycle(rows, q_logits - noise[:, :-1], noise, params)
+    def tree_cycle(self, batch, q_logits, noise, params):
+        return super().tree_cycle(batch, q_logits - noise[:, :-1], noise, params)
 
 
 def everything_before(q, k):

@@ -16,11 +16,11 @@ class Reading(PlainSampler):
 
     hidden_layers = LAYERS
 
-    def begin(self, rows, params):
-        self.seen = [self.prefill(rows, "target", self.cached_target(rows))]
+    def begin(self, batch, params):
+        self.seen = [self.prefill(batch, "target", self.cached_target(batch))]
 
-    def target_pass(self, rows, draft, params):
-        output = super().target_pass(rows, draft, params)
+    def target_pass(self, batch, draft, params):
+        output = super().target_pass(batch, draft, params)
         self.seen.append(output.hidden_states)
         return output
 

@@ -29,13 +29,13 @@ class Scripted(Sampler):
     def margin(self, params):
         return 16
 
-    def begin(self, rows, params):
-        self.prefill(rows, "target", self.cached_target(rows))
+    def begin(self, batch, params):
+        self.prefill(batch, "target", self.cached_target(batch))
         self.done, self.cycles = [0] * len(self.scripts), [0] * len(self.scripts)
 
-    def cycle(self, rows, params):
-        tokens, counts = torch.full((len(rows.row), 8), EOS), []
-        for b, row in enumerate(rows.row):
+    def cycle(self, batch, params):
+        tokens, counts = torch.full((len(batch.requests), 8), EOS), []
+        for b, row in enumerate(batch.requests):
             size = self.sizes[(row + self.cycles[row]) % len(self.sizes)]
             new = self.scripts[row][self.done[row] :][:size] or [EOS]
             self.done[row], self.cycles[row] = self.done[row] + len(new), self.cycles[row] + 1
@@ -52,9 +52,9 @@ def read(sampler, params, rows=1):
     """The chunks and the result of every row; checks what holds for any stream."""
     chunks, results = [[] for _ in range(rows)], [None] * rows
     for chunk in sampler.stream([[1]] * rows, params):
-        assert results[chunk.row] is None, "a chunk after the row's end"
-        chunks[chunk.row].append(chunk)
-        results[chunk.row] = chunk.result
+        assert results[chunk.request] is None, "a chunk after the row's end"
+        chunks[chunk.request].append(chunk)
+        results[chunk.request] = chunk.result
     for parts, result in zip(chunks, results):
         assert "".join(c.text for c in parts) == result.text
         assert [t for c in parts for t in c.token_ids] == result.token_ids
@@ -182,7 +182,7 @@ def test_real_samplers_stream_what_they_generate(stop):
         results = sampler.generate(prompts, params)
         streamed = ["", "", "", ""]
         for chunk in sampler.stream(prompts, params):
-            streamed[chunk.row] += chunk.text
+            streamed[chunk.request] += chunk.text
         assert streamed == [r.text for r in results]
         assert not any(s in r.text for s in stop for r in results)
         texts.append(streamed)

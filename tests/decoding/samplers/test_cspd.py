@@ -9,7 +9,7 @@ import torch
 from scipy import stats
 
 from decoding.bench.two_sample import permutation_test
-from decoding.continuous.image_state import ImageParams, PatchNetwork, PatchRows, guidance_scale
+from decoding.continuous.image_state import ImageBatch, ImageParams, PatchNetwork, guidance_scale
 from decoding.engine.randomness import KeyedRandomness
 from decoding.samplers.cspd import CspdSampler
 from decoding.samplers.sequential import SequentialSampler
@@ -159,7 +159,7 @@ def test_the_target_sees_gamma_tokens_in_one_pass_as_in_gamma_passes(head):
     generator = torch.Generator().manual_seed(0)
     patches = torch.randn(2, 10, 1, generator=generator, dtype=torch.float64)
     order = torch.stack([torch.randperm(9, generator=generator) for _ in range(2)])
-    rows = PatchRows(torch.tensor([0, 2]), order, patches, KeyedRandomness([0, 1]), [0, 1])
+    rows = ImageBatch(torch.tensor([0, 2]), order, patches, KeyedRandomness([0, 1]), [0, 1])
     one, many = (PatchNetwork(target, 12, True) for _ in "ab")
     start = torch.tensor([[0], [0]])
     ragged = torch.tensor([[4], [2]])

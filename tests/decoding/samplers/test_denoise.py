@@ -44,8 +44,8 @@ def test_greedy_is_the_public_samplers_rule(attention, rule):
 class LeftToRight(DenoiseSampler):
     """Wrong: decides the leftmost masked tokens."""
 
-    def judge(self, rows, logits, params, ahead=0):
-        scores, confidence = super().judge(rows, logits, params)
+    def judge(self, batch, logits, params, ahead=0):
+        scores, confidence = super().judge(batch, logits, params)
         return scores, -torch.arange(confidence.shape[1]).expand_as(confidence).double()
 
 

@@ -39,19 +39,19 @@ def knowing(cls, texts, miss):
     """
 
     class Knowing(cls):
-        def begin(self, rows, params):
-            super().begin(rows, params)
-            for b, row in enumerate(rows.row):
+        def begin(self, batch, params):
+            super().begin(batch, params)
+            for b, row in enumerate(batch.requests):
                 start = len(PROMPTS[row])
-                text = texts[row][: rows.tokens.shape[1] - start]
-                rows.tokens[b, start : start + len(text)] = torch.tensor(text)
-                rows.tokens[b, start + miss - 1 : start + len(text) : miss] += 1
-                rows.tokens[b] %= V
+                text = texts[row][: batch.tokens.shape[1] - start]
+                batch.tokens[b, start : start + len(text)] = torch.tensor(text)
+                batch.tokens[b, start + miss - 1 : start + len(text) : miss] += 1
+                batch.tokens[b] %= V
 
-        def recall(self, rows):
-            candidates, found = super().recall(rows)
-            for b, row in enumerate(rows.row if candidates.shape[1] else ()):
-                at = int(rows.lengths[b]) - len(PROMPTS[row])
+        def recall(self, batch):
+            candidates, found = super().recall(batch)
+            for b, row in enumerate(batch.requests if candidates.shape[1] else ()):
+                at = int(batch.lengths[b]) - len(PROMPTS[row])
                 text = texts[row][at : at + candidates.shape[2]]
                 candidates[b, 0, : len(text)] = torch.tensor(text)
             return candidates, found
@@ -197,38 +197,38 @@ def test_only_committed_tokens_are_streamed():
     for sampler in (jacobi(model, 5, True), multi(model, 5, 3, 2)):
         streamed = [[] for _ in PROMPTS]
         for chunk in sampler.stream(PROMPTS, params, seeds=SEEDS):
-            row = streamed[chunk.row]
+            row = streamed[chunk.request]
             row += chunk.token_ids
-            assert row == expected[chunk.row][: len(row)]
+            assert row == expected[chunk.request][: len(row)]
         assert streamed == expected
 
 
 class ShiftedNoise(JacobiMRSampler):
     """Wrong: the noise is keyed by the pass's number instead of the absolute position."""
 
-    def noise(self, rows, count, params):
-        first = rows.lengths
-        rows.lengths = first - first % count
-        noise = super().noise(rows, count, params)
-        rows.lengths = first
+    def noise(self, batch, count, params):
+        first = batch.lengths
+        batch.lengths = first - first % count
+        noise = super().noise(batch, count, params)
+        batch.lengths = first
         return noise
 
 
 class OneTooMany(JacobiMRSampler):
     """Wrong: a guess is emitted that was not accepted."""
 
-    def cycle(self, rows, params):
-        tokens, counts = super().cycle(rows, params)
+    def cycle(self, batch, params):
+        tokens, counts = super().cycle(batch, params)
         return tokens, (counts + 1).clamp_max(self.block_size)
 
 
 class PseudoCommits(JacobiMRSampler):
     """Wrong: what a pseudo-active block accepted is never verified again."""
 
-    def branch_pass(self, rows, guess, candidates, params):
-        main, others = super().branch_pass(rows, guess, candidates, params)
-        at = rows.lengths[:, None] + torch.arange(guess.shape[1])
-        frozen = rows.state.frozen.gather(1, at)
+    def branch_pass(self, batch, guess, candidates, params):
+        main, others = super().branch_pass(batch, guess, candidates, params)
+        at = batch.lengths[:, None] + torch.arange(guess.shape[1])
+        frozen = batch.state.frozen.gather(1, at)
         main[:, : guess.shape[1]] = torch.where(frozen, guess, main[:, : guess.shape[1]])
         return main, others
 

@@ -77,14 +77,14 @@ def test_the_text_is_that_of_denoise(attention, way, temperature):
 class Careless(SpiffySampler):
     """Wrong: takes the first draft for the next state, without looking whether it is."""
 
-    def drafts(self, rows):
-        self.drafted = super().drafts(rows)
+    def drafts(self, batch):
+        self.drafted = super().drafts(batch)
         return self.drafted
 
-    def verify(self, rows, states, logits, params):
+    def verify(self, batch, states, logits, params):
         if states.shape[1] > 1:
-            rows.state.block = states[:, 1]
-        super().verify(rows, states, logits, params)
+            batch.state.block = states[:, 1]
+        super().verify(batch, states, logits, params)
 
 
 @pytest.mark.parametrize("attention", KINDS)
@@ -98,14 +98,14 @@ def test_accepting_without_looking_fails_the_same_test(attention):
 class StepBlind(SpiffySampler):
     """Wrong: the noise of a drafted state is that of the step at which the pass began."""
 
-    def cycle(self, rows, params):
-        self.step = rows.state.step
-        return super().cycle(rows, params)
+    def cycle(self, batch, params):
+        self.step = batch.state.step
+        return super().cycle(batch, params)
 
-    def judge(self, rows, logits, params, ahead=0):
-        now, rows.state.step = rows.state.step, self.step
-        judged = super().judge(rows, logits, params)
-        rows.state.step = now
+    def judge(self, batch, logits, params, ahead=0):
+        now, batch.state.step = batch.state.step, self.step
+        judged = super().judge(batch, logits, params)
+        batch.state.step = now
         return judged
 
 

@@ -8,7 +8,7 @@ from models.toy import Reader
 from torch import Tensor
 
 from decoding.engine import verify, vocabulary
-from decoding.engine.sampler import Rows, Sampler, State
+from decoding.engine.sampler import Batch, Sampler, State
 from decoding.engine.verify import choose
 from decoding.engine.warp import fit_vocabulary, warp
 
@@ -34,36 +34,36 @@ class ToySampler(Sampler):
     def margin(self, params):
         return self.block_size + 2
 
-    def begin(self, rows: Rows, params):
-        states = self.prefill(rows, "target", self.cached_target(rows))
-        hidden = torch.zeros(len(rows.row), self.target.config.hidden_size)
+    def begin(self, batch: Batch, params):
+        states = self.prefill(batch, "target", self.cached_target(batch))
+        hidden = torch.zeros(len(batch.requests), self.target.config.hidden_size)
         hidden = hidden.to(self.target.device, self.target.dtype)
         if states:
-            at = (rows.lengths - 2).clamp_min(0)
+            at = (batch.lengths - 2).clamp_min(0)
             there = states[0][torch.arange(len(at)), at]
-            hidden = there.where((rows.lengths > 1)[:, None], hidden)
-        rows.state = ToyState(hidden)
+            hidden = there.where((batch.lengths > 1)[:, None], hidden)
+        batch.state = ToyState(hidden)
 
-    def draft_pass(self, rows: Rows, k, params):
+    def draft_pass(self, batch: Batch, k, params):
         """Warped logits [B, k, V] of the next tokens."""
-        logits = self.drafter(rows.state.hidden)[:, :k]
+        logits = self.drafter(batch.state.hidden)[:, :k]
         return warp(fit_vocabulary(logits, self.vocabulary, (), self.draft_ids), params)
 
-    def cycle(self, rows: Rows, params):
-        q_logits = self.draft_pass(rows, self.block_size, params)
+    def cycle(self, batch: Batch, params):
+        q_logits = self.draft_pass(batch, self.block_size, params)
         if params.keyed:
-            noise = self.noise(rows, self.block_size + 1, params)
+            noise = self.noise(batch, self.block_size + 1, params)
             draft = choose(q_logits, noise)
         else:
             q = q_logits.softmax(-1)
-            draft = rows.randomness.categorical(q)
-        output = self.target_pass(rows, draft, params)
+            draft = batch.randomness.categorical(q)
+        output = self.target_pass(batch, draft, params)
         if params.keyed:
             accepted, following = verify.coupled(draft, choose(output.logits, noise))
         else:
             p = output.logits.softmax(-1)
-            accepted, following = verify.rejection(draft, q, p, rows.randomness)
-        rows.state.hidden = output.hidden_states[0][torch.arange(len(accepted)), accepted]
+            accepted, following = verify.rejection(draft, q, p, batch.randomness)
+        batch.state.hidden = output.hidden_states[0][torch.arange(len(accepted)), accepted]
         tokens = torch.cat([draft, draft[:, :1]], 1)
         tokens.scatter_(1, accepted[:, None], following[:, None])
         return tokens, accepted + 1
