@@ -42,7 +42,7 @@ class ContinuousRandomness(Randomness, Protocol):
         """Replace these rows of the batch by those of `fresh`, which keep their own draw count."""
 
 
-class KeyedRandomness:
+class KeyedRandomness(ContinuousRandomness):
     """Counter-based randomness for B requests: splitmix64 of (seed, purpose, counter, index).
 
     Every row takes part in every draw until it is finished and dropped or replaced. So a row's
