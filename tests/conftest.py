@@ -47,15 +47,17 @@ def as_before_a_command(clean_process):
     """Takes back what a command changes for good, as it may: it is alone in its process."""
     log, verbosity = logging.getLogger("pytorch_lightning"), transformers.logging.get_verbosity()
     level, bars = log.level, transformers.logging.is_progress_bar_enabled()
-    seed = os.environ.get("PL_GLOBAL_SEED")  # Lightning's, of the last fit
+    seeds = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")  # Lightning's, of the last fit
+    values = {name: os.environ.get(name) for name in seeds}
     yield
     log.setLevel(level)
     transformers.logging.set_verbosity(verbosity)
     if bars:
         transformers.logging.enable_progress_bar()
-    os.environ.pop("PL_GLOBAL_SEED", None)
-    if seed is not None:
-        os.environ["PL_GLOBAL_SEED"] = seed
+    for name, value in values.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
 
 
 @pytest.fixture(scope="session")
