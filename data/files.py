@@ -1,8 +1,8 @@
 """Atomic writes: a file or folder is on disk whole, as it was before, or not at all.
 
-Each is made under a hidden name beside its own and renamed when it is complete. Several processes
-may write the same path at once: each has a hidden name of its own, and the last rename counts. A
-process that is killed leaves at most `.<name>.<random>` beside the path.
+Each is written under a hidden name beside its own path and renamed when it is complete. Several
+processes may write the same path at once: each has a hidden name of its own, and the last rename
+counts. A process that is killed leaves at most `.<name>.<random>` beside the path.
 """
 
 import errno
@@ -16,13 +16,17 @@ from pathlib import Path
 
 @contextmanager
 def atomic_write(path: str | os.PathLike, sync: bool = False) -> Iterator[Path]:
-    """Yield a temporary path; what the block writes there replaces the file `path` at its end.
+    """A context that replaces a file by what its block has written, at the block's end.
 
     Where the block raises, `path` is untouched and nothing is left.
 
     Args:
-        path: the file; its folder must exist.
-        sync: wait until the bytes are on the disk, so that they outlive a crash of the machine too.
+        path: The file; its folder must exist.
+        sync: Whether to wait until the bytes are on the disk, so that they outlive a crash of the
+            machine too.
+
+    Yields:
+        A temporary path for the block to write.
 
     >>> import tempfile
     >>> file = Path(tempfile.mkdtemp(), "a.txt")
@@ -41,10 +45,16 @@ def atomic_write(path: str | os.PathLike, sync: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(path: str | os.PathLike) -> Iterator[Path]:
-    """Yield a new empty folder, which takes the place of the folder `path` at the block's end.
+    """A context that replaces a folder by what its block has written, at the block's end.
 
     Where the block raises, `path` is untouched and nothing is left. A folder that was at `path`
     is set aside for the moment of the rename and then removed.
+
+    Args:
+        path: The folder; those above it are made.
+
+    Yields:
+        A new empty folder for the block to fill.
     """
     temporary = hidden_sibling(Path(path))
     temporary.mkdir(parents=True)
@@ -64,9 +74,12 @@ def put_in_place(temporary: Path, path: Path, sync: bool = False) -> None:
     """Rename a complete file or folder to its own path, over what is there.
 
     Args:
-        temporary: what is complete, on the same file system.
-        path: its path from now on.
-        sync: first wait until all of it is on the disk, and then until the rename is.
+        temporary: The complete file or folder, on the same file system.
+        path: Its path from now on.
+        sync: Whether to wait until all of it is on the disk, and then until the rename is.
+
+    Raises:
+        OSError: The rename failed; what was at `path` is there again.
     """
     if sync:
         for part in (temporary, *(temporary.rglob("*") if temporary.is_dir() else ())):

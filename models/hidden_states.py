@@ -15,20 +15,20 @@ from transformers import PreTrainedModel
 
 @contextmanager
 def capture(network: PreTrainedModel, layers: Sequence[int]) -> Iterator[list[Tensor]]:
-    """The outputs of some decoder layers, in a list that each forward inside the `with` fills.
+    """A context whose list holds the outputs of some decoder layers after each forward in it.
 
     Args:
-        network: a causal LM whose decoder has its layers in `.layers` (Llama, Qwen, Mistral, ...).
+        network: A causal LM whose decoder has its layers in `.layers` (Llama, Qwen, Mistral, ...).
         layers: 0-based indices i; state i is the *output* of decoder layer i, which transformers
             counts as `hidden_states[i + 1]`. That of the last layer is taken before the final norm
             (transformers' own last entry is taken after it).
 
     Yields:
-        One tensor [B, n, H] a layer, in the order of `layers`; empty before the first forward. A
-        further forward replaces them. Without layers nothing is hooked.
+        A list with one tensor [B, n, H] a layer, in the order of `layers`; empty before the first
+        forward. A further forward replaces them. Without layers nothing is hooked.
 
     Raises:
-        ValueError: a layer that the network does not have, or no such decoder.
+        ValueError: A layer that the network does not have, or no such decoder.
     """
     states: list[Tensor] = []
     modules = [_layer(network, i) for i in layers]
@@ -50,7 +50,15 @@ def capture(network: PreTrainedModel, layers: Sequence[int]) -> Iterator[list[Te
 
 
 def check_layers(network: PreTrainedModel, layers: Sequence[int]) -> None:
-    """Raise ValueError unless the network has all of these decoder layers."""
+    """Check that a network has some decoder layers.
+
+    Args:
+        network: A causal LM.
+        layers: 0-based indices.
+
+    Raises:
+        ValueError: A layer that the network does not have, or no list of decoder layers.
+    """
     for i in layers:
         _layer(network, i)
 

@@ -27,16 +27,16 @@ class PatchConfig(PreTrainedConfig):
     """Configuration of a `PatchTransformer`.
 
     Args:
-        size: side of the square image (or of its latents), in pixels.
-        channels: channels of the image (or of its latents).
-        patch: side of a patch, in pixels; it must divide `size`.
-        classes: number of labels, 0 to classes - 1; label `classes` means no class.
+        size: Side of the square image (or of its latents), in pixels.
+        channels: Channels of the image (or of its latents).
+        patch: Side of a patch, in pixels; it must divide `size`.
+        classes: Number of labels, 0 to classes - 1; label `classes` means no class.
         order: 'raster', or 'random' (a permutation for each image).
         head: {kind: 'diffusion' or 'mixture', and the arguments of that head}.
-        backbone: fields of transformers' LlamaConfig.
+        backbone: Fields of transformers' LlamaConfig.
 
     Raises:
-        ValueError: for a patch that does not divide the size, or an unknown order.
+        ValueError: A patch that does not divide the size, or an unknown order.
     """
 
     model_type = "parade_patches"
@@ -75,8 +75,11 @@ class PatchConfig(PreTrainedConfig):
 class PatchTransformer(PreTrainedModel):
     """The causal transformer over patches; its `head` maps hidden states to token densities.
 
+    Args:
+        config: Sizes, order, head and backbone.
+
     Raises:
-        ValueError: for an unknown head, or arguments that this head does not take.
+        ValueError: An unknown head, or arguments that this head does not take.
     """
 
     config_class = PatchConfig
@@ -123,11 +126,11 @@ class PatchTransformer(PreTrainedModel):
         return {"patches": patches, "label": torch.zeros(1).long(), "order": torch.arange(N)[None]}
 
     def embed_class(self, label: Tensor, following: Tensor) -> Tensor:
-        """Embedded input 0: the class, and the position to predict.
+        """The embedding of input 0: the class, and the position to predict.
 
         Args:
-            label: [B].
-            following: positions to predict [B, n].
+            label: [B], 0 to classes; `classes` means no class.
+            following: Positions to predict [B, n].
 
         Returns:
             [B, n, H].
@@ -135,12 +138,12 @@ class PatchTransformer(PreTrainedModel):
         return self.backbone.embed_tokens(label)[:, None] + self.next(following)
 
     def embed_patches(self, patches: Tensor, position: Tensor, following: Tensor) -> Tensor:
-        """Embedded inputs of patches: value, position, and the position to predict.
+        """The embeddings of patches: value, position, and the position to predict.
 
         Args:
             patches: [B, n, D].
-            position: positions of the patches [B, n].
-            following: positions to predict [B, n].
+            position: Positions of the patches [B, n].
+            following: Positions to predict [B, n].
 
         Returns:
             [B, n, H].
@@ -148,12 +151,15 @@ class PatchTransformer(PreTrainedModel):
         return self.token(patches) + self.here(position) + self.next(following)
 
     def forward(self, patches: Tensor, label: Tensor, order: Tensor) -> Tensor:
-        """Hidden states z [B, N, H]: the head's density at z_i is that of token i given tokens < i.
+        """The hidden states of all tokens: the head's density at z_i is p(token i | tokens < i).
 
         Args:
             patches: [B, N, D], sorted by the order.
             label: [B].
-            order: positions of the patches [B, N].
+            order: Positions of the patches [B, N].
+
+        Returns:
+            z [B, N, H].
         """
         first = self.embed_class(label, order[:, :1])
         others = self.embed_patches(patches[:, :-1], order[:, :-1], order[:, 1:])
@@ -165,12 +171,15 @@ def from_config(head: str, heads: dict[str, dict], **config) -> PatchTransformer
     """A new transformer with random weights.
 
     Args:
-        head: the kind of head, a key of `heads`.
-        heads: the arguments of each kind of head.
-        **config: further arguments of `PatchConfig`.
+        head: The kind of head, a key of `heads`.
+        heads: The arguments of each kind of head.
+        **config: Further arguments of `PatchConfig`.
+
+    Returns:
+        The network.
 
     Raises:
-        ValueError: for a head that is not in `heads`, and as `PatchConfig` does.
+        ValueError: A head that is not in `heads`, or as `PatchConfig` raises.
     """
     if head not in heads:
         raise ValueError(f"unknown head {head!r}. Choose from {sorted(heads)}")
@@ -182,12 +191,15 @@ def mar(mar_size: str, head: str, heads: dict[str, dict], **config) -> PatchTran
 
     Args:
         mar_size: 'B', 'L' or 'H'.
-        head: as in `from_config`.
-        heads: as in `from_config`.
-        **config: further arguments of `PatchConfig`.
+        head: As in `from_config`.
+        heads: As in `from_config`.
+        **config: Further arguments of `PatchConfig`.
+
+    Returns:
+        The network.
 
     Raises:
-        ValueError: for another size, and as `from_config` does.
+        ValueError: Another size, or as `from_config` raises.
     """
     if mar_size not in MAR:
         raise ValueError(f"unknown mar_size {mar_size!r}. Choose from {sorted(MAR)}")
@@ -207,9 +219,13 @@ def mar(mar_size: str, head: str, heads: dict[str, dict], **config) -> PatchTran
 def check_pair(target: PatchTransformer, drafter: PatchTransformer) -> None:
     """Check that a drafter can draft for a target.
 
+    Args:
+        target: The target; its weights are not read.
+        drafter: The drafter; its weights are not read.
+
     Raises:
-        ValueError: unless patches, classes, order and noise schedule are equal, and the chain's
-            last step is noisy.
+        ValueError: Patches, classes, order or noise schedule differ, or the chain's last step has
+            no noise.
     """
     for name in ("size", "channels", "patch", "classes", "order"):
         ours, theirs = getattr(drafter.config, name), getattr(target.config, name)
@@ -231,21 +247,34 @@ def check_pair(target: PatchTransformer, drafter: PatchTransformer) -> None:
 
 
 def skeleton(path: str) -> PatchTransformer:
-    """A trained one without its weights (on the device 'meta'), from a folder or the Hub.
+    """A trained transformer without its weights, from a folder or the Hub.
+
+    Args:
+        path: A folder or Hub id; only its config.json is read.
+
+    Returns:
+        The network, its weights on the device 'meta'.
 
     Raises:
-        ValueError: one line that names the path and why it cannot be read.
+        ValueError: One line that names the path and why it cannot be read.
     """
     with _one_line(path), torch.device("meta"):
         return PatchTransformer(PatchConfig.from_pretrained(path))
 
 
 def load(path: str, dtype: str | torch.dtype = "float32") -> PatchTransformer:
-    """A trained one, from a folder or the Hub.
+    """A trained transformer, from a folder or the Hub.
+
+    Args:
+        path: A folder or Hub id.
+        dtype: Of the weights.
+
+    Returns:
+        The network, in evaluation mode.
 
     Raises:
-        ValueError: one line that names the path and what is wrong with it (missing, damaged,
-            tensors that are missing or too many).
+        ValueError: One line that names the path and what is wrong with it: missing, damaged,
+            tensors missing or too many, in a local folder weights that are not finite.
     """
     with _one_line(path):
         network, found = PatchTransformer.from_pretrained(
@@ -259,7 +288,7 @@ def load(path: str, dtype: str | torch.dtype = "float32") -> PatchTransformer:
 
 @contextmanager
 def _one_line(path: str) -> Iterator[None]:
-    """Whatever a library below raises becomes one line that names the path."""
+    """A context that turns any library's error into one line that names the path."""
     try:
         yield
     except Exception as error:

@@ -8,16 +8,19 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import nn
 
-SHOWN = 3  # keys of a message
+SHOWN = 3  # keys that a message names
 
 
 def check_complete(network: nn.Module, found: Mapping[str, Collection]) -> None:
-    """Raise ValueError unless the checkpoint has the network's tensors, all of them and no others.
+    """Check that a checkpoint has all of the network's tensors and no others.
 
     Args:
-        network: The loaded one; what it shares between two names needs to be stored once.
+        network: The loaded one; a tensor that two names share needs to be stored once.
         found: What `from_pretrained(..., output_loading_info=True)` returns beside the network.
-            What a class declares itself (tied weights, keys to ignore) is not in it.
+            Keys that a class declares itself (tied weights, keys to ignore) are not in it.
+
+    Raises:
+        ValueError: Tensors are missing, unexpected or of another size; one line names them.
     """
     weights = dict(network.named_parameters(remove_duplicate=False))
     missing = set(found.get("missing_keys", ()))
@@ -38,7 +41,14 @@ def check_complete(network: nn.Module, found: Mapping[str, Collection]) -> None:
 
 
 def check_finite(network: nn.Module) -> None:
-    """Raise ValueError for weights that are not finite numbers; reads all of them once."""
+    """Check that all weights are finite numbers; reads all of them once.
+
+    Args:
+        network: The loaded one; tensors on the device 'meta' are passed over.
+
+    Raises:
+        ValueError: A tensor with a number that is not finite; one line names it.
+    """
     for name, weight in network.named_parameters():
         # isfinite knows no 8-bit floats, and those can hardly overflow unseen.
         known = weight.is_floating_point() and weight.element_size() > 1 and not weight.is_meta

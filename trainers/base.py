@@ -1,7 +1,7 @@
-"""The base of every training module: the optimisation, and nothing of any method.
+"""`BaseModule`, the Lightning module that every method's training module extends.
 
-A method supplies unreduced losses and weights; the sums over the whole global batch are made
-here, so the gradient does not depend on how a batch is split over ranks or accumulation steps.
+A method supplies unreduced losses and weights. `BaseModule` sums both over the whole global batch,
+so the gradient does not depend on how a batch is split over ranks or accumulation steps.
 """
 
 from collections.abc import Iterable, Iterator
@@ -25,10 +25,16 @@ DISTRIBUTIONS, HIDDEN_STATES = "distributions", "hidden_states"
 
 @dataclass
 class Optimization:
-    """AdamW and its schedule.
+    """The settings of AdamW and of its learning-rate schedule.
 
-    schedule: a name of `transformers.get_scheduler`. shorten_warmup: a warm-up longer than a fifth
-    of the run becomes that fifth, so that a short run reaches its full rate too.
+    Attributes:
+        lr: The peak learning rate.
+        weight_decay: Of matrices; vectors (norms, biases) have none.
+        betas: AdamW's two decay rates.
+        warmup_steps: Optimizer steps until the peak rate.
+        schedule: A name of `transformers.get_scheduler`.
+        shorten_warmup: Whether a warm-up longer than a fifth of the run becomes that fifth, so
+            that a short run reaches its full rate too.
     """
 
     lr: float
@@ -39,10 +45,16 @@ class Optimization:
     shorten_warmup: bool = False
 
     def warmup(self, steps: int) -> int:
-        """The steps of the warm-up in a run of `steps`.
+        """The length of the warm-up in a run.
+
+        Args:
+            steps: Optimizer steps of the whole run.
+
+        Returns:
+            Optimizer steps of the warm-up.
 
         Raises:
-            ValueError: the warm-up would not end before the run, and may not be shortened.
+            ValueError: The warm-up would not end before the run, and may not be shortened.
         """
         if self.shorten_warmup:
             return min(self.warmup_steps, steps // 5)
@@ -55,12 +67,24 @@ class Optimization:
 
 
 class BaseModule(pl.LightningModule):
-    """Trains `network`. A method overrides `weight`, `losses` and, for a drafter, `sampler`.
+    """The Lightning module that trains one network; every method's module extends it.
 
-    target: the model that a drafter drafts for (None for others); it is not trained or saved.
-    exports_weights: False where an export only names the model that it is for, as its target.
-    needs_target: what the training reads of the target, of DISTRIBUTIONS and HIDDEN_STATES; a
-        property where it depends on settings. Empty: the target is loaded only to decode with it.
+    A method overrides `weight` and `losses`, and `sampler` and `export_config` where its export is
+    decoded by a sampler of its own. A *batch* is the dictionary of tensors that the recipe's
+    corruption makes of packed rows; `BaseModule` itself reads `step_weight` (added by
+    `WholeSteps`) and, unless `tokens` is overridden, `input_ids` [B, S].
+
+    Args:
+        network: The model to train.
+        tokenizer: The network's tokenizer; None for models of no language.
+        optimization: The settings of the optimizer and its schedule.
+        target: The model that a drafter drafts for (None for others); it is not trained or saved.
+
+    Attributes:
+        exports_weights: False where an export only names the model that it is for, as its target.
+        needs_target: What training reads of the target, of DISTRIBUTIONS and HIDDEN_STATES; a
+            property where it depends on settings. Empty: the target is loaded only to decode with
+            it.
     """
 
     exports_weights = True
@@ -80,29 +104,42 @@ class BaseModule(pl.LightningModule):
 
     @property
     def target(self) -> PreTrainedModel | None:
-        """The model that the drafter drafts for."""
+        """The model that the drafter drafts for; None if there is none, or it is not loaded."""
         return self._target[0]
 
     def attach_target(self, target: PreTrainedModel | None) -> None:
-        """Give the module its target, which is neither trained nor saved."""
+        """Give the module its target, which is neither trained nor saved.
+
+        Args:
+            target: The model to draft for, or None.
+        """
         self._target = (target,)  # in a tuple, so that it is no submodule
 
     @classmethod
     def load_target(cls, name: str, dtype: str) -> PreTrainedModel:
-        """The target that this kind of module drafts for, frozen.
+        """The target that this kind of module drafts for, frozen and in evaluation mode.
 
         Args:
             name: A folder or Hub id.
             dtype: Of its weights, such as 'bfloat16'.
+
+        Returns:
+            The model.
+
+        Raises:
+            ValueError: The target cannot be loaded; one line says why.
         """
         return causal.load(name, dtype=dtype).eval().requires_grad_(False)
 
     def check_target(self, name: str, recipe: str) -> None:
-        """Raise ValueError unless the module can draft for this target; reads none of its weights.
+        """Check that the module can draft for a target, without reading its weights.
 
         Args:
             name: The target's folder or Hub id.
-            recipe: Whose drafter it is, for the message.
+            recipe: The recipe that the drafter is of, for the message.
+
+        Raises:
+            ValueError: The target has another tokenizer, or cannot be read.
         """
         if self.tokenizer is not None:
             check_tokenizers(load_tokenizer(name), fingerprint(self.tokenizer), name, recipe)
@@ -120,36 +157,80 @@ class BaseModule(pl.LightningModule):
             strategy.shard(self.network, self.trainer.precision)
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
-        """The weights that `losses` returns, without a forward."""
+        """The weights that `losses` returns, computed without a forward.
+
+        Args:
+            batch: One micro-batch.
+
+        Returns:
+            The weight of every loss term, of any shape; 0 where there is nothing to learn.
+        """
         raise NotImplementedError
 
     def losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Unreduced (loss, weight) of equal shape."""
+        """The unreduced loss and its weights, of one forward.
+
+        Args:
+            batch: One micro-batch.
+
+        Returns:
+            (loss, weight), of equal shape. The loss of a step is sum(loss * weight) / sum(weight)
+            over its whole global batch.
+        """
         raise NotImplementedError
 
     def evaluate(self, batch: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-        """Validation metrics as {name: (sum, total)}; summed over batches and ranks."""
+        """The validation metrics of one batch.
+
+        Args:
+            batch: One batch of held-out rows.
+
+        Returns:
+            {name: (sum, total)}, scalars that are added up over batches and ranks; the metric
+            `val_<name>` is their ratio.
+        """
         loss, weight = self.losses(batch)
         return {"loss": ((loss * weight).sum(), weight.sum())}
 
     def tokens(self, batch: dict[str, Tensor]) -> int:
-        """How many tokens of a batch go into the network, for the rate that is shown."""
+        """The number of tokens of a batch that go into the network, for the rate that is shown."""
         return batch["input_ids"].numel()
 
     def sampler(self) -> Sampler | None:
-        """The lossless sampler of the present weights; None if there is nothing to measure."""
+        """The lossless sampler of the present weights.
+
+        Returns:
+            The sampler, whose acceptance length is measured at validations; None if there is
+            nothing to measure.
+        """
         return None
 
     def export_config(self) -> dict:
-        """What `decoding.load` must know about an export (its `parade` entry)."""
+        """The `parade` entry of an export's config.json: what `decoding.load` must know of it.
+
+        Returns:
+            Plain values by name; `method` is a module of `decoding/samplers/`, the others are the
+            settings of that sampler.
+        """
         return {"method": "plain"}
 
     def export_files(self) -> dict[str, str | bytes]:
-        """What else an export holds, as {name: content}."""
+        """The files that an export holds beside weights, config and tokenizer.
+
+        Returns:
+            {file name: content}.
+        """
         return {}
 
     def check_vocabulary(self, network: PreTrainedModel) -> None:
-        """Raise ValueError for a network whose tokens are not those of its tokenizer."""
+        """Check that a network knows every token of the tokenizer.
+
+        Args:
+            network: What is about to be exported.
+
+        Raises:
+            ValueError: It has fewer tokens than the tokenizer.
+        """
         if self.tokenizer is not None and network.config.vocab_size < len(self.tokenizer):
             raise ValueError(
                 f"the network knows {network.config.vocab_size} tokens, its tokenizer "
@@ -164,7 +245,7 @@ class BaseModule(pl.LightningModule):
             network: What was written there, in evaluation mode.
 
         Raises:
-            ValueError: other weights, outputs or another tokenizer.
+            ValueError: Its weights or outputs differ, or transformers loads another tokenizer.
         """
         if self.tokenizer is None:  # no language model: it is loaded by its own class
             again = type(network).from_pretrained(folder, dtype=network.dtype)
@@ -177,7 +258,17 @@ class BaseModule(pl.LightningModule):
         export_check.check_logits(network, again)
 
     def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
-        """The loss of a micro-batch; gradients of a step add up to sum(loss) / sum(weight)."""
+        """The loss of a micro-batch, scaled for the sum over the global batch.
+
+        Args:
+            batch: One micro-batch, with `step_weight`, the sum of the weights of its whole step on
+                this process.
+            index: The micro-batch's number, counted from the start of the run.
+
+        Returns:
+            A scalar, so scaled that the gradients of a step add up to that of
+            sum(loss * weight) / sum(weight) over the whole global batch.
+        """
         loss, weight = self.losses(batch)
         total = (loss * weight).sum()
         step_weight = self._over_ranks(batch["step_weight"]).clamp_min(1e-12)
@@ -192,7 +283,7 @@ class BaseModule(pl.LightningModule):
         return total * (self.trainer.world_size * accumulate / step_weight)
 
     def _over_ranks(self, x: Tensor) -> Tensor:
-        """The sum over all processes."""
+        """The sum of a tensor over all processes."""
         if self.trainer.world_size == 1:
             return x
         return self.trainer.strategy.reduce(x.clone(), reduce_op="sum")
@@ -214,11 +305,11 @@ class BaseModule(pl.LightningModule):
         self._log_step(self.trainer.global_step)
 
     def _log_step(self, done: int) -> None:
-        """Loggers take their step from here: Lightning's own count slips when a run is resumed."""
+        """Log the step that loggers use: Lightning's own count slips when a run is resumed."""
         self.log("step", float(done))
 
     def configure_optimizers(self):
-        """AdamW without decay on vectors (norms, biases), and the schedule."""
+        """The optimizer, AdamW without decay on vectors (norms, biases), and its schedule."""
         o, parameters = self.optimization, [p for p in self.parameters() if p.requires_grad]
         groups = [
             {"params": [p for p in parameters if p.ndim > 1], "weight_decay": o.weight_decay},
@@ -232,10 +323,17 @@ class BaseModule(pl.LightningModule):
 
 
 class WholeSteps:
-    """Micro-batches of a loader, each with the weight of its whole step on this process.
+    """An iterable over a loader's micro-batches, each with the weight of its whole step.
 
-    Looks one step ahead: `step_weight` must be known before the step's first backward.
-    steps: of the whole run; a resumed loader has fewer left, but Lightning counts from the start.
+    It reads one whole step ahead, because `step_weight` (the sum of `BaseModule.weight` over the
+    step's micro-batches on this process) must be known before the step's first backward.
+
+    Args:
+        loader: Yields micro-batches.
+        accumulate: Micro-batches a step on each process.
+        steps: Steps of the whole run; a resumed loader has fewer left, but Lightning counts from
+            the start.
+        module: Whose `weight` is summed.
     """
 
     def __init__(self, loader: Iterable, accumulate: int, steps: int, module: BaseModule):

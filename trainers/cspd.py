@@ -1,4 +1,4 @@
-"""Continuous tokens: a target that gives their densities, and a drafter that agrees with it."""
+"""The modules of CSpD: a target over continuous tokens, and a drafter for it."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,12 @@ from trainers.losses import cspd
 
 
 class Target(BaseModule):
-    """A causal patch transformer with a diffusion or a mixture head, one image a row."""
+    """The module of a causal patch transformer with a diffusion or a mixture head.
+
+    A batch holds B images of N patches: `patches` [B, N, D], `order` [B, N], `label` [B] (negative:
+    no class), and for a diffusion head R samples of the noise a patch, `time` [B, R, N] in [0, 1)
+    and `noise` [B, R, N, D].
+    """
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
         return torch.ones_like(batch["order"], dtype=torch.float32)
@@ -23,7 +28,18 @@ class Target(BaseModule):
         return batch["order"].numel()
 
     def hidden(self, network: patches.PatchTransformer, batch: dict[str, Tensor]) -> Tensor:
-        """z [B, N, H] of every token given those before it."""
+        """The hidden states of every token, conditioned on those before it in the order.
+
+        Args:
+            network: The transformer, this module's own or its target.
+            batch: Images.
+
+        Returns:
+            z [B, N, H].
+
+        Raises:
+            ValueError: The data's patches do not fit the network.
+        """
         config, given = network.config, tuple(batch["patches"].shape[1:])
         if given != (config.tokens, config.dim):
             raise ValueError(
@@ -34,7 +50,7 @@ class Target(BaseModule):
         return network(batch["patches"], label, batch["order"])
 
     def head_loss(self, z: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        """The head's own loss [B, N]."""
+        """The head's own loss of every token, [B, N], from hidden states z [B, N, H]."""
         head, x = self.network.head, batch["patches"]
         if head.schedule is None:
             return cspd.mixture(head(z), x)
@@ -51,12 +67,17 @@ class Target(BaseModule):
 
 
 class Draft(Target):
-    """A smaller one, that drafts for a target.
+    """The module of a smaller patch transformer that drafts for a target.
 
-    target_name: the target's export. gamma: tokens drafted a cycle. distillation: weight of a loss
-    that draws the draft's densities to the target's (a mixture's, or the denoising means of a
-    diffusion head of fixed variance), because acceptance depends on their difference and nothing
-    else; 0 trains on the data alone.
+    Args:
+        target_name: The target's export.
+        gamma: Tokens drafted a cycle.
+        distillation: Weight of a loss that pulls the drafter's densities to the target's (a
+            mixture's, or the denoising means of a diffusion head of fixed variance), because
+            acceptance depends on their difference and nothing else; 0 trains on the data alone.
+
+    Raises:
+        ValueError: A value outside of its range, or distillation with a learned variance.
     """
 
     def __init__(self, *args, target_name: str, gamma: int, distillation: float = 0.0, **kwargs):
@@ -75,12 +96,12 @@ class Draft(Target):
 
     @property
     def needs_target(self) -> frozenset[str]:
-        """Its densities, where they are distilled."""
+        """What training reads of the target: its densities, where they are distilled."""
         return frozenset([DISTRIBUTIONS] if self.distillation else [])
 
     @classmethod
     def load_target(cls, name: str, dtype: str) -> PreTrainedModel:
-        """The target in float32, whatever dtype says: its densities are what is compared."""
+        """The target in float32, whatever `dtype` says: its densities are what is compared."""
         return patches.load(name).eval().requires_grad_(False)
 
     def check_target(self, name: str, recipe: str) -> None:
@@ -94,7 +115,15 @@ class Draft(Target):
         return loss, self.weight(batch)
 
     def parting(self, z: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        """-log P(together), [B, N]: of a mixture's token, or the mean over states of the chain."""
+        """-log of the probability that coupled draws of drafter and target agree.
+
+        Args:
+            z: The drafter's hidden states [B, N, H].
+            batch: Images.
+
+        Returns:
+            [B, N]: of a mixture's token, or the mean over R states of a diffusion head's chain.
+        """
         head, teacher = self.network.head, self.target.head
         if head.schedule is None:
             with torch.no_grad():
@@ -113,7 +142,7 @@ class Draft(Target):
         return cspd.parting(eps, wanted, step, head.schedule, head.variance).mean(1)
 
     def evaluate(self, batch: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-        """Loss and, where the target is at hand, -log P(together) a step."""
+        """The loss and, with distillation, `parting` (its -log P), as {name: (sum, total)}."""
         metrics = super().evaluate(batch)
         if self.distillation:
             weight = self.weight(batch)
@@ -131,18 +160,23 @@ class Draft(Target):
 
 
 class Drawn:
-    """Randomness that is drawn already: uniform [...] in [0, 1), normal [..., D]."""
+    """A `ContinuousRandomness` whose numbers were drawn before.
+
+    Args:
+        uniform: [...] in [0, 1).
+        normal: [..., D].
+    """
 
     def __init__(self, uniform: Tensor, normal: Tensor):
         self._uniform, self._normal = uniform, normal
 
     def categorical(self, probs: Tensor) -> Tensor:
-        """See `decoding.engine.randomness.Randomness`."""
+        """The outcome [...] of probabilities [..., K] that the uniform numbers select."""
         below = probs.cumsum(-1) <= self._uniform[..., None]
         return below.sum(-1).clamp_max(probs.shape[-1] - 1)
 
     def normal(self, shape: tuple[int, ...]) -> Tensor:
-        """See `decoding.engine.randomness.ContinuousRandomness`."""
+        """The normal numbers, which must have this shape."""
         assert self._normal.shape == shape
         return self._normal
 

@@ -20,7 +20,7 @@ TEACHER_LOSSES = {
 
 
 class Distillation(DrafterModule):
-    """Stage I: continuations of teacher answers under noise (Eq. 1-2)."""
+    """The module of stage I: masked continuations of teacher answers (Eq. 1-2)."""
 
     def block_weight(self, batch: dict[str, Tensor]) -> Tensor:
         return denoising_weight(batch["masked"], batch["rate"], batch["size"])
@@ -32,13 +32,19 @@ class Distillation(DrafterModule):
 
 
 class Refinement(DrafterModule):
-    """Stage II: fully masked suffixes, weighted towards the prefix (Eq. 3-4).
+    """The module of stage II: fully masked suffixes, weighted towards the prefix (Eq. 3-4).
 
-    alpha: 1.01 is stable at the published R of up to 96, 1.05 diverges there.
-    soft: share of the loss that is taken against the target's distribution at each position
-        instead of the one token that it drew (0: the paper's Eq. 4).
-    teacher_loss: how that share is taken, one of TEACHER_LOSSES (`trainers/losses/acceptance.py`).
-        At stage I it would be wrong: there a token's context holds later ones, too.
+    Args:
+        alpha: Base of the weights alpha^(R - i) of a suffix of R tokens, at least 1. 1.01 is
+            stable at the published R of up to 96, 1.05 diverges there.
+        soft: Share of the loss, in [0, 1], that is taken against the target's distribution at each
+            position instead of the one token that the target drew (0: the paper's Eq. 4).
+        teacher_loss: The loss of that share, a key of TEACHER_LOSSES
+            (`trainers/losses/acceptance.py`). Stage I cannot use it: there a token's context holds
+            later ones, too.
+
+    Raises:
+        ValueError: A value outside of its range, or a teacher_loss without a share.
     """
 
     def __init__(self, *args, alpha: float, soft: float = 0.0, teacher_loss: str = "kl", **kwargs):
@@ -58,7 +64,7 @@ class Refinement(DrafterModule):
 
     @property
     def needs_target(self) -> frozenset[str]:
-        """Its distributions too, where a share of the loss is taken against them."""
+        """What training reads of the target: distributions too, if `soft` gives them a share."""
         return super().needs_target | ({DISTRIBUTIONS} if self.soft else set())
 
     def block_weight(self, batch: dict[str, Tensor]) -> Tensor:

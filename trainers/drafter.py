@@ -1,4 +1,4 @@
-"""What every block drafter's module shares: packed blocks, accuracy by position, the sampler."""
+"""`DrafterModule`, the Lightning module that every block drafter's module extends."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,11 +21,12 @@ from trainers.publishing import export_check
 
 
 class TargetStates(NamedTuple):
-    """What one forward of the target over the clean tokens of a batch gives.
+    """The outputs of one forward of the target over the clean tokens of a batch.
 
-    logits: [B, A, K, V] that predict every drafted token, over the drafter's vocabulary where that
-        is a smaller one; None where they were not asked for.
-    hidden_states: [B, S, H] of each layer that was asked for, at all S clean tokens of a row.
+    Attributes:
+        logits: [B, A, K, V] that predict every drafted token, over the drafter's vocabulary where
+            that is a smaller one; None where they were not asked for.
+        hidden_states: [B, S, H] of each layer that was asked for, at all S clean tokens of a row.
     """
 
     logits: Tensor | None
@@ -33,14 +34,28 @@ class TargetStates(NamedTuple):
 
 
 class DrafterModule(BaseModule):
-    """A diffusion drafter on packed draft blocks; a method supplies the loss of their logits.
+    """The module of a drafter that predicts a block of tokens in one pass.
 
-    method: the sampler that serves the drafter. block_size: tokens drafted a cycle.
-    target_name: the path or Hub id that the export names as its target.
-    target_layers: the target's decoder layers whose hidden states the drafter reads, 0-based
-        (`models.hidden_states`). A drafter that reads any overrides `draft_logits`.
-    draft_ids: [V], the target's tokens that the drafter's logits are of; None: all of them, and
-        padding. Tokens outside of it have weight 0 in training, and are never drafted.
+    It trains on packed draft blocks (`data.corruption.draft_blocks`): B rows of S clean tokens,
+    each followed by A blocks of K tokens to draft. A method overrides `block_weight` and
+    `block_losses`; a drafter that reads the target's hidden states names their layers in
+    `target_layers` and overrides `draft_logits`. V is the drafter's vocabulary, H the target's
+    hidden size.
+
+    Args:
+        network: The drafter.
+        tokenizer: The target's tokenizer, with the drafter's mask and separator tokens.
+        optimization: The settings of the optimizer and its schedule.
+        target: The model that it drafts for; None where nothing of it is needed.
+        method: The sampler that decodes with the drafter, a module of `decoding/samplers/`.
+        block_size: Tokens drafted a cycle.
+        target_name: The folder or Hub id that the export names as its target.
+        draft_ids: [V], the target's tokens that the drafter's logits are of; None: all of them,
+            and padding. Other tokens have weight 0 in training, and are never drafted.
+
+    Attributes:
+        target_layers: The target's decoder layers whose hidden states the drafter reads, 0-based
+            (`models.hidden_states`).
     """
 
     target_layers: tuple[int, ...] = ()
@@ -63,18 +78,33 @@ class DrafterModule(BaseModule):
 
     @property
     def needs_target(self) -> frozenset[str]:
-        """Hidden states, where layers of the target are named."""
+        """What training reads of the target: hidden states, where `target_layers` names any."""
         return frozenset([HIDDEN_STATES] if self.target_layers else [])
 
     def block_weight(self, batch: dict[str, Tensor]) -> Tensor:
-        """The weight [B, A, K] that `block_losses` returns, without a forward."""
+        """The weights that `block_losses` returns, computed without a forward.
+
+        Args:
+            batch: Packed draft blocks, their targets as indices of the drafter's logits.
+
+        Returns:
+            [B, A, K].
+        """
         raise NotImplementedError
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
         return self.block_weight(self.in_draft_vocabulary(batch))
 
     def in_draft_vocabulary(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A batch whose targets are rows of the drafter's head; those it lacks are not masked."""
+        """A batch whose targets are indices of the drafter's logits.
+
+        Args:
+            batch: Packed draft blocks, `target` [B, A, K] in the target's token ids.
+
+        Returns:
+            The batch with `target` mapped; a token that the drafter does not have becomes 0 and is
+            not in `masked` [B, A, K], so it has no weight.
+        """
         if self.draft_ids is None:
             return batch
         target = batch["target"]
@@ -86,12 +116,12 @@ class DrafterModule(BaseModule):
     def block_losses(
         self, logits: Tensor, batch: dict[str, Tensor], states: TargetStates | None
     ) -> tuple[Tensor, Tensor]:
-        """Unreduced loss and weight of every drafted token.
+        """The unreduced loss and weight of every drafted token.
 
         Args:
             logits: [B, A, K, V], the drafter's.
-            batch: See `data.corruption.draft_blocks`; its targets as rows of the drafter's head.
-            states: Of the target, what `needs_target` says; None if that is nothing.
+            batch: Packed draft blocks, their targets as indices of the drafter's logits.
+            states: The outputs of the target that `needs_target` names; None if it names none.
 
         Returns:
             (loss, weight), each [B, A, K].
@@ -99,11 +129,26 @@ class DrafterModule(BaseModule):
         raise NotImplementedError
 
     def draft_logits(self, batch: dict[str, Tensor], states: TargetStates | None) -> Tensor:
-        """The drafter's logits [B, A, K, V] of every drafted token."""
+        """The drafter's logits of every drafted token.
+
+        Args:
+            batch: Packed draft blocks.
+            states: The outputs of the target that `needs_target` names; None if it names none.
+
+        Returns:
+            [B, A, K, V].
+        """
         return diffusion.draft_logits(self.network, batch)
 
     def forward_pass(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """(logits, loss, weight), after one forward of the target at most."""
+        """The drafter's logits and their loss, after one forward of the target at most.
+
+        Args:
+            batch: Packed draft blocks, their targets as indices of the drafter's logits.
+
+        Returns:
+            (logits [B, A, K, V], loss [B, A, K], weight [B, A, K]).
+        """
         states, needs = None, self.needs_target
         if needs:
             states = self.target_states(batch, self.target_layers, DISTRIBUTIONS in needs)
@@ -115,7 +160,15 @@ class DrafterModule(BaseModule):
         return loss, weight
 
     def evaluate(self, batch: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-        """Loss, and teacher-forced accuracy at each position of a block."""
+        """The loss, and the teacher-forced accuracy at each position of a block.
+
+        Args:
+            batch: Packed draft blocks.
+
+        Returns:
+            {name: (sum, total)} with `loss` and `accuracy_1` to `accuracy_<block_size>`; a token
+            that the drafter does not have counts as a wrong one.
+        """
         known = self.in_draft_vocabulary(batch)
         logits, loss, weight = self.forward_pass(known)
         right = (logits.argmax(-1) == known["target"]) & known["masked"]
@@ -125,7 +178,14 @@ class DrafterModule(BaseModule):
         return metrics
 
     def teacher_logits(self, batch: dict[str, Tensor]) -> Tensor:
-        """The target's logits [B, A, K, V] for every drafted token, given the clean tokens."""
+        """The target's logits for every drafted token, conditioned on the clean tokens before it.
+
+        Args:
+            batch: Packed draft blocks.
+
+        Returns:
+            [B, A, K, V], over the drafter's vocabulary.
+        """
         logits = self.target_states(batch).logits
         assert logits is not None
         return logits
@@ -134,12 +194,15 @@ class DrafterModule(BaseModule):
     def target_states(
         self, batch: dict[str, Tensor], layers: Sequence[int] = (), logits: bool = True
     ) -> TargetStates:
-        """One forward of the target over the clean tokens of packed draft blocks.
+        """The outputs of one forward of the target over the clean tokens, without gradients.
 
         Args:
-            batch: See `data.corruption.draft_blocks`.
-            layers: Decoder layers whose outputs are returned (`models.hidden_states`).
-            logits: Whether its logits are asked for, which are by far the larger.
+            batch: Packed draft blocks.
+            layers: Decoder layers whose outputs are returned, 0-based (`models.hidden_states`).
+            logits: Whether logits are returned, which are by far the larger.
+
+        Returns:
+            The logits at the drafted positions, or None, and a tensor for each layer.
         """
         assert self.target is not None
         B, A, K = batch["target"].shape
@@ -192,7 +255,10 @@ class DrafterModule(BaseModule):
         return {vocabulary.FILE: vocabulary.stored(self.draft_ids)}
 
     def check_vocabulary(self, network: PreTrainedModel) -> None:
-        """A drafter with a vocabulary of its own, or without any, is held to the target's alone."""
+        """Check the network's vocabulary against the target's.
+
+        The tokenizer is checked too unless the drafter has a vocabulary of its own, or none.
+        """
         size = getattr(network.config, "vocab_size", None)
         if size is not None and self.draft_ids is None:
             super().check_vocabulary(network)

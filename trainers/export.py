@@ -1,4 +1,4 @@
-"""`python -m trainers.export run=runs/RECIPE [push=org/name]`: a run's export, to the Hub."""
+"""`python -m trainers.export run=runs/RECIPE [push=org/name]`: push a run's export to the Hub."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +37,14 @@ class Export(Options):
 
 
 def run(argv: list[str]) -> None:
-    """The command."""
+    """The command `python -m trainers.export`.
+
+    Args:
+        argv: key=value options, those of `Export`.
+
+    Raises:
+        ValueError: An option is wrong, there is no export, or the Hub refuses it; one line.
+    """
     quiet()
     e = parse(argv, Export, "trainers.export")
     if e.push is not None:
@@ -78,7 +85,18 @@ def run(argv: list[str]) -> None:
 
 
 def export_checkpoint(run: Path, checkpoint: Path) -> Path:
-    """Make the export of one checkpoint, on one process and without its strategy; its folder."""
+    """Make the export of one checkpoint, on one process and without its strategy.
+
+    Args:
+        run: The run's folder.
+        checkpoint: One of its checkpoints, a file or a folder of shards.
+
+    Returns:
+        The export's folder, `<run>/export-step-N`.
+
+    Raises:
+        ValueError: No run, no checkpoint, or one that cannot be read.
+    """
     if not (run / "config.yaml").is_file():
         raise ValueError(f"{str(run)!r} is no run: it holds no config.yaml")
     if not checkpoint.exists():
@@ -95,7 +113,10 @@ def export_checkpoint(run: Path, checkpoint: Path) -> Path:
 
 
 def complete_card(folder: Path) -> str:
-    """The text of an export's model card, with the results of the bench beside it if there are."""
+    """The text of an export's model card, with the table of the run's bench.csv where there is one.
+
+    A bench.csv older than the export is left out, with a printed line.
+    """
     card = (folder / "README.md").read_text()
     results = folder.parent / "bench" / "bench.csv"
     if not results.is_file():

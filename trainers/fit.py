@@ -40,7 +40,14 @@ from trainers.strategies import needs_gpu, strategy_of, whole_network
 
 
 def run(argv: list[str]) -> None:
-    """The command."""
+    """The command `python -m trainers.fit`.
+
+    Args:
+        argv: key=value settings.
+
+    Raises:
+        ValueError: A setting or an input is wrong; one line says which and what is allowed.
+    """
     # The libraries' chatter is for people who write their code, not for those who run a recipe.
     warnings.filterwarnings("ignore", module="pytorch_lightning")
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
@@ -50,7 +57,19 @@ def run(argv: list[str]) -> None:
 
 @with_memory_advice
 def fit(config: DictConfig) -> Path:
-    """Train a recipe and export the result; returns the export's folder."""
+    """Train a recipe, or go on with its run, and export the result.
+
+    Args:
+        config: The composed recipe.
+
+    Returns:
+        The export's folder; at once where it is there already and resume=auto.
+
+    Raises:
+        ValueError: A setting or an input is wrong, the loss diverges or is not finite, the folder
+            or a checkpoint cannot be written, or no memory is left.
+        SystemExit: 128 + the signal's number, after a signal and the checkpoint that it asks for.
+    """
     check_logger(config.logger)
     for key in ("max_steps", "batch_size", "micro_batch_size", "log_every", "validate_every"):
         if config.trainer[key] < 1:
@@ -107,7 +126,15 @@ def fit(config: DictConfig) -> Path:
 
 @rank_zero_only
 def describe(config: DictConfig, folder: Path) -> None:
-    """Write the resolved config into the run's folder."""
+    """Write the resolved config into the run's folder.
+
+    Args:
+        config: The composed recipe.
+        folder: The run's, which is made.
+
+    Raises:
+        ValueError: The folder cannot be written.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # Whole at once: the other processes of a cluster read it at the same time.
@@ -116,12 +143,22 @@ def describe(config: DictConfig, folder: Path) -> None:
     except OSError as error:
         raise ValueError(
             f"cannot write into the run's folder {folder} ({error.strerror}): "
-            "choose another place with runs=..."
+            "choose another folder with runs=..."
         ) from error
 
 
 def build_module(config: DictConfig) -> BaseModule:
-    """Tokenizer (none for models of no language), network and module of a recipe."""
+    """The module of a recipe, with its tokenizer, network and target.
+
+    Args:
+        config: The composed recipe; tokenizer=null is a model of no language.
+
+    Returns:
+        The module.
+
+    Raises:
+        ValueError: The recipe's parts do not fit each other, or cannot be loaded.
+    """
     tokenizer = None if config.tokenizer is None else build(config.tokenizer)
     if tokenizer is None and config.lora.rank:
         raise ValueError(f"lora.rank={config.lora.rank} is not allowed: only causal LMs take LoRA")
@@ -146,7 +183,15 @@ def build_module(config: DictConfig) -> BaseModule:
 
 
 def give_target(module: BaseModule, config: DictConfig) -> None:
-    """Load the target of a module that needs it, or whose acceptance is measured with it."""
+    """Load the target of a module that needs it, or whose acceptance is measured with it.
+
+    Args:
+        module: Takes the target.
+        config: The composed recipe; it names the target, or null.
+
+    Raises:
+        ValueError: No target for a module that needs one, or one that it cannot draft for.
+    """
     if config.target is None:
         if module.needs_target:
             raise ValueError(
@@ -160,12 +205,25 @@ def give_target(module: BaseModule, config: DictConfig) -> None:
 
 
 def with_tokenizer(tokenizer: PreTrainedTokenizerBase | None, **given) -> dict:
-    """What a recipe's `_target_` is given; the tokenizer only where there is one."""
+    """The arguments of a recipe's `_target_`: those given, and the tokenizer where there is one."""
     return given if tokenizer is None else {"tokenizer": tokenizer, **given}
 
 
 def build_trainer(config: DictConfig, folder: Path, module: BaseModule) -> pl.Trainer:
-    """The Lightning trainer, without loggers; steps, not epochs, are its unit."""
+    """The Lightning trainer of a run, without loggers; steps, not epochs, are its unit.
+
+    Args:
+        config: The composed recipe.
+        folder: The run's.
+        module: What is trained; its tokenizer reads the prompts of acceptance length.
+
+    Returns:
+        The trainer, with its callbacks and its number of micro-batches a step.
+
+    Raises:
+        ValueError: A strategy or device that this machine does not have, or a batch size that
+            processes and micro-batches do not divide.
+    """
     t = config.trainer
     callbacks = [
         Checkpoints(folder / "checkpoints", t.checkpoint_every, t.keep_last, t.keep_best),
@@ -222,9 +280,16 @@ def _trainer(config: DictConfig, callbacks: list) -> pl.Trainer:
 def build_loaders(
     config: DictConfig, trainer: pl.Trainer, module: BaseModule, first: int
 ) -> tuple[WholeSteps, DataLoader]:
-    """Training and validation loaders. The order of the data depends on the seed alone.
+    """The training and validation loaders; the order of the data depends on the seed alone.
 
-    first: the step to start at.
+    Args:
+        config: The composed recipe.
+        trainer: Gives the process's number and how many there are.
+        module: Gives the tokenizer, and the weights of a step.
+        first: The step to start at.
+
+    Returns:
+        (micro-batches of the steps from `first` on, validation batches).
     """
     t, d = config.trainer, config.data
     corruption = check = None

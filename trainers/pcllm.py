@@ -17,12 +17,21 @@ MASKS = ("nc", "nc_ic")
 
 
 class ProgressiveConsistency(BaseModule):
-    """Consistency of noisy with clean contexts plus w times the AR loss, in one forward.
+    """The module that trains noisy contexts towards clean ones, plus w times the AR loss.
 
-    mask: 'nc', a noisy block sees earlier noisy blocks; 'nc_ic', clean ones of earlier windows.
-    window: blocks of a window. w: weight of the AR loss. sampling: the `parade` entry of the
-    export, method and its knobs. base: a model whose distribution ordinary text is held to, rather
-    than to its own tokens (learning without forgetting, arXiv 1606.09282); it is not trained.
+    One forward of the packed sequence (prompt, then for each of N blocks of n tokens a noisy and a
+    clean copy) gives both losses.
+
+    Args:
+        mask: 'nc', a noisy block sees earlier noisy blocks; 'nc_ic', clean ones of earlier windows.
+        window: Blocks of a window.
+        w: Weight of the AR loss, at least 0.
+        sampling: The `parade` entry of the export: the method and its knobs.
+        base: A model whose distribution is the label of ordinary text, in place of the text's own
+            tokens (learning without forgetting, arXiv 1606.09282); it is not trained.
+
+    Raises:
+        ValueError: An unknown mask, or a negative w.
     """
 
     def __init__(
@@ -44,17 +53,14 @@ class ProgressiveConsistency(BaseModule):
         self._base = (base,)  # in a tuple, so that it is no submodule
 
     def on_fit_start(self) -> None:
-        """See `BaseModule`."""
         super().on_fit_start()
         for base in filter(None, self._base):
             base.to(self.device).eval()
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
-        """See `BaseModule`."""
         return batch["present"].float()
 
     def losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """See `BaseModule`."""
         noisy, clean = self.logits(self.network, batch)
         L_AR = token_nll(clean, batch["target"])
         (base,) = self._base
@@ -70,7 +76,15 @@ class ProgressiveConsistency(BaseModule):
         )
 
     def logits(self, network: PreTrainedModel, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Logits [B, N, n, V] of every token given noisy and given clean blocks."""
+        """The logits of every token, conditioned on noisy and on clean blocks.
+
+        Args:
+            network: The causal LM.
+            batch: Packed rows of B prompts with N blocks of n tokens.
+
+        Returns:
+            (noisy, clean), each [B, N, n, V].
+        """
         B, N, n = batch["target"].shape
         predicate = branches if self.mask == "nc" else clean_windows(self.window * n)
         layout = Layout(batch["document"], batch["index"], batch["block"])
@@ -81,7 +95,7 @@ class ProgressiveConsistency(BaseModule):
             use_cache=False,
             logits_to_keep=1 + 2 * N * n,
         ).logits
-        # A token is predicted at the place before it; block 1's first at the prompt's last.
+        # A token is predicted at the position before it; block 1's first at the prompt's last.
         first, blocks = logits[:, :1], logits[:, 1:].view(B, N, 2, n, -1)
         noisy, clean = (
             torch.cat([first, blocks[:, :, kind].flatten(1, 2)[:, :-1]], 1) for kind in (0, 1)
@@ -92,7 +106,14 @@ class ProgressiveConsistency(BaseModule):
         return noisy.view(B, N, n, -1), clean.view(B, N, n, -1)
 
     def evaluate(self, batch: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-        """Loss and its two terms; the share of right guesses behind a wrong token."""
+        """The loss, its two terms, and the share of right guesses from the first wrong token on.
+
+        Args:
+            batch: Packed rows.
+
+        Returns:
+            {name: (sum, total)} with `loss`, `consistency`, `ar` and `right_guesses`.
+        """
         noisy, clean = self.logits(self.network, batch)
         target, noised, present = batch["target"], batch["noised"], batch["present"]
         L_AR = token_nll(clean, target)
@@ -106,9 +127,7 @@ class ProgressiveConsistency(BaseModule):
         }
 
     def sampler(self) -> Sampler | None:
-        """See `BaseModule`."""
         return sampler_of(self.export_config(), self.network, self.tokenizer)
 
     def export_config(self) -> dict:
-        """See `BaseModule`."""
         return {**self.sampling, "tokenizer_fingerprint": fingerprint(self.tokenizer)}

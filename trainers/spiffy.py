@@ -1,8 +1,8 @@
-"""Spiffy's calibration: vanilla decoding is watched, and the best draft graph goes on export.
+"""Spiffy's calibration: the search for the best draft graph in traces of vanilla decoding.
 
 No weight is trained. A step decodes a batch of prompts, or reads their traces where an earlier run
-has left them; the graph is made from all traces when it is first asked for, at a validation or at
-the export.
+has written them; the graph is computed from all traces when it is first asked for, at a validation
+or at the export.
 """
 
 import json
@@ -44,14 +44,25 @@ FORMAT = 2  # of a trace: to be raised when the same key would give another one
 
 
 class Calibration(BaseModule):
-    """Finds the draft graph of a masked diffusion LM (Spiffy, Algorithm 2).
+    """The module that finds the draft graph of a masked diffusion LM (Spiffy, Algorithm 2).
 
-    model: its folder or Hub id: an export, or a public model. sampling: knobs of `denoise` other
-    than the export's; a graph belongs to a rate or a threshold. nodes: D. objective: see
-    `decoding.calibration.draft_graphs`. lookahead: levels of a graph at most. top: candidates a
-    level (3 in the paper). width: tokens of a place that are ranked. max_new_tokens, temperature,
-    seed: of the calibrating decodes. traces: the folder of the traces, for all calibrations that
-    differ only in the graph that they want.
+    Args:
+        model: The LM's folder or Hub id: an export, or a public model.
+        sampling: Knobs of `denoise` that replace the export's; a graph belongs to an unmasking
+            rate or a threshold.
+        nodes: D, the nodes of a graph at most.
+        objective: One of OBJECTIVES (`decoding.calibration.draft_graphs`).
+        lookahead: Levels of a graph at most.
+        top: Candidates a level (3 in the paper).
+        width: Tokens that are ranked at a position.
+        max_new_tokens: Tokens of each calibrating decode at most.
+        temperature: Of the calibrating decodes.
+        seed: Of the calibrating decodes.
+        traces: The folder of the traces, shared by all calibrations that differ only in the graph
+            that they look for.
+
+    Raises:
+        ValueError: A value outside of its range, or a model that is no masked diffusion LM.
     """
 
     def __init__(
@@ -98,11 +109,14 @@ class Calibration(BaseModule):
         self.idle = nn.Parameter(torch.zeros(()))  # steps are counted by an optimizer's
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
-        """See `BaseModule`: a prompt counts as one."""
+        """The weight of each prompt, [B]: 1."""
         return torch.ones_like(batch["size"], dtype=torch.float32)
 
     def losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Vanilla passes of each prompt. Its traces are kept, on every process those of all."""
+        """The vanilla passes of each prompt, [B], and their weights; no gradient.
+
+        The prompts' traces are kept, on every process those of all processes.
+        """
         traces = self.trace(batch)
         every = traces
         if self.trainer.world_size > 1:  # gloo knows no 16 bits
@@ -114,7 +128,14 @@ class Calibration(BaseModule):
 
     @torch.no_grad()
     def trace(self, batch: dict[str, Tensor]) -> Tensor:
-        """The traces of a batch of prompts, see `Tracer`. Those on disk are not made again."""
+        """The traces of a batch of prompts; those on disk are read.
+
+        Args:
+            batch: `input_ids` [B, S] and `size` [B], the length of each prompt.
+
+        Returns:
+            A trace for each prompt, in the layout of `decoding.calibration.draft_graphs.Tracer`.
+        """
         prompts = [ids[:n].tolist() for ids, n in zip(batch["input_ids"], batch["size"].tolist())]
         options = denoise.options(self.network, self.tokenizer, self.entry)
         tracer = Tracer(self.network, self.tokenizer, width=self.width, **options)
@@ -130,7 +151,7 @@ class Calibration(BaseModule):
         return torch.stack(found).to(self.device)
 
     def key(self, tracer: Tracer, options: dict, prompt: list[int]) -> dict:
-        """All that the trace of a prompt depends on."""
+        """Everything that the trace of a prompt depends on, under which it is stored."""
         return {
             "format": FORMAT,
             "model": self.digest,
@@ -146,7 +167,15 @@ class Calibration(BaseModule):
         }
 
     def evaluate(self, batch: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-        """Passes with the graph for each pass without ('loss'), on held-out prompts, and back."""
+        """The passes that the graph saves on held-out prompts.
+
+        Args:
+            batch: Prompts.
+
+        Returns:
+            {name: (sum, total)} with `loss`, passes with the graph for each vanilla pass, and
+            `nfe_speedup`, its inverse.
+        """
         blocks = self.blocks([self.trace(batch)])
         found = passes(self.graph().nodes, blocks), passes([], blocks)
         spiffy, vanilla = (torch.tensor(float(n), device=self.device) for n in found)
@@ -158,7 +187,7 @@ class Calibration(BaseModule):
         return [chains_of(b, self.lookahead) for b in flat if int(b[0, 0]) != ABSENT]
 
     def graph(self) -> DraftGraph:
-        """The best graph for all traces so far; what was found, and what is proved, is printed."""
+        """The best graph for all traces so far; prints its value and whether it is optimal."""
         if self._graph is None:
             threshold = self.entry.get("threshold") is not None
             rate = None if threshold else self.entry.get("tokens_per_step", 1)
@@ -167,7 +196,15 @@ class Calibration(BaseModule):
         return self._graph
 
     def best(self, blocks: list[list[Chain]], rate: int | None) -> list:
-        """The nodes that the objective takes."""
+        """The nodes of the graph that the objective prefers.
+
+        Args:
+            blocks: The chains of every decoded block.
+            rate: Tokens unmasked a step; None with a threshold.
+
+        Returns:
+            The graph's nodes, `nodes` of them at most.
+        """
         candidates = candidates_of(blocks, rate, self.top)
         wanted = optimum(self.objective, self.nodes, candidates)
         proof = "proved" if wanted.proved else "not proved"
@@ -188,20 +225,18 @@ class Calibration(BaseModule):
         return nodes
 
     def export_config(self) -> dict:
-        """See `BaseModule`."""
         entry = {**self.entry, "graph": self.graph().to_dict()}
         if not self.exports_weights:
             entry |= {"target": self.model, "command": COMMAND}
         return entry
 
     def export_files(self) -> dict[str, str | bytes]:
-        """See `BaseModule`: the graph alone, to be used with other exports."""
+        """The file of the graph alone, to be used with other exports."""
         return {"parade_graph.json": json.dumps(self.graph().to_dict(), indent=1)}
 
     def state_dict(self, *arguments, **options) -> dict:
-        """The traces so far: all that a run changes. The network's weights lie where they lay."""
+        """The traces so far, all that a run changes; the network's weights are not in it."""
         return {"traces": self.traces}
 
     def load_state_dict(self, state_dict: dict, *arguments, **options) -> None:
-        """See `state_dict`."""
         self.traces, self._graph = state_dict["traces"], None

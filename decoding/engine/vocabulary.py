@@ -1,4 +1,4 @@
-"""The vocabulary of a drafter: that of its target, but for padding, or some of its tokens."""
+"""The vocabulary of a drafter: its target's up to padding, or a part of the target's tokens."""
 
 from pathlib import Path
 
@@ -7,22 +7,35 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-KEY = "draft_vocabulary"  # of a `parade` entry: the file beside the weights, if there is one
+KEY = "draft_vocabulary"  # in a `parade` entry: the name of the file beside the weights
 FILE = "draft_vocabulary.safetensors"
-# Rows longer than any padding of a vocabulary (multiples of 512 are usual).
+# More tokens than any vocabulary is padded by (to multiples of 512 at most, usually).
 PADDING = 1024
 
 
 def stored(ids: Tensor) -> bytes:
-    """The file of a drafter's vocabulary: ids [Vd] of the target's tokens, in its logits' order."""
+    """The bytes of the file of a drafter's vocabulary.
+
+    Args:
+        ids: [Vd], the target's token ids in the order of the drafter's logits.
+
+    Returns:
+        A safetensors file with the tensor `ids`.
+    """
     return save({"ids": ids.detach().long().cpu().contiguous()})
 
 
 def read(file: Path) -> Tensor:
-    """The ids [Vd] of such a file.
+    """The token ids in the file of a drafter's vocabulary.
+
+    Args:
+        file: A file that `stored` made.
+
+    Returns:
+        ids [Vd], as `stored` takes them.
 
     Raises:
-        ValueError: a file that is missing, damaged or of something else.
+        ValueError: A file that is missing, damaged or of something else.
     """
     try:
         with safe_open(file, "pt") as tensors:
@@ -40,13 +53,13 @@ def check_vocabulary(
     """Check that a drafter's tokens are its target's.
 
     Args:
-        drafter: Tokens that the drafter's configuration names; None where it names none.
-        target: Tokens of the target, padding included.
-        ids: [Vd], the target's tokens that the drafter's logits are of; None: all, from 0 on.
-        names: What the message ends with: which target it was made for.
+        drafter: The vocabulary size in the drafter's configuration; None where it has none.
+        target: The vocabulary size of the target, with padding.
+        ids: [Vd], the target's token ids in the order of the drafter's logits; None: all, from 0.
+        names: The end of the message: which target the drafter was made for.
 
     Raises:
-        ValueError: ids that the target does not have, or have twice; vocabularies of sizes that
+        ValueError: Ids that the target does not have, or have twice; vocabularies of sizes that
             padding does not explain.
     """
     if ids is not None:

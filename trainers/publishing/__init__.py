@@ -1,1 +1,1 @@
-"""What users of a trained model get: the export's folder, its card and code, the Hub."""
+"""Exports: their folder, model card and bundled code, their checks, and the push to the Hub."""

@@ -1,9 +1,9 @@
-"""The sampler that travels with an export, as `custom_generate/`: run by stock transformers.
+"""The bundle `custom_generate/` of an export: its sampler's source, run by stock transformers.
 
 `generate(..., custom_generate=...)` of transformers copies `generate.py` and the files beside it
-that a line `from .name import ...` names, and runs the copy. So the modules that a sampler is made
-of are written side by side, their imports of each other made relative. They stay the very source
-that the tests prove lossless: there is no second sampler.
+that a line `from .name import ...` names, and runs the copy. So the modules that a sampler needs
+are written side by side, their imports of each other made relative. They are the very source that
+the tests prove lossless: there is no second sampler.
 """
 
 import ast
@@ -31,15 +31,20 @@ from . import {sampler} as _method
 
 
 def generate(model, **arguments):
-    """See `{entry}.generate`."""
+    """Decode losslessly with `model` as the target; the arguments of `{entry}.generate`."""
     return _generate(_method, model, **arguments)
 '''
 
 
 def write_bundle(folder: Path, method: str) -> None:
-    """Write `folder/custom_generate/`, which needs torch and transformers only.
+    """Write `<folder>/custom_generate/`, which needs torch and transformers only.
 
-    method: the sampler's module in `decoding/samplers/`.
+    Args:
+        folder: The export.
+        method: The sampler's module in `decoding/samplers/`.
+
+    Raises:
+        ValueError: A module that does not exist, or an import that cannot be made relative.
     """
     sampler = f"decoding.samplers.{method}"
     modules = closure([ENTRY, sampler])
@@ -56,7 +61,7 @@ def write_bundle(folder: Path, method: str) -> None:
 
 
 def closure(modules: Iterable[str]) -> list[str]:
-    """These modules of parade and all that they import of it, sorted."""
+    """These modules of parade and all of its modules that they import, sorted."""
     found, left = set(), set(modules)
     while left:
         found |= left
@@ -65,10 +70,11 @@ def closure(modules: Iterable[str]) -> list[str]:
 
 
 def flattened(module: str) -> str:
-    """A module's source, its imports of parade's other modules made relative siblings.
+    """A module's source with its imports of parade's other modules made relative.
 
-    `from decoding.engine.params import Stats` becomes `from .decoding_params import Stats`, and
-    `from decoding import verify` becomes `from . import decoding_verify as verify`.
+    `from decoding.engine.params import Stats` becomes
+    `from .decoding_engine_params import Stats`, and `from decoding.engine import verify` becomes
+    `from . import decoding_engine_verify as verify`.
     """
     lines = _source(module).split("\n")
     # From the last to the first, so that the line numbers before it stay right.
@@ -85,12 +91,12 @@ def flattened(module: str) -> str:
 
 
 def flat(module: str) -> str:
-    """'decoding.engine.sampler' -> 'decoding_engine_sampler'."""
+    """The name of a module's copy: 'decoding.engine.sampler' -> 'decoding_engine_sampler'."""
     return module.replace(".", "_")
 
 
 def _internal(module: str) -> Iterator[tuple[ast.ImportFrom, list[str]]]:
-    """The imports of parade's modules in one of them, each with the modules that it needs."""
+    """The imports of parade's modules in a module, each with the names of those modules."""
     for node in ast.walk(ast.parse(_source(module))):
         if isinstance(node, ast.Import):
             for alias in node.names:

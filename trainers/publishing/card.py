@@ -1,4 +1,4 @@
-"""The model card of an export: what it is, what it was made from, what was measured and how."""
+"""The model card of an export: what it is, what it was trained from, what was measured and how."""
 
 import csv
 import json
@@ -16,10 +16,15 @@ ACCEPTANCE = "acceptance_length_t"
 
 
 def model_card(config: dict, metrics: dict, folder: Path) -> str:
-    """The README.md of an export.
+    """The text of the README.md of an export.
 
-    config: its `parade` entry. metrics: the last of each (`trainers.runs.curve.latest`). folder:
-    the run's, with its config and provenance.
+    Args:
+        config: The export's `parade` entry.
+        metrics: The last value of each metric (`trainers.runs.curve.latest`).
+        folder: The run's, with its config.yaml and provenance.json.
+
+    Returns:
+        Markdown, with the Hub's metadata at its head.
     """
     story = json.loads((folder / "provenance.json").read_text())
     settings = yaml.safe_load((folder / "config.yaml").read_text())
@@ -95,7 +100,7 @@ The last value of each until the step of the export; acceptance and `val_`: of a
 
 
 def _origin(story: dict) -> dict[str, str]:
-    """Data, inputs and machine of a run, as far as its provenance tells of them."""
+    """The data, inputs and machine of a run, as far as its provenance has them."""
     rows = {split: about.get("fingerprint") for split, about in story.get("data", {}).items()}
     packed = [f"{digest} ({split})" for split, digest in rows.items() if digest]
     inputs = [f"`{name}` ({digest})" for name, digest in story.get("inputs", {}).items()]
@@ -135,9 +140,15 @@ Acceptance length is tokens emitted per target pass, the bonus or correction tok
 
 
 def with_bench(card: str, results: Path, command: str) -> str:
-    """The card with the table of a bench.csv at its end, in the place of an earlier one.
+    """A model card with the table of a bench.csv at its end, instead of an earlier one.
 
-    command: what measured it.
+    Args:
+        card: The card's text.
+        results: The bench.csv.
+        command: The command that measured it.
+
+    Returns:
+        The new text.
     """
     with results.open(newline="") as file:
         head, *rows = csv.reader(file)
@@ -159,7 +170,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence]) -> str:
 
 
 def _paths(node) -> Iterator[str]:
-    """What a network's settings load: every value of a key `path`."""
+    """The models that a network's settings load: every value of a key `path`."""
     if isinstance(node, dict):
         for key, value in node.items():
             if key == "path":

@@ -1,4 +1,4 @@
-"""The folder of an export, which stock transformers loads: written, and checked before that."""
+"""The folder of an export, which stock transformers loads; it appears only after its check."""
 
 import json
 import shutil
@@ -16,20 +16,29 @@ from trainers.publishing.card import model_card
 
 
 def is_export(folder: Path) -> bool:
-    """Whether a run has written its export there: whole weights, an adapter, or a reference."""
+    """Whether a folder holds an export: whole weights, an adapter, or a reference."""
     return any((folder / name).is_file() for name in ("config.json", KEPT))
 
 
 def write_export(
     module: BaseModule, export: Path, metrics: dict, folder: Path, merge: bool = True
 ) -> None:
-    """Write weights, config, tokenizer and model card; reload and compare; then put in place.
+    """Write weights, config, tokenizer and model card, reload and compare them, then rename.
 
-    metrics: the last of each, for the card. folder: the run's, whose config and provenance go
-    along. merge: adapters become part of the weights; else the export is the adapter alone, and
-    loads its base by itself. A module without weights of its own (`exports_weights`) exports the
-    `parade` entry, and no copy of its network.
-    Errors: what the module's `check_vocabulary` and `check_export` find.
+    A module without weights of its own (`exports_weights`) exports the `parade` entry, and no copy
+    of its network.
+
+    Args:
+        module: The trained module.
+        export: The export's folder; an earlier one is replaced.
+        metrics: The last value of each metric, for the card.
+        folder: The run's, whose config.yaml and provenance.json are copied.
+        merge: Whether adapters become part of the weights; else the export is the adapter alone,
+            and loads its base by itself.
+
+    Raises:
+        ValueError: What the module's `check_vocabulary` and `check_export` find; `export` is
+            unchanged then.
     """
     network = to_export(module.network, merge)
     module.check_vocabulary(network)
@@ -49,7 +58,7 @@ def write_export(
 
 
 def _write_weights(module: BaseModule, network: PreTrainedModel, folder: Path) -> None:
-    """The network and its tokenizer, as stock transformers loads them."""
+    """Write the network and its tokenizer, as stock transformers loads them."""
     tokenizer = module.tokenizer
     network.config.parade = module.export_config()
     if tokenizer is not None:
@@ -62,12 +71,12 @@ def _write_weights(module: BaseModule, network: PreTrainedModel, folder: Path) -
         entry = {"parade": network.config.parade}
         (folder / KEPT).write_text(json.dumps(entry, indent=2))
     elif tokenizer is not None and "target" in network.config.parade:
-        # What travels needs torch and transformers only.
+        # The bundle needs torch and transformers only.
         write_bundle(folder, network.config.parade["method"])
 
 
 def _write_reference(module: BaseModule, network: PreTrainedModel, folder: Path) -> None:
-    """The entry alone: it names where the network is, and a sampler can be made of the two."""
+    """Write the `parade` entry alone, which names the network; check that a sampler takes it."""
     entry = {"parade": module.export_config()}
     (folder / CONFIGS[0]).write_text(json.dumps(entry, indent=2))
     sampler_of(parade_config(str(folder)), network, module.tokenizer)

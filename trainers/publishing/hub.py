@@ -1,9 +1,9 @@
-"""Push an export to the Hub: only what belongs there, again after a failure, one line for errors.
+"""The push of an export to the Hub: only files of an export, retried, one line for errors.
 
-huggingface_hub does the transfer. It repeats by itself what carries data (the check of each file,
-the LFS or Xet upload); the short requests around it (repository, branch, model card, commit) it
-sends once, so those are repeated here. A push may be repeated at any point: what the Hub has
-already is found there by its hash and not sent again.
+huggingface_hub does the transfer. It retries by itself the requests that carry data (the check of
+each file, the LFS or Xet upload); the short requests around them (repository, branch, model card,
+commit) it sends once, so those are retried here. A push may be repeated at any point: a file that
+the Hub has already is found there by its hash and not sent again.
 """
 
 import glob
@@ -27,8 +27,8 @@ WEIGHTS = (
     "adapter_config.json",
 )
 
-# All that may leave, `*` within one folder. A list of what must not leave would forget something:
-# optimizer state and checkpoints have many names.
+# The files that may be pushed, `*` within one folder. A list of those that may not would forget
+# some: optimizer state and checkpoints have many names.
 FILES = (
     *WEIGHTS,
     *artefacts(),
@@ -54,12 +54,19 @@ FILES = (
 )
 
 PASSING = (408, 429, 500, 502, 503, 504)  # HTTP errors that time may mend
-REPEATED = ("/preupload/", "/info/lfs/")  # by the client itself: not again here
-PAUSES = (1, 2, 4, 8)  # seconds
+REPEATED = ("/preupload/", "/info/lfs/")  # the client itself retries these requests
+PAUSES = (1, 2, 4, 8)  # seconds before each retry
 
 
 def uploads(folder: Path) -> tuple[dict[str, int], list[str]]:
-    """What of an export is pushed, as {path: bytes}, and the paths of what is left out."""
+    """The files of an export that are pushed, and those that are not.
+
+    Args:
+        folder: The export.
+
+    Returns:
+        ({path in the export: size in bytes} of the files to push, paths of the others).
+    """
     chosen = {path for pattern in FILES for path in folder.glob(pattern)}
     files, others = {}, []
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
@@ -72,7 +79,14 @@ def uploads(folder: Path) -> tuple[dict[str, int], list[str]]:
 
 
 def check_name(repo: str) -> None:
-    """Raise ValueError for what is not 'org/name'."""
+    """Check the name of a repository.
+
+    Args:
+        repo: 'org/name'.
+
+    Raises:
+        ValueError: It is something else.
+    """
     try:
         validate_repo_id(repo)
         named = "/" in repo
@@ -88,11 +102,20 @@ def check_name(repo: str) -> None:
 def push(
     folder: Path, repo: str, *, revision: str | None, message: str, private: bool | None
 ) -> str:
-    """Upload an export; returns the address of the commit.
+    """Upload an export; HF_TOKEN and HF_ENDPOINT are honoured.
 
-    revision: a branch, made if there is none; None: main. private: of a repository that is new;
-    None: as its owner has it. HF_TOKEN and HF_ENDPOINT are honoured.
-    Errors: ValueError, one line.
+    Args:
+        folder: The export.
+        repo: 'org/name'; the repository is made if there is none.
+        revision: A branch, made if there is none; None: main.
+        message: Of the commit.
+        private: Whether a new repository is private; None: its owner's default.
+
+    Returns:
+        The URL of the commit.
+
+    Raises:
+        ValueError: A wrong name, no token, or a push that failed; one line says why.
     """
     check_name(repo)
     api = HfApi(token=get_token())
@@ -125,7 +148,17 @@ def push(
 
 
 def patiently(step: Callable[[], CommitInfo]) -> CommitInfo:
-    """Do a step that may be repeated; where it fails for a passing reason, wait and do it again."""
+    """The result of a step that may be repeated; after a temporary failure it is retried.
+
+    Args:
+        step: Makes its requests and returns the commit.
+
+    Returns:
+        What `step` returns.
+
+    Raises:
+        Exception: What `step` raises last, or for a failure that is not temporary.
+    """
     for pause in PAUSES:
         try:
             return step()
@@ -138,7 +171,7 @@ def patiently(step: Callable[[], CommitInfo]) -> CommitInfo:
 
 
 def _passing(error: Exception) -> bool:
-    """Whether a step may succeed later, and the client has not tried that already."""
+    """Whether a step may succeed later, and the client has not retried it already."""
     if isinstance(error, json.JSONDecodeError):  # a proxy's page where the Hub's answer should be
         return True
     if not isinstance(error, HTTPError):
@@ -151,7 +184,7 @@ def _passing(error: Exception) -> bool:
 
 
 def _reason(error: Exception, endpoint: str) -> str:
-    """What went wrong and what mends it, in a line."""
+    """One line: what went wrong, and what mends it."""
     if isinstance(error, RuntimeError) and error.__cause__ is not None:
         error = error.__cause__  # of the upload of one file
     if isinstance(error, HfHubHTTPError) and error.response.status_code == 401:

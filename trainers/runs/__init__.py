@@ -1,1 +1,1 @@
-"""What every run does beside its method: checkpoints, resuming, logs, provenance, guards."""
+"""What every run needs whatever its method: checkpoints, resuming, logs, provenance, guards."""

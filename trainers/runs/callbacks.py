@@ -1,4 +1,4 @@
-"""What a run measures of itself beside its losses: acceptance length."""
+"""The callback that measures acceptance length at every validation of a run."""
 
 import pytorch_lightning as pl
 import torch
@@ -11,9 +11,15 @@ from trainers.strategies import whole_network
 
 
 class AcceptanceLength(Callback):
-    """Measures the real sampler on held-out prompts at every validation.
+    """The callback that decodes held-out prompts with the module's sampler at every validation.
 
-    Logs tokens emitted per target pass, the bonus or correction token included.
+    It logs `acceptance_length_t<temperature>`: tokens emitted per target pass, the bonus or
+    correction token included. A module without a sampler is left alone.
+
+    Args:
+        prompts: Token ids of each prompt.
+        temperatures: Each is measured by itself.
+        max_new_tokens: Tokens to decode after each prompt.
     """
 
     def __init__(self, prompts: list[list[int]], temperatures: list[float], max_new_tokens: int):
@@ -25,7 +31,7 @@ class AcceptanceLength(Callback):
 
     @torch.compiler.set_stance("force_eager")  # every pass has another shape
     def on_validation_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Decode the prompts at every temperature."""
+        """Decode the prompts at every temperature and log the acceptance lengths."""
         with fused_attention(module.network):
             if module.sampler() is None:
                 return

@@ -1,7 +1,8 @@
 """Checkpoints on disk: complete or absent, whatever kills the write.
 
-`step-N.ckpt` is a file, or a folder of shards where the strategy writes one. Both are made under a
-hidden name and renamed when all of it is on the disk: the rename is the mark of a complete one.
+`step-N.ckpt` is a file, or a folder of shards where the strategy writes one. Both are written under
+a hidden name and renamed when all of the bytes are on the disk: the rename is the mark of a
+complete checkpoint.
 """
 
 import json
@@ -24,7 +25,7 @@ from data.files import delete, put_in_place
 
 ENGINE = "checkpoint"  # of a folder that DeepSpeed has written: the tag that Lightning gives it
 MANIFEST = "manifest.json"  # of a folder: its step, and the size in bytes of every file
-# What says that a checkpoint is damaged; all else says only that it could not be read this time.
+# Errors that say that a checkpoint is damaged; others say only that it could not be read this time.
 DAMAGE = (BadZipFile, EOFError, KeyError, pickle.UnpicklingError, json.JSONDecodeError,
           UnicodeDecodeError)  # fmt: skip
 
@@ -34,13 +35,13 @@ class Damaged(ValueError):
 
 
 class DirectIO(TorchCheckpointIO):
-    """One file, written straight to where it belongs.
+    """The checkpoint plugin that writes a checkpoint straight into its file.
 
-    Lightning's own goes by a copy in memory and one in /tmp, which a kill leaves there.
+    Lightning's own makes a copy in memory and one in /tmp, which a kill leaves there.
     """
 
     def save_checkpoint(self, checkpoint, path, storage_options=None) -> None:
-        """Write the file; what it fails with has the system's reason in its context."""
+        """Write the file; an error has the system's reason in its context."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with open(path, "wb") as file:
             torch.save(checkpoint, file)
@@ -49,8 +50,14 @@ class DirectIO(TorchCheckpointIO):
 def checkpoint_files(folder: Path) -> list[Path]:
     """The checkpoints in a folder, oldest step first.
 
+    Args:
+        folder: The run's folder of checkpoints, which need not exist.
+
+    Returns:
+        The paths of complete checkpoints.
+
     Raises:
-        OSError: the folder is there and cannot be listed (`glob` would find nothing in it).
+        OSError: The folder is there and cannot be listed (`glob` would find nothing in it).
     """
     try:
         files = [f for f in folder.iterdir() if f.suffix == ".ckpt" and number_of(f) is not None]
@@ -60,21 +67,26 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 
 def number_of(path: Path) -> int | None:
-    """The step that a checkpoint's name says; None for another name."""
+    """The step in a checkpoint's name; None for another name."""
     found = re.fullmatch(r"step-(\d+)", path.stem)
     return int(found[1]) if found else None
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step stands."""
+    """The path of the checkpoint of a step."""
     return folder / f"step-{step}.ckpt"
 
 
 def write_checkpoint(trainer: pl.Trainer, path: Path) -> None:
     """Save the trainer's state; every process must call.
 
-    Errors: a full or unwritable disk, on all processes, in one line. Nothing is left of the
-    write, and the checkpoints before it are untouched.
+    Args:
+        trainer: Whose state is saved.
+        path: The checkpoint's path, on a file system that all processes share.
+
+    Raises:
+        ValueError: A full or unwritable disk, on all processes. Nothing is left of the write, and
+            the checkpoints before it are untouched.
     """
     partial = _hidden(path)
 
@@ -83,7 +95,7 @@ def write_checkpoint(trainer: pl.Trainer, path: Path) -> None:
 
     problem = _problem(trainer.save_checkpoint, partial)
     if problem is not None:
-        trainer.strategy.barrier()  # the others stand at the one that ends save_checkpoint
+        trainer.strategy.barrier()  # the others wait at the one that ends save_checkpoint
     if not failed(problem) and trainer.is_global_zero:
         problem = _problem(_put_in_place, partial, path, trainer.global_step)
     if failed(problem):
@@ -98,7 +110,7 @@ def write_checkpoint(trainer: pl.Trainer, path: Path) -> None:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint. A kill in the midst leaves nothing that looks like one."""
+    """Remove a checkpoint; a kill during the removal leaves nothing that looks like one."""
     if path.is_dir():
         path = path.rename(_hidden(path))
     delete(path)
@@ -106,18 +118,24 @@ def remove_checkpoint(path: Path) -> None:
 
 @rank_zero_only
 def delete_partial(folder: Path) -> None:
-    """Remove what killed writes of checkpoints have left."""
+    """Remove the parts that killed writes of checkpoints have left in a folder."""
     for partial in folder.glob(".step-*.partial"):
         delete(partial)
 
 
 def step_of(path: Path) -> int:
-    """The step that a checkpoint was written at; all of the checkpoint is looked at.
+    """The step that a checkpoint was written at, after a check of all of its bytes.
+
+    Args:
+        path: The checkpoint, a file or a folder of shards.
+
+    Returns:
+        Optimizer steps done.
 
     Raises:
-        Damaged: its checksums, sizes or structure say so.
-        ValueError: it cannot be read now (no permission, a failing disk, no memory), which says
-            nothing of what it holds.
+        Damaged: Its checksums, sizes or structure are wrong.
+        ValueError: It cannot be read now (no permission, a failing disk, no memory), which says
+            nothing about its content.
     """
     try:
         return (_step_of_folder if path.is_dir() else _step_of_file)(path)
@@ -136,7 +154,12 @@ def step_of(path: Path) -> int:
 
 
 def load_weights(module: nn.Module, path: Path) -> None:
-    """Fill a module with a checkpoint's weights, however many processes have written them."""
+    """Fill a module with a checkpoint's weights, however many processes have written them.
+
+    Args:
+        module: The module of the run's recipe, on one process.
+        path: The checkpoint, of any strategy.
+    """
     if path.is_file():
         state = torch.load(path, weights_only=False, map_location="cpu", mmap=True)["state_dict"]
         module.load_state_dict(state)
@@ -182,7 +205,7 @@ def _put_in_place(partial: Path, path: Path, step: int) -> None:
 
 
 def _problem(action: Callable, *arguments) -> str | None:
-    """Do it; the reason in a few words if it fails."""
+    """Call `action`; returns the reason in a few words if it fails, else None."""
     try:
         action(*arguments)
     except (OSError, RuntimeError, CheckpointException) as error:

@@ -1,4 +1,4 @@
-"""Checkpoints: when they are written, which are kept, and what a signal does."""
+"""The callback that decides when checkpoints are written, which are kept, and what signals do."""
 
 import math
 import signal
@@ -22,7 +22,11 @@ from trainers.runs.set_aside import drop_set_aside
 
 
 class Preempted(Exception):
-    """A run was asked to stop, and has written its checkpoint. number: the signal's."""
+    """A run was asked to stop by a signal, and has written its checkpoint.
+
+    Args:
+        number: The signal's.
+    """
 
     def __init__(self, number: int):
         super().__init__(signal.Signals(number).name)
@@ -30,12 +34,20 @@ class Preempted(Exception):
 
 
 class Checkpoints(Callback):
-    """A checkpoint every so many steps, at the end, and on SIGTERM and SIGUSR1 (pre-emption).
+    """The callback that writes checkpoints: at intervals, at the end, on SIGTERM and SIGUSR1.
 
-    Written before a step's first forward: all that the step before has logged and validated is on
-    disk by then, so a resumed run's curve has neither gaps nor doubles. keep: how many of the
-    last ones stay. best: how many stay beside them, written after the validations with the best
-    result so far; see `measured`.
+    A checkpoint is written before a step's first forward: everything that the step before has
+    logged and validated is on disk by then, so a resumed run's curve has neither gaps nor doubles.
+
+    Args:
+        folder: The folder of the checkpoints.
+        every: Steps between two checkpoints.
+        keep: How many of the last checkpoints are kept.
+        best: How many are kept beside them, written after the validations with the best results
+            so far (`measured`).
+
+    Raises:
+        ValueError: A number below its least value.
     """
 
     def __init__(self, folder: Path, every: int, keep: int, best: int = 0):
@@ -52,7 +64,7 @@ class Checkpoints(Callback):
         self.found: dict[int, tuple[str, float]] = {}  # by step, the best first: see `measured`
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Take the signals over (from Lightning, which has just set its own); only note them."""
+        """Replace Lightning's signal handlers, set just before, by one that notes a signal."""
         self.first = trainer.global_step
         self.found = {s: v for s, v in self.found.items() if self._path(s).exists()}
         lightning = trainer._signal_connector
@@ -62,7 +74,11 @@ class Checkpoints(Callback):
             signal.signal(number, self._note)
 
     def on_train_batch_start(self, trainer, module, batch, index) -> None:
-        """Between two steps: save if it is time or a signal came."""
+        """Save between two steps if one is due or a signal came.
+
+        Raises:
+            Preempted: After a signal, on every process in the same step.
+        """
         step = trainer.global_step
         if index % trainer.accumulate_grad_batches:
             return
@@ -76,7 +92,7 @@ class Checkpoints(Callback):
             raise Preempted(number)
 
     def on_validation_end(self, trainer, module) -> None:
-        """Note a measurement that is among the best. The weights are those of the next save."""
+        """Note a result that is among the best; the next save writes its weights."""
         now = trainer.strategy.broadcast(measured(trainer.callback_metrics))
         if math.isfinite(now[1]):
             found = {**self.found, trainer.global_step: now}
@@ -84,7 +100,7 @@ class Checkpoints(Callback):
             self.found = {step: found[step] for step in order[: self.best]}
 
     def on_train_end(self, trainer, module) -> None:
-        """The last checkpoint. None if the run was ended early: Lightning would not go on alike."""
+        """Save the last step, unless the run ended early: Lightning would not go on alike."""
         if trainer.global_step < trainer.max_steps:
             return
         self.save(trainer)
@@ -93,14 +109,14 @@ class Checkpoints(Callback):
             print(f"best checkpoint: {self._path(step)} ({name} {value:.4g})")
 
     def save(self, trainer: pl.Trainer) -> None:
-        """Write the checkpoint of this step, atomically, and drop the oldest ones."""
+        """Write the checkpoint of this step, atomically, and remove those not to be kept."""
         if trainer.global_step > self.first:  # else it is the one that the run goes on from
             with _between_batches(trainer):
                 write_checkpoint(trainer, self._path(trainer.global_step))
             self._drop(trainer.global_step)
 
     def on_save_checkpoint(self, trainer, module, checkpoint: dict) -> None:
-        """What a resumed run must know of this one."""
+        """Add what a resumed run must know of this one."""
         checkpoint["run"] = {
             "processes": trainer.world_size,
             "accumulate": trainer.accumulate_grad_batches,
@@ -108,7 +124,7 @@ class Checkpoints(Callback):
         }
 
     def on_load_checkpoint(self, trainer, module, checkpoint: dict) -> None:
-        """Go on with it; on another number of processes too, and say what that costs."""
+        """Restore it; on another number of processes say that the run is no longer bit for bit."""
         now = {"processes": trainer.world_size, "accumulate": trainer.accumulate_grad_batches}
         before = checkpoint.get("run", {**now, "found": {}})
         self.found = before["found"]
@@ -126,7 +142,7 @@ class Checkpoints(Callback):
                 counts[key] = counts[key] // before["accumulate"] * now["accumulate"]
 
     def files(self) -> list[Path]:
-        """The checkpoints there are, oldest step first."""
+        """The checkpoints on disk, oldest step first."""
         return checkpoint_files(self.folder)
 
     def _path(self, step: int) -> Path:
@@ -148,10 +164,14 @@ class Checkpoints(Callback):
 
 
 def measured(metrics: dict) -> tuple[str, float]:
-    """What a run's checkpoints are compared by, and its value at this validation.
+    """The metric by which a run's checkpoints are compared, and its value at this validation.
 
-    The acceptance length, at the lowest temperature; for a run that measures none, the validation
-    loss; nan without either.
+    Args:
+        metrics: The latest value of every metric.
+
+    Returns:
+        (name, value): the acceptance length at the lowest temperature; for a run that measures
+        none, the validation loss; nan without either.
     """
     lengths = sorted(name for name in metrics if name.startswith("acceptance_length"))
     name = lengths[0] if lengths else "val_loss"
@@ -159,7 +179,7 @@ def measured(metrics: dict) -> tuple[str, float]:
 
 
 def better(name: str, value: float) -> float:
-    """A value to be compared by: greater is better."""
+    """A sort key for a metric's value: greater is better."""
     return -value if name == "val_loss" else value
 
 

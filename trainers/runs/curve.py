@@ -1,4 +1,4 @@
-"""metrics.csv: the curve of a run, whole however often the run was stopped and resumed."""
+"""metrics.csv, the curve of a run: complete however often the run was stopped and resumed."""
 
 import csv
 import os
@@ -20,16 +20,20 @@ def read_curve(file: Path) -> list[dict[str, str]]:
 
 
 def latest(file: Path, step: int) -> dict[str, float]:
-    """The last value of each metric in a metrics.csv until a step."""
+    """The last value of each metric in a metrics.csv up to a step, rounded to 4 digits."""
     rows = [row for row in read_curve(file) if int(row.pop("step")) <= step]
     return {name: round(float(x), 4) for row in rows for name, x in row.items() if x}
 
 
 class Curve(Logger):
-    """Appends a row for every step that is logged; a new metric adds a column.
+    """The logger that appends a row to metrics.csv for every logged step.
 
-    first: how many steps the checkpoint has that the run goes on from. Rows of later steps are
-    forgotten with the first row that is logged: they are computed again.
+    A new metric adds a column. Rows of steps after `first` are removed with the first row that is
+    logged: those steps are computed again.
+
+    Args:
+        file: The metrics.csv.
+        first: Steps done in the checkpoint that the run goes on from.
     """
 
     def __init__(self, file: Path, first: int = 0):
@@ -38,12 +42,12 @@ class Curve(Logger):
 
     @property
     def name(self) -> str:
-        """Unused: the file has a fixed place."""
+        """Unused: the file's path is fixed."""
         return ""
 
     @property
     def version(self) -> str:
-        """Unused: the file has a fixed place."""
+        """Unused: the file's path is fixed."""
         return ""
 
     @rank_zero_only
@@ -52,7 +56,7 @@ class Curve(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Append one row, on disk before the next step."""
+        """Append one row, which is on disk before the next step."""
         if not self.columns:
             rows = [r for r in read_curve(self.file) if int(r["step"]) <= self.first]
             self.columns = list(rows[0]) if rows else ["step"]

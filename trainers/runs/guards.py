@@ -1,4 +1,4 @@
-"""What stops a run, and says in one line why and what to do: a loss gone wrong, no memory left."""
+"""The errors that stop a run and say in one line what to do: a diverged loss, no memory left."""
 
 import functools
 import math
@@ -19,13 +19,17 @@ NO_MEMORY = ("out of memory", "allocate memory", "not enough memory", "status_al
 
 
 class LossGuard(Callback):
-    """Stops a run whose loss is not finite, or diverges, with the last good checkpoint kept.
+    """The callback that stops a run whose loss diverges or is not finite.
 
-    A step is judged before the next one's checkpoint is written, and weights that are not finite
-    (a finite loss can have such gradients) are never written. The message names the step's data.
-    factor: the smoothed loss may be so many times its best value. The loss of the first `wait`
-    steps is not judged. Where the best value is small or negative (a density's loss can be), a
-    quarter of the way from the first step's loss takes its place as the measure.
+    The last good checkpoint is kept: a step is checked before the next one's checkpoint is written,
+    and weights that are not finite (a finite loss can have such gradients) are never written. The
+    message names the step's data.
+
+    Args:
+        factor: The smoothed loss may be at most `factor` times its best value. Where the best
+            value is small or negative (a density's loss can be), it may exceed it by at most
+            `factor - 1` quarters of the way from the first step's loss to the best value.
+        wait: Steps at the start whose loss only has to be finite.
     """
 
     def __init__(self, factor: float, wait: int):
@@ -33,17 +37,20 @@ class LossGuard(Callback):
         self.first, self.smooth, self.best = None, None, math.inf
 
     def state_dict(self) -> dict:
-        """What a resumed run must know to judge as the uninterrupted one does."""
+        """The state by which a resumed run decides as the uninterrupted one does."""
         return {"first": self.first, "smooth": self.smooth, "best": self.best}
 
     def load_state_dict(self, state: dict) -> None:
-        """See `state_dict`."""
         # Checkpoints of before there was a first loss: the best one alone is the measure.
         self.first = state.get("first", state["best"])
         self.smooth, self.best = state["smooth"], state["best"]
 
     def on_train_batch_end(self, trainer, module, outputs, batch, index) -> None:
-        """Judge a step's loss, once its last micro-batch is done."""
+        """Check a step's loss, once its last micro-batch is done.
+
+        Raises:
+            ValueError: The loss is not finite, or diverges.
+        """
         if (index + 1) % trainer.accumulate_grad_batches:
             return
         loss, step = float(trainer.callback_metrics["loss"]), trainer.global_step
@@ -63,7 +70,11 @@ class LossGuard(Callback):
             )
 
     def on_save_checkpoint(self, trainer: pl.Trainer, module, checkpoint) -> None:
-        """Refuse weights that are not finite, on every process if they are so on one."""
+        """Check the weights that are about to be written.
+
+        Raises:
+            ValueError: On every process, if weights of one are not finite.
+        """
         finite = all_finite(module.network.parameters())
         if not trainer.strategy.reduce_boolean_decision(finite):
             raise ValueError(f"the weights are not finite after the update {advice(trainer)}")
@@ -76,7 +87,7 @@ def all_finite(parameters: Iterable[Tensor]) -> bool:
 
 
 def advice(trainer: pl.Trainer) -> str:
-    """Where a run went wrong (step, samples, packed rows), what to lower and what is kept."""
+    """The end of a message: where a run went wrong, what to lower and which checkpoint is kept."""
     step, loader = trainer.global_step, trainer.train_dataloader.loader
     samples = loader.batch_sampler.samples(step - 1)
     rows = [loader.dataset.row_of(n) for n in samples]
@@ -91,7 +102,14 @@ def advice(trainer: pl.Trainer) -> str:
 
 
 def with_memory_advice(fit: Callable[[DictConfig], Path]) -> Callable[[DictConfig], Path]:
-    """`fit`, with one line on the settings that need less memory where there is not enough."""
+    """A decorator of `fit` that answers a lack of memory with the settings that need less.
+
+    Args:
+        fit: A function of the composed recipe.
+
+    Returns:
+        The same function; it raises ValueError where a library gets no memory.
+    """
 
     @functools.wraps(fit)
     def advised(config: DictConfig) -> Path:
@@ -107,7 +125,7 @@ def with_memory_advice(fit: Callable[[DictConfig], Path]) -> Callable[[DictConfi
 
 
 def memory_error(error: BaseException | None) -> str | None:
-    """What a library said when it got no memory; None if an error has another reason."""
+    """The message of the library that got no memory; None if an error has another reason."""
     while error is not None:
         text = str(error)
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
@@ -120,9 +138,14 @@ def memory_error(error: BaseException | None) -> str | None:
 
 
 def memory_advice(text: str, config: DictConfig) -> str:
-    """The settings that need less memory, with their present values, the harmless ones first.
+    """One line on the settings that need less memory, with their values, the harmless ones first.
 
-    text: what the library said; it tells a GPU from the CPU, and how much was asked for.
+    Args:
+        text: The library's message; it tells a GPU from the CPU, and how much was asked for.
+        config: The composed recipe.
+
+    Returns:
+        The line.
     """
     t, s = config.trainer, OmegaConf.select
     device = "GPU" if re.search("cuda|hip", text, re.IGNORECASE) else "CPU"

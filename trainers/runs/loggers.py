@@ -1,4 +1,4 @@
-"""Where a run's metrics go: metrics.csv always, and wandb or TensorBoard beside it."""
+"""The loggers of a run: metrics.csv always, and wandb or TensorBoard beside it."""
 
 import os
 import shutil
@@ -16,7 +16,14 @@ from trainers.runs.curve import Curve
 
 
 def check_logger(name: str | None) -> None:
-    """Raise ValueError for a logger that does not exist, or is not installed."""
+    """Check that a logger exists and is installed.
+
+    Args:
+        name: 'tensorboard', 'wandb' or None.
+
+    Raises:
+        ValueError: Another name, or a package that is not installed.
+    """
     names = ["tensorboard", "wandb"]
     if name is None:
         return
@@ -27,10 +34,18 @@ def check_logger(name: str | None) -> None:
 
 
 def build_loggers(config: DictConfig, folder: Path, first: int) -> list[Logger]:
-    """The loggers of a run. first: the step that it starts, or goes on, at.
+    """The loggers of a run; those beside metrics.csv are on the first process only.
 
-    What is beside metrics.csv is on the first process only. Errors: no connection to wandb, or a
-    key that it does not accept.
+    Args:
+        config: The composed recipe.
+        folder: The run's.
+        first: The step that the run starts, or goes on, at.
+
+    Returns:
+        `Curve`, and the logger that the recipe names.
+
+    Raises:
+        ValueError: No connection to wandb, or a key that it does not accept.
     """
     loggers: list[Logger] = [Curve(folder / "metrics.csv", first)]
     if config.logger is not None and rank_zero_only.rank == 0:
@@ -40,7 +55,7 @@ def build_loggers(config: DictConfig, folder: Path, first: int) -> list[Logger]:
 
 
 def tensorboard_logger(config: DictConfig, folder: Path, first: int) -> Logger:
-    """Event files in <folder>/tensorboard; points behind the step `first` are made again."""
+    """The TensorBoard logger, into <folder>/tensorboard; points after step `first` are replaced."""
     if first == 0:
         shutil.rmtree(folder / "tensorboard", ignore_errors=True)
     logger = TensorBoardLogger(folder, name="tensorboard", version="", purge_step=first + 1)
@@ -50,20 +65,20 @@ def tensorboard_logger(config: DictConfig, folder: Path, first: int) -> Logger:
 
 
 class Wandb(WandbLogger):
-    """A run on wandb that ends with the fit, so that the next fit of the process has its own."""
+    """The wandb logger; its run ends with the fit, so the next fit of the process has its own."""
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """End the run, as failed if the fit was."""
+        """End the run, as failed if the fit failed."""
         self.experiment.finish(exit_code=int(status != "success"))
         forget_environment()
 
 
 def forget_environment() -> None:
-    """Make wandb read mode, key and settings anew; it keeps what it reads first in a process.
+    """Make wandb read mode, key and settings anew in the next fit.
 
-    The next fit would else decide by the mode or the wrong key of this one. Runs that somebody
-    else has open in this process keep wandb as it is.
+    wandb keeps what it reads first in a process, so the next fit would use the mode or the wrong
+    key of this one. While another run is open in this process, nothing is done.
     """
     import wandb
 
@@ -72,9 +87,20 @@ def forget_environment() -> None:
 
 
 def wandb_logger(config: DictConfig, folder: Path, first: int) -> Logger:
-    """A run of the project parade, kept in <folder>/wandb; a resumed one goes on with its id.
+    """The wandb logger of a run of the project parade, with its files in <folder>/wandb.
 
     WANDB_MODE is honoured; without it, and without a key, the run stays offline.
+
+    Args:
+        config: The composed recipe.
+        folder: The run's.
+        first: The step that the run starts, or goes on, at; after 0 it keeps its wandb id.
+
+    Returns:
+        The logger.
+
+    Raises:
+        ValueError: No connection to wandb, or a key that it does not accept.
     """
     import wandb
 

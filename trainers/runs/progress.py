@@ -1,4 +1,4 @@
-"""What a run shows of itself while it trains: a bar in a terminal, plain lines elsewhere."""
+"""The progress of a run: a bar in a terminal, plain lines elsewhere."""
 
 import sys
 import time
@@ -16,10 +16,15 @@ from rich.text import Text
 
 @dataclass
 class Pace:
-    """How fast a run is. `now`, and every other time, is in seconds of one clock.
+    """The speed of a run, by which the time left is estimated.
 
-    A step's seconds are the mean of the last 50 steps, a checkpoint's time included, a
-    validation's not.
+    Every time is in seconds of one clock. A step's seconds are the mean of the last 50 steps, with
+    the time of checkpoints and without that of validations.
+
+    Attributes:
+        now: When the last step or validation ended.
+        steps: Seconds of each of the last steps.
+        validation: Seconds of the last validation.
     """
 
     now: float
@@ -27,17 +32,17 @@ class Pace:
     validation: float = 0.0
 
     def stepped(self, now: float) -> None:
-        """A step ended."""
+        """Note that a step ended at `now`."""
         self.steps.append(now - self.now)
         self.now = now
 
     def validated(self, now: float) -> None:
-        """A validation, which began when the last step ended, ended."""
+        """Note that a validation, which began when the last step ended, ended at `now`."""
         self.validation, self.now = now - self.now, now
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """The mean seconds of a step; infinite before the first."""
         return max(sum(self.steps) / len(self.steps), 1e-9) if self.steps else float("inf")
 
     def left(self, done: int, total: int, every: int) -> float:
@@ -46,10 +51,13 @@ class Pace:
 
 
 class Progress(Callback):
-    """Step, losses, the latest acceptance length, tokens/s and time left, on the first process.
+    """The callback that shows step, losses, latest acceptance length, tokens/s and time left.
 
-    tokens/s counts the tokens that went into the network on all processes, padding and the noisy
-    copies of a token included, and no time of validation.
+    It shows them on the first process. tokens/s counts the tokens that went into the network on
+    all processes, with padding and the noisy copies of a token, and without the time of validation.
+
+    Args:
+        clock: Gives the time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
@@ -73,7 +81,15 @@ class Progress(Callback):
         self._show(trainer, measured=True)
 
     def show(self, step: int, steps: int, figures: str, left: str, measured: bool) -> None:
-        """Show the state behind a step or, if something was measured, behind its validation."""
+        """Show the state after a step or, if something was measured, after its validation.
+
+        Args:
+            step: Steps done.
+            steps: Steps of the run.
+            figures: Rate, losses and acceptance lengths, as text.
+            left: The time left, as text.
+            measured: Whether a validation has just ended.
+        """
         raise NotImplementedError
 
     def _show(self, trainer: pl.Trainer, measured: bool = False) -> None:
@@ -88,7 +104,7 @@ class Progress(Callback):
 
 
 def formatted(metrics: dict) -> Iterator[str]:
-    """'loss 3.210', 'val_loss 3.456' and 'acceptance length t0 2.10 t1 1.95', those there are."""
+    """'loss 3.210', 'val_loss 3.456' and 'acceptance length t0 2.10 t1 1.95', if they are known."""
     for name in ("loss", "val_loss"):
         if name in metrics:
             yield f"{name} {float(metrics[name]):.3f}"
@@ -100,21 +116,31 @@ def formatted(metrics: dict) -> Iterator[str]:
 
 
 class Lines(Progress):
-    """A plain line now and then, at the end, and after every validation."""
+    """Progress as plain lines: every few seconds, at the end, and after every validation.
+
+    Args:
+        seconds: Between two lines at least.
+        clock: Gives the time in seconds.
+    """
 
     def __init__(self, seconds: float = 10.0, clock: Callable[[], float] = time.perf_counter):
         super().__init__(clock)
         self.seconds, self.last = seconds, float("-inf")
 
     def show(self, step: int, steps: int, figures: str, left: str, measured: bool) -> None:
-        """Print a line if the last one is old enough, or it must not be missed."""
+        """Print a line if the last one is old enough, and always at the end or a validation."""
         if measured or step == steps or self.pace.now - self.last >= self.seconds:
             self.last = self.pace.now
             print(f"step {step}/{steps}  {figures}  {left}", flush=True)
 
 
 class Bar(Progress):
-    """A bar, and the figures in a line of their own, where an 80-column terminal has room."""
+    """Progress as a bar, with the figures in a line below it: an 80-column terminal fits both.
+
+    Args:
+        console: Where it is drawn; None: the terminal.
+        clock: Gives the time in seconds.
+    """
 
     def __init__(
         self, console: Console | None = None, clock: Callable[[], float] = time.perf_counter
@@ -123,7 +149,7 @@ class Bar(Progress):
         self.console, self.bar = console, None
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Start where the run goes on."""
+        """Draw the bar from the step that the run starts, or goes on, at."""
         super().on_train_start(trainer, module)
         if trainer.is_global_zero:
             self.bar = _BarAndLine(
@@ -138,7 +164,7 @@ class Bar(Progress):
             self.bar.start()
 
     def on_validation_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Say why the bar stands still."""
+        """Show that a validation runs, since the bar does not move meanwhile."""
         if self.bar is not None:
             self.bar.update(self.task, description="validating", refresh=True)
 
@@ -153,7 +179,7 @@ class Bar(Progress):
             self.bar.stop()
 
     def on_exception(self, trainer, module, exception) -> None:
-        """Give the terminal back."""
+        """Stop drawing, so that the error's message is readable."""
         self.on_train_end(trainer, module)
 
 
@@ -166,5 +192,5 @@ class _BarAndLine(rich.progress.Progress):
 
 
 def progress() -> Progress:
-    """A bar in a terminal, lines elsewhere."""
+    """The progress callback for this output: a bar in a terminal, lines elsewhere."""
     return Bar() if sys.stdout.isatty() else Lines()

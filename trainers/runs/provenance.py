@@ -1,4 +1,4 @@
-"""Where a run came from: kept beside its weights and in its model card."""
+"""The provenance of a run: kept beside its weights and in its model card."""
 
 import json
 import os
@@ -24,13 +24,19 @@ from data.rows.packing import PackedRows
 from decoding.commands.cli import typed
 
 PACKAGES = ("torch", "transformers", "tokenizers", "pytorch-lightning", "datasets", "hydra-core")
-# Of a config: what says where and how to run. All else may name an input.
+# Settings that say where and how to run. Any other may name an input.
 NO_INPUTS = ("command", "recipe", "scale", "strategy", "name", "runs", "logger", "trainer")
 
 
 @rank_zero_only
 def write_provenance(file: Path, start: dict, resumed: bool) -> None:
-    """Keep the story of a run: its first start, and under 'resumed' every later one."""
+    """Write provenance.json: the first start of a run, and under 'resumed' every later one.
+
+    Args:
+        file: The provenance.json.
+        start: What `provenance` returns for this start.
+        resumed: Whether the run goes on from a checkpoint.
+    """
     story = start
     if resumed and file.exists():
         story = json.loads(file.read_text())
@@ -42,9 +48,16 @@ def write_provenance(file: Path, start: dict, resumed: bool) -> None:
 def provenance(
     config: DictConfig, trainer: pl.Trainer, rows: dict[str, Dataset], first: int
 ) -> dict:
-    """A start of a run: when, how, with what, on what, from what.
+    """The facts of one start of a run: time, command, code, packages, hardware, data, inputs.
 
-    rows: the packed rows by split. first: the step that it starts, or goes on, at.
+    Args:
+        config: The composed recipe.
+        trainer: Gives the processes, devices, strategy and precision.
+        rows: The packed rows by split.
+        first: The step that the run starts, or goes on, at.
+
+    Returns:
+        What provenance.json holds of this start.
     """
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -73,7 +86,7 @@ def provenance(
 
 
 def described_rows(rows: Dataset) -> dict:
-    """How many rows there are and, of packed rows, their fingerprint and tokens."""
+    """The number of rows and, of packed rows, their fingerprint and number of tokens."""
     if not isinstance(rows, PackedRows):
         return {"rows": len(rows)}
     tokens = rows.manifest["tokens"]
@@ -81,7 +94,7 @@ def described_rows(rows: Dataset) -> dict:
 
 
 def inputs(config: DictConfig) -> dict[str, str]:
-    """What a run reads, as the config names it: {path: fingerprint, Hub id: commit}.
+    """The inputs of a run, as its config names them: {path: fingerprint, Hub id: commit}.
 
     A Hub id that the Hub's cache on this machine does not know is left out.
     """
@@ -98,7 +111,7 @@ def inputs(config: DictConfig) -> dict[str, str]:
 
 
 def commit(name: str) -> str | None:
-    """The commit of a model or data set of the Hub that this machine's cache has as its main."""
+    """The commit of a Hub model's or data set's main branch in this machine's cache, if any."""
     try:
         validate_repo_id(name)
     except HFValidationError:  # a sentence, a command

@@ -1,4 +1,4 @@
-"""The random states of every process, in the checkpoint: what dropout draws from."""
+"""The callback that keeps the random states of every process in the checkpoint (for dropout)."""
 
 import random
 
@@ -11,7 +11,7 @@ State = dict[str, torch.Tensor | tuple]
 
 
 class RandomStates(Callback):
-    """Every process draws its own numbers, and a resumed one goes on with them.
+    """The callback that gives every process numbers of its own, and a resumed one the same ones.
 
     The order of the data and its noise need no state, in data loader workers neither: they are
     counter-based (data/rows/stream.py). On another number of processes the draws begin anew.
@@ -21,18 +21,18 @@ class RandomStates(Callback):
         self.restored: State | None = None
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Another seed for each process and start: all were seeded alike, for equal weights."""
+        """Set another seed for each process and start: all had one seed, for equal weights."""
         first = trainer.global_step * trainer.world_size
         torch.manual_seed(torch.initial_seed() + first + trainer.global_rank)
 
     def on_train_batch_start(self, trainer, module, batch, index) -> None:
-        """Go on where the checkpoint was written: setting up the run has drawn numbers too."""
+        """Restore the checkpoint's state here: setting up the run has drawn numbers too."""
         if self.restored is not None:
             restore(self.restored, trainer.strategy.root_device)
             self.restored = None
 
     def on_save_checkpoint(self, trainer, module, checkpoint: dict) -> None:
-        """Gather the states of all processes; every process must call."""
+        """Add the states of all processes; every process must call."""
         states = [state(trainer.strategy.root_device)]
         if trainer.world_size > 1:
             mine, states = states[0], [None] * trainer.world_size
@@ -40,7 +40,7 @@ class RandomStates(Callback):
         checkpoint["random_states"] = states
 
     def on_load_checkpoint(self, trainer, module, checkpoint: dict) -> None:
-        """Take this process's own state, if there are as many processes as there were."""
+        """Take this process's own state, if the number of processes is unchanged."""
         states = checkpoint.get("random_states", [])
         if len(states) == trainer.world_size:
             self.restored = states[trainer.global_rank]
@@ -60,7 +60,12 @@ def state(device: torch.device) -> State:
 
 
 def restore(found: State, device: torch.device) -> None:
-    """Set what `state` has found."""
+    """Set the states that `state` returned.
+
+    Args:
+        found: The states.
+        device: The process's; a GPU has a generator of its own.
+    """
     random.setstate(found["python"])
     kind, keys, *rest = found["numpy"]
     np.random.set_state((kind, keys.numpy().astype("uint32"), *rest))

@@ -1,4 +1,4 @@
-"""What a run goes on from: `resume=auto | never | PATH`, and whether that fits its folder."""
+"""The checkpoint that a run goes on from (`resume=auto | never | PATH`), checked for its folder."""
 
 from pathlib import Path
 
@@ -18,7 +18,11 @@ FREE = ("resume", "needs", "logger", "strategy", "trainer.devices", "trainer.num
 
 
 def run_folder(config: DictConfig) -> Path:
-    """`<runs>/<recipe>[/<name>]`."""
+    """The folder of a run, `<runs>/<recipe>[/<name>]`.
+
+    Raises:
+        ValueError: A name that is a folder of the run without a name.
+    """
     name = str(config.name or "")  # a number is a name too
     if name in ("checkpoints", "export", "bench"):
         raise ValueError(f"name={name} is a folder of the run without a name: give another")
@@ -26,12 +30,19 @@ def run_folder(config: DictConfig) -> Path:
 
 
 def checkpoint_to_resume(config: DictConfig, folder: Path) -> tuple[Path | None, int]:
-    """The checkpoint that `resume=auto | never | PATH` asks for, and its step; (None, 0) for none.
+    """The checkpoint that `resume=auto | never | PATH` asks for.
 
-    A folder that holds a run is started at 0 for `resume=never` only.
+    A folder that holds a run is started at step 0 for `resume=never` only.
+
+    Args:
+        config: The composed recipe.
+        folder: The run's.
+
+    Returns:
+        (the checkpoint, its step); (None, 0) for a start at step 0 or a finished run.
 
     Raises:
-        ValueError: a folder of another recipe or of other settings, or one whose config.yaml is
+        ValueError: A folder of another recipe or of other settings, or one whose config.yaml is
             lost; no checkpoint at PATH; only damaged ones, or one that cannot be read.
     """
     before = _stored_config(folder / "config.yaml")
@@ -76,7 +87,7 @@ def checkpoint_to_resume(config: DictConfig, folder: Path) -> tuple[Path | None,
 
 
 def _stored_config(file: Path) -> DictConfig | None:
-    """The config of a run; None where it is lost: no file, an empty one, or one of another kind."""
+    """The config of a run; None where it is lost: no file, an empty one, or something else."""
     try:
         stored = OmegaConf.load(file)
     except (FileNotFoundError, NotADirectoryError):

@@ -1,8 +1,8 @@
-"""What a run that starts anew, or from an older checkpoint, leaves behind: kept until it goes on.
+"""`<run>/.set_aside`: what a run replaces that starts anew or from an older checkpoint.
 
-`<run>/.set_aside` is itself laid out as a run: the checkpoints of later steps, the export, and
-copies of the small files as they were. It is removed when the run has written a new checkpoint or
-its export. Until then nothing is lost: `resume=<run>/.set_aside/checkpoints/step-N.ckpt` goes back.
+The folder is itself laid out as a run: the checkpoints of later steps, the export, and copies of
+the small files as they were. It is removed when the run has written a new checkpoint or its export.
+Until then nothing is lost: `resume=<run>/.set_aside/checkpoints/step-N.ckpt` goes back.
 """
 
 import shutil
@@ -19,16 +19,16 @@ COPIED = ("config.yaml", "provenance.json", "metrics.csv")
 
 @rank_zero_only
 def set_aside(folder: Path, step: int, source: Path | None = None) -> None:
-    """Move out of sight what a run that goes on from `step` makes again.
+    """Move the export and later checkpoints of a run, which it will make again, to `.set_aside`.
 
-    Every step of it is one rename, in an order that a kill may cut anywhere: first the export, so
-    that the run does not look finished; then the checkpoints, the oldest first, so that the newest
-    is found until all of them are aside. The caller writes the new config.yaml after that.
+    Each move is one rename, in an order that a kill may cut anywhere: first the export, so that
+    the run does not look finished; then the checkpoints, the oldest first, so that the newest is
+    found until all of them are moved. The caller writes the new config.yaml after that.
 
     Args:
-        folder: the run's.
-        step: checkpoints of later steps are moved.
-        source: the checkpoint that the run goes on from, which stays whatever its name is.
+        folder: The run's.
+        step: The step that the run goes on from; checkpoints of later steps are moved.
+        source: The checkpoint that the run goes on from, which is not moved whatever its name is.
     """
     for left in folder.glob(".export.*"):  # by killed writes
         delete(left)
@@ -49,14 +49,14 @@ def set_aside(folder: Path, step: int, source: Path | None = None) -> None:
             with atomic_write(aside / name) as temporary:
                 shutil.copy(folder / name, temporary)
     for path in moved:
-        place = aside / path.relative_to(folder)
-        delete(place)  # of an earlier run, which this one has gone past
-        path.rename(place)
+        new = aside / path.relative_to(folder)
+        delete(new)  # of an earlier run, which this one has gone past
+        path.rename(new)
     names = ", ".join(path.stem for path in moved)
     print(f"{names} set aside in {aside}, until this run has written a new checkpoint")
 
 
 @rank_zero_only
 def drop_set_aside(folder: Path) -> None:
-    """Remove what a run has set aside: it has gone on."""
+    """Remove `.set_aside`, once the run has gone on."""
     shutil.rmtree(folder / SET_ASIDE, ignore_errors=True)
