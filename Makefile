@@ -1,4 +1,4 @@
-# Everything runs in .venv, which every target makes by itself.
+# Every target runs in .venv, and makes it where it is missing.
 PY := .venv/bin/python
 FIT := $(PY) -m trainers.fit
 RUNS ?= runs
@@ -18,10 +18,10 @@ quickstart: .venv/installed  ## train and decode with DEER at lab scale, from no
 LAB = runs=$(RUNS)/lab trainer.compile=true
 BENCH = $(PY) -m decoding.bench
 
-# A deep target, so that a drafter of a quarter of its layers is cheap beside it.
+# The target is deep, so that a drafter with a quarter of its layers is cheap in comparison.
 DEEP = runs=$(RUNS)/lab-deer trainer.compile=true
 DEER = $(RUNS)/lab-deer/deer_stage
-lab-deer-stage1: .venv/installed  ## what the next two start from
+lab-deer-stage1: .venv/installed  ## the inputs of lab-deer and lab-deer-losses: target, answers, drafter of stage I
 	$(FIT) recipe=ar_target $(DEEP) trainer.max_steps=1200 network.num_hidden_layers=12
 	$(FIT) recipe=diffusion_adapt $(DEEP) trainer.max_steps=400 'network.layers=[0,1,11]'
 	$(PY) -m decoding.collect recipe=deer_answers runs=$(RUNS)/lab-deer prompts.count=1920
@@ -36,7 +36,7 @@ lab-deer: lab-deer-stage1  ## DEER's figures in docs/results/deer.md: more than 
 
 LOSS = $(FIT) recipe=deer_stage2 $(DEEP) trainer.max_steps=300
 TAUGHT = $(DEER)2/tokens/export,$(DEER)2/total_variation/export,$(DEER)2/log_acceptance/export,$(DEER)2/coupled_miss/export,$(DEER)2/length/export
-lab-deer-losses: lab-deer-stage1  ## what stage II is trained with: a short run a loss, and their bench
+lab-deer-losses: lab-deer-stage1  ## stage II with each of its losses: a short run for each, and their bench
 	$(LOSS) name=kl
 	$(LOSS) name=tokens module.soft=0.0
 	$(LOSS) name=total_variation module.teacher_loss=total_variation
@@ -81,8 +81,8 @@ lab-asarm: .venv/installed  ## an any-subset model that fills holes, and its ben
 	$(INFILL) block_sizes=[2,3,4,5,8] samples=16 batch_size=1 out=$(RUNS)/lab/asarm_joint/bench_1
 	$(INFILL) block_sizes=[5] length=1024 hidden=0.125 samples=4 batch_size=1 'knobs=[cache=true,cache=false]' out=$(RUNS)/lab/asarm_joint/bench_cache
 
-# What a diffusion LM decodes at T=0 is as sure as what it was trained on: greedy answers, the target's and then its own.
-# ANSWERED: folder of answers, who answers, prompts, their length; TAUGHT_BY: folder of answers, from which weights, steps, steps between validations.
+# A diffusion LM is as confident at T=0 as its training text: it is trained on greedy answers, the target's and then its own.
+# ANSWERED: folder of answers, answering model, prompts, their length. TAUGHT_BY: folder of answers, first weights, steps, steps between validations.
 DLLM = $(RUNS)/lab/dllm_block
 define ANSWERED
 	$(PY) -m decoding.collect recipe=deer_answers runs=$(RUNS)/lab name=$(1) collector.teacher=$(2)/export prompts.count=$(3) prompts.length=$(4) collector.number=1 'collector.temperatures=[0.0]'
@@ -121,7 +121,7 @@ lab-spiffy: .venv/installed  ## a masked diffusion LM, draft graphs by each obje
 	$(DENOISE)/replay-3/export also=[$(DRAFTED)/degree1-3/export,$(DRAFTED)/replay-5/export,$(DRAFTED)/degree1-5/export,$(DRAFTED)/replay-8/export,$(DRAFTED)/degree1-8/export] prompts=24
 	$(DENOISE)/threshold/export
 
-# The mixture's target is deep, so that a drafter of two layers is cheap beside it.
+# The mixture's target is deep, so that a drafter of two layers is cheap in comparison.
 CSPD = recipe=cspd_draft runs=$(RUNS)/lab
 DIFFUSION = network.head=diffusion trainer.max_steps=1000
 CSPD_BENCH = $(PY) -m decoding.bench.images model=$(RUNS)/lab/cspd_draft
@@ -138,10 +138,10 @@ lab-cspd: .venv/installed  ## both heads of CSpD, drafters with and without dist
 test: .venv/installed  ## the whole test suite, in random order; SEED=3 (printed at its end) repeats one
 	$(PY) -m pytest -n 2 $(if $(SEED),--randomly-seed=$(SEED) --hypothesis-seed=$(SEED)) $(PYTEST)
 
-chaos: .venv/installed  ## kill a run ten times, also in a checkpoint's write: it must end as if left alone (minutes)
+chaos: .venv/installed  ## kill a run ten times, also while it writes a checkpoint: it must end like a run that was not killed (minutes)
 	$(PY) -m tests.chaos
 
-packed-step: .venv/installed  ## pcLLM's packed training step against separate passes: seconds of each (a minute)
+packed-step: .venv/installed  ## time pcLLM's packed training step against separate passes (a minute)
 	$(PY) -m tests.packed_step
 
 lint: .venv/installed  ## ruff, as CI runs it
