@@ -1,4 +1,4 @@
-"""What block drafters share: the teacher's distribution stands at the right places."""
+"""Block drafters: the target's distribution is taken at the right positions."""
 
 from types import SimpleNamespace
 
@@ -224,7 +224,7 @@ def test_soft_zero_is_equation_4_and_soft_one_is_the_teacher_s(tokenizer):
 
 
 def test_bad_soft(tokenizer):
-    with pytest.raises(ValueError, match=r"soft=1.5 is not allowed"):
+    with pytest.raises(ValueError, match=r"soft=1\.5.*\[0, 1\]"):
         module_of(tokenizer, 1.5)
 
 
@@ -253,11 +253,7 @@ def test_the_teachers_share_is_taken_by_the_loss_that_is_named(tokenizer):
 
 
 def test_bad_teacher_loss(tokenizer):
-    with pytest.raises(
-        ValueError, match=r"teacher_loss 'coupled_mis'. Did you mean 'coupled_miss'"
-    ):
+    with pytest.raises(ValueError, match=r"teacher_loss.*'coupled_mis'.*'coupled_miss'"):
         module_of(tokenizer, 0.5, teacher_loss="coupled_mis")
-    with pytest.raises(
-        ValueError, match="teacher_loss=total_variation with soft=0 would do nothing"
-    ):
+    with pytest.raises(ValueError, match=r"teacher_loss=total_variation.*soft=0.*module\.soft"):
         module_of(tokenizer, 0.0, teacher_loss="total_variation")

@@ -24,7 +24,7 @@ def test_divergence_by_hand():
 
 
 def test_equations_8_and_9_by_hand():
-    # Two tokens, the second behind a wrong one; then one that the answer does not have.
+    # Two tokens, the second after a wrong one; then one that the answer does not have.
     p, q = torch.tensor([0.5, 0.5]).log(), torch.tensor([0.25, 0.75]).log()
     noisy, clean = torch.stack([q, q, q]).view(1, 1, 3, 2), torch.stack([p, p, p]).view(1, 1, 3, 2)
     L_AR = token_nll(clean, torch.zeros(1, 1, 3, dtype=torch.long))
@@ -125,8 +125,8 @@ def test_another_mask_or_another_noise_fails_the_same_comparison():
     assert abs((loss * weight).sum() / weight.sum() - apart) > 1e-3
 
 
-def test_ordinary_text_is_held_to_the_base():
-    """Row 0 has wrong guesses, row 1 none: the second one's AR loss is against the base's law."""
+def test_ordinary_text_has_the_base_s_distribution_as_its_label():
+    """Row 0 has wrong guesses, row 1 none: row 1's AR loss is against the base's distribution."""
     network, base = network_of(), tiny.causal_lm(V, seed=9, scale=1.0)
     _, _, batch = batch_of()
     batch["noised"][1] = False
@@ -149,7 +149,7 @@ def test_ordinary_text_is_held_to_the_base():
 
 def test_mistakes():
     network = tiny.causal_lm(V)
-    with pytest.raises(ValueError, match=r"unknown mask 'ic'. Choose from \['nc', 'nc_ic'\]"):
+    with pytest.raises(ValueError, match=r"'ic'.*\['nc', 'nc_ic'\]"):
         module_of(network, mask="ic")
-    with pytest.raises(ValueError, match=r"w=-1 is not allowed"):
+    with pytest.raises(ValueError, match=r"w=-1\b"):
         module_of(network, w=-1)
