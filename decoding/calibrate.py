@@ -1,11 +1,12 @@
-"""`python -m decoding.calibrate model=runs/deer_stage2/export`: what to draft on this machine.
+"""`python -m decoding.calibrate model=runs/deer_stage2/export`: the fastest drafts on this machine.
 
-How sure of the drafter a tree should be at each depth is fitted to what the target chose
-(`decoding.calibration.tree_ranking`), and with `answers=` how much it should heed which token
-follows which there (`decoding.drafting.bigrams`). More nodes are accepted more often and cost a
-wider pass; where the balance lies depends on drafter, target and machine, so it is measured: real
-decodes of held-out prompts. What is fastest goes into the export, and `verify=tree` takes it from
-there. So does, for drafts that are no tree, the length that is fastest at each temperature.
+The sharpness of the drafter's distributions at each depth of a tree is fitted to the tokens that
+the target chose (`decoding.calibration.tree_ranking`), and with `answers=` the weight of bigram
+scores counted in teacher answers (`decoding.drafting.bigrams`). A tree of more nodes has more
+drafts accepted and needs a wider pass; the best number depends on drafter, target and machine, so
+it is measured by decoding held-out prompts. The fastest knobs are written into the export, where
+`verify=tree` reads them, and so is the fastest length, at each temperature, of drafts that are no
+tree.
 """
 
 import json
@@ -44,9 +45,7 @@ class Calibrate(PromptOptions):
     EXAMPLE: ClassVar[str] = "model=runs/deer_stage2/export answers=runs/deer_answers nodes=[8,16]"
 
     model: str = option(NEEDED, "the folder of an export that drafts")
-    answers: str | None = option(
-        None, "a collection of the target's answers, whose bigrams are tried"
-    )
+    answers: str | None = option(None, "a collection of teacher answers, whose bigrams are tried")
     target: str | None = option(None, "a target instead of the one that the export names")
     prompts: int = option(8, "held-out prompts that are timed", least=1)
     fit_prompts: int = option(24, "other prompts, to which the sharpness is fitted", least=1)
@@ -73,13 +72,13 @@ class Calibrate(PromptOptions):
 
 
 def run(argv: list[str]) -> None:
-    """The command."""
+    """Run the command with its arguments `key=value`."""
     quiet()
     c = parse(argv, Calibrate, "decoding.calibrate")
     file = Path(c.model) / "config.json"
     if not file.is_file():
         raise ValueError(f"model={c.model!r} is no folder of an export: there is no {file}")
-    # What an earlier calibration left is not needed, and may be what is to be made anew.
+    # Bigrams of an earlier calibration are not needed, and a damaged table must be replaceable.
     bare = ["bigrams=false"] if "bigrams" in parade_config(c.model) else []
     sampler = load(c.model, target=c.target, sampler=bare, dtype=c.dtype, device=c.device)
     if getattr(sampler, "drafter", None) is None:
@@ -102,7 +101,18 @@ def run(argv: list[str]) -> None:
 def fastest_tree(
     c: Calibrate, sampler: DeerSampler, prompts: list[list[int]], table: Bigrams | None, out: Path
 ) -> dict:
-    """The knobs of the trees that are fastest over all temperatures. table: bigrams to try."""
+    """The knobs of the trees that are fastest over all temperatures.
+
+    Args:
+        c: The command's options.
+        sampler: The export's sampler.
+        prompts: Token ids of `c.prompts` prompts to time and of `c.fit_prompts` to fit to.
+        table: Bigrams to try, or None.
+        out: Folder of calibration.csv.
+
+    Returns:
+        {"nodes": {batch size: nodes}, "sharpness": ..., "bigrams": ...}, as an export keeps them.
+    """
     timed, others = prompts[: c.prompts], prompts[c.prompts :]
     seen = {t: observed(sampler, others, params_of(c, t, verify="tree")) for t in c.temperatures}
     shapes = {**shapes_of(c, seen, None), **(shapes_of(c, seen, table) if table else {})}
@@ -128,11 +138,21 @@ def fastest_tree(
 def fastest_lengths(
     c: Calibrate, sampler: DeerSampler, prompts: list[list[int]], out: Path
 ) -> dict[str, dict[str, int]]:
-    """{rows: {temperature: tokens to draft}} of drafts that are no tree."""
+    """The fastest lengths of drafts that are no tree.
+
+    Args:
+        c: The command's options.
+        sampler: The export's sampler.
+        prompts: Token ids of the prompts to time.
+        out: Folder of lengths.csv.
+
+    Returns:
+        {batch size: {temperature: tokens to draft}}, with keys as text.
+    """
     tried = sorted({*c.lengths, sampler.block_size})
     lines, lengths = [], {}
     for batch in c.batch_sizes:
-        # Only keyed drafts take the lengths of more rows than the fewest.
+        # Above the smallest batch size only keyed drafts use a calibrated length.
         rule = "block" if batch == min(c.batch_sizes) else "coupled"
         ways = {k: (sampler, {"verify": rule, "block_size": k}) for k in tried}
         figures = measure(c, ways, prompts, batch)
@@ -152,29 +172,47 @@ def _title(c: Calibrate) -> str:
 def shapes_of(
     c: Calibrate, seen: dict[float, tuple[Tensor, Tensor]], table: Bigrams | None
 ) -> dict[tuple[bool, int, float], dict]:
-    """{(bigrams, nodes, factor): knobs} of the trees to try; seen: `observed`, by temperature."""
+    """The trees to try.
+
+    Args:
+        c: The command's options.
+        seen: What `observed` returned, by temperature.
+        table: Bigrams whose weights are fitted too, or None.
+
+    Returns:
+        The knobs of each tree by (whether it uses bigrams, nodes, factor on the sharpness).
+    """
     fitted = {f"{t:g}": fit(*pair, table) for t, pair in seen.items()}
-    lift = {t: weights for t, (_, weights) in fitted.items()}
+    bigram_weights = {t: weights for t, (_, weights) in fitted.items()}
     shapes = {}
     for nodes, factor in product(c.nodes, c.sharpness):
         sharpness = {t: [round(factor * s, 2) for s in depths] for t, (depths, _) in fitted.items()}
         shapes[table is not None, nodes, factor] = {
-            "nodes": nodes, "sharpness": sharpness, "bigrams": lift if table else False,
+            "nodes": nodes, "sharpness": sharpness, "bigrams": bigram_weights if table else False,
         }  # fmt: skip
     return shapes
 
 
 def params_of(c: Calibrate, temperature: float, **options) -> SamplingParams:
-    """A request of the calibration."""
+    """The sampling parameters of a measured request."""
     return SamplingParams(c.max_new_tokens, temperature, ignore_eos=True, seed=c.seed, **options)
 
 
 def measure(
     c: Calibrate, ways: dict[Any, tuple[Sampler, dict]], prompts: list[list[int]], batch: int
 ) -> dict[Any, dict]:
-    """Acceptance lengths and tokens/s of each way: a sampler, and options of the request.
+    """Acceptance lengths and tokens/s of each way to decode.
 
-    Every batch goes through every way in turn: a slow minute of the machine hits them all.
+    Every batch goes through every way in turn, so a slow minute of the machine hits them all.
+
+    Args:
+        c: The command's options.
+        ways: A sampler and options of `SamplingParams`, by any name.
+        prompts: Token ids.
+        batch: Prompts that are decoded together.
+
+    Returns:
+        A line of figures by the same names.
     """
     batches = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
     emitted = {(name, t): [] for name in ways for t in c.temperatures}
@@ -200,14 +238,20 @@ def measure(
 
 
 def keep(config: Path, knobs: dict, table: Bigrams | None) -> None:
-    """Write knobs into an export's `parade` entry, whole or not at all; bigrams beside it."""
+    """Write knobs into an export's `parade` entry, atomically, and its bigrams beside it.
+
+    Args:
+        config: The export's config.json.
+        knobs: What changes in the entry.
+        table: The bigrams, where `knobs["bigrams"]` uses them; else a kept table is removed.
+    """
     if knobs["bigrams"]:
         write(table, config.parent)
     entry = json.loads(config.read_text())
     entry["parade"].update(knobs)
     with atomic_write(config) as temporary:
         temporary.write_text(json.dumps(entry, indent=2) + "\n")
-    if not knobs["bigrams"]:  # of an earlier calibration
+    if not knobs["bigrams"]:  # the table of an earlier calibration
         (config.parent / FILE).unlink(missing_ok=True)
 
 

@@ -1,8 +1,8 @@
-"""`python -m decoding.collect recipe=deer_answers`: resumable, sharded collection.
+"""`python -m decoding.collect recipe=deer_answers`: collect teacher answers or trajectories.
 
-A shard is written whole or not at all, and its rows depend on the seed and the prompts' ids only:
-killed and started again, a collection loses nothing but the shard in work and repeats nothing.
-Several processes (torchrun) share the shards.
+A shard is written whole or not at all, and its rows depend on the seed and the prompts' ids only.
+So a collection that is killed and started again loses only the shard that was in work. Several
+processes (torchrun) share the shards.
 """
 
 import json
@@ -22,13 +22,23 @@ from decoding.commands.recipes import build, compose
 
 
 def run(argv: list[str]) -> None:
-    """The command."""
+    """Run the command with its arguments `key=value`."""
     quiet()
     collect(compose(argv, "collect"))
 
 
 def collect(config: DictConfig) -> Path:
-    """Collect what is missing of a collection; returns its folder."""
+    """Collect the shards that a collection still lacks.
+
+    Args:
+        config: A composed recipe of `collect` (`decoding.commands.recipes.compose`).
+
+    Returns:
+        The collection's folder, `<runs>/<recipe>/<name>`.
+
+    Raises:
+        ValueError: The folder was collected with other settings, or the disk is too small.
+    """
     prepare_inputs(config)
     folder = Path(config.runs) / config.recipe / (config.name or "")
     collector = build(config.collector)
@@ -62,7 +72,8 @@ def collect(config: DictConfig) -> Path:
 def _claim(folder: Path, manifest: dict) -> None:
     """Write the manifest, or check that the folder's own is the same.
 
-    One without a shard binds nobody: whoever wrote it had a teacher that does not load.
+    A manifest without any shard is replaced: its collection ended before the first one, for example
+    because the teacher did not load.
     """
     file = folder / "manifest.json"
     manifest = json.loads(json.dumps(manifest))

@@ -33,7 +33,7 @@ from decoding.engine.vocabulary import check_vocabulary
 from models import causal
 
 # The processors that `decoding.engine.warp.warp` applies, in transformers' own order, each with
-# the parameter that it stands for and the attribute that holds its value.
+# the parameter that it applies and the attribute that holds its value.
 PROCESSORS = {
     RepetitionPenaltyLogitsProcessor: ("repetition_penalty", "penalty"),
     TemperatureLogitsWarper: ("temperature", "temperature"),
@@ -83,15 +83,28 @@ def generate(
     streamer=None,
     **arguments,
 ) -> Tensor:
-    """What `model.generate(**arguments)` returns, [B, prompt and answer], decoded with a drafter.
+    """The tokens that `model.generate(**arguments)` returns, decoded with a drafter.
 
     transformers prepares everything as it always does (defaults, padding, end tokens, processors)
-    and leaves only the loop to the sampler. What the sampler cannot keep exactly is a ValueError.
+    and leaves only the decoding loop to the sampler.
 
-    method: the sampler's module in `decoding.samplers`. drafter: the folder or Hub id that
-    `custom_generate` names, unless given. seed: row i decodes with seed + i; None draws from
-    torch's generator, so `torch.manual_seed` repeats a call. verify, block_size: as in
-    `SamplingParams`.
+    Args:
+        method: The sampler's module in `decoding.samplers`.
+        model: The target.
+        drafter: The drafter's folder or Hub id; None takes the one that `custom_generate` names.
+        seed: Of the call; each row's own is derived from it as in `SamplingParams`. None draws one
+            from torch's generator, so `torch.manual_seed` repeats a call.
+        verify: How drafts are verified, as in `SamplingParams`.
+        block_size: Tokens drafted per cycle; None takes the drafter's own.
+        streamer: Receives the tokens of a single row as they are accepted.
+        arguments: Of transformers' `generate`.
+
+    Returns:
+        Prompts and answers [B, L], the shorter rows padded at the end.
+
+    Raises:
+        ValueError: An argument would change the output in a way that the sampler cannot keep
+            exactly, or model and drafter do not fit each other.
     """
     name = drafter or _named_by(inspect.currentframe())
     hub = {key: arguments.pop(key) for key in HUB if key in arguments}
@@ -110,7 +123,7 @@ def generate(
         generation_config: GenerationConfig,
         **model_kwargs,
     ) -> Tensor:
-        """The decoding loop that transformers calls in place of its own."""
+        """The decoding loop that transformers calls instead of its own."""
         if streamer is not None and len(input_ids) > 1:
             raise _unsupported("a streamer with more than one row")
         values = _values(generation_config, logits_processor, model_kwargs)
@@ -170,7 +183,7 @@ def _named_by(frame: FrameType | None) -> str:
 
 
 def _check_target(model: PreTrainedModel) -> None:
-    """Errors: a drafter in the target's place; attention that the sampler's masks do not fit."""
+    """Raise ValueError for a drafter given as the target, or attention that takes no such mask."""
     target = (getattr(model.config, "parade", None) or {}).get("target")
     if target is not None:
         raise ValueError(
@@ -189,7 +202,7 @@ def _check_target(model: PreTrainedModel) -> None:
 
 
 def _check_window(model: PreTrainedModel, length: int) -> None:
-    """A draft block's mask has no sliding window: the text must end before it would matter."""
+    """Raise ValueError for a text beyond a sliding window, which a draft block's mask lacks."""
     window = getattr(model.config.get_text_config(), "sliding_window", None)
     if window is not None and length > window:
         raise _unsupported(f"a text of {length} tokens, beyond the sliding window of {window},")
@@ -198,7 +211,7 @@ def _check_window(model: PreTrainedModel, length: int) -> None:
 def _values(
     config: GenerationConfig, processors: LogitsProcessorList, model_kwargs: dict
 ) -> dict[str, float]:
-    """Sampling parameters of what transformers prepared; errors: anything they cannot say."""
+    """The sampling parameters that transformers prepared; ValueError for anything else in them."""
     mode = config.get_generation_mode()
     if mode not in ("greedy_search", "sample"):
         raise _unsupported(mode.replace("_", " "))
@@ -210,7 +223,7 @@ def _values(
     values = {"temperature": 1.0 if config.do_sample else 0.0}
     for processor in processors:
         if type(processor) is LogitNormalization:
-            continue  # changes no law
+            continue  # changes no distribution
         if type(processor) not in PROCESSORS:
             raise _unsupported(type(processor).__name__)
         name, attribute = PROCESSORS[type(processor)]
@@ -219,7 +232,7 @@ def _values(
 
 
 def _ends(criteria: StoppingCriteriaList) -> tuple[int, list[int]]:
-    """(longest row, end-of-sequence tokens) of the stopping criteria."""
+    """(maximum length of a row, end-of-sequence tokens) of the stopping criteria."""
     length, eos = 0, []
     for criterion in criteria:
         if type(criterion) is MaxLengthCriteria:
@@ -232,14 +245,14 @@ def _ends(criteria: StoppingCriteriaList) -> tuple[int, list[int]]:
 
 
 def _fresh_seed(config: GenerationConfig) -> int:
-    """Greedy decoding leaves torch's generator alone, as transformers does."""
+    """A seed from torch's generator, which greedy decoding leaves alone, as in transformers."""
     return int(torch.randint(1 << 48, ())) if config.do_sample else 0
 
 
 def _load(
     method: ModuleType, name: str, model: PreTrainedModel, hub: dict
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict]:
-    """The drafter, its tokenizer and `parade` entry, with what lies beside its weights.
+    """The drafter, its tokenizer and its `parade` entry with the artefacts beside its weights.
 
     They are loaded once for each target, and again when the folder has changed.
     """

@@ -1,4 +1,4 @@
-"""`python -m decoding.generate model=runs/deer_stage2/export prompt='def fib(n):'`."""
+"""`python -m decoding.generate model=runs/deer_stage2/export prompt='def fib(n):'`: one answer."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -37,7 +37,7 @@ class Generate(ModelOptions, SamplingParams):
 
 
 def run(argv: list[str]) -> None:
-    """The command."""
+    """Run the command with its arguments `key=value`."""
     quiet()
     g = parse(argv, Generate, "decoding.generate")
     sampler = load(

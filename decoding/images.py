@@ -19,7 +19,7 @@ from models.patches import PatchConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ImageOptions(ModelOptions):
-    """How a model of images samples, and what its numbers are."""
+    """The model of images, how it samples, and how its latents become pixels."""
 
     model: str = option(NEEDED, "an export of a drafter (its target is loaded too) or of a target")
     target: str | None = option(None, "a target instead of the one that the export names")
@@ -58,7 +58,7 @@ PARAMS = (
 
 
 def run(argv: list[str]) -> None:
-    """The command."""
+    """Run the command with its arguments `key=value`."""
     quiet()
     request = parse(argv, Images, "decoding.images")
     sampler = load(
@@ -84,7 +84,17 @@ def run(argv: list[str]) -> None:
 def pixels(
     results: list[ImageResult], config: PatchConfig, vae: str | None = None, scale: float = 1.0
 ) -> Tensor:
-    """Pixels [B, S, S, C] in [0, 1] of results, of latents by their VAE."""
+    """Pixels of decoded images.
+
+    Args:
+        results: B images as patches.
+        config: Of the model that made them: the image's size and the patches' side.
+        vae: Folder or Hub id of the autoencoder, where the model makes latents.
+        scale: Factor that the latents were multiplied with for training.
+
+    Returns:
+        Pixels [B, S, S, C] in [0, 1], on the CPU.
+    """
     patches = torch.stack([r.patches for r in results]).float().cpu()
     images = unpatchify(patches, config.size, config.patch)
     if vae is not None:
@@ -94,7 +104,12 @@ def pixels(
 
 
 def sheet(file: Path, rows: dict[str, Tensor]) -> None:
-    """A row of pictures for each title: {title: [B, S, S, C]}; of latents the first channel."""
+    """Write a PNG with one line of pictures for each title.
+
+    Args:
+        file: The PNG.
+        rows: Pixels [B, S, S, C] in [0, 1] by title. Unless C = 3, only channel 0 is shown.
+    """
     width = max(map(len, rows.values()))
     size = {"figsize": (0.7 * width + 1, 0.8 * len(rows))}
     with picture(file, nrows=len(rows), ncols=width, **size) as axes:

@@ -1,4 +1,4 @@
-"""From an exported folder or a Hub id to the sampler that serves it."""
+"""Loading: the sampler of an exported folder or a Hub id, and the checks of its files."""
 
 import importlib
 import json
@@ -18,7 +18,7 @@ from decoding.commands.cli import convert, split, unknown
 from decoding.engine.sampler import Sampler
 from models import causal
 
-# Where a kept adapter's export has its `parade` entry: beside a config.json, transformers would
+# The file with the `parade` entry of an adapter's export: beside a config.json, transformers would
 # look for the weights of the adapter's base in the same folder.
 KEPT = "parade_export.json"
 CONFIGS = ("config.json", KEPT, "adapter_config.json")  # the first that is there
@@ -33,12 +33,31 @@ def load(
     device: str = "cpu",
     trust_remote_code: bool = False,
 ) -> Sampler:
-    """The lossless sampler of an export: `decoding.load('runs/deer_stage2/export')`.
+    """The lossless sampler of an export, with its models loaded and ready to decode.
 
-    path: a folder or Hub id; an ordinary causal LM gives plain decoding.
-    target: used instead of the one that the export names.
-    sampler: another method, or other knobs, than the export names: ('method=jacobi', 'blocks=4').
-    Errors: a missing or damaged folder, a target whose tokenizer is not the drafter's.
+    Args:
+        path: An exported folder or a Hub id. An ordinary causal LM gives plain decoding.
+        target: Folder or Hub id of a target to use instead of the one that the export names.
+        sampler: Another method or other knobs than the export names, as pairs 'key=value':
+            ('method=jacobi', 'blocks=4').
+        dtype: Of the weights in memory: 'auto' (the checkpoint's own), 'float32', 'bfloat16', ...
+        device: Where the models run: 'cpu', 'cuda', 'cuda:1', ...
+        trust_remote_code: Whether code that a Hub repository brings may run.
+
+    Returns:
+        A `Sampler`, with `generate` and `stream`. For a model of images it is the sampler of
+        `decoding.samplers.sequential` or `decoding.samplers.cspd` instead.
+
+    Raises:
+        ValueError: The folder is missing or damaged, the Hub cannot be reached, the method or a
+            knob is unknown, or the target's tokenizer is not the drafter's.
+
+    Example:
+        from decoding import SamplingParams, load
+
+        sampler = load("runs/deer_stage2/export")
+        (result,) = sampler.generate(["def fib(n):"], SamplingParams(temperature=0.7, seed=1))
+        print(result.text)
     """
     config = sampling_config(path, sampler)
     method = _module(config["method"])
@@ -66,7 +85,20 @@ def sampler_of(
     tokenizer: PreTrainedTokenizerBase,
     drafter: PreTrainedModel | None = None,
 ) -> Sampler:
-    """The sampler of an export's `parade` entry: `decoding.samplers.<method>.from_export`."""
+    """The sampler of an export whose models are loaded: its method module's `from_export`.
+
+    Args:
+        config: The `parade` entry, as `sampling_config` returns it.
+        target: The target.
+        tokenizer: The target's tokenizer.
+        drafter: The drafter, of a method that has one.
+
+    Returns:
+        The sampler.
+
+    Raises:
+        ValueError: The method is unknown, or its module refuses the models or the knobs.
+    """
     return _module(config["method"]).from_export(target, tokenizer, drafter, config)
 
 
@@ -78,6 +110,12 @@ def load_drafter(config: dict, path: str, dtype: str | torch.dtype, **options) -
         path: The export's folder or Hub id.
         dtype: Of the weights; 'auto' takes the checkpoint's own.
         options: Further ones of `models.causal.load`.
+
+    Returns:
+        The network, on the CPU.
+
+    Raises:
+        ValueError: The method is unknown, or the weights cannot be loaded.
     """
     own = getattr(_module(config["method"]), "load_drafter", causal.load)
     return own(path, dtype=dtype, **options)
@@ -106,9 +144,19 @@ def _module(method: str):
 
 
 def sampling_config(path: str, sampler: Iterable[str] = ()) -> dict:
-    """The `parade` entry of an export with other knobs 'key=value' (see `load`).
+    """The `parade` entry of an export, changed by knobs that a user gives.
 
-    A method's knobs are the `KNOBS` of its module: {name: type}.
+    Args:
+        path: The export's folder or Hub id.
+        sampler: Pairs 'key=value': `method`, or a knob among the `KNOBS` ({name: type}) of the
+            method's module.
+
+    Returns:
+        The entry, with values of the knobs' types.
+
+    Raises:
+        ValueError: There is no such method or knob, a value is of a wrong type, or the export
+            cannot be read (`parade_config`).
     """
     given, config = dict(split(pair) for pair in sampler), parade_config(path)
     config["method"] = given.pop("method", config["method"])
@@ -121,9 +169,17 @@ def sampling_config(path: str, sampler: Iterable[str] = ()) -> dict:
 
 
 def parade_config(path: str) -> dict:
-    """The `parade` entry of an export; plain decoding where there is none.
+    """The `parade` entry of an export.
 
-    Errors: no model there, a damaged file, an adapter where peft is not installed.
+    Args:
+        path: The export's folder or Hub id.
+
+    Returns:
+        The entry, or that of plain decoding for a model that has none.
+
+    Raises:
+        ValueError: There is no model, its file is damaged, or it is an adapter and peft is not
+            installed.
     """
     if causal.looks_local(path):
         file = next((f for f in (Path(path) / name for name in CONFIGS) if f.is_file()), None)
@@ -159,7 +215,15 @@ def _download(path: str) -> Path:
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or Hub id."""
+    """The tokenizer of a folder or Hub id.
+
+    Args:
+        path: The folder or Hub id.
+        trust_remote_code: Whether code that a Hub repository brings may run.
+
+    Raises:
+        ValueError: There is no tokenizer that can be loaded.
+    """
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:
@@ -170,7 +234,17 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
 def check_tokenizers(
     target: PreTrainedTokenizerBase, drafter_fingerprint: str, target_name: str, drafter_name: str
 ) -> None:
-    """Drafter and target must mean the same by a token id (padding rows may differ)."""
+    """Check that drafter and target mean the same by a token id (padding rows may differ).
+
+    Args:
+        target: The target's tokenizer.
+        drafter_fingerprint: `data.text.tokenizer.fingerprint` of the drafter's tokenizer.
+        target_name: The target's folder or Hub id, for the error.
+        drafter_name: The drafter's.
+
+    Raises:
+        ValueError: The fingerprints differ.
+    """
     if fingerprint(target) != drafter_fingerprint:
         raise ValueError(
             f"the drafter {drafter_name!r} and the target {target_name!r} have different "
@@ -180,7 +254,14 @@ def check_tokenizers(
 
 
 def check_one_tokenizer(tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:
-    """Models side by side must mean the same by a token id. tokenizers: by the model's name."""
+    """Check that models compared side by side mean the same by a token id.
+
+    Args:
+        tokenizers: Of each model, by its name.
+
+    Raises:
+        ValueError: Two fingerprints differ.
+    """
     first, *others = tokenizers
     for other in others:
         if fingerprint(tokenizers[other]) != fingerprint(tokenizers[first]):
@@ -192,7 +273,7 @@ def check_one_tokenizer(tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:
 
 
 def _beside(path: str, target: str) -> str:
-    """A relative target folder is looked for from here, then beside the export."""
+    """The target's path: a relative folder is searched for from here, then beside the export."""
     if causal.looks_local(target) and not Path(target).exists():
         beside = Path(path) / target
         if beside.exists():

@@ -1,4 +1,4 @@
-"""What a user has without parade: transformers' own ways to generate, for benches."""
+"""Baselines: transformers' own ways to generate, for comparison in benches."""
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -7,10 +7,12 @@ from decoding.engine.params import Result, SamplingParams, Stats
 
 
 class HuggingFace:
-    """`transformers.generate` of a target, behind the interface of a sampler.
+    """`transformers.generate` of a target, with the interface of a sampler.
 
-    arguments: of `generate`, such as assistant_model= (another model drafts) or
-    prompt_lookup_num_tokens= (the text itself drafts).
+    Args:
+        target: The target.
+        arguments: Of `generate`, such as assistant_model= (another model drafts) or
+            prompt_lookup_num_tokens= (drafts are copied from the text itself).
     """
 
     def __init__(self, target: PreTrainedModel, **arguments):
@@ -21,7 +23,16 @@ class HuggingFace:
     def generate(
         self, prompts: list[list[int]], params: SamplingParams, *, seeds: list[int]
     ) -> list[Result]:
-        """The same settings, transformers' own cache and loop; end tokens are ignored."""
+        """Decode a batch with transformers' own cache and loop; end tokens are ignored.
+
+        Args:
+            prompts: Token ids.
+            params: Of which the length, temperature and top_k are used.
+            seeds: The first one seeds torch's generator.
+
+        Returns:
+            Token ids and target passes of each prompt, without text.
+        """
         torch.manual_seed(seeds[0])
         width, device = max(map(len, prompts)), self.target.device
         ids = [[0] * (width - len(p)) + p for p in prompts]

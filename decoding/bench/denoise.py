@@ -1,8 +1,8 @@
 """`python -m decoding.bench.denoise model=runs/spiffy_calibrate/export`: passes saved by drafts.
 
 Every held-out prompt is decoded by vanilla denoising and by each draft graph in turn, one prompt at
-a time, after a warm-up. NFE are network passes; speed-up in NFE is counted over all tokens and, as
-published, over the blocks up to the first end token.
+a time, after a warm-up. NFE are network passes; the speed-up in NFE is computed over all tokens
+and, as published, over the blocks up to the first end token.
 """
 
 from collections import Counter
@@ -41,10 +41,12 @@ class DenoiseBench(PromptBenchOptions):
 
 
 class Watch:
-    """Notes what a sampler's passes do, and how long its stages take, without changing it.
+    """An observer of a sampler: the steps of its passes and the time of its stages.
 
-    blocks: by the place where it begins, how many steps each pass over a block took, which is one
-    more than the drafts that it accepted; of one row. seconds: by stage, of all decodes.
+    Attributes:
+        blocks: Of the request being decoded: by the position where a block begins, how many steps
+            each pass over it took, which is one more than the drafts that the pass accepted.
+        seconds: By stage, over all decodes.
     """
 
     def __init__(self, sampler: DenoiseSampler):
@@ -56,7 +58,7 @@ class Watch:
                 setattr(sampler, stage, self._timed(stage, getattr(sampler, stage)))
 
     def take(self) -> list[list[int]]:
-        """The steps of the decode that is done, by block, the first block first."""
+        """The steps of the finished decode by block, the first block first; then forget them."""
         done, self.blocks = [steps for _, steps in sorted(self.blocks.items())], {}
         return done
 
@@ -77,7 +79,7 @@ class Watch:
 
 @dataclass
 class Row:
-    """One way to decode at one temperature; by prompt: length, result, steps, seconds."""
+    """One way to decode at one temperature; lists have an item for each prompt."""
 
     name: str
     sampler: DenoiseSampler
@@ -95,12 +97,12 @@ class Row:
 
     @property
     def nfe_until_end(self) -> list[int]:
-        """The same over the blocks up to the one with the first end token."""
+        """Network passes of each prompt up to the block with the first end token."""
         kept = zip(self.results, self.steps, self.lengths)
         return [sum(map(len, steps[: self.ending(result, n)])) for result, steps, n in kept]
 
     def ending(self, result: Result, prompt_length: int) -> int:
-        """How many blocks there are up to the one with the first end token."""
+        """The number of blocks up to the one with the first end token."""
         ids, L = result.token_ids, self.sampler.block_size
         end = next((n for n, t in enumerate(ids) if t in self.sampler.eos), len(ids) - 1)
         begun = prompt_length % L if self.sampler.causal else 0
@@ -108,7 +110,7 @@ class Row:
 
 
 def run(argv: list[str]) -> None:
-    """The command."""
+    """Run the command with its arguments `key=value`."""
     quiet()
     bench = parse(argv, DenoiseBench, "decoding.bench.denoise")
     report(bench, measure(bench))
@@ -133,7 +135,7 @@ def measure(bench: DenoiseBench) -> list[Row]:
 
 
 def decode(bench: DenoiseBench, row: Row, prompt: list[int], seed: int) -> None:
-    """Decode one prompt, and note what it took."""
+    """Decode one prompt, and append its result and costs to the row."""
     params = SamplingParams(
         max_new_tokens=bench.max_new_tokens, temperature=row.temperature, ignore_eos=True
     )
@@ -162,7 +164,7 @@ def _name(path: str) -> str:
 
 
 def summary(row: Row, plain: Row) -> dict:
-    """A row of the table; ratios against vanilla denoising."""
+    """A row of the first table, by column; ratios are against vanilla denoising (`plain`)."""
     taken = [n for blocks in row.steps for steps in blocks for n in steps]
     model = sum(r.stats.target_s for r in row.results)
     seconds = dict(row.watch.seconds)
@@ -201,7 +203,7 @@ def report(bench: DenoiseBench, rows: list[Row]) -> None:
 
 
 def accepted(row: Row, levels: int) -> dict:
-    """A row of the second table."""
+    """A row of the second table, by column; `levels` columns of levels, then the blocks."""
     shares = [*by_level(row), *[0.0] * levels][:levels]
     named = {f"level {n}": round(share, 3) for n, share in enumerate(shares, 1)}
     named |= {f"block {n}": round(mean, 3) for n, mean in enumerate(by_block(row), 1)}
@@ -221,7 +223,7 @@ def by_block(row: Row) -> list[float]:
 
 
 def draw_accepted(rows: list[Row], file: Path) -> None:
-    """Share of passes that accepted at least n drafts, and drafts a pass in each block."""
+    """Draw the share of passes that accepted at least n drafts, and drafts a pass in each block."""
     with picture(file, ncols=2, figsize=(11, 3.8)) as axes:
         for row in rows:
             label = f"{row.name}, T={row.temperature:g}"
@@ -237,19 +239,19 @@ def draw_accepted(rows: list[Row], file: Path) -> None:
 
 
 def draw_graphs(graphs: dict[str, DraftGraph], file: Path) -> None:
-    """Each draft graph by levels, from the present state down."""
+    """Draw each draft graph by levels, from the current state down."""
     with picture(file, ncols=len(graphs), figsize=(6 * len(graphs), 5)) as axes:
         for axis, (name, graph) in zip(axes[0], graphs.items()):
-            places = {0: (0.0, 0)}
+            positions = {0: (0.0, 0)}
             for level in sorted({*graph.levels}):
                 here = [n for n, found in enumerate(graph.levels, 1) if found == level]
-                places |= {n: (i - (len(here) - 1) / 2, -level) for i, n in enumerate(here)}
+                positions |= {n: (i - (len(here) - 1) / 2, -level) for i, n in enumerate(here)}
             for n, parents in enumerate(graph.parents, 1):
                 for p in parents:
-                    axis.plot(*zip(places[p], places[n]), color="0.7", zorder=1)
-            for n, place in places.items():
+                    axis.plot(*zip(positions[p], positions[n]), color="0.7", zorder=1)
+            for n, position in positions.items():
                 axis.annotate(
-                    show(graph.formula(n)), place, ha="center", va="center", fontsize=7,
+                    show(graph.formula(n)), position, ha="center", va="center", fontsize=7,
                     bbox={"boxstyle": "round", "facecolor": "white"},
                 )  # fmt: skip
             axis.set_title(name)

@@ -57,7 +57,7 @@ PARAMS = ("gamma", "prefill", "guidance", "guidance_schedule", "temperature", "i
 
 
 def run(argv: list[str]) -> None:
-    """The command."""
+    """Run the command with its arguments `key=value`."""
     quiet()
     request = parse(argv, Fid, "decoding.bench.fid")
     sampler = load(request.model, target=request.target, dtype=request.dtype, device=request.device)
@@ -76,7 +76,15 @@ def run(argv: list[str]) -> None:
 
 @torch.no_grad()
 def measure(request: Fid, sampler: SequentialSampler) -> list[dict]:
-    """A line for each way."""
+    """FID and Inception Score of the images of each way.
+
+    Args:
+        request: The command's options.
+        sampler: Of the export.
+
+    Returns:
+        A line of the table for each of `request.ways`.
+    """
     from torchmetrics.image.fid import FrechetInceptionDistance
     from torchmetrics.image.inception import InceptionScore
 
@@ -106,19 +114,18 @@ def measure(request: Fid, sampler: SequentialSampler) -> list[dict]:
 
 
 class Given(nn.Module):
-    """What torchmetrics takes for a network where features are already computed."""
+    """The identity, as torchmetrics wants a network where features are already computed."""
 
     def __init__(self, num_features: int):
         super().__init__()
         self.num_features = num_features
 
     def forward(self, features: Tensor) -> Tensor:
-        """Its argument."""
         return features
 
 
 def drawn(request: Fid, sampler: SequentialSampler, way: str) -> Iterator[Tensor]:
-    """The model's images, batches of pixels [B, C, S, S] in [0, 1]. Ways share no seed."""
+    """Batches of the model's images, pixels [B, C, S, S] in [0, 1]; ways share no seed."""
     config = sampler.target.config
     plain = way == "sequential"
     options = {name: getattr(request, name) for name in PARAMS} | RULES[way]
@@ -132,7 +139,7 @@ def drawn(request: Fid, sampler: SequentialSampler, way: str) -> Iterator[Tensor
 
 
 def real(request: Fid, channels: int, side: int) -> Iterator[Tensor]:
-    """The real images in the same form."""
+    """Batches of the real images, pixels [B, C, S, S] in [0, 1]."""
     batch = []
     for image in pictures(request.real, side):
         if len(image) != channels:

@@ -1,7 +1,7 @@
 """`python -m decoding.bench.heldout_loss model=runs/ar_target/export also=[...]`.
 
-What it cost to change a causal LM's weights: the next-token loss of every model on the same
-held-out text, beside that of the first, as a table and `heldout_loss.csv`.
+The next-token loss of causal LMs on the same held-out text, compared with the first model's: it
+shows what a change of weights has cost. Written as a table and `heldout_loss.csv`.
 """
 
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ class HeldoutLoss(MeasureOptions):
 
 
 def run(argv: list[str]) -> None:
-    """The command."""
+    """Run the command with its arguments `key=value`."""
     quiet()
     h = parse(argv, HeldoutLoss, "decoding.bench.heldout_loss")
     names = tuple(dict.fromkeys((h.model, *h.also)))
@@ -68,7 +68,7 @@ def run(argv: list[str]) -> None:
 
 
 def losses(h: HeldoutLoss, name: str, texts: dict[str, list[Encoded]]) -> dict[str, float]:
-    """The mean loss of one model on each kind of text."""
+    """The mean loss in nats of one model on each kind of text."""
     sampler = load(name, dtype=h.dtype, device=h.device)
     if not sampler.continues:
         raise ValueError(f"{name} fills holes and predicts no next token: give causal LMs")
@@ -76,7 +76,18 @@ def losses(h: HeldoutLoss, name: str, texts: dict[str, list[Encoded]]) -> dict[s
 
 
 def heldout_texts(h: HeldoutLoss, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[Encoded]]:
-    """`(ids, trained)` of every text that counts, by what it is: 'corpus', 'answers'."""
+    """The texts to measure on.
+
+    Args:
+        h: The command's options.
+        tokenizer: Of all models.
+
+    Returns:
+        `(ids, trained)` of every text, by its kind: 'corpus', 'answers'.
+
+    Raises:
+        ValueError: A kind has no held-out token to predict, or the collection cannot be used.
+    """
     corpus = documents(h.source, h.length, tokenizer, f"{h.runs}/data", split="heldout")
     stream = Stream(corpus, h.seed)
     chosen = (stream[n] for n in range(min(h.rows, len(corpus))))
@@ -97,7 +108,7 @@ def heldout_texts(h: HeldoutLoss, tokenizer: PreTrainedTokenizerBase) -> dict[st
 
 
 def split_row(row: dict[str, Tensor]) -> Iterator[Encoded]:
-    """The documents of a packed row, each as a text of its own: none sees another.
+    """The documents of a packed row, each as a separate text.
 
     >>> row = dict(input_ids=[5, 6, 7, 0], document=[0, 0, 1, -1], trained=[1, 0, 1, 0])
     >>> list(split_row({k: torch.tensor(v) for k, v in row.items()}))
@@ -110,12 +121,21 @@ def split_row(row: dict[str, Tensor]) -> Iterator[Encoded]:
 
 @torch.inference_mode()
 def mean_loss(network: PreTrainedModel, texts: list[Encoded], batch_size: int) -> float:
-    """The mean of -log p(x_{i+1} | x_{<=i}) over the trained tokens but each text's first."""
+    """The mean of -log p(x_{i+1} | x_{<=i}) over the trained tokens except each text's first.
+
+    Args:
+        network: A causal LM.
+        texts: Token ids, and whether each token is trained on.
+        batch_size: Texts in a forward.
+
+    Returns:
+        Nats per token.
+    """
     total, count = 0.0, 0
     texts = sorted(texts, key=lambda text: len(text[0]))
     for start in range(0, len(texts), batch_size):
         batch = texts[start : start + batch_size]
-        # Padded behind: a causal model sees none of it.
+        # Padding comes after the text, so a causal model sees none of it.
         ids, trained = (
             pad_sequence([torch.tensor(text[i]) for text in batch], batch_first=True).to(
                 network.device

@@ -1,4 +1,4 @@
-"""Features that sets of images are compared by: a small classifier of digits, or Inception v3."""
+"""Feature networks for comparing sets of images: a small classifier of digits, or Inception v3."""
 
 from collections.abc import Callable
 
@@ -14,11 +14,24 @@ KINDS = ("digits", "inception")
 def load(
     kind: str, channels: int, size: int, weights: str | None = None, device: str = "cpu"
 ) -> tuple[Features, Logits]:
-    """A network, pixels [B, C, S, S] in [0, 1] -> features [B, F]; and features -> logits [B, K].
+    """A feature network and its classifier.
 
-    kind: 'digits', the hidden layer of a classifier that is trained here on scikit-learn's digits,
-    for images like them; 'inception', the network of FID and IS (F = 2048, K = 1008). channels,
-    size: of the images. weights: Inception's file; None downloads it (torch-fidelity's).
+    Args:
+        kind: 'digits', the hidden layer of a classifier that is trained here on scikit-learn's
+            digits, for images like them; 'inception', the network of FID and IS (F = 2048,
+            K = 1008).
+        channels: C of the images.
+        size: S of the images, pixels of a side.
+        weights: Inception's file; None downloads torch-fidelity's.
+        device: Where the networks run.
+
+    Returns:
+        The map from pixels [B, C, S, S] in [0, 1] to features [B, F], and the map from features to
+        logits [B, K].
+
+    Raises:
+        ValueError: The kind is unknown or does not fit the images, torch-fidelity is missing, or
+            the weights cannot be loaded.
     """
     if kind not in KINDS:
         raise ValueError(f"unknown features {kind!r}. Choose from {list(KINDS)}")
@@ -37,7 +50,7 @@ def load(
 
 
 def _digits() -> tuple[nn.Module, nn.Module]:
-    """Hidden and last layer of a multilayer perceptron, always the same."""
+    """The hidden and the last layer of a multilayer perceptron, trained with a fixed seed."""
     from sklearn.neural_network import MLPClassifier
 
     images, labels = digits()
@@ -57,7 +70,11 @@ def _linear(weight, bias) -> nn.Linear:
 
 
 class Inception(nn.Module):
-    """torchmetrics' Inception v3 as FID takes it, for pixels in [0, 1]. weights: see `load`."""
+    """torchmetrics' Inception v3 as FID takes it, for pixels in [0, 1].
+
+    Args:
+        weights: Its file; None downloads torch-fidelity's.
+    """
 
     def __init__(self, weights: str | None = None):
         super().__init__()

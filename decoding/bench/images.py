@@ -1,8 +1,8 @@
-"""`python -m decoding.bench.images model=runs/cspd_draft/export`: speculative images side by side.
+"""`python -m decoding.bench.images model=runs/cspd_draft/export`: acceptance and speed of images.
 
-What the drafter is worth: acceptance against draft length, pre-filling, guidance and temperature;
-where in the image drafts stand; images a second at several batch sizes; and whether the sample sets
-can be told from sequential ones, by a permutation test of their energy distance.
+Measured are the acceptance rate against draft length, pre-filling, guidance and temperature; the
+positions in the image where drafts are accepted; images a second at several batch sizes; and, by a
+permutation test of their energy distance, whether sample sets differ from sequential ones.
 """
 
 from dataclasses import dataclass, replace
@@ -31,7 +31,8 @@ from decoding.samplers.sequential import SequentialSampler
 class ImageBench(ImageOptions, MeasureOptions):
     """Sweep the knobs of a drafter, time it, and test its sample sets.
 
-    gamma, prefill, guidance and temperature are the point around which one knob at a time is swept.
+    One knob at a time is swept; the others keep the values of gamma, prefill, guidance and
+    temperature.
     """
 
     EXAMPLE: ClassVar[str] = "model=runs/cspd_draft/export gammas=[2,4] samples=0"
@@ -64,7 +65,7 @@ SWEPT = {"gamma": "gammas", "prefill": "prefills", "guidance": "guidances",
 
 
 def run(argv: list[str]) -> None:
-    """The command."""
+    """Run the command with its arguments `key=value`."""
     quiet()
     bench = parse(argv, ImageBench, "decoding.bench.images")
     out = results_folder(bench, "bench")
@@ -85,14 +86,23 @@ def report(bench: ImageBench, sampler: CspdSampler, out: Path) -> None:
     write_table(ways(bench, sampler), out / "ways.csv", title, command)
     side_by_side(bench, sampler, out / "samples.png")
     print(
-        "acceptance rate: drafts that stand of those that were judged; tokens a pass: the bonus or "
+        "acceptance rate: accepted drafts of those that were judged; tokens a pass: the bonus or "
         "correction token included; p: permutation test against sequential samples"
     )
     print(f"wrote acceptance.csv, ways.csv and their pictures into {out}")
 
 
 def sweep(bench: ImageBench, sampler: CspdSampler) -> tuple[list[dict], Tensor]:
-    """A line for each value of each knob; and the share of accepted drafts by place [S/p, S/p]."""
+    """Acceptance over the values of each knob.
+
+    Args:
+        bench: The command's options.
+        sampler: Of the export.
+
+    Returns:
+        A line for each value of each knob, and the share of accepted drafts at each position of the
+        image [S/p, S/p].
+    """
     lines, base = [], params_of(bench)
     for knob, values in SWEPT.items():
         for value in getattr(bench, values):
@@ -107,24 +117,29 @@ def sweep(bench: ImageBench, sampler: CspdSampler) -> tuple[list[dict], Tensor]:
 
 
 def accepted(results: list[ImageResult], gamma: int, prefilled: int) -> dict:
-    """Acceptance rate, and tokens a target pass.
+    """Acceptance rate, and tokens per target pass.
 
-    Judged is a draft that stands, or the one that a correction replaced; what was drafted behind it
-    was not. A pass that emits gamma + 1 tokens ends in a bonus, any other in a correction.
-    prefilled: tokens of each image that the target made alone.
+    A draft counts as judged if it was accepted or replaced by a correction; drafts after a
+    correction were not judged. A pass that emits gamma + 1 tokens ends in a bonus, any other in a
+    correction.
+
+    Args:
+        results: The images.
+        gamma: Tokens drafted per cycle.
+        prefilled: Tokens of each image that the target made alone.
     """
-    stands = sum(int(r.accepted.sum()) for r in results)
+    kept = sum(int(r.accepted.sum()) for r in results)
     passes = [n for r in results for n in r.stats.emitted]
     bonuses = sum(n == gamma + 1 for n in passes)
     judged = sum(passes) - prefilled * len(results) - bonuses
     return {
-        "acceptance rate": round(stands / max(1, judged), 4),
+        "acceptance rate": round(kept / max(1, judged), 4),
         "tokens a pass": round(sum(passes) / len(passes), 3),
     }
 
 
 def ways(bench: ImageBench, sampler: CspdSampler) -> list[dict]:
-    """A line for each way to decode: acceptance, images a second, distance to sequential ones."""
+    """A line for each way to decode: acceptance, speed, and distance to sequential samples."""
     plain, lines = SequentialSampler(sampler.target), []
     base = params_of(bench)
     reference = drawn(bench, plain, base, bench.samples, first=1) if bench.samples else None
@@ -156,7 +171,7 @@ def ways(bench: ImageBench, sampler: CspdSampler) -> list[dict]:
 
 
 def speed(bench: ImageBench, sampler: SequentialSampler, params: ImageParams, size: int) -> float:
-    """Images a second with so many rows at once, over many: how many passes one takes is chance."""
+    """Images a second with `size` at once, over several batches: the number of passes is random."""
     sampler.generate(classes(sampler, size), params)  # warms up
     labels = classes(sampler, bench.batches * size)
     started = perf_counter()
@@ -167,13 +182,13 @@ def speed(bench: ImageBench, sampler: SequentialSampler, params: ImageParams, si
 def drawn(
     bench: ImageBench, sampler: SequentialSampler, params: ImageParams, count: int, first: int = 0
 ) -> list[ImageResult]:
-    """`count` images, the classes in turn. first: sets of another number share no seed."""
+    """`count` images, the classes in turn; sets with another `first` share no seed."""
     params = replace(params, seed=bench.seed + first * 1_000_003)
     return sampler.generate(classes(sampler, count), params, at_once=max(bench.batch_sizes))
 
 
 def side_by_side(bench: ImageBench, sampler: CspdSampler, file: Path, count: int = 10) -> None:
-    """The target alone above speculation, and where its drafts stand."""
+    """Draw images of the target alone, speculative ones, and the positions of accepted drafts."""
     config, rows, base = sampler.target.config, {}, params_of(bench)
     for name, way in (
         ("target alone", SequentialSampler(sampler.target)),
@@ -182,13 +197,13 @@ def side_by_side(bench: ImageBench, sampler: CspdSampler, file: Path, count: int
         results = drawn(bench, way, base, count)
         rows[name] = pixels(results, config, bench.vae, bench.scale)
     side = config.size // config.patch
-    stands = torch.stack([r.accepted for r in results]).float().cpu()
-    rows["its accepted drafts (white)"] = stands.view(count, side, side, 1)
+    kept = torch.stack([r.accepted for r in results]).float().cpu()
+    rows["its accepted drafts (white)"] = kept.view(count, side, side, 1)
     sheet(file, rows)
 
 
 def draw_sweep(lines: list[dict], file: Path) -> None:
-    """Acceptance rate against each knob."""
+    """Draw the acceptance rate against each knob."""
     with picture(
         file, nrows=1, ncols=len(SWEPT), figsize=(3 * len(SWEPT), 2.8), sharey=True
     ) as axes:
@@ -201,7 +216,7 @@ def draw_sweep(lines: list[dict], file: Path) -> None:
 
 
 def draw_grid(grid: Tensor, file: Path) -> None:
-    """Share of images whose token is the draft's, by place."""
+    """Draw the share of accepted drafts at each position of the image."""
     with picture(file, figsize=(4, 3.2)) as axes:
         shown = axes[0, 0].imshow(grid.numpy(), vmin=0, vmax=1, cmap="Greens")
         axes[0, 0].locator_params(integer=True)
@@ -210,13 +225,13 @@ def draw_grid(grid: Tensor, file: Path) -> None:
 
 
 def params_of(bench: ImageBench) -> ImageParams:
-    """The point around which everything is measured."""
+    """The sampling parameters that a sweep keeps for all knobs but one."""
     names = (*SWEPT, "guidance_schedule")
     return ImageParams(**{name: getattr(bench, name) for name in names})
 
 
 def prefilled(bench: ImageBench, sampler: CspdSampler, prefill: float | None = None) -> int:
-    """Tokens of an image that the target makes alone."""
+    """The number of tokens of an image that the target makes alone."""
     share = bench.prefill if prefill is None else prefill
     return round(share * sampler.target.config.tokens)
 
@@ -232,7 +247,7 @@ def pictures(bench: ImageBench, sampler: SequentialSampler, results: list[ImageR
 
 
 def flat(results: list[ImageResult]) -> Tensor:
-    """The images' numbers [count, N * D]; every set has the same classes."""
+    """The images' patches as vectors [count, N * D]; every set has the same classes."""
     return torch.stack([r.patches for r in results]).flatten(1).cpu()
 
 

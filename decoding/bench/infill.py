@@ -1,9 +1,9 @@
 """`python -m decoding.bench.infill model=... judge=...`: ways to draft side by side.
 
-Held-out windows with a share of their tokens hidden anywhere are filled by every way to draft.
-Fewer calls must not change what comes out: a judge's perplexity and the entropy of each text are
-compared with sequential decoding by Welch's t-test (arXiv 2504.20456, Tables 1 and 5 to 8, E.4).
-A hidden middle is also compared with what stood there, by ROUGE (Table 3).
+Held-out windows with a share of their tokens hidden are filled by every way to draft. Fewer passes
+must not change the distribution of the texts: a judge's perplexity and the entropy of each text are
+compared with sequential decoding by Welch's t-test (arXiv 2504.20456, Tables 1 and 5 to 8, E.4). A
+filled middle is also compared with the original text, by ROUGE (Table 3).
 """
 
 import math
@@ -59,7 +59,7 @@ class InfillBench(MeasureOptions):
 
 @dataclass
 class Row:
-    """One way to draft, over all windows: a figure for each window."""
+    """One way to draft, with the figures of each window."""
 
     knob: str
     sampler: Sampler
@@ -73,19 +73,29 @@ class Row:
     entropy: list[float] = field(default_factory=list)
     seconds: float = 0.0
     rouge: list[tuple[float, ...]] = field(default_factory=list)
-    passes: int = 0  # of a batch, however many of its rows take part
+    passes: int = 0  # of a batch, however many of its requests take part
     network_s: float = 0.0
 
 
 def run(argv: list[str]) -> None:
-    """The command."""
+    """Run the command with its arguments `key=value`."""
     quiet()
     bench = parse(argv, InfillBench, "decoding.bench.infill")
     report(bench, measure(bench))
 
 
 def measure(bench: InfillBench) -> list[Row]:
-    """Fill every window by every way, batch by batch, the ways in turn."""
+    """Fill every window in every way, batch by batch, the ways in turn.
+
+    Args:
+        bench: The command's options.
+
+    Returns:
+        A `Row` for each way.
+
+    Raises:
+        ValueError: The model does not fill holes.
+    """
     first = load(bench.model, dtype=bench.dtype, device=bench.device)
     if first.continues:
         raise ValueError(f"{bench.model} does not fill holes: python -m decoding.bench serves it")
@@ -106,7 +116,7 @@ def measure(bench: InfillBench) -> list[Row]:
                 draft=row.draft,
                 block_size=row.block_size,
                 lossy=bench.lossy,
-                # Its own draws for each way: a t-test compares independent samples.
+                # Each way draws independently: a t-test compares independent samples.
                 seed=bench.seed + start + i * bench.samples,
             )
             started = perf_counter()
@@ -127,7 +137,7 @@ def measure(bench: InfillBench) -> list[Row]:
 
 
 def ways(bench: InfillBench, first: Sampler, knob: str) -> list[Row]:
-    """Every way to draft of the export's sampler with one knob ('': as exported)."""
+    """The ways to draft of the export's sampler with one knob changed ('': none)."""
     config = sampling_config(bench.model, [knob] if knob else [])
     sampler = sampler_of(config, first.target, first.tokenizer)
     plain, *others = sampler.drafts
@@ -142,20 +152,29 @@ def ways(bench: InfillBench, first: Sampler, knob: str) -> list[Row]:
 def hide(
     bench: InfillBench, windows: list[list[int]], tokenizer: PreTrainedTokenizerBase
 ) -> list[list[int | None]]:
-    """Each window with a share of it hidden (see `InfillBench`); the seed decides random places."""
+    """Windows with a share of their tokens hidden.
+
+    Args:
+        bench: Its `hide`, `hidden` and, for random positions, `seed` are used.
+        windows: Token ids.
+        tokenizer: Of the ids; it finds the lines.
+
+    Returns:
+        The windows with None at the hidden positions.
+    """
     generator = torch.Generator().manual_seed(bench.seed)
     hidden = []
     for ids in windows:
         if bench.hide == "lines":  # a token belongs to the line that it begins in
             line = [tokenizer.decode(ids[:n]).count("\n") for n in range(len(ids))]
             lines = middle(line[-1] + 1, bench.hidden)
-            places = {n for n in range(len(ids)) if line[n] in lines}
+            positions = {n for n in range(len(ids)) if line[n] in lines}
         elif bench.hide == "middle":
-            places = {*middle(len(ids), bench.hidden)}
+            positions = {*middle(len(ids), bench.hidden)}
         else:
             order = torch.randperm(len(ids), generator=generator).tolist()
-            places = {*order[: len(middle(len(ids), bench.hidden))]}
-        hidden.append([None if n in places else t for n, t in enumerate(ids)])
+            positions = {*order[: len(middle(len(ids), bench.hidden))]}
+        hidden.append([None if n in positions else t for n, t in enumerate(ids)])
     return hidden
 
 
@@ -202,7 +221,7 @@ def rouge(text: str, reference: str) -> tuple[float, ...]:
 
 
 def summary(row: Row, plain: Row) -> dict:
-    """A row of the table; ratios and p-values against sequential decoding."""
+    """A row of the table, by column; ratios and p-values are against sequential decoding."""
     from scipy.stats import ttest_ind
 
     line = {"knob": row.knob} if row.knob else {}
@@ -225,13 +244,13 @@ def summary(row: Row, plain: Row) -> dict:
 
 
 def spread(values: list[float]) -> str:
-    """Mean and its standard error."""
+    """The mean and its standard error, as text."""
     error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
     return f"{fmean(values):.2f} ± {error:.2f}"
 
 
 def report(bench: InfillBench, rows: list[Row]) -> None:
-    """Print the table; write infill.csv and the command."""
+    """Print the table, and write infill.csv and the command."""
     out = results_folder(bench, "bench")
     title = (
         f"{bench.samples} windows of {bench.length} tokens, {bench.hidden:.0%} hidden "

@@ -37,8 +37,12 @@ class Picture(MeasureOptions):
 
 
 class Counts(NamedTuple):
-    """Of a block: its passes; tokens that passes accepted beyond one each (fast-forwarded); tokens
-    that were right behind a wrong one and stayed so until they were accepted (stationary).
+    """The counts of a block.
+
+    Attributes:
+        passes: Of the network.
+        fast_forwarded: Tokens that passes accepted beyond one each.
+        stationary: Tokens that were right after a wrong one, and stayed so until accepted.
     """
 
     passes: int
@@ -47,7 +51,16 @@ class Counts(NamedTuple):
 
 
 def kinds(states: Tensor, clean: Tensor) -> Tensor:
-    """WRONG, GUESSED (right, behind a wrong token) or ACCEPTED for states [k, n] and clean [n].
+    """The kind of each token of a trajectory: WRONG, GUESSED or ACCEPTED.
+
+    A guessed token is right and comes after a wrong one.
+
+    Args:
+        states: The k states of a block of n tokens, [k, n].
+        clean: The block's fixed point, [n].
+
+    Returns:
+        [k, n].
 
     >>> kinds(torch.tensor([[1, 9, 3]]), torch.tensor([1, 2, 3])).tolist()
     [[2, 0, 1]]
@@ -57,7 +70,7 @@ def kinds(states: Tensor, clean: Tensor) -> Tensor:
 
 
 def counts(states: Tensor, clean: Tensor) -> Counts:
-    """The counts of a block's states [k, n] with its fixed point's real tokens clean [n]."""
+    """The counts of a block from its states [k, n] and the real tokens of its fixed point [n]."""
     found, passes = kinds(states, clean), len(states) - 1
     accepted = (found == ACCEPTED).sum(1)
     beyond = (accepted.diff() - 1).clamp_min(0).sum()
@@ -68,7 +81,7 @@ def counts(states: Tensor, clean: Tensor) -> Counts:
 
 
 def run(argv: list[str]) -> None:
-    """The command."""
+    """Run the command with its arguments `key=value`."""
     quiet()
     t = parse(argv, Picture, "decoding.bench.jacobi_picture")
     tokenizer = load_tokenizer(t.model)
@@ -93,7 +106,7 @@ def run(argv: list[str]) -> None:
 
 
 def draw(blocks: list[tuple[Tensor, Tensor]], tokenizer, file: Path) -> None:
-    """The picture: accepted tokens blue, right guesses red, wrong ones grey."""
+    """Draw the picture: accepted tokens blue, right guesses red, wrong tokens grey."""
     from matplotlib.colors import ListedColormap
 
     width = max(states.shape[1] for states, _ in blocks)

@@ -1,4 +1,4 @@
-"""`python -m decoding.bench.jacobi_sweep model=runs/pcllm_round2/export`: which knobs suit a model.
+"""`python -m decoding.bench.jacobi_sweep model=runs/pcllm_round2/export`: the best Jacobi knobs.
 
 Tokens per forward of `jacobi_mr` for every block size, number of blocks and spawn ratio (pcLLM,
 Figure 4b), as a table, `sweep.csv` and `sweep.png`.
@@ -41,7 +41,7 @@ class Sweep(PromptOptions):
 
 
 def run(argv: list[str]) -> None:
-    """The command."""
+    """Run the command with its arguments `key=value`."""
     quiet()
     sweep = parse(argv, Sweep, "decoding.bench.jacobi_sweep")
     plain = load(sweep.model, sampler=["method=plain"], dtype=sweep.dtype, device=sweep.device)
@@ -59,7 +59,7 @@ def run(argv: list[str]) -> None:
 def measure(
     sweep: Sweep, plain, prompts: list[list[int]], block_size: int, blocks: int, ratio: float
 ) -> dict:
-    """One line of the table."""
+    """A line of the table, by column: one combination of the knobs."""
     sampler = JacobiMRSampler(
         plain.target, plain.tokenizer, block_size=block_size, blocks=blocks, spawn_ratio=ratio,
         pool_size=sweep.pool_size,
@@ -83,7 +83,7 @@ def measure(
 
 
 def draw(lines: list[dict], file: Path) -> None:
-    """Tokens per forward over the block size, a line for each number of blocks and ratio."""
+    """Draw tokens per forward over the block size, a line for each number of blocks and ratio."""
     with picture(file, figsize=(5.5, 3.8)) as axes:
         axis = axes[0, 0]
         for blocks, ratio in dict.fromkeys((x["blocks"], x["spawn ratio"]) for x in lines):

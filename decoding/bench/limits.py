@@ -1,10 +1,10 @@
-"""`python -m decoding.bench.limits model=runs/deer_stage2/export`: how close to the limit it is.
+"""`python -m decoding.bench.limits model=runs/deer_stage2/export`: acceptance against its limit.
 
-Two limits, each beside what is measured in the same run. How many drafted tokens can stand, and why
-not more: the drafter's own error, or that it drafts its positions independently of each other
-(`decoding/bench/overlap.py`). How much faster the accepted tokens can make it:
-tau t(1) / (t_draft + t_verify), which leaves out all that is neither network. limits.csv,
-positions.csv, speed.csv: the tables; limits.png.
+Two limits, each with what is measured in the same run. The first is how many drafted tokens can be
+accepted, and what keeps it from all: the drafter's own error, or its independent positions
+(`decoding/bench/overlap.py`). The second is the speed-up that the accepted tokens allow:
+tau t(1) / (t_draft + t_verify), which leaves out the work outside both networks. Written are
+limits.csv, positions.csv, speed.csv and limits.png.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ LIMIT, MARGINALS = "limit of one path", "target's own marginals"
 
 @dataclass(frozen=True, kw_only=True)
 class Limits(PromptOptions):
-    """Decode held-out prompts as the bench does, then look closer at some of their cycles."""
+    """Decode held-out prompts as the bench does, and estimate limits at some of their cycles."""
 
     EXAMPLE: ClassVar[str] = "model=runs/deer_stage2/export prompts=8 draws=32"
 
@@ -54,12 +54,12 @@ class Limits(PromptOptions):
 
 
 def run(argv: list[str]) -> None:
-    """The command."""
+    """Run the command with its arguments `key=value`."""
     quiet()
     c = parse(argv, Limits, "decoding.bench.limits")
     config = parade_config(c.model)
     if "target" not in config:
-        raise ValueError(f"{c.model} is no drafter: there is no draft that could come to a limit")
+        raise ValueError(f"{c.model} is no drafter: without drafts there is no limit to measure")
     # One length for all rules and both limits.
     c = replace(c, block_size=c.block_size or config.get("block_size"))
     rows, prompts = measure(
@@ -75,11 +75,21 @@ def run(argv: list[str]) -> None:
 
 
 def probe(c: Limits, rows: list[Row], prompts: list[list[int]]) -> dict[str, Tensor]:
-    """P(the first i tokens stand), [prompts, cycles, k], of every rule and of both limits."""
+    """Acceptance probabilities of every rule, and both limits.
+
+    Args:
+        c: The command's options.
+        rows: Of the samplers that draft, one for each rule.
+        prompts: Token ids.
+
+    Returns:
+        P(the first i drafted tokens are accepted) for i = 1..k, [prompts, cycles, k], by rule or
+        limit.
+    """
     sampler, k = rows[0].sampler, c.block_size
-    # Each draw stands for a row that is alone.
+    # Each draw is a request that is decoded alone, so the tree is that of the smallest batch.
     sampler.nodes = {1: sampler.nodes[min(sampler.nodes)]}
-    # Nothing else of a request matters to a cycle; room for the k tokens of the target's own paths.
+    # A cycle depends on nothing else of a request; k new tokens let the target draw its own paths.
     params = {row.params.verify: replace(row.params, max_new_tokens=k) for row in rows}
     of_one_path = replace(rows[0].params, verify="rejection", max_new_tokens=k)
     ways = [(rule, accepted, params[rule]) for rule in params]
@@ -91,13 +101,13 @@ def probe(c: Limits, rows: list[Row], prompts: list[list[int]]) -> dict[str, Ten
             seeds = [*range(i * c.draws, (i + 1) * c.draws)]
             for name, estimate, how in ways:
                 randomness = KeyedRandomness(seeds, sampler.target.device)
-                behind = copies(sampler, prefix, how, c.draws, randomness)
-                found[name].append(estimate(sampler, behind, k, how).mean(0).cpu())
+                batch = copies(sampler, prefix, how, c.draws, randomness)
+                found[name].append(estimate(sampler, batch, k, how).mean(0).cpu())
     return {name: torch.stack(x).view(len(prompts), c.cycles, k) for name, x in found.items()}
 
 
 def cycle_starts(row: Row, prompts: list[list[int]], count: int) -> Iterator[list[int]]:
-    """What stood in front of `count` of each prompt's cycles, evenly spread over the answer."""
+    """The prefixes of `count` of each prompt's cycles, evenly spread over the answer."""
     for prompt, result in zip(prompts, row.results):
         cycles = result.stats.emitted
         for n in range(count):
@@ -106,15 +116,15 @@ def cycle_starts(row: Row, prompts: list[list[int]], count: int) -> Iterator[lis
 
 
 def report(c: Limits, rows: list[Row], found: dict[str, Tensor]) -> None:
-    """Print the tables; write them and the picture."""
+    """Print the tables, and write them and the picture."""
     out = results_folder(c, "limits")
     k = found[LIMIT].shape[-1]
     where = f"{c.prompts} held-out prompts, {c.cycles} cycles each, {c.draws} draws"
-    title = f"drafted tokens of {k} that stand, T={c.temperature:g}, {c.dtype}: {where}"
+    title = f"accepted drafted tokens of {k}, T={c.temperature:g}, {c.dtype}: {where}"
     write_table(tokens(found), out / "limits.csv", title, "decoding.bench.limits")
     print("accepted: drafted tokens of a cycle, without the target's own; ±: standard error over")
     print("prompts. The limit is that of any verification of one path; a tree has several.")
-    title = "share of drafts of which the first tokens stand"
+    title = "share of drafts of which the first tokens are accepted"
     write_table(positions(found), out / "positions.csv", title, "decoding.bench.limits")
     most = 1 + float(found[LIMIT].sum(-1).mean())
     title = f"speed-up, T={c.temperature:g}, batch 1, and what the forwards of a cycle allow"
@@ -126,7 +136,7 @@ def report(c: Limits, rows: list[Row], found: dict[str, Tensor]) -> None:
 
 
 def tokens(found: dict[str, Tensor]) -> list[dict]:
-    """Sums over the positions: what is accepted, the limit, and what keeps it from the block."""
+    """Lines of limits.csv: accepted tokens of each rule, the limit, and both losses."""
     limit, marginals, k = found[LIMIT].sum(-1), found[MARGINALS].sum(-1), found[LIMIT].shape[-1]
     parts = {f"accepted, {rule}": found[rule].sum(-1) for rule in rules(found)}
     parts[LIMIT] = limit
@@ -150,7 +160,7 @@ def tokens(found: dict[str, Tensor]) -> list[dict]:
 
 
 def positions(found: dict[str, Tensor]) -> list[dict]:
-    """The same, position by position: P(the first i tokens stand)."""
+    """Lines of positions.csv: P(the first i drafted tokens are accepted) by i."""
     means = {name: x.mean((0, 1)).tolist() for name, x in found.items()}
     k = found[LIMIT].shape[-1]
     return [
@@ -159,10 +169,14 @@ def positions(found: dict[str, Tensor]) -> list[dict]:
 
 
 def speed(row: Row, most: float) -> dict:
-    """Measured speed-up of one rule beside tau t(1) / (t_draft + t_verify).
+    """A line of speed.csv: the measured speed-up of one rule, and tau t(1) / (t_draft + t_verify).
 
-    The times are those of all forwards, prefills included, over the target's passes, so what is
-    missing from it is the work outside them. most: the acceptance length at the limit.
+    The times are those of all forwards, prefills included, over the target's passes. So the
+    measured speed-up falls short of the allowed one by the work outside the forwards.
+
+    Args:
+        row: Of the rule.
+        most: The acceptance length at the limit.
     """
     tokens = sum(len(r.token_ids) for r in row.results)
     tau = tokens / sum(s.target_passes for s in row.stats)
@@ -184,12 +198,12 @@ def speed(row: Row, most: float) -> dict:
 
 
 def rules(found: dict[str, Tensor]) -> list[str]:
-    """The ways of verifying among what was found."""
+    """The verification rules among the names of `found`."""
     return [name for name in found if name not in (LIMIT, MARGINALS)]
 
 
 def draw(found: dict[str, Tensor], file: Path) -> None:
-    """P(the first i tokens stand) by i, and the same summed: accepted tokens against the limits."""
+    """Draw P(the first i drafted tokens are accepted) by i, and their sums against the limits."""
     with picture(file, ncols=2, figsize=(11, 3.8)) as axes:
         curves, bars = axes[0]
         k, names = found[LIMIT].shape[-1], rules(found)
@@ -199,7 +213,7 @@ def draw(found: dict[str, Tensor], file: Path) -> None:
             rates = x.mean((0, 1)).tolist()
             curves.plot(range(1, k + 1), rates, marker=marker, markersize=4, label=name, **style)
         curves.set_xlabel("position in the draft")
-        curves.set_ylabel("share of drafts that stand so far")
+        curves.set_ylabel("share of drafts accepted so far")
         curves.set_ylim(0, 1)
         curves.xaxis.get_major_locator().set_params(integer=True)
         curves.legend(frameon=False, fontsize=8)
@@ -213,7 +227,7 @@ def draw(found: dict[str, Tensor], file: Path) -> None:
             at = float(found[name].sum(-1).mean())
             bars.axvline(at, color="#555555", linestyle=line, label=f"{name}: {at:.2f}")
         bars.set_xlim(0, k)
-        bars.set_xlabel(f"drafted tokens of {k} that stand in a cycle")
+        bars.set_xlabel(f"accepted drafted tokens of {k} in a cycle")
         bars.legend(frameon=False, fontsize=8, loc="lower right")
 
 

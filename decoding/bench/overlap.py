@@ -58,7 +58,15 @@ def mean_of_others(p: Tensor, token: Tensor) -> Tensor:
 def copies(
     sampler: Sampler, prefix: list[int], params: SamplingParams, draws: int, randomness: Randomness
 ) -> Batch:
-    """A batch of `draws` rows that all have the same prefix, which is prefilled once."""
+    """A batch of `draws` requests with the same prefix, which is prefilled once.
+
+    Args:
+        sampler: The sampler.
+        prefix: Token ids.
+        params: Of the requests.
+        draws: N, the number of requests.
+        randomness: Of the N rows.
+    """
     device = sampler.target.device
     capacity = len(prefix) + params.max_new_tokens + sampler.margin(params)
     batch = Batch([prefix], capacity, KeyedRandomness([0], device), device)
@@ -85,7 +93,7 @@ def drafted_paths(sampler: Sampler, batch: Batch, k: int, params: SamplingParams
 def own_paths(sampler: Sampler, batch: Batch, k: int, params: SamplingParams) -> Tensor:
     """The `overlap` of the target and the product of its own marginals, [N, k].
 
-    It commits the drawn tokens to the rows.
+    The drawn tokens are committed to the batch.
 
     sum_y min(p, m) = E_p[min(1, m/p)] at paths that the target draws, m_i(x_i) by `mean_of_others`.
     In expectation it is the overlap of a drafter that drafts each position from the mean of N - 1

@@ -1,7 +1,7 @@
 """`python -m decoding.bench.pass_at_1 model=... problems=HumanEval.jsonl execute=true`.
 
 pass@1: the share of problems whose one answer passes the problem's own tests (arXiv 2107.03374,
-section 2.1). Writes every program's end to `pass_at_1.jsonl` and the table to `pass_at_1.csv`.
+section 2.1). Every program's outcome is written to `pass_at_1.jsonl`, the table to `pass_at_1.csv`.
 """
 
 import json
@@ -61,7 +61,14 @@ class PassAt1(BenchOptions):
 
 @dataclass(frozen=True)
 class Problem:
-    """One row of a problem file. test: a program that defines check(candidate)."""
+    """A problem of a problem file.
+
+    Attributes:
+        task_id: Its name.
+        prompt: The head of a function, which the model completes.
+        test: A program that defines check(candidate).
+        entry_point: The function's name.
+    """
 
     task_id: str
     prompt: str
@@ -69,12 +76,12 @@ class Problem:
     entry_point: str
 
     def program(self, completion: str) -> str:
-        """What is run."""
+        """The program to run: prompt, completion, test and the call of check."""
         return f"{self.prompt}{completion}\n{self.test}\ncheck({self.entry_point})\n"
 
 
 def run(argv: list[str]) -> None:
-    """The command."""
+    """Run the command with its arguments `key=value`."""
     quiet()
     p = parse(argv, PassAt1, "decoding.bench.pass_at_1")
     limits = Limits(cpu_seconds=p.cpu_seconds, wall_seconds=p.wall_seconds, memory=p.memory)
@@ -83,7 +90,7 @@ def run(argv: list[str]) -> None:
     out = Path(p.out)
     out.mkdir(parents=True, exist_ok=True)
     lines = []
-    # All of them before the first is run: a wrong name must not cost hours, or earlier results.
+    # All models load before the first is run: a wrong name must not cost hours or earlier results.
     samplers = {model: loaded(p, model) for model in dict.fromkeys((p.model, *p.also))}
     rows = out / "pass_at_1.jsonl"
     with atomic_write(rows) as temporary, temporary.open("w", encoding="utf-8") as file:
@@ -97,7 +104,7 @@ def run(argv: list[str]) -> None:
 
 
 def read_problems(file: Path) -> list[Problem]:
-    """The problems of a JSONL; ValueError with file and line where one is not whole."""
+    """The problems of a JSONL; ValueError with file and line where one is incomplete."""
     if not file.is_file():
         raise ValueError(f"problems={str(file)!r} is no file: give a JSONL such as HumanEval's")
     names, problems = list(Problem.__dataclass_fields__), []
@@ -130,7 +137,18 @@ def loaded(p: PassAt1, model: str) -> Sampler:
 def judge(
     p: PassAt1, model: str, sampler: Sampler, problems: list[Problem], limits: Limits
 ) -> tuple[list[dict], list[Result]]:
-    """Every problem's completion by one model and how its program ended; the decodes' results."""
+    """Complete every problem with one model, and run the programs.
+
+    Args:
+        p: The command's options.
+        model: Its name, for the progress.
+        sampler: Its sampler.
+        problems: The problems.
+        limits: Of each program.
+
+    Returns:
+        The rows of pass_at_1.jsonl, and the results of decoding.
+    """
     params = SamplingParams(max_new_tokens=p.max_new_tokens, temperature=p.temperature, stop=STOP)
     found, results = [], []
     for start in track(range(0, len(problems), p.batch_size), model):
@@ -149,7 +167,10 @@ def judge(
 
 
 def continuation(tokenizer: PreTrainedTokenizerBase, prompt: list[int], answer: list[int]) -> str:
-    """The text of answer tokens behind a prompt: some tokenizers strip it of its first space."""
+    """The text of an answer's tokens after a prompt.
+
+    They are decoded together with the prompt: alone, some tokenizers strip the first space.
+    """
     before, whole = (
         tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, prompt + answer)
     )
@@ -168,7 +189,7 @@ def within_function(prompt: str, text: str) -> str:
 
 
 def summary(found: list[dict], results: list[Result]) -> dict:
-    """A line of the table. The standard error is that of a share of independent problems."""
+    """A line of the table, by column; the standard error is that of independent problems."""
     count = {
         name: sum(row["outcome"] == name for row in found)
         for name in ("passed", "failed", "timed out")

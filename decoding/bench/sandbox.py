@@ -1,9 +1,9 @@
-"""Runs a program that a model wrote, in a process of its own, and says how it ended.
+"""A sandbox: runs a program that a model wrote in a process of its own, and says how it ended.
 
 It guards against what such programs do by mistake: endless loops, too much memory, a flood of
-processes, files in the wrong place, an exit before the tests. It is no prison for code that wants
-out: give that a virtual machine. Only Python's own library is imported, because the process runs
-this very file.
+processes, files outside its folder, an exit before the tests. It does not hold code that is written
+to break out: use a virtual machine for that. Only Python's own library is imported, because the
+process runs this very file.
 """
 
 import json
@@ -35,7 +35,17 @@ WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program may use. memory, file: MiB, of all memory and of each file."""
+    """The resources that a program may use.
+
+    Attributes:
+        cpu_seconds: Seconds of the processor.
+        wall_seconds: Seconds by the clock.
+        memory: MiB of memory.
+        file: MiB of each file.
+
+    Raises:
+        ValueError: One is not above 0.
+    """
 
     cpu_seconds: float = 10.0
     wall_seconds: float = 30.0
@@ -49,15 +59,23 @@ class Limits:
 
 
 class Outcome(NamedTuple):
-    """How a program ended: 'passed' (it came to its end), 'failed' or 'timed out'; and why."""
+    """How a program ended: 'passed' (it ran to its end), 'failed' or 'timed out'; and the error."""
 
     outcome: str
     error: str
 
 
 def execute(program: str, limits: Limits) -> Outcome:
-    """Run a program without input, environment or further processes, in a folder of its own."""
-    # Its last word counts only with the token, so leaving early is no success.
+    """Run a program without input, environment or further processes, in a folder of its own.
+
+    Args:
+        program: Python source.
+        limits: What it may use.
+
+    Returns:
+        How it ended.
+    """
+    # A report counts only with the token, so an early exit is no success.
     token = secrets.token_hex(16)
     job = json.dumps({"program": program, "token": token, "limits": vars(limits)}).encode()
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as verdict:
@@ -105,7 +123,7 @@ def check(limits: Limits) -> None:
 
 
 def _child() -> None:
-    """The process: limits itself, runs the program, and writes its last word to stdout."""
+    """Run the program in this process under its limits, and write its report to stdout."""
     job = json.loads(sys.stdin.read())
     verdict, null = os.dup(1), os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
@@ -126,7 +144,7 @@ def _child() -> None:
 
 
 def _limit(cpu_seconds: float, wall_seconds: float, memory: int, file: int) -> None:
-    """The kernel's limits on this process; that of the wall clock is kept from outside."""
+    """Set the kernel's limits on this process; the parent keeps that of the wall clock."""
     seconds = ceil(cpu_seconds)
     for kind, soft, hard in (
         (resource.RLIMIT_CPU, seconds, seconds + 1),

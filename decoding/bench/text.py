@@ -1,7 +1,7 @@
 """`python -m decoding.bench model=runs/deer_stage2/export`: samplers side by side, one run.
 
-Every prompt goes through every sampler in turn (interleaved, so that a slow minute of the machine
-hits them all), after a warm-up. What it writes is said in `decoding/bench/text_report.py`.
+After a warm-up every prompt goes through every sampler in turn (interleaved, so that a slow minute
+of the machine hits them all). `decoding/bench/text_report.py` lists the files that are written.
 """
 
 from dataclasses import dataclass
@@ -33,8 +33,8 @@ from models import causal
 class Bench(PromptBenchOptions):
     """Compare an export's sampler with plain decoding and with what transformers offers.
 
-    An export in `also` that decodes with weights of its own (a stage before, say) is compared with
-    plain decoding of those.
+    An export in `also` that decodes with weights of its own (an earlier stage, say) is compared
+    with plain decoding of those.
     """
 
     EXAMPLE: ClassVar[str] = "model=runs/deer_stage2/export temperatures=[0,1] batch_sizes=[1,4]"
@@ -56,7 +56,7 @@ class Bench(PromptBenchOptions):
 
 
 def run(argv: list[str]) -> None:
-    """The command."""
+    """Run the command with its arguments `key=value`."""
     quiet()
     bench = parse(argv, Bench, "decoding.bench")
     rows, prompts = measure(bench)
@@ -68,14 +68,24 @@ def run(argv: list[str]) -> None:
 
 
 def measure(bench: Bench) -> tuple[list[Row], list[dict]]:
-    """Decode every prompt with every sampler: one `Row` each, and the prompts."""
+    """Decode every prompt with every sampler.
+
+    Args:
+        bench: The command's options.
+
+    Returns:
+        A `Row` for each sampler, temperature and batch size; and the prompts.
+
+    Raises:
+        ValueError: A model does not decode token by token, or tokenizers differ.
+    """
     options = {"target": bench.target, "sampler": bench.sampler}
     options |= {name: getattr(bench, name) for name in ("dtype", "device", "trust_remote_code")}
     samplers = {name: load(name, **options) for name in (bench.model, *bench.also)}
     for name, sampler in samplers.items():
         if sampler.bench != "decoding.bench":
             raise ValueError(
-                f"{name} does not decode token by token, so it has no place in this bench: "
+                f"{name} does not decode token by token, so this bench cannot compare it: "
                 f"python -m {sampler.bench} model={name}"
             )
     tokenizers = {name: s.tokenizer for name, s in samplers.items()}
@@ -109,7 +119,7 @@ def measure(bench: Bench) -> tuple[list[Row], list[dict]]:
 
 
 def _transformers(bench: Bench, target, assistant) -> dict[str, HuggingFace]:
-    """Its ways to generate, by name."""
+    """The ways of transformers to generate, by name."""
     ways = {"transformers generate": HuggingFace(target)}
     if assistant is not None:
         ways["transformers assisted"] = HuggingFace(target, assistant_model=assistant)
@@ -145,18 +155,18 @@ def _rows(
             plain[target] = Row(f"plain{other}", own, params("coupled"), batch, "same text")
             rows.append(plain[target])
         if path == bench.model:
-            law = "same law" if temperature else "same text"
+            guarantee = "same distribution" if temperature else "same text"
             for name, way in stock.items():
-                if batch == 1 or not way.arguments:  # transformers drafts for one row only
-                    rows.append(Row(name, way, params("coupled"), batch, law, plain[target]))
+                if batch == 1 or not way.arguments:  # transformers drafts for one request only
+                    rows.append(Row(name, way, params("coupled"), batch, guarantee, plain[target]))
         name = sampling_config(path, bench.sampler)["method"] + other
         rules = ("coupled",) if isinstance(sampler, PlainSampler) else sampler.rules
         if not temperature:  # the others are `coupled` then
             rules = [rule for rule in rules if rule in KEYED]
         for rule in rules:
             label = f"{name}, {rule}" if temperature or rule == "tree" else name
-            law = "same text" if rule in KEYED else "same law"
-            rows.append(Row(label, sampler, params(rule), batch, law, plain[target]))
+            guarantee = "same text" if rule in KEYED else "same distribution"
+            rows.append(Row(label, sampler, params(rule), batch, guarantee, plain[target]))
     return rows
 
 

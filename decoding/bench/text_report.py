@@ -1,4 +1,4 @@
-"""What a bench found, for people and for programs.
+"""The report of the text bench: tables, JSON, answers and pictures.
 
 bench.csv: the table. bench.json: the same with spread, milliseconds a cycle and the machine.
 acceptance.csv: drafts and what was accepted of them, with vLLM's names. spec_bench/*.jsonl: answers
@@ -37,53 +37,68 @@ CONTEXT = 128  # tokens in front of them
 class Row:
     """One sampler at one temperature and batch size, over all prompts.
 
-    law: what it promises against plain decoding, 'same text' or 'same law'. plain: plain decoding
-    of the same weights, at the same temperature and batch size; None: it is that itself.
-    results: one a prompt; seconds: one a batch.
+    Attributes:
+        name: Of the sampler, in the table.
+        sampler: The sampler.
+        params: Of every request.
+        batch: Prompts that are decoded together.
+        guarantee: Against plain decoding: 'same text' or 'same distribution'.
+        plain: Plain decoding of the same weights at the same temperature and batch size, or None
+            where this row is that itself.
+        results: One for each prompt.
+        seconds: One for each batch.
     """
 
     name: str
     sampler: Sampler | HuggingFace
     params: SamplingParams
     batch: int
-    law: str
+    guarantee: str
     plain: "Row | None" = None
     results: list[Result] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
     @property
     def stats(self) -> list[Stats]:
-        """Of each prompt."""
+        """The statistics of each prompt."""
         return [r.stats for r in self.results]
 
     @property
     def batches(self) -> list[Stats]:
-        """Of each batch: those of its longest row, which took part in every pass of it."""
+        """The statistics of each batch: those of its longest request, which was in every pass."""
         chunks = [self.stats[i : i + self.batch] for i in range(0, len(self.stats), self.batch)]
         return [max(chunk, key=lambda s: s.target_passes) for chunk in chunks]
 
     @property
     def speedups(self) -> list[float]:
-        """Against plain decoding, batch by batch."""
+        """The speed-up against plain decoding of each batch."""
         plain = self.plain or self
         return [b / a for a, b in zip(self.seconds, plain.seconds)]
 
     @property
     def drafts(self) -> bool:
-        """Whether it drafts, with a drafter of parade's."""
+        """Whether the sampler is one of ours and drafts."""
         return not isinstance(self.sampler, (PlainSampler, HuggingFace))
 
 
 def report(out: Path, rows: list[Row], prompts: list[dict], title: str, seed: int) -> None:
-    """Print the table; write all files into the folder `out`."""
+    """Print the table, and write all files.
+
+    Args:
+        out: Folder of the files.
+        rows: What was measured.
+        prompts: With their `id` and `prompt_ids`, in the order of each row's results.
+        title: Of the table.
+        seed: Of the first prompt; the others follow it.
+    """
     lines = [summary(row) for row in rows]
     write_table(lines, out / "bench.csv", title, "decoding.bench")
     print("acceptance length: tokens emitted per target pass, bonus or correction included;")
-    print("speed-up: median over prompts, against plain; same law: differs only by its draws")
+    print("speed-up: median over prompts, against plain; same distribution: other draws")
     if len({row.plain.name for row in rows if row.plain}) > 1:
         print("plain: one-token decoding of the same weights as the rows below it")
     for row in rows:
-        if row.law == "same text" and row.plain:
+        if row.guarantee == "same text" and row.plain:
             explain_divergence(row, [p["prompt_ids"] for p in prompts], seed)
     write_json(out / "bench.json", rows, lines)
     write_answers(out / "spec_bench", rows, prompts)
@@ -98,7 +113,10 @@ def report(out: Path, rows: list[Row], prompts: list[dict], title: str, seed: in
 
 
 def summary(row: Row) -> dict:
-    """A row of the table. Acceptance length: tokens per target pass, bonus included."""
+    """A row of the table, by column.
+
+    Acceptance length is tokens per target pass, the bonus or correction token included.
+    """
     tokens = sum(len(r.token_ids) for r in row.results)
     forwards = sum(s.target_s + s.drafter_s for s in row.batches)
     total = forwards + sum(s.sampler_s for s in row.batches)
@@ -114,12 +132,14 @@ def summary(row: Row) -> dict:
         "target passes": sum(s.target_passes for s in row.batches),
         "drafter passes": sum(s.drafter_passes for s in row.batches),
         "outside forwards": f"{100 * (1 - forwards / total):.1f}%" if forwards else "",
-        "identical to plain": f"{same}/{len(row.stats)}" if row.law == "same text" else row.law,
+        "identical to plain": f"{same}/{len(row.stats)}"
+        if row.guarantee == "same text"
+        else row.guarantee,
     }
 
 
 def cycle(row: Row) -> dict[str, float]:
-    """Milliseconds of a cycle (one target pass): in the drafter, in the target, in all the rest."""
+    """Milliseconds per cycle (one target pass) in the drafter, the target and everything else."""
     parts = {"drafter": "drafter_s", "target": "target_s", "rest": "sampler_s"}
     passes = sum(s.target_passes for s in row.batches)
     spent = {name: sum(getattr(s, key) for s in row.batches) for name, key in parts.items()}
@@ -127,7 +147,7 @@ def cycle(row: Row) -> dict[str, float]:
 
 
 def write_json(file: Path, rows: list[Row], lines: list[dict]) -> None:
-    """The table's lines with more to each, and what they were measured on."""
+    """Write the table's lines with quartiles and times per cycle, the command and the machine."""
     for row, line in zip(rows, lines):
         few = len(row.speedups) < 2
         line["speed-up, quartiles"] = [] if few else [round(q, 3) for q in quantiles(row.speedups)]
@@ -145,7 +165,7 @@ def write_json(file: Path, rows: list[Row], lines: list[dict]) -> None:
 
 
 def write_acceptance(file: Path, rows: list[Row]) -> None:
-    """Drafts and accepted tokens; a position's rate is the share of drafts accepted that far."""
+    """Write acceptance.csv; a position's rate is the share of drafts accepted that far."""
     found = []
     for row in rows:
         accepted = [n - 1 for s in row.stats for n in s.emitted]
@@ -178,7 +198,7 @@ def at_positions(row: Row) -> list[float]:
 
 
 def write_answers(folder: Path, rows: list[Row], prompts: list[dict]) -> None:
-    """What each sampler answered, one prompt at a time, in Spec-Bench's format."""
+    """Write the answers of each sampler at batch size 1 in Spec-Bench's format."""
     folder.mkdir(parents=True, exist_ok=True)
     for row in rows:
         if row.batch > 1:
@@ -200,10 +220,10 @@ def write_answers(folder: Path, rows: list[Row], prompts: list[dict]) -> None:
 
 
 def explain_divergence(row: Row, prompts: list[list[int]], seed: int) -> None:
-    """Where a row's text first differs from plain decoding, and how near the choice was there.
+    """Print where a sampler's text first differs from plain decoding, and the margin there.
 
-    In float32 a difference is a bug; in bfloat16 a wide pass and a one-token pass round
-    differently, which shows where the two best choices are closer than the rounding.
+    In float32 a difference is a bug. In bfloat16 a wide pass and a one-token pass round
+    differently, so the two best choices may swap where they are closer than the rounding.
     """
     plain = row.plain
     for i, (a, b) in enumerate(zip(row.results, plain.results)):
@@ -219,7 +239,7 @@ def explain_divergence(row: Row, prompts: list[list[int]], seed: int) -> None:
 
 
 def margin(plain: Row, ids: list[int], seed: int) -> float:
-    """How far the best choice for the next token is ahead of the second, in logits."""
+    """The gap in logits between the best choice for the next token and the second best."""
     tokens = torch.tensor([ids], device=plain.sampler.target.device)
     with torch.inference_mode():
         logits = warp(plain.sampler.target(tokens).logits[:, -1:], plain.params)
@@ -232,7 +252,7 @@ def margin(plain: Row, ids: list[int], seed: int) -> float:
 
 
 def draw_accepted(rows: list[Row], file: Path) -> None:
-    """Of each temperature: how many tokens target passes emitted, and how far drafts stand."""
+    """Draw, for each temperature, tokens emitted per target pass and acceptance by position."""
     rows = [row for row in rows if row.batch == min(r.batch for r in rows)]
     temperatures = sorted({row.params.temperature for row in rows})
     size = (5.5 * len(temperatures), 7.0)
@@ -263,7 +283,7 @@ def draw_accepted(rows: list[Row], file: Path) -> None:
 
 
 def draw_speedups(rows: list[Row], file: Path) -> None:
-    """Bars of the speed-up against plain decoding, with its quartiles; a panel a group."""
+    """Draw the speed-up against plain decoding with its quartiles; a panel for each group."""
     groups: dict[tuple, list[Row]] = {}
     for row in rows:
         groups.setdefault((row.params.temperature, row.batch), []).append(row)
@@ -296,7 +316,7 @@ def _quartiles(values: list[float]) -> tuple[float, float]:
 
 
 def profile(rows: list[Row], out: Path) -> None:
-    """Where the time of a cycle goes, and what a pass of the target costs by its width."""
+    """Print and write the times of a cycle's parts, and the cost of a target pass by its width."""
     ours = [row for row in rows if not isinstance(row.sampler, HuggingFace)]
     lines = []
     for row in ours:

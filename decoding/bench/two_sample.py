@@ -1,13 +1,21 @@
-"""Do two sets of samples have one law? Energy distance with a permutation test, and Fréchet's."""
+"""Two-sample tests: energy distance with a permutation test, and the Fréchet distance."""
 
 import torch
 from torch import Generator, Tensor
 
 
 def energy_distance(a: Tensor, b: Tensor) -> float:
-    """2 E|A - B| - E|A - A'| - E|B - B'| of samples a [n, D], b [m, D]: 0 if the laws are one.
+    """The energy distance 2 E|A - B| - E|A - A'| - E|B - B'| of two sets of samples.
 
-    Székely and Rizzo, Energy statistics, J. Statist. Plann. Inference 143 (2013), Eq. 5.
+    Székely and Rizzo, Energy statistics, J. Statist. Plann. Inference 143 (2013), Eq. 5. It is 0
+    only if the distributions are equal.
+
+    Args:
+        a: Samples [n, ...].
+        b: Samples [m, ...] of the same shape.
+
+    Returns:
+        The distance, in the samples' unit.
 
     >>> energy_distance(torch.zeros(2, 1), torch.ones(2, 1))
     2.0
@@ -20,9 +28,19 @@ def energy_distance(a: Tensor, b: Tensor) -> float:
 def permutation_test(
     a: Tensor, b: Tensor, permutations: int = 199, seed: int = 0
 ) -> tuple[float, float]:
-    """Energy distance of a [n, ...] and b [m, ...], and its p-value if the labels are shuffled.
+    """The energy distance of two sets of samples, and its p-value under shuffled labels.
 
-    p = (1 + shuffles with at least this distance) / (1 + permutations): never below that grid.
+    p = (1 + shuffles with at least this distance) / (1 + permutations), so at least
+    1 / (1 + permutations).
+
+    Args:
+        a: Samples [n, ...].
+        b: Samples [m, ...] of the same shape.
+        permutations: Number of shuffles.
+        seed: Of the shuffles.
+
+    Returns:
+        (distance, p).
     """
     n, m = len(a), len(b)
     pooled = torch.cat([a, b]).flatten(1).double()
@@ -40,9 +58,13 @@ def permutation_test(
 
 
 def frechet_distance(a: Tensor, b: Tensor) -> float:
-    """|m_a - m_b|^2 + tr(C_a + C_b - 2 (C_a C_b)^(1/2)) of features [n, F].
+    """The squared Fréchet distance |m_a - m_b|^2 + tr(C_a + C_b - 2 (C_a C_b)^(1/2)) of features.
 
     Heusel et al., arXiv 1706.08500, Eq. 6. Example: equal covariances, means 3 apart -> 9.
+
+    Args:
+        a: Features [n, F].
+        b: Features [m, F].
     """
     a, b = a.double(), b.double()
     one, other = torch.atleast_2d(a.T.cov()), torch.atleast_2d(b.T.cov())

@@ -1,1 +1,1 @@
-"""What all commands share: the grammar key=value, recipes, their inputs, tables and pictures."""
+"""Shared by all commands: the grammar `key=value`, recipes, their inputs, tables and pictures."""

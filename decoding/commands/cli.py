@@ -26,7 +26,12 @@ WIDTH, COLUMN = 100, 46  # of --help: characters of a line, and where descriptio
 
 
 def main(run: Callable[[list[str]], None]) -> None:
-    """Run a command with sys.argv; a user's mistake ends it with one line and status 2."""
+    """Run a command with sys.argv; a user's mistake ends it with one line and status 2.
+
+    Args:
+        run: The command. Its ValueError or OSError is a user's mistake, which PARADE_TRACEBACK=1
+            shows in full.
+    """
     try:
         run(sys.argv[1:])
     except (ValueError, OSError) as error:
@@ -40,12 +45,16 @@ def main(run: Callable[[list[str]], None]) -> None:
 
 
 def typed(command: str) -> str:
-    """This process's command as a user types it. command: the module that runs."""
+    """This process's command as a user types it.
+
+    Args:
+        command: The module that runs.
+    """
     return f"python -m {command} {shlex.join(sys.argv[1:])}".strip()
 
 
 def quiet() -> None:
-    """No loading bars and advice of transformers between a command's own lines."""
+    """Hide loading bars and advice of transformers, which would mix with a command's own lines."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     # transformers imports it where it is installed, and it announces that there is no GPU.
@@ -53,14 +62,24 @@ def quiet() -> None:
 
 
 def one_line(error: Exception) -> str:
-    """An error as a user should read it."""
+    """The text of an error on one line, as a user should read it."""
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return f"the disk is full ({error.filename or 'while writing'}): free some space, run again"
     return " ".join(str(error).split())
 
 
 def asked(argv: list[str]) -> tuple[str, list[str]]:
-    """('help', 'config' or 'run', the arguments `key=value`)."""
+    """What a command line asks for.
+
+    Args:
+        argv: The arguments.
+
+    Returns:
+        'help', 'config' or 'run', and the arguments `key=value`.
+
+    Raises:
+        ValueError: There is no such flag.
+    """
     wish, pairs, words = "run" if argv else "help", [], iter(argv)
     for word in words:
         flag, _, value = word.partition("=")
@@ -79,13 +98,20 @@ def asked(argv: list[str]) -> tuple[str, list[str]]:
 
 
 def parse(argv: list[str], into: type, command: str):
-    """Arguments `key=value` -> the dataclass `into`, each value of its field's type.
+    """The options of a command, from its arguments.
 
-    `--help` and `--cfg job` print and exit with status 0. `into` may have an EXAMPLE, the arguments
-    of one call.
+    `--help` and `--cfg job` print and exit with status 0.
+
+    Args:
+        argv: Arguments `key=value`.
+        into: A dataclass of options. It may have an EXAMPLE, the arguments of one call.
+        command: The module that runs, for `--help` and errors.
+
+    Returns:
+        An `into`, each value of its field's type.
 
     Raises:
-        ValueError: an unknown key, a value of a wrong type or not allowed, a missing one.
+        ValueError: A key is unknown or missing, or a value is of a wrong type or not allowed.
     """
     wish, pairs = asked(argv)
     known = {f.name: f for f in fields(into)}
@@ -120,7 +146,7 @@ def parse(argv: list[str], into: type, command: str):
 
 
 class Line(NamedTuple):
-    """An option in `--help`. default: MISSING where it must be given."""
+    """An option in `--help`; its default is MISSING where it must be given."""
 
     key: str
     default: Any
@@ -130,7 +156,14 @@ class Line(NamedTuple):
 
 
 def help_page(command: str, about: str, options: Iterable[Line], example: str = "") -> str:
-    """What `--help` prints: usage, what the command does, every option, one example."""
+    """The text that `--help` prints.
+
+    Args:
+        command: The module that runs.
+        about: What the command does.
+        options: All options.
+        example: The arguments of one call.
+    """
     page = [f"usage: python -m {command} key=value ...", "", about, ""]
     page += ["options, each with its default and type:", *map(help_line, options), ""]
     page += [
@@ -143,7 +176,7 @@ def help_page(command: str, about: str, options: Iterable[Line], example: str = 
 
 
 def help_line(o: Line) -> str:
-    """An option with default and type, and its description beside or below it."""
+    """The lines of an option: default and type, and its description beside or below them."""
     named = f"{o.key}=..." if o.default is MISSING else f"{o.key}={show(o.default)}"
     kind = " | ".join(o.choices) if o.choices else type_name(o.type)
     if o.choices and type_name(o.type).startswith("list"):
@@ -156,7 +189,7 @@ def help_line(o: Line) -> str:
 
 
 def print_config(config: dict) -> None:
-    """A configuration as YAML."""
+    """Print a configuration as YAML."""
     import yaml  # transformers brings it
 
     plain = {k: list(v) if isinstance(v, tuple) else v for k, v in config.items()}

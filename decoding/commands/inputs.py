@@ -1,4 +1,4 @@
-"""Inputs of a recipe: built first at lab scale, named with their command elsewhere."""
+"""Inputs of a recipe: built first at lab scale, elsewhere required."""
 
 import subprocess
 import sys
@@ -10,9 +10,15 @@ from models.causal import looks_local
 
 
 def prepare_inputs(config: DictConfig) -> None:
-    """Every input that is a folder exists; at lab scale a missing one is built first.
+    """Make sure that every input folder exists; at lab scale a missing one is built first.
 
-    One that can be a Hub id is left to who loads it.
+    An input that can be a Hub id is left to the code that loads it.
+
+    Args:
+        config: A composed recipe; its `needs` has a path and a command for each input.
+
+    Raises:
+        ValueError: An input is missing and may not be built (`build_inputs`), or its command fails.
     """
     for need in config.needs:
         if Path(need.path).exists() or not looks_local(need.path):

@@ -1,7 +1,7 @@
-"""Options: the fields of a command's dataclass, each with its description and what it may be.
+"""Options: the fields of a command's dataclass, each with a description and its allowed values.
 
 The dataclasses here hold the options that several commands share, so that a key has one name, one
-default and one check wherever it stands.
+default and one check in every command.
 """
 
 import math
@@ -13,7 +13,7 @@ from decoding.commands.values import show, unknown
 
 NEEDED = MISSING  # the default of an option that must be given
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-DEVICES = ("cpu", "cuda", "mps", "xpu")  # with a number behind, as cuda:1, too
+DEVICES = ("cpu", "cuda", "mps", "xpu")  # also with a number, as cuda:1
 
 
 def option(
@@ -28,12 +28,12 @@ def option(
     """A field of a command's dataclass.
 
     Args:
-        default: its value where none is given; `NEEDED` where one must be.
-        help: one line for `--help`, without the default.
-        choices: the only values, of each item of a list.
-        least: the smallest value, of each item of a list.
-        empty: of a list whose default has items: whether it may have none.
-        verbatim: of text: quotes around it belong to it.
+        default: Its value where none is given; `NEEDED` where one must be.
+        help: One line for `--help`, without the default.
+        choices: The allowed values, of a list those of each item.
+        least: The smallest allowed value, of a list that of each item.
+        empty: Whether a list whose default has items may have none.
+        verbatim: Whether quotes around a text belong to it.
     """
     some = isinstance(default, tuple) and default != () and not empty
     metadata = {
@@ -48,7 +48,7 @@ def option(
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Base of a command's dataclass: every field is checked by what its `option` says."""
+    """Base of a command's dataclass: checks every field by the metadata of its `option`."""
 
     def __post_init__(self):
         for f in fields(self):
@@ -64,7 +64,18 @@ def check(
     some: bool = False,
     **_,
 ) -> None:
-    """ValueError if an option's value is not allowed (see `option`)."""
+    """Check an option's value.
+
+    Args:
+        key: For the error.
+        value: The value, or a list of values.
+        choices: The allowed values.
+        least: The smallest allowed value.
+        some: Whether a list must have items.
+
+    Raises:
+        ValueError: The value is not allowed.
+    """
     several = isinstance(value, (tuple, list))
     if some and not value:
         raise ValueError(f"{key}=[] is not allowed: at least one item is needed")
@@ -81,7 +92,11 @@ def check(
 
 
 def check_batch_sizes(batch_sizes: tuple[int, ...], prompts: int) -> None:
-    """ValueError if one of the batches is empty or larger than the number of prompts."""
+    """Check that every batch size is at least 1 and at most the number of prompts.
+
+    Raises:
+        ValueError: One is not.
+    """
     for size in batch_sizes:
         if not 1 <= size <= prompts:
             raise ValueError(
@@ -92,7 +107,7 @@ def check_batch_sizes(batch_sizes: tuple[int, ...], prompts: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(Options):
-    """A model, and how it is loaded."""
+    """The model of a command, and how it is loaded."""
 
     model: str = option(NEEDED, "an exported folder or a Hub id")
     dtype: str = option("bfloat16", "of the weights in memory", choices=DTYPES)
@@ -101,7 +116,7 @@ class ModelOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureOptions(ModelOptions):
-    """Something that is measured of a model."""
+    """Options of a command that measures a model."""
 
     seed: int = option(0, "of all that is drawn")
     out: str | None = option(None, "folder of the results; null: one beside the export")
@@ -109,7 +124,7 @@ class MeasureOptions(ModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions(MeasureOptions):
-    """Something that is measured of a model on held-out prompts."""
+    """Options of a command that measures a model on held-out prompts."""
 
     source: str = option("stdlib", "of the prompts: 'stdlib', a text folder or a JSONL of prompts")
     prompts: int = option(64, "how many held-out prompts", least=1)

@@ -13,12 +13,15 @@ SECONDS = 10.0  # between plain lines
 def track(
     items: Sequence[Item], name: str, clock: Callable[[], float] = perf_counter
 ) -> Iterator[Item]:
-    """The items, one by one, while the screen shows name, bar, how many of how many, time left.
+    """Iterate over items, and show how many are done and the time left.
 
     Args:
-        items: what is worked through; it has a length.
-        name: of the job.
-        clock: seconds, for plain lines.
+        items: A sequence.
+        name: Of the job.
+        clock: Returns seconds; plain lines use it.
+
+    Returns:
+        An iterator over the items.
     """
     return _bar(items, name) if sys.stdout.isatty() else _lines(items, name, clock)
 

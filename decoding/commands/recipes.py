@@ -1,9 +1,9 @@
-"""Recipes: `recipes/<command>.yaml`, a scale, a recipe and the user's overrides become one config.
+"""Recipes: composing `recipes/<command>.yaml`, a scale, a recipe and overrides into one config.
 
-Later wins: the command's defaults, `scale/<scale>.yaml`, `recipe/<recipe>.yaml`, the recipe's own
-`scales.<scale>`, the command line. There a key is a dotted path, `+key=value` adds one that nothing
-names, `~key` removes one, and values are read as every command reads them
-(`decoding.commands.values`): a key takes what is of its default's type.
+Later ones win: the command's defaults, `scale/<scale>.yaml`, `recipe/<recipe>.yaml`, the recipe's
+own `scales.<scale>`, the command line. There a key is a dotted path, `+key=value` adds
+a key that nothing names, and `~key` removes one. Values are read as every command reads them
+(`decoding.commands.values`), and a key takes values of its default's type.
 """
 
 import inspect
@@ -43,11 +43,14 @@ def compose(argv: list[str], command: str) -> DictConfig:
     `--help` and `--cfg job` print and exit with status 0.
 
     Args:
-        argv: the arguments.
-        command: 'fit' or 'collect'; a recipe says which one runs it.
+        argv: The arguments.
+        command: 'fit' or 'collect'; a recipe names the one that runs it.
+
+    Returns:
+        The composed config, whose keys are fixed.
 
     Raises:
-        ValueError: an unknown recipe or key, a value of a wrong type, a broken reference.
+        ValueError: A recipe or key is unknown, a value has a wrong type, or a reference is broken.
     """
     wish, pairs = asked(argv)
     for argument in pairs:
@@ -81,7 +84,19 @@ def compose(argv: list[str], command: str) -> DictConfig:
 
 
 def build(node: DictConfig, **given):
-    """`hydra.utils.instantiate`, with a user's mistake as it was raised."""
+    """`hydra.utils.instantiate`, which raises a user's mistake as the callee raised it.
+
+    Args:
+        node: A config with a `_target_`.
+        given: Further arguments of the target.
+
+    Returns:
+        What the target returns.
+
+    Raises:
+        ValueError: The target raised it.
+        OSError: The target raised it.
+    """
     try:
         return instantiate(node, **given)
     except InstantiationException as error:
@@ -94,7 +109,17 @@ def build(node: DictConfig, **given):
 
 
 def defaults(command: str, recipe: str, scale: str, strategy: str | None = None) -> DictConfig:
-    """A recipe at a scale before the user's overrides."""
+    """A recipe at a scale before the user's overrides.
+
+    Args:
+        command: 'fit' or 'collect'.
+        recipe: Its name.
+        scale: Name of a file of `recipes/scale`.
+        strategy: Name of a file of `recipes/strategy`, or None.
+
+    Raises:
+        ValueError: Another command runs the recipe.
+    """
     file = OmegaConf.load(RECIPES / "recipe" / f"{recipe}.yaml")
     if file.command != command:
         module = MODULES[file.command]
@@ -146,13 +171,13 @@ def _locate(config: DictConfig, key: str) -> tuple[DictConfig, str]:
 
 
 def _known(node: DictConfig, leaf: str) -> bool:
-    """Whether a key has a value of its own, which tells its type."""
+    """Whether a key has a value of its own, from which its type is known."""
     there = leaf in node and not OmegaConf.is_missing(node, leaf)
     return there and not OmegaConf.is_interpolation(node, leaf)
 
 
 def _type(node: DictConfig, leaf: str) -> Any:
-    """What a key takes: what the parameter of its `_target_` takes, or what its default is."""
+    """The type of a key: that of the parameter of its `_target_`, or that of its default."""
     hint = _hint(_parameters(node).get(leaf, inspect.Parameter.empty))
     default = node.get(leaf) if _known(node, leaf) else None
     if hint is not Any:
@@ -214,7 +239,7 @@ def _paths(config: DictConfig, prefix: str = "") -> list[str]:
 
 
 def _help(command: str, chosen: dict[str, str]) -> str:
-    """`--help`: what there is to choose from, and every key, of a recipe or of the command."""
+    """The text of `--help`: the recipes to choose from, or every key of the chosen one."""
     recipe, module = chosen.get("recipe"), MODULES[command]
     files = [(RECIPES / f"{command}.yaml", "")]
     if recipe is None:
@@ -264,7 +289,7 @@ def _without_null(hint: Any) -> Any:
 
 
 def _notes(file: Path) -> dict[str, str]:
-    """The comments of a YAML file behind its keys, by dotted path."""
+    """The comments of a YAML file after its keys, by dotted path."""
     found, above = {}, []
     for line in file.read_text().splitlines():
         if matched := YAML_KEY.match(line):
@@ -282,7 +307,7 @@ def _head(group: str, name: str) -> list[str]:
 
 
 def _about(group: str, name: str) -> str:
-    """What a file is: its head up to the commands."""
+    """The description of a file: its head up to the commands."""
     return " ".join(itertools.takewhile(lambda x: "python -m" not in x, _head(group, name)))
 
 

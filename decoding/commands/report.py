@@ -1,4 +1,4 @@
-"""What benches leave behind: a table on the screen, the same as CSV, its command, and pictures."""
+"""Results of benches: a table on the screen and as CSV, the command, and pictures."""
 
 import csv
 from collections.abc import Iterator
@@ -11,9 +11,13 @@ WIDTH = 150  # characters of a table that goes to a file or a pipe
 
 
 def write_table(lines: list[dict], file: Path, title: str, command: str) -> None:
-    """Print lines (all with the same keys) as a table, and write them to a CSV file.
+    """Print lines as a table, and write them to a CSV file with `command.txt` beside it.
 
-    command: the module that runs. Beside the file stands `command.txt`, how to make it again.
+    Args:
+        lines: The lines by column, all with the same keys.
+        file: The CSV file.
+        title: Of the table on the screen.
+        command: The module that runs, for command.txt, which repeats the measurement.
     """
     from rich.console import Console
     from rich.table import Table
@@ -35,9 +39,14 @@ def write_table(lines: list[dict], file: Path, title: str, command: str) -> None
 
 @contextmanager
 def picture(file: Path, **layout) -> Iterator:
-    """matplotlib axes [rows, columns] to draw on, written to a PNG file at the end.
+    """A context with matplotlib axes to draw on, written to a PNG file at its end without a screen.
 
-    layout: arguments of `plt.subplots`. It needs no screen.
+    Args:
+        file: The PNG file.
+        layout: Arguments of `plt.subplots`.
+
+    Yields:
+        Axes [rows, columns].
     """
     import matplotlib
 

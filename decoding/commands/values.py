@@ -1,13 +1,13 @@
 """The grammar of `key=value`: text into typed values, and the errors of keys and values.
 
-Every command and every recipe reads its arguments by it, and so do a sampler's knobs:
+All commands, recipes and knobs of samplers are read by it:
 
     null, true, false      in any case
     3, 0.5, 1e-4           numbers; nan and inf are refused
     'some text'            text; quotes are needed only around commas inside a list, or for 'null'
     [1,2], ['a','b']       lists; a single item needs no brackets
     {a: 1, b: [2]}         nodes (recipes only)
-    anything else          text, as it stands
+    anything else          text, unchanged
 """
 
 import ast
@@ -23,7 +23,7 @@ WORDS = {"null": None, "true": True, "false": False}
 
 
 def split(argument: str) -> tuple[str, str]:
-    """'key=value' -> (key, value)."""
+    """Split 'key=value' into key and value; ValueError for anything of another form."""
     key, equals, value = argument.partition("=")
     if not equals or not key:
         raise ValueError(f"{argument!r} is not of the form key=value")
@@ -31,7 +31,16 @@ def split(argument: str) -> tuple[str, str]:
 
 
 def unknown(kind: str, given: str, known: Iterable[str]) -> ValueError:
-    """The error for a name that does not exist; it names the nearest one that does."""
+    """The error for a name that does not exist, with the nearest one that does.
+
+    Args:
+        kind: What is named: 'key', 'method', ...
+        given: The name.
+        known: The names that exist.
+
+    Returns:
+        The error, to be raised.
+    """
     known = sorted(known)
     near = difflib.get_close_matches(str(given), known, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -39,7 +48,7 @@ def unknown(kind: str, given: str, known: Iterable[str]) -> ValueError:
 
 
 def read(text: str) -> Any:
-    """The value that a text stands for where no type is known.
+    """The value of a text where no type is known.
 
     >>> read("[1, 2.5, null, 'a, b', c]")
     [1, 2.5, None, 'a, b', 'c']
@@ -75,13 +84,13 @@ def convert(key: str, text: str, hint: Any, default: Any = MISSING) -> Any:
     """The value of `key=text`.
 
     Args:
-        key: for the error.
-        text: what was typed.
-        hint: str, int, float, bool, tuple[x, ...], dict, x | None, or Any.
-        default: for the error.
+        key: For the error.
+        text: The value as the user typed it.
+        hint: Its type: str, int, float, bool, tuple[x, ...], dict, x | None, or Any.
+        default: For the error.
 
     Raises:
-        ValueError: it is of another type, or it is nan or infinite.
+        ValueError: The value is of another type, or it is nan or infinite.
     """
     try:
         return _typed(text, hint)
@@ -114,7 +123,7 @@ def type_name(hint: Any) -> str:
 
 
 class _Unfit(ValueError):
-    """A value is of another type; its argument is the value."""
+    """A value of another type than its key takes; the argument is the value."""
 
 
 def _typed(text: str, hint: Any) -> Any:
@@ -155,7 +164,7 @@ def _enclosed(text: str, pair: str) -> bool:
 
 
 def _unquoted(text: str) -> str:
-    """The content of a quoted text, with Python's escapes; any other text as it stands."""
+    """The content of a quoted text, with Python's escapes; any other text unchanged."""
     if not (_enclosed(text, "''") or _enclosed(text, '""')):
         return text
     try:
@@ -165,7 +174,7 @@ def _unquoted(text: str) -> str:
 
 
 def _items(text: str) -> list[str]:
-    """The pieces between commas that stand outside of quotes and brackets."""
+    """The pieces between commas; those inside quotes and brackets do not count."""
     found, depth, quote, before = [""], 0, "", ","
     for c in text:
         if quote:

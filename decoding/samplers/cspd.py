@@ -1,4 +1,4 @@
-"""CSpD: speculative decoding of continuous tokens (the paper of that name), made lossless.
+"""CSpD: continuous speculative decoding of images (the paper of that name), made lossless.
 
 The drafter drafts gamma tokens one after the other. The target evaluates all of them in one pass,
 and its denoising chains for these tokens and the next one run as one batch, coupled to the
@@ -96,6 +96,12 @@ def load(path: str, config: dict, *, target: str, dtype: str, device: str) -> Cs
         target: Folder of the target.
         dtype: Of the weights.
         device: Where to run.
+
+    Returns:
+        The sampler, with both models on the device.
+
+    Raises:
+        ValueError: A model cannot be loaded, or the two do not fit each other.
     """
     models = (patches.load(p, dtype).to(device) for p in (target, path))
     return CspdSampler(*models, gamma=config["gamma"])

@@ -1,4 +1,4 @@
-"""`generate` of transformers with a drafter: the same arguments, the same output law."""
+"""`generate` of transformers with a drafter: the same arguments and output distribution."""
 
 import functools
 import os
@@ -92,7 +92,7 @@ def test_the_targets_own_defaults_count(drafted):
 
 
 class Asked:
-    """A sampler's place: notes what it is asked for."""
+    """A stub of a sampler: records what it is asked for."""
 
     def __init__(self, target, tokenizer, drafter, config):
         pass

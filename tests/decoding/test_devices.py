@@ -66,7 +66,7 @@ def spiffy(attention):
 
 
 # Name: the sampler, how it verifies, what it is fed, and the plain way whose text it must give
-# (None: it has the law only, and the text of its own draws).
+# (None: only the distribution is the same; the text is that of its own draws).
 WAYS = {
     "deer, coupled": (deer, "coupled", PROMPTS, plain),
     "deer, tree": (deer, "tree", PROMPTS, plain),

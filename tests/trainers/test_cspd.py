@@ -248,9 +248,9 @@ def test_the_bench_reports(exports, tmp_path):
 
 
 def test_the_bench_s_acceptance_by_hand():
-    """Pre-filled 1; two drafts stand and a bonus; none and a correction; one at the end."""
-    stands = torch.tensor([0, 1, 1, 0, 0, 1]).bool()
-    result = ImageResult(torch.zeros(6, 1), 0, stands, Stats(emitted=[1, 3, 1, 1]))
+    """Pre-filled 1; two accepted drafts and a bonus; none and a correction; one at the end."""
+    kept = torch.tensor([0, 1, 1, 0, 0, 1]).bool()
+    result = ImageResult(torch.zeros(6, 1), 0, kept, Stats(emitted=[1, 3, 1, 1]))
     line = accepted([result], 2, 1)
     assert line == {"acceptance rate": 0.75, "tokens a pass": 1.5}
 
@@ -286,5 +286,5 @@ def test_commands_for_texts_refuse_images(exports):
     model = str(exports["mixture"][1])
     with pytest.raises(ValueError, match=r"decoding\.images"):
         generate([f"model={model}", "prompt=def"])
-    with pytest.raises(ValueError, match="no place in this bench"):
+    with pytest.raises(ValueError, match=r"python -m decoding\.bench\.images"):
         measure(Bench(model=model))

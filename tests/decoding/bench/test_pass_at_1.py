@@ -1,4 +1,4 @@
-"""pass@1 of completions that are known: a model that writes them is put in the sampler's place."""
+"""pass@1 of known completions: a stub that writes them replaces the sampler."""
 
 import csv
 import json
@@ -33,7 +33,7 @@ PASSING = ["right", "right, and goes on"]
 
 
 class Scripted:
-    """Answers with the completion that stands in the prompt's comment."""
+    """Answers with the completion in the prompt's comment."""
 
     continues = True
     tokenizer = TOKENIZER

@@ -107,7 +107,7 @@ def test_an_endless_one_times_out(program, limits, error):
         ("import subprocess\nsubprocess.run(['true'])", "subprocess.Popen is not allowed"),
         ("import os\nos.system('true')", "os.system is not allowed"),
         ("import multiprocessing as m\nm.Process(target=print).start()", "os.fork"),
-        # No audit hook stands in the way of this one, only the kernel's limit.
+        # No audit hook refuses this one, only the kernel's limit does.
         ("import threading\nthreading.Thread(target=print).start()", "can't start new thread"),
         ("import socket\nsocket.socket()", "socket.__new__ is not allowed"),
         ("import ctypes\nctypes.CDLL(None)", "ctypes"),

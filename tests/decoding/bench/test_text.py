@@ -46,6 +46,8 @@ def test_table_csv_and_picture(bench, capsys):
     same += [line for line in lines if line["sampler"] in ("deer, coupled", "deer, tree")]
     assert len(same) == 6
     assert all(line["identical to plain"] == "3/3" for line in same)
+    drawn = [line for line in lines if line["sampler"] in ("deer, block", "deer, rejection")]
+    assert [line["identical to plain"] for line in drawn] == ["same distribution"] * 2
     for name in ("accepted", "speed-up"):
         assert (Path(bench.out) / f"{name}.png").stat().st_size > 5000
     plain = next(r for r in rows if r.name == "plain")

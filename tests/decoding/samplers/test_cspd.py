@@ -87,14 +87,14 @@ def test_sequential_decoding_is_the_plain_chain(head, order):
     params = ImageParams(guidance=1.5, guidance_schedule="linear", temperature=0.9)
     results = SequentialSampler(target).generate(labels, params, seeds=seeds)
     randomness = KeyedRandomness(seeds)
-    places = torch.arange(4).expand(3, -1)
+    positions = torch.arange(4).expand(3, -1)
     if order == "random":
-        places = randomness.normal((3, 4)).argsort(-1)
+        positions = randomness.normal((3, 4)).argsort(-1)
     with torch.no_grad():
-        expected = images.plain(target, torch.tensor(labels), places, params, randomness)
+        expected = images.plain(target, torch.tensor(labels), positions, params, randomness)
     for b, result in enumerate(results):
         torch.testing.assert_close(
-            result.patches, expected[b][places[b].argsort()], rtol=0, atol=1e-9
+            result.patches, expected[b][positions[b].argsort()], rtol=0, atol=1e-9
         )
 
 
