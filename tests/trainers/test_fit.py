@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from decoding.samplers.plain import PlainSampler
 from tests.support.runs import curve
 from trainers.base import Optimization
 from trainers.fit import build_loaders, build_module, build_trainer, fit
+from trainers.runs.checkpoint_files import Damaged
 
 
 def weights(export):
@@ -178,12 +180,14 @@ class TestMistakes:
         damaged = tmp_path / "last.ckpt"
         whole = (lab.runs / "deer_stage1" / "checkpoints" / "step-4.ckpt").read_bytes()
         damaged.write_bytes(whole[: len(whole) // 2])
-        message = self.refused(lab, "deer_stage1", "name=x6", f"resume={damaged}")
-        assert "is damaged" in message
+        with pytest.raises(Damaged, match=re.escape(str(damaged))):
+            lab.fit("deer_stage1", "name=x6", f"resume={damaged}")
 
     def test_strategy_that_the_machine_cannot_run(self, lab):
         strategy = "trainer.strategy=deepspeed_stage_2"
-        assert "needs a CUDA GPU" in self.refused(lab, "deer_stage1", "name=x7", strategy)
+        message = self.refused(lab, "deer_stage1", "name=x7", strategy)
+        assert "strategy=deepspeed_stage_2" in message
+        assert "CUDA" in message
 
     def test_batch_that_cannot_be_split(self, lab):
         message = self.refused(lab, "deer_stage1", "name=x2", "trainer.micro_batch_size=3")
@@ -207,7 +211,8 @@ class TestMistakes:
             )
         )
         message = self.refused(lab, "deer_stage1", "name=x5", f"target={other}")
-        assert "different tokenizers" in message
+        assert str(other) in message
+        assert "tokenizer" in message
 
     def test_damaged_weights(self, lab, tmp_path):
         import shutil
@@ -216,8 +221,8 @@ class TestMistakes:
         shutil.copytree(lab.runs / "ar_target" / "export", copy)
         data = (copy / "model.safetensors").read_bytes()
         (copy / "model.safetensors").write_bytes(data[: len(data) // 2])
-        with pytest.raises(ValueError, match="cannot load a model"):
+        with pytest.raises(ValueError, match=re.escape(str(copy))):
             load(str(copy))
         (copy / "config.json").write_text("{")
-        with pytest.raises(ValueError, match="damaged"):
+        with pytest.raises(ValueError, match=r"config\.json"):
             load(str(copy))

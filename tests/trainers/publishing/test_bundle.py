@@ -238,7 +238,7 @@ def test_the_closure_is_what_a_sampler_needs():
 
 @pytest.fixture
 def tree_of(tmp_path, monkeypatch):
-    """A small tree of modules in parade's place."""
+    """A small tree of modules instead of parade's."""
 
     def build(**files):
         for name, text in files.items():

@@ -294,7 +294,7 @@ class TestMistakes:
         ],
     )
     def test_no_name_of_a_repository(self, server, folder, name):
-        with pytest.raises(ValueError, match="give push=org/name") as error:
+        with pytest.raises(ValueError, match="push=org/name") as error:
             run([f"run={folder}", f"push={name}", "dry_run=true"])
         assert name in str(error.value)
         assert server.requests == []
@@ -310,7 +310,7 @@ class TestMistakes:
     def test_a_token_that_the_hub_does_not_know(self, server, folder, monkeypatch, waits):
         monkeypatch.setenv("HF_TOKEN", "hf_wrong")
         message = refused(folder)
-        assert "does not accept the token" in message
+        assert "HF_TOKEN" in message
         assert server.endpoint in message
         assert waits == []
 
@@ -327,7 +327,7 @@ class TestMistakes:
     def test_nobody_there(self, server, folder, monkeypatch, waits):
         monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
         message = refused(folder)
-        assert "no connection to http://127.0.0.1:9" in message
+        assert "http://127.0.0.1:9" in message
         assert "HF_ENDPOINT" in message
         assert waits == [1, 2, 4, 8]
 
@@ -396,7 +396,7 @@ class TestCard:
         os.utime(folder / "bench" / "bench.csv", (0, 0))
         run([f"run={folder}"])
         assert self.card(folder) == plain
-        assert "older than the export" in capsys.readouterr().out
+        assert f"{folder}/bench/bench.csv" in capsys.readouterr().out
 
 
 def test_uploads_never_holds_what_lies_deeper(folder):

@@ -2,6 +2,7 @@
 
 import errno
 import math
+import re
 import resource
 import shutil
 import signal
@@ -67,7 +68,7 @@ class TestRestored:
         four = cut(one, "four_forwards", 6)
         capsys.readouterr()
         lab.fit("ar_target", *LONG, "name=four_forwards", "trainer.micro_batch_size=1")
-        assert "1 processes x 4 forwards a step, after 1 x 1" in capsys.readouterr().out
+        assert re.search(r"1 \S+ x 4 .* 1 x 1\b", capsys.readouterr().out)
         assert curve(four) == pytest.approx(curve(one), rel=1e-6)
         assert curve(four, "lr") == curve(one, "lr")
         assert curve(four, "val_loss").keys() == {4, 8, 12}
@@ -97,7 +98,7 @@ class TestRestored:
         size = {"cut": len(data) // 2, "byte": len(data), "empty": 0}[harm]
         newest.write_bytes(data[:size])
         lab.fit("ar_target", *DROPOUT, f"name=harm_{harm}")
-        assert "is damaged" in capsys.readouterr().out
+        assert str(newest) in capsys.readouterr().out
         assert same_run(copy, whole)
 
 
@@ -166,12 +167,11 @@ class TestNothingIsLost:
                 raise error
             return original(file, *arguments, **options)
 
-        place = "torch.load" if isinstance(error, RuntimeError) else checkpoint_module + ".ZipFile"
+        reader = "torch.load" if isinstance(error, RuntimeError) else checkpoint_module + ".ZipFile"
         original = torch.load if isinstance(error, RuntimeError) else ZipFile
-        monkeypatch.setattr(place, read)
+        monkeypatch.setattr(reader, read)
         message = self.refused(lab, *([] if resume == "auto" else [f"resume={newest}"]))
         assert str(newest) in message
-        assert "cannot be read" in message
         assert (getattr(error, "strerror", None) or str(error)) in message
         assert everything(copy) == before
 
@@ -295,7 +295,7 @@ def stop_at(step, lab, *arguments):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fit_module, "build_trainer", with_stop)
-        with pytest.raises(ValueError, match=f"stopped at step {step}: go on with the same"):
+        with pytest.raises(ValueError, match=rf"\bstep {step}\b"):
             lab.fit(*arguments)
 
 
@@ -397,7 +397,8 @@ class TestMistakes:
         folder(lab, "taken").mkdir(exist_ok=True)
         (folder(lab, "taken") / "config.yaml").write_text("recipe: diffusion_adapt\n")
         message = self.refused(lab, "ar_target", "name=taken", f"resume={resume}")
-        assert "holds a run of recipe 'diffusion_adapt', not of 'ar_target'" in message
+        assert "'diffusion_adapt'" in message
+        assert "'ar_target'" in message
 
     @pytest.mark.parametrize(
         "setting",
@@ -406,7 +407,7 @@ class TestMistakes:
     )  # fmt: skip
     def test_number_that_is_too_small(self, lab, setting):
         message = self.refused(lab, "ar_target", "name=small", f"trainer.{setting}")
-        assert f"trainer.{setting} must be at least" in message
+        assert message.startswith(f"trainer.{setting} ")
         assert not folder(lab, "small").exists()
 
     def test_name_of_a_folder_of_the_run(self, lab):
@@ -415,32 +416,35 @@ class TestMistakes:
     def test_processes_that_cannot_share_a_batch(self, lab):
         arguments = ("name=three", "trainer.devices=3", "strategy=ddp")
         message = self.refused(lab, "ar_target", *arguments, "trainer.micro_batch_size=1")
-        assert "multiple of 3 processes" in message
-        assert "Choose the number of processes from [1, 2, 4]" in message
+        assert "3 processes" in message
+        assert "[1, 2, 4]" in message
         assert not folder(lab, "three").exists()
 
     def test_batch_that_cannot_be_split_leaves_nothing_behind(self, lab):
         arguments = ("name=unsplit", "trainer.micro_batch_size=3")
         message = self.refused(lab, "ar_target", *arguments)
         assert "batch_size=4" in message
-        assert "micro_batch_size from [1, 2, 4]" in message
+        assert "micro_batch_size" in message
+        assert "[1, 2, 4]" in message
         assert not folder(lab, "unsplit").exists()
 
-    @pytest.mark.parametrize("place", ["file", "/proc"])
-    def test_folder_that_cannot_be_written(self, lab, tmp_path, place):
-        if place == "file":
+    @pytest.mark.parametrize("parent", ["file", "/proc"])
+    def test_folder_that_cannot_be_written(self, lab, tmp_path, parent):
+        if parent == "file":
             (tmp_path / "file").write_text("")
-            place = tmp_path / "file"
-        message = self.refused(lab, "ar_target", f"runs={place}/runs")
-        assert f"cannot write into the run's folder {place}/runs/ar_target (" in message
+            parent = tmp_path / "file"
+        message = self.refused(lab, "ar_target", f"runs={parent}/runs")
+        assert f"{parent}/runs/ar_target (" in message
+        assert "runs=..." in message
 
     def test_byte_that_changed(self, lab, whole, tmp_path):
-        """All of a checkpoint is looked at, not only whether it ends."""
+        """All bytes of a checkpoint are checked, not only its end."""
         file = tmp_path / "step-6.ckpt"
         data = bytearray((whole / "checkpoints" / file.name).read_bytes())
         data[len(data) // 2] ^= 1
         file.write_bytes(data)
-        assert "is damaged" in self.refused(lab, "ar_target", "name=bit", f"resume={file}")
+        with pytest.raises(Damaged, match=re.escape(str(file))):
+            lab.fit("ar_target", "name=bit", f"resume={file}")
 
 
 def full(*arguments):
@@ -467,10 +471,11 @@ class TestFullDisk:
         monkeypatch.setattr(DirectIO, "save_checkpoint", limited)
 
     def test_the_last_checkpoint_survives(self, lab, whole, little_space, monkeypatch):
-        with pytest.raises(ValueError, match="could not be written") as error:
+        with pytest.raises(ValueError) as error:
             lab.fit("ar_target", *DROPOUT, "name=full")
         last = folder(lab, "full") / "checkpoints" / "step-2.ckpt"
-        assert "File too large" in str(error.value)
+        assert "step-4.ckpt" in str(error.value)
+        assert "File too large" in str(error.value)  # the system's reason
         assert str(last) in str(error.value)
         assert "\n" not in str(error.value)
         assert [*last.parent.iterdir()] == [last]
@@ -482,7 +487,7 @@ class TestFullDisk:
     def test_when_the_rename_fails(self, tmp_path, monkeypatch):
         sharded = Sharded(2)
         monkeypatch.setattr("os.replace", full)
-        with pytest.raises(ValueError, match=r"No space left on device.*none yet"):
+        with pytest.raises(ValueError, match=r"step-2\.ckpt.*No space left on device"):
             write_checkpoint(sharded, tmp_path / "step-2.ckpt")
         assert not [*tmp_path.iterdir()]
 
