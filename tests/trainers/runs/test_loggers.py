@@ -53,8 +53,8 @@ def no_wandb_login(monkeypatch, tmp_path):
 
 class TestTensorBoard:
     def events(self, lab, name, purge=True):
-        place = str(folder(lab, name) / "tensorboard")
-        return EventAccumulator(place, purge_orphaned_data=purge).Reload()
+        path = str(folder(lab, name) / "tensorboard")
+        return EventAccumulator(path, purge_orphaned_data=purge).Reload()
 
     def curve(self, events, metric):
         return [(e.step, e.value) for e in events.Scalars(metric)]
@@ -72,7 +72,7 @@ class TestTensorBoard:
             assert all(math.isclose(v, expected[s], rel_tol=1e-6) for s, v in found)
 
     def test_step_3_was_written_twice(self, lab, resumed):
-        """Negative control: what a reader sees that does not heed the purge."""
+        """Negative control: what a reader sees that ignores the purge."""
         steps = [step for step, _ in self.curve(self.events(lab, "board", purge=False), "loss")]
         assert steps == [1, 2, 3, 3, 4]
 
@@ -95,9 +95,9 @@ def wandb_records(file):
     data, at, record = file.read_bytes(), 7, b""
     assert data[:4] == b":W&B"
     while at < len(data):
-        room = 32768 - at % 32768
-        if room < 7:  # a header does not cross a block
-            at += room
+        left = 32768 - at % 32768  # bytes of the block
+        if left < 7:  # a header does not cross a block
+            at += left
             continue
         length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
         record += data[at + 7 : at + 7 + length]
@@ -199,7 +199,8 @@ class TestMistakes:
 
     def test_a_logger_that_there_is_not(self, lab):
         message = self.refused(lab, "logger=wandbb")
-        assert "Did you mean 'wandb'? Choose from ['tensorboard', 'wandb']" in message
+        assert "'wandbb'" in message
+        assert "['tensorboard', 'wandb']" in message
 
     @pytest.mark.parametrize("name", ["wandb", "tensorboard"])
     def test_a_package_that_is_not_installed(self, lab, monkeypatch, name):
