@@ -1,10 +1,13 @@
 """Document sources: the standard library, local files, saved data sets, the Hugging Face Hub."""
 
+import gzip
 import json
+import zlib
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
 
+from data.corpora.docstrings import docstring_documents
 from data.corpora.stdlib import check_split, is_held_out, stdlib_documents
 
 TEXT_SUFFIXES = (".txt", ".py", ".md")
@@ -41,8 +44,10 @@ def load_documents(
         {"id", "prompt": str, "answer": str}
 
     Args:
-        source: `stdlib`; a file or folder of .txt, .py, .md (one document a file), .jsonl or
-            .parquet; a folder written by `Dataset.save_to_disk`; else a Hub data set id.
+        source: `stdlib`; `docstrings` (the functions of the standard library and of installed
+            packages that have one, as prompt-answer pairs); a file or folder of .txt, .py, .md
+            (one document a file), .jsonl or .parquet; a folder written by
+            `Dataset.save_to_disk`; else a Hub data set id.
         split: `train` or `heldout`, separated by a hash of the document's id. For a Hub data set
             any split that it has; `heldout` is taken out of its `train` by the same hash.
         field: the text column. If not `text`, this column is read even from rows that also look
@@ -77,6 +82,8 @@ def _documents(
 ) -> Iterator[dict]:
     if source == "stdlib":
         return iter(stdlib_documents(split))
+    if source == "docstrings":
+        return iter(docstring_documents(split))
     path = Path(source).expanduser()
     if path.exists():
         check_split(split)
@@ -84,7 +91,8 @@ def _documents(
     if _looks_like_a_path(source):
         raise ValueError(
             f"source={source!r} does not exist (looked in {Path.cwd()}). "
-            "Give 'stdlib', a local file or folder, or a Hub data set id such as 'org/name'."
+            "Give 'stdlib', 'docstrings', a local file or folder, or a Hub data set id such as "
+            "'org/name'."
         )
     rows = _hub_rows(source, "train" if split == "heldout" else split, streaming, subset)
     documents = _table_documents(rows, field, source)
@@ -149,20 +157,26 @@ def _jsonl_documents(files: dict[str, Path], field: str) -> Iterator[dict]:
 
 
 def read_jsonl(file: Path) -> Iterator[tuple[int, dict]]:
-    """The rows of a .jsonl file; blank lines are skipped.
+    """The rows of a .jsonl or .jsonl.gz file; blank lines are skipped.
 
     Yields:
         Line number (from 1) and row.
 
     Raises:
-        ValueError: naming file and line, for a line that is not one JSON object.
+        ValueError: naming file and line, for a line that is not one JSON object in UTF-8, and
+            naming the file if it cannot be unpacked.
     """
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
+    with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as lines:
+        for number, line in enumerate(_unpacked(lines, file), start=1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(line.decode())
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"{file}, line {number} is not UTF-8 text (byte {error.start}). Convert it, "
+                    "or, if it is packed, unpack it first."
+                ) from None
             except json.JSONDecodeError as error:
                 raise ValueError(f"{file}, line {number} is not valid JSON: {error.msg}.") from None
             if not isinstance(row, dict):
@@ -172,13 +186,33 @@ def read_jsonl(file: Path) -> Iterator[tuple[int, dict]]:
             yield number, row
 
 
+def _unpacked(lines: Iterable[bytes], file: Path) -> Iterator[bytes]:
+    try:
+        yield from lines
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{file} is not a whole gzip file: {error}") from None
+
+
 def _parquet_documents(files: dict[str, Path], field: str) -> Iterator[dict]:
     for name, file in files.items():
+        yield from _table_documents(read_parquet(file), field, name)
+
+
+def read_parquet(file: Path) -> Iterator[dict]:
+    """The rows of a .parquet file, by column.
+
+    Raises:
+        ValueError: naming the file, if it cannot be read.
+    """
+    datasets = _datasets()
+    try:
         # Streaming reads the file in place; otherwise datasets copies it to its cache.
-        rows = _datasets().load_dataset(
+        yield from datasets.load_dataset(
             "parquet", data_files=str(file), split="train", streaming=True
         )
-        yield from _table_documents(rows, field, name)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{file} is not a whole parquet file: {reason}") from None
 
 
 def _saved_rows(path: Path) -> Iterable[dict]:

@@ -49,8 +49,7 @@ def stdlib_documents(split: Split) -> list[dict[str, str]]:
     """
     check_split(split)
     root = Path(sysconfig.get_path("stdlib"))
-    paths = {file.relative_to(root).as_posix(): file for file in root.rglob("*.py")}
-    paths = {id: file for id, file in paths.items() if _SKIPPED.isdisjoint(id.split("/"))}
+    paths = source_files(root)
     if not paths:
         raise ValueError(
             f"source='stdlib' found no .py files in {root}: this Python was installed without "
@@ -58,8 +57,18 @@ def stdlib_documents(split: Split) -> list[dict[str, str]]:
         )
     held_out = split == "heldout"
     return [
-        {"id": id, "text": _read(paths[id])} for id in sorted(paths) if is_held_out(id) == held_out
+        {"id": id, "text": _read(file)} for id, file in paths.items() if is_held_out(id) == held_out
     ]
+
+
+def source_files(root: Path) -> dict[str, Path]:
+    """The .py files below a folder, without tests and nested installations.
+
+    Returns:
+        Files by their POSIX path relative to `root`, sorted by it.
+    """
+    paths = {file.relative_to(root).as_posix(): file for file in root.rglob("*.py")}
+    return {id: paths[id] for id in sorted(paths) if _SKIPPED.isdisjoint(id.split("/"))}
 
 
 def _read(file: Path) -> str:

@@ -3,11 +3,17 @@
 import hashlib
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from data.corpora.sources import load_documents, read_jsonl, row_id
+from data.corpora.benchmarks import (
+    SHARED_COLUMNS,
+    instruction,
+    is_benchmark,
+    read_benchmark,
+)
+from data.corpora.sources import load_documents
+from data.corpora.stdlib import is_held_out
 from data.text.chat import encode_prompt, encode_text, start_ids
 
 
@@ -18,46 +24,52 @@ def heldout_prompts(
     length: int,
     *,
     split: str = "heldout",
+    chat: bool | None = None,
     **options,
 ) -> list[dict]:
-    """A deterministic set of prompts from a corpus or a prompt file.
+    """A deterministic set of prompts from a corpus or a benchmark.
 
     A prompt is, of a text, a window of exactly `length` tokens (windows do not overlap, their
     offsets are a hash of the document's id, and they come from as many documents as possible); of
     a chat or a prompt-answer pair, everything before the first answer, cut to its last `length`
     tokens.
 
-    A .jsonl file whose rows have `turns` (MT-Bench, Spec-Bench: the first turn is used, as a chat
-    if the tokenizer has a template) or `prompt` without an answer (HumanEval: used verbatim) is a
-    prompt file, which has no splits. A .jsonl file with `text` has splits, and each text is one
-    prompt.
+    Of a benchmark's problems (`data.corpora.benchmarks`) the first turns are used, asked with the
+    benchmark's instruction in a chat, and verbatim otherwise. A benchmark has no splits, except
+    that GSM8K's training set looks like its test set: its rows are split like any pairs, and
+    split='test' takes them all. A .jsonl file with `text` has splits, and each text is one prompt.
 
     Args:
-        source: a corpus as in `data.corpora.sources.load_documents`, or a prompt file.
+        source: a corpus as in `data.corpora.sources.load_documents`, or a benchmark as in
+            `data.corpora.benchmarks.read_benchmark`.
         tokenizer: encodes the prompts.
         count: number of prompts.
         length: tokens per prompt: exactly (windows) or at most (whole prompts).
-        split: 'heldout' or 'train'; ignored for a prompt file.
-        **options: further arguments of `data.corpora.sources.load_documents`.
+        split: 'heldout' or 'train'; ignored for a benchmark (GSM8K's: see above).
+        chat: whether to ask problems and the prompts of pairs in the tokenizer's chat template;
+            None: if it has one. Texts are never, chats always rendered by it.
+        **options: further arguments of `data.corpora.sources.load_documents`. Of a benchmark,
+            `subset` is one of its categories.
 
     Returns:
         `count` prompts `{"id": str, "prompt_ids": list[int], "text": str}`.
 
     Raises:
-        ValueError: as `load_documents` does, and if the source has fewer than `count` prompts.
+        ValueError: as `load_documents` and `read_benchmark` do, for `chat` without a chat
+            template, and if the source has fewer than `count` prompts.
     """
     for name, value in (("count", count), ("length", length)):
         if value < 1:
             raise ValueError(f"{name}={value} makes no prompt set. Choose at least 1.")
-    path = Path(source).expanduser()
-    if path.suffix == ".jsonl" and path.is_file() and _is_prompt_file(path):
-        found = _whole_prompts(_prompt_rows(path), tokenizer, length)
+    chat = bool(tokenizer.chat_template) if chat is None else chat
+    if is_benchmark(source):
+        documents = _shuffled(_problem_documents(source, split, chat, **options))
     else:
         documents = _shuffled(load_documents(source, split, **options))
-        if path.suffix != ".jsonl" and "text" in documents[0]:
-            found = _windows(documents, tokenizer, length)
-        else:
-            found = _whole_prompts(documents, tokenizer, length)
+    if documents and "text" in documents[0] and not source.endswith(".jsonl"):
+        found = _windows(documents, tokenizer, length)
+    else:
+        found = _whole_prompts(documents, tokenizer, length, chat)
     prompts = [
         {"id": id, "prompt_ids": ids, "text": tokenizer.decode(ids)}
         for id, ids in islice(found, count)
@@ -70,47 +82,37 @@ def heldout_prompts(
     return prompts
 
 
-def _is_prompt_file(path: Path) -> bool:
-    row = next((row for _, row in read_jsonl(path)), {})
-    return "turns" in row or ("prompt" in row and not _has_answer(row))
-
-
-def _has_answer(row: dict) -> bool:
-    return any(column in row for column in ("answer", "response", "completion", "messages"))
-
-
-def _prompt_rows(path: Path) -> list[dict]:
-    """The rows of a prompt file as documents: a first turn becomes a chat, a prompt a text."""
-    documents = []
-    for line, row in read_jsonl(path):
-        id = row_id(row, f"{path.name}:{line}")
-        if isinstance(row.get("turns"), list) and row["turns"]:
-            documents.append({"id": id, "prompt": row["turns"][0]})
-        elif isinstance(row.get("prompt"), str):
-            documents.append({"id": id, "text": row["prompt"]})
-        else:
-            raise ValueError(
-                f"{path}, line {line}: no 'turns' and no 'prompt', but {sorted(row)}. "
-                "Each row of a prompt file needs one of the two."
-            )
-    return _shuffled(documents)
+def _problem_documents(
+    source: str,
+    split: str,
+    chat: bool,
+    subset: str | None = None,
+    limit: int | None = None,
+    **options,
+) -> list[dict]:
+    del options  # how a corpus is read
+    problems = read_benchmark(source, subset=subset, limit=limit)
+    if problems[0].benchmark in SHARED_COLUMNS and split != "test":
+        held_out = split == "heldout"
+        problems = [p for p in problems if is_held_out(p.id) == held_out]
+    return [{"id": p.id, "prompt": instruction(p, raw=not chat)} for p in problems]
 
 
 def _whole_prompts(
-    documents: Iterable[dict], tokenizer: PreTrainedTokenizerBase, length: int
+    documents: Iterable[dict], tokenizer: PreTrainedTokenizerBase, length: int, chat: bool
 ) -> Iterator[tuple[str, list[int]]]:
     for document in documents:
-        ids = _prompt_ids(document, tokenizer)[-length:]
+        ids = _prompt_ids(document, tokenizer, chat)[-length:]
         if ids:
             yield document["id"], ids
 
 
-def _prompt_ids(document: dict, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _prompt_ids(document: dict, tokenizer: PreTrainedTokenizerBase, chat: bool) -> list[int]:
     if "text" in document:
         return encode_text(tokenizer, document["text"])
     if "messages" in document:
         return encode_prompt(tokenizer, _before_answer(document["messages"]))
-    if tokenizer.chat_template:
+    if chat:
         return encode_prompt(tokenizer, [{"role": "user", "content": document["prompt"]}])
     return encode_text(tokenizer, document["prompt"])
 

