@@ -181,6 +181,7 @@ def parade_config(path: str) -> dict:
         ValueError: There is no model, its file is damaged, or it is an adapter and peft is not
             installed.
     """
+    path = causal.local_path(path)
     if causal.looks_local(path):
         file = next((f for f in (Path(path) / name for name in CONFIGS) if f.is_file()), None)
         if file is None:
@@ -215,15 +216,16 @@ def _download(path: str) -> Path:
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or Hub id.
+    """The tokenizer of a folder, Hub id or gguf file.
 
     Args:
-        path: The folder or Hub id.
+        path: The folder, Hub id or gguf file.
         trust_remote_code: Whether code that a Hub repository brings may run.
 
     Raises:
         ValueError: There is no tokenizer that can be loaded.
     """
+    path = causal.local_path(path)
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:

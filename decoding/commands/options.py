@@ -109,7 +109,7 @@ def check_batch_sizes(batch_sizes: tuple[int, ...], prompts: int) -> None:
 class ModelOptions(Options):
     """The model of a command, and how it is loaded."""
 
-    model: str = option(NEEDED, "an exported folder or a Hub id")
+    model: str = option(NEEDED, "an exported folder, a Hub id or a gguf file")
     dtype: str = option("bfloat16", "of the weights in memory", choices=DTYPES)
     device: str = option("cpu", "where it runs; cuda:1 is the second GPU", choices=DEVICES)
 

