@@ -5,20 +5,24 @@ So a collection that is killed and started again loses only the shard that was i
 processes (torchrun) share the shards.
 """
 
+import inspect
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from omegaconf import DictConfig
 
 from data.corpora.answers import shard_path
+from data.corpora.sources import load_documents
 from data.files import atomic_write
 from data.text.prompts import heldout_prompts
 from decoding.commands.cli import main, quiet
 from decoding.commands.inputs import prepare_inputs
 from decoding.commands.progress import track
 from decoding.commands.recipes import build, compose
+from decoding.commands.values import unknown
 
 
 def run(argv: list[str]) -> None:
@@ -39,6 +43,7 @@ def collect(config: DictConfig) -> Path:
     Raises:
         ValueError: The folder was collected with other settings, or the disk is too small.
     """
+    _check_prompt_keys(config.prompts)
     prepare_inputs(config)
     folder = Path(config.runs) / config.recipe / (config.name or "")
     collector = build(config.collector)
@@ -67,6 +72,15 @@ def collect(config: DictConfig) -> Path:
     if all(shard_path(folder, i).exists() for i in range(len(shards))):
         _write_text(folder / "complete.json", json.dumps({"shards": len(shards)}))
     return folder
+
+
+def _check_prompt_keys(prompts: Mapping[str, object]) -> None:
+    """Refuse keys that no prompt set takes, before hours go into building an input."""
+    takers = (heldout_prompts, load_documents)
+    known = {name for taker in takers for name in inspect.signature(taker).parameters}
+    for key in prompts:
+        if key not in known - {"tokenizer", "options"}:
+            raise unknown("key", f"prompts.{key}", [f"prompts.{name}" for name in known])
 
 
 def _claim(folder: Path, manifest: dict) -> None:

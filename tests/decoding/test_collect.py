@@ -12,6 +12,7 @@ import pytest
 from data.corpora.answers import read_answers, shard_path
 from decoding import collect as module
 from decoding.commands.cli import one_line
+from decoding.commands.recipes import compose
 from decoding.engine.params import SamplingParams
 from decoding.loading import load
 from decoding.samplers.denoise import DenoiseSampler
@@ -141,3 +142,10 @@ def test_disk_estimate_comes_first(lab, monkeypatch):
     with pytest.raises(ValueError, match="are free"):
         lab.collect("name=small")
     assert not list((lab.runs / "deer_answers" / "small" / "shards").iterdir())
+
+
+def test_a_prompt_key_that_nobody_takes_is_refused_before_inputs_are_built(tmp_path):
+    recipe = ["recipe=deer_answers", f"runs={tmp_path / 'runs'}", "+prompts.lenght=3"]
+    with pytest.raises(ValueError, match=r"'prompts.lenght'. Did you mean 'prompts.length'"):
+        module.collect(compose(recipe, "collect"))
+    assert not (tmp_path / "runs").exists()
