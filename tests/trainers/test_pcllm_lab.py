@@ -87,7 +87,7 @@ def test_an_ordinary_model_decodes_with_any_method(chain):
     ("knob", "message"),
     [
         ("block=4", "unknown knob of jacobi_mr 'block'. Did you mean 'blocks'"),
-        ("blocks=many", "blocks='many' is not of type int"),
+        ("blocks=many", "blocks='many' is of type str, but int is needed"),
         ("blocks=0", "blocks=0 is not allowed"),
         ("method=jacoby", "unknown method 'jacoby'. Did you mean 'jacobi'"),
         ("blocks", "'blocks' is not of the form key=value"),
