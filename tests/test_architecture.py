@@ -319,6 +319,19 @@ def test_a_folder_that_hides_a_package_is_named(name, tmp_path):
     assert run([sys.executable, "-c", SHADOWED]).stdout.strip() == "decoding.loading"
 
 
+def test_other_folders_that_hide_nothing_are_left_alone(tmp_path):
+    (tmp_path / "recipes").mkdir()  # recipes are read by their path, not imported
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = partial(subprocess.run, cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = run([sys.executable, "-c", "import trainers; print('imported')"])
+    assert done.stdout.strip() == "imported"
+    (tmp_path / "decoding").mkdir()
+    (tmp_path / "decoding" / "__init__.py").write_text("")
+    done = run([sys.executable, "-m", "trainers.fit", "recipe=x"])
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert str(tmp_path / "decoding") in done.stderr
+
+
 def test_the_public_names_are_light_and_there():
     loaded = loaded_by("import decoding").split()
     assert "torch" not in loaded

@@ -1,5 +1,14 @@
 """Training: Lightning modules (one short file a method), losses, the run around them, exports."""
 
-from decoding import check_not_shadowed
+import sys
 
-check_not_shadowed("recipes")
+import decoding
+
+if not hasattr(decoding, "check_not_shadowed"):  # another package of that name
+    message = (
+        f"{[*decoding.__path__][0]} hides parade's own package 'decoding': run elsewhere, or "
+        "rename that folder"
+    )
+    if sys.argv[:1] == ["-m"]:  # a command that is still being located
+        sys.exit(f"error: {message}")
+    raise ImportError(message)

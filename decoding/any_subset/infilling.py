@@ -177,5 +177,6 @@ class Infiller(Sampler):
         reason = "length" if len(answer.token_ids) == answer.prompt.holes else None
         if reason is None and not text:
             return None
-        shown = self._decode(answer.prompt.filled(answer.token_ids))
-        return self._chunk(row, answer, shown, reason, params)
+        filled = answer.prompt.filled(answer.token_ids)
+        answer.text.extend(filled[len(answer.text) :])
+        return self._chunk(row, answer, answer.text.text, reason, params)

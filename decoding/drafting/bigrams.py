@@ -120,7 +120,7 @@ def _batches(
 def write(bigrams: Bigrams, folder: Path) -> None:
     """Write a table into an export's folder, atomically."""
     # The tensor's name in the file is part of the export format.
-    tensors = {"pairs": bigrams.pairs, "lift": bigrams.scores}
+    tensors = {"pairs": bigrams.pairs, "scores": bigrams.scores}
     with atomic_write(folder / FILE) as temporary:
         save_file(tensors, temporary, metadata={"vocabulary": str(bigrams.vocabulary)})
 
@@ -134,7 +134,7 @@ def read(file: Path) -> Bigrams:
     try:
         with safe_open(file, "pt") as stored:
             vocabulary = int(stored.metadata()["vocabulary"])
-            return Bigrams(stored.get_tensor("pairs"), stored.get_tensor("lift"), vocabulary)
+            return Bigrams(stored.get_tensor("pairs"), stored.get_tensor("scores"), vocabulary)
     except Exception as error:
         raise ValueError(
             f"cannot read {file} ({error}): run python -m decoding.calibrate to write it again, or "

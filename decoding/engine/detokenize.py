@@ -19,6 +19,10 @@ class Detokenizer:
         self._tokenizer, self._ids = tokenizer, []
         self.text = ""
 
+    def __len__(self) -> int:
+        """How many tokens there are so far."""
+        return len(self._ids)
+
     def extend(self, ids: list[int]) -> int:
         """Add tokens.
 

@@ -111,6 +111,8 @@ def test_states_that_are_not_declared_are_not_there(tree):
     declared = module.read_text()
     module.write_text(declared.replace("target_layers = (1,)", "target_layers = ()"))
     try:
-        assert fit(tree, "name=undeclared").returncode != 0
+        done = fit(tree, "name=undeclared")
+        assert done.returncode != 0
+        assert "has no attribute 'hidden_states'" in done.stderr  # and for no other reason
     finally:
         module.write_text(declared)
