@@ -1,10 +1,16 @@
-"""`python -m decoding.generate model=runs/deer_stage2/export prompt='def fib(n):'`: one answer."""
+"""`python -m decoding.generate model=runs/deer_stage2/export prompt='def fib(n):'`: one answer.
 
+With `chat=true` the model is asked through its chat template; without `prompt=`, in a terminal.
+"""
+
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
+from decoding.chat import Chat, converse, cost
 from decoding.commands.cli import main, parse, quiet
-from decoding.commands.options import DTYPES, NEEDED, ModelOptions, option
+from decoding.commands.options import DTYPES, ModelOptions, option
 from decoding.engine.params import PARAM_NAMES, VERIFY, SamplingParams
 from decoding.engine.sampler import Sampler
 from decoding.loading import load
@@ -12,13 +18,21 @@ from decoding.loading import load
 
 @dataclass(frozen=True, kw_only=True)
 class Generate(ModelOptions, SamplingParams):
-    """Decode one prompt with an export's own sampler; the text is printed as it comes."""
+    """Decode one prompt with an export's own sampler, or chat; the text is printed as it comes."""
 
     EXAMPLE: ClassVar[str] = "model=runs/deer_stage2/export prompt='def fib(n):' temperature=0.7"
 
-    prompt: str = option(
-        NEEDED, "the text to go on from; for infilling with holes such as <hole:12>", verbatim=True
+    prompt: str | None = option(
+        None,
+        "the text to go on from, for infilling with holes such as <hole:12>; @path reads a file, "
+        "- standard input, @@ begins a text with one @; needed without chat=true",
+        verbatim=True,
     )
+    chat: bool = option(
+        False,
+        "ask through the model's chat template: prompt=, or without it a chat in the terminal",
+    )
+    system: str | None = option(None, "the system's message of a chat", verbatim=True)
     target: str | None = option(None, "a target instead of the one that the export names")
     sampler: tuple[str, ...] = option(
         (), "another method or other knobs than the export's, as [method=jacobi,block_size=32]"
@@ -32,14 +46,19 @@ class Generate(ModelOptions, SamplingParams):
     def __post_init__(self):
         super().__post_init__()
         SamplingParams.__post_init__(self)
-        if not self.prompt:
+        if self.prompt is None and not self.chat:
+            raise ValueError("prompt= is missing: give a text, @file or -, or chat=true for a chat")
+        if self.prompt is not None and not self.prompt:
             raise ValueError("prompt= is empty: give the text to go on from")
+        if self.system is not None and not self.chat:
+            raise ValueError("system= is of a chat: give chat=true too")
 
 
 def run(argv: list[str]) -> None:
     """Run the command with its arguments `key=value`."""
     quiet()
     g = parse(argv, Generate, "decoding.generate")
+    prompt = None if g.prompt is None else read_prompt(g.prompt)
     sampler = load(
         g.model,
         target=g.target,
@@ -51,18 +70,48 @@ def run(argv: list[str]) -> None:
     if not isinstance(sampler, Sampler):
         raise ValueError(f"{g.model!r} makes no text but images: use python -m decoding.images")
     params = SamplingParams(**{name: getattr(g, name) for name in PARAM_NAMES})
+    if not g.chat:
+        go_on(sampler, prompt, params)
+        return
+    chat = Chat(sampler, params, g.system)
+    if prompt is None:
+        converse(chat)
+    else:
+        chat.ask(prompt)
+
+
+def read_prompt(given: str) -> str:
+    """The text of `prompt=`: as given, of a file (@path), or all of standard input (-).
+
+    Raises:
+        ValueError: There is no such file, or it holds no text in UTF-8.
+    """
+    if given.startswith("@@"):
+        return given[1:]
+    if given != "-" and not given.startswith("@"):
+        return given
+    try:
+        raw = sys.stdin.buffer.read() if given == "-" else Path(given[1:]).read_bytes()
+        text = raw.decode("utf-8").replace("\r\n", "\n")
+    except OSError as error:
+        reason = f"{error.strerror}; a text that begins with @ is given as prompt='@@...'"
+        raise ValueError(f"prompt={given!r} cannot be read: {reason}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"prompt={given!r} holds no text in UTF-8: {error}") from error
+    if not text.strip():
+        raise ValueError(f"prompt={given!r} holds no text")
+    return text
+
+
+def go_on(sampler: Sampler, prompt: str, params: SamplingParams) -> None:
+    """Print a prompt and its continuation as it comes, and what it cost."""
     if sampler.continues:
-        print(g.prompt, end="", flush=True)
-    for chunk in sampler.stream([g.prompt], params):
+        print(prompt, end="", flush=True)
+    for chunk in sampler.stream([prompt], params):
         print(chunk.text, end="", flush=True)
     s, n = chunk.result.stats, len(chunk.result.token_ids)
     seconds = s.target_s + s.drafter_s + s.sampler_s
-    print(
-        f"\n\n{n} tokens in {seconds:.2f} s ({n / seconds:.0f} tokens/s), "
-        f"{s.target_passes} target passes, {s.drafter_passes} drafter passes, "
-        f"{s.acceptance_length:.2f} tokens per target pass, ended by {chunk.result.finish_reason}"
-        + (f", lossy: {s.lossy}" if s.lossy else "")
-    )
+    print(f"\n\n{cost(n, seconds, s, chunk.result.finish_reason)}")
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ LAYERS_OF_DECODING = [  # a package of decoding/ imports from those before it, a
     {"drafting", "any_subset", "masked", "continuous"},
     {"samplers"},
     {"loading"},
-    {"calibration", "collectors"},
-    {"generate", "images", "collect", "calibrate", "fetch"},
+    {"calibration", "collectors", "chat"},
+    {"generate", "images", "collect", "calibrate", "fetch", "lm_eval"},
     {"bench"},
 ]
 LAYERS_OF_DATA = [{"files"}, {"corpora"}, {"text"}, {"corruption"}, {"rows", "images"}]

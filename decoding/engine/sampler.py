@@ -125,6 +125,13 @@ class Sampler(ABC):
         eos = tokenizer.eos_token_id if eos is None else eos
         self.eos = frozenset([eos] if isinstance(eos, int) else eos or [])
 
+    @property
+    def context(self) -> int | None:
+        """The most tokens that a prompt and its answer may have together; None: any number."""
+        config = self.target.config.get_text_config()
+        names = ("max_position_embeddings", "sliding_window")
+        return min((n for x in names if (n := getattr(config, x, None)) is not None), default=None)
+
     @abstractmethod
     def begin(self, batch: Batch, params: SamplingParams) -> None:
         """Make the caches, prefill them, and set `batch.state`."""
@@ -348,14 +355,11 @@ class Sampler(ABC):
             raise ValueError(
                 f"prompt token {bad[0]} is outside the target's vocabulary of {self.vocabulary}"
             )
-        config = self.target.config.get_text_config()
-        for limit in ("max_position_embeddings", "sliding_window"):
-            context = getattr(config, limit, None)
-            if context is not None and len(ids) + params.max_new_tokens > context:
-                raise ValueError(
-                    f"the prompt has {len(ids)} tokens and max_new_tokens={params.max_new_tokens}, "
-                    f"together more than the target's context of {context}: shorten one of them"
-                )
+        if self.context is not None and len(ids) + params.max_new_tokens > self.context:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens and max_new_tokens={params.max_new_tokens}, "
+                f"together more than the target's context of {self.context}: shorten one of them"
+            )
         return ids
 
     def _commit(

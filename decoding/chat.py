@@ -1,0 +1,143 @@
+"""A chat with a model: its history within the model's context, and the terminal around it."""
+
+import sys
+import time
+from contextlib import suppress
+
+from data.text.chat import encode_chat, encode_prompt
+from decoding.engine.params import SamplingParams, Stats
+from decoding.engine.sampler import Sampler
+
+
+class Chat:
+    """A conversation through a model's chat template.
+
+    Args:
+        sampler: It ends an answer at the template's end of turn from now on.
+        params: How answers are sampled.
+        system: The system's message; None leaves it to the template.
+
+    Attributes:
+        messages: The turns so far, `{"role": ..., "content": ...}`.
+
+    Raises:
+        ValueError: The sampler fills holes, or its model has no chat template.
+    """
+
+    def __init__(self, sampler: Sampler, params: SamplingParams, system: str | None = None):
+        if not sampler.continues:
+            raise ValueError("chat=true needs a model that answers: this one fills holes")
+        if not sampler.tokenizer.chat_template:
+            raise ValueError(
+                "chat=true needs a chat template, and this model has none: give one that was "
+                "trained on chats, or leave chat=true out to go on from the prompt as a text"
+            )
+        self._sampler, self._params = sampler, params
+        self._system = [] if system is None else [{"role": "system", "content": system}]
+        sampler.eos |= end_of_turn(sampler)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all turns but the system's."""
+        self.messages = [*self._system]
+
+    def ask(self, question: str) -> None:
+        """Print the answer to a question as it comes, and what it cost on standard error.
+
+        Question and answer are kept in the history, with Ctrl-C (which ends the answer) as much of
+        the answer as was printed.
+
+        Raises:
+            ValueError: The question does not fit the context, or the template rejects it.
+        """
+        asked = {"role": "user", "content": question.strip()}
+        prompt = self._fitting(asked)
+        started, text, count, result = time.perf_counter(), "", 0, None
+        with suppress(KeyboardInterrupt):
+            for chunk in self._sampler.stream([prompt], self._params):
+                text, count, result = text + chunk.text, count + len(chunk.token_ids), chunk.result
+                print(chunk.text, end="", flush=True)
+        seconds = time.perf_counter() - started
+        print(flush=True)
+        aside(cost(count, seconds, result.stats, result.finish_reason) if result else "stopped")
+        self.messages += [asked, {"role": "assistant", "content": text}]
+
+    def _fitting(self, asked: dict[str, str]) -> list[int]:
+        """The prompt's token ids; the oldest turns are forgotten where the context is too short."""
+        first, context = len(self._system), self._sampler.context
+        for start in range(first, len(self.messages) + 1, 2):
+            kept = [*self._system, *self.messages[start:]]
+            ids = encode_prompt(self._sampler.tokenizer, [*kept, asked])
+            if context is None or len(ids) + self._params.max_new_tokens <= context:
+                break
+        else:
+            return ids  # the sampler refuses it, and nothing was forgotten in vain
+        if start > first:
+            count = (start - first) // 2
+            aside(f"forgot the oldest turns ({count}): the model's context has {context} tokens")
+            self.messages = kept
+        return ids
+
+
+def converse(chat: Chat) -> None:
+    """Ask what standard input says, line by line, until its end or /exit.
+
+    /clear forgets the history. In a terminal a line can be edited (readline).
+    """
+    terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if terminal:
+        with suppress(ImportError):  # input() edits lines with it; Windows has none
+            import readline  # noqa: F401
+        aside("/clear forgets the history, /exit ends the chat, Ctrl-C ends an answer")
+    while True:
+        try:
+            line = input("> " if terminal else "").strip()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            if not terminal:
+                raise
+            print()
+            continue
+        if line == "/exit":
+            return
+        if line == "/clear":
+            chat.clear()
+        elif line:
+            try:
+                chat.ask(line)
+            except ValueError as error:
+                aside(f"error: {error}")
+
+
+def end_of_turn(sampler: Sampler) -> frozenset[int]:
+    """The special token with which the chat template ends an answer, if it has one."""
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    try:
+        ids, trained = encode_chat(sampler.tokenizer, turns)
+    except ValueError:  # an answer cannot be told apart from what is around it
+        return frozenset()
+    last = [i for i, answer in zip(ids, trained) if answer][-1:]
+    return frozenset(last) & frozenset(sampler.tokenizer.added_tokens_decoder)
+
+
+def cost(count: int, seconds: float, stats: Stats, reason: str) -> str:
+    """What an answer cost, in words.
+
+    Args:
+        count: Its tokens.
+        seconds: That it took.
+        stats: Its statistics.
+        reason: Why it ended.
+    """
+    return (
+        f"{count} tokens in {seconds:.2f} s ({count / seconds:.0f} tokens/s), "
+        f"{stats.target_passes} target passes, {stats.drafter_passes} drafter passes, "
+        f"{stats.acceptance_length:.2f} tokens per target pass, ended by {reason}"
+        + (f", lossy: {stats.lossy}" if stats.lossy else "")
+    )
+
+
+def aside(line: str) -> None:
+    """Print a line to standard error, dim where that is a terminal."""
+    print(f"\x1b[2m{line}\x1b[0m" if sys.stderr.isatty() else line, file=sys.stderr, flush=True)
