@@ -182,7 +182,12 @@ def _problems(path: Path) -> list[Problem]:
                 f"{where}: not text in {kind.columns}, as in the file's first row, but "
                 f"{sorted(row)}."
             )
-        problems.append(kind.problem(row, row_id(row, default)))
+        problem = kind.problem(row, row_id(row, default))
+        if not (problem.entry_point or "f").isidentifier():  # it goes into the program as it stands
+            raise ValueError(
+                f"{where}: entry_point={problem.entry_point!r} is no name of a function."
+            )
+        problems.append(problem)
     return _told_apart(problems)
 
 
@@ -319,6 +324,13 @@ _KINDS = (
 # Scores.
 
 
+def metric(problem: Problem) -> str | None:
+    """The name of the mean of a benchmark's scores: 'pass@1' of programs, 'accuracy', or None."""
+    if problem.test is not None:
+        return "pass@1"
+    return "accuracy" if problem.benchmark in SCORERS and problem.reference is not None else None
+
+
 def score(problem: Problem, answer: str) -> bool | None:
     """Whether an answer is right; None where reading it does not tell (see `program`).
 
@@ -326,8 +338,8 @@ def score(problem: Problem, answer: str) -> bool | None:
         problem: GSM8K's and MATH-500's are scored, if the file has a reference.
         answer: the whole text that a model answered.
     """
-    scorer = {"gsm8k": gsm8k, "math500": math500}.get(problem.benchmark)
-    return None if scorer is None or problem.reference is None else scorer(problem, answer)
+    scored = metric(problem) == "accuracy"
+    return SCORERS[problem.benchmark](problem, answer) if scored else None
 
 
 _NUMBER = re.compile(
@@ -364,6 +376,9 @@ def math500(problem: Problem, answer: str) -> bool:
     """
     boxed = _last_boxed(answer)
     return boxed is not None and _normal(boxed) == _normal(problem.reference)
+
+
+SCORERS = {"gsm8k": gsm8k, "math500": math500}
 
 
 def _last_boxed(text: str) -> str | None:
@@ -408,7 +423,7 @@ def _normal(text: str) -> str | Fraction:
 _FENCE = re.compile(r"^[ \t]*```[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
 
 
-def program(problem: Problem, answer: str) -> str | None:
+def program(problem: Problem, answer: str, raw: bool = False) -> str | None:
     """The program that ends without an error if an answer is right; None without tests.
 
     Of a chat answer, the fenced block of code that defines the asked function is taken, else the
@@ -418,13 +433,33 @@ def program(problem: Problem, answer: str) -> str | None:
     Args:
         problem: HumanEval's and MBPP's have tests.
         answer: the whole text that a model answered.
+        raw: the model was given the text as it stands (see `instruction`), so HumanEval's answer
+            continues the prompt, and counts up to where it leaves the function.
     """
     if problem.test is None:
         return None
-    code = _code(answer, problem.entry_point)
     if problem.entry_point is None:
-        return f"{code}\n{problem.test}\n"
-    return f"{_whole(problem, code)}\n{problem.test}\ncheck({problem.entry_point})\n"
+        return f"{_code(answer, None)}\n{problem.test}\n"
+    prompt, name = problem.turns[0], problem.entry_point
+    if raw:
+        whole = prompt + within_function(prompt, answer)
+    else:
+        whole = _whole(problem, _code(answer, name))
+    return f"{whole}\n{problem.test}\ncheck({name})\n"
+
+
+def within_function(prompt: str, text: str) -> str:
+    """A completion up to the first line that leaves the function.
+
+    >>> within_function("def f():\\n", "    return 1\\n\\nprint(f())\\n")
+    '    return 1\\n\\n'
+    """
+    whole = prompt + text
+    left = _LEAVES.search(whole, len(prompt))
+    return whole[len(prompt) : left.start() if left else None]
+
+
+_LEAVES = re.compile(r"^\S", re.MULTILINE)
 
 
 def _whole(problem: Problem, code: str) -> str:

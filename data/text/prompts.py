@@ -3,11 +3,13 @@
 import hashlib
 from collections.abc import Iterable, Iterator
 from itertools import islice
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from data.corpora.benchmarks import (
     SHARED_COLUMNS,
+    Problem,
     instruction,
     is_benchmark,
     read_benchmark,
@@ -16,15 +18,18 @@ from data.corpora.sources import load_documents
 from data.corpora.stdlib import is_held_out
 from data.text.chat import encode_prompt, encode_text, start_ids
 
+WINDOW = 64  # tokens of a window of text where no length is given
+
 
 def heldout_prompts(
     source: str,
     tokenizer: PreTrainedTokenizerBase,
     count: int,
-    length: int,
+    length: int | None = None,
     *,
     split: str = "heldout",
     chat: bool | None = None,
+    subset: str | None = None,
     **options,
 ) -> list[dict]:
     """A deterministic set of prompts from a corpus or a benchmark.
@@ -44,32 +49,41 @@ def heldout_prompts(
             `data.corpora.benchmarks.read_benchmark`.
         tokenizer: encodes the prompts.
         count: number of prompts.
-        length: tokens per prompt: exactly (windows) or at most (whole prompts).
+        length: tokens per prompt: exactly (windows) or at most (whole prompts, which lose their
+            beginning). None: `WINDOW` of a window, and all of a whole prompt.
         split: 'heldout' or 'train'; ignored for a benchmark (GSM8K's: see above).
         chat: whether to ask problems and the prompts of pairs in the tokenizer's chat template;
             None: if it has one. Texts are never, chats always rendered by it.
-        **options: further arguments of `data.corpora.sources.load_documents`. Of a benchmark,
-            `subset` is one of its categories.
+        subset: one of a benchmark's categories, or the configuration of a Hub data set.
+        **options: further arguments of `data.corpora.sources.load_documents`.
 
     Returns:
         `count` prompts `{"id": str, "prompt_ids": list[int], "text": str}`.
 
     Raises:
         ValueError: as `load_documents` and `read_benchmark` do, for `chat` without a chat
-            template, and if the source has fewer than `count` prompts.
+            template or of a text, for a subset of what has none, and if the source has fewer than
+            `count` prompts.
     """
     for name, value in (("count", count), ("length", length)):
-        if value < 1:
+        if value is not None and value < 1:
             raise ValueError(f"{name}={value} makes no prompt set. Choose at least 1.")
-    chat = bool(tokenizer.chat_template) if chat is None else chat
+    in_chat = asks_in_chat(tokenizer, chat)
     if is_benchmark(source):
-        documents = _shuffled(_problem_documents(source, split, chat, **options))
+        documents = _shuffled(_problem_documents(source, split, in_chat, subset, **options))
     else:
-        documents = _shuffled(load_documents(source, split, **options))
-    if documents and "text" in documents[0] and not source.endswith(".jsonl"):
-        found = _windows(documents, tokenizer, length)
+        _check_subset(source, subset)
+        documents = _shuffled(load_documents(source, split, subset=subset, **options))
+    text = bool(documents) and "text" in documents[0]
+    if text and chat:
+        raise ValueError(
+            f"chat=true, but source={source!r} holds texts, which are no questions. Give a "
+            "benchmark, chats or prompt-answer pairs, or leave chat out."
+        )
+    if text and not source.endswith(".jsonl"):
+        found = _windows(documents, tokenizer, length or WINDOW)
     else:
-        found = _whole_prompts(documents, tokenizer, length, chat)
+        found = _whole_prompts(documents, tokenizer, length, in_chat)
     prompts = [
         {"id": id, "prompt_ids": ids, "text": tokenizer.decode(ids)}
         for id, ids in islice(found, count)
@@ -82,11 +96,49 @@ def heldout_prompts(
     return prompts
 
 
+def asks_in_chat(tokenizer: PreTrainedTokenizerBase, chat: bool | None) -> bool:
+    """Whether problems are asked in the tokenizer's chat template.
+
+    Args:
+        tokenizer: the model's own.
+        chat: what the user says; None: if there is a template.
+
+    Raises:
+        ValueError: for chat=True without a template.
+    """
+    if chat and not tokenizer.chat_template:
+        raise ValueError(
+            f"chat=true needs a chat template, and the tokenizer {tokenizer.name_or_path!r} has "
+            "none. Leave chat out, or give a chat model."
+        )
+    return bool(tokenizer.chat_template) if chat is None else chat
+
+
+def problem_ids(problem: Problem, tokenizer: PreTrainedTokenizerBase, chat: bool) -> list[int]:
+    """The token ids of a problem's first turn: its instruction in a chat, or the text as it stands.
+
+    Args:
+        problem: of a benchmark.
+        tokenizer: encodes it.
+        chat: see `asks_in_chat`.
+    """
+    return _prompt_ids({"prompt": instruction(problem, raw=not chat)}, tokenizer, chat)
+
+
+def _check_subset(source: str, subset: str | None) -> None:
+    local = source in ("stdlib", "docstrings") or Path(source).expanduser().exists()
+    if local and subset is not None:
+        raise ValueError(
+            f"source={source!r} has no problem with subset={subset!r}: only a benchmark's file or "
+            "a Hub data set has subsets. Leave it out."
+        )
+
+
 def _problem_documents(
     source: str,
     split: str,
     chat: bool,
-    subset: str | None = None,
+    subset: str | None,
     limit: int | None = None,
     **options,
 ) -> list[dict]:
@@ -99,10 +151,10 @@ def _problem_documents(
 
 
 def _whole_prompts(
-    documents: Iterable[dict], tokenizer: PreTrainedTokenizerBase, length: int, chat: bool
+    documents: Iterable[dict], tokenizer: PreTrainedTokenizerBase, length: int | None, chat: bool
 ) -> Iterator[tuple[str, list[int]]]:
     for document in documents:
-        ids = _prompt_ids(document, tokenizer, chat)[-length:]
+        ids = _prompt_ids(document, tokenizer, chat)[-(length or 0) :]
         if ids:
             yield document["id"], ids
 
