@@ -1,37 +1,39 @@
 """Baselines: transformers' own ways to generate, for comparison in benches."""
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 
 from decoding.engine.params import Result, SamplingParams, Stats
+from decoding.engine.sampler import Sampler
 
 
 class HuggingFace:
-    """`transformers.generate` of a target, with the interface of a sampler.
+    """`transformers.generate` of a sampler's target, with the interface of a sampler.
 
     Args:
-        target: The target.
+        like: The sampler; its target, tokenizer and end tokens are used.
         arguments: Of `generate`, such as assistant_model= (another model drafts) or
             prompt_lookup_num_tokens= (drafts are copied from the text itself).
     """
 
-    def __init__(self, target: PreTrainedModel, **arguments):
-        self.target, self.arguments = target, arguments
+    def __init__(self, like: Sampler, **arguments):
+        self.target, self.tokenizer, self.eos = like.target, like.tokenizer, like.eos
+        self.arguments = arguments
         self._passes = 0
-        target.register_forward_pre_hook(self._count)
+        self.target.register_forward_pre_hook(self._count)
 
     def generate(
         self, prompts: list[list[int]], params: SamplingParams, *, seeds: list[int]
     ) -> list[Result]:
-        """Decode a batch with transformers' own cache and loop; end tokens are ignored.
+        """Decode a batch with transformers' own cache and loop.
 
         Args:
             prompts: Token ids.
-            params: Of which the length, temperature and top_k are used.
+            params: Of which the length, temperature, top_k and ignore_eos are used.
             seeds: The first one seeds torch's generator.
 
         Returns:
-            Token ids and target passes of each prompt, without text.
+            The result of each prompt; of its statistics only the target's passes.
         """
         torch.manual_seed(seeds[0])
         width, device = max(map(len, prompts)), self.target.device
@@ -42,7 +44,7 @@ class HuggingFace:
             do_sample=params.temperature > 0,
             temperature=params.temperature or None,
             top_k=params.top_k,
-            eos_token_id=None,
+            eos_token_id=None if params.ignore_eos else sorted(self.eos) or None,
             pad_token_id=0,
         )
         before = self._passes
@@ -52,8 +54,18 @@ class HuggingFace:
             generation_config=config,
             **self.arguments,
         )
-        stats = Stats(target_passes=self._passes - before)
-        return [Result("", row, "length", stats) for row in out[:, width:].tolist()]
+        passes = self._passes - before
+        return [self._result(row, passes, params) for row in out[:, width:].tolist()]
+
+    def _result(self, ids: list[int], passes: int, params: SamplingParams) -> Result:
+        """The result of a row, which the longest answer of its batch has padded."""
+        ended = (n for n, t in enumerate(ids, 1) if t in self.eos and not params.ignore_eos)
+        end = next(ended, None)
+        ids = ids[:end]
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        # Each pass brings a row at least one token until it ends.
+        stats = Stats(target_passes=min(passes, len(ids)))
+        return Result(text, ids, "length" if end is None else "eos", stats)
 
     def _count(self, *_) -> None:
         self._passes += 1

@@ -91,6 +91,11 @@ class Row:
     seconds: list[float] = field(default_factory=list)
 
     @property
+    def rates(self) -> list[float]:
+        """Tokens/s of each prompt."""
+        return [len(r.token_ids) / s for r, s in zip(self.results, self.seconds)]
+
+    @property
     def nfe(self) -> list[int]:
         """Network passes of each prompt."""
         return [sum(map(len, blocks)) for blocks in self.steps]
@@ -122,7 +127,7 @@ def measure(bench: DenoiseBench) -> list[Row]:
     loaded = load(bench.model, sampler=("method=denoise",), **options)
     rows = [row for t in bench.temperatures for row in _rows(bench, loaded, t)]
     tokenizer = loaded.tokenizer
-    prompts = heldout_prompts(bench.source, tokenizer, bench.prompts, bench.prompt_length)
+    prompts = heldout_prompts(tokenizer=tokenizer, **bench.prompt_set)
     for row in rows:  # warm-up: allocations, kernels' first calls
         decode(bench, row, prompts[0]["prompt_ids"], bench.seed)
         row.watch.seconds.clear()
@@ -137,7 +142,9 @@ def measure(bench: DenoiseBench) -> list[Row]:
 def decode(bench: DenoiseBench, row: Row, prompt: list[int], seed: int) -> None:
     """Decode one prompt, and append its result and costs to the row."""
     params = SamplingParams(
-        max_new_tokens=bench.max_new_tokens, temperature=row.temperature, ignore_eos=True
+        max_new_tokens=bench.max_new_tokens,
+        temperature=row.temperature,
+        ignore_eos=bench.ignore_eos,
     )
     started = perf_counter()
     row.results += row.sampler.generate([prompt], params, seeds=[seed])
@@ -178,7 +185,7 @@ def summary(row: Row, plain: Row) -> dict:
         "up to the end": round(sum(plain.nfe_until_end) / sum(row.nfe_until_end), 2),
         "drafts a pass": round(fmean(taken) - 1, 2),
         "tokens/s": round(sum(len(r.token_ids) for r in row.results) / sum(row.seconds), 1),
-        "speed-up": round(median(b / a for a, b in zip(row.seconds, plain.seconds)), 2),
+        "speed-up": round(median(a / b for a, b in zip(row.rates, plain.rates)), 2),
         **{f"{s} %": round(100 * seconds.get(s, 0.0) / model, 1) for s in STAGES},
         "identical": f"{same}/{len(row.results)}",
     }
@@ -189,7 +196,8 @@ def report(bench: DenoiseBench, rows: list[Row]) -> None:
     out = results_folder(bench, "bench")
     plain = {row.temperature: row for row in rows if row.name == "denoise"}
     lines = [summary(row, plain[row.temperature]) for row in rows]
-    title = f"{bench.prompts} held-out prompts, {bench.max_new_tokens} tokens, {bench.dtype}"
+    most = f"{bench.max_new_tokens} tokens at the most"
+    title = f"{bench.prompts} prompts of {Path(bench.source).name}, {most}, {bench.dtype}"
     write_table(lines, out / "denoise.csv", title, "decoding.bench.denoise")
     print("NFE: network passes; up to the end: NFE speed-up over blocks up to the first end token;")
     print("drafts, verify, rank: seconds in per cent of those in the network's passes")

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from data.text.prompts import heldout_prompts
 from decoding.bench.options import results_folder
 from decoding.commands.cli import main, parse, quiet
-from decoding.commands.options import NEEDED, MeasureOptions, option
+from decoding.commands.options import NEEDED, SourceOptions, option
 from decoding.commands.progress import track
 from decoding.commands.report import write_table
 from decoding.engine.params import VERIFY, Result, SamplingParams
@@ -33,13 +33,12 @@ ROUGE = ("rouge1", "rouge2", "rougeL")
 
 
 @dataclass(frozen=True, kw_only=True)
-class InfillBench(MeasureOptions):
+class InfillBench(SourceOptions):
     """Fill held-out texts with every way to draft; calls, seconds, perplexity, entropy."""
 
     EXAMPLE: ClassVar[str] = "model=runs/asarm_joint/export judge=runs/ar_target/export hide=middle"
 
     judge: str = option(NEEDED, "a causal LM that rates the filled texts")
-    source: str = option("stdlib", "'stdlib', a text folder or a JSONL of texts")
     samples: int = option(128, "windows of held-out text", least=1)
     length: int = option(256, "tokens of a window", least=1)
     hidden: float = option(0.95, "share of each window that is hidden")
@@ -103,8 +102,11 @@ def measure(bench: InfillBench) -> list[Row]:
     judge_tokenizer = load_tokenizer(bench.judge)
     windows = [
         window["prompt_ids"]
-        for window in heldout_prompts(bench.source, first.tokenizer, bench.samples, bench.length)
-    ]
+        for window in heldout_prompts(
+            bench.source, first.tokenizer, bench.samples, bench.length,
+            split=bench.split, subset=bench.subset, chat=False,
+        )
+    ]  # fmt: skip
     prompts = hide(bench, windows, first.tokenizer)
     rows = [row for knob in bench.knobs or ("",) for row in ways(bench, first, knob)]
     for start in track(range(0, len(prompts), bench.batch_size), "infill bench"):

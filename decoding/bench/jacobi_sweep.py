@@ -45,7 +45,7 @@ def run(argv: list[str]) -> None:
     quiet()
     sweep = parse(argv, Sweep, "decoding.bench.jacobi_sweep")
     plain = load(sweep.model, sampler=["method=plain"], dtype=sweep.dtype, device=sweep.device)
-    prompts = heldout_prompts(sweep.source, plain.tokenizer, sweep.prompts, sweep.prompt_length)
+    prompts = heldout_prompts(tokenizer=plain.tokenizer, **sweep.prompt_set)
     ids = [p["prompt_ids"] for p in prompts]
     combinations = list(product(sweep.block_sizes, sweep.blocks, sweep.spawn_ratios))
     lines = [measure(sweep, plain, ids, *knobs) for knobs in track(combinations, "sweep")]
@@ -67,7 +67,7 @@ def measure(
     params = SamplingParams(
         max_new_tokens=sweep.max_new_tokens,
         temperature=sweep.temperature,
-        ignore_eos=True,
+        ignore_eos=sweep.ignore_eos,
         seed=sweep.seed,
     )
     started = perf_counter()

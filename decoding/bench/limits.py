@@ -8,7 +8,7 @@ limits.csv, positions.csv, speed.csv and limits.png.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -64,11 +64,12 @@ def run(argv: list[str]) -> None:
     c = replace(c, block_size=c.block_size or config.get("block_size"))
     rows, prompts = measure(
         Bench(
-            model=c.model, target=c.target, prompt_lookup=0, source=c.source, prompts=c.prompts,
-            prompt_length=c.prompt_length, max_new_tokens=c.max_new_tokens, dtype=c.dtype,
-            temperatures=(c.temperature,), block_size=c.block_size, device=c.device, seed=c.seed,
+            prompt_lookup=0,
+            temperatures=(c.temperature,),
+            **{f.name: getattr(c, f.name) for f in fields(PromptOptions)},
+            **{name: getattr(c, name) for name in ("target", "block_size")},
         )
-    )  # fmt: skip
+    )
     drafting = [row for row in rows if row.drafts]
     found = probe(c, drafting, [p["prompt_ids"] for p in prompts])
     report(c, drafting, found)
@@ -182,7 +183,7 @@ def speed(row: Row, most: float) -> dict:
     tau = tokens / sum(s.target_passes for s in row.stats)
     spent, plain = cycle(row), cycle(row.plain)
     gain = plain["target"] / (spent["drafter"] + spent["target"])
-    measured = sum(row.plain.seconds) / sum(row.seconds)
+    measured = row.rate / row.plain.rate
     return {
         "sampler": row.name,
         "acceptance length": round(tau, 2),

@@ -3,7 +3,13 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from decoding.bench.sandbox import Limits
 from decoding.commands.options import MeasureOptions, PromptOptions, option
+
+UNASKED = (
+    "this runs programs that a model wrote, on this machine: read in docs/tutorials/pcllm.md what "
+    "guards it, and give execute=true"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +28,28 @@ class PromptBenchOptions(BenchOptions, PromptOptions):
     """Exports side by side on held-out prompts."""
 
     temperatures: tuple[float, ...] = option((0.0, 1.0), "of the sampling; 0 is greedy", least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramOptions(MeasureOptions):
+    """Whether programs that models wrote are run, and what one of them may use."""
+
+    execute: bool = option(False, "true runs what the models wrote on this machine; see the docs")
+    cpu_seconds: float = option(10.0, "of the processor that one program may use")
+    wall_seconds: float = option(30.0, "that one program may take")
+    memory: int = option(1024, "MiB that one program may use")
+
+    @property
+    def limits(self) -> Limits:
+        """What one program may use."""
+        return Limits(
+            cpu_seconds=self.cpu_seconds, wall_seconds=self.wall_seconds, memory=self.memory
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreOptions(PromptOptions, ProgramOptions):
+    """Options of a command that scores the answers to a benchmark's problems."""
 
 
 def results_folder(options: MeasureOptions, name: str) -> Path:

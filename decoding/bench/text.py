@@ -1,7 +1,9 @@
 """`python -m decoding.bench model=runs/deer_stage2/export`: samplers side by side, one run.
 
 After a warm-up every prompt goes through every sampler in turn (interleaved, so that a slow minute
-of the machine hits them all). `decoding/bench/text_report.py` lists the files that are written.
+of the machine hits them all). Where the prompts are a benchmark's with scores, the table has each
+sampler's score beside its speed (`decoding/bench/scores.py`). `decoding/bench/text_report.py` lists
+the files that are written.
 """
 
 from dataclasses import dataclass
@@ -11,7 +13,8 @@ from typing import ClassVar
 
 from data.text.prompts import heldout_prompts
 from decoding.bench.baselines import HuggingFace
-from decoding.bench.options import PromptBenchOptions, results_folder
+from decoding.bench.options import PromptBenchOptions, ScoreOptions, results_folder
+from decoding.bench.scores import scorer
 from decoding.bench.text_report import Row, profile, report
 from decoding.commands.cli import main, parse, quiet
 from decoding.commands.options import check_batch_sizes, option
@@ -30,7 +33,7 @@ from models import causal
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench(PromptBenchOptions):
+class Bench(PromptBenchOptions, ScoreOptions):
     """Compare an export's sampler with plain decoding and with what transformers offers.
 
     An export in `also` that decodes with weights of its own (an earlier stage, say) is compared
@@ -59,8 +62,12 @@ def run(argv: list[str]) -> None:
     """Run the command with its arguments `key=value`."""
     quiet()
     bench = parse(argv, Bench, "decoding.bench")
+    score = scorer(bench)  # a mistake in it must not cost hours
     rows, prompts = measure(bench)
-    title = f"{bench.prompts} held-out prompts, {bench.dtype}"
+    if score is not None:
+        for row in track(rows, score.metric):
+            row.metric, row.scores = score.metric, score(row, prompts)
+    title = f"{bench.prompts} prompts of {Path(bench.source).name}, {bench.dtype}"
     out = results_folder(bench, "bench")
     report(out, rows, prompts, title, bench.seed)
     if bench.profile:
@@ -95,9 +102,9 @@ def measure(bench: Bench) -> tuple[list[Row], list[dict]]:
         assistant = causal.load(bench.assistant, dtype=bench.dtype).to(bench.device).eval()
     check_one_tokenizer(tokenizers)
     tokenizer = samplers[bench.model].tokenizer
-    prompts = heldout_prompts(bench.source, tokenizer, bench.prompts, bench.prompt_length)
+    prompts = heldout_prompts(tokenizer=tokenizer, **bench.prompt_set)
     ids = [p["prompt_ids"] for p in prompts]
-    stock = _transformers(bench, samplers[bench.model].target, assistant)
+    stock = _transformers(bench, samplers[bench.model], assistant)
     groups = [
         _rows(bench, samplers, stock, t, size)
         for t in bench.temperatures
@@ -118,14 +125,14 @@ def measure(bench: Bench) -> tuple[list[Row], list[dict]]:
     return every, prompts
 
 
-def _transformers(bench: Bench, target, assistant) -> dict[str, HuggingFace]:
+def _transformers(bench: Bench, sampler: Sampler, assistant) -> dict[str, HuggingFace]:
     """The ways of transformers to generate, by name."""
-    ways = {"transformers generate": HuggingFace(target)}
+    ways = {"transformers generate": HuggingFace(sampler)}
     if assistant is not None:
-        ways["transformers assisted"] = HuggingFace(target, assistant_model=assistant)
+        ways["transformers assisted"] = HuggingFace(sampler, assistant_model=assistant)
     if bench.prompt_lookup:
         lookup = {"prompt_lookup_num_tokens": bench.prompt_lookup}
-        ways["transformers prompt lookup"] = HuggingFace(target, **lookup)
+        ways["transformers prompt lookup"] = HuggingFace(sampler, **lookup)
     return ways
 
 
@@ -140,7 +147,7 @@ def _rows(
         return SamplingParams(
             max_new_tokens=bench.max_new_tokens,
             temperature=temperature,
-            ignore_eos=True,
+            ignore_eos=bench.ignore_eos,
             verify=verify,
             block_size=bench.block_size,
         )

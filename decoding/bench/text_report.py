@@ -12,6 +12,7 @@ import platform
 import re
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from statistics import median, quantiles
 
@@ -31,6 +32,8 @@ from models.masks import causal
 
 WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # of the passes whose cost is measured
 CONTEXT = 128  # tokens in front of them
+RESAMPLES = 2000  # of the prompts, for standard errors
+ERROR = " ±"  # ends the name of a column of standard errors
 
 
 @dataclass
@@ -47,6 +50,8 @@ class Row:
             where this row is that itself.
         results: One for each prompt.
         seconds: One for each batch.
+        metric: What the mean of the scores is called, '' without scores.
+        scores: Whether each answer is right.
     """
 
     name: str
@@ -57,6 +62,8 @@ class Row:
     plain: "Row | None" = None
     results: list[Result] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    metric: str = ""
+    scores: list[bool] = field(default_factory=list)
 
     @property
     def stats(self) -> list[Stats]:
@@ -66,14 +73,32 @@ class Row:
     @property
     def batches(self) -> list[Stats]:
         """The statistics of each batch: those of its longest request, which was in every pass."""
-        chunks = [self.stats[i : i + self.batch] for i in range(0, len(self.stats), self.batch)]
-        return [max(chunk, key=lambda s: s.target_passes) for chunk in chunks]
+        return [max(chunk, key=lambda s: s.target_passes) for chunk in self._chunks(self.stats)]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each answer."""
+        return [len(r.token_ids) for r in self.results]
+
+    @property
+    def rate(self) -> float:
+        """Tokens/s over all batches."""
+        return sum(self.lengths) / sum(self.seconds)
 
     @property
     def speedups(self) -> list[float]:
-        """The speed-up against plain decoding of each batch."""
+        """Tokens/s of each batch over those of plain decoding.
+
+        Not seconds over seconds: answers with the same distribution may differ in length.
+        """
         plain = self.plain or self
-        return [b / a for a, b in zip(self.seconds, plain.seconds)]
+        return [a / b for a, b in zip(self._rates(), plain._rates())]
+
+    def _rates(self) -> list[float]:
+        return [sum(n) / s for n, s in zip(self._chunks(self.lengths), self.seconds)]
+
+    def _chunks(self, values: list) -> list[list]:
+        return [values[i : i + self.batch] for i in range(0, len(values), self.batch)]
 
     @property
     def drafts(self) -> bool:
@@ -92,9 +117,12 @@ def report(out: Path, rows: list[Row], prompts: list[dict], title: str, seed: in
         seed: Of the first prompt; the others follow it.
     """
     lines = [summary(row) for row in rows]
-    write_table(lines, out / "bench.csv", title, "decoding.bench")
+    write_table(lines, out / "bench.csv", title, "decoding.bench", [*map(on_screen, lines)])
     print("acceptance length: tokens emitted per target pass, bonus or correction included;")
-    print("speed-up: median over prompts, against plain; same distribution: other draws")
+    print("speed-up: tokens/s against plain, median over prompts; ±: standard error over prompts;")
+    print("same distribution: other draws")
+    if rows[0].scores and (cut := sum(r.finish_reason == "length" for r in rows[0].results)):
+        print(f"{cut} of {len(prompts)} answers of {rows[0].name} are cut off at max_new_tokens")
     if len({row.plain.name for row in rows if row.plain}) > 1:
         print("plain: one-token decoding of the same weights as the rows below it")
     for row in rows:
@@ -117,18 +145,26 @@ def summary(row: Row) -> dict:
 
     Acceptance length is tokens per target pass, the bonus or correction token included.
     """
-    tokens = sum(len(r.token_ids) for r in row.results)
+    passes = [s.target_passes for s in row.stats]
     forwards = sum(s.target_s + s.drafter_s for s in row.batches)
     total = forwards + sum(s.sampler_s for s in row.batches)
     plain = row.plain or row
     same = sum(a.token_ids == b.token_ids for a, b in zip(row.results, plain.results))
+    share = sum(row.scores) / max(1, len(row.scores))
+    scored = {
+        row.metric: round(share, 4),
+        f"{row.metric}{ERROR}": round((share * (1 - share) / max(1, len(row.scores))) ** 0.5, 4),
+    }
     return {
         "sampler": row.name,
         "temperature": row.params.temperature,
         "batch": row.batch,
-        "tokens/s": round(tokens / sum(row.seconds), 1),
+        "tokens/s": round(row.rate, 1),
         "speed-up": round(median(row.speedups), 2),
-        "acceptance length": round(tokens / sum(s.target_passes for s in row.stats), 2),
+        f"speed-up{ERROR}": median_error(row.speedups),
+        "acceptance length": round(sum(row.lengths) / sum(passes), 2),
+        f"acceptance length{ERROR}": ratio_error(row.lengths, passes),
+        **(scored if row.scores else {}),
         "target passes": sum(s.target_passes for s in row.batches),
         "drafter passes": sum(s.drafter_passes for s in row.batches),
         "outside forwards": f"{100 * (1 - forwards / total):.1f}%" if forwards else "",
@@ -136,6 +172,39 @@ def summary(row: Row) -> dict:
         if row.guarantee == "same text"
         else row.guarantee,
     }
+
+
+def on_screen(line: dict) -> dict:
+    """A line of the table with each figure and its standard error in one cell."""
+    found = {}
+    for key, value in line.items():
+        if not key.endswith(ERROR):
+            error = line.get(f"{key}{ERROR}", "")
+            found[key] = value if error == "" else f"{value} ± {error}"
+    return {"T" if key == "temperature" else key: value for key, value in found.items()}
+
+
+def median_error(values: list[float]) -> float | str:
+    """The standard error of a median by the bootstrap (Efron 1979), '' of one value."""
+    if len(values) < 2:
+        return ""
+    drawn = torch.tensor(values)[_resampled(len(values))]
+    return round(float(drawn.quantile(0.5, dim=1).std()), 3)
+
+
+def ratio_error(above: list[int], below: list[int]) -> float | str:
+    """The standard error of sum(above) / sum(below) by the bootstrap, '' of one pair."""
+    if len(above) < 2:
+        return ""
+    drawn = _resampled(len(above))
+    sums = [torch.tensor(x, dtype=torch.double)[drawn].sum(1) for x in (above, below)]
+    return round(float((sums[0] / sums[1]).std()), 3)
+
+
+def _resampled(count: int) -> Tensor:
+    """Which prompts each of RESAMPLES draws with replacement takes, [RESAMPLES, count]."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(count, (RESAMPLES, count), generator=generator)
 
 
 def cycle(row: Row) -> dict[str, float]:
@@ -149,6 +218,7 @@ def cycle(row: Row) -> dict[str, float]:
 def write_json(file: Path, rows: list[Row], lines: list[dict]) -> None:
     """Write the table's lines with quartiles and times per cycle, the command and the machine."""
     for row, line in zip(rows, lines):
+        line["new tokens"] = row.lengths
         few = len(row.speedups) < 2
         line["speed-up, quartiles"] = [] if few else [round(q, 3) for q in quantiles(row.speedups)]
         if not isinstance(row.sampler, HuggingFace):
@@ -206,15 +276,17 @@ def write_answers(folder: Path, rows: list[Row], prompts: list[dict]) -> None:
         model = f"{row.name}, T={row.params.temperature:g}"
         name = re.sub(r"[^\w.=-]+", "_", model).strip("_")
         with (folder / f"{name}.jsonl").open("w") as file:
-            for prompt, result, seconds in zip(prompts, row.results, row.seconds):
+            for i, (prompt, result) in enumerate(zip(prompts, row.results)):
                 choice = {
                     "index": 0,
                     "turns": [result.text],
                     "decoding_steps": [result.stats.target_passes],
                     "new_tokens": [len(result.token_ids)],
-                    "wall_time": [seconds],
+                    "wall_time": [row.seconds[i]],
                     "accept_lengths": result.stats.emitted,
                 }
+                if row.scores:
+                    choice["right"] = [row.scores[i]]
                 line = {"question_id": prompt["id"], "model_id": model, "choices": [choice]}
                 file.write(json.dumps(line) + "\n")
 
@@ -229,7 +301,8 @@ def explain_divergence(row: Row, prompts: list[list[int]], seed: int) -> None:
     for i, (a, b) in enumerate(zip(row.results, plain.results)):
         if a.token_ids == b.token_ids:
             continue
-        at = next(j for j, (x, y) in enumerate(zip(a.token_ids, b.token_ids)) if x != y)
+        pairs = zip_longest(a.token_ids, b.token_ids)  # one may end before the other
+        at = next(j for j, (x, y) in enumerate(pairs) if x != y)
         gap = margin(plain, prompts[i] + b.token_ids[:at], seed + i)
         print(
             f"{row.name} at T={row.params.temperature:g}: first difference in prompt {i} at token "

@@ -123,10 +123,40 @@ class MeasureOptions(ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptOptions(MeasureOptions):
+class SourceOptions(MeasureOptions):
+    """Options of a command that measures a model on held-out texts."""
+
+    source: str = option("stdlib", "'stdlib', a text folder, a benchmark's file or a Hub data set")
+    subset: str | None = option(None, "one category of a benchmark, or a Hub data set's own name")
+    split: str = option("heldout", "of the source; a benchmark has none, but GSM8K: 'test' is all")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions(MeasureOptions):
+    """Options of a command that asks a model questions."""
+
+    chat: bool | None = option(None, "ask in the chat template; null: where the model has one")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions(SourceOptions, ChatOptions):
     """Options of a command that measures a model on held-out prompts."""
 
-    source: str = option("stdlib", "of the prompts: 'stdlib', a text folder or a JSONL of prompts")
     prompts: int = option(64, "how many held-out prompts", least=1)
-    prompt_length: int = option(64, "tokens of a prompt, at the most", least=1)
+    prompt_length: int | None = option(
+        None, "tokens of a prompt, at the most; null: 64 of a text, all of a question", least=1
+    )
     max_new_tokens: int = option(128, "tokens of an answer, at the most", least=1)
+    ignore_eos: bool = option(False, "go on after end-of-text, to max_new_tokens")
+
+    @property
+    def prompt_set(self) -> dict:
+        """Arguments of `data.text.prompts.heldout_prompts`, without the tokenizer."""
+        return {
+            "source": self.source,
+            "count": self.prompts,
+            "length": self.prompt_length,
+            "split": self.split,
+            "chat": self.chat,
+            "subset": self.subset,
+        }

@@ -10,7 +10,9 @@ from decoding.commands.cli import typed
 WIDTH = 150  # characters of a table that goes to a file or a pipe
 
 
-def write_table(lines: list[dict], file: Path, title: str, command: str) -> None:
+def write_table(
+    lines: list[dict], file: Path, title: str, command: str, shown: list[dict] | None = None
+) -> None:
     """Print lines as a table, and write them to a CSV file with `command.txt` beside it.
 
     Args:
@@ -18,15 +20,17 @@ def write_table(lines: list[dict], file: Path, title: str, command: str) -> None
         file: The CSV file.
         title: Of the table on the screen.
         command: The module that runs, for command.txt, which repeats the measurement.
+        shown: The lines on the screen, where they differ from those in the file.
     """
     from rich.console import Console
     from rich.table import Table
 
     table = Table(title=title)
-    for key, value in lines[0].items():
+    shown = shown or lines
+    for key, value in shown[0].items():
         first = not table.columns  # the name of a line is not broken into pieces
         table.add_column(key, justify="left" if isinstance(value, str) else "right", no_wrap=first)
-    for line in lines:
+    for line in shown:
         table.add_row(*map(str, line.values()))
     Console(width=None if Console().is_terminal else WIDTH).print(table)
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ from data.corpora.benchmarks import (
     Problem,
     instruction,
     is_benchmark,
+    metric,
     program,
     read_benchmark,
     score,
@@ -344,6 +345,13 @@ def test_others_have_no_score(row, tmp_path):
     assert score(problem(row, tmp_path), "1018") is None
 
 
+def test_the_names_of_the_scores(tmp_path):
+    names = {case[1]: metric(problem(case[0], tmp_path)) for case in CASES}
+    assert {name: x for name, x in names.items() if x} == {
+        "humaneval": "pass@1", "mbpp": "pass@1", "gsm8k": "accuracy", "math500": "accuracy",
+    }  # fmt: skip
+
+
 BODY = "    return math.sqrt(half(x))\n"
 WHOLE = "def f(x):\n" + BODY
 
@@ -376,6 +384,21 @@ def test_programs_of_answers_that_are_right(answer, tmp_path):
     assert passes(program(found, answer))
     # Only the function is wrong.
     assert not passes(program(found, answer.replace("half(x)", "x")))
+
+
+def test_a_raw_answer_continues_the_prompt(tmp_path):
+    found = problem(HUMANEVAL, tmp_path)
+    cut_off = f"{BODY}\n\nprint(f(8"  # what follows the function is no part of it
+    assert passes(program(found, cut_off, raw=True))
+    assert not passes(program(found, cut_off))
+    # A chat answer without indentation is a body too; a raw one leaves the function.
+    assert passes(program(found, BODY.strip()))
+    assert not passes(program(found, BODY.strip(), raw=True))
+
+
+def test_an_entry_point_that_is_no_name_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"x\.jsonl, line 1.*entry_point='f\(\); g'"):
+        problem({**HUMANEVAL, "entry_point": "f(); g"}, tmp_path)
 
 
 @pytest.mark.parametrize(

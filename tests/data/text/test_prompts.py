@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from data.text.prompts import heldout_prompts
+from data.text.prompts import WINDOW, heldout_prompts
 
 
 def write_jsonl(path, rows):
@@ -105,6 +105,29 @@ def test_start_token_counts_in_the_length(folder, tokenizer):
         assert len(prompt["prompt_ids"]) == 16
         assert prompt["prompt_ids"][0] == tokenizer.bos_token_id
         assert prompt["prompt_ids"].count(tokenizer.bos_token_id) == 1
+
+
+def test_without_a_length_questions_are_whole(tmp_path, tokenizer):
+    question = " ".join(map(str, range(200)))
+    source = write_jsonl(tmp_path / "q.jsonl", [{"prompt": question}])
+    assert [p["text"] for p in heldout_prompts(source, tokenizer, 1)] == [question]
+    [cut] = heldout_prompts(source, tokenizer, 1, 9)
+    assert (len(cut["prompt_ids"]), question.endswith(cut["text"])) == (9, True)
+    windows = heldout_prompts("stdlib", tokenizer, 3)
+    assert {len(p["prompt_ids"]) for p in windows} == {WINDOW}
+
+
+def test_a_chat_or_a_subset_of_what_has_none(folder, tmp_path, tokenizer, chat_tokenizer):
+    with pytest.raises(ValueError, match=r"chat=true.*texts"):
+        heldout_prompts(folder, chat_tokenizer, 2, 16, split="train", chat=True)
+    with pytest.raises(ValueError, match=r"chat=true.*template"):
+        heldout_prompts(folder, tokenizer, 2, 16, split="train", chat=True)
+    for chat in (None, False):  # windows of text are never in a chat
+        found = heldout_prompts(folder, chat_tokenizer, 2, 16, split="train", chat=chat)
+        assert not any("<|im_start|>" in p["text"] for p in found)
+    for source in (folder, "stdlib"):
+        with pytest.raises(ValueError, match="subset='x'"):
+            heldout_prompts(source, tokenizer, 2, 16, split="train", subset="x")
 
 
 def test_bad_inputs(folder, tmp_path, tokenizer):

@@ -1,20 +1,16 @@
 """pass@1 of known completions: a stub that writes them replaces the sampler."""
 
+import copy
 import csv
 import json
 
 import pytest
 
+from data.corpora.benchmarks import program, within_function
 from data.text.tokenizer import train_tokenizer
 from decoding.bench import pass_at_1
-from decoding.bench.pass_at_1 import (
-    STOP,
-    Problem,
-    continuation,
-    read_problems,
-    run,
-    within_function,
-)
+from decoding.bench.pass_at_1 import STOP, read_problems, run
+from decoding.bench.scores import continuation
 from decoding.engine.params import Result, Stats
 from tests.support import tiny
 
@@ -33,13 +29,14 @@ PASSING = ["right", "right, and goes on"]
 
 
 class Scripted:
-    """Answers with the completion in the prompt's comment."""
+    """Answers with the completion in the prompt's comment, or as `answer` does in a chat."""
 
     continues = True
     tokenizer = TOKENIZER
+    stop = STOP
 
     def generate(self, prompts, params, *, seeds):
-        assert params.stop == STOP
+        assert params.stop == self.stop
         assert len(seeds) == len(prompts)
         names = [TOKENIZER.decode(ids).partition("\n")[0][2:] for ids in prompts]
         ids = [TOKENIZER(COMPLETIONS[name])["input_ids"] for name in names]
@@ -81,6 +78,64 @@ def test_outcomes_share_and_error(problems, monkeypatch):
     assert float(line["pass@1"]) == pytest.approx(1 / 3, abs=1e-4)
     assert float(line["standard error"]) == pytest.approx((2 / 9 / 6) ** 0.5, abs=1e-4)
     assert line["tokens per forward"] == "2.0"
+
+
+class Chatting(Scripted):
+    """Answers in a chat template with a whole function in a block of code."""
+
+    stop = ()
+
+    def __init__(self):
+        self.tokenizer = copy.deepcopy(TOKENIZER)
+        self.tokenizer.chat_template = (
+            "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+            "{% if add_generation_prompt %}>{% endif %}"
+        )
+
+    def generate(self, prompts, params, *, seeds):
+        asked = [self.tokenizer.decode(ids) for ids in prompts]
+        assert all(text.startswith("[Complete this") and text.endswith("]>") for text in asked)
+        names = [text.partition("# ")[2].partition("\n")[0] for text in asked]
+        texts = [f"Sure:\n```python\n{PROMPT}{COMPLETIONS[name]}```\nDone." for name in names]
+        ids = [self.tokenizer(text)["input_ids"] for text in texts]
+        return [Result("", i, "eos", Stats(emitted=[2] * len(i))) for i in ids]
+
+
+def test_a_chat_model_is_asked_in_its_template(problems, monkeypatch):
+    monkeypatch.setattr(pass_at_1, "load", lambda model, **options: Chatting())
+    run(arguments(problems, "model=chatting"))
+    rows, _ = results(problems)
+    passed = {r["task_id"] for r in rows if r["outcome"] == "passed"}
+    # What follows a raw completion is cut off; a block of code is taken as it is.
+    assert passed == {"right"}
+    assert rows[0]["completion"].startswith("Sure:")
+    monkeypatch.setattr(Chatting, "generate", Scripted.generate)
+    monkeypatch.setattr(Chatting, "stop", STOP)
+    run(arguments(problems, "model=chatting", "chat=false"))
+    assert [r["task_id"] for r in results(problems)[0] if r["outcome"] == "passed"] == PASSING
+
+
+def test_a_chat_without_a_template_is_refused(problems, monkeypatch):
+    monkeypatch.setattr(pass_at_1, "load", lambda model, **options: Scripted())
+    with pytest.raises(ValueError, match=r"chat=true.*template"):
+        run(arguments(problems, "model=scripted", "chat=true"))
+
+
+def test_mbpp_is_read(tmp_path, monkeypatch):
+    class Writer(Scripted):
+        stop = ()
+
+        def generate(self, prompts, params, *, seeds):
+            assert params.stop == ()
+            ids = [TOKENIZER(f"def g(x): return x + {n}")["input_ids"] for n in (1, 2)]
+            return [Result("", i, "eos", Stats(emitted=[1] * len(i))) for i in ids]
+
+    row = {"text": "Add one.", "code": "", "test_list": ["assert g(1) == 2"]}
+    file = tmp_path / "mbpp.jsonl"
+    file.write_text("".join(json.dumps({**row, "task_id": n}) + "\n" for n in (1, 2)))
+    monkeypatch.setattr(pass_at_1, "load", lambda model, **options: Writer())
+    run(arguments(file, "model=writer"))
+    assert [r["outcome"] for r in results(file)[0]] == ["passed", "failed"]
 
 
 @pytest.mark.parametrize("wrong", [0, 1])
@@ -160,18 +215,21 @@ def test_a_continuation_keeps_its_first_space():
     [
         ("{", "line 1 is not valid JSON"),
         ("[1]", "line 1 is not a JSON object"),
-        (json.dumps({**row("right"), "test": None}), r"line 1: no text in \['test'\]"),
-        (json.dumps({"text": "MBPP's"}), r"no text in \['task_id', 'prompt', 'test'"),
-        (json.dumps({**row("right"), "entry_point": "f(); g"}), "is no function's name"),
-        ("\n", "holds no problem"),
+        (json.dumps({**row("right"), "test": None}), "no tests to run.*'test'"),
+        (f"{json.dumps(row('x'))}\n{json.dumps({**row('right'), 'test': None})}", "line 2.*'test'"),
+        (json.dumps({"text": "no problem"}), r"line 1.*\['text'\].*'entry_point'"),
+        (json.dumps({"turns": ["Write."]}), "no tests to run.*'entry_point'"),
+        (json.dumps({**row("right"), "entry_point": "f(); g"}), r"entry_point='f\(\); g'"),
+        ("\n", "no problem"),
         (b"\x1f\x8b\x08", "unpack it first"),
     ],
 )
 def test_bad_problem_files(text, message, tmp_path):
     file = tmp_path / "x.jsonl"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(ValueError, match=message):
-        read_problems(file)
+    with pytest.raises(ValueError, match=message) as raised:
+        read_problems(str(file))
+    assert "\n" not in str(raised.value)
 
 
 def test_no_code_is_run_unless_the_user_says_so(problems, monkeypatch):
@@ -179,11 +237,11 @@ def test_no_code_is_run_unless_the_user_says_so(problems, monkeypatch):
     for word in ([], ["execute=false"]):
         with pytest.raises(ValueError, match=r"programs that a model wrote.*give execute=true"):
             run(["model=x", f"problems={problems}", *word])
-    with pytest.raises(ValueError, match="is no file"):
+    with pytest.raises(ValueError, match=r"/no/where\.jsonl.* no benchmark file"):
         run(["model=x", "problems=/no/where.jsonl", "execute=true"])
 
 
-def test_the_program_is_prompt_completion_and_tests():
-    problem = Problem(**row("right"))
-    program = problem.program(COMPLETIONS["right"])
-    assert program == f"# right\n{PROMPT}    return a + b\n\n{TEST}\ncheck(add)\n"
+def test_the_program_is_prompt_completion_and_tests(problems):
+    problem = read_problems(str(problems))[0]
+    found = program(problem, COMPLETIONS["right"], raw=True)
+    assert found == f"# right\n{PROMPT}    return a + b\n\n{TEST}\ncheck(add)\n"

@@ -6,8 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from data.text.tokenizer import train_tokenizer
+from decoding.bench import scores
 from decoding.bench.text import Bench, measure, run
 from decoding.bench.text_report import at_positions, explain_divergence, margin, report, summary
 from tests.support import tiny
@@ -23,6 +26,7 @@ def bench(lab, tmp_path_factory):
         prompts=3,
         prompt_length=8,
         max_new_tokens=12,
+        ignore_eos=True,
         dtype="float32",
         out=str(tmp_path_factory.mktemp("bench")),
     )
@@ -85,6 +89,7 @@ def test_batches_an_assistant_and_a_profile(bench, lab, tmp_path):
     arguments = [
         f"model={bench.model}", f"source={bench.source}", "prompts=3", "prompt_length=8",
         "max_new_tokens=6", "dtype=float32", "temperatures=[0.0]", "batch_sizes=[1,2]",
+        "ignore_eos=true",
         f"assistant={lab.runs / 'ar_drafter' / 'export'}", "profile=true", f"out={tmp_path}",
     ]  # fmt: skip
     run(arguments)
@@ -142,6 +147,126 @@ def test_other_weights_are_compared_with_their_own_plain_text(tmp_path):
     assert [r.token_ids for r in jacobi.results] == texts["plain (run1)"]
     # The plain text of the first weights is not that of the others: the comparison says so.
     assert summary(replace(jacobi, plain=plain["plain"]))["identical to plain"] == "0/2"
+
+
+DIGITS = train_tokenizer([f"{n}" for n in range(10)], 300)
+GSM8K = [{"question": f"{n} + {n}?", "answer": f"#### {2 * n}"} for n in range(40)]
+
+
+@pytest.fixture(scope="module")
+def counting(tmp_path_factory):
+    """A random model that says digits only, with no end token."""
+    folder = tmp_path_factory.mktemp("counting")
+    model = tiny.causal_lm(len(DIGITS))
+    digits = [DIGITS.convert_tokens_to_ids(str(n)) for n in range(10)]
+    with torch.no_grad():
+        model.lm_head.weight[digits] *= 20
+    model.save_pretrained(folder)
+    DIGITS.save_pretrained(folder)
+    return folder
+
+
+def of(model, source, **options):
+    given = {"prompts": 2, "max_new_tokens": 12, "dtype": "float32", "temperatures": (0.0,)}
+    sampler = ("method=jacobi", "block_size=4")
+    return Bench(model=str(model), source=str(source), sampler=sampler, **(given | options))
+
+
+def table(folder, command="bench.csv"):
+    with (folder / command).open() as file:
+        return list(csv.DictReader(file))
+
+
+def jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_answers_end_at_the_end_token(counting, tmp_path):
+    source = jsonl(tmp_path / "x.jsonl", [{"prompt": f"say {n}"} for n in range(4)])
+    whole, _ = measure(of(counting, source, prompts=4))
+    assert {len(r.token_ids) for row in whole for r in row.results} == {12}  # there is none
+    plain = [r.token_ids for r in whole[0].results]
+    model = AutoModelForCausalLM.from_pretrained(counting)
+    model.generation_config.eos_token_id = end = plain[0][2]
+    model.save_pretrained(tmp_path / "ends")
+    DIGITS.save_pretrained(tmp_path / "ends")
+    bench = of(tmp_path / "ends", source, prompts=4, batch_sizes=(1, 4), out=str(tmp_path))
+    rows, prompts = measure(bench)
+    expected = [ids[: ids.index(end) + 1] if end in ids else ids for ids in plain]
+    assert len(expected[0]) <= 3
+    assert {row.name for row in rows} >= {"plain", "jacobi", "transformers generate"}
+    assert [[r.token_ids for r in row.results] for row in rows] == [expected] * len(rows)
+    assert all((r.finish_reason == "eos") == (r.token_ids[-1] == end) for r in rows[-1].results)
+    for row in rows:
+        assert row.lengths == [*map(len, expected)]
+        assert sum(s.target_passes for s in row.stats) <= sum(row.lengths)
+    report(tmp_path, rows, prompts, "a title", 0)  # also with answers of few tokens
+    assert {line["identical to plain"] for line in table(tmp_path)} == {"4/4"}
+    ignoring, _ = measure(replace(bench, ignore_eos=True))
+    assert [r.token_ids for r in ignoring[0].results] == plain
+
+
+def test_answers_of_one_token(counting, tmp_path):
+    source = jsonl(tmp_path / "x.jsonl", [{"prompt": "say 1"}])
+    bench = of(counting, source, prompts=1, max_new_tokens=1, out=str(tmp_path))
+    rows, prompts = measure(bench)
+    report(tmp_path, rows, prompts, "a title", 0)
+    lines = table(tmp_path)
+    assert {line["acceptance length"] for line in lines} == {"1.0"}
+    assert {line["speed-up ±"] for line in lines} == {""}
+
+
+def test_a_score_beside_the_speed(counting, tmp_path, capsys):
+    source = jsonl(tmp_path / "x.jsonl", GSM8K)
+    rows, prompts = measure(of(counting, source, split="test"))
+    # The file is made to agree with what the model says to one of both prompts.
+    said = {p["id"]: r.text for p, r in zip(prompts, rows[0].results)}
+    assert all(text.isdigit() for text in said.values())
+    right = int(prompts[0]["id"].rpartition(":")[2]) - 1
+    GSM = [{**row, "answer": "#### none"} for row in GSM8K]
+    GSM[right] = {**GSM8K[right], "answer": f"#### {rows[0].results[0].text}"}
+    jsonl(source, GSM)
+    run([
+        f"model={counting}", f"source={source}", "split=test", "prompts=2", "max_new_tokens=12",
+        "dtype=float32", "temperatures=[0]", "sampler=[method=jacobi,block_size=4]",
+        f"out={tmp_path / 'out'}",
+    ])  # fmt: skip
+    lines = table(tmp_path / "out")
+    assert {line["accuracy"] for line in lines} == {"0.5"}
+    assert {float(line["accuracy ±"]) for line in lines} == {round((0.25 / 2) ** 0.5, 4)}
+    assert "2 of 2 answers of plain are cut off" in capsys.readouterr().out
+    found = json.loads((tmp_path / "out" / "bench.json").read_text())["rows"]
+    assert all(line["accuracy"] == 0.5 and line["new tokens"] == [12, 12] for line in found)
+    answers = (tmp_path / "out" / "spec_bench" / "plain_T=0.jsonl").read_text().splitlines()
+    assert [json.loads(line)["choices"][0]["right"] for line in answers] == [[True], [False]]
+
+
+# The comment takes whatever digits follow, so these pass or fail by their tests alone.
+HEAD = "def f():\n    return 1  # "
+
+
+def human_eval(value, **others):
+    test = f"def check(candidate):\n    assert candidate() == {value}\n"
+    row = {"task_id": str(value), "prompt": HEAD, "test": test, "entry_point": "f"}
+    return {**row, **others}
+
+
+def test_programs_are_run_only_where_the_user_says_so(counting, tmp_path, capsys, monkeypatch):
+    source = jsonl(tmp_path / "x.jsonl", [human_eval(1), human_eval(2), human_eval(3)])
+    arguments = [
+        f"model={counting}", f"source={source}", "prompts=3", "max_new_tokens=6", "dtype=float32",
+        "temperatures=[0]", "sampler=[method=jacobi,block_size=4]", f"out={tmp_path / 'out'}",
+    ]  # fmt: skip
+    run([*arguments, "execute=true"])
+    lines = table(tmp_path / "out")
+    assert {line["pass@1"] for line in lines} == {str(round(1 / 3, 4))}
+    assert {line["sampler"] for line in lines} >= {"plain", "jacobi", "transformers generate"}
+    capsys.readouterr()
+    monkeypatch.setattr(scores, "execute", lambda *given: pytest.fail("ran"))
+    run(arguments)
+    assert "execute=true" in capsys.readouterr().out
+    assert "pass@1" not in table(tmp_path / "out")[0]
 
 
 def test_exports_of_different_tokenizers_are_refused(bench, tmp_path):

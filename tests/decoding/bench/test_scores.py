@@ -1,0 +1,84 @@
+"""Which sources have scores, and what is refused before a model is loaded."""
+
+import json
+
+import pytest
+
+from decoding.bench import scores
+from decoding.bench.options import ScoreOptions
+from decoding.bench.scores import scorer
+
+ROWS = {
+    "humaneval": {"task_id": "1", "prompt": "def f():\n", "entry_point": "f",
+                  "test": "def check(f):\n    assert f() == 1\n"},
+    "mbpp": {"task_id": 1, "text": "Add.", "code": "", "test_list": ["assert g(1) == 2"]},
+    "gsm8k": {"id": 1, "question": "1 + 1?", "answer": "#### 2"},
+    "math500": {"unique_id": "1", "problem": "1 + 1?", "answer": "2"},
+    "prompts": {"id": 1, "turns": ["1 + 1?"]},
+}  # fmt: skip
+RIGHT = {
+    "humaneval": "    return 1\n", "mbpp": "def g(x): return x + 1", "gsm8k": "It is 2.",
+    "math500": "\\boxed{2}",
+}  # fmt: skip
+
+
+def write(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def options(source, **given):
+    return ScoreOptions(model="x", source=source, **given)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_and_a_wrong_answer(name, tmp_path):
+    code = name in ("humaneval", "mbpp")
+    source = write(tmp_path / "x.jsonl", ROWS[name])
+    judge = scorer(options(source, execute=code))
+    assert judge.metric == ("pass@1" if code else "accuracy")
+    answer = RIGHT[name]
+    wrong = answer.replace("2" if not code else "1", "3")
+    assert judge.right("1", answer, raw=True) is True
+    assert judge.right("1", wrong, raw=True) is False
+
+
+def test_a_program_is_run_once(tmp_path, monkeypatch):
+    judge = scorer(options(write(tmp_path / "x.jsonl", ROWS["humaneval"]), execute=True))
+    assert judge.right("1", RIGHT["humaneval"], raw=True)
+    monkeypatch.setattr(scores, "execute", lambda *given: pytest.fail("ran again"))
+    assert judge.right("1", RIGHT["humaneval"], raw=True)
+    with pytest.raises(pytest.fail.Exception):  # another program
+        judge.right("1", "    return 2\n", raw=True)
+
+
+def test_sources_without_scores(tmp_path):
+    assert scorer(options("stdlib")) is None
+    assert scorer(options(write(tmp_path / "x.jsonl", ROWS["prompts"]))) is None
+
+
+def test_code_without_leave_is_not_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(scores, "execute", lambda *given: pytest.fail("ran"))
+    assert scorer(options(write(tmp_path / "x.jsonl", ROWS["humaneval"]))) is None
+    assert "execute=true" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "prompts", "stdlib"])
+def test_leave_to_run_what_is_no_program_is_refused(name, tmp_path):
+    source = write(tmp_path / "x.jsonl", ROWS[name]) if name in ROWS else name
+    with pytest.raises(ValueError, match=r"execute=true.*no tests"):
+        scorer(options(source, execute=True))
+
+
+def test_problems_with_the_same_id_are_refused(tmp_path):
+    source = write(tmp_path / "x.jsonl", ROWS["gsm8k"], ROWS["gsm8k"])
+    with pytest.raises(ValueError, match="same id"):
+        scorer(options(source))
+
+
+def test_an_unknown_subset_is_refused(tmp_path):
+    row = {**ROWS["gsm8k"], "category": "sums"}
+    source = write(tmp_path / "x.jsonl", row)
+    assert scorer(options(source, subset="sums")) is not None
+    with pytest.raises(ValueError, match=r"subset='tales'.*\['sums'\]"):
+        scorer(options(source, subset="tales"))
