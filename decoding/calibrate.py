@@ -89,7 +89,7 @@ def run(argv: list[str]) -> None:
     table = None
     if c.answers is not None:
         checked_manifest(c.answers, sampler.tokenizer)
-        texts = (text for text, _ in read_answers(c.answers, "train"))
+        texts = (answer.ids for answer in read_answers(c.answers, "train"))
         table = count(texts, sampler.vocabulary)
     out = Path(c.out) if c.out else file.parents[1] / "calibration"
     knobs = fastest_tree(c, sampler, ids, table, out)

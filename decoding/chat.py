@@ -44,8 +44,8 @@ class Chat:
     def ask(self, question: str) -> None:
         """Print the answer to a question as it comes, and what it cost on standard error.
 
-        Question and answer are kept in the history, with Ctrl-C (which ends the answer) as much of
-        the answer as was printed.
+        Question and answer are kept in the history, after Ctrl-C (which ends the answer) as much of
+        the answer as was printed, if any.
 
         Raises:
             ValueError: The question does not fit the context, or the template rejects it.
@@ -60,7 +60,8 @@ class Chat:
         seconds = time.perf_counter() - started
         print(flush=True)
         aside(cost(count, seconds, result.stats, result.finish_reason) if result else "stopped")
-        self.messages += [asked, {"role": "assistant", "content": text}]
+        if result or text:
+            self.messages += [asked, {"role": "assistant", "content": text}]
 
     def _fitting(self, asked: dict[str, str]) -> list[int]:
         """The prompt's token ids; the oldest turns are forgotten where the context is too short."""

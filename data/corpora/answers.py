@@ -1,10 +1,19 @@
 """Collections of teacher answers on disk: Parquet shards keyed by prompt id, and their reader."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from data.corpora.stdlib import check_split, is_held_out
+
+# Columns of the teacher's distributions, [n * top_k] a row.
+TEACHER = ("teacher_ids", "teacher_probs")
 
 
 def shard_path(folder: str | Path, shard: int) -> Path:
@@ -26,16 +35,28 @@ def read_manifest(folder: str | Path) -> dict:
         ) from None
 
 
-def read_answers(folder: str | Path, split: str) -> Iterator[tuple[list[int], list[bool]]]:
+class AnsweredPrompt(NamedTuple):
+    """A prompt and the teacher's answer to it.
+
+    Attributes:
+        ids: Token ids of both.
+        trained: For each token whether it is a training target: True for the answer only.
+        columns: Further values of each token, {name: [n, ...]}: with `collector.top_k`,
+            `teacher_ids` and `teacher_probs`, the teacher's most probable tokens there and their
+            probabilities (of the prompt all 0).
+    """
+
+    ids: list[int]
+    trained: list[bool]
+    columns: dict[str, np.ndarray] = {}
+
+
+def read_answers(folder: str | Path, split: str) -> Iterator[AnsweredPrompt]:
     """The encoded prompts and teacher answers of a collection, in the order of its shards.
 
     Args:
         folder: the collection's folder.
         split: 'train' or 'heldout', by a hash of the prompt's id.
-
-    Yields:
-        Token ids of a prompt and its answer, and for each token whether it is trained: True for
-        the answer only.
 
     Raises:
         ValueError: for an unknown split, or a folder without answers.
@@ -47,9 +68,49 @@ def read_answers(folder: str | Path, split: str) -> Iterator[tuple[list[int], li
     if not shards:
         raise ValueError(f"{folder} holds no answers: python -m decoding.collect writes them")
     for shard in shards:
-        for row in parquet.read_table(shard).to_pylist():
+        table = parquet.read_table(shard)
+        # As arrays: lists of Python numbers of all distributions take a hundred times the memory.
+        stored = {name: table[name] for name in TEACHER if name in table.column_names}
+        for i, row in enumerate(table.drop_columns([*stored]).to_pylist()):
             # Hash another string than the bare id: prompts come from training documents, whose
             # ids are never held out.
             if is_held_out(f"answers to {row['id']}") == (split == "heldout"):
                 prompt, answer = row["prompt_ids"], row["answer_ids"]
-                yield prompt + answer, [False] * len(prompt) + [True] * len(answer)
+                columns = {
+                    name: _after(prompt, column[i].values.to_numpy().reshape(len(answer), -1))
+                    for name, column in stored.items()
+                }
+                trained = [False] * len(prompt) + [True] * len(answer)
+                yield AnsweredPrompt(prompt + answer, trained, columns)
+
+
+def _after(prompt: list[int], values: np.ndarray) -> np.ndarray:
+    """Values [n, k] of an answer, after zeros for the prompt."""
+    return np.concatenate([np.zeros((len(prompt), values.shape[1]), values.dtype), values])
+
+
+def frequent_tokens(source: str, count: int) -> Tensor:
+    """The tokens that a collection's training answers use most, as a vocabulary of a drafter.
+
+    Tokens that answers do not use follow in the order of their use in prompts; tokens that occur
+    in neither are left out.
+
+    Args:
+        source: the collection's folder.
+        count: maximum number of tokens.
+
+    Returns:
+        Their ids [at most count], sorted.
+
+    Raises:
+        ValueError: as `read_answers` does, or for a count below 1.
+    """
+    if count < 1:
+        raise ValueError(f"count={count} is no vocabulary. Choose at least 1.")
+    answers, prompts = Counter(), Counter()
+    for ids, trained, _ in read_answers(source, "train"):
+        answered = sum(trained)
+        answers.update(ids[len(ids) - answered :])
+        prompts.update(ids[: len(ids) - answered])
+    ranked = sorted(answers | prompts, key=lambda t: (-answers[t], -prompts[t], t))
+    return torch.tensor(sorted(ranked[:count]))

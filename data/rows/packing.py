@@ -1,6 +1,7 @@
 """Document-aware packing: many documents in rows of equal length, and the format on disk.
 
-A packed row holds four columns of `length` integers each:
+A packed row holds four columns of `length` integers each, and whatever further columns its
+documents have:
 
     input_ids  token ids, the pad id after the last document
     document   index of the document inside the row: 0, 1, 2, ...; -1 for padding
@@ -12,7 +13,7 @@ A packed row holds four columns of `length` integers each:
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,8 @@ from data.files import delete, hidden_sibling, put_in_place
 COLUMNS = ("input_ids", "document", "position", "trained")
 _DTYPE = "<i4"
 
-Encoded = tuple[list[int], list[bool]]
+Columns = Mapping[str, np.ndarray]
+Encoded = tuple[list[int], list[bool]] | tuple[list[int], list[bool], Columns]
 
 
 def pack(documents: Iterable[Encoded], length: int, pad_id: int) -> Iterator[dict[str, list[int]]]:
@@ -35,12 +37,13 @@ def pack(documents: Iterable[Encoded], length: int, pad_id: int) -> Iterator[dic
     padded; a single remaining token of a document is dropped, and so is a one-token document.
 
     Args:
-        documents: `(token ids, training mask)` each.
+        documents: `(token ids, training mask)` each, and optionally further values of each token,
+            `{name: [n, ...]}`, with the same names for every document.
         length: tokens per row, at least 2.
         pad_id: token id of padding.
 
     Yields:
-        Rows, as `{column: list of length integers}`.
+        Rows, as `{column: list of length integers}`; further columns are arrays [length, ...].
 
     Raises:
         ValueError: for a length below 2.
@@ -51,7 +54,7 @@ def pack(documents: Iterable[Encoded], length: int, pad_id: int) -> Iterator[dic
     if length < 2:
         raise ValueError(f"length={length} is too short to pack rows. Choose at least 2.")
     row = _empty_row()
-    for ids, trained in documents:
+    for ids, trained, *more in documents:
         start = 0
         while len(ids) - start >= 2:
             free = length - len(row["input_ids"])
@@ -61,6 +64,8 @@ def pack(documents: Iterable[Encoded], length: int, pad_id: int) -> Iterator[dic
                 continue
             stop = min(start + free, len(ids))
             _append(row, ids[start:stop], trained[start:stop])
+            for name, values in (more[0] if more else {}).items():
+                row.setdefault(name, []).append(values[start:stop])
             start = stop
     if row["input_ids"]:
         yield _padded(row, length, pad_id)
@@ -81,13 +86,18 @@ def _append(row: dict[str, list[int]], ids: list[int], trained: list[bool]) -> N
 def _padded(row: dict[str, list[int]], length: int, pad_id: int) -> dict[str, list[int]]:
     padding = {"input_ids": pad_id, "document": -1, "position": 0, "trained": 0}
     missing = length - len(row["input_ids"])
-    return {column: row[column] + [padding[column]] * missing for column in COLUMNS}
+    padded = {column: row[column] + [padding[column]] * missing for column in COLUMNS}
+    for name in row.keys() - padding.keys():
+        values = np.concatenate(row[name])
+        padded[name] = np.pad(values, [(0, missing)] + [(0, 0)] * (values.ndim - 1))
+    return padded
 
 
 class PackedRows(Dataset):
-    """Packed rows on disk, memory-mapped: a folder with one int32 .npy file per column.
+    """Packed rows on disk, memory-mapped: a folder with one .npy file per column.
 
-    `rows[i]` is a dict of int64 tensors [length], one per column. Create it with `build` or `open`.
+    `rows[i]` is a dict of tensors [length], int64 for whole numbers, one per column; of further
+    columns than `COLUMNS` they may be [length, ...]. Create it with `build` or `open`.
 
     Args:
         folder: what `build` wrote.
@@ -105,7 +115,8 @@ class PackedRows(Dataset):
                 "Build them first with PackedRows.build(folder, documents, ...)."
             )
         self._columns = {
-            column: np.load(self.folder / f"{column}.npy", mmap_mode="r") for column in COLUMNS
+            column: np.load(self.folder / f"{column}.npy", mmap_mode="r")
+            for column in [*COLUMNS, *self.manifest.get("columns", [])]
         }
 
     @classmethod
@@ -164,10 +175,7 @@ class PackedRows(Dataset):
         return self.manifest["rows"]
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {
-            column: torch.from_numpy(array[index].astype(np.int64))
-            for column, array in self._columns.items()
-        }
+        return {column: _tensor(array[index]) for column, array in self._columns.items()}
 
     def __reduce__(self) -> tuple:
         # A spawned worker maps the files itself; pickling the maps would copy the whole corpus.
@@ -185,24 +193,35 @@ def _read_manifest(folder: Path) -> dict | None:
         return None
 
 
-def _write(folder: Path, documents: Iterable[Encoded], length: int, pad_id: int) -> Counter:
-    """Write the packed rows into `folder` as they come; the counts are for the manifest."""
+def _tensor(values: np.ndarray) -> torch.Tensor:
+    whole = np.issubdtype(values.dtype, np.integer)
+    return torch.from_numpy(values.astype(np.int64 if whole else values.dtype))
+
+
+def _write(folder: Path, documents: Iterable[Encoded], length: int, pad_id: int) -> dict:
+    """Write the packed rows into `folder` as they come; what is returned is for the manifest."""
     counts = Counter(
         rows=0, documents=0, short_documents=0, tokens=0, trained_tokens=0, dropped_tokens=0
     )
-    files = {column: (folder / f"{column}.npy").open("wb") for column in COLUMNS}
+    files, kinds = {}, {}
     try:
-        for file in files.values():
-            _write_header(file, 0, length)
         for row in pack(_counted(documents, counts), length, pad_id):
+            arrays = {c: np.asarray(v, _DTYPE if c in COLUMNS else None) for c, v in row.items()}
+            if not files:
+                kinds = {column: (a.dtype, a.shape) for column, a in arrays.items()}
+                files = {column: (folder / f"{column}.npy").open("wb") for column in arrays}
+                for column, file in files.items():
+                    _write_header(file, 0, *kinds[column])
+            found = {column: (a.dtype, a.shape) for column, a in arrays.items()}
+            assert found == kinds, f"documents have other columns than the first: {found}"
             for column, file in files.items():
-                file.write(np.asarray(row[column], dtype=_DTYPE).tobytes())
+                file.write(arrays[column].tobytes())
             counts["rows"] += 1
             counts["tokens"] += length - row["document"].count(-1)
             counts["trained_tokens"] += sum(row["trained"])
-        for file in files.values():
+        for column, file in files.items():
             file.seek(0)
-            _write_header(file, counts["rows"], length)
+            _write_header(file, counts["rows"], *kinds[column])
     finally:
         for file in files.values():
             file.close()
@@ -213,21 +232,23 @@ def _write(folder: Path, documents: Iterable[Encoded], length: int, pad_id: int)
         )
     # `dropped_tokens` has counted all input tokens so far; subtract those that were written.
     counts["dropped_tokens"] -= counts["tokens"]
-    return counts
+    more = [column for column in kinds if column not in COLUMNS]
+    return {**counts, **({"columns": more} if more else {})}
 
 
 def _counted(documents: Iterable[Encoded], counts: Counter) -> Iterator[Encoded]:
-    for ids, trained in documents:
-        if len(ids) < 2:
+    for document in documents:
+        if len(document[0]) < 2:
             counts["short_documents"] += 1
             continue
         counts["documents"] += 1
-        counts["dropped_tokens"] += len(ids)
-        yield ids, trained
+        counts["dropped_tokens"] += len(document[0])
+        yield document
 
 
-def _write_header(file, rows: int, length: int) -> None:
+def _write_header(file, rows: int, dtype: np.dtype, shape: tuple[int, ...]) -> None:
     # numpy pads the header, so it can be rewritten in place with the final number of rows.
+    descr = np.lib.format.dtype_to_descr(dtype)
     np.lib.format.write_array_header_1_0(
-        file, {"descr": _DTYPE, "fortran_order": False, "shape": (rows, length)}
+        file, {"descr": descr, "fortran_order": False, "shape": (rows, *shape)}
     )

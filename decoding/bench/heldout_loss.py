@@ -94,7 +94,7 @@ def heldout_texts(h: HeldoutLoss, tokenizer: PreTrainedTokenizerBase) -> dict[st
     texts = {"corpus": [text for row in chosen for text in split_row(row)]}
     if h.answers is not None:
         checked_manifest(h.answers, tokenizer)
-        answers = list(read_answers(h.answers, "heldout"))
+        answers = [(a.ids, a.trained) for a in read_answers(h.answers, "heldout")]
         stream = Stream(answers, h.seed)
         texts["answers"] = [stream[n] for n in range(min(h.rows, len(answers)))]
     for what, of in texts.items():

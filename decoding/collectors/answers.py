@@ -2,11 +2,16 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+from torch import Tensor
+
+from data.corpora.answers import TEACHER
 from data.text.tokenizer import fingerprint
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import derived_seed
-from decoding.engine.sampler import Sampler
+from decoding.engine.sampler import Batch, Sampler
 from decoding.loading import load, load_tokenizer
+from decoding.samplers.plain import PlainSampler
 
 
 class TeacherAnswers:
@@ -25,12 +30,13 @@ class TeacherAnswers:
         top_p: Of nucleus sampling.
         dtype: Of the weights.
         device: Where to run.
+        top_k: How many of the teacher's most probable tokens are stored with each token of an
+            answer, with their probabilities (at temperature 1), so that training on the teacher's
+            distributions needs no teacher; 0 stores none.
 
     Raises:
-        ValueError: `number` or `temperatures` asks for no answer.
+        ValueError: `number` or `temperatures` asks for no answer, or `top_k` is negative.
     """
-
-    columns = ("id", "answer", "temperature", "prompt_ids", "answer_ids", "finish_reason")
 
     def __init__(
         self,
@@ -42,7 +48,10 @@ class TeacherAnswers:
         top_p: float = 1.0,
         dtype: str = "bfloat16",
         device: str = "cpu",
+        top_k: int = 0,
     ):
+        if top_k < 0:
+            raise ValueError(f"top_k={top_k} is not allowed: it must be 0 (none) or more")
         if number < 1 or not temperatures:
             raise ValueError(
                 f"number={number} and temperatures={list(temperatures)} give no answer: number "
@@ -54,7 +63,7 @@ class TeacherAnswers:
             for t in temperatures
         ]
         self.tokenizer = load_tokenizer(teacher)
-        self.dtype, self.device = dtype, device
+        self.dtype, self.device, self.top_k = dtype, device, top_k
         self._sampler: Sampler | None = None
 
     def made_with(self) -> dict:
@@ -68,11 +77,16 @@ class TeacherAnswers:
             "max_new_tokens": self.params[0].max_new_tokens,
             "dtype": self.dtype,
             "seeds": "blake2b",  # a collection is not continued with seeds of another kind
+            **({"top_k": self.top_k} if self.top_k else {}),
         }
 
     def bytes_of(self, prompt_ids: list[int]) -> int:
-        """Upper bound of the bytes of a prompt's answers on disk: 4 per token, and a margin."""
-        return self.number * (4 * (len(prompt_ids) + self.params[0].max_new_tokens) + 64)
+        """Upper bound of the bytes of a prompt's answers on disk: 4 per token, and a margin.
+
+        Of each of a token's `top_k` the id and the probability take 6 bytes.
+        """
+        new = self.params[0].max_new_tokens
+        return self.number * (4 * (len(prompt_ids) + new) + 6 * self.top_k * new + 64)
 
     def seed_of(self, prompt: str, answer: int) -> int:
         """The seed of a prompt's answer, by the prompt's id and the answer's number."""
@@ -85,7 +99,8 @@ class TeacherAnswers:
             prompts: {"id", "prompt_ids"} of each prompt.
 
         Returns:
-            Rows of a table with the columns `columns`.
+            Rows of a table: id, answer, temperature, prompt_ids, answer_ids [n], finish_reason;
+            with `top_k` also teacher_ids and teacher_probs [n * top_k].
 
         Raises:
             ValueError: The teacher does not continue text.
@@ -97,6 +112,8 @@ class TeacherAnswers:
                     f"collector.teacher={self.teacher} does not continue text, so it cannot answer "
                     "a prompt: give a causal or masked diffusion LM"
                 )
+            if self.top_k:
+                self._sampler = Recording(self._sampler, self.top_k)
         rows = []
         for j in range(self.number):
             params = self.params[j % len(self.params)]
@@ -104,6 +121,7 @@ class TeacherAnswers:
             results = self._sampler.generate(
                 [p["prompt_ids"] for p in prompts], params, seeds=seeds
             )
+            recorded = self._sampler.recorded if self.top_k else [{}] * len(results)
             rows += [
                 {
                     "id": prompt["id"],
@@ -112,7 +130,50 @@ class TeacherAnswers:
                     "prompt_ids": prompt["prompt_ids"],
                     "answer_ids": result.token_ids,
                     "finish_reason": result.finish_reason,
+                    **{k: np.concatenate(v[: len(result.token_ids)]) for k, v in found.items()},
                 }
-                for prompt, result in zip(prompts, results)
+                for prompt, result, found in zip(prompts, results, recorded)
             ]
         return rows
+
+
+class Recording(PlainSampler):
+    """Plain decoding that keeps the target's most probable tokens at each token it emits.
+
+    Args:
+        sampler: Plain decoding with the same target.
+        top_k: How many tokens are kept.
+
+    Attributes:
+        recorded: For each request of the last call `teacher_ids` and `teacher_probs`, a list of
+            arrays [top_k] each, one for each token.
+
+    Raises:
+        ValueError: The sampler is not plain decoding: a pass does not give one token's
+            distribution, or gives those of drafts that were not accepted.
+    """
+
+    def __init__(self, sampler: Sampler, top_k: int):
+        if not isinstance(sampler, PlainSampler):
+            raise ValueError(
+                f"collector.top_k={top_k} needs plain decoding: give collector.teacher the target "
+                "itself, whose answers have the same distribution, or top_k=0"
+            )
+        super().__init__(sampler.target, sampler.tokenizer)
+        self.top_k = top_k
+        self.recorded: list[dict[str, list[np.ndarray]]] = []
+
+    def begin(self, batch: Batch, params: SamplingParams) -> None:
+        self.recorded = [{name: [] for name in TEACHER} for _ in batch.requests]
+        super().begin(batch, params)
+
+    def warped(
+        self, logits: Tensor, batch: Batch, draft: Tensor, params: SamplingParams, before=None
+    ) -> Tensor:
+        """Record the distributions at temperature 1, before anything changes them."""
+        probs, ids = logits[:, -1].float().softmax(-1).topk(self.top_k)
+        columns = zip(batch.requests, ids.int().cpu().numpy(), probs.half().cpu().numpy())
+        for request, *found in columns:
+            for name, values in zip(TEACHER, found):
+                self.recorded[request][name].append(values)
+        return super().warped(logits, batch, draft, params, before)

@@ -88,7 +88,7 @@ def test_it_is_the_loss_that_training_validates_with(world, seed):
     expected = validated(Autoregressive(*made), batch, "loss")
     assert float(line["corpus"]) == pytest.approx(expected, abs=6e-5)
 
-    stream, samples = Stream(list(read_answers(world / "answers", "heldout")), 0), []
+    stream, samples = Stream([a[:2] for a in read_answers(world / "answers", "heldout")], 0), []
     for i in range(16):
         ids = stream[i][0]
         clean = torch.tensor(ids[5:] + [0] * (N * n + 5 - len(ids))).view(N, n)
