@@ -16,7 +16,8 @@ quickstart: .venv/installed  ## train and decode with DEER at lab scale, from no
 	$(PY) -m decoding.bench model=$(RUNS)/deer_stage2/export also=$(RUNS)/deer_stage1/export prompts=8 max_new_tokens=64
 
 LAB = runs=$(RUNS)/lab trainer.compile=true
-BENCH = $(PY) -m decoding.bench
+# The figures of docs/results count answers of max_new_tokens, whether or not their text ends before.
+BENCH = $(PY) -m decoding.bench ignore_eos=true
 
 # The target is deep, so that a drafter with a quarter of its layers is cheap in comparison.
 DEEP = runs=$(RUNS)/lab-deer trainer.compile=true
@@ -30,7 +31,7 @@ lab-deer-stage1: .venv/installed  ## the inputs of lab-deer and lab-deer-losses:
 lab-deer: lab-deer-stage1  ## DEER's figures in docs/results/deer.md: more than an hour on 2 cores
 	$(FIT) recipe=deer_stage2 $(DEEP) trainer.max_steps=1500
 	$(FIT) recipe=ar_drafter $(DEEP) trainer.max_steps=2000 'network.layers=[0,1,11]'
-	$(PY) -m decoding.calibrate model=$(DEER)2/export answers=$(RUNS)/lab-deer/deer_answers nodes=[5,8,12,20,32,48] sharpness=[1.0] batch_sizes=[1,16] prompts=16
+	$(PY) -m decoding.calibrate ignore_eos=true model=$(DEER)2/export answers=$(RUNS)/lab-deer/deer_answers nodes=[5,8,12,20,32,48] sharpness=[1.0] batch_sizes=[1,16] prompts=16
 	$(BENCH) model=$(DEER)2/export assistant=$(RUNS)/lab-deer/ar_drafter/export batch_sizes=[1,16] max_new_tokens=64 profile=true
 	$(BENCH) model=$(DEER)2/export also=$(DEER)1/export prompt_lookup=0 out=$(DEER)2/bench_stages
 
@@ -101,7 +102,7 @@ define NODES
 
 endef
 DRAFTED = $(RUNS)/lab/spiffy_calibrate
-DENOISE = $(PY) -m decoding.bench.denoise model=$(DRAFTED)
+DENOISE = $(PY) -m decoding.bench.denoise ignore_eos=true model=$(DRAFTED)
 lab-spiffy: .venv/installed  ## a masked diffusion LM, draft graphs by each objective and for a threshold, and their bench
 	$(FIT) recipe=ar_target $(LAB) trainer.max_steps=2400
 	$(FIT) recipe=dllm_block $(LAB) trainer.max_steps=1600

@@ -84,7 +84,7 @@ def run(argv: list[str]) -> None:
     if getattr(sampler, "drafter", None) is None:
         raise ValueError(f"{c.model} drafts no trees: there is nothing to calibrate")
     number = c.prompts + c.fit_prompts
-    prompts = heldout_prompts(c.source, sampler.tokenizer, number, c.prompt_length)
+    prompts = heldout_prompts(tokenizer=sampler.tokenizer, **(c.prompt_set | {"count": number}))
     ids = [p["prompt_ids"] for p in prompts]
     table = None
     if c.answers is not None:
@@ -195,7 +195,8 @@ def shapes_of(
 
 def params_of(c: Calibrate, temperature: float, **options) -> SamplingParams:
     """The sampling parameters of a measured request."""
-    return SamplingParams(c.max_new_tokens, temperature, ignore_eos=True, seed=c.seed, **options)
+    options |= {"ignore_eos": c.ignore_eos, "seed": c.seed}
+    return SamplingParams(c.max_new_tokens, temperature, **options)
 
 
 def measure(

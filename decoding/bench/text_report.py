@@ -180,7 +180,7 @@ def on_screen(line: dict) -> dict:
     for key, value in line.items():
         if not key.endswith(ERROR):
             error = line.get(f"{key}{ERROR}", "")
-            found[key] = value if error == "" else f"{value} ± {error}"
+            found[key] = value if error == "" else f"{value:.2f} ± {error:.2f}"
     return {"T" if key == "temperature" else key: value for key, value in found.items()}
 
 

@@ -1,8 +1,11 @@
 import csv
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from decoding import loading
+from decoding.bench import denoise as denoising
 from decoding.bench.denoise import (
     DenoiseBench,
     Row,
@@ -79,6 +82,31 @@ def test_the_report(lab, tmp_path, capsys):
     assert 0 < float(accepted[0]["level 1"]) <= 1
     for name in ("accepted.png", "graph.png"):
         assert (Path(bench.out) / name).stat().st_size > 5000
+
+
+def test_answers_end_at_the_end_token(lab, tmp_path, monkeypatch):
+    lab.fit("dllm_block")
+    bench = DenoiseBench(
+        model=str(lab.fit("spiffy_calibrate")), source=str(lab.corpus), prompts=3, prompt_length=8,
+        max_new_tokens=12, ignore_eos=True, dtype="float32", out=str(tmp_path),
+    )  # fmt: skip
+    whole = measure(bench)[0].results
+    assert {len(r.token_ids) for r in whole} == {12}
+    end = whole[0].token_ids[1]
+
+    def load(*given, **options):
+        sampler = loading.load(*given, **options)
+        sampler.target.generation_config.eos_token_id = end
+        return sampler
+
+    monkeypatch.setattr(denoising, "load", load)
+    rows = measure(replace(bench, ignore_eos=False))
+    texts = [r.token_ids for r in whole]
+    expected = [ids[: ids.index(end) + 1] if end in ids else ids for ids in texts]
+    assert [[r.token_ids for r in row.results] for row in rows] == [expected] * 2
+    assert sum(rows[0].nfe) < sum(measure(bench)[0].nfe)
+    assert rows[0].nfe == rows[0].nfe_until_end
+    report(bench, rows)
 
 
 def test_the_bench_of_causal_models_refuses_it(lab):

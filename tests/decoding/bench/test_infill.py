@@ -129,6 +129,13 @@ def test_a_middle_is_compared_with_what_stood_there(bench, monkeypatch):
     assert {scores for row in measure(middle) for scores in row.rouge} == {(100.0,) * 3}
 
 
+def test_other_texts_than_it_can_fill_are_refused(bench):
+    with pytest.raises(ValueError, match="subset='x'"):
+        measure(dataclasses.replace(bench, subset="x"))
+    with pytest.raises(ValueError, match="'test'"):
+        measure(dataclasses.replace(bench, split="test"))
+
+
 def test_rouge_by_hand():
     """Of 'a b c d' and 'a x b c': three words, one pair of two in common, 'a b c' in order."""
     assert rouge("a b c d", "A  x b, c!") == pytest.approx((75, 100 / 3, 75))

@@ -1,12 +1,14 @@
 """The limits are those of enumeration, no rule for one path passes them, the command shows them."""
 
 import csv
+import json
 from itertools import product
 
 import pytest
 import torch
 
 from data.text.tokenizer import draft_token_ids, fingerprint, train_tokenizer, with_draft_tokens
+from decoding.bench import limits, text
 from decoding.bench.limits import run
 from decoding.bench.overlap import (
     accepted,
@@ -267,6 +269,29 @@ def test_the_command(world, capsys):
     assert (out / "limits.png").stat().st_size > 5000
     assert "decoding.bench.limits" in (out / "command.txt").read_text()
     assert "accepted" in capsys.readouterr().out
+
+
+def test_prompts_of_a_benchmark_and_short_answers(world, tmp_path, monkeypatch):
+    """Answers of a single cycle have no other prefix than their prompt."""
+    rows = [{"question_id": n, "category": "qa", "turns": [f"self {n}"]} for n in range(3)]
+    source = tmp_path / "x.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    measured = []
+
+    def measure(bench):
+        measured.append(bench)
+        return text.measure(bench)
+
+    monkeypatch.setattr(limits, "measure", measure)
+    more = [f"source={source}", "subset=qa", "chat=false", "max_new_tokens=1"]
+    run(arguments(world, *more, f"out={tmp_path / 'out'}"))
+    assert len(lines(tmp_path / "out" / "limits.csv")) == 7
+    (bench,) = measured
+    assert (bench.source, bench.subset, bench.chat) == (str(source), "qa", False)
+    with pytest.raises(ValueError, match="subset='tales'"):
+        run(arguments(world, *more, "subset=tales"))
+    with pytest.raises(ValueError, match=r"chat=true.*template"):
+        run(arguments(world, *more, "chat=true"))
 
 
 @pytest.mark.parametrize(

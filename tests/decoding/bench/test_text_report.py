@@ -60,7 +60,8 @@ def test_one_prompt_has_no_standard_error():
     assert median_error([1.0]) == ratio_error([3], [2]) == ""
     shown = on_screen(summary(row([3], [1.0], passes=[2])))
     assert shown["acceptance length"] == 1.5
-    assert on_screen({"x": 1, "x ±": 0.1, "temperature": 0}) == {"x": "1 ± 0.1", "T": 0}
+    line = {"x": 1.25, "x ±": 0.125, "temperature": 0}
+    assert on_screen(line) == {"x": "1.25 ± 0.12", "T": 0}
 
 
 def test_scores_are_a_share_with_its_error():
