@@ -18,7 +18,7 @@ from data.corpora.sources import load_documents
 from data.corpora.stdlib import is_held_out
 from data.text.chat import encode_prompt, encode_text, start_ids
 
-WINDOW = 64  # tokens of a window of text where no length is given
+WINDOW = 64  # tokens of a text where no length is given
 
 
 def heldout_prompts(
@@ -50,7 +50,7 @@ def heldout_prompts(
         tokenizer: encodes the prompts.
         count: number of prompts.
         length: tokens per prompt: exactly (windows) or at most (whole prompts, which lose their
-            beginning). None: `WINDOW` of a window, and all of a whole prompt.
+            beginning). None: `WINDOW` of a text, and all of a question.
         split: 'heldout' or 'train'; ignored for a benchmark (GSM8K's: see above).
         chat: whether to ask problems and the prompts of pairs in the tokenizer's chat template;
             None: if it has one. Texts are never, chats always rendered by it.
@@ -80,8 +80,10 @@ def heldout_prompts(
             f"chat=true, but source={source!r} holds texts, which are no questions. Give a "
             "benchmark, chats or prompt-answer pairs, or leave chat out."
         )
+    if text:
+        length = length or WINDOW
     if text and not source.endswith(".jsonl"):
-        found = _windows(documents, tokenizer, length or WINDOW)
+        found = _windows(documents, tokenizer, length)
     else:
         found = _whole_prompts(documents, tokenizer, length, in_chat)
     prompts = [

@@ -1,4 +1,4 @@
-"""`python -m decoding.bench.pass_at_1 model=... problems=HumanEval.jsonl execute=true`.
+"""`python -m decoding.bench.pass_at_1 model=... problems=humaneval execute=true`: right programs.
 
 pass@1: the share of problems whose one answer passes the problem's own tests (arXiv 2107.03374,
 section 2.1). Every program's outcome is written to `pass_at_1.jsonl`, the table to `pass_at_1.csv`.
@@ -32,7 +32,7 @@ STOP = tuple(f"\n{c}" for c in string.printable if not c.isspace())
 class PassAt1(BenchOptions, ChatOptions, ProgramOptions):
     """Answer every problem once with the export's own sampler and run its tests."""
 
-    EXAMPLE: ClassVar[str] = "model=runs/pcllm_round1/export problems=HumanEval.jsonl execute=true"
+    EXAMPLE: ClassVar[str] = "model=runs/pcllm_round1/export problems=humaneval execute=true"
 
     problems: str = option(NEEDED, "'humaneval', or a file of HumanEval or MBPP with its tests")
     max_new_tokens: int = option(512, "tokens of an answer, at the most", least=1)
