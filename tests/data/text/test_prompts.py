@@ -114,7 +114,8 @@ def test_without_a_length_questions_are_whole(tmp_path, tokenizer):
     [cut] = heldout_prompts(source, tokenizer, 1, 9)
     assert (len(cut["prompt_ids"]), question.endswith(cut["text"])) == (9, True)
     texts = write_jsonl(tmp_path / "t.jsonl", [{"text": question, "id": n} for n in range(99)])
-    assert {len(p["prompt_ids"]) for p in heldout_prompts(texts, tokenizer, 2)} == {WINDOW}
+    found = heldout_prompts(texts, tokenizer, 2, split="train")
+    assert {len(p["prompt_ids"]) for p in found} == {WINDOW}
     windows = heldout_prompts("stdlib", tokenizer, 3)
     assert {len(p["prompt_ids"]) for p in windows} == {WINDOW}
 
