@@ -28,8 +28,8 @@ LAYERS_OF_DECODING = [  # a package of decoding/ imports from those before it, a
     {"samplers"},
     {"loading"},
     {"calibration", "collectors", "chat"},
-    {"generate", "images", "collect", "calibrate", "fetch", "lm_eval"},
-    {"bench"},
+    {"generate", "images", "collect", "calibrate", "fetch", "harness"},
+    {"bench", "lm_eval"},
 ]
 LAYERS_OF_DATA = [{"files"}, {"corpora"}, {"text"}, {"corruption"}, {"rows", "images"}]
 # Only the commands that compose recipes may need Hydra, and only in decoding/.

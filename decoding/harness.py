@@ -1,0 +1,262 @@
+"""Any sampler as a model of lm-evaluation-harness, registered there as `parade`.
+
+lm-eval is an optional dependency (`pip install lm_eval`), so this module is imported in functions.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import maybe_truncate, normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from data.text.chat import start_ids
+from decoding.chat import end_of_turn
+from decoding.commands.progress import track
+from decoding.engine.params import SamplingParams
+from decoding.engine.randomness import request_seeds
+from decoding.engine.sampler import Sampler
+from decoding.loading import load
+from decoding.samplers.denoise import DenoiseSampler
+
+ASSUMED_CONTEXT = 2048  # of a model that names none, as lm-eval assumes it
+COPIED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+Pair = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, context, continuation
+
+
+@register_model("parade")
+class ParadeLM(TemplateLM):
+    """A sampler as lm-eval asks it.
+
+    Args:
+        model: A sampler, or what `decoding.load` takes.
+        batch_size: Requests that are decoded or scored together.
+        seed: Each request that samples has a seed derived from it and from the request's number.
+        verify: How drafts are verified.
+        max_gen_toks: The most tokens of an answer, where the task does not say.
+        options: Further ones of `decoding.load`.
+
+    Attributes:
+        emitted: Tokens emitted by each target pass of every answer so far.
+
+    Raises:
+        ValueError: The model cannot be loaded, or it does not go on from a prompt.
+    """
+
+    def __init__(
+        self,
+        model: str | Sampler,
+        *,
+        batch_size: int = 8,
+        seed: int = 0,
+        verify: str = SamplingParams.verify,
+        max_gen_toks: int = 256,
+        **options,
+    ):
+        super().__init__()
+        sampler = load(model, **options) if isinstance(model, str) else model
+        if not isinstance(sampler, Sampler) or not sampler.continues:
+            raise ValueError(f"{model} goes on from no prompt: lm-eval asks language models")
+        self._name = model if isinstance(model, str) else sampler.target.name_or_path
+        self.sampler, self.tokenizer = sampler, sampler.tokenizer
+        self._device = sampler.target.device
+        self._batch_size, self._seed = int(batch_size), int(seed)
+        self._params = SamplingParams(max_new_tokens=int(max_gen_toks), verify=verify)
+        self._eos = sampler.eos
+        if self.tokenizer.chat_template:
+            self._eos |= end_of_turn(sampler)
+        self.emitted: list[int] = []
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens emitted per target pass in all answers so far; None without answers."""
+        return sum(self.emitted) / len(self.emitted) if self.emitted else None
+
+    @property
+    def max_length(self) -> int:
+        """The model's context."""
+        return self.sampler.context or ASSUMED_CONTEXT
+
+    @property
+    def eot_token_id(self) -> int | None:
+        """The end-of-text token."""
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token that a text without context is conditioned on: its start, or its end."""
+        for token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
+            if token is not None:
+                return token
+        raise ValueError(
+            "this tokenizer has neither a start nor an end token, so a text without context "
+            "cannot be scored: choose other tasks"
+        )
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The tokenizer's name, for lm-eval's caches."""
+        return self.tokenizer.name_or_path.replace("/", "__")
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """The prompt's text; without add_generation_prompt the last message is gone on with."""
+        return self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+
+    def get_model_info(self) -> dict:
+        """What lm-eval writes of the model into its results."""
+        method = type(self.sampler).__module__.rpartition(".")[2]
+        about = {"model": self._name, "method": method, "verify": self._params.verify}
+        return about | {"acceptance_length": self.acceptance_length}
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs
+    ) -> list[int]:
+        """Token ids; the start token is added where the model expects one and the text has none."""
+        ids = self.tokenizer(string, add_special_tokens=False).input_ids
+        start = [] if add_special_tokens is False else start_ids(self.tokenizer)
+        return ids if ids[: len(start)] == start else start + ids
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """The sampler's answer to each `(context, generation_kwargs)`.
+
+        Where both do not fit the model's context, the answer has less room, at the least half of
+        the context, and then the beginning of the prompt is left out.
+
+        Raises:
+            ValueError: A task asks for an option of generation that samplers do not offer.
+        """
+        groups, texts = {}, [""] * len(requests)
+        for n, request in enumerate(requests):
+            prompt, given = request.args
+            params, ends = self._sampling(given)
+            room = params.max_new_tokens
+            least = min(room, self.max_length // 2)
+            ids, room = maybe_truncate(
+                self.tok_encode(prompt), room, self.max_length, least, shrink_gen_toks=True
+            )
+            group = groups.setdefault((replace(params, max_new_tokens=room), ends), [])
+            group.append((n, ids))
+        seeds = request_seeds(self._seed, len(requests))
+        for batch, (params, ends) in track(self._batches(groups), "answers"):
+            self.sampler.eos = self._eos | ends
+            numbers, prompts = zip(*batch)
+            results = self.sampler.generate(prompts, params, seeds=[seeds[n] for n in numbers])
+            for n, result in zip(numbers, results):
+                texts[n] = result.text
+                self.emitted += result.stats.emitted
+                self.cache_hook.add_partial("generate_until", requests[n].args, result.text)
+        return texts
+
+    def _batches(self, groups: dict) -> list[tuple[list, tuple]]:
+        """Batches of requests with one set of parameters, the longest prompts first."""
+        found = []
+        for key, group in groups.items():
+            group.sort(key=lambda item: -len(item[1]))
+            for start in range(0, len(group), self._batch_size):
+                found.append((group[start : start + self._batch_size], key))
+        return found
+
+    def _sampling(self, given: dict) -> tuple[SamplingParams, frozenset[int]]:
+        """Parameters of a task's generation_kwargs, and tokens among its stop strings."""
+        asked = dict(normalize_gen_kwargs(given, self._params.max_new_tokens))
+        until, room, sampled = asked.pop("until"), asked.pop("max_gen_toks"), asked.pop("do_sample")
+        if asked.get("num_beams") == 1:
+            del asked["num_beams"]
+        if unknown := sorted(asked.keys() - {*COPIED}):
+            raise ValueError(
+                f"generation_kwargs has {unknown}, which samplers do not offer. Choose from "
+                f"{['do_sample', 'max_gen_toks', 'until', *COPIED]}"
+            )
+        asked |= {} if sampled else {"temperature": 0}
+        # A special token is no text, so it ends an answer as a token.
+        special = {
+            t.content: i for i, t in self.tokenizer.added_tokens_decoder.items() if t.special
+        }
+        stop = tuple(s for s in until if s and s not in special)
+        params = replace(self._params, max_new_tokens=room, stop=stop, **asked)
+        return params, frozenset(special[s] for s in until if s in special)
+
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """log p of each whole text, in nats; a long one in pieces as long as the context."""
+        pairs, owner = [], []
+        for n, request in enumerate(requests):
+            ids = self.tok_encode(request.args[0], add_special_tokens=False)
+            windows = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1)
+            for context, continuation in map(make_disjoint_window, windows):
+                pairs.append((None, context, continuation))
+                owner.append(n)
+        totals = [0.0] * len(requests)
+        for n, (log_prob, _) in zip(owner, self._loglikelihood_tokens(pairs)):
+            totals[n] += log_prob
+        for request, total in zip(requests, totals):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def _loglikelihood_tokens(
+        self, requests: list[Pair], disable_tqdm: bool = False, **kwargs
+    ) -> list[tuple[float, bool]]:
+        if isinstance(self.sampler, DenoiseSampler):
+            raise ValueError(
+                "a masked diffusion LM has no next-token likelihood: choose tasks that generate "
+                "(output_type: generate_until)"
+            )
+        # Choices of one token share their input, and with it the forward.
+        asked: dict[tuple[int, ...], list[int]] = {}
+        for n, (_, context, continuation) in enumerate(requests):
+            if len(continuation) > self.max_length:
+                raise ValueError(
+                    f"a continuation of {len(continuation)} tokens is longer than the model's "
+                    f"context of {self.max_length}: choose other tasks"
+                )
+            ids = (context + continuation)[-(self.max_length + 1) :][:-1]
+            asked.setdefault(tuple(ids), []).append(n)
+        inputs, answers = sorted(asked, key=len, reverse=True), [(0.0, True)] * len(requests)
+        for start in track(range(0, len(inputs), self._batch_size), "likelihoods"):
+            batch = inputs[start : start + self._batch_size]
+            lengths = [max(len(requests[n][2]) for n in asked[ids]) for ids in batch]
+            for ids, log_probs in zip(batch, self._log_probs(batch, lengths)):
+                for n in asked[ids]:
+                    answers[n] = score(log_probs, requests[n][2])
+                    if requests[n][0] is not None:
+                        self.cache_hook.add_partial("loglikelihood", requests[n][0], answers[n])
+        return answers
+
+    @torch.inference_mode()
+    def _log_probs(self, inputs: list[tuple[int, ...]], lengths: list[int]) -> Iterable[Tensor]:
+        """log p [length, V] of what follows each of the last positions of every input."""
+        # Padding comes after the text, so a causal model sees none of it.
+        ids = pad_sequence([torch.tensor(x) for x in inputs], batch_first=True).to(self._device)
+        first = min(len(x) - max(1, n) for x, n in zip(inputs, lengths))
+        output = self.sampler.target(ids, use_cache=False, logits_to_keep=ids.shape[1] - first)
+        exact = torch.promote_types(output.logits.dtype, torch.float32)
+        return [
+            row[len(x) - n - first : len(x) - first].to(exact).log_softmax(-1)
+            for row, x, n in zip(output.logits, inputs, lengths)
+        ]
+
+
+def score(log_probs: Tensor, continuation: list[int]) -> tuple[float, bool]:
+    """log p of a continuation in nats, and whether greedy decoding writes it.
+
+    Args:
+        log_probs: [n, V], of the last n tokens of an input with its continuation.
+        continuation: Token ids, n of them at the most.
+    """
+    log_probs = log_probs[len(log_probs) - len(continuation) :]
+    ids = torch.tensor(continuation, dtype=torch.long, device=log_probs.device)
+    greedy = bool((log_probs.argmax(-1) == ids).all())
+    return float(log_probs.gather(1, ids[:, None]).sum()), greedy

@@ -1,0 +1,162 @@
+"""`python -m decoding.lm_eval model=runs/deer_stage2/export tasks=[gsm8k] limit=50`: lm-eval tasks.
+
+The tasks of lm-evaluation-harness, or of a folder, run against a sampler (`decoding.harness`). The
+table is written to `results.csv`, all that lm-eval gives to `results.json`, answers to
+`samples.jsonl`.
+"""
+
+import difflib
+import json
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import ClassVar
+
+from data.files import atomic_write
+from decoding.commands.cli import main, parse, quiet
+from decoding.commands.options import DTYPES, NEEDED, MeasureOptions, option
+from decoding.commands.report import write_table
+from decoding.commands.values import read, split
+from decoding.engine.params import VERIFY, SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class LmEval(MeasureOptions):
+    """Run tasks of lm-evaluation-harness with an export's own sampler."""
+
+    EXAMPLE: ClassVar[str] = "model=runs/deer_stage2/export tasks=[gsm8k] chat=true limit=50"
+
+    tasks: tuple[str, ...] = option(NEEDED, "names of lm-eval's tasks or groups, or YAML files")
+    include_path: str | None = option(None, "a folder with more tasks (YAML)")
+    limit: float | None = option(None, "documents of each task; below 1 a share of them")
+    num_fewshot: int | None = option(None, "solved examples before each; null: the task's", least=0)
+    chat: bool = option(False, "ask through the model's chat template")
+    system: str | None = option(None, "the system's message of a chat", verbatim=True)
+    gen_kwargs: tuple[str, ...] = option(
+        (), "instead of the tasks' own, as [do_sample=true,temperature=0.7,max_gen_toks=64]"
+    )
+    batch_size: int = option(8, "requests that are decoded or scored together", least=1)
+    execute: bool = option(False, "true lets tasks run what the model wrote, without a sandbox")
+    target: str | None = option(None, "a target instead of the one that the export names")
+    sampler: tuple[str, ...] = option(
+        (), "another method or other knobs than the export's, as [method=jacobi,block_size=32]"
+    )
+    verify: str = option(
+        SamplingParams.verify, "how drafts are verified; each is lossless", choices=VERIFY
+    )
+    dtype: str = option("auto", "of the weights in memory", choices=DTYPES)
+    trust_remote_code: bool = option(False, "run the code that a model of the Hub brings")
+    out: str = option("lm_eval_results", "folder of the results")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.tasks:
+            raise ValueError("tasks=[] is not allowed: at least one is needed")
+        if self.limit is not None and not self.limit > 0:
+            raise ValueError(f"limit={self.limit:g} is not allowed: it must be above 0")
+        if self.system is not None and not self.chat:
+            raise ValueError("system= is of a chat: give chat=true too")
+
+
+LOADING = ("target", "sampler", "dtype", "device", "trust_remote_code")
+
+
+def run(argv: list[str]) -> None:
+    """Run the command with its arguments `key=value`."""
+    quiet()
+    e = parse(argv, LmEval, "decoding.lm_eval")
+    given = {key: read(value) for key, value in map(split, e.gen_kwargs)}
+    if find_spec("lm_eval") is None:
+        raise ValueError("lm-evaluation-harness is not installed: pip install lm_eval")
+    from lm_eval import simple_evaluate
+
+    from decoding.harness import ParadeLM
+
+    manager = known_tasks(e)
+    options = {name: getattr(e, name) for name in LOADING}
+    lm = ParadeLM(e.model, batch_size=e.batch_size, seed=e.seed, verify=e.verify, **options)
+    if e.chat and not lm.tokenizer.chat_template:
+        raise ValueError(f"{e.model!r} has no chat template: leave chat=true out")
+    results = simple_evaluate(
+        lm,
+        tasks=list(e.tasks),
+        task_manager=manager,
+        limit=e.limit,
+        num_fewshot=e.num_fewshot,
+        batch_size=e.batch_size,
+        gen_kwargs=given or None,
+        apply_chat_template=e.chat,
+        system_instruction=e.system,
+        confirm_run_unsafe_code=e.execute,
+        random_seed=e.seed,
+        fewshot_random_seed=e.seed,
+    )
+    write(results, Path(e.out), e)
+    if lm.acceptance_length is not None:
+        print(f"{lm.acceptance_length:.2f} tokens per target pass in the answers")
+    print(f"wrote {Path(e.out) / 'results.json'}, results.csv and samples.jsonl")
+
+
+def known_tasks(e: LmEval):
+    """lm-eval's task manager; ValueError for a task that neither it nor a file has."""
+    from lm_eval.tasks import TaskManager
+
+    if e.include_path is not None and not Path(e.include_path).is_dir():
+        raise ValueError(f"include_path={e.include_path!r} is no folder: give one with tasks")
+    manager = TaskManager(include_path=e.include_path)
+    for task in e.tasks:
+        if task in manager.all_tasks or Path(task).is_file():
+            continue
+        near = difflib.get_close_matches(task, manager.all_tasks, n=3)
+        hint = f"Did you mean one of {near}?" if near else "lm-eval ls tasks lists them."
+        raise ValueError(
+            f"unknown task {task!r}. {hint} include_path= adds a folder of your own tasks"
+        )
+    return manager
+
+
+def write(results: dict, out: Path, e: LmEval) -> None:
+    """Write results.json and samples.jsonl; write and print the table."""
+    from lm_eval.utils import handle_non_serializable
+
+    out.mkdir(parents=True, exist_ok=True)
+    samples = results.pop("samples", {})
+    text = json.dumps(results, indent=2, default=handle_non_serializable)
+    with atomic_write(out / "results.json") as temporary:
+        temporary.write_text(text, encoding="utf-8")
+    rows = ({"task": task, **row} for task, of in samples.items() for row in of)
+    with atomic_write(out / "samples.jsonl") as file, file.open("w", encoding="utf-8") as stream:
+        for row in rows:
+            stream.write(f"{json.dumps(row, default=handle_non_serializable)}\n")
+    write_table(table(results), out / "results.csv", f"{e.model}, {e.dtype}", "decoding.lm_eval")
+
+
+def table(results: dict) -> list[dict]:
+    """A line of the table for each task and metric of lm-eval's results."""
+    lines = []
+    for task, found in results["results"].items():
+        for key, value in found.items():
+            metric, comma, of = key.partition(",")
+            if not comma or metric.endswith("_stderr"):
+                continue
+            error = found.get(f"{metric}_stderr,{of}")
+            lines.append(
+                {
+                    "task": task,
+                    "metric": metric,
+                    "filter": of,
+                    "few-shot": results["n-shot"].get(task, ""),
+                    "value": rounded(value),
+                    "standard error": rounded(error),
+                }
+            )
+    return lines
+
+
+def rounded(value: float | str | None) -> float | str:
+    """A figure of the table; lm-eval has 'N/A' where there is none."""
+    return round(value, 4) if isinstance(value, (int, float)) else ""
+
+
+if __name__ == "__main__":
+    main(run)
