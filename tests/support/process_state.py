@@ -16,8 +16,8 @@ def process_state() -> dict[str, object]:
 
     Warnings' filters are not in it: pytest restores them.
     """
-    # scikit-learn sets KMP_*, of OpenMP, when it is first imported.
-    passing = ("PYTEST_CURRENT_TEST", "KMP_")
+    # scikit-learn sets KMP_*, of OpenMP, when it is first imported, lm-eval HF_XET_*.
+    passing = ("PYTEST_CURRENT_TEST", "KMP_", "HF_XET_HIGH_PERFORMANCE")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(passing)}
     return {
         **{f"os.environ[{k!r}]": v for k, v in environment.items()},
