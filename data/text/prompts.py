@@ -91,9 +91,10 @@ def heldout_prompts(
         for id, ids in islice(found, count)
     ]
     if len(prompts) < count:
+        of, lower = (f" of length={length}", " or length") if length else ("", "")
         raise ValueError(
-            f"source={source!r} has {len(prompts)} prompts of length={length} in split={split!r}, "
-            f"but count={count}. Lower count or length, or give a larger source."
+            f"source={source!r} has {len(prompts)} prompts{of} in split={split!r}, "
+            f"but count={count}. Lower count{lower}, or give a larger source."
         )
     return prompts
 

@@ -48,12 +48,17 @@ class HuggingFace:
             pad_token_id=0,
         )
         before = self._passes
-        out = self.target.generate(
-            torch.tensor(ids, device=device),
-            attention_mask=torch.tensor(seen, device=device),
-            generation_config=config,
-            **self.arguments,
-        )
+        # The target's own settings would fill what is None: its end tokens, top_p, penalties.
+        own, self.target.generation_config = self.target.generation_config, GenerationConfig()
+        try:
+            out = self.target.generate(
+                torch.tensor(ids, device=device),
+                attention_mask=torch.tensor(seen, device=device),
+                generation_config=config,
+                **self.arguments,
+            )
+        finally:
+            self.target.generation_config = own
         passes = self._passes - before
         return [self._result(row, passes, params) for row in out[:, width:].tolist()]
 
