@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
 
+from jinja2 import TemplateError
+
 from data.files import atomic_write
 from decoding.commands.cli import main, parse, quiet
 from decoding.commands.options import DTYPES, NEEDED, MeasureOptions, option
@@ -77,20 +79,26 @@ def run(argv: list[str]) -> None:
     lm = ParadeLM(e.model, batch_size=e.batch_size, seed=e.seed, verify=e.verify, **options)
     if e.chat and not lm.tokenizer.chat_template:
         raise ValueError(f"{e.model!r} has no chat template: leave chat=true out")
-    results = simple_evaluate(
-        lm,
-        tasks=list(e.tasks),
-        task_manager=manager,
-        limit=e.limit,
-        num_fewshot=e.num_fewshot,
-        batch_size=e.batch_size,
-        gen_kwargs=given or None,
-        apply_chat_template=e.chat,
-        system_instruction=e.system,
-        confirm_run_unsafe_code=e.execute,
-        random_seed=e.seed,
-        fewshot_random_seed=e.seed,
-    )
+    try:
+        results = simple_evaluate(
+            lm,
+            tasks=list(e.tasks),
+            task_manager=manager,
+            limit=e.limit,
+            num_fewshot=e.num_fewshot,
+            batch_size=e.batch_size,
+            gen_kwargs=given or None,
+            apply_chat_template=e.chat,
+            system_instruction=e.system,
+            confirm_run_unsafe_code=e.execute,
+            random_seed=e.seed,
+            fewshot_random_seed=e.seed,
+        )
+    except (KeyError, AssertionError, TemplateError) as error:  # lm-eval's of a wrong YAML
+        raise ValueError(
+            f"lm-eval cannot run {list(e.tasks)}: {type(error).__name__}: {error}. Look at the "
+            "task's YAML; PARADE_TRACEBACK=1 shows where it happened"
+        ) from error
     write(results, Path(e.out), e)
     if lm.acceptance_length is not None:
         print(f"{lm.acceptance_length:.2f} tokens per target pass in the answers")

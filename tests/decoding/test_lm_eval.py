@@ -282,6 +282,14 @@ def test_mistakes_write_nothing(command, folder, words, named):
     assert not (folder / "out").exists()
 
 
+def test_a_task_without_its_split_is_one_line(command, folder):
+    task = yaml.safe_load((folder / "chosen.yaml").read_text())
+    wrong = task | {"task": "splitless", "test_split": "tset"}
+    (folder / "splitless.yaml").write_text(yaml.safe_dump(wrong))
+    with pytest.raises(ValueError, match=r"splitless.*tset"):
+        command(small(), "tasks=splitless")
+
+
 def test_lm_evals_own_tasks_are_known():
     with pytest.raises(ValueError, match="'gsm8k'"):
         known_tasks(LmEval(model="m", tasks=("gsm8kk",)))
