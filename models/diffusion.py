@@ -12,11 +12,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from models.attention import attention_mask
+from models.head import ReducedHead
 from models.masks import Layout, draft_blocks
 
 
 def from_causal_lm(
-    source: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, layers: list[int] | None = None
+    source: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    layers: list[int] | int | None = None,
 ) -> PreTrainedModel:
     """A drafter initialised with the weights of a causal LM.
 
@@ -24,8 +27,8 @@ def from_causal_lm(
         source: the causal LM; not changed.
         tokenizer: one that has the draft tokens; the embedding is enlarged if it has too few rows
             (padded vocabularies often have enough).
-        layers: decoder layers to keep, in this order; None for all. Some layers of a deep model
-            make a shallow drafter.
+        layers: decoder layers to keep, in this order; a number n of them for the first n - 1 and
+            the last; None for all. Some layers of a deep model make a shallow drafter.
 
     Raises:
         ValueError: for a source that is not of a Llama-style class, or layers that it lacks.
@@ -37,6 +40,9 @@ def from_causal_lm(
             "a Llama, Qwen2 or Qwen3 style causal LM is needed"
         )
     network = copy.deepcopy(source)
+    if isinstance(layers, int):
+        layers = ends(layers, network.config.num_hidden_layers)
+        print(f"the drafter has layers {layers} of {source.config.num_hidden_layers}")
     if layers is not None:
         network = keep_layers(network, layers)
     if vocabulary > network.config.vocab_size:
@@ -45,6 +51,20 @@ def from_causal_lm(
             torch.manual_seed(0)
             network.resize_token_embeddings(vocabulary, mean_resizing=True)
     return network
+
+
+def ends(count: int, depth: int) -> list[int]:
+    """The first count - 1 layers and the last of a model of `depth` layers.
+
+    Raises:
+        ValueError: for a count that the model does not have.
+
+    >>> ends(3, 30)
+    [0, 1, 29]
+    """
+    if not 1 <= count <= depth:
+        raise ValueError(f"layers={count} is not allowed: the model has {depth}, give 1 to {depth}")
+    return [*range(count - 1), depth - 1]
 
 
 def keep_layers(network: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
@@ -70,23 +90,26 @@ def keep_layers(network: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
     return network
 
 
-def draft_logits(network: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
+def draft_logits(
+    network: PreTrainedModel, batch: dict[str, Tensor], ids: Tensor | None = None
+) -> Tensor:
     """Logits of all drafted tokens of a training batch.
 
     Args:
         network: the drafter.
         batch: samples of `data.corruption.draft_blocks.DraftBlocks`.
+        ids: [V], the tokens whose logits are wanted; None: all.
 
     Returns:
         Logits [B, A, K, V].
     """
     layout = Layout(batch["document"], batch["index"], batch["block"])
     B, A, K = batch["target"].shape
-    logits = network(
+    logits = ReducedHead(network, ids)(
         input_ids=batch["input_ids"],
         position_ids=batch["position_ids"],
         attention_mask=attention_mask(draft_blocks, layout, network.config._attn_implementation),
         use_cache=False,
         logits_to_keep=A * (1 + K),
-    ).logits
+    )
     return logits.view(B, A, 1 + K, -1)[:, :, 1:]

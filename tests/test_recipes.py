@@ -15,7 +15,8 @@ from decoding.commands.recipes import RECIPES, compose, names
 from trainers.base import Optimization
 
 COMMAND = {r: OmegaConf.load(RECIPES / "recipe" / f"{r}.yaml").command for r in names("recipe")}
-CASES = [(recipe, scale) for recipe in COMMAND for scale in names("scale")]
+SCALES = {r: list(OmegaConf.load(RECIPES / "recipe" / f"{r}.yaml").scales) for r in COMMAND}
+CASES = [(recipe, scale) for recipe in COMMAND for scale in SCALES[recipe]]
 # What the commands hand to a target beside its own keys.
 GIVEN = {"tokenizer", "folder", "network", "optimization", "target"}
 # Nodes that are handed on whole, and what takes them.
@@ -163,7 +164,7 @@ class TestMistakes:
         assert "key=value" in self.refused("recipe=deer_stage2", "resume")
 
     def test_unknown_scale(self):
-        assert "['lab', 'paper']" in self.refused("recipe=deer_stage2", "scale=huge")
+        assert "['lab', 'paper', 'small']" in self.refused("recipe=deer_stage2", "scale=huge")
 
     def test_recipe_of_another_command(self):
         assert "python -m decoding.collect" in self.refused("recipe=deer_answers")
@@ -257,3 +258,9 @@ def test_cfg_job_prints_the_config_and_runs_nothing(capsys):
 def test_overrides_win_over_scale_and_recipe():
     config = compose(["recipe=deer_stage2", "scale=paper", "module.block_size=7", "seed=3"], "fit")
     assert (config.module.block_size, config.seed, config.module.alpha) == (7, 3, 1.01)
+
+
+def test_a_scale_that_a_recipe_does_not_have():
+    assert {"lab", "paper"} <= {*SCALES["cspd_target"]}
+    with pytest.raises(ValueError, match="cspd_target.*'small'.*lab"):
+        compose(["recipe=cspd_target", "scale=small"], "fit")

@@ -7,7 +7,9 @@ from decoding.commands.cli import unknown
 from trainers.base import DISTRIBUTIONS
 from trainers.drafter import DrafterModule, TargetStates
 from trainers.losses import acceptance, deer
-from trainers.losses.diffusion import denoising_weight, soft_nll
+from trainers.losses.diffusion import denoising_weight, soft_nll, stored_nll
+
+TEACHERS = ("target", "answers")  # where the target's distributions come from
 
 # Of (logits, the target's logits); 'length' also takes the tokens. soft_nll has KL's gradient.
 TEACHER_LOSSES = {
@@ -42,13 +44,26 @@ class Refinement(DrafterModule):
         teacher_loss: The loss of that share, a key of TEACHER_LOSSES
             (`trainers/losses/acceptance.py`). Stage I cannot use it: there a token's context holds
             later ones, too.
+        teacher: Where the target's distributions come from: 'target', a forward of it in every
+            step, or 'answers', the most probable tokens that were stored with the answers
+            (`collector.top_k`), renormalised; these know the loss 'kl' only.
 
     Raises:
         ValueError: A value outside of its range, or a teacher_loss without a share.
     """
 
-    def __init__(self, *args, alpha: float, soft: float = 0.0, teacher_loss: str = "kl", **kwargs):
+    def __init__(
+        self,
+        *args,
+        alpha: float,
+        soft: float = 0.0,
+        teacher_loss: str = "kl",
+        teacher: str = "target",
+        **kwargs,
+    ):
         super().__init__(*args, **kwargs)
+        if teacher not in TEACHERS:
+            raise unknown("teacher", teacher, TEACHERS)
         if alpha < 1:
             raise ValueError(f"alpha={alpha} is not allowed: it must be at least 1")
         if not 0 <= soft <= 1:
@@ -60,12 +75,17 @@ class Refinement(DrafterModule):
                 f"teacher_loss={teacher_loss} with soft=0 would do nothing: give module.soft its "
                 "share of the loss, in (0, 1]"
             )
-        self.alpha, self.soft, self.teacher_loss = alpha, soft, teacher_loss
+        if teacher_loss != "kl" and teacher == "answers":
+            raise ValueError(
+                f"teacher_loss={teacher_loss} needs whole distributions: give module.teacher=target"
+            )
+        self.alpha, self.soft, self.teacher_loss, self.teacher = alpha, soft, teacher_loss, teacher
 
     @property
     def needs_target(self) -> frozenset[str]:
         """What training reads of the target: distributions too, if `soft` gives them a share."""
-        return super().needs_target | ({DISTRIBUTIONS} if self.soft else set())
+        asks = self.soft and self.teacher == "target"
+        return super().needs_target | ({DISTRIBUTIONS} if asks else set())
 
     def block_weight(self, batch: dict[str, Tensor]) -> Tensor:
         return deer.refine_weight(batch["masked"], batch["size"], self.alpha)
@@ -76,7 +96,15 @@ class Refinement(DrafterModule):
         loss, weight = deer.refine(
             logits, batch["target"], batch["masked"], batch["size"], self.alpha
         )
-        if self.soft:
+        if self.soft and self.teacher == "answers":
+            if "teacher_ids" not in batch:
+                raise ValueError(
+                    "module.teacher=answers, but the answers were collected without distributions: "
+                    "collect them with collector.top_k=16, or give module.teacher=target"
+                )
+            taught = stored_nll(logits, batch["teacher_ids"], batch["teacher_probs"])
+            loss = torch.lerp(loss, taught, self.soft)
+        elif self.soft:
             assert states is not None
             tokens = [batch["target"]] if self.teacher_loss == "length" else []
             against = TEACHER_LOSSES[self.teacher_loss]

@@ -14,6 +14,7 @@ from decoding.engine.sampler import Sampler
 from decoding.loading import load_drafter, loads_drafter, sampler_of
 from models import diffusion
 from models.attention import attention_mask
+from models.head import freeze_embeddings
 from models.hidden_states import capture
 from models.masks import Layout, causal
 from trainers.base import DISTRIBUTIONS, HIDDEN_STATES, BaseModule, Optimization
@@ -50,8 +51,11 @@ class DrafterModule(BaseModule):
         method: The sampler that decodes with the drafter, a module of `decoding/samplers/`.
         block_size: Tokens drafted a cycle.
         target_name: The folder or Hub id that the export names as its target.
-        draft_ids: [V], the target's tokens that the drafter's logits are of; None: all of them,
-            and padding. Other tokens have weight 0 in training, and are never drafted.
+        draft_ids: [V], the target's tokens that are drafted; None: all of them, and padding. A
+            drafter with a head for all computes only their logits. Other tokens have weight 0 in
+            training.
+        train_embeddings: Whether embeddings and head are trained with the layers. Frozen ones are
+            the target's, and a step of a small drafter costs much less.
 
     Attributes:
         target_layers: The target's decoder layers whose hidden states the drafter reads, 0-based
@@ -71,9 +75,12 @@ class DrafterModule(BaseModule):
         block_size: int,
         target_name: str,
         draft_ids: Tensor | None = None,
+        train_embeddings: bool = True,
     ):
         super().__init__(network, tokenizer, optimization, target)
         self.draft_ids = draft_ids
+        if not train_embeddings:
+            freeze_embeddings(network)
         self.method, self.block_size, self.target_name = method, block_size, target_name
 
     @property
@@ -103,15 +110,24 @@ class DrafterModule(BaseModule):
 
         Returns:
             The batch with `target` mapped; a token that the drafter does not have becomes 0 and is
-            not in `masked` [B, A, K], so it has no weight.
+            not in `masked` [B, A, K], so it has no weight. Of stored distributions the
+            probability of such a token becomes 0.
         """
         if self.draft_ids is None:
             return batch
-        target = batch["target"]
-        ids, row = self.draft_ids.to(target.device).sort()
-        at = torch.searchsorted(ids, target).clamp_max(len(ids) - 1)
-        known = ids[at] == target
-        return {**batch, "target": row[at] * known, "masked": batch["masked"] & known}
+        target, known = self._mapped(batch["target"])
+        mapped = {**batch, "target": target, "masked": batch["masked"] & known}
+        if "teacher_ids" in batch:
+            ids, known = self._mapped(batch["teacher_ids"])
+            mapped |= {"teacher_ids": ids, "teacher_probs": batch["teacher_probs"] * known}
+        return mapped
+
+    def _mapped(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Indices of the drafter's logits of tokens, and which of them it has (others become 0)."""
+        ids, row = self.draft_ids.to(tokens.device).sort()
+        at = torch.searchsorted(ids, tokens).clamp_max(len(ids) - 1)
+        known = ids[at] == tokens
+        return row[at] * known, known
 
     def block_losses(
         self, logits: Tensor, batch: dict[str, Tensor], states: TargetStates | None
@@ -138,7 +154,7 @@ class DrafterModule(BaseModule):
         Returns:
             [B, A, K, V].
         """
-        return diffusion.draft_logits(self.network, batch)
+        return diffusion.draft_logits(self.network, batch, self.draft_ids)
 
     def forward_pass(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """The drafter's logits and their loss, after one forward of the target at most.

@@ -233,7 +233,8 @@ def build_trainer(config: DictConfig, folder: Path, module: BaseModule) -> pl.Tr
     ]
     a = config.acceptance
     if a.prompts:
-        prompts = heldout_prompts(a.source, module.tokenizer, a.prompts, a.prompt_length)
+        which = {"subset": a.subset, "split": a.split, "chat": a.chat}
+        prompts = heldout_prompts(a.source, module.tokenizer, a.prompts, a.prompt_length, **which)
         ids = [p["prompt_ids"] for p in prompts]
         callbacks.append(AcceptanceLength(ids, list(a.temperatures), a.max_new_tokens))
     try:

@@ -12,6 +12,7 @@ import torch
 from torch import Generator, Tensor
 from transformers import PreTrainedTokenizerBase
 
+from data.corpora.answers import TEACHER
 from data.corruption.schedules import masked_at, suffix_lengths, uniform_times
 from data.text.tokenizer import draft_token_ids
 
@@ -96,7 +97,8 @@ class DraftBlocks:
             input_ids, position_ids, document, index, block: [S + A(1+K)] each, the layout of
             `models.masks.draft_blocks`; target, masked: [A, K], the clean tokens and the positions
             that the loss counts; rate: [A]; size: [A], tokens of the continuation (L of DEER's
-            Eq. 1); start: [A], the anchors. A row without trained tokens has no masked ones.
+            Eq. 1); start: [A], the anchors. A row without trained tokens has no masked ones. Of
+            rows with a teacher's distributions also teacher_ids, teacher_probs: [A, K, top_k].
         """
         anchor = draw_anchors(row, self.anchors, generator)
         noise = self.schedule(self.anchors, self.length, generator)
@@ -132,6 +134,7 @@ class DraftBlocks:
             "rate": noise.rate,
             "size": size,
             "start": anchor,
+            **{name: row[name][at] for name in TEACHER if name in row},
         }
 
 

@@ -118,13 +118,15 @@ def defaults(command: str, recipe: str, scale: str, strategy: str | None = None)
         strategy: Name of a file of `recipes/strategy`, or None.
 
     Raises:
-        ValueError: Another command runs the recipe.
+        ValueError: Another command runs the recipe, or it has no such scale.
     """
     file = OmegaConf.load(RECIPES / "recipe" / f"{recipe}.yaml")
     if file.command != command:
         module = MODULES[file.command]
         raise ValueError(f"recipe {recipe!r} is run by: python -m {module} recipe={recipe}")
     scales = file.pop("scales")
+    if scale not in scales:
+        raise unknown(f"scale of recipe={recipe}", scale, list(scales))
     return OmegaConf.merge(
         OmegaConf.load(RECIPES / f"{command}.yaml"),
         OmegaConf.load(RECIPES / "scale" / f"{scale}.yaml").get(command, {}),

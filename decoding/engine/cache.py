@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from models.head import ReducedHead
 from models.hidden_states import capture
 from models.masks import Layout, Predicate, dense
 
@@ -123,6 +124,7 @@ class CachedNetwork(CountedNetwork):
         capacity: Slots of the cache, the scratch slot included.
         hidden_layers: Decoder layers whose outputs every pass returns, 0-based; the last layer's
             is taken before the final norm (`models.hidden_states`). Nothing is hooked without any.
+        ids: [V], the tokens whose logits are wanted; None: all.
     """
 
     def __init__(
@@ -131,8 +133,10 @@ class CachedNetwork(CountedNetwork):
         predicate: Predicate,
         capacity: int,
         hidden_layers: tuple[int, ...] = (),
+        ids: Tensor | None = None,
     ):
         super().__init__(network)
+        self._logits = ReducedHead(network, ids)
         self.hidden_layers = hidden_layers
         self.predicate = predicate
         config = network.config.get_text_config()
@@ -189,7 +193,7 @@ class CachedNetwork(CountedNetwork):
         """One forward: tokens at positions, written to slots, under a mask over the first slots."""
         self.cache.place(slots, mask.shape[-1])
         with capture(self.network, self.hidden_layers) as states, self.counted():
-            logits = self.network(
+            logits = self._logits(
                 # A drafter's vocabulary may be the smaller one: it only guesses, any token will do.
                 input_ids=tokens.clamp_max(self._known - 1),
                 attention_mask=mask,
@@ -199,7 +203,7 @@ class CachedNetwork(CountedNetwork):
                 # As indices, which copy: on a view of a longer row the CPU's bfloat16 product with
                 # the head is five times slower.
                 logits_to_keep=self._slots[0, tokens.shape[1] - keep : tokens.shape[1]],
-            ).logits
+            )
         return TargetOutput(logits, tuple(states))
 
     def _layout(self, positions: Tensor, block_start: Tensor | None) -> Layout:

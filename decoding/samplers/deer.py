@@ -64,8 +64,9 @@ class DeerSampler(Sampler):
         bigram_weights: The weight of these scores at each depth, {temperature: [...]}.
         lookup: Whether trees use prompt lookup at temperature 0
             (`decoding.drafting.prompt_lookup`).
-        draft_ids: [Vd], the target's tokens that the drafter's logits are of, where these are not
-            all of them (`decoding.engine.vocabulary`).
+        draft_ids: [Vd], the target's tokens that are drafted, where these are not all of them
+            (`decoding.engine.vocabulary`): those of which the drafter has logits, or of whose
+            logits it computes no others.
     """
 
     rules = VERIFY
@@ -135,7 +136,7 @@ class DeerSampler(Sampler):
         capacity = batch.tokens.shape[1]
         target = CachedNetwork(self.target, predicate, capacity, self.hidden_layers)
         self.prefill(batch, "target", target)
-        drafter = CachedNetwork(self.drafter, draft_blocks, capacity)
+        drafter = CachedNetwork(self.drafter, draft_blocks, capacity, ids=self.draft_ids)
         self.prefill(batch, "drafter", drafter)
         lookups = None
         # At other temperatures the noise knows more: there lookups make trees worse.

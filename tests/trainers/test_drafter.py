@@ -102,6 +102,7 @@ def test_one_forward_of_the_target_gives_all_that_is_needed(tokenizer, soft, mon
 def test_what_a_module_needs_depends_on_its_settings(tokenizer):
     hard, soft, reader = (c.__new__(c) for c in (Refinement, Refinement, Reader))
     hard.soft, soft.soft, reader.soft = 0.0, 0.5, 0.5
+    hard.teacher = soft.teacher = reader.teacher = "target"
     assert hard.needs_target == frozenset()
     assert soft.needs_target == {DISTRIBUTIONS}
     assert reader.needs_target == {DISTRIBUTIONS, HIDDEN_STATES}
@@ -179,6 +180,52 @@ def test_the_teacher_is_asked_about_the_drafters_tokens(tokenizer):
     )
 
 
+def stored(teacher, k):
+    """A teacher's logits as a collection stores them."""
+    probs, ids = teacher.softmax(-1).topk(k)
+    return {"teacher_ids": ids, "teacher_probs": probs}
+
+
+def test_stored_distributions_of_all_tokens_are_the_teacher_s(tokenizer):
+    _, batch = batch_of(tokenizer)
+    teacher = module_of(tokenizer, 1.0).teacher_logits(batch)
+    module = module_of(tokenizer, 1.0, teacher="answers")
+    assert module.needs_target == frozenset()
+    loss, weight = module.losses({**batch, **stored(teacher, 257)})
+    expected, same = module_of(tokenizer, 1.0).losses(batch)
+    torch.testing.assert_close(loss * weight, expected * same)
+    few, _ = module.losses({**batch, **stored(teacher, 2)})
+    assert (few - expected).abs().max() > 1e-3  # negative control: a part of them is not
+    with pytest.raises(ValueError, match=r"collector\.top_k"):
+        module.losses(batch)
+
+
+def test_stored_distributions_in_a_reduced_vocabulary(tokenizer):
+    _, batch = batch_of(tokenizer)
+    module, _ = reduced_of(tokenizer, batch, 1.0)
+    expected, _ = module.losses(batch)
+    teacher = module_of(tokenizer, 1.0).teacher_logits(batch)
+    module.teacher = "answers"
+    loss, _ = module.losses({**batch, **stored(teacher, 257)})
+    torch.testing.assert_close(loss, expected)  # renormalised over the tokens that it has
+
+
+def test_a_whole_head_computes_the_reduced_vocabulary_alone(tokenizer):
+    _, batch = batch_of(tokenizer)
+    ids = torch.tensor([7, 3, 200])
+    module = module_of(tokenizer, 0.0, draft_ids=ids, train_embeddings=False)
+    logits = module.draft_logits(batch, None)
+    torch.testing.assert_close(logits, draft_logits(module.network, batch)[..., ids])
+    logits.square().sum().backward()
+    network = module.network
+    assert network.lm_head.weight.grad is None
+    assert network.model.embed_tokens.weight.grad is None
+    assert network.model.layers[0].mlp.up_proj.weight.grad.abs().sum() > 0
+    trained = module_of(tokenizer, 0.0, draft_ids=ids)  # negative control
+    trained.draft_logits(batch, None).square().sum().backward()
+    assert trained.network.lm_head.weight.grad is not None
+
+
 def test_an_export_names_and_holds_the_reduced_vocabulary(tokenizer, tmp_path):
     _, batch = batch_of(tokenizer)
     module, ids = reduced_of(tokenizer, batch, 0.0)
@@ -250,6 +297,13 @@ def test_the_teachers_share_is_taken_by_the_loss_that_is_named(tokenizer):
     assert (found["length"] >= one - 1e-9).all()
     torch.testing.assert_close(found["length"][..., 0], one[..., 0])
     assert (found["length"][..., 1:] > one[..., 1:] + 1e-6).any()
+
+
+def test_bad_teacher(tokenizer):
+    with pytest.raises(ValueError, match="teacher"):
+        module_of(tokenizer, 1.0, teacher="nobody")
+    with pytest.raises(ValueError, match="teacher_loss=length"):
+        module_of(tokenizer, 1.0, teacher="answers", teacher_loss="length")
 
 
 def test_bad_teacher_loss(tokenizer):

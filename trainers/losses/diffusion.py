@@ -53,3 +53,20 @@ def soft_nll(logits: Tensor, teacher: Tensor) -> Tensor:
     log_q = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     p = teacher[..., :shared].to(log_q.dtype).softmax(-1)
     return -(p * log_q[..., :shared]).sum(-1)
+
+
+def stored_nll(logits: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
+    """`soft_nll` with the k most probable tokens of a teacher, p renormalised over them.
+
+    Args:
+        logits: [..., V].
+        ids: their tokens [..., k].
+        probs: their probabilities [..., k]; all 0 gives a loss of 0.
+
+    Returns:
+        [...], in nats. Example: logits [0, 0], ids [1], probs [0.7] give log 2.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    log_q = logits.gather(-1, ids) - logits.logsumexp(-1, keepdim=True)
+    p = probs.to(log_q.dtype)
+    return -(p * log_q).sum(-1) / p.sum(-1).clamp_min(torch.finfo(p.dtype).tiny)

@@ -19,13 +19,13 @@ class AcceptanceLength(Callback):
     Args:
         prompts: Token ids of each prompt.
         temperatures: Each is measured by itself.
-        max_new_tokens: Tokens to decode after each prompt.
+        max_new_tokens: Tokens to decode after each prompt, at the most.
     """
 
     def __init__(self, prompts: list[list[int]], temperatures: list[float], max_new_tokens: int):
         self.prompts = prompts
         self.params = [
-            SamplingParams(temperature=t, max_new_tokens=max_new_tokens, seed=0, ignore_eos=True)
+            SamplingParams(temperature=t, max_new_tokens=max_new_tokens, seed=0)
             for t in temperatures
         ]
 

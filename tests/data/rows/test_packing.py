@@ -186,3 +186,26 @@ def test_bad_stores(tmp_path):
     with pytest.raises(ValueError, match="not empty"):
         build(tmp_path / "mine")
     assert (tmp_path / "mine" / "thesis.txt").exists()
+
+
+def test_further_columns_stay_with_their_tokens(tmp_path):
+    values = [np.arange(2 * n, dtype=np.float16).reshape(n, 2) + 10 * n for n in (3, 4)]
+    documents = [
+        (list(range(1, len(v) + 1)), [True] * len(v), {"teacher": v, "single": v[:, 0]})
+        for v in values
+    ]
+    rows = build(tmp_path / "rows", documents, length=5)
+    assert rows[0]["teacher"].dtype == torch.float16
+    tokens = [
+        (int(token), tuple(pair.tolist()), single.item())
+        for row in (rows[0], rows[1])
+        for token, pair, single, document in zip(
+            row["input_ids"], row["teacher"], row["single"], row["document"]
+        )
+        if document >= 0
+    ]
+    expected = [(i + 1, tuple(pair.tolist()), pair[0]) for v in values for i, pair in enumerate(v)]
+    assert tokens == expected
+    assert not rows[1]["teacher"][rows[1]["document"] < 0].any()
+    again = pickle.loads(pickle.dumps(rows))
+    assert torch.equal(again[1]["teacher"], rows[1]["teacher"])

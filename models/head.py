@@ -1,0 +1,48 @@
+"""Logits of some tokens only: a language model's head that is reduced to rows of its matrix."""
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from transformers import PreTrainedModel
+
+
+class ReducedHead:
+    """A causal LM whose head computes the logits of some of its tokens.
+
+    The head is the most expensive matrix of a small drafter: 49,152 rows of 576 numbers are the
+    size of eight of its layers. The model itself is not changed, so it remains the stock class.
+
+    Args:
+        network: The model; the rows of its head are taken now, so make this anew after a step of
+            training.
+        ids: [n], the tokens; None, or as many as the model has logits: all of them.
+    """
+
+    def __init__(self, network: PreTrainedModel, ids: Tensor | None):
+        self.network, self.ids, self.tensors = network, ids, {}
+        head = network.get_output_embeddings()
+        if ids is None or head is None or len(ids) == len(head.weight):
+            self.ids = None
+        elif not hasattr(
+            head.weight, "placements"
+        ):  # a DTensor: FSDP puts whole weights back itself
+            (name,) = [name for name, module in network.named_modules() if module is head]
+            rows = {key: tensor[ids] for key, tensor in head.named_parameters()}
+            self.tensors = {f"{name}.{key}": tensor for key, tensor in rows.items()}
+
+    def __call__(self, **inputs) -> Tensor:
+        """Logits [..., n] of the tokens; the arguments are those of the model."""
+        if not self.tensors:
+            logits = self.network(**inputs).logits
+            return logits if self.ids is None else logits[..., self.ids]
+        output = functional_call(
+            self.network, self.tensors, kwargs=inputs, tie_weights=False, strict=False
+        )
+        return output.logits
+
+
+def freeze_embeddings(network: torch.nn.Module) -> None:
+    """Keep a model's embeddings and head as they are in training; changed in place."""
+    for module in (network.get_input_embeddings(), network.get_output_embeddings()):
+        if module is not None:
+            module.requires_grad_(False)

@@ -1,0 +1,53 @@
+"""Collections of answers: their reader, and the tokens that they use most."""
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from data.corpora.answers import frequent_tokens, read_answers, shard_path
+
+
+def write(folder, rows):
+    shard_path(folder, 0).parent.mkdir(parents=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), shard_path(folder, 0))
+
+
+def row(prompt, answer, **more):
+    return {"id": "x", "prompt_ids": prompt, "answer_ids": answer, **more}
+
+
+@pytest.fixture
+def split():
+    """The split that the id 'x' is in."""
+    from data.corpora.stdlib import is_held_out
+
+    return "heldout" if is_held_out("answers to x") else "train"
+
+
+def test_distributions_come_after_zeros_for_the_prompt(tmp_path, split):
+    k, ids = 2, np.arange(6, dtype=np.int32)
+    stored = {"teacher_ids": ids, "teacher_probs": (ids / 8).astype(np.float16)}
+    write(tmp_path, [row([7, 8], [1, 2, 3], **stored)])
+    (answer,) = read_answers(tmp_path, split)
+    assert answer.ids == [7, 8, 1, 2, 3]
+    assert answer.trained == [False, False, True, True, True]
+    assert answer.columns["teacher_ids"].tolist() == [[0] * k] * 2 + [[0, 1], [2, 3], [4, 5]]
+    assert answer.columns["teacher_probs"].dtype == np.float16
+    assert answer.columns["teacher_probs"][2:].flatten().tolist() == [i / 8 for i in range(6)]
+
+
+def test_answers_without_distributions_have_no_columns(tmp_path, split):
+    write(tmp_path, [row([7], [1, 2])])
+    (answer,) = read_answers(tmp_path, split)
+    assert answer.columns == {}
+
+
+def test_frequent_tokens_are_those_of_the_answers_then_of_the_prompts(tmp_path, split):
+    assert split == "train"  # what is counted
+    write(tmp_path, [row([9, 9, 9, 4], [5, 5, 3]), row([4, 9], [3, 5, 2])])
+    assert frequent_tokens(tmp_path, 2).tolist() == [3, 5]
+    assert frequent_tokens(tmp_path, 4).tolist() == [2, 3, 5, 9]
+    assert frequent_tokens(tmp_path, 100).tolist() == [2, 3, 4, 5, 9]
+    with pytest.raises(ValueError, match="count=0"):
+        frequent_tokens(tmp_path, 0)
