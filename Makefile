@@ -52,7 +52,7 @@ lab-pcllm: .venv/installed  ## both rounds of pcLLM and their benches
 	$(FIT) recipe=ar_target $(LAB) trainer.max_steps=2400
 	$(PY) -m decoding.collect recipe=pcllm_trajectories runs=$(RUNS)/lab prompts.count=1920
 	$(FIT) recipe=pcllm_round1 $(LAB) trainer.max_steps=1000 data.train.share=0.5
-	$(PY) -m decoding.collect recipe=pcllm_trajectories runs=$(RUNS)/lab prompts.count=1920 name=round2 collector.teacher=$(PCLLM)1/export collector.block_size=32
+	$(PY) -m decoding.collect recipe=pcllm_trajectories runs=$(RUNS)/lab prompts.count=1920 name=round2 target=$(PCLLM)1/export collector.block_size=32
 	$(FIT) recipe=pcllm_round2 $(LAB) trainer.max_steps=2000 optimization.lr=1.0e-3 data.train.share=0.65
 	$(BENCH) model=$(RUNS)/lab/ar_target/export 'sampler=[method=jacobi,block_size=16]' out=$(RUNS)/lab/ar_target/bench_jacobi
 	$(BENCH) model=$(PCLLM)2/export also=$(PCLLM)1/export 'sampler=[method=jacobi,block_size=8]' out=$(PCLLM)2/bench_jacobi
@@ -86,7 +86,7 @@ lab-asarm: .venv/installed  ## an any-subset model that fills holes, and its ben
 # ANSWERED: folder of answers, answering model, prompts, their length. TAUGHT_BY: folder of answers, first weights, steps, steps between validations.
 DLLM = $(RUNS)/lab/dllm_block
 define ANSWERED
-	$(PY) -m decoding.collect recipe=deer_answers runs=$(RUNS)/lab name=$(1) collector.teacher=$(2)/export prompts.count=$(3) prompts.length=$(4) collector.number=1 'collector.temperatures=[0.0]'
+	$(PY) -m decoding.collect recipe=deer_answers runs=$(RUNS)/lab name=$(1) target=$(2)/export prompts.count=$(3) prompts.length=$(4) collector.number=1 'collector.temperatures=[0.0]'
 endef
 define TAUGHT_BY
 	$(FIT) recipe=dllm_block $(LAB) name=$(1) start=$(2)/export trainer.max_steps=$(3) trainer.validate_every=$(4) $(foreach s,train validation,data.$(s)._target_=data.rows.documents.answers data.$(s).source=$(RUNS)/lab/deer_answers/$(1))

@@ -262,5 +262,5 @@ def test_overrides_win_over_scale_and_recipe():
 
 def test_a_scale_that_a_recipe_does_not_have():
     assert {"lab", "paper"} <= {*SCALES["cspd_target"]}
-    with pytest.raises(ValueError, match="cspd_target.*'small'.*lab"):
+    with pytest.raises(ValueError, match=r"cspd_target.*'small'.*lab"):
         compose(["recipe=cspd_target", "scale=small"], "fit")
