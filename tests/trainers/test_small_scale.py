@@ -1,0 +1,78 @@
+"""scale=small: the one key target= makes a drafter for tiny random models of several classes."""
+
+import json
+
+import pytest
+import torch
+from transformers import (
+    AutoTokenizer,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
+)
+
+from data.text.tokenizer import train_tokenizer
+from decoding.collect import collect
+from decoding.commands.recipes import compose
+from decoding.engine.params import SamplingParams
+from decoding.loading import load
+from decoding.samplers.plain import PlainSampler
+from tests.support import tiny
+from tests.support.lab import BLOCKS, SMALL
+from tests.trainers.test_paper_scale import TEMPLATE
+from trainers.fit import fit
+
+TEXTS = [f"def f{i}(x):\n    return x + {i}\n" for i in range(200)]
+GEMMAS = {"gemma": (GemmaConfig, GemmaForCausalLM), "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM)}
+
+
+def gemma(kind, vocabulary):
+    """A Gemma-style model: scaled and tied embeddings, and sliding windows in the third version."""
+    configuration, network = GEMMAS[kind]
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return network(configuration(vocab_size=vocabulary, eos_token_id=0, **sizes, **heads))
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    file = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    rows = [
+        {"id": f"p{i}", "prompt": f"write f{i}", "answer": text} for i, text in enumerate(TEXTS)
+    ]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return file
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", *GEMMAS])
+def test_a_target_of_one_s_own_is_one_key(kind, pairs, tmp_path):
+    target = tmp_path / "target"
+    make = gemma if kind in GEMMAS else lambda kind, v: tiny.causal_lm(v, kind=kind, layers=4)
+    make(kind, 304).float().save_pretrained(target)
+    train_tokenizer(TEXTS, 300).save_pretrained(target)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    if kind != "qwen2":  # which has no template: prompts are asked as they stand
+        tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(target)
+    # The rest is smaller data, fewer steps and this machine: no key is about the target.
+    where = ["scale=small", f"runs={tmp_path / 'runs'}", f"target={target}"]
+    more = ["collector.max_new_tokens=12", "prompts.count=100", f"prompts.source={pairs}"]
+    collect(compose(["recipe=deer_answers", *where, *more, "shard_size=50"], "collect"))
+    little = [*where, *SMALL, *BLOCKS, f"acceptance.source={pairs}", "data.validation.length=64"]
+    little.append("data.train.length=64")
+    text = [f"data.{split}.source={pairs}" for split in ("train", "validation")]
+    fit(compose(["recipe=diffusion_adapt", *little, *text], "fit"))
+    fit(compose(["recipe=deer_stage1", *little], "fit"))
+    schedule = "data.corruption.schedule.shortest=4"
+    export = fit(compose(["recipe=deer_stage2", *little, schedule], "fit"))
+    sampler = load(str(export), dtype="float32")
+    assert sampler.drafter.config.num_hidden_layers == 3
+    assert sampler.draft_ids is not None
+    assert len(sampler.draft_ids) <= 300
+    plain = PlainSampler(sampler.target, sampler.tokenizer)
+    for verify in ("coupled", "tree"):
+        params = SamplingParams(max_new_tokens=16, temperature=1.0, seed=2, verify=verify)
+        a, b = (s.generate(["def f3(x):"], params)[0] for s in (sampler, plain))
+        assert a.token_ids == b.token_ids
