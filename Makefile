@@ -3,7 +3,7 @@ PY := .venv/bin/python
 FIT := $(PY) -m trainers.fit
 RUNS ?= runs
 
-.PHONY: quickstart test chaos packed-step lint docs docs-serve lab-deer-stage1 lab-deer lab-deer-losses lab-pcllm lab-pcllm-ablations lab-asarm lab-spiffy lab-cspd clean
+.PHONY: quickstart small-deer small-pcllm test chaos packed-step lint docs docs-serve lab-deer-stage1 lab-deer lab-deer-losses lab-pcllm lab-pcllm-ablations lab-asarm lab-spiffy lab-cspd clean
 
 .venv/installed: setup.cfg constraints.txt
 	test -x $(PY) || python3 -m venv .venv
@@ -34,6 +34,26 @@ lab-deer: lab-deer-stage1  ## DEER's figures in docs/results/deer.md: more than 
 	$(PY) -m decoding.calibrate ignore_eos=true model=$(DEER)2/export answers=$(RUNS)/lab-deer/deer_answers nodes=[5,8,12,20,32,48] sharpness=[1.0] batch_sizes=[1,16] prompts=16
 	$(BENCH) model=$(DEER)2/export assistant=$(RUNS)/lab-deer/ar_drafter/export batch_sizes=[1,16] max_new_tokens=64 profile=true
 	$(BENCH) model=$(DEER)2/export also=$(DEER)1/export prompt_lookup=0 out=$(DEER)2/bench_stages
+
+# A real model, SmolLM2-135M-Instruct: from its answers to a drafter and its bench, each step resumable.
+SMALL = scale=small runs=$(RUNS)/small
+DRAFTER = $(RUNS)/small/deer_stage2/export
+.venv/small: .venv/installed
+	$(PY) -m pip install -q -c constraints.txt -e '.[small]'
+	touch $@
+
+small-deer: .venv/small  ## DEER on a real model, from nothing to its figures on HumanEval: hours on 2 cores
+	$(PY) -m decoding.collect recipe=deer_answers $(SMALL)
+	$(FIT) recipe=diffusion_adapt $(SMALL)
+	$(FIT) recipe=deer_stage1 $(SMALL) trainer.compile=true
+	$(FIT) recipe=deer_stage2 $(SMALL) trainer.compile=true
+	$(PY) -m decoding.calibrate model=$(DRAFTER) answers=$(RUNS)/small/deer_answers source=docstrings nodes=[5,8,12,16]
+	$(BENCH) model=$(DRAFTER) source=humaneval prompts=64 max_new_tokens=128
+
+small-pcllm: .venv/small  ## pcLLM's first round on a real model: hours on 2 cores
+	$(PY) -m decoding.collect recipe=pcllm_trajectories $(SMALL)
+	$(FIT) recipe=pcllm_round1 $(SMALL)
+	$(BENCH) model=$(RUNS)/small/pcllm_round1/export source=humaneval prompts=64 max_new_tokens=128 temperatures=[0] 'sampler=[method=jacobi_mr]'
 
 LOSS = $(FIT) recipe=deer_stage2 $(DEEP) trainer.max_steps=300
 TAUGHT = $(DEER)2/tokens/export,$(DEER)2/total_variation/export,$(DEER)2/log_acceptance/export,$(DEER)2/coupled_miss/export,$(DEER)2/length/export

@@ -19,7 +19,7 @@ from decoding.bench.text_report import Row, profile, report
 from decoding.commands.cli import main, parse, quiet
 from decoding.commands.options import check_batch_sizes, option
 from decoding.commands.progress import track
-from decoding.engine.params import KEYED, SamplingParams
+from decoding.engine.params import KEYED, VERIFY, SamplingParams
 from decoding.engine.sampler import Sampler
 from decoding.loading import (
     check_one_tokenizer,
@@ -50,6 +50,9 @@ class Bench(PromptBenchOptions, ScoreOptions):
         10, "tokens that transformers drafts from the text itself; 0: leave it out", least=0
     )
     batch_sizes: tuple[int, ...] = option((1,), "prompts that are decoded together")
+    verify: tuple[str, ...] = option(
+        VERIFY, "how drafts are verified; those that a sampler has are rows", choices=VERIFY
+    )
     block_size: int | None = option(None, "tokens drafted a cycle; null: the export's own", least=1)
     profile: bool = option(False, "show where a cycle's time goes, and a pass's cost by its width")
 
@@ -168,9 +171,10 @@ def _rows(
                     rows.append(Row(name, way, params("coupled"), batch, guarantee, plain[target]))
         name = sampling_config(path, bench.sampler)["method"] + other
         rules = ("coupled",) if isinstance(sampler, PlainSampler) else sampler.rules
-        if not temperature:  # the others are `coupled` then
-            rules = [rule for rule in rules if rule in KEYED]
         for rule in rules:
+            # At temperature 0 the others are `coupled`.
+            if rule not in bench.verify or not (temperature or rule in KEYED):
+                continue
             label = f"{name}, {rule}" if temperature or rule == "tree" else name
             guarantee = "same text" if rule in KEYED else "same distribution"
             rows.append(Row(label, sampler, params(rule), batch, guarantee, plain[target]))

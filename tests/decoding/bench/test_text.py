@@ -58,6 +58,13 @@ def test_table_csv_and_picture(bench, capsys):
     assert summary(plain)["target passes"] == 3 * 12
 
 
+def test_the_rules_that_are_asked_for(bench):
+    few = replace(bench, also=(), prompts=1, prompt_lookup=0)
+    rows, _ = measure(replace(few, verify=("tree", "block")))
+    ours = {(r.name, r.params.temperature) for r in rows if r.name.startswith("deer")}
+    assert ours == {("deer, tree", 0.0), ("deer, tree", 1.0), ("deer, block", 1.0)}
+
+
 def test_what_programs_read(bench):
     rows, prompts = measure(replace(bench, also=(), temperatures=(1.0,)))
     report(Path(bench.out), rows, prompts, "a title", bench.seed)
@@ -284,6 +291,7 @@ def test_exports_of_different_tokenizers_are_refused(bench, tmp_path):
         ("modle=x", "Did you mean 'model'"),
         ("prompts=many", "prompts='many'"),
         ("max_new_tokens=0", "max_new_tokens=0 is not allowed"),
+        ("verify=[trees]", "Did you mean 'tree'"),
     ],
 )
 def test_a_mistake_is_one_line_without_traceback(lab, argument, message):
