@@ -80,11 +80,13 @@ def test_a_reduced_vocabulary_loads_and_decodes_losslessly(folder, verify):
     assert sum(drafted) > len(drafted)  # the map is right: its drafts are the target's tokens
 
 
+@pytest.mark.parametrize("head", ["reduced", "whole"])
 @pytest.mark.parametrize("verify", ["rejection", "block"])
-def test_the_exact_distribution_is_that_of_plain_decoding(verify):
+def test_the_exact_distribution_is_that_of_plain_decoding(verify, head):
     model, drafter = tiny.causal_lm(3, seed=0), tiny.causal_lm(5, seed=1)
-    drafter.lm_head = nn.Linear(16, 2, bias=False).double()
     ids = torch.tensor([2, 0])
+    if head == "reduced":
+        drafter.lm_head.weight = nn.Parameter(drafter.lm_head.weight[ids])
     sampler = deer.DeerSampler(
         model, tiny.tokenizer(3), drafter, block_size=2, mask_id=3, sep_id=4, draft_ids=ids
     )
@@ -92,6 +94,24 @@ def test_the_exact_distribution_is_that_of_plain_decoding(verify):
     found = output_distribution(sampler, [0, 1, 1], params)
     plain = tiny.plain_distribution(model, [0, 1, 1], params)
     assert tiny.total_variation(found, plain) <= 1e-9
+
+
+def test_a_whole_head_drafts_as_one_reduced_to_the_same_tokens():
+    model, ids = tiny.causal_lm(3, seed=0), torch.tensor([2, 0])
+    params = SamplingParams(max_new_tokens=12, seed=1, verify="rejection")
+
+    def decoded(rows, ids):
+        drafter = tiny.causal_lm(5, seed=1)
+        drafter.lm_head.weight = nn.Parameter(drafter.lm_head.weight[rows])
+        sampler = deer.DeerSampler(
+            model, tiny.tokenizer(3), drafter, block_size=2, mask_id=3, sep_id=4, draft_ids=ids
+        )
+        (result,) = sampler.generate([[0, 1, 1]], params)
+        return result.token_ids, result.stats.emitted
+
+    whole = decoded(torch.arange(5), ids)
+    assert whole == decoded(ids, ids)
+    assert whole != decoded(torch.arange(5), None)  # negative control: all tokens
 
 
 def test_stock_transformers_decodes_with_it_too(folder):
