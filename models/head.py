@@ -20,12 +20,10 @@ class ReducedHead:
 
     def __init__(self, network: PreTrainedModel, ids: Tensor | None):
         self.network, self.ids, self.tensors = network, ids, {}
-        head = network.get_output_embeddings()
-        if ids is None or head is None or len(ids) == len(head.weight):
+        head = None if ids is None else network.get_output_embeddings()
+        if head is None or len(ids) == len(head.weight):
             self.ids = None
-        elif not hasattr(
-            head.weight, "placements"
-        ):  # a DTensor: FSDP puts whole weights back itself
+        elif not hasattr(head.weight, "placements"):  # which FSDP has, and puts back itself
             (name,) = [name for name, module in network.named_modules() if module is head]
             rows = {key: tensor[ids] for key, tensor in head.named_parameters()}
             self.tensors = {f"{name}.{key}": tensor for key, tensor in rows.items()}

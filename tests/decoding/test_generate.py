@@ -4,6 +4,7 @@ import io
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
@@ -173,7 +174,9 @@ def test_an_interruption_ends_the_answer_and_not_the_chat(tmp_path):
     command = [sys.executable, "-m", "decoding.generate", f"model={tmp_path}", "chat=true"]
     command += ["max_new_tokens=30000", "seed=1", "ignore_eos=true"]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    with subprocess.Popen(command, **pipes, bufsize=0) as process:
+    # A shell ignores interrupts in what it runs in the background, this test for example.
+    default = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, **pipes, bufsize=0, preexec_fn=default) as process:
         process.stdin.write(b"def add\n")
         assert process.stdout.read(1)
         process.send_signal(signal.SIGINT)
