@@ -76,3 +76,51 @@ def test_a_target_of_one_s_own_is_one_key(kind, pairs, tmp_path):
         params = SamplingParams(max_new_tokens=16, temperature=1.0, seed=2, verify=verify)
         a, b = (s.generate(["def f3(x):"], params)[0] for s in (sampler, plain))
         assert a.token_ids == b.token_ids
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A tiny model in the place of SmolLM2-135M-Instruct: a Llama with tied embeddings."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny.causal_lm(304, layers=2, tie_word_embeddings=True).float().save_pretrained(folder)
+    train_tokenizer(TEXTS, 300).save_pretrained(folder)
+    return folder
+
+
+def little(recipe, pairs, runs, *more):
+    small = [a for a in SMALL if not a.startswith("acceptance")]
+    arguments = [f"recipe={recipe}", "scale=small", f"runs={runs}", *small, *more]
+    return fit(compose([*arguments, "trainer.micro_batch_size=2", "trainer.max_steps=2"], "fit"))
+
+
+def test_pcllm_on_a_model_of_one_s_own(model, pairs, tmp_path):
+    where = ["scale=small", f"runs={tmp_path}", f"target={model}"]
+    more = ["collector.max_new_tokens=32", "prompts.count=100", f"prompts.source={pairs}"]
+    collect(compose(["recipe=pcllm_trajectories", *where, *more, "shard_size=50"], "collect"))
+    text = f"data.train.text={pairs}"
+    asked = ["acceptance.prompts=2", "acceptance.max_new_tokens=6", f"acceptance.source={pairs}"]
+    export = little("pcllm_round1", pairs, tmp_path, f"model={model}", text, *asked)
+    sampler = load(str(export), dtype="float32")
+    plain = PlainSampler(sampler.target, sampler.tokenizer)
+    params = SamplingParams(max_new_tokens=16, temperature=0.8, seed=2)
+    a, b = (s.generate(["def f3(x):"], params)[0] for s in (sampler, plain))
+    assert a.token_ids == b.token_ids
+
+
+def test_masked_diffusion_and_spiffy_on_a_model_of_one_s_own(model, pairs, tmp_path):
+    text = [f"data.{split}.source={pairs}" for split in ("train", "validation")]
+    rows = [f"data.{split}.length=64" for split in ("train", "validation")]
+    start = f"start={model}"
+    little("dllm_block", pairs, tmp_path, start, *text, *rows, "module.block_size=8")
+    asked = [*text, "data.train.count=4", "data.validation.count=2", "module.max_new_tokens=8"]
+    export = little("spiffy_calibrate", pairs, tmp_path, *asked, "trainer.batch_size=2")
+    (result,) = load(str(export)).generate(["def f3(x):"], SamplingParams(max_new_tokens=8))
+    assert result.token_ids
+
+
+def test_infilling_on_a_model_of_one_s_own(model, pairs, tmp_path):
+    text = [f"data.{split}.source={pairs}" for split in ("train", "validation")]
+    rows = [f"data.{split}.length=64" for split in ("train", "validation")]
+    export = little("asarm_joint", pairs, tmp_path, f"start={model}", *text, *rows)
+    (result,) = load(str(export)).generate(["def f3(<hole:3>):"], SamplingParams(seed=1))
+    assert len(result.token_ids) == 3
