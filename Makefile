@@ -3,7 +3,7 @@ PY := .venv/bin/python
 FIT := $(PY) -m trainers.fit
 RUNS ?= runs
 
-.PHONY: quickstart small-deer small-pcllm test chaos packed-step lint docs docs-serve lab-deer-stage1 lab-deer lab-deer-losses lab-pcllm lab-pcllm-ablations lab-asarm lab-spiffy lab-cspd clean
+.PHONY: quickstart small-deer small-deer-scaling small-pcllm test chaos packed-step lint docs docs-serve lab-deer-stage1 lab-deer lab-deer-losses lab-pcllm lab-pcllm-ablations lab-asarm lab-spiffy lab-cspd clean
 
 .venv/installed: setup.cfg constraints.txt
 	test -x $(PY) || python3 -m venv .venv
@@ -49,6 +49,13 @@ small-deer: .venv/small  ## DEER on a real model, from nothing to its figures on
 	$(FIT) recipe=deer_stage2 $(SMALL) trainer.compile=true
 	$(PY) -m decoding.calibrate model=$(DRAFTER) answers=$(RUNS)/small/deer_answers source=docstrings nodes=[5,8,12,16]
 	$(BENCH) model=$(DRAFTER) source=humaneval prompts=64 max_new_tokens=128
+
+# What more prompts, and what more steps, bring: acceptance lengths of validation, in one picture.
+MORE = $(FIT) recipe=deer_stage2 $(SMALL) trainer.compile=true
+small-deer-scaling: .venv/small  ## stage II with 256 to 4,096 prompts and with 1, 2 and 4 times the steps: many hours
+	$(PY) -m decoding.collect recipe=deer_answers $(SMALL) name=more prompts.count=4608
+	for n in 256 1024 4096; do $(MORE) answers=$(RUNS)/small/deer_answers/more name=prompts_$$n data.train.prompts=$$n || exit 1; done
+	for n in 3000 6000; do $(MORE) answers=$(RUNS)/small/deer_answers/more name=steps_$$n data.train.prompts=4096 trainer.max_steps=$$n || exit 1; done
 
 small-pcllm: .venv/small  ## pcLLM's first round on a real model: hours on 2 cores
 	$(PY) -m decoding.collect recipe=pcllm_trajectories $(SMALL)

@@ -44,11 +44,13 @@ class AnsweredPrompt(NamedTuple):
         columns: Further values of each token, {name: [n, ...]}: with `collector.top_k`,
             `teacher_ids` and `teacher_probs`, the teacher's most probable tokens there and their
             probabilities (of the prompt all 0).
+        prompt: The prompt's id.
     """
 
     ids: list[int]
     trained: list[bool]
     columns: dict[str, np.ndarray] = {}
+    prompt: str = ""
 
 
 def read_answers(folder: str | Path, split: str) -> Iterator[AnsweredPrompt]:
@@ -81,7 +83,7 @@ def read_answers(folder: str | Path, split: str) -> Iterator[AnsweredPrompt]:
                     for name, column in stored.items()
                 }
                 trained = [False] * len(prompt) + [True] * len(answer)
-                yield AnsweredPrompt(prompt + answer, trained, columns)
+                yield AnsweredPrompt(prompt + answer, trained, columns, row["id"])
 
 
 def _after(prompt: list[int], values: np.ndarray) -> np.ndarray:
@@ -108,9 +110,9 @@ def frequent_tokens(source: str, count: int) -> Tensor:
     if count < 1:
         raise ValueError(f"count={count} is no vocabulary. Choose at least 1.")
     answers, prompts = Counter(), Counter()
-    for ids, trained, _ in read_answers(source, "train"):
-        answered = sum(trained)
-        answers.update(ids[len(ids) - answered :])
-        prompts.update(ids[: len(ids) - answered])
+    for ids, trained, *_ in read_answers(source, "train"):
+        start = len(ids) - sum(trained)
+        prompts.update(ids[:start])
+        answers.update(ids[start:])
     ranked = sorted(answers | prompts, key=lambda t: (-answers[t], -prompts[t], t))
     return torch.tensor(sorted(ranked[:count]))

@@ -2,12 +2,12 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from data.corpora.answers import read_answers, read_manifest
+from data.corpora.answers import AnsweredPrompt, read_answers, read_manifest
 from data.corpora.sources import load_documents
 from data.rows.packing import PackedRows
 from data.text.chat import encode_document
@@ -65,6 +65,7 @@ def answers(
     tokenizer: PreTrainedTokenizerBase,
     folder: str,
     split: str = "train",
+    prompts: int | None = None,
 ) -> PackedRows:
     """Packed rows of a collection of teacher answers, trained on the answers only.
 
@@ -74,13 +75,30 @@ def answers(
         tokenizer: the one that the collection was made with.
         folder: cache of packed rows.
         split: 'train' or 'heldout', by a hash of the prompt's id.
+        prompts: take the answers to this many prompts of the split, the first ones; None: all.
 
     Raises:
-        ValueError: for a missing collection, or one of another tokenizer.
+        ValueError: for a missing collection, one of another tokenizer, or fewer prompts.
     """
     manifest = checked_manifest(source, tokenizer)
     made_from = {"answers": manifest, "split": split, "length": length}
-    return _build(read_answers(source, split), length, tokenizer, folder, made_from)
+    if prompts is not None:
+        made_from["prompts"] = prompts
+    return _build(_first(prompts, source, split), length, tokenizer, folder, made_from)
+
+
+def _first(prompts: int | None, source: str, split: str) -> Iterator[AnsweredPrompt]:
+    """The answers to the first so many prompts of a collection."""
+    taken: set[str] = set()
+    for answer in read_answers(source, split):
+        if answer.prompt in taken or prompts is None or len(taken) < prompts:
+            taken.add(answer.prompt)
+            yield answer
+    if prompts is not None and len(taken) < prompts:
+        raise ValueError(
+            f"{source} has answers to {len(taken)} prompts of split={split!r}, but "
+            f"prompts={prompts} are asked for: collect more with prompts.count"
+        )
 
 
 def checked_manifest(source: str, tokenizer: PreTrainedTokenizerBase) -> dict:

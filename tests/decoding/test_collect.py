@@ -35,7 +35,7 @@ def test_answers_are_keyed_by_prompt_and_temperature(lab):
 
 
 def test_only_answers_are_trained(lab):
-    ids, trained, _ = next(iter(read_answers(lab.runs / "deer_answers", "train")))
+    ids, trained, *_ = next(iter(read_answers(lab.runs / "deer_answers", "train")))
     assert len(ids) == len(trained)
     assert trained[:8] == [False] * 8
     assert all(trained[8:])
