@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from data.text.tokenizer import fingerprint
@@ -210,6 +210,8 @@ def _download(path: str) -> Path:
     for name in CONFIGS[:-1]:
         try:
             return Path(hf_hub_download(path, name))
+        except LocalEntryNotFoundError:  # the Hub cannot be reached: no other file could be
+            raise
         except EntryNotFoundError:
             continue
     return Path(hf_hub_download(path, CONFIGS[-1]))

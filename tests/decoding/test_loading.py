@@ -4,8 +4,10 @@ import subprocess
 import sys
 
 import pytest
+from huggingface_hub import hf_hub_download
 
 from data.text.tokenizer import train_tokenizer
+from decoding import loading
 from decoding.loading import load
 from tests.support import tiny
 
@@ -45,9 +47,17 @@ def test_a_target_with_another_tokenizer_is_refused(lab, tmp_path):
 def test_the_hub_out_of_reach_is_one_line(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    asked = []
+
+    def download(path, name):
+        asked.append(name)
+        return hf_hub_download(path, name)
+
+    monkeypatch.setattr(loading, "hf_hub_download", download)
     with pytest.raises(ValueError, match="cannot reach 'org/name' on the Hub") as error:
         load("org/name")
     assert "\n" not in str(error.value)
+    assert len(asked) == 1  # each would be tried for half a minute
 
 
 def generate(*arguments):
