@@ -193,7 +193,9 @@ def parade_config(path: str) -> dict:
         try:
             file = _download(path)
         except Exception as error:
-            raise ValueError(f"cannot reach {path!r} on the Hub: {error}") from error
+            raise ValueError(
+                f"cannot reach {path!r} on the Hub, and there is no such folder here: {error}"
+            ) from error
     if file.name != CONFIGS[0] and find_spec("peft") is None:
         raise ValueError(
             f"{path!r} is an adapter beside its base model, which needs peft: pip install peft, or "
