@@ -48,9 +48,9 @@ small-deer: .venv/small  ## DEER on a real model, from nothing to its figures on
 	$(FIT) recipe=deer_stage1 $(SMALL) trainer.compile=true
 	$(FIT) recipe=deer_stage2 $(SMALL) trainer.compile=true
 	$(PY) -m decoding.calibrate model=$(DRAFTER) answers=$(RUNS)/small/deer_answers source=docstrings nodes=[5,8,12,16]
-	$(BENCH) model=$(DRAFTER) source=humaneval prompts=64 max_new_tokens=128
+	$(PY) -m decoding.bench model=$(DRAFTER) source=humaneval prompts=64 max_new_tokens=128
 
-# What more prompts, and what more steps, bring: acceptance lengths of validation, in one picture.
+# What more prompts, and what more steps, bring: compare the acceptance lengths in each metrics.csv.
 MORE = $(FIT) recipe=deer_stage2 $(SMALL) trainer.compile=true
 small-deer-scaling: .venv/small  ## stage II with 256 to 4,096 prompts and with 1, 2 and 4 times the steps: many hours
 	$(PY) -m decoding.collect recipe=deer_answers $(SMALL) name=more prompts.count=4608
@@ -60,7 +60,7 @@ small-deer-scaling: .venv/small  ## stage II with 256 to 4,096 prompts and with 
 small-pcllm: .venv/small  ## pcLLM's first round on a real model: hours on 2 cores
 	$(PY) -m decoding.collect recipe=pcllm_trajectories $(SMALL)
 	$(FIT) recipe=pcllm_round1 $(SMALL)
-	$(BENCH) model=$(RUNS)/small/pcllm_round1/export source=humaneval prompts=64 max_new_tokens=128 temperatures=[0] 'sampler=[method=jacobi_mr]'
+	$(PY) -m decoding.bench model=$(RUNS)/small/pcllm_round1/export source=humaneval prompts=64 max_new_tokens=128 temperatures=[0] 'sampler=[method=jacobi_mr]'
 
 LOSS = $(FIT) recipe=deer_stage2 $(DEEP) trainer.max_steps=300
 TAUGHT = $(DEER)2/tokens/export,$(DEER)2/total_variation/export,$(DEER)2/log_acceptance/export,$(DEER)2/coupled_miss/export,$(DEER)2/length/export

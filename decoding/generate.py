@@ -10,14 +10,14 @@ from typing import ClassVar
 
 from decoding.chat import Chat, converse, cost
 from decoding.commands.cli import main, parse, quiet
-from decoding.commands.options import DTYPES, ModelOptions, option
+from decoding.commands.options import LoadOptions, option
 from decoding.engine.params import PARAM_NAMES, VERIFY, SamplingParams
 from decoding.engine.sampler import Sampler
 from decoding.loading import load
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generate(ModelOptions, SamplingParams):
+class Generate(LoadOptions, SamplingParams):
     """Decode one prompt with an export's own sampler, or chat; the text is printed as it comes."""
 
     EXAMPLE: ClassVar[str] = "model=runs/deer_stage2/export prompt='def fib(n):' temperature=0.7"
@@ -33,15 +33,9 @@ class Generate(ModelOptions, SamplingParams):
         "ask through the model's chat template: prompt=, or without it a chat in the terminal",
     )
     system: str | None = option(None, "the system's message of a chat", verbatim=True)
-    target: str | None = option(None, "a target instead of the one that the export names")
-    sampler: tuple[str, ...] = option(
-        (), "another method or other knobs than the export's, as [method=jacobi,block_size=32]"
-    )
     verify: str = option(
         SamplingParams.verify, "how drafts are verified; each is lossless", choices=VERIFY
     )
-    dtype: str = option("auto", "of the weights in memory", choices=DTYPES)
-    trust_remote_code: bool = option(False, "run the code that a model of the Hub brings")
 
     def __post_init__(self):
         super().__post_init__()
@@ -59,14 +53,7 @@ def run(argv: list[str]) -> None:
     quiet()
     g = parse(argv, Generate, "decoding.generate")
     prompt = None if g.prompt is None else read_prompt(g.prompt)
-    sampler = load(
-        g.model,
-        target=g.target,
-        sampler=g.sampler,
-        dtype=g.dtype,
-        device=g.device,
-        trust_remote_code=g.trust_remote_code,
-    )
+    sampler = load(g.model, **g.loading)
     if not isinstance(sampler, Sampler):
         raise ValueError(f"{g.model!r} makes no text but images: use python -m decoding.images")
     params = SamplingParams(**{name: getattr(g, name) for name in PARAM_NAMES})

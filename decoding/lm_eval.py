@@ -16,14 +16,14 @@ from jinja2 import TemplateError
 
 from data.files import atomic_write
 from decoding.commands.cli import main, parse, quiet
-from decoding.commands.options import DTYPES, NEEDED, MeasureOptions, option
+from decoding.commands.options import NEEDED, LoadOptions, MeasureOptions, option
 from decoding.commands.report import write_table
 from decoding.commands.values import read, split
 from decoding.engine.params import VERIFY, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
-class LmEval(MeasureOptions):
+class LmEval(LoadOptions, MeasureOptions):
     """Run tasks of lm-evaluation-harness with an export's own sampler."""
 
     EXAMPLE: ClassVar[str] = "model=runs/deer_stage2/export tasks=[gsm8k] chat=true limit=50"
@@ -39,15 +39,9 @@ class LmEval(MeasureOptions):
     )
     batch_size: int = option(8, "requests that are decoded or scored together", least=1)
     execute: bool = option(False, "true lets tasks run what the model wrote, without a sandbox")
-    target: str | None = option(None, "a target instead of the one that the export names")
-    sampler: tuple[str, ...] = option(
-        (), "another method or other knobs than the export's, as [method=jacobi,block_size=32]"
-    )
     verify: str = option(
         SamplingParams.verify, "how drafts are verified; each is lossless", choices=VERIFY
     )
-    dtype: str = option("auto", "of the weights in memory", choices=DTYPES)
-    trust_remote_code: bool = option(False, "run the code that a model of the Hub brings")
     out: str = option("lm_eval_results", "folder of the results")
 
     def __post_init__(self):
@@ -58,9 +52,6 @@ class LmEval(MeasureOptions):
             raise ValueError(f"limit={self.limit:g} is not allowed: it must be above 0")
         if self.system is not None and not self.chat:
             raise ValueError("system= is of a chat: give chat=true too")
-
-
-LOADING = ("target", "sampler", "dtype", "device", "trust_remote_code")
 
 
 def run(argv: list[str]) -> None:
@@ -75,8 +66,7 @@ def run(argv: list[str]) -> None:
     from decoding.harness import ParadeLM
 
     manager = known_tasks(e)
-    options = {name: getattr(e, name) for name in LOADING}
-    lm = ParadeLM(e.model, batch_size=e.batch_size, seed=e.seed, verify=e.verify, **options)
+    lm = ParadeLM(e.model, batch_size=e.batch_size, seed=e.seed, verify=e.verify, **e.loading)
     if e.chat and not lm.tokenizer.chat_template:
         raise ValueError(f"{e.model!r} has no chat template: leave chat=true out")
     try:

@@ -23,7 +23,7 @@ class ReducedHead:
         head = None if ids is None else network.get_output_embeddings()
         if head is None or len(ids) == len(head.weight):
             self.ids = None
-        elif not hasattr(head.weight, "placements"):  # which FSDP has, and puts back itself
+        elif not hasattr(head.weight, "placements"):  # FSDP would put its own back
             (name,) = [name for name, module in network.named_modules() if module is head]
             rows = {key: tensor[ids] for key, tensor in head.named_parameters()}
             self.tensors = {f"{name}.{key}": tensor for key, tensor in rows.items()}

@@ -49,8 +49,8 @@ class AnsweredPrompt(NamedTuple):
 
     ids: list[int]
     trained: list[bool]
-    columns: dict[str, np.ndarray] = {}
-    prompt: str = ""
+    columns: dict[str, np.ndarray]
+    prompt: str
 
 
 def read_answers(folder: str | Path, split: str) -> Iterator[AnsweredPrompt]:

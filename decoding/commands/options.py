@@ -115,6 +115,24 @@ class ModelOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoadOptions(ModelOptions):
+    """Options of a command that decodes with one export, as it is or otherwise."""
+
+    target: str | None = option(None, "a target instead of the one that the export names")
+    sampler: tuple[str, ...] = option(
+        (), "another method or other knobs than the export's, as [method=jacobi,block_size=32]"
+    )
+    dtype: str = option("auto", "of the weights in memory", choices=DTYPES)
+    trust_remote_code: bool = option(False, "run the code that a model of the Hub brings")
+
+    @property
+    def loading(self) -> dict:
+        """Arguments of `decoding.load`, without the model."""
+        names = ("target", "sampler", "dtype", "device", "trust_remote_code")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True, kw_only=True)
 class MeasureOptions(ModelOptions):
     """Options of a command that measures a model."""
 

@@ -26,6 +26,12 @@ from trainers.fit import fit
 TEXTS = [f"def f{i}(x):\n    return x + {i}\n" for i in range(200)]
 GEMMAS = {"gemma": (GemmaConfig, GemmaForCausalLM), "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM)}
 
+SHORT = ["data.train.length=64", "data.validation.length=64"]
+
+
+def sources(file):
+    return [f"data.{split}.source={file}" for split in ("train", "validation")]
+
 
 def gemma(kind, vocabulary):
     """A Gemma-style model: scaled and tied embeddings, and sliding windows in the third version."""
@@ -60,13 +66,11 @@ def test_a_target_of_one_s_own_is_one_key(kind, pairs, tmp_path):
     where = ["scale=small", f"runs={tmp_path / 'runs'}", f"target={target}"]
     more = ["collector.max_new_tokens=12", "prompts.count=100", f"prompts.source={pairs}"]
     collect(compose(["recipe=deer_answers", *where, *more, "shard_size=50"], "collect"))
-    little = [*where, *SMALL, *BLOCKS, f"acceptance.source={pairs}", "data.validation.length=64"]
-    little.append("data.train.length=64")
-    text = [f"data.{split}.source={pairs}" for split in ("train", "validation")]
-    fit(compose(["recipe=diffusion_adapt", *little, *text], "fit"))
-    fit(compose(["recipe=deer_stage1", *little], "fit"))
+    few = [*where, *SMALL, *BLOCKS, f"acceptance.source={pairs}", *SHORT]
+    fit(compose(["recipe=diffusion_adapt", *few, *sources(pairs)], "fit"))
+    fit(compose(["recipe=deer_stage1", *few], "fit"))
     schedule = "data.corruption.schedule.shortest=4"
-    export = fit(compose(["recipe=deer_stage2", *little, schedule], "fit"))
+    export = fit(compose(["recipe=deer_stage2", *few, schedule], "fit"))
     sampler = load(str(export), dtype="float32")
     assert sampler.drafter.config.num_hidden_layers == 3
     assert sampler.draft_ids is not None
@@ -87,7 +91,7 @@ def model(tmp_path_factory):
     return folder
 
 
-def little(recipe, pairs, runs, *more):
+def little(recipe, runs, *more):
     small = [a for a in SMALL if not a.startswith("acceptance")]
     arguments = [f"recipe={recipe}", "scale=small", f"runs={runs}", *small, *more]
     return fit(compose([*arguments, "trainer.micro_batch_size=2", "trainer.max_steps=2"], "fit"))
@@ -99,7 +103,7 @@ def test_pcllm_on_a_model_of_one_s_own(model, pairs, tmp_path):
     collect(compose(["recipe=pcllm_trajectories", *where, *more, "shard_size=50"], "collect"))
     text = f"data.train.text={pairs}"
     asked = ["acceptance.prompts=2", "acceptance.max_new_tokens=6", f"acceptance.source={pairs}"]
-    export = little("pcllm_round1", pairs, tmp_path, f"model={model}", text, *asked)
+    export = little("pcllm_round1", tmp_path, f"model={model}", text, *asked)
     sampler = load(str(export), dtype="float32")
     plain = PlainSampler(sampler.target, sampler.tokenizer)
     params = SamplingParams(max_new_tokens=16, temperature=0.8, seed=2)
@@ -108,19 +112,15 @@ def test_pcllm_on_a_model_of_one_s_own(model, pairs, tmp_path):
 
 
 def test_masked_diffusion_and_spiffy_on_a_model_of_one_s_own(model, pairs, tmp_path):
-    text = [f"data.{split}.source={pairs}" for split in ("train", "validation")]
-    rows = [f"data.{split}.length=64" for split in ("train", "validation")]
-    start = f"start={model}"
-    little("dllm_block", pairs, tmp_path, start, *text, *rows, "module.block_size=8")
+    text = sources(pairs)
+    little("dllm_block", tmp_path, f"start={model}", *text, *SHORT, "module.block_size=8")
     asked = [*text, "data.train.count=4", "data.validation.count=2", "module.max_new_tokens=8"]
-    export = little("spiffy_calibrate", pairs, tmp_path, *asked, "trainer.batch_size=2")
+    export = little("spiffy_calibrate", tmp_path, *asked, "trainer.batch_size=2")
     (result,) = load(str(export)).generate(["def f3(x):"], SamplingParams(max_new_tokens=8))
     assert result.token_ids
 
 
 def test_infilling_on_a_model_of_one_s_own(model, pairs, tmp_path):
-    text = [f"data.{split}.source={pairs}" for split in ("train", "validation")]
-    rows = [f"data.{split}.length=64" for split in ("train", "validation")]
-    export = little("asarm_joint", pairs, tmp_path, f"start={model}", *text, *rows)
+    export = little("asarm_joint", tmp_path, f"start={model}", *sources(pairs), *SHORT)
     (result,) = load(str(export)).generate(["def f3(<hole:3>):"], SamplingParams(seed=1))
     assert len(result.token_ids) == 3
