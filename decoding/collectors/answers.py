@@ -1,6 +1,6 @@
 """Teacher answers: the training data of DEER's drafters (arXiv 2512.15176, section 3.1.1)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from torch import Tensor
@@ -24,7 +24,8 @@ class TeacherAnswers:
         teacher: Folder or Hub id of a model, which decodes with its own sampler: a causal LM
             token by token, an export (of a masked diffusion LM, a drafter) with its method.
         number: Answers for each prompt.
-        temperatures: Answer j is decoded at temperature j mod their count.
+        temperatures: Taken in turn: answer j of a shard's i-th prompt has number i + j, modulo
+            their count.
         max_new_tokens: Longest answer, in tokens.
         seed: Of the collection.
         top_p: Of nucleus sampling.
@@ -76,7 +77,9 @@ class TeacherAnswers:
             "top_p": self.params[0].top_p,
             "max_new_tokens": self.params[0].max_new_tokens,
             "dtype": self.dtype,
-            "seeds": "blake2b",  # a collection is not continued with seeds of another kind
+            # A collection is not continued with seeds, or turns, of another kind.
+            "seeds": "blake2b",
+            "turns": "prompts and answers",
             **({"top_k": self.top_k} if self.top_k else {}),
         }
 
@@ -93,7 +96,7 @@ class TeacherAnswers:
         return derived_seed(self.seed, prompt, answer)
 
     def collect(self, prompts: list[dict]) -> list[dict]:
-        """Decode `number` answers for each prompt, one batch for each answer's number.
+        """Decode `number` answers for each prompt, those of one temperature together.
 
         Args:
             prompts: {"id", "prompt_ids"} of each prompt.
@@ -114,27 +117,33 @@ class TeacherAnswers:
                 )
             if self.top_k:
                 self._sampler = Recording(self._sampler, self.top_k)
-        rows = []
-        for j in range(self.number):
-            params = self.params[j % len(self.params)]
-            seeds = [self.seed_of(p["id"], j) for p in prompts]
-            results = self._sampler.generate(
-                [p["prompt_ids"] for p in prompts], params, seeds=seeds
-            )
-            recorded = self._sampler.recorded if self.top_k else [{}] * len(results)
-            rows += [
-                {
-                    "id": prompt["id"],
-                    "answer": j,
-                    "temperature": params.temperature,
-                    "prompt_ids": prompt["prompt_ids"],
-                    "answer_ids": result.token_ids,
-                    "finish_reason": result.finish_reason,
-                    **{k: np.concatenate(v[: len(result.token_ids)]) for k, v in found.items()},
-                }
-                for prompt, result, found in zip(prompts, results, recorded)
-            ]
-        return rows
+        answers = [(i, j) for j in range(self.number) for i in range(len(prompts))]
+        rows = {}
+        for turn, params in enumerate(self.params):
+            mine = [(i, j) for i, j in answers if (i + j) % len(self.params) == turn]
+            for start in range(0, len(mine), len(prompts)):
+                batch = mine[start : start + len(prompts)]
+                asked = [prompts[i] for i, _ in batch]
+                rows |= dict(zip(batch, self._answer(asked, [j for _, j in batch], params)))
+        return [rows[answer] for answer in answers]
+
+    def _answer(
+        self, prompts: list[dict], numbers: list[int], params: SamplingParams
+    ) -> Iterator[dict]:
+        """Rows of these prompts' answers of these numbers, decoded as one batch."""
+        seeds = [self.seed_of(p["id"], j) for p, j in zip(prompts, numbers)]
+        results = self._sampler.generate([p["prompt_ids"] for p in prompts], params, seeds=seeds)
+        recorded = self._sampler.recorded if self.top_k else [{}] * len(results)
+        for prompt, number, result, found in zip(prompts, numbers, results, recorded):
+            yield {
+                "id": prompt["id"],
+                "answer": number,
+                "temperature": params.temperature,
+                "prompt_ids": prompt["prompt_ids"],
+                "answer_ids": result.token_ids,
+                "finish_reason": result.finish_reason,
+                **{k: np.concatenate(v[: len(result.token_ids)]) for k, v in found.items()},
+            }
 
 
 class Recording(PlainSampler):

@@ -61,3 +61,12 @@ def test_distributions_need_plain_decoding(teacher):
         Recording(sampler, 4)
     with pytest.raises(ValueError, match="top_k=-1"):
         collected(teacher, top_k=-1)
+
+
+def test_prompts_take_the_temperatures_in_turn(teacher):
+    answers = TeacherAnswers(teacher, 1, [0.0, 1.0], max_new_tokens=12, seed=3, dtype="float32")
+    rows = answers.collect(PROMPTS)
+    assert [(r["id"], r["temperature"]) for r in rows] == [("a", 0.0), ("b", 1.0)]
+    both = {(r["id"], r["temperature"]): r["answer_ids"] for r in collected(teacher)}
+    assert both.keys() == {(p["id"], t) for p in PROMPTS for t in (0.0, 1.0)}
+    assert all(both[r["id"], r["temperature"]] == r["answer_ids"] for r in rows)
