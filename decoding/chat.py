@@ -5,7 +5,7 @@ import time
 from contextlib import suppress
 
 from data.text.chat import encode_chat, encode_prompt
-from decoding.engine.params import SamplingParams, Stats
+from decoding.engine.params import Chunk, SamplingParams, Stats
 from decoding.engine.sampler import Sampler
 
 
@@ -56,7 +56,7 @@ class Chat:
         with suppress(KeyboardInterrupt):
             for chunk in self._sampler.stream([prompt], self._params):
                 text, count, result = text + chunk.text, count + len(chunk.token_ids), chunk.result
-                print(chunk.text, end="", flush=True)
+                print(shown(chunk), end="", flush=True)
         seconds = time.perf_counter() - started
         print(flush=True)
         aside(cost(count, seconds, result.stats, result.finish_reason) if result else "stopped")
@@ -90,6 +90,7 @@ def converse(chat: Chat) -> None:
         with suppress(ImportError):  # input() edits lines with it; Windows has none
             import readline  # noqa: F401
         aside("/clear forgets the history, /exit ends the chat, Ctrl-C ends an answer")
+        aside("tokens that came together: blue two or three, green more")
     while True:
         try:
             line = input("> " if terminal else "").strip()
@@ -137,6 +138,18 @@ def cost(count: int, seconds: float, stats: Stats, reason: str) -> str:
         f"{stats.acceptance_length:.2f} tokens per target pass, ended by {reason}"
         + (f", lossy: {stats.lossy}" if stats.lossy else "")
     )
+
+
+def shown(chunk: Chunk) -> str:
+    """The text of a chunk; in a terminal the accepted drafts are seen as they come.
+
+    The colour of a chunk tells how many tokens came at once: none for one, as in plain decoding,
+    then blue for two or three, green for more.
+    """
+    colour = 34 if len(chunk.token_ids) < 4 else 32
+    if len(chunk.token_ids) < 2 or not chunk.text or not sys.stdout.isatty():
+        return chunk.text
+    return f"\x1b[{colour}m{chunk.text}\x1b[0m"
 
 
 def aside(line: str) -> None:

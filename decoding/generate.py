@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from decoding.chat import Chat, converse, cost
+from decoding.chat import Chat, converse, cost, shown
 from decoding.commands.cli import main, parse, quiet
 from decoding.commands.options import LoadOptions, option
 from decoding.engine.params import PARAM_NAMES, VERIFY, SamplingParams
@@ -95,7 +95,7 @@ def go_on(sampler: Sampler, prompt: str, params: SamplingParams) -> None:
     if sampler.continues:
         print(prompt, end="", flush=True)
     for chunk in sampler.stream([prompt], params):
-        print(chunk.text, end="", flush=True)
+        print(shown(chunk), end="", flush=True)
     s, n = chunk.result.stats, len(chunk.result.token_ids)
     seconds = s.target_s + s.drafter_s + s.sampler_s
     print(f"\n\n{cost(n, seconds, s, chunk.result.finish_reason)}")

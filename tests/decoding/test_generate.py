@@ -11,8 +11,8 @@ import pytest
 from data.text.chat import encode_prompt
 from data.text.tokenizer import train_tokenizer
 from decoding import generate
-from decoding.chat import Chat
-from decoding.engine.params import SamplingParams
+from decoding.chat import Chat, shown
+from decoding.engine.params import Chunk, SamplingParams
 from decoding.samplers.plain import PlainSampler
 from tests.support import tiny
 
@@ -184,3 +184,13 @@ def test_an_interruption_ends_the_answer_and_not_the_chat(tmp_path):
         process.stdin.write(b"/exit\n")
         process.communicate(timeout=60)
     assert process.returncode == 0
+
+
+def test_tokens_that_came_together_are_coloured_in_a_terminal_only(monkeypatch):
+    one, two, four = (Chunk(0, "text", list(range(n))) for n in (1, 2, 4))
+    assert {shown(c) for c in (one, two, four)} == {"text"}  # to a pipe or a file
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert shown(one) == "text"
+    assert all("text" in shown(chunk) for chunk in (two, four))
+    assert len({shown(c) for c in (one, two, four)}) == 3
+    assert not shown(Chunk(0, "", [1, 2]))
