@@ -214,6 +214,15 @@ def test_values_take_their_defaults_type(override, key, value):
     assert type(found) is type(value) or isinstance(found, ListConfig)
 
 
+@pytest.mark.parametrize("scale", ["lab", "small"])  # one has a list, the other a number
+def test_a_key_of_several_types_takes_each(scale):
+    adapt = ["recipe=diffusion_adapt", f"scale={scale}"]
+    for given, value in {"[0,2]": [0, 2], "3": 3, "null": None}.items():
+        assert compose([*adapt, f"network.layers={given}"], "fit").network.layers == value
+    with pytest.raises(ValueError, match="network.layers"):
+        compose([*adapt, "network.layers=[0,first]"], "fit")
+
+
 def shown(capsys, *argv, command="fit"):
     with pytest.raises(SystemExit) as ended:
         compose(list(argv), command)

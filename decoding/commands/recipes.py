@@ -204,9 +204,9 @@ def _item_type(items: ListConfig) -> Any:
 def _hint(annotation: Any) -> Any:
     """A parameter's annotation as `convert` takes it; Any where it says too much or too little."""
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
-        kinds = [t for t in typing.get_args(annotation) if t is not types.NoneType]
-        hint = _hint(kinds[0]) if len(kinds) == 1 else Any
-        return Any if hint is Any else hint | None
+        kinds = typing.get_args(annotation)
+        hints = [t if t is types.NoneType else _hint(t) for t in kinds]
+        return Any if Any in hints else typing.Union[tuple(hints)]  # noqa: UP007 (of a list)
     if typing.get_origin(annotation) in (list, tuple, Sequence):
         (item, *_) = typing.get_args(annotation)
         return tuple[_hint(item), ...]

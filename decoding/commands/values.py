@@ -114,12 +114,16 @@ def type_name(hint: Any) -> str:
     ('list of int', 'float or null')
     """
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        names = [type_name(t) for t in typing.get_args(hint) if t is not types.NoneType]
-        return " or ".join([*names, "null"])
-    if hint is tuple or typing.get_origin(hint) is tuple:
+        names = ["null" if t is types.NoneType else type_name(t) for t in typing.get_args(hint)]
+        return " or ".join(names)
+    if _is_list(hint):
         (item, *_) = typing.get_args(hint) or (Any,)
         return "list" if item is Any else f"list of {type_name(item)}"
     return "any" if hint is Any else hint.__name__
+
+
+def _is_list(hint: Any) -> bool:
+    return hint is tuple or typing.get_origin(hint) is tuple
 
 
 class _Unfit(ValueError):
@@ -130,8 +134,15 @@ def _typed(text: str, hint: Any) -> Any:
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         if text.lower() == "null":
             return None
-        return _typed(text, next(t for t in typing.get_args(hint) if t is not types.NoneType))
-    if hint is tuple or typing.get_origin(hint) is tuple:
+        kinds = [t for t in typing.get_args(hint) if t is not types.NoneType]
+        kinds.sort(key=_is_list)  # last: a single item needs no brackets
+        for kind in kinds:
+            try:
+                return _typed(text, kind)
+            except _Unfit:
+                if kind == kinds[-1]:
+                    raise
+    if _is_list(hint):
         (item, *_) = typing.get_args(hint) or (Any,)
         if text.startswith("[") and not text.endswith("]"):
             raise _Unfit(text)
