@@ -77,7 +77,7 @@ def check(
         ValueError: The value is not allowed.
     """
     several = isinstance(value, (tuple, list))
-    if some and not value:
+    if some and several and not value:
         raise ValueError(f"{key}=[] is not allowed: at least one item is needed")
     for item in value if several else () if value is None else (value,):
         name = re.sub(r":\d+$", "", item) if choices is DEVICES else item

@@ -187,7 +187,8 @@ def _type(node: DictConfig, leaf: str) -> Any:
     if default is None:
         return str | None if leaf in TEXT and leaf in node else Any
     if isinstance(default, ListConfig):
-        return tuple[_item_type(default), ...] | None
+        kind = tuple[_item_type(default), ...]
+        return kind if default else kind | None
     if isinstance(default, DictConfig):
         return dict | None
     # A count or a switch is needed; what is a rate, a name or a list may be left out.
