@@ -16,6 +16,10 @@ from trainers.strategies import DeepSpeed, strategy_of, with_weights, without_we
 
 WEIGHTS = "model.safetensors"
 STEPS = ("trainer.max_steps=24", "trainer.log_every=1", "trainer.validate_every=12")
+REDUCED = (
+    "+module.draft_ids={_target_: data.corpora.answers.frequent_tokens, "
+    "source: '${answers}', count: 64}"
+)
 TWO = ("trainer.devices=2", "trainer.micro_batch_size=2", "strategy=fsdp2")
 
 
@@ -73,6 +77,17 @@ class TestFSDP2:
         assert {w.dtype for w in exported.values()} == {torch.float32}
         rounded = {n: w.bfloat16().float() for n, w in exported.items()}
         assert distance(exported, rounded) > 0, "the masters are bfloat16"
+
+    def test_a_reduced_vocabulary_and_frozen_embeddings(self, lab, one):
+        """The head is sharded too, so its rows are chosen after the product instead of before."""
+        fewer = ("+module.train_embeddings=false", REDUCED)
+        lab.fit("deer_stage2", *STEPS, *fewer, "name=one_reduced")
+        finish(lab.start("deer_stage2", *STEPS, *fewer, *TWO, "name=sharded_reduced"))
+        a, b = curve(lab, "one_reduced"), curve(lab, "sharded_reduced")
+        assert max(abs(a[s] - b[s]) for s in a) <= 2e-6
+        assert distance(weights(lab, "one_reduced"), weights(lab, "sharded_reduced")) <= 1e-6
+        whole = curve(lab, one)
+        assert max(abs(a[s] - whole[s]) for s in a) > 1e-3  # negative control
 
     def test_a_sharded_checkpoint_becomes_an_ordinary_export(self, lab, sharded):
         run = lab.runs / "deer_stage2" / sharded
