@@ -3,7 +3,10 @@
 import torch
 from torch import Tensor
 
+from trainers.losses.pieces import in_pieces
 
+
+@in_pieces
 def token_nll(logits: Tensor, target: Tensor) -> Tensor:
     """Unreduced cross-entropy -log p(target), computed in at least float32.
 
@@ -35,6 +38,7 @@ def denoising_weight(masked: Tensor, t: Tensor, L: Tensor) -> Tensor:
     return masked / (t * L.clamp_min(1)).unsqueeze(-1)
 
 
+@in_pieces
 def soft_nll(logits: Tensor, teacher: Tensor) -> Tensor:
     """Cross-entropy -sum_v p(v) log q(v) with a teacher, p = softmax(teacher), q = softmax(logits).
 
@@ -55,6 +59,7 @@ def soft_nll(logits: Tensor, teacher: Tensor) -> Tensor:
     return -(p * log_q[..., :shared]).sum(-1)
 
 
+@in_pieces
 def stored_nll(logits: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
     """`soft_nll` with the k most probable tokens of a teacher, p renormalised over them.
 
