@@ -45,6 +45,9 @@ class InfillBench(SourceOptions):
     hide: str = option(
         "random", "tokens anywhere, tokens in the middle, or whole lines there", choices=HIDE
     )
+    sampler: tuple[str, ...] = option(
+        (), "of a model without a sampler for holes, as [method=asarm] for XLNet; or knobs"
+    )
     block_sizes: tuple[int, ...] = option((5,), "k of the ways that draft", least=1)
     nodes: tuple[int, ...] = option((), "sizes of the trees of assd_fused with verify=tree")
     knobs: tuple[str, ...] = option(
@@ -95,7 +98,7 @@ def measure(bench: InfillBench) -> list[Row]:
     Raises:
         ValueError: The model does not fill holes.
     """
-    first = load(bench.model, dtype=bench.dtype, device=bench.device)
+    first = load(bench.model, sampler=bench.sampler, dtype=bench.dtype, device=bench.device)
     if first.continues:
         raise ValueError(f"{bench.model} does not fill holes: python -m decoding.bench serves it")
     judge = causal.load(bench.judge, dtype=bench.dtype).to(bench.device).eval()
@@ -140,7 +143,7 @@ def measure(bench: InfillBench) -> list[Row]:
 
 def ways(bench: InfillBench, first: Sampler, knob: str) -> list[Row]:
     """The ways to draft of the export's sampler with one knob changed ('': none)."""
-    config = sampling_config(bench.model, [knob] if knob else [])
+    config = sampling_config(bench.model, [*bench.sampler, *([knob] if knob else [])])
     sampler = sampler_of(config, first.target, first.tokenizer)
     plain, *others = sampler.drafts
     rows = [Row(knob, sampler, plain, None, bench.verify)]
