@@ -90,6 +90,26 @@ def clean_windows(span: int) -> Predicate:
     return predicate
 
 
+def taught(student: Predicate, span: int) -> Predicate:
+    """pcLLM's Eq. 8 as printed: a clean block attends to itself and to the student's context.
+
+    That is what the noisy block of the same positions sees of earlier blocks. All other tokens
+    attend as under the student's pattern.
+
+    Args:
+        student: `branches` or `clean_windows`, with noisy blocks as branch 0, clean ones branch 1.
+        span: tokens per block.
+    """
+
+    def predicate(q: Layout, k: Layout) -> Tensor:
+        same = _window(q, span) == _window(k, span)
+        own = causal(q, k) & same & (k.block == q.block)
+        noisy = q._replace(block=torch.where(q.block == 1, 0, q.block))
+        return own | (student(noisy, k) & ~same)
+
+    return predicate
+
+
 def block_causal(span: int) -> Predicate:
     """Block-causal attention: a token attends to earlier clean blocks and to its own block.
 
