@@ -7,23 +7,22 @@ filled middle is also compared with the original text, by ROUGE (Table 3).
 """
 
 import math
-from collections import Counter
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from time import perf_counter
 from typing import ClassVar
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from data.text.prompts import heldout_prompts
+from decoding.bench.generated_text import entropy, generative_perplexity
 from decoding.bench.options import results_folder
 from decoding.commands.cli import main, parse, quiet
 from decoding.commands.options import NEEDED, SourceOptions, option
 from decoding.commands.progress import track
 from decoding.commands.report import write_table
-from decoding.engine.params import VERIFY, Result, SamplingParams
+from decoding.engine.params import VERIFY, SamplingParams
 from decoding.engine.sampler import Sampler
 from decoding.loading import load, load_tokenizer, sampler_of, sampling_config
 from models import causal
@@ -132,7 +131,7 @@ def measure(bench: InfillBench) -> list[Row]:
             row.network_s += max(r.stats.target_s for r in results)
             for b, result in enumerate(results, start=start):
                 row.calls.append(result.stats.target_passes)
-                row.perplexity.append(perplexity(judge, judge_tokenizer, result))
+                row.perplexity.append(generative_perplexity(judge, judge_tokenizer, result.text))
                 row.entropy.append(entropy(judge_tokenizer(result.text)["input_ids"]))
                 if bench.hide != "random":
                     there = [t for t, p in zip(windows[b], prompts[b]) if p is None]
@@ -192,25 +191,6 @@ def middle(count: int, share: float) -> range:
     inside = max(1, round(share * count))
     first = (count - inside) // 2
     return range(first, first + inside)
-
-
-def perplexity(judge: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, result: Result) -> float:
-    """Generative perplexity of a text under a judge, Eq. 21 over all tokens but the first."""
-    ids = torch.tensor([tokenizer(result.text)["input_ids"]], device=judge.device)
-    with torch.inference_mode():
-        logits: Tensor = judge(ids).logits.float()
-    loss = torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:])
-    return math.exp(loss.item())
-
-
-def entropy(ids: list[int]) -> float:
-    """Shannon entropy of a text's token frequencies in bits, Eq. 22.
-
-    >>> entropy([7, 8, 7, 8])
-    1.0
-    """
-    shares = [count / len(ids) for count in Counter(ids).values()]
-    return -sum(p * math.log2(p) for p in shares)
 
 
 def rouge(text: str, reference: str) -> tuple[float, ...]:

@@ -1,5 +1,6 @@
 import csv
 import dataclasses
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -8,12 +9,11 @@ import pytest
 
 from data.text.prompts import heldout_prompts
 from data.text.tokenizer import train_tokenizer
+from decoding.bench.generated_text import entropy, generative_perplexity
 from decoding.bench.infill import (
     InfillBench,
-    entropy,
     hide,
     measure,
-    perplexity,
     report,
     rouge,
     summary,
@@ -146,8 +146,12 @@ def test_metrics_by_hand():
     assert entropy([1, 2, 3, 4]) == pytest.approx(2)
     assert entropy([1, 1]) == 0
     model = tiny.causal_lm(4, scale=0.0)
-    result = Result("abcd", [], "length", Stats())
-    assert perplexity(model, tiny.tokenizer(4), result) == pytest.approx(4)
+    assert generative_perplexity(model, tiny.tokenizer(4), "abcd") == pytest.approx(4)
+    assert math.isnan(generative_perplexity(model, tiny.tokenizer(4), "a"))
+    short = tiny.causal_lm(4)
+    short.config.max_position_embeddings = 8
+    first = generative_perplexity(short, tiny.tokenizer(4), "abcdabcd")
+    assert generative_perplexity(short, tiny.tokenizer(4), "abcdabcd" + "a" * 20) == first
 
 
 def test_a_model_that_fills_no_holes_is_refused(lab):
