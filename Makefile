@@ -3,7 +3,7 @@ PY := .venv/bin/python
 FIT := $(PY) -m trainers.fit
 RUNS ?= runs
 
-.PHONY: quickstart small-deer small-deer-scaling small-pcllm test chaos packed-step lint docs docs-serve lab-deer-stage1 lab-deer lab-deer-losses lab-pcllm lab-pcllm-ablations lab-asarm lab-spiffy lab-cspd clean
+.PHONY: quickstart small-deer small-deer-scaling small-pcllm test chaos packed-step lint docs docs-serve lab-deer-stage1 lab-deer lab-deer-losses lab-pcllm lab-pcllm-ablations lab-asarm lab-asarm-trees lab-spiffy lab-cspd clean
 
 .venv/installed: setup.cfg constraints.txt
 	test -x $(PY) || python3 -m venv .venv
@@ -112,6 +112,13 @@ lab-asarm: .venv/installed  ## an any-subset model that fills holes, and its ben
 	$(INFILL) block_sizes=[4] 'nodes=[8,16]' out=$(RUNS)/lab/asarm_joint/bench_trees
 	$(INFILL) block_sizes=[2,3,4,5,8] samples=16 batch_size=1 out=$(RUNS)/lab/asarm_joint/bench_1
 	$(INFILL) block_sizes=[5] length=1024 hidden=0.125 samples=4 batch_size=1 'knobs=[cache=true,cache=false]' out=$(RUNS)/lab/asarm_joint/bench_cache
+
+TREES = $(INFILL) drafts=[sequential] block_sizes=[4] nodes=[16] judge=null
+lab-asarm-trees: .venv/installed  ## calls of assd_fused with trees against sequential decoding, of the same windows: one ratio with its error
+	$(FIT) recipe=ar_target $(LAB) trainer.max_steps=2400
+	$(FIT) recipe=asarm_joint $(LAB) trainer.max_steps=1600 data.corruption.curriculum=200
+	$(TREES) samples=64 out=$(RUNS)/lab/asarm_joint/bench_ratio
+	$(TREES) samples=64 packed=true length=512 batch_size=4 out=$(RUNS)/lab/asarm_joint/bench_ratio_512
 
 # A diffusion LM is as confident at T=0 as its training text: it is trained on greedy answers, the target's and then its own.
 # ANSWERED: folder of answers, answering model, prompts, their length. TAUGHT_BY: folder of answers, first weights, steps, steps between validations.

@@ -45,6 +45,7 @@ LABS = (
     "lab-pcllm",
     "lab-pcllm-ablations",
     "lab-asarm",
+    "lab-asarm-trees",
     "lab-cspd",
     "lab-spiffy",
 )
