@@ -85,7 +85,7 @@ def test_the_cache_is_a_knob(bench):
     assert kept.target is whole.target is first.target
 
 
-def test_hidden_places_follow_the_seed(bench):
+def test_hidden_positions_follow_the_seed(bench):
     windows = [list(range(12))] * 2
     hidden = hide(bench, windows, None)
     assert [ids.count(None) for ids in hidden] == [9, 9]
@@ -221,7 +221,7 @@ def test_hidden_lines(bench):
 
 
 @pytest.mark.filterwarnings("ignore:block_size=")
-def test_a_middle_is_compared_with_what_stood_there(bench, monkeypatch):
+def test_a_middle_is_compared_with_the_original(bench, monkeypatch):
     middle = dataclasses.replace(bench, hide="middle", block_sizes=(3,))
     rows = measure(middle)
     line = summary(rows[0], rows[0])
