@@ -3,7 +3,7 @@ PY := .venv/bin/python
 FIT := $(PY) -m trainers.fit
 RUNS ?= runs
 
-.PHONY: quickstart small-deer small-deer-scaling small-pcllm test chaos packed-step lint docs docs-serve lab-deer-stage1 lab-deer lab-deer-losses lab-pcllm lab-pcllm-ablations lab-asarm lab-spiffy lab-cspd clean
+.PHONY: quickstart small-deer small-deer-scaling small-pcllm test chaos packed-step lint docs docs-serve lab-deer-stage1 lab-deer lab-deer-losses lab-pcllm lab-pcllm-ablations lab-pcllm-losses lab-asarm lab-asarm-trees lab-spiffy lab-cspd clean
 
 .venv/installed: setup.cfg constraints.txt
 	test -x $(PY) || python3 -m venv .venv
@@ -87,8 +87,8 @@ lab-pcllm: .venv/installed  ## both rounds of pcLLM and their benches
 	$(HELDOUT) 'also=[$(PCLLM)1/export,$(PCLLM)2/export]' out=$(PCLLM)2/heldout_loss
 
 ABLATION = $(FIT) recipe=pcllm_round1 $(LAB) trainer.max_steps=400
-ABLATED = $(PCLLM)1/linear_4/export,$(PCLLM)1/nc_ic_4/export,$(PCLLM)1/random_8/export,$(PCLLM)1/random_4/export,$(PCLLM)1/reverse_8/export
-lab-pcllm-ablations: .venv/installed  ## pcLLM's mask, schedule and window (Tables 3 and 4), one short round 1 each
+ABLATED = $(PCLLM)1/linear_4/export,$(PCLLM)1/nc_ic_4/export,$(PCLLM)1/random_8/export,$(PCLLM)1/random_4/export,$(PCLLM)1/reverse_8/export,$(PCLLM)1/cllm/export
+lab-pcllm-ablations: .venv/installed  ## pcLLM's mask, schedule and window (Tables 3 and 4) and CLLM* (Table 1), one short round 1 each
 	$(FIT) recipe=ar_target $(LAB) trainer.max_steps=2400
 	$(PY) -m decoding.collect recipe=pcllm_trajectories runs=$(RUNS)/lab prompts.count=1920
 	$(ABLATION) name=linear_8
@@ -97,8 +97,21 @@ lab-pcllm-ablations: .venv/installed  ## pcLLM's mask, schedule and window (Tabl
 	$(ABLATION) name=random_8 data.corruption.order=random
 	$(ABLATION) name=random_4 data.corruption.order=random data.corruption.window=4
 	$(ABLATION) name=reverse_8 data.corruption.order=reverse
-	$(BENCH) model=$(PCLLM)1/linear_8/export 'also=[$(ABLATED)]' 'sampler=[method=jacobi,block_size=16]' temperatures=[0] prompts=16 prompt_lookup=0 out=$(PCLLM)1/ablations
+	$(ABLATION) name=cllm module.mask=nc_ic module.window=1 data.corruption.state=any
+	$(BENCH) model=$(PCLLM)1/linear_8/export 'also=[$(ABLATED)]' 'sampler=[method=jacobi,block_size=16]' temperatures=[0] prompts=64 prompt_lookup=0 out=$(PCLLM)1/ablations
 	$(HELDOUT) 'also=[$(PCLLM)1/linear_8/export,$(ABLATED)]' out=$(PCLLM)1/ablations/heldout_loss
+
+READ = $(PCLLM)1/printed_8/export,$(PCLLM)1/outputs_8/export,$(PCLLM)1/tail_8/export,$(PCLLM)1/authors_8/export
+lab-pcllm-losses: .venv/installed  ## pcLLM's Eq. 8 as printed, and its span and noise as in the authors' code, one short round 1 each
+	$(FIT) recipe=ar_target $(LAB) trainer.max_steps=2400
+	$(PY) -m decoding.collect recipe=pcllm_trajectories runs=$(RUNS)/lab prompts.count=1920
+	$(ABLATION) name=linear_8
+	$(ABLATION) name=printed_8 module.teacher_context=noisy
+	$(ABLATION) name=outputs_8 module.span=outputs
+	$(ABLATION) name=tail_8 data.corruption.state=tail
+	$(ABLATION) name=authors_8 module.span=outputs data.corruption.state=tail
+	$(BENCH) model=$(PCLLM)1/linear_8/export 'also=[$(READ)]' 'sampler=[method=jacobi,block_size=16]' temperatures=[0] prompts=64 prompt_lookup=0 out=$(PCLLM)1/losses
+	$(HELDOUT) 'also=[$(PCLLM)1/linear_8/export,$(READ)]' out=$(PCLLM)1/losses/heldout_loss
 
 INFILL = $(PY) -m decoding.bench.infill model=$(RUNS)/lab/asarm_joint/export judge=$(RUNS)/lab/ar_target/export
 lab-asarm: .venv/installed  ## an any-subset model that fills holes, and its bench
@@ -108,6 +121,13 @@ lab-asarm: .venv/installed  ## an any-subset model that fills holes, and its ben
 	$(INFILL) block_sizes=[4] 'nodes=[8,16]' out=$(RUNS)/lab/asarm_joint/bench_trees
 	$(INFILL) block_sizes=[2,3,4,5,8] samples=16 batch_size=1 out=$(RUNS)/lab/asarm_joint/bench_1
 	$(INFILL) block_sizes=[5] length=1024 hidden=0.125 samples=4 batch_size=1 'knobs=[cache=true,cache=false]' out=$(RUNS)/lab/asarm_joint/bench_cache
+
+TREES = $(INFILL) drafts=[sequential] block_sizes=[4] nodes=[16] judge=null
+lab-asarm-trees: .venv/installed  ## calls of assd_fused with trees against sequential decoding, of the same windows: one ratio with its error
+	$(FIT) recipe=ar_target $(LAB) trainer.max_steps=2400
+	$(FIT) recipe=asarm_joint $(LAB) trainer.max_steps=1600 data.corruption.curriculum=200
+	$(TREES) samples=64 out=$(RUNS)/lab/asarm_joint/bench_ratio
+	$(TREES) samples=64 packed=true length=512 batch_size=4 out=$(RUNS)/lab/asarm_joint/bench_ratio_512
 
 # A diffusion LM is as confident at T=0 as its training text: it is trained on greedy answers, the target's and then its own.
 # ANSWERED: folder of answers, answering model, prompts, their length. TAUGHT_BY: folder of answers, first weights, steps, steps between validations.

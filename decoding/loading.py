@@ -22,6 +22,8 @@ from models import causal
 # look for the weights of the adapter's base in the same folder.
 KEPT = "parade_export.json"
 CONFIGS = ("config.json", KEPT, "adapter_config.json")  # the first that is there
+# How models without a `parade` entry are decoded, by their type; all others plainly.
+METHODS = {"xlnet": "asarm"}
 
 
 def load(
@@ -36,7 +38,8 @@ def load(
     """The lossless sampler of an export, with its models loaded and ready to decode.
 
     Args:
-        path: An exported folder or a Hub id. An ordinary causal LM gives plain decoding.
+        path: An exported folder or a Hub id. An ordinary causal LM gives plain decoding, an
+            ordinary XLNet a sampler that fills holes.
         target: Folder or Hub id of a target to use instead of the one that the export names.
         sampler: Another method or other knobs than the export names, as pairs 'key=value':
             ('method=jacobi', 'blocks=4').
@@ -175,7 +178,7 @@ def parade_config(path: str) -> dict:
         path: The export's folder or Hub id.
 
     Returns:
-        The entry, or that of plain decoding for a model that has none.
+        The entry, or for a model that has none that of plain decoding (of XLNet, see `METHODS`).
 
     Raises:
         ValueError: There is no model, its file is damaged, or it is an adapter and peft is not
@@ -202,7 +205,8 @@ def parade_config(path: str) -> dict:
             "export it with lora.merge=true"
         )
     try:
-        return json.loads(file.read_text()).get("parade", {"method": "plain"})
+        config = json.loads(file.read_text())
+        return config.get("parade", {"method": METHODS.get(config.get("model_type"), "plain")})
     except json.JSONDecodeError as error:
         raise ValueError(f"{file} is damaged: {error}") from error
 

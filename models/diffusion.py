@@ -1,8 +1,11 @@
 """Masked-diffusion drafters made from causal LMs: copied weights, another attention mask.
 
 The network remains the stock transformers class (of any Llama, Qwen2 or Qwen3 style checkpoint), so
-every export loads in plain transformers. Only the attention mask (`models.masks.draft_blocks`) and
-two added tokens make it a drafter.
+every export loads in plain transformers. Only the attention mask and two added tokens make it a
+drafter. There are two masks (`models.masks.DRAFTERS`). Under `prefix_causal` (`draft_blocks`) a
+prefix can be cached, and shared by many draft blocks. Under `bidirectional` (`within_document`),
+that of masked-diffusion models such as open-dCoder, the prefix attends to the block too, so every
+block has a forward of its own.
 """
 
 import copy
@@ -13,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from models.attention import attention_mask
 from models.head import ReducedHead
-from models.masks import Layout, draft_blocks
+from models.masks import Layout, drafter_attention
 
 
 def from_causal_lm(
@@ -91,7 +94,11 @@ def keep_layers(network: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
 
 
 def draft_logits(
-    network: PreTrainedModel, batch: dict[str, Tensor], ids: Tensor | None = None
+    network: PreTrainedModel,
+    batch: dict[str, Tensor],
+    ids: Tensor | None = None,
+    attention: str = "prefix_causal",
+    shifted: bool = False,
 ) -> Tensor:
     """Logits of all drafted tokens of a training batch.
 
@@ -99,17 +106,46 @@ def draft_logits(
         network: the drafter.
         batch: samples of `data.corruption.draft_blocks.DraftBlocks`.
         ids: [V], the tokens whose logits are wanted; None: all.
+        attention: the drafter's, one of `models.masks.DRAFTERS`. 'bidirectional' costs A forwards
+            of a row in place of one.
+        shifted: whether the output at a position predicts the token after it, as a causal LM's and
+            open-dCoder's does, and not that position's own.
 
     Returns:
         Logits [B, A, K, V].
     """
-    layout = Layout(batch["document"], batch["index"], batch["block"])
     B, A, K = batch["target"].shape
+    predicate, keep = drafter_attention(attention), A * (1 + K)
+    if attention == "bidirectional":
+        batch, keep = blocks_apart(batch), 1 + K
+    layout = Layout(batch["document"], batch["index"], batch["block"])
     logits = ReducedHead(network, ids)(
         input_ids=batch["input_ids"],
         position_ids=batch["position_ids"],
-        attention_mask=attention_mask(draft_blocks, layout, network.config._attn_implementation),
+        attention_mask=attention_mask(predicate, layout, network.config._attn_implementation),
         use_cache=False,
-        logits_to_keep=A * (1 + K),
+        logits_to_keep=keep,
     )
-    return logits.view(B, A, 1 + K, -1)[:, :, 1:]
+    logits = logits.view(B, A, 1 + K, -1)
+    return logits[:, :, :-1] if shifted else logits[:, :, 1:]
+
+
+def blocks_apart(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Packed draft blocks, laid out as a row for each block: its prefix and the block.
+
+    Args:
+        batch: B rows of S clean tokens and A blocks of 1 + K tokens each.
+
+    Returns:
+        input_ids, position_ids, document, index, block: [B A, S + 1 + K]. Clean tokens that are not
+        of the block's prefix, and tokens that are not of the block, have document -1.
+    """
+    B, A, K = batch["target"].shape
+    S = batch["input_ids"].shape[1] - A * (1 + K)
+    names = ("input_ids", "position_ids", "document", "index", "block")
+    clean = {name: batch[name][:, None, :S].expand(B, A, S) for name in names}
+    own = {name: batch[name][:, S:].view(B, A, 1 + K) for name in names}
+    before = clean["index"] < own["index"][..., :1]
+    prefix = before & (clean["document"] == own["document"][..., :1])
+    clean["document"] = clean["document"].masked_fill(~prefix, -1)
+    return {name: torch.cat([clean[name], own[name]], 2).flatten(0, 1) for name in names}

@@ -33,11 +33,21 @@ class Layout(NamedTuple):
 
 
 Predicate = Callable[[Layout, Layout], Tensor]
+DRAFTERS = ("prefix_causal", "bidirectional")  # attention of block drafters
 
 
 def causal(q: Layout, k: Layout) -> Tensor:
     """Causal attention within a document: a token attends to earlier tokens and itself."""
     return (q.document == k.document) & (k.index <= q.index)
+
+
+def within_document(q: Layout, k: Layout) -> Tensor:
+    """Full attention within a document: a token attends to all of it, later tokens included.
+
+    Nothing that such a network computes of a prefix can be cached or shared by two draft blocks:
+    what is drafted after the prefix changes it.
+    """
+    return q.document == k.document
 
 
 def draft_blocks(q: Layout, k: Layout) -> Tensor:
@@ -50,6 +60,20 @@ def draft_blocks(q: Layout, k: Layout) -> Tensor:
     prefix = clean_key & (k.index < q.index + (q.block < 0).to(q.index.dtype))
     own_block = ~clean_key & (k.block == q.block)
     return (q.document == k.document) & (prefix | own_block)
+
+
+def drafter_attention(name: str) -> Predicate:
+    """The attention pattern of a block drafter: `draft_blocks` or `within_document`.
+
+    Args:
+        name: one of `DRAFTERS`.
+
+    Raises:
+        ValueError: for another.
+    """
+    if name not in DRAFTERS:
+        raise ValueError(f"unknown attention {name!r}. Choose from {list(DRAFTERS)}")
+    return draft_blocks if name == "prefix_causal" else within_document
 
 
 def branches(q: Layout, k: Layout) -> Tensor:
@@ -86,6 +110,26 @@ def clean_windows(span: int) -> Predicate:
         earlier = _window(k, span) < _window(q, span)
         branch = torch.where((q.block == 0) & earlier, 1, q.block)
         return causal(q, k) & ((k.block < 0) | (k.block == branch))
+
+    return predicate
+
+
+def taught(student: Predicate, span: int) -> Predicate:
+    """pcLLM's Eq. 8 as printed: a clean block attends to itself and to the student's context.
+
+    That is what the noisy block of the same positions sees of earlier blocks. All other tokens
+    attend as under the student's pattern.
+
+    Args:
+        student: `branches` or `clean_windows`, with noisy blocks as branch 0, clean ones branch 1.
+        span: tokens per block.
+    """
+
+    def predicate(q: Layout, k: Layout) -> Tensor:
+        same = _window(q, span) == _window(k, span)
+        own = causal(q, k) & same & (k.block == q.block)
+        noisy = q._replace(block=torch.where(q.block == 1, 0, q.block))
+        return own | (student(noisy, k) & ~same)
 
     return predicate
 

@@ -44,7 +44,9 @@ LABS = (
     "lab-deer-losses",
     "lab-pcllm",
     "lab-pcllm-ablations",
+    "lab-pcllm-losses",
     "lab-asarm",
+    "lab-asarm-trees",
     "lab-cspd",
     "lab-spiffy",
 )
@@ -69,10 +71,23 @@ def test_the_commands_of_a_lab(target):
 def test_an_ablation_of_the_mask_changes_it():
     fits = [compose(a, "fit") for module, a in commands("lab-pcllm-ablations") if "fit" in module]
     rounds = {c.name: c for c in fits if c.recipe == "pcllm_round1"}
-    assert len({(c.module.mask, *c.data.corruption.values()) for c in rounds.values()}) == 6
+    assert len({str((c.module, c.data.corruption)) for c in rounds.values()}) == len(rounds) == 7
     # In a window that holds all eight blocks of an answer NC-IC is NC.
-    assert [c.data.corruption.window for c in rounds.values() if c.module.mask == "nc_ic"] == [4]
+    ic = {name: c.module.window for name, c in rounds.items() if c.module.mask == "nc_ic"}
+    assert ic == {"nc_ic_4": 4, "cllm": 1}
+    assert rounds["cllm"].data.corruption.state == "any"  # at one block a window Eq. 7 has no noise
     assert rounds["nc_ic_4"].module.window == rounds["linear_4"].module.window == 4
+
+
+def test_every_reading_of_pcllm_s_loss_is_another():
+    fits = [compose(a, "fit") for module, a in commands("lab-pcllm-losses") if "fit" in module]
+    rounds = {c.name: c for c in fits if c.recipe == "pcllm_round1"}
+    forms = {
+        (c.module.get("teacher_context"), c.module.get("span"), c.data.corruption.get("state"))
+        for c in rounds.values()
+    }
+    assert len(forms) == len(rounds) == 5
+    assert (None, None, None) in forms  # what the others are compared with
 
 
 def test_an_ablation_of_the_loss_changes_it():

@@ -1,5 +1,6 @@
 """`DrafterModule`, the Lightning module that every block drafter's module extends."""
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from models import diffusion
 from models.attention import attention_mask
 from models.head import freeze_embeddings
 from models.hidden_states import capture
-from models.masks import Layout, causal
+from models.masks import Layout, causal, drafter_attention
 from trainers.base import DISTRIBUTIONS, HIDDEN_STATES, BaseModule, Optimization
 from trainers.publishing import export_check
 
@@ -54,6 +55,12 @@ class DrafterModule(BaseModule):
         draft_ids: [V], the target's tokens that are drafted; None: all of them, and padding. A
             drafter with a head for all computes only their logits. Other tokens have weight 0 in
             training.
+        attention: The drafter's, one of `models.masks.DRAFTERS`: 'prefix_causal', or
+            'bidirectional' as masked-diffusion models such as open-dCoder have it. The latter
+            cannot share a prefix, so a step costs a forward of the row for each of its A blocks,
+            and decoding has no cache of the drafter.
+        shifted: Whether the drafter's output at a position predicts the token after it, as a causal
+            LM's and open-dCoder's does: the separator then drafts the first token of a block.
         train_embeddings: Whether embeddings and head are trained with the layers. Frozen ones are
             the target's, and a step of a small drafter costs much less.
 
@@ -75,9 +82,20 @@ class DrafterModule(BaseModule):
         block_size: int,
         target_name: str,
         draft_ids: Tensor | None = None,
+        attention: str = "prefix_causal",
+        shifted: bool = False,
         train_embeddings: bool = True,
     ):
         super().__init__(network, tokenizer, optimization, target)
+        drafter_attention(attention)
+        before = (getattr(network.config, "parade", None) or {}).get("attention", attention)
+        if before != attention:
+            warnings.warn(
+                f"the drafter to start from was trained with attention={before}, and is now "
+                f"trained with module.attention={attention}",
+                stacklevel=2,
+            )
+        self.attention, self.shifted = attention, shifted
         self.draft_ids = draft_ids
         if not train_embeddings:
             freeze_embeddings(network)
@@ -154,7 +172,9 @@ class DrafterModule(BaseModule):
         Returns:
             [B, A, K, V].
         """
-        return diffusion.draft_logits(self.network, batch, self.draft_ids)
+        return diffusion.draft_logits(
+            self.network, batch, self.draft_ids, self.attention, self.shifted
+        )
 
     def forward_pass(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """The drafter's logits and their loss, after one forward of the target at most.
@@ -258,7 +278,8 @@ class DrafterModule(BaseModule):
             "method": self.method,
             "target": self.target_name,
             "tokenizer_fingerprint": fingerprint(self.tokenizer),
-            "attention": "prefix_causal",
+            "attention": self.attention,
+            **({"shifted": True} if self.shifted else {}),
             "block_size": self.block_size,
             "mask_id": mask_id,
             "sep_id": sep_id,

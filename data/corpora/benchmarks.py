@@ -34,14 +34,15 @@ class Problem:
 
     Args:
         id: unique within the file.
-        benchmark: `humaneval`, `mbpp`, `gsm8k`, `math500`, `mt_bench`, `spec_bench`, or `prompts`
-            (rows of `turns` or `prompt` of no known benchmark).
+        benchmark: `humaneval`, `humaneval_infilling`, `mbpp`, `gsm8k`, `math500`, `mt_bench`,
+            `spec_bench`, or `prompts` (rows of `turns` or `prompt` of no known benchmark).
         category: Spec-Bench's or MT-Bench's category, MATH's subject, or whatever else the column
             `category` names.
         turns: what the user says, turn after turn, as the file has it.
         reference: the right answer, if the file has one.
         test: a program that tests an answer, to be run after it.
         entry_point: the function that HumanEval's tests check.
+        suffix: what follows the answer, of a problem of infilling; the first turn precedes it.
     """
 
     id: str
@@ -51,6 +52,7 @@ class Problem:
     reference: str | None = None
     test: str | None = None
     entry_point: str | None = None
+    suffix: str | None = None
 
 
 # What a chat model is asked. HumanEval's prompt is the head of a function, which a chat model
@@ -110,6 +112,7 @@ def read_benchmark(
             .parquet file with the columns of one of
 
             - HumanEval: `task_id`, `prompt`, `test`, `entry_point`;
+            - HumanEval-infilling (arXiv 2207.14255): the same, `suffix` and `canonical_solution`;
             - MBPP: `text` or `prompt`, and `code`, `test_list`;
             - GSM8K: `question`, and `answer` with the final number after `####`;
             - MATH-500: `problem`, `answer`, `unique_id`;
@@ -227,6 +230,14 @@ def _category(row: dict, column: str = "category") -> str | None:
     return None if row.get(column) is None else str(row[column])
 
 
+def _is_infilling(row: dict) -> bool:
+    return _is_human_eval(row) and _texts(row, "suffix", "canonical_solution")
+
+
+def _infilling(row: dict, id: str) -> Problem:
+    return replace(_human_eval(row, id), benchmark="humaneval_infilling", suffix=row["suffix"])
+
+
 def _is_human_eval(row: dict) -> bool:
     return _texts(row, "task_id", "prompt", "test", "entry_point")
 
@@ -313,6 +324,11 @@ def _prompts(row: dict, id: str) -> Problem:
 
 
 _KINDS = (
+    _Kind(
+        "'task_id', 'prompt', 'suffix', 'canonical_solution', 'test', 'entry_point' (infilling)",
+        _is_infilling,
+        _infilling,
+    ),
     _Kind("'task_id', 'prompt', 'test', 'entry_point' (HumanEval)", _is_human_eval, _human_eval),
     _Kind("'text' or 'prompt', 'code', 'test_list' (MBPP)", _is_mbpp, _mbpp),
     _Kind("'question', 'answer' with '####' (GSM8K)", _is_gsm8k, _gsm8k),
@@ -432,7 +448,7 @@ def program(problem: Problem, answer: str, raw: bool = False) -> str | None:
 
     Args:
         problem: HumanEval's and MBPP's have tests.
-        answer: the whole text that a model answered.
+        answer: the whole text that a model answered; of infilling, what it filled in.
         raw: the model was given the text as it stands (see `instruction`), so HumanEval's answer
             continues the prompt, and counts up to where it leaves the function.
     """
@@ -441,6 +457,8 @@ def program(problem: Problem, answer: str, raw: bool = False) -> str | None:
     if problem.entry_point is None:
         return f"{_code(answer, None)}\n{problem.test}\n"
     prompt, name = problem.turns[0], problem.entry_point
+    if problem.suffix is not None:
+        return f"{prompt}{answer}{problem.suffix}\n{problem.test}\ncheck({name})\n"
     if raw:
         whole = prompt + within_function(prompt, answer)
     else:

@@ -3,13 +3,14 @@
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from data.corpora.answers import AnsweredPrompt, read_answers, read_manifest
 from data.corpora.sources import load_documents
-from data.rows.packing import PackedRows
+from data.rows.packing import PackedRows, pack
 from data.text.chat import encode_document
 from data.text.tokenizer import fingerprint
 
@@ -57,6 +58,40 @@ def documents(
             yield encode_document(tokenizer, row)
 
     return _build(encoded(), length, tokenizer, folder, made_from)
+
+
+def packed_windows(
+    source: str,
+    tokenizer: PreTrainedTokenizerBase,
+    count: int,
+    length: int,
+    split: str = "heldout",
+    subset: str | None = None,
+) -> list[list[int]]:
+    """The first windows of a corpus that is packed as for training: short documents share one.
+
+    Args:
+        source: as in `data.corpora.sources.load_documents`, like `split` and `subset`.
+        tokenizer: encodes the documents, each with its end-of-text token.
+        count: windows.
+        length: tokens of a window, at least 2.
+
+    Returns:
+        `count` lists of `length` token ids.
+
+    Raises:
+        ValueError: as `load_documents` does, and for a source of fewer windows.
+    """
+    rows = load_documents(source, split, subset=subset)
+    packed = pack((encode_document(tokenizer, row) for row in rows), length, 0)
+    whole = (row["input_ids"] for row in packed if row["document"][-1] >= 0)
+    windows = list(islice(whole, count))
+    if len(windows) < count:
+        raise ValueError(
+            f"source={source!r} has {len(windows)} packed windows of length={length} in "
+            f"split={split!r}, but {count} are asked for: lower samples= or length="
+        )
+    return windows
 
 
 def answers(

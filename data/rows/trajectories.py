@@ -26,6 +26,10 @@ from data.text.tokenizer import fingerprint
 CHANGES = ("start", "passes", "changes", "at", "to")
 
 
+# How the noisy state of a block is chosen from its trajectory (`NoisyBlocks`).
+STATES = ("wrong", "tail", "any")
+
+
 class Answer(NamedTuple):
     """A prompt, and its answer's trajectories in at most N blocks of n tokens.
 
@@ -51,14 +55,22 @@ class NoisyBlocks:
         window: w, blocks per cycle of the noise schedule.
         order: 'linear', 'random' or 'reverse'.
         tokenizer: gives the padding id.
+        state: which state of a block's trajectory is its noisy one, of STATES. 'wrong': by its
+            number of wrong tokens, as the paper's text says. 'tail': by the tokens from its first
+            wrong one on, as the authors' code has it. 'any': drawn from all, whatever the ratio
+            (CLLM, Eq. 5).
 
     Raises:
-        ValueError: for a window below 1 or an unknown order.
+        ValueError: for a window below 1, or an unknown order or state.
     """
 
-    def __init__(self, window: int, order: str, tokenizer: PreTrainedTokenizerBase):
+    def __init__(
+        self, window: int, order: str, tokenizer: PreTrainedTokenizerBase, state: str = "wrong"
+    ):
         progressive_times(1, window, order, Generator())  # raises now and not in training
-        self.window, self.order = window, order
+        if state not in STATES:
+            raise ValueError(f"unknown state {state!r}. Choose from {list(STATES)}")
+        self.window, self.order, self.state = window, order, state
         self.pad_id = tokenizer.pad_token_id or 0
 
     def __call__(self, answer: Answer, generator: Generator, number: int = 0) -> dict[str, Tensor]:
@@ -68,25 +80,30 @@ class NoisyBlocks:
         n = noisy.shape[1]
         for i, (states, t) in enumerate(zip(answer.states, times.tolist())):
             size = min(n, answer.size - i * n)
-            noisy[i] = nearest_state(states, answer.clean[i], size, t)
+            if self.state == "any":
+                noisy[i] = states[torch.randint(len(states), (), generator=generator)]
+            else:
+                noisy[i] = nearest_state(states, answer.clean[i], size, t, self.state == "tail")
         return interleave(answer, noisy, self.pad_id)
 
 
-def nearest_state(states: Tensor, clean: Tensor, size: int, t: float) -> Tensor:
-    """The state of a trajectory whose number of wrong tokens is nearest to ceil(t size).
+def nearest_state(states: Tensor, clean: Tensor, size: int, t: float, tail: bool = False) -> Tensor:
+    """The state of a trajectory whose number of noisy tokens is nearest to ceil(t size).
 
     Args:
         states: [k, n].
         clean: the fixed point [n].
         size: tokens of the block without padding; the others are not compared.
         t: noise ratio, in [0, 1).
+        tail: whether every token from the first wrong one on is noisy, and not only wrong ones.
 
     Returns:
         [n].
     """
-    wrong = (states != clean)[:, :size].sum(1)
+    wrong = (states != clean)[:, :size]
+    noisy = (wrong.cumsum(1) > 0 if tail else wrong).sum(1)
     wanted = math.ceil(t * size - 1e-6)  # the margin is for rounding: 0.1 * 10 must give 1
-    return states[(wrong - wanted).abs().argmin()]
+    return states[(noisy - wanted).abs().argmin()]
 
 
 def interleave(answer: Answer, noisy: Tensor, pad_id: int) -> dict[str, Tensor]:

@@ -91,6 +91,9 @@ class Infiller(Sampler):
         target: An any-subset model (`models.twostream`).
         tokenizer: The target's own.
         mask_id: The network's mask token, which no prompt may contain and which is never drawn.
+
+    Raises:
+        ValueError: A mask token that the model does not have, or a model that cannot be decoded.
     """
 
     continues = False
@@ -100,6 +103,11 @@ class Infiller(Sampler):
         self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, mask_id: int
     ):
         super().__init__(target, tokenizer)
+        if not 0 <= mask_id < self.vocabulary:
+            raise ValueError(
+                f"mask_id={mask_id} is not allowed: the model's tokens are 0 to "
+                f"{self.vocabulary - 1}"
+            )
         self.mask_id = mask_id
 
     def check(self, target: PreTrainedModel) -> None:

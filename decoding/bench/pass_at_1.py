@@ -15,7 +15,7 @@ from data.files import atomic_write
 from data.text.prompts import asks_in_chat, problem_ids
 from decoding.bench.options import UNASKED, BenchOptions, ProgramOptions
 from decoding.bench.sandbox import check, execute
-from decoding.bench.scores import continuation
+from decoding.bench.scores import continuation, refuse_infilling
 from decoding.commands.cli import main, parse, quiet
 from decoding.commands.options import DTYPES, NEEDED, ChatOptions, option
 from decoding.commands.progress import track
@@ -76,6 +76,7 @@ def read_problems(source: str) -> list[Problem]:
         ValueError: As `read_benchmark`; the benchmark has no tests, or none in some row.
     """
     problems = read_benchmark(source)
+    refuse_infilling(source, problems)
     if problems[0].test is None:
         raise ValueError(
             f"problems={source!r} has no tests to run (it was read as {problems[0].benchmark}). "

@@ -73,6 +73,7 @@ def scorer(options: ScoreOptions) -> Scorer | None:
     """
     known = is_benchmark(options.source)
     problems = read_benchmark(options.source, subset=options.subset) if known else []
+    refuse_infilling(options.source, problems)
     names = {metric(problem) for problem in problems}
     if options.execute and "pass@1" not in names:
         raise ValueError(
@@ -90,6 +91,15 @@ def scorer(options: ScoreOptions) -> Scorer | None:
     if len(by_id) < len(problems):
         raise ValueError(f"source={options.source!r} has several problems with the same id.")
     return Scorer(*names, by_id, options.chat, options.limits)
+
+
+def refuse_infilling(source: str, problems: list[Problem]) -> None:
+    """Raise ValueError for problems whose answer stands between two texts."""
+    if any(problem.suffix is not None for problem in problems):
+        raise ValueError(
+            f"{source!r} has problems of infilling, which no continuation of a prompt answers: "
+            f"python -m decoding.bench.infill model=... source={source}"
+        )
 
 
 def continuation(tokenizer: PreTrainedTokenizerBase, prompt: list[int], answer: list[int]) -> str:

@@ -222,8 +222,18 @@ def _parameters(node: DictConfig) -> dict[str, Any]:
 def _signature(node: DictConfig) -> list[inspect.Parameter]:
     if "_target_" not in node:
         return []
-    parameters = inspect.signature(get_object(node._target_)).parameters.values()
-    return [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    target = get_object(node._target_)
+    makers = [target]
+    if inspect.isclass(target):  # one that passes **kwargs on takes what its base takes
+        makers = [c for c in target.__mro__ if "__init__" in vars(c)] or [target]
+    found = {}
+    for maker in makers:
+        parameters = inspect.signature(maker).parameters.values()
+        named = (p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+        found = {**{p.name: p for p in named}, **found}
+        if all(p.kind != p.VAR_KEYWORD for p in parameters):
+            break
+    return list(found.values())
 
 
 def _is_node(item: Any) -> bool:

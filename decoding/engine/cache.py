@@ -207,7 +207,8 @@ class CachedNetwork(CountedNetwork):
         return TargetOutput(logits, tuple(states))
 
     def _layout(self, positions: Tensor, block_start: Tensor | None) -> Layout:
-        clean = self._clean._replace(index=positions)
+        # Of the positions' shape: a predicate need not read the index.
+        clean = self._clean.map(lambda t: t.expand_as(positions))._replace(index=positions)
         if block_start is None:
             return clean
         start = block_start[:, None]

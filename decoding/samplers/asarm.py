@@ -41,7 +41,10 @@ from decoding.engine.warp import fit_vocabulary, seen_tokens, warp
 from models.twostream import check_prompt, joint_logits
 
 DRAFTS = ("sequential", "assd", "assd_ngram", "assd_fused")
-KNOBS = {"cache": bool, "tolerance": float, "nodes": int, "sharpness": float}
+# Knobs whose values an export of parade stores, with those that stock XLNet is decoded with.
+OWN = {"draft": "assd_fused", "block_size": 5}
+KNOBS = {"draft": str, "block_size": int, "mask_id": int}
+KNOBS |= {"cache": bool, "tolerance": float, "nodes": int, "sharpness": float}
 
 
 @dataclass
@@ -94,6 +97,10 @@ class AsarmSampler(Infiller):
         sharpness: float = 1.0,
     ):
         super().__init__(target, tokenizer, mask_id=mask_id)
+        if draft not in DRAFTS:
+            raise ValueError(f"unknown draft {draft!r}. Choose from {list(DRAFTS)}")
+        if block_size < 1:
+            raise ValueError(f"block_size={block_size} is not allowed: it must be at least 1")
         if not 0 <= tolerance <= 1:
             raise ValueError(f"tolerance={tolerance} is not allowed: it must be in [0, 1]")
         self.draft, self.block_size, self.cache = draft, block_size, cache
@@ -356,6 +363,25 @@ def nothing(logits: Tensor) -> Tensor:
 
 
 def from_export(target, tokenizer, drafter, config: dict) -> AsarmSampler:
-    """Make the sampler of an exported any-subset model; config is its `parade` entry."""
-    keys = ("mask_id", "draft", "block_size", *KNOBS)
-    return AsarmSampler(target, tokenizer, **{key: config[key] for key in keys if key in config})
+    """The sampler of an any-subset model: of an export, or of a plain transformers XLNet.
+
+    Args:
+        target: The model.
+        tokenizer: The model's own.
+        drafter: None: the model drafts for itself.
+        config: The `parade` entry, with the user's knobs. Without `mask_id` the mask token is the
+            tokenizer's, without `draft` and `block_size` they are those of `OWN`.
+
+    Raises:
+        ValueError: Neither a knob nor the tokenizer says which token is the mask, or as
+            `AsarmSampler` raises.
+    """
+    given = {**OWN, "mask_id": tokenizer.mask_token_id}
+    given |= {key: config[key] for key in KNOBS if key in config}
+    if given["mask_id"] is None:
+        raise ValueError(
+            "method=asarm needs a mask token, and the tokenizer has none: give its id, as "
+            "sampler=[method=asarm,mask_id=6], or a model that fills holes (XLNet, or "
+            "python -m trainers.fit recipe=asarm_joint)"
+        )
+    return AsarmSampler(target, tokenizer, **given)

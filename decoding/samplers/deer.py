@@ -25,7 +25,7 @@ from decoding.engine.params import VERIFY, SamplingParams
 from decoding.engine.sampler import Batch, Sampler, State
 from decoding.engine.verify import choose
 from decoding.engine.warp import fit_vocabulary, seen_tokens, warp
-from models.masks import causal, draft_blocks, tree
+from models.masks import causal, drafter_attention, tree
 
 KEPT_TOKENS = 2**14  # whose bigrams are kept as dictionaries
 KNOBS = {"nodes": int, "sharpness": float, "bigrams": bool, "lookup": bool}
@@ -36,7 +36,8 @@ ARTEFACTS = (bigram_file.FILE, vocabulary.FILE)  # beside the weights of an expo
 class DeerState(State):
     """What a batch keeps between cycles.
 
-    drafter_cached: [B], committed tokens whose keys and values the drafter's cache holds.
+    drafter_cached: [B], committed tokens whose keys and values the drafter's cache holds; always 0
+        for a drafter with `bidirectional` attention, which reads the whole prefix in every pass.
     lookups: the prompt lookup of each request; None where trees do not use it.
     """
 
@@ -49,9 +50,14 @@ class DeerSampler(Sampler):
 
     Args:
         target, tokenizer: See `Sampler`.
-        drafter: A diffusion LM with `prefix_causal` attention over the target's tokens.
+        drafter: A diffusion LM over the target's tokens.
         block_size: k, tokens drafted a cycle unless a request asks for others.
         mask_id, sep_id: The drafter's own two tokens.
+        attention: The drafter's, as it was trained, one of `models.masks.DRAFTERS`. With
+            'prefix_causal' its cache is exact; 'bidirectional' has none: each draft pass runs the
+            whole prefix.
+        shifted: Whether the drafter's output at a position predicts the token after it, as a causal
+            LM's does, and not that position's own.
         nodes: Of the tree that `verify=tree` drafts instead of a block: a number, or
             {requests: number} by how many requests are decoded together.
         sharpness: Inverse temperature of the drafter in a tree's ranking (`draft_trees`): a number,
@@ -80,6 +86,8 @@ class DeerSampler(Sampler):
         block_size: int,
         mask_id: int,
         sep_id: int,
+        attention: str = "prefix_causal",
+        shifted: bool = False,
         nodes: int | dict[str, int] = 16,
         sharpness: float | dict[str, list[float]] = 1.5,
         lengths: dict[str, dict[str, int]] | None = None,
@@ -96,7 +104,8 @@ class DeerSampler(Sampler):
         nodes = nodes if isinstance(nodes, dict) else {1: nodes}
         for number in nodes.values():
             check_tree(number, sharpness)
-        self.drafter = drafter.eval()
+        self.drafter, self.draft_predicate = drafter.eval(), drafter_attention(attention)
+        self.drafter_caches, self.shifted = attention == "prefix_causal", shifted
         self.block_size, self.mask_id, self.sep_id = block_size, mask_id, sep_id
         self.nodes, self.sharpness = {int(rows): n for rows, n in nodes.items()}, sharpness
         self.lengths = {
@@ -136,14 +145,18 @@ class DeerSampler(Sampler):
         capacity = batch.tokens.shape[1]
         target = CachedNetwork(self.target, predicate, capacity, self.hidden_layers)
         self.prefill(batch, "target", target)
-        drafter = CachedNetwork(self.drafter, draft_blocks, capacity, ids=self.draft_ids)
-        self.prefill(batch, "drafter", drafter)
+        drafter = CachedNetwork(self.drafter, self.draft_predicate, capacity, ids=self.draft_ids)
+        drafter_cached = torch.zeros_like(batch.lengths)
+        batch.networks["drafter"] = drafter
+        if self.drafter_caches:
+            self.prefill(batch, "drafter", drafter)
+            drafter_cached = batch.lengths - 1
         lookups = None
         # At other temperatures the noise knows more: there lookups make trees worse.
         if self.lookup and params.verify == "tree" and params.temperature == 0:
             texts = zip(batch.tokens.tolist(), batch.lengths.tolist())
             lookups = [Lookup(tokens[:length]) for tokens, length in texts]
-        batch.state = DeerState(drafter_cached=batch.lengths - 1, lookups=lookups)
+        batch.state = DeerState(drafter_cached=drafter_cached, lookups=lookups)
 
     def cycle(self, batch: Batch, params: SamplingParams) -> tuple[Tensor, Tensor]:
         """Draft k tokens, verify them, emit the accepted ones and one of the target's own."""
@@ -207,8 +220,9 @@ class DeerSampler(Sampler):
     def draft_pass(self, batch: Batch, k: int, params: SamplingParams) -> Tensor:
         """Warped drafter logits [B, k, V] at the next k positions, independent given the prefix.
 
-        One pass over the tokens committed since the last one, the separator and k masks. Rows
-        that committed fewer are padded on the left, so the block is last in every row.
+        One pass over the tokens committed since the last one (without a cache over all of them),
+        the separator and k masks. Rows that have fewer are padded on the left, so the block is last
+        in every row.
         """
         n = batch.lengths[:, None]
         width = int((batch.lengths - batch.state.drafter_cached).max())
@@ -221,11 +235,12 @@ class DeerSampler(Sampler):
         logits = batch.networks["drafter"](
             tokens,
             positions.clamp_min(0),
-            keep=k,
+            keep=k + self.shifted,
             block_start=batch.lengths,
             padding=padding if padding.any() else None,
-        ).logits
-        batch.state.drafter_cached = batch.lengths
+        ).logits[:, :k]
+        if self.drafter_caches:
+            batch.state.drafter_cached = batch.lengths
         excluded = self.mask_id, self.sep_id
         logits = fit_vocabulary(logits, self.vocabulary, excluded, self.draft_ids)
         seen = None
@@ -246,7 +261,8 @@ def _nearest(known: dict[float, Any], x: float) -> Any:
 
 def from_export(target, tokenizer, drafter, config: dict) -> DeerSampler:
     """The sampler of an exported drafter; config: its `parade` entry."""
-    keys = "mask_id", "sep_id", "block_size", "nodes", "sharpness", "lengths", "lookup", "draft_ids"
+    keys = "mask_id", "sep_id", "block_size", "attention", "shifted"
+    keys += "nodes", "sharpness", "lengths", "lookup", "draft_ids"
     knobs = {key: config[key] for key in keys if key in config}
     if config.get("bigrams") and "table" in config:  # see `read_artefacts`
         knobs |= {"bigrams": config["table"], "bigram_weights": config["bigrams"]}

@@ -11,7 +11,7 @@ from tests.support import tiny
 from tests.support.enumerating import output_distribution
 
 
-def deer(vocabulary, k, eos=None, seed=0, drafter_vocabulary=None):
+def deer(vocabulary, k, eos=None, seed=0, drafter_vocabulary=None, **form):
     target = tiny.causal_lm(vocabulary, seed=seed, eos_token_id=eos)
     size = drafter_vocabulary or vocabulary + 2
     drafter = tiny.causal_lm(size, seed=seed + 1)
@@ -22,6 +22,7 @@ def deer(vocabulary, k, eos=None, seed=0, drafter_vocabulary=None):
         block_size=k,
         mask_id=size - 2,
         sep_id=size - 1,
+        **form,
     )
 
 
@@ -57,6 +58,14 @@ def test_deer_has_the_plain_distribution(name, rule):
     sampler = deer(case.pop("vocabulary"), case.pop("k"), eos)
     params = SamplingParams(max_new_tokens=case.pop("new"), verify=rule, **case)
     assert distance(sampler, params, {eos} - {None}) <= 1e-9
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("form", [{}, {"shifted": True}], ids=str)
+def test_a_drafter_without_a_cache_has_the_plain_distribution(rule, form):
+    sampler = deer(3, 2, attention="bidirectional", **form)
+    for new in (2, 3):
+        assert distance(sampler, SamplingParams(max_new_tokens=new, verify=rule)) <= 1e-9
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if "k" not in c.split("=")[0] or c == "top-k"])

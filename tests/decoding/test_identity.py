@@ -95,6 +95,18 @@ def test_keyed_deer_is_plain_decoding(name, temperature, rule):
     assert ids(alone) == expected[2:3]
 
 
+@pytest.mark.parametrize("rule", KEYED)
+@pytest.mark.parametrize("form", [{}, {"shifted": True}], ids=str)
+def test_keyed_deer_with_a_bidirectional_drafter_is_plain_decoding(rule, form):
+    model, params = target(), SamplingParams(max_new_tokens=18, verify=rule)
+    expected = ids(plain_rows(model, params))
+    form = {"attention": "bidirectional", **form}
+    for drafter, k in [(random_drafter(), 3), (drafter_of_target(model), 6)]:
+        found = deer(model, drafter, k, **form).generate(PROMPTS, params, seeds=SEEDS)
+        assert ids(found) == expected
+        assert found[0].stats.drafter_passes == found[0].stats.target_passes
+
+
 def test_another_seed_gives_another_text():
     params = SamplingParams(max_new_tokens=18)
     first = ids(plain_rows(target(), params))

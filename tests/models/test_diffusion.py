@@ -12,7 +12,7 @@ from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import KeyedRandomness
 from decoding.engine.sampler import Batch
 from decoding.samplers.deer import DeerSampler
-from models import diffusion
+from models import diffusion, masks
 from models.masks import causal
 from tests.support import tiny
 
@@ -130,12 +130,13 @@ def drafter(kind):
     return diffusion.from_causal_lm(tiny.causal_lm(V, seed=6, kind=kind), TOKENIZER).double()
 
 
-def packed_logits(network, row, anchors=ANCHORS, noise=ALL_MASKED):
+def packed_logits(network, row, anchors=ANCHORS, noise=ALL_MASKED, **form):
     """[A, K, V] of one packed forward."""
     blocks = DraftBlocks(len(anchors), K, None, TOKENIZER)
     sample = blocks.lay_out(row, torch.tensor(anchors), noise)
     with torch.inference_mode():
-        return diffusion.draft_logits(network, {k: v[None] for k, v in sample.items()})[0]
+        batch = {k: v[None] for k, v in sample.items()}
+        return diffusion.draft_logits(network, batch, **form)[0]
 
 
 def prefix_of(row, anchor):
@@ -144,16 +145,18 @@ def prefix_of(row, anchor):
     return row["input_ids"][start:anchor]
 
 
-def lone_logits(network, row, anchor, drafted=(MASK,) * K):
+def lone_logits(network, row, anchor, drafted=(MASK,) * K, attention=None, shifted=False):
     """One block by a forward of its own: prefix, separator, masks, and a mask drawn by hand."""
     prefix = prefix_of(row, anchor)
-    n = len(prefix)
+    n, m = len(prefix), len(drafted)
     ids = torch.cat([prefix, torch.tensor([SEP, *drafted])])
-    seen = torch.ones(n + 1 + K, n + 1 + K).tril().bool()
+    seen = torch.ones(n + 1 + m, n + 1 + m).tril().bool()
     seen[n:, n:] = True
+    if attention == "bidirectional":
+        seen[:] = True
     with torch.inference_mode():
         logits = network(ids[None], attention_mask=seen[None, None], use_cache=False).logits
-    return logits[0, -K:]
+    return logits[0, -m - 1 : -1] if shifted else logits[0, -m:]
 
 
 def close(a, b):
@@ -187,8 +190,9 @@ def draft_rows(sampler, prompts, params):
     return rows
 
 
-def sampler_of(network):
-    return DeerSampler(tiny.causal_lm(V), PLAIN, network, block_size=K, mask_id=MASK, sep_id=SEP)
+def sampler_of(network, **form):
+    ids = {"block_size": K, "mask_id": MASK, "sep_id": SEP}
+    return DeerSampler(tiny.causal_lm(V), PLAIN, network, **ids, **form)
 
 
 @KINDS
@@ -222,6 +226,77 @@ def test_later_draft_passes_too():
         assert close(logits, lone_logits(network, row, a)[:, :V])
 
 
+# Drafters as masked-diffusion models are: the prefix sees the block, and outputs may be shifted.
+FORMS = [
+    {"attention": "bidirectional"},
+    {"attention": "bidirectional", "shifted": True},
+    {"attention": "prefix_causal", "shifted": True},
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_other_forms_train_each_block_alone(form):
+    network, row = drafter("qwen2"), packed_row()
+    packed = packed_logits(network, row, **form)
+    for a, anchor in enumerate(ANCHORS):
+        assert close(packed[a], lone_logits(network, row, anchor, **form))
+    assert not close(packed, packed_logits(network, row))
+    masked = torch.tensor([[True, False, True]] * 5)
+    partly = packed_logits(network, row, noise=ALL_MASKED._replace(masked=masked), **form)
+    second = int(row["input_ids"][9 + 1])
+    assert close(partly[1], lone_logits(network, row, 9, (MASK, second, MASK), **form))
+
+
+def test_a_short_block_does_not_change_by_its_padding():
+    """Stage II's suffixes: tokens after R are of no document, in either form."""
+    network, row = drafter("llama"), packed_row()
+    short = Noise(
+        torch.tensor([[True, True, False]] * 5), torch.arange(K).expand(5, K) < 2, torch.ones(5)
+    )
+    for attention in ("bidirectional", "prefix_causal"):
+        packed = packed_logits(network, row, noise=short, attention=attention)
+        alone = lone_logits(network, row, 9, (MASK, MASK), attention=attention)
+        assert close(packed[1, :2], alone)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_the_sampler_drafts_what_the_other_forms_train(form):
+    """Ragged draft passes, first and after cycles of different lengths a row."""
+    network, row, params = drafter("qwen3"), packed_row(), SamplingParams(max_new_tokens=20)
+    sampler, text, anchors = sampler_of(network, **form), packed_row()["input_ids"], [1, 2, 3]
+    with torch.inference_mode():
+        rows = draft_rows(sampler, [text[:a].tolist() for a in anchors], params)
+        for counts in ([1, 3, 2], [4, 1, 1]):
+            for a, logits in zip(anchors, sampler.draft_pass(rows, K, params)):
+                assert close(logits, lone_logits(network, row, a, **form)[:, :V])
+            rows.append(torch.stack([text[a : a + K + 1] for a in anchors]), torch.tensor(counts))
+            anchors = [a + c for a, c in zip(anchors, counts)]
+        rows.select([0, 2])
+        drafted = sampler.draft_pass(rows, K, params)
+        assert close(drafted[1], lone_logits(network, row, anchors[2], **form)[:, :V])
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_one_request_alone_drafts_the_same(form):
+    network, row, params = drafter("qwen3"), packed_row(), SamplingParams()
+    sampler = sampler_of(network, **form)
+    with torch.inference_mode():
+        rows = draft_rows(sampler, [prefix_of(row, 9).tolist()], params)
+        drafted = sampler.draft_pass(rows, K, params)
+    assert close(drafted[0], lone_logits(network, row, 9, **form)[:, :V])
+
+
+def test_a_cached_bidirectional_prefix_fails_the_same_comparison():
+    network, row, params = drafter("qwen3"), packed_row(), SamplingParams(max_new_tokens=20)
+    sampler, text = sampler_of(network, attention="bidirectional"), row["input_ids"]
+    sampler.drafter_caches = True
+    with torch.inference_mode():
+        rows = draft_rows(sampler, [text[:3].tolist()], params)
+        drafted = sampler.draft_pass(rows, K, params)
+    alone = lone_logits(network, row, 3, attention="bidirectional")
+    assert (drafted[0] - alone[:, :V]).abs().max() > 1e-3
+
+
 def test_what_must_and_what_must_not_change_the_logits(monkeypatch):
     """The comparisons above can fail, and blocks depend on nothing but their prefix."""
     network, row = drafter("llama"), packed_row()
@@ -233,5 +308,5 @@ def test_what_must_and_what_must_not_change_the_logits(monkeypatch):
     unmoved = [a for a in range(5) if close(moved[a], before[a])]
     assert unmoved == [2, 3]  # in front of token 2, and in the other document
 
-    monkeypatch.setattr(diffusion, "draft_blocks", causal)
+    monkeypatch.setattr(masks, "draft_blocks", causal)
     assert not close(packed_logits(network, row), before)

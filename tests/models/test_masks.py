@@ -13,6 +13,7 @@ from models.masks import (
     clean_windows,
     dense,
     draft_blocks,
+    drafter_attention,
     flex,
 )
 
@@ -43,6 +44,21 @@ CAUSAL = drawn("""
 def test_causal_within_each_document():
     assert torch.equal(dense(causal, TWO_DOCUMENTS)[0, 0], CAUSAL)
     assert torch.equal(dense(draft_blocks, TWO_DOCUMENTS)[0, 0], CAUSAL)  # no block, no difference
+
+
+def test_a_document_that_sees_all_of_itself():
+    expected = drawn("""
+        x x x . . .
+        x x x . . .
+        x x x . . .
+        . . . x x .
+        . . . x x .
+        . . . . . x
+    """)
+    assert torch.equal(dense(drafter_attention("bidirectional"), TWO_DOCUMENTS)[0, 0], expected)
+    assert drafter_attention("prefix_causal") is draft_blocks
+    with pytest.raises(ValueError, match=r"attention 'causal'.*'bidirectional'"):
+        drafter_attention("causal")
 
 
 # The same clean tokens without padding, then block 0 (separator and two masks) after two tokens of

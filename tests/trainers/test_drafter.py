@@ -1,5 +1,6 @@
 """Block drafters: the target's distribution is taken at the right positions."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,9 @@ import torch
 
 from data.corruption.draft_blocks import DraftBlocks, SuffixNoise
 from data.text.tokenizer import train_tokenizer, with_draft_tokens
+from decoding import SamplingParams, load
 from decoding.engine import vocabulary
+from decoding.samplers.plain import PlainSampler
 from models.diffusion import draft_logits, from_causal_lm
 from models.hidden_states import capture
 from tests.support import tiny
@@ -97,6 +100,44 @@ def test_one_forward_of_the_target_gives_all_that_is_needed(tokenizer, soft, mon
     assert len(passes) == 1
     assert len(module.read.hidden_states) == 1
     assert (module.read.logits is None) == (not soft)
+
+
+@pytest.mark.parametrize("soft", [0.0, 0.5])
+def test_a_bidirectional_drafter_has_the_same_losses(tokenizer, soft):
+    """Only the logits differ: the weights, the tokens and the teacher are those of any drafter."""
+    _, batch = batch_of(tokenizer)
+    causal, full = (
+        module_of(tokenizer, soft, attention=a) for a in ("prefix_causal", "bidirectional")
+    )
+    found, expected = full.losses(batch), causal.losses(batch)
+    assert torch.equal(found[1], expected[1])
+    kept = found[1] > 0
+    assert (found[0] - expected[0])[kept].abs().max() > 1e-3
+    logits = draft_logits(full.network, batch, attention="bidirectional")
+    hard = token_nll(logits, batch["target"])
+    taught = soft_nll(logits, full.teacher_logits(batch))
+    torch.testing.assert_close(found[0], torch.lerp(hard, taught, soft))
+    assert full.export_config()["attention"] == "bidirectional"
+    assert "shifted" not in full.export_config()
+    with pytest.raises(ValueError, match=r"attention 'both'.*'bidirectional'"):
+        module_of(tokenizer, soft, attention="both")
+
+
+@pytest.mark.filterwarnings("ignore:the drafter to start from")
+def test_a_recipe_trains_a_drafter_without_a_cache(lab):
+    """Its export, loaded again, drafts as in training (the export's own check), losslessly."""
+    form = ["module.attention=bidirectional", "module.shifted=true"]
+    export = lab.fit("deer_stage1", "name=wide", *form)
+    entry = json.loads((export / "config.json").read_text())["parade"]
+    assert (entry["attention"], entry["shifted"]) == ("bidirectional", True)
+    sampler = load(str(export), dtype="float32")
+    assert not sampler.drafter_caches
+    params = SamplingParams(max_new_tokens=12, seed=3)
+    plain = PlainSampler(sampler.target, sampler.tokenizer)
+    texts = [s.generate(["def value"], params)[0].text for s in (sampler, plain)]
+    assert texts[0] == texts[1]
+    with pytest.warns(UserWarning, match="prefix_causal"):
+        lab.fit("deer_stage2", "name=narrow", f"drafter={export}", "trainer.max_steps=2")
 
 
 def test_what_a_module_needs_depends_on_its_settings(tokenizer):

@@ -98,6 +98,23 @@ def test_mistakes_in_knobs(chain, knob, message):
         load(str(chain.runs / "pcllm_round1" / "export"), sampler=[knob])
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        ["module.teacher_context=noisy"],
+        ["module.span=outputs", "data.corruption.state=tail"],
+        ["module.mask=nc_ic", "module.window=1", "data.corruption.state=any"],  # CLLM*
+    ],
+    ids=["printed", "authors", "cllm"],
+)
+def test_every_reading_of_the_loss_trains_other_weights(chain, form, request):
+    export = chain.round(1, f"name={request.node.callspec.id}", *form)
+    default = load_file(chain.runs / "pcllm_round1" / "export" / "model.safetensors")
+    trained = load_file(export / "model.safetensors")
+    assert trained.keys() == default.keys()
+    assert any(not torch.equal(trained[name], x) for name, x in default.items())
+
+
 def test_an_adapter_is_trained_and_served(chain):
     export = chain.round(1, "name=adapter", "lora.rank=4")
     base = load_file(chain.runs / "ar_target" / "export" / "model.safetensors")

@@ -425,3 +425,26 @@ def test_others_have_no_program(row, tmp_path):
 def test_every_instruction_is_of_a_benchmark():
     assert {*INSTRUCTIONS} <= {case[1] for case in CASES}
     assert {case[1] for case in CASES} >= SHARED_COLUMNS
+
+
+INFILLING = {
+    "task_id": "SingleLineInfilling/HumanEval/1/L0",
+    "prompt": "def f(x):\n    y = x + 1\n",
+    "suffix": "\n    return y\n",
+    "canonical_solution": "    y = y * 2",
+    "test": "def check(candidate):\n    assert candidate(1) == 4\n",
+    "entry_point": "f",
+}
+
+
+def test_a_problem_of_infilling_has_what_follows_the_answer(tmp_path):
+    """The columns of HumanEval and two more; the program is prefix, answer, suffix and test."""
+    [found] = read_benchmark(str(jsonl(tmp_path / "any.jsonl", INFILLING)))
+    assert (found.benchmark, found.suffix) == ("humaneval_infilling", INFILLING["suffix"])
+    assert found.reference == INFILLING["canonical_solution"]
+    assert metric(found) == "pass@1"
+    exec(program(found, found.reference), {})
+    with pytest.raises(AssertionError):
+        exec(program(found, "    y = y * 3"), {})
+    [other] = read_benchmark(str(jsonl(tmp_path / "other.jsonl", HUMANEVAL)))
+    assert (other.benchmark, other.suffix) == ("humaneval", None)

@@ -8,7 +8,7 @@ import pytest
 
 from data.corpora.answers import shard_path
 from data.corpora.stdlib import is_held_out
-from data.rows.documents import answers
+from data.rows.documents import answers, packed_windows
 from data.text.tokenizer import fingerprint, train_tokenizer
 
 
@@ -50,3 +50,15 @@ def test_some_prompts_with_all_of_their_answers(collection, tokenizer):
 def test_more_prompts_than_there_are(collection, tokenizer):
     with pytest.raises(ValueError, match=r"6 prompts .* prompts=7"):
         taken(collection, tokenizer, 7)
+
+
+def test_packed_windows_share_short_documents(tmp_path, tokenizer):
+    """As training packs them: every document ends with its end-of-text, and none is left out."""
+    source = tmp_path / "lines.jsonl"
+    source.write_text("".join(json.dumps({"text": t * 3}) + "\n" for t in "abcdefgh"))
+    a, b, c = (tokenizer(t)["input_ids"][0] for t in "abc")
+    end = tokenizer.eos_token_id
+    windows = packed_windows(str(source), tokenizer, 2, 6, split="train")
+    assert windows == [[a, a, a, end, b, b], [b, end, c, c, c, end]]
+    with pytest.raises(ValueError, match="packed windows"):
+        packed_windows(str(source), tokenizer, 99, 6, split="train")

@@ -53,8 +53,31 @@ def test_the_nearest_state():
     assert nearest_state(states, clean, 3, 0.0).tolist() == [1, 2, 5]
     assert nearest_state(states, clean, 3, 1 / 3).tolist() == [1, 7, 5]
     assert nearest_state(states, clean, 3, 0.9).tolist() == [7, 7, 7]
-    # Behind the answer's end nothing counts: of the first token alone 1, 0, 0, 0 are wrong.
+    # After the answer's end nothing counts: of the first token alone 1, 0, 0, 0 are wrong.
     assert nearest_state(states, clean, 1, 0.0).tolist() == [1, 7, 5]
+
+
+def test_a_state_by_the_tokens_after_the_first_wrong_one():
+    """Five tokens, one wrong at the second: one is wrong, four are from the first wrong one on."""
+    clean = torch.arange(5)
+    early, late = clean.clone(), clean.clone()
+    early[1], late[3:] = 9, 9
+    states = torch.stack([early, late, clean])
+    for t, by_wrong, by_tail in [(0.2, early, late), (0.4, late, late), (0.8, late, early)]:
+        assert torch.equal(nearest_state(states, clean, 5, t), by_wrong)
+        assert torch.equal(nearest_state(states, clean, 5, t, tail=True), by_tail)
+
+
+def test_any_state_comes_whatever_the_ratio():
+    """CLLM: at the ratio 0 of a window of one, states other than the fixed point are drawn too."""
+    only, draw = answer([8], 1, [1, 2, 5], 3, 1, replay(ROW, 3)[:1]), generator()
+    noise = NoisyBlocks(1, "linear", TOKENIZER, state="any")
+    found = {tuple(noise(only, draw)["input_ids"][1:4].tolist()) for _ in range(40)}
+    assert found == {(7, 7, 7), (1, 7, 5), (1, 2, 5)}
+    fixed = NoisyBlocks(1, "linear", TOKENIZER)
+    assert {tuple(fixed(only, draw)["input_ids"][1:4].tolist()) for _ in range(9)} == {(1, 2, 5)}
+    with pytest.raises(ValueError, match=r"state 'all'.*'any'"):
+        NoisyBlocks(1, "linear", TOKENIZER, state="all")
 
 
 def answer(prompt, width, ids, n, blocks, states=()):

@@ -1,24 +1,31 @@
 import csv
 import dataclasses
+import json
+import math
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from data.corpora.benchmarks import Problem
 from data.text.prompts import heldout_prompts
 from data.text.tokenizer import train_tokenizer
+from decoding.bench.generated_text import entropy, generative_perplexity
 from decoding.bench.infill import (
     InfillBench,
-    entropy,
+    filling,
     hide,
     measure,
-    perplexity,
     report,
     rouge,
     summary,
     ways,
 )
+from decoding.bench.pass_at_1 import read_problems
+from decoding.bench.scores import scorer
+from decoding.bench.text import Bench
 from decoding.engine.params import Result, Stats
 from decoding.loading import load, load_tokenizer
 from decoding.samplers.asarm import AsarmSampler
@@ -78,7 +85,7 @@ def test_the_cache_is_a_knob(bench):
     assert kept.target is whole.target is first.target
 
 
-def test_hidden_places_follow_the_seed(bench):
+def test_hidden_positions_follow_the_seed(bench):
     windows = [list(range(12))] * 2
     hidden = hide(bench, windows, None)
     assert [ids.count(None) for ids in hidden] == [9, 9]
@@ -91,9 +98,114 @@ def test_a_hidden_middle(bench):
     hidden = hide(middle, [list(range(8)), list(range(5)), [7]], None)
     assert hidden == [[0, 1, None, None, None, None, 6, 7], [0, None, None, 3, 4], [None]]
     with pytest.raises(
-        ValueError, match=r"unknown hide 'sides'.* Choose from \['lines', 'middle', 'random'\]"
+        ValueError,
+        match=r"unknown hide 'sides'.* Choose from \['lines', 'middle', 'random', 'suffix'\]",
     ):
         dataclasses.replace(bench, hide="sides")
+
+
+def test_a_hidden_suffix_leaves_the_prefix(bench):
+    """Table 9: 128 of 512 tokens are the prompt, so three quarters are hidden."""
+    suffix = dataclasses.replace(bench, hide="suffix", hidden=0.75)
+    assert hide(suffix, [list(range(8)), [5, 6]], None) == [[0, 1] + [None] * 6, [None, None]]
+
+
+@pytest.mark.filterwarnings("ignore:block_size=")
+def test_packed_windows_and_a_choice_of_ways(bench, tmp_path):
+    """Lines of 3 words are too short for windows of 12 tokens; packed they are not."""
+    source = tmp_path / "lines.jsonl"
+    rows = [{"id": f"a{i}", "text": f"return value for {i}"} for i in range(400)]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    few = dataclasses.replace(
+        bench, source=str(source), packed=True, drafts=("sequential",), block_sizes=(3,), trials=2
+    )
+    rows = measure(few)
+    assert [(row.draft, row.nodes) for row in rows] == [("sequential", None), ("assd_fused", 4)]
+    assert [len(row.calls) for row in rows] == [6, 6]
+    assert len({*rows[0].perplexity}) == 6  # a trial draws anew
+    line = summary(rows[1], rows[0])
+    assert line["calls / sequential"] == pytest.approx(sum(rows[1].calls) / 54, abs=1e-3)
+    assert line["calls / sequential ±"] > 0
+    assert summary(rows[0], rows[0])["calls / sequential ±"] == 0
+    with pytest.raises(ValueError, match="packed windows"):
+        measure(dataclasses.replace(few, samples=10**6))
+    with pytest.raises(ValueError, match=r"draft 'asd'.*'assd'"):
+        measure(dataclasses.replace(few, drafts=("asd",)))
+
+
+def infilling(name, line):
+    return {
+        "task_id": name,
+        "prompt": "def f(x):\n",
+        "suffix": "\n    return value\n",
+        "canonical_solution": line,
+        "test": "def check(candidate):\n    assert candidate(1) == 1\n",
+        "entry_point": "f",
+    }
+
+
+@pytest.fixture
+def problems(tmp_path):
+    rows = [infilling("right", "    value = x"), infilling("wrong", "    value = 2")]
+    file = tmp_path / "infilling.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def test_single_lines_of_programs(bench, problems, monkeypatch, capsys, tmp_path):
+    """Table 2: holes of the solutions' lengths, every trial a program with its tests."""
+    asked = []
+
+    def knows_all(self, prompts, params):
+        asked.extend(prompts)
+        whole = [re.sub("<hole.*>", x, p) for p, x in zip(prompts, SOLUTIONS)]
+        stats = Stats(emitted=[9], target_passes=1)
+        return [Result(text, [], "length", stats) for text in whole]
+
+    monkeypatch.setattr(AsarmSampler, "generate", knows_all)
+    code = dataclasses.replace(
+        bench, source=problems, samples=2, trials=2, drafts=("sequential",), nodes=(),
+        judge=None, execute=True, out=str(tmp_path),
+    )  # fmt: skip
+    rows = measure(code)
+    assert rows[0].passed == [True, False] * 2
+    sizes = [len(load_tokenizer(bench.model)(x)["input_ids"]) for x in SOLUTIONS]
+    assert asked[0] == f"def f(x):\n<hole:{sizes[0]}>\n    return value\n"
+    report(code, rows)
+    line = next(csv.DictReader((tmp_path / "infill.csv").open()))
+    assert line["pass@1, %"].startswith("50.00 ± ")
+    assert "perplexity" not in line
+    assert "problems of infilling.jsonl" in " ".join(capsys.readouterr().out.split())
+    unrun = measure(dataclasses.replace(code, execute=False))
+    assert unrun[0].passed == []
+    assert "execute=true" in capsys.readouterr().out
+
+
+SOLUTIONS = ["    value = x", "    value = 2"]
+
+
+def test_what_was_filled_in_keeps_its_spaces():
+    tokenizer = tiny.tokenizer(4)
+    problem = Problem(id="1", benchmark="humaneval_infilling", turns=("a ",), suffix=" b")
+    result = Result("a   c b", [2], "length", Stats())
+    assert filling(problem, result, tokenizer) == "  c"
+    assert filling(problem, dataclasses.replace(result, text="a c  b"), tokenizer) == "c "
+    # A tokenizer that does not keep the given text: the tokens alone.
+    assert filling(problem, dataclasses.replace(result, text="ac b"), tokenizer) == "c"
+
+
+def test_benches_of_continuations_refuse_problems_of_infilling(problems):
+    with pytest.raises(ValueError, match=r"decoding\.bench\.infill"):
+        read_problems(problems)
+    with pytest.raises(ValueError, match=r"decoding\.bench\.infill"):
+        scorer(Bench(model="x", source=problems))
+
+
+def test_programs_are_for_problems_of_infilling(bench, problems):
+    with pytest.raises(ValueError, match="'suffix'"):
+        measure(dataclasses.replace(bench, execute=True))
+    with pytest.raises(ValueError, match=r"2 problems.*samples=3"):
+        measure(dataclasses.replace(bench, source=problems, samples=3))
 
 
 def test_hidden_lines(bench):
@@ -109,7 +221,7 @@ def test_hidden_lines(bench):
 
 
 @pytest.mark.filterwarnings("ignore:block_size=")
-def test_a_middle_is_compared_with_what_stood_there(bench, monkeypatch):
+def test_a_middle_is_compared_with_the_original(bench, monkeypatch):
     middle = dataclasses.replace(bench, hide="middle", block_sizes=(3,))
     rows = measure(middle)
     line = summary(rows[0], rows[0])
@@ -146,8 +258,12 @@ def test_metrics_by_hand():
     assert entropy([1, 2, 3, 4]) == pytest.approx(2)
     assert entropy([1, 1]) == 0
     model = tiny.causal_lm(4, scale=0.0)
-    result = Result("abcd", [], "length", Stats())
-    assert perplexity(model, tiny.tokenizer(4), result) == pytest.approx(4)
+    assert generative_perplexity(model, tiny.tokenizer(4), "abcd") == pytest.approx(4)
+    assert math.isnan(generative_perplexity(model, tiny.tokenizer(4), "a"))
+    short = tiny.causal_lm(4)
+    short.config.max_position_embeddings = 8
+    first = generative_perplexity(short, tiny.tokenizer(4), "abcdabcd")
+    assert generative_perplexity(short, tiny.tokenizer(4), "abcdabcd" + "a" * 20) == first
 
 
 def test_a_model_that_fills_no_holes_is_refused(lab):
