@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
@@ -108,6 +109,7 @@ def load(
             kind = _remote_class(path)
         elif found := public.layout_of(path):
             source, options = None, options | public.stock_model(*found, path)
+            kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(options["config"])]
         network, found = kind.from_pretrained(
             source,
             dtype=dtype,
@@ -126,7 +128,7 @@ def load(
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         if looks_local(path) and not Path(path).exists():
             reason = "there is no such folder"
-        elif "trust_remote_code" in str(error):
+        elif "trust_remote_code=True" in str(error):  # transformers' own advice
             reason = "it brings code of its own: read it, and allow it with trust_remote_code=true"
         raise ValueError(f"cannot load a model from {path!r}: {reason}") from error
 

@@ -169,7 +169,7 @@ def unfused(name: str, tensor: Tensor, config: PreTrainedConfig) -> Iterator[tup
 
 
 def demand(config: dict, **allowed) -> None:
-    """Check that keys of a config.json, where they are given, have the only values we can load.
+    """Check that keys of a config.json, where they are given, have values that we can load.
 
     Raises:
         ValueError: A key has another value; one line names it.
@@ -179,8 +179,9 @@ def demand(config: dict, **allowed) -> None:
         given = config.get(key)
         if given is not None and given not in values:
             raise ValueError(
-                f"{key}={given!r} of its config.json is not supported here (only {values[0]!r}): "
-                "load it with the code that it brings, trust_remote_code=true"
+                f"{key}={given!r} of its config.json is not supported (only "
+                f"{values[0] if values else None!r}): run the code that it brings, "
+                "trust_remote_code=true"
             )
 
 

@@ -117,8 +117,8 @@ class DenoiseSampler(Sampler):
         self.guidance, self.shifted, self.cache = guidance, shifted, cache
         if shifted and self.causal:
             raise ValueError(
-                "shifted=true is not supported with attention='block_causal': a block's first token "
-                "would be predicted by the block before it. Only attention='bidirectional' is"
+                "shifted=true is not supported with attention='block_causal', where a block's first "
+                "token would be predicted by the block before it, but with 'bidirectional' only"
             )
         self.check_cache("cache", cache)
         if cache and guidance:

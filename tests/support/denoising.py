@@ -47,7 +47,7 @@ def sees(attention, length, span):
 def logits_over(past, model, text, start, end, cache):
     """Logits of a whole text of which only a region is run, over keys and values of an older pass.
 
-    The region begins at `start`; that of cache='dual' ends at `end`, that of 'prefix' with the text.
+    The region begins at `start`, and ends at `end` (cache='dual') or with the text ('prefix').
     """
     end = end if cache == "dual" else len(text)
     outside = [n for n in range(len(text)) if not start <= n < end]
@@ -108,7 +108,7 @@ def reference(
             for place in range(start, end):
                 if x[place] == V:
                     p = logits[place - shifted].softmax(-1)
-                    token = int(p.argmax())
+                    token = int(p[:V].argmax())  # never the mask
                     found.append((float(p[token]), place, token))
             found.sort(reverse=True)
             count = S if threshold is None else max(1, sum(p >= threshold for p, _, _ in found))
