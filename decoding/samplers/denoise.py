@@ -117,8 +117,8 @@ class DenoiseSampler(Sampler):
         self.guidance, self.shifted, self.cache = guidance, shifted, cache
         if shifted and self.causal:
             raise ValueError(
-                "shifted=true is not supported with attention='block_causal', where a block's first "
-                "token would be predicted by the block before it, but with 'bidirectional' only"
+                "shifted=true is for attention='bidirectional': with 'block_causal' the block "
+                "before it would predict a block's first token"
             )
         self.check_cache("cache", cache)
         if cache and guidance:

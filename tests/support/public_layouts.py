@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.support import tiny
-from tests.support.denoising import V, L
+from tests.support.denoising import L, V
 
 WIDTH, HEADS, SHARED, SIZE, DEPTH, EXPERTS = 16, 2, 1, 8, 2, 4
 EPS, THETA = 1e-5, 5000.0
@@ -166,8 +166,9 @@ def save_tokenizer(kind, folder):
     (folder / "merges.txt").write_text("#version: 0.2\n")
     mask = {"content": "<|mask|>", "special": True, "lstrip": False, "rstrip": False,
             "normalized": False, "single_word": False}  # fmt: skip
+    names = ("mask_token", "unk_token", "eos_token", "pad_token")
     (folder / "tokenizer_config.json").write_text(json.dumps({
-        "tokenizer_class": "DreamTokenizer", "mask_token": "<|mask|>", "unk_token": None,
+        "tokenizer_class": "DreamTokenizer", **dict.fromkeys(names, "<|mask|>"),
         "auto_map": {"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]},
         "added_tokens_decoder": {str(V): mask},
     }))  # fmt: skip
