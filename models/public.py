@@ -19,6 +19,7 @@ and masks.
 """
 
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -103,6 +104,8 @@ def layout_of(path: str) -> tuple[PublicLayout, dict] | None:
 def stock_model(layout: PublicLayout, config: dict, path: str) -> dict:
     """Arguments for `from_pretrained(None, ...)`: the stock configuration and renamed tensors.
 
+    One line on standard error says how the checkpoint is decoded unless the user says otherwise.
+
     Args:
         layout: The layout of the checkpoint.
         config: Its config.json.
@@ -121,6 +124,9 @@ def stock_model(layout: PublicLayout, config: dict, path: str) -> dict:
     known["mask_id"] = config.get("mask_token_id") or known["mask_id"]
     known["block_size"] = config.get("block_size") or known["block_size"]
     stock.denoising = known
+    way = "batched" if known["attention"] == "bidirectional" else "appended"
+    told = ", ".join(f"{key}={value}" for key, value in known.items())
+    print(f"{path}: a {stock.model_type!r} network, {told}; pass={way}", file=sys.stderr)
     named = ((renamed(name, layout.renames), tensor) for name, tensor in tensors(path))
     state = dict(piece for name, tensor in named for piece in unfused(name, tensor, stock))
     return {"config": stock, "state_dict": state}

@@ -70,10 +70,15 @@ def test_two_tensors_in_each_others_stead_fail_the_same_test(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_checkpoint_is_decoded_as_it_was_trained(kind, tmp_path):
-    """The texts, the pass that the loader chooses, and drafts that change nothing."""
+def test_a_checkpoint_is_decoded_as_it_was_trained(kind, tmp_path, capsys):
+    """The texts, the pass that the loader chooses and names, and drafts that change nothing."""
     save(kind, tmp_path)
     sampler = opened(tmp_path)
+    said = capsys.readouterr()
+    way = {"block_causal": "appended", "bidirectional": "batched"}[attention(kind)]
+    assert f"attention={attention(kind)}" in said.err
+    assert f"pass={way}" in said.err
+    assert said.out == ""
     assert (sampler.mask_id, sampler.attention) == (V, attention(kind))
     assert sampler.shifted == (kind in SHIFTED)
     expected = [
