@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+import transformers
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -16,7 +17,7 @@ from data.text.tokenizer import fingerprint
 from decoding import samplers
 from decoding.commands.cli import convert, split, unknown
 from decoding.engine.sampler import Sampler
-from models import causal
+from models import causal, public
 
 # The file with the `parade` entry of an adapter's export: beside a config.json, transformers would
 # look for the weights of the adapter's base in the same folder.
@@ -234,7 +235,10 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
         ValueError: There is no tokenizer that can be loaded.
     """
     path = causal.local_path(path)
+    found = None if trust_remote_code else public.layout_of(path)
     try:
+        if found and found[0].tokenizer:
+            return getattr(transformers, found[0].tokenizer).from_pretrained(path)
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:
         reason = " ".join(str(error).split())[:300]

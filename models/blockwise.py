@@ -2,12 +2,17 @@
 
 A text is denoised block by block. `block_causal`: a block attends to earlier blocks and itself;
 `bidirectional`: every token attends to the whole text, with later blocks still masked (LLaDA, arXiv
-2502.09992). The logits at a position predict the token of that position, without a shift by one.
+2502.09992). The logits at a position predict the token of that position; those of models made from
+causal LMs without that change (Dream) are shifted: they predict the token after it.
 """
 
-import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from models import diffusion, masks
 from models.attention import attention_mask
@@ -15,7 +20,7 @@ from models.masks import Layout, Predicate
 
 ATTENTION = ("block_causal", "bidirectional")
 PUBLIC = {"llada": "bidirectional", "Dream": "bidirectional"}  # by model type
-SHIFTED = ("Dream",)  # model types whose logits at position i predict the token of i + 1
+SHIFTED = ("Dream",)  # model types whose logits at a position predict the token after it
 
 
 def predicate_of(attention: str, span: int) -> Predicate:
@@ -41,12 +46,18 @@ def is_foreign(network: PreTrainedModel) -> bool:
     return not type(network).__module__.startswith("transformers.")
 
 
-def foreign_logits(network: PreTrainedModel, texts: Tensor) -> Tensor:
-    """Logits [B, W, V] of token ids [B, W], by a model of remote code under its own attention."""
-    logits = network(input_ids=texts).logits
-    if network.config.model_type in SHIFTED:
-        logits = torch.cat([logits[:, :1], logits[:, :-1]], 1)
-    return logits
+def told(config: PreTrainedConfig) -> dict:
+    """What a configuration tells of how its model is decoded: knobs of `denoise`, some of them.
+
+    That of a public checkpoint (`models.public`) tells all of them; that of a model of remote code
+    tells its type, from which attention and shift follow.
+    """
+    if denoising := getattr(config, "denoising", None):
+        return dict(denoising)
+    known = {"mask_id": getattr(config, "mask_token_id", None)}
+    known["attention"] = PUBLIC.get(config.model_type)
+    known["shifted"] = config.model_type in SHIFTED
+    return {key: value for key, value in known.items() if value is not None}
 
 
 def from_causal_lm(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
@@ -14,6 +15,7 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
+from models import public
 from models.weights import check_complete, check_finite
 
 GGUF = ".gguf"
@@ -82,6 +84,9 @@ def load(
 ) -> PreTrainedModel:
     """A causal LM from a folder or the Hub, with every weight as the checkpoint has it.
 
+    A public masked diffusion LM is loaded into a stock class (`models.public`), unless the code
+    that it brings is allowed.
+
     Args:
         path: A folder, Hub id or gguf file.
         dtype: Of the weights; 'auto' takes the checkpoint's own.
@@ -99,15 +104,22 @@ def load(
     """
     path = local_path(path)
     try:
-        kind = _remote_class(path) if trust_remote_code else AutoModelForCausalLM
+        kind, source = AutoModelForCausalLM, path
+        if trust_remote_code:
+            kind = _remote_class(path)
+        elif found := public.layout_of(path):
+            source, options = None, options | public.stock_model(*found, path)
+            kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(options["config"])]
         network, found = kind.from_pretrained(
-            path,
+            source,
             dtype=dtype,
             attn_implementation=attention,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
             **options,
         )
+        if source is None:
+            public.read_generation_config(network, path)
         check_complete(network, found)
         if Path(path).exists():  # models of the Hub are trusted: reading all weights takes time
             check_finite(network)
@@ -116,7 +128,7 @@ def load(
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         if looks_local(path) and not Path(path).exists():
             reason = "there is no such folder"
-        elif "trust_remote_code" in str(error):
+        elif "trust_remote_code=True" in str(error):  # transformers' own advice
             reason = "it brings code of its own: read it, and allow it with trust_remote_code=true"
         raise ValueError(f"cannot load a model from {path!r}: {reason}") from error
 

@@ -30,15 +30,15 @@ from decoding.engine.randomness import derived_seed
 from decoding.loading import sampling_config
 from decoding.masked.draft_graph import DraftGraph, graph_of, show
 from decoding.samplers import denoise
+from models import public
 from models.blockwise import is_foreign
 from trainers.base import BaseModule
 from trainers.runs.provenance import commit
 
 say = rank_zero_only(print)
-# Of a public model that brings code of its own.
+# Of a public model.
 COMMAND = (
-    "python -m decoding.generate model=<this folder or repository> trust_remote_code=true "
-    "prompt='def fib(n):'"
+    "python -m decoding.generate model=<this folder or repository> {trust}prompt='def fib(n):'"
 )
 FORMAT = 2  # of a trace: to be raised when the same key would give another one
 
@@ -98,8 +98,8 @@ class Calibration(BaseModule):
                 "configuration does not tell, +module.sampling.attention=bidirectional "
                 "+module.sampling.mask_id=..."
             ) from error
-        if is_foreign(self.network):  # public, and without its code a copy would be of no use
-            self.exports_weights = False
+        if is_foreign(self.network) or public.layout_of(model):
+            self.exports_weights = False  # it is there for everyone: the export refers to it
         self.nodes, self.objective, self.lookahead, self.top = nodes, objective, lookahead, top
         self.width, self.traces, self._graph = width, [], None
         self.model, self.folder, self.seed = model, traces, seed
@@ -227,7 +227,8 @@ class Calibration(BaseModule):
     def export_config(self) -> dict:
         entry = {**self.entry, "graph": self.graph().to_dict()}
         if not self.exports_weights:
-            entry |= {"target": self.model, "command": COMMAND}
+            trust = "trust_remote_code=true " if is_foreign(self.network) else ""
+            entry |= {"target": self.model, "command": COMMAND.format(trust=trust)}
         return entry
 
     def export_files(self) -> dict[str, str | bytes]:

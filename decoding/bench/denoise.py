@@ -2,9 +2,12 @@
 
 Every held-out prompt is decoded by vanilla denoising and by each draft graph in turn, one prompt at
 a time, after a warm-up. NFE are network passes; the speed-up in NFE is computed over all tokens
-and, as published, over the blocks up to the first end token.
+and, as published, over the blocks up to the first end token. `caches=[prefix,dual]` measures what
+these approximate caches cost, the share of positions with another token, and beside each of them
+the same cache as a drafter that is verified, which costs nothing.
 """
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -24,6 +27,7 @@ from decoding.engine.sampler import Batch
 from decoding.loading import load, parade_config, sampler_of, sampling_config
 from decoding.masked.draft_graph import DraftGraph, show
 from decoding.samplers.denoise import DenoiseSampler
+from decoding.samplers.spiffy import SpiffySampler
 
 STAGES = ("drafts", "verify", "rank")
 
@@ -33,11 +37,13 @@ class DenoiseBench(PromptBenchOptions):
     """Compare an export's draft graph with vanilla denoising by the same rule.
 
     The exports are those of spiffy_calibrate; the graphs of `also` are tried on the same model.
+    With `caches` the model may be one without a graph.
     """
 
     EXAMPLE: ClassVar[str] = "model=runs/spiffy_calibrate/export sampler=[threshold=0.9]"
 
     temperatures: tuple[float, ...] = option((0.0,), "of the sampling; 0 is greedy", least=0)
+    caches: tuple[str, ...] = option((), "approximate caches to measure too, of [prefix,dual]")
 
 
 class Watch:
@@ -145,6 +151,7 @@ def decode(bench: DenoiseBench, row: Row, prompt: list[int], seed: int) -> None:
         max_new_tokens=bench.max_new_tokens,
         temperature=row.temperature,
         ignore_eos=bench.ignore_eos,
+        lossy=row.sampler.cache is not None,  # `caches` asks for it
     )
     started = perf_counter()
     row.results += row.sampler.generate([prompt], params, seeds=[seed])
@@ -155,8 +162,14 @@ def decode(bench: DenoiseBench, row: Row, prompt: list[int], seed: int) -> None:
 
 def _rows(bench: DenoiseBench, loaded: DenoiseSampler, temperature: float) -> list[Row]:
     configs = {"denoise": sampling_config(bench.model, ("method=denoise", *bench.sampler))}
+    for way, knob in itertools.product(bench.caches, ("cache", "draft_cache")):
+        method = {"cache": "denoise", "draft_cache": "spiffy"}[knob]
+        knobs = (*bench.sampler, f"method={method}", f"{knob}={way}")
+        configs[f"{method} ({knob}={way})"] = sampling_config(bench.model, knobs)
     for path in (bench.model, *bench.also):
         if "graph" not in parade_config(path):
+            if bench.caches and path == bench.model:
+                continue
             raise ValueError(
                 f"{path} has no draft graph: python -m trainers.fit recipe=spiffy_calibrate "
                 "makes an export with one"
@@ -176,18 +189,23 @@ def summary(row: Row, plain: Row) -> dict:
     model = sum(r.stats.target_s for r in row.results)
     seconds = dict(row.watch.seconds)
     seconds["verify"] = seconds.get("verify", 0.0) - seconds.get("rank", 0.0)
-    same = sum(a.token_ids == b.token_ids for a, b in zip(row.results, plain.results))
+    pairs = [(a.token_ids, b.token_ids) for a, b in zip(row.results, plain.results)]
+    positions = sum(max(len(a), len(b)) for a, b in pairs)
+    changed = sum(x != y for a, b in pairs for x, y in zip_longest(a, b))
     return {
         "sampler": row.name,
         "temperature": row.temperature,
         "NFE": sum(row.nfe),
         "NFE speed-up": round(sum(plain.nfe) / sum(row.nfe), 2),
         "up to the end": round(sum(plain.nfe_until_end) / sum(row.nfe_until_end), 2),
+        "draft passes": sum(r.stats.drafter_passes for r in row.results),
         "drafts a pass": round(fmean(taken) - 1, 2),
         "tokens/s": round(sum(len(r.token_ids) for r in row.results) / sum(row.seconds), 1),
         "speed-up": round(median(a / b for a, b in zip(row.rates, plain.rates)), 2),
         **{f"{s} %": round(100 * seconds.get(s, 0.0) / model, 1) for s in STAGES},
-        "identical": f"{same}/{len(row.results)}",
+        "identical": f"{sum(a == b for a, b in pairs)}/{len(pairs)}",
+        "changed %": round(100 * changed / positions, 2),
+        "lossy": row.results[0].stats.lossy,
     }
 
 
@@ -200,14 +218,17 @@ def report(bench: DenoiseBench, rows: list[Row]) -> None:
     title = f"{bench.prompts} prompts of {Path(bench.source).name}, {most}, {bench.dtype}"
     write_table(lines, out / "denoise.csv", title, "decoding.bench.denoise")
     print("NFE: network passes; up to the end: NFE speed-up over blocks up to the first end token;")
-    print("drafts, verify, rank: seconds in per cent of those in the network's passes")
-    drafted = [row for row in rows if row.name != "denoise"]
+    print("drafts, verify, rank: seconds in per cent of those in the network's passes;")
+    print("draft passes: with an approximate cache; changed: positions with another token")
+    drafted = [row for row in rows if isinstance(row.sampler, SpiffySampler)]
     lines = [accepted(row, max(len(by_level(r)) for r in drafted)) for row in drafted]
     title = "share of passes that accept each level; accepted drafts a pass in each block"
     write_table(lines, out / "accepted.csv", title, "decoding.bench.denoise")
     draw_accepted(drafted, out / "accepted.png")
-    draw_graphs({row.name: row.sampler.graph for row in drafted}, out / "graph.png")
-    print(f"wrote {out}/denoise.csv, accepted.csv, accepted.png and graph.png")
+    graphs = {row.name: row.sampler.graph for row in drafted if row.sampler.graph.nodes}
+    if graphs:
+        draw_graphs(graphs, out / "graph.png")
+    print(f"wrote {out}/denoise.csv, accepted.csv, accepted.png{' and graph.png' * bool(graphs)}")
 
 
 def accepted(row: Row, levels: int) -> dict:

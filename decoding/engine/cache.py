@@ -188,10 +188,15 @@ class CachedNetwork(CountedNetwork):
             self.cache.move(lengths[:, None] + node, lengths[:, None] + steps)
 
     def run(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, mask: Tensor, keep: int
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, mask: Tensor, keep: int | Tensor
     ) -> TargetOutput:
-        """One forward: tokens at positions, written to slots, under a mask over the first slots."""
+        """One forward: tokens at positions, written to slots, under a mask over the first slots.
+
+        keep: The logits of the last `keep` tokens are returned, or of those with these numbers.
+        """
         self.cache.place(slots, mask.shape[-1])
+        if isinstance(keep, int):
+            keep = self._slots[0, tokens.shape[1] - keep : tokens.shape[1]]
         with capture(self.network, self.hidden_layers) as states, self.counted():
             logits = self._logits(
                 # A drafter's vocabulary may be the smaller one: it only guesses, any token will do.
@@ -202,7 +207,7 @@ class CachedNetwork(CountedNetwork):
                 use_cache=True,
                 # As indices, which copy: on a view of a longer row the CPU's bfloat16 product with
                 # the head is five times slower.
-                logits_to_keep=self._slots[0, tokens.shape[1] - keep : tokens.shape[1]],
+                logits_to_keep=keep,
             )
         return TargetOutput(logits, tuple(states))
 

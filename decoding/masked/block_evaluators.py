@@ -9,8 +9,8 @@ cache), all [B].
     WholeTexts      each state is a whole sequence of the batch: exact for any attention
     CachedBlocks    the states are appended to the cached text, side by side: exact for block-causal
                     attention, where no other token depends on the block
-    AppendedBlocks  the same without a cache, for bidirectional attention: *not exact*, because the
-                    other blocks attend to the first state only
+    FrozenTexts     the states are appended to a cached text that attended to an earlier state:
+                    *not exact*, for bidirectional attention
 """
 
 import torch
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from decoding.engine.cache import CachedNetwork, CountedNetwork
 from decoding.engine.sampler import Batch
-from models.blockwise import foreign_logits, is_foreign, predicate_of
+from models.blockwise import is_foreign, predicate_of
 from models.masks import Layout, dense
 
 
@@ -36,6 +36,7 @@ class WholeTexts(CountedNetwork):
         mask_id: The mask token.
         guidance: Scale w of classifier-free guidance: (1 + w) logits - w logits without the prompt
             (LLaDA, arXiv 2502.09992, Eq. 16); 0 switches it off.
+        shifted: Whether the logits at a position predict the token after it.
     """
 
     def __init__(
@@ -45,10 +46,11 @@ class WholeTexts(CountedNetwork):
         span: int,
         mask_id: int,
         guidance: float = 0.0,
+        shifted: bool = False,
     ):
         super().__init__(network)
         self.predicate = predicate_of(attention, span)
-        self.later = attention == "bidirectional"
+        self.later, self.shift = attention == "bidirectional", int(shifted)
         self.mask_id, self.guidance = mask_id, guidance
         self.cache = self
 
@@ -83,7 +85,8 @@ class WholeTexts(CountedNetwork):
         return texts, start[:, None] + torch.arange(L, device=start.device), end
 
     def block_logits(self, texts: Tensor, at: Tensor, end: Tensor) -> Tensor:
-        """Logits [B, L, V] at positions `at` [B, L] of texts [B, W] that end at `end` [B]."""
+        """Logits [B, L, V] of the tokens at `at` [B, L] of texts [B, W] that end at `end` [B]."""
+        at = at - self.shift
         if is_foreign(self.network):
             return self.foreign_block_logits(texts, at, end)
         positions = torch.arange(texts.shape[1], device=texts.device).expand_as(texts)
@@ -106,7 +109,7 @@ class WholeTexts(CountedNetwork):
         with self.counted():
             for length in end.unique().tolist():
                 rows.append((end == length).nonzero().flatten())
-                logits = foreign_logits(self.network, texts[rows[-1], :length])
+                logits = self.network(input_ids=texts[rows[-1], :length]).logits
                 found.append(at_positions(logits, at[rows[-1]]))
         return torch.cat(found)[torch.cat(rows).argsort()]
 
@@ -116,32 +119,88 @@ def at_positions(logits: Tensor, at: Tensor) -> Tensor:
     return logits.gather(1, at[..., None].expand(-1, -1, logits.shape[-1]))
 
 
-class AppendedBlocks(WholeTexts):
-    """Spiffy's appended pass (Fig. 2) on a bidirectional model, which is not exact.
+class FrozenTexts(CachedNetwork):
+    """Evaluates states with bidirectional attention while other tokens are frozen: *not exact*.
 
-    The first state is in the sequence; a copy of every state is appended at the same positions and
-    attends to itself and to the tokens outside the block.
+    A renewing pass runs the whole text with the first state in it, and caches every key and value.
+    A pass evaluates copies of a region, each with a state in it: a copy attends to itself and to
+    the cached text outside the region, which attended to the state of the renewing pass. Nothing
+    outside a copy depends on it, so several states of one pass have the logits that each of them
+    would have alone. Slot s of the cache holds position s; the copies use the slots after the
+    text, for one pass only.
+
+        region   renewed       source
+        block    every block   dual cache, Fast-dLLM (arXiv 2505.22618, section 3.2)
+        rest     every block   prefix cache, the same: the region reaches to the end of the text
+        block    every pass    appended blocks, Spiffy (Fig. 2) on a bidirectional model
+
+    Args:
+        network: A masked diffusion LM that takes attention masks.
+        region: 'block' or 'rest'.
+        span: Tokens of a block.
+        mask_id: The mask token.
+        length: Tokens of the longest text, with the masks of all later blocks.
+        states: States of a pass at most.
+        shifted: Whether the logits at a position predict the token after it. The region then
+            begins with the token before the block.
+        always: Whether every pass renews.
     """
 
+    def __init__(
+        self,
+        network: PreTrainedModel,
+        region: str,
+        *,
+        span: int,
+        mask_id: int,
+        length: int,
+        states: int,
+        shifted: bool,
+        always: bool = False,
+    ):
+        self.region, self.span, self.always = region, span, always
+        self.mask_id, self.shift = mask_id, int(shifted)
+        copy = span + self.shift if region == "block" else length
+        super().__init__(network, predicate_of("bidirectional", copy), length + states * copy + 1)
+
     def ask(self, batch: Batch, states: Tensor) -> Tensor:
+        """The logits [B, M, L, V] of states [B, M, L]; see the module's docstring."""
         M, L = states.shape[1:]
-        texts, at, end = self.texts(batch, L)
-        in_text = torch.arange(texts.shape[1], device=texts.device).expand_as(texts)
-        copy = torch.arange(M, device=texts.device).repeat_interleave(L).expand(len(texts), -1)
-        positions = torch.cat([in_text, at.repeat(1, M)], 1)
-        layout = Layout(
-            torch.cat([(in_text >= end[:, None]).long(), torch.zeros_like(copy)], 1),
-            positions - at[:, :1],
-            torch.cat([torch.full_like(texts, -1), copy], 1),
+        first = batch.state.start[:, None] - self.shift  # where the regions begin
+        end, W = batch.state.end[:, None], int(batch.state.end.max())
+        in_text = self._slots[:, :W].expand(len(first), -1)
+        texts = batch.tokens[:, :W].masked_fill(in_text >= first + self.shift, self.mask_id)
+        at = batch.state.start[:, None] + self._slots[:, :L]
+        R = L + self.shift if self.region == "block" else int((end - first).max())
+        offset = self._slots[:, :R].repeat(1, M)
+        copies = texts.gather(1, (first + offset).clamp_max(W - 1)).unflatten(1, (M, R))
+        copies = copies.slice_scatter(states, 2, self.shift, self.shift + L).flatten(1)
+        copy = (self._slots[:, : M * R] // R).expand(len(first), -1)
+        # The text in place: of the sequences that renew it, if there are any.
+        renews = (batch.state.cached != batch.state.start)[:, None] | self.always
+        width = int((end * renews).max())
+        written = renews & (in_text < end)
+        slots = in_text.where(written, self.cache.capacity - 1)[:, :width]
+        lent = (W + self._slots[:, : M * R]).expand(len(first), -1)
+        tokens = torch.cat([texts.scatter(1, at, states[:, 0])[:, :width], copies], 1)
+        positions = torch.cat([in_text, first + offset], 1)
+        k = Layout(
+            (positions >= end).long(),  # after a text there are stale slots, and padding
+            positions - first,
+            torch.cat([torch.full_like(in_text, -1), copy], 1),
         )
-        with self.counted():
-            logits = self.network(
-                input_ids=torch.cat([texts.scatter(1, at, states[:, 0]), states.flatten(1)], 1),
-                attention_mask=dense(self.predicate, layout),
-                position_ids=positions,
-                use_cache=False,
-                logits_to_keep=M * L,
-            ).logits
+        kept = torch.cat([self._slots[0, :width], self._slots[0, W : W + M * R]])
+        q = k.map(lambda x: x[:, kept])
+        q = q._replace(document=torch.zeros_like(q.document))  # padding must attend to something
+        asked = width + (self._slots[0, :M, None] * R + self._slots[:, :L]).flatten()
+        logits = self.run(
+            tokens,
+            positions[:, kept],
+            torch.cat([slots, lent], 1),
+            dense(predicate_of("bidirectional", R), q, k),
+            keep=asked,
+        ).logits
+        batch.state.cached = batch.state.start
         return logits.unflatten(1, (M, L))
 
 

@@ -133,6 +133,30 @@ def may_follow(parent: Formula, node: Formula, tokens_per_step: int | None) -> b
     return {*parent} < {*node} and (added == tokens_per_step or tokens_per_step is None)
 
 
+def chain_graph(block_size: int, tokens_per_step: int | None, length: int) -> DraftGraph:
+    """A chain of drafts: n steps ahead, the most confident positions have their best tokens.
+
+    It needs no calibration. These are the drafts of FreeDave (arXiv 2510.00294).
+
+    Args:
+        block_size: L.
+        tokens_per_step: S; None with a threshold.
+        length: Drafts at most; a draft leaves at least one mask.
+
+    Raises:
+        ValueError: A length below 1.
+
+    >>> [show(node) for node in chain_graph(4, 1, 9).nodes]
+    ['c11', 'c11 c21', 'c11 c21 c31']
+    """
+    if length < 1:
+        raise ValueError(f"graph=chain:{length} is not allowed: give at least one draft, chain:4")
+    S = tokens_per_step or 1
+    sizes = range(S, min(S * length, block_size - 1) + 1, S)
+    nodes = [[(i, 1) for i in range(1, n + 1)] for n in sizes]
+    return graph_of(block_size, tokens_per_step, nodes)
+
+
 def read_graph(source: str | dict) -> DraftGraph:
     """A graph from its JSON.
 

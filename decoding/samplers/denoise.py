@@ -16,9 +16,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.engine.params import SamplingParams
 from decoding.engine.sampler import Batch, Sampler, State
-from decoding.masked.block_evaluators import CachedBlocks, WholeTexts
+from decoding.masked.block_evaluators import CachedBlocks, FrozenTexts, WholeTexts
 from decoding.masked.unmasking import Unmasking, judge, next_state
-from models.blockwise import PUBLIC, is_foreign, predicate_of
+from models.blockwise import is_foreign, predicate_of, told
 
 KNOBS = {
     "mask_id": int,
@@ -28,7 +28,10 @@ KNOBS = {
     "threshold": float | None,
     "order": str,
     "guidance": float,
+    "shifted": bool,
+    "cache": str | None,
 }
+CACHES = {"prefix": "rest", "dual": "block"}  # and the region that they leave out
 
 
 @dataclass
@@ -69,6 +72,10 @@ class DenoiseSampler(Sampler):
         threshold: Confidence above which a step decides tokens (`Unmasking`).
         order: 'confidence' or 'random' (`Unmasking`).
         guidance: Scale of classifier-free guidance; 0 switches it off (`WholeTexts`).
+        shifted: Whether the logits at a position predict the token after it (Dream).
+        cache: 'prefix' or 'dual', the approximate caches of Fast-dLLM for bidirectional attention
+            (`FrozenTexts`), which are lossy; None evaluates whole texts. Block-causal attention
+            has an exact cache without asking.
 
     Raises:
         ValueError: An option is out of range or does not fit the model.
@@ -89,6 +96,8 @@ class DenoiseSampler(Sampler):
         threshold: float | None = None,
         order: str = "confidence",
         guidance: float = 0.0,
+        shifted: bool = False,
+        cache: str | None = None,
     ):
         super().__init__(target, tokenizer)
         if not 0 <= mask_id < self.vocabulary:
@@ -105,7 +114,17 @@ class DenoiseSampler(Sampler):
             )
         self.mask_id, self.attention, self.block_size = mask_id, attention, block_size
         self.rule = Unmasking(tokens_per_step, threshold, order)
-        self.guidance = guidance
+        self.guidance, self.shifted, self.cache = guidance, shifted, cache
+        if shifted and self.causal:
+            raise ValueError(
+                "shifted=true is for attention='bidirectional': with 'block_causal' the block "
+                "before it would predict a block's first token"
+            )
+        self.check_cache("cache", cache)
+        if cache and guidance:
+            raise ValueError(
+                f"cache={cache} is not supported with guidance={guidance:g}: leave one of them out"
+            )
 
     @property
     def causal(self) -> bool:
@@ -116,6 +135,30 @@ class DenoiseSampler(Sampler):
         """Check the target, unless it has remote code, which is given no attention masks."""
         if not is_foreign(target):
             super().check(target)
+
+    def check_cache(self, name: str, cache: str | None) -> None:
+        """Check an approximate cache, given by the knob `name`.
+
+        Raises:
+            ValueError: It is unknown, or does not fit the model.
+        """
+        if cache is None:
+            return
+        if cache not in CACHES:
+            raise ValueError(f"unknown {name} {cache!r}. Choose from {[*CACHES]}")
+        if self.causal:
+            raise ValueError(
+                f"{name}={cache} is for attention='bidirectional': with 'block_causal' the cache "
+                "of finished blocks is exact, and always used"
+            )
+        if is_foreign(self.target):
+            raise ValueError(
+                f"{name}={cache} needs an attention mask, which a model with remote code does not "
+                "take: leave out trust_remote_code, if its layout is a known one"
+            )
+
+    def lossy(self, params: SamplingParams) -> str:
+        return f"cache={self.cache}" if self.cache else ""
 
     def margin(self, params: SamplingParams) -> int:
         """Three blocks: the last one may reach beyond the answer, and whole blocks are written."""
@@ -139,11 +182,39 @@ class DenoiseSampler(Sampler):
         )
         batch.networks["target"] = self.network(batch)
 
-    def network(self, batch: Batch) -> WholeTexts | CachedBlocks:
+    def network(self, batch: Batch) -> WholeTexts | CachedBlocks | FrozenTexts:
         """The evaluator of a block's states."""
+        if self.cache:
+            return self.frozen(batch, CACHES[self.cache])
         if self.causal and not self.guidance:
             return CachedBlocks(self.target, self.block_size, batch.tokens.shape[1])
-        return WholeTexts(self.target, self.attention, self.block_size, self.mask_id, self.guidance)
+        return self.whole()
+
+    def whole(self) -> WholeTexts:
+        """The evaluator of whole texts, which is exact."""
+        return WholeTexts(
+            self.target,
+            self.attention,
+            self.block_size,
+            self.mask_id,
+            self.guidance,
+            self.shifted,
+        )
+
+    def frozen(
+        self, batch: Batch, region: str, states: int = 1, always: bool = False
+    ) -> FrozenTexts:
+        """An evaluator with frozen tokens outside a region (`FrozenTexts`)."""
+        return FrozenTexts(
+            self.target,
+            region,
+            span=self.block_size,
+            mask_id=self.mask_id,
+            length=batch.tokens.shape[1],
+            states=states,
+            shifted=self.shifted,
+            always=always,
+        )
 
     def cycle(self, batch: Batch, params: SamplingParams) -> tuple[Tensor, Tensor]:
         """One network pass and one denoising step."""
@@ -238,12 +309,19 @@ def options(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config:
     Raises:
         ValueError: The mask token or the kind of attention is not known.
     """
-    known = {"block_size": 32, **{k: config[k] for k in KNOBS if k in config}}
-    tells = (getattr(target.config, "mask_token_id", None), tokenizer.mask_token_id)
-    known.setdefault("mask_id", next((t for t in tells if t is not None), None))
-    known.setdefault("attention", PUBLIC.get(target.config.model_type))
+    found = told(target.config)
+    trained = (getattr(target.config, "denoising", None) or {}).get("attention")
+    given = {k: config[k] for k in KNOBS if k in config}
+    if trained and given.get("attention", trained) != trained:
+        raise ValueError(
+            f"attention={given['attention']!r} is not how this model was trained: it has "
+            f"attention={trained!r}. Leave attention out"
+        )
+    known = {"block_size": 32, **found, **given}
+    if known.setdefault("mask_id", tokenizer.mask_token_id) is None:
+        known.pop("mask_id")
     for key, example in (("mask_id", "126336"), ("attention", "bidirectional")):
-        if known[key] is None:
+        if known.get(key) is None:
             raise ValueError(
                 f"the config of this {target.config.model_type!r} model has no {key}: give it, for "
                 f"example sampler=[method=denoise,{key}={example}]"

@@ -5,6 +5,11 @@ block and D draft states, some steps ahead. The current state's logits determine
 in `denoise`; if the next state is among the drafts, its logits are known and determine the state
 after it, and so on. The output is that of `denoise`, token for token, for any drafts: they only
 determine which states are evaluated early.
+
+    drafts                                            from
+    a calibrated graph                                the last evaluated state's ranking (Spiffy)
+    graph=chain:N                                     the same, as FreeDave (arXiv 2510.00294)
+    draft_cache=prefix or dual, draft_steps=N         passes with a cache of Fast-dLLM
 """
 
 from dataclasses import dataclass
@@ -16,14 +21,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.engine.params import SamplingParams
 from decoding.engine.sampler import Batch
-from decoding.masked.block_evaluators import AppendedBlocks, CachedBlocks, WholeTexts
-from decoding.masked.draft_graph import DraftGraph, read_graph
+from decoding.masked.block_evaluators import CachedBlocks, FrozenTexts, WholeTexts
+from decoding.masked.draft_graph import DraftGraph, chain_graph, graph_of, read_graph
 from decoding.masked.unmasking import next_state, position_order
 from decoding.samplers import denoise
-from decoding.samplers.denoise import DenoiseSampler, DenoiseState
+from decoding.samplers.denoise import CACHES, DenoiseSampler, DenoiseState
 from models.blockwise import is_foreign
 
-KNOBS = {**denoise.KNOBS, "graph": str, "pass": str}
+KNOBS = {
+    **denoise.KNOBS,
+    "graph": str,
+    "pass": str,
+    "draft_cache": str | None,
+    "draft_steps": int,
+}
 
 PASSES = ("appended", "batched")
 AHEAD = 8  # steps whose noise ranks the drafts, at most
@@ -75,7 +86,12 @@ class SpiffySampler(DenoiseSampler):
         super().__init__(target, tokenizer, **options)
         if pass_ not in (None, *PASSES):
             raise ValueError(f"unknown pass {pass_!r}. Choose from {list(PASSES)}")
-        self.appended = pass_ == "appended" or (pass_ is None and self.causal)
+        if self.cache and pass_ == "batched":
+            raise ValueError(
+                f"cache={self.cache} keeps one text, to which the drafts are appended: leave out "
+                "pass=batched"
+            )
+        self.appended = pass_ == "appended" or (pass_ is None and (self.causal or bool(self.cache)))
         if self.appended and is_foreign(target):
             raise ValueError(
                 "pass=appended needs an attention mask, which a model with remote code does not "
@@ -98,18 +114,19 @@ class SpiffySampler(DenoiseSampler):
 
     def lossy(self, params: SamplingParams) -> str:
         """Lossy where other blocks depend on this one, and so on one of its states only."""
-        exact = self.causal or not self.appended
-        return "" if exact else "pass=appended with bidirectional attention"
+        if self.cache or self.causal or not self.appended:
+            return super().lossy(params)
+        return "pass=appended with bidirectional attention"
 
-    def network(self, batch: Batch) -> WholeTexts | CachedBlocks:
+    def network(self, batch: Batch) -> WholeTexts | CachedBlocks | FrozenTexts:
+        nodes = len(self.graph.nodes)
         if not self.appended:
-            kind = WholeTexts
-        elif not self.causal:
-            kind = AppendedBlocks
-        else:
-            capacity = batch.tokens.shape[1] + len(self.graph.nodes) * self.block_size
+            return self.whole()
+        if self.causal:
+            capacity = batch.tokens.shape[1] + nodes * self.block_size
             return CachedBlocks(self.target, self.block_size, capacity)
-        return kind(self.target, self.attention, self.block_size, self.mask_id, self.guidance)
+        region = CACHES[self.cache] if self.cache else "block"
+        return self.frozen(batch, region, 1 + nodes, always=self.cache is None)
 
     def begin(self, batch: Batch, params: SamplingParams) -> None:
         """Make the state; without a ranking yet, the first cycle has no drafts."""
@@ -124,12 +141,12 @@ class SpiffySampler(DenoiseSampler):
 
     def cycle(self, batch: Batch, params: SamplingParams) -> tuple[Tensor, Tensor]:
         """One pass over the current state and the drafts, and as many steps as are verified."""
-        states = torch.cat([batch.state.block[:, None], self.drafts(batch)], 1)
+        states = torch.cat([batch.state.block[:, None], self.drafts(batch, params)], 1)
         logits = batch.networks["target"].ask(batch, states)
         self.verify(batch, states, logits, params)
         return self.finished(batch)
 
-    def drafts(self, batch: Batch) -> Tensor:
+    def drafts(self, batch: Batch, params: SamplingParams) -> Tensor:
         """The draft states [B, D', L], of the nodes that fit at least one sequence.
 
         A node fits if its positions are masked and it leaves a mask (a full block needs no pass).
@@ -215,17 +232,99 @@ def formulas(graph: DraftGraph, device: torch.device) -> tuple[Tensor, Tensor, T
     return (*(pairs - 1).clamp_min(0).unbind(-1), pairs[..., 0] > 0)
 
 
+class CacheDraftedSampler(SpiffySampler):
+    """Speculative sampler whose drafts are the states that steps with an approximate cache lead to.
+
+    A cycle takes `draft_steps` cheap passes with a cache of Fast-dLLM (`FrozenTexts`), each a step,
+    and one exact pass that verifies all states that they led to (`pass=batched`). The text is that
+    of `denoise` without a cache, token for token.
+
+    Args:
+        target: The masked diffusion LM.
+        tokenizer: Its tokenizer.
+        draft_cache: 'prefix' or 'dual'.
+        draft_steps: Steps drafted a cycle.
+        **options: Of `DenoiseSampler`.
+
+    Raises:
+        ValueError: An option is out of range, or does not fit the model or another option.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        draft_cache: str,
+        draft_steps: int = 4,
+        **options,
+    ):
+        nothing = graph_of(options["block_size"], None, [])
+        super().__init__(target, tokenizer, graph=nothing, pass_="batched", **options)
+        self.check_cache("draft_cache", draft_cache)
+        if draft_steps < 1:
+            raise ValueError(f"draft_steps={draft_steps} is not allowed: it must be at least 1")
+        self.draft_cache, self.draft_steps = draft_cache, draft_steps
+
+    def begin(self, batch: Batch, params: SamplingParams) -> None:
+        """Make the state, and the cache of the drafting passes, which their first one fills."""
+        super().begin(batch, params)
+        batch.networks["drafter"] = self.frozen(batch, CACHES[self.draft_cache])
+
+    def drafts(self, batch: Batch, params: SamplingParams) -> Tensor:
+        """The states [B, D', L] of at most `draft_steps` approximate steps; full ones are none."""
+        state, found = batch.state.block, []
+        least = self.rule.tokens_per_step  # 1 with a threshold
+        for step in range(self.draft_steps):
+            if ((state == self.mask_id).sum(1) <= least).all():  # the next state is full
+                break
+            logits = batch.networks["drafter"].ask(batch, state[:, None])[:, 0]
+            scores, confidence = self.judge(batch, logits, params, step)
+            state = next_state(state, scores, confidence, self.mask_id, self.rule)
+            found.append(state)
+        return torch.stack(found, 1) if found else state[:, None][:, :0]
+
+    def rank(self, batch: Batch, logits: Tensor, params: SamplingParams) -> None:
+        """Nothing: these drafts need no ranking."""
+
+
 def from_export(target, tokenizer, drafter, config: dict) -> SpiffySampler:
-    """The sampler of an export that has a draft graph; `config` is its `parade` entry."""
+    """The sampler of an export that has a draft graph; `config` is its `parade` entry.
+
+    Raises:
+        ValueError: It names no drafts, or two kinds of them.
+    """
+    options = denoise.options(target, tokenizer, config)
+    if draft_cache := config.get("draft_cache"):
+        for other in ("cache", "pass"):
+            if config.get(other):
+                raise ValueError(
+                    f"{other}={config[other]} does not go with draft_cache={draft_cache}, which "
+                    "drafts only and is verified in exact passes: leave one of them out"
+                )
+        steps = {"draft_steps": config["draft_steps"]} if "draft_steps" in config else {}
+        return CacheDraftedSampler(target, tokenizer, draft_cache=draft_cache, **steps, **options)
     if "graph" not in config:
         raise ValueError(
-            "this export has no draft graph: calibrate one with python -m trainers.fit "
-            "recipe=spiffy_calibrate, or give a file, sampler=[method=spiffy,graph=...]"
+            "this model has no draft graph: calibrate one with python -m trainers.fit "
+            "recipe=spiffy_calibrate, or give a file or a chain of drafts, "
+            "sampler=[method=spiffy,graph=chain:4]"
         )
     return SpiffySampler(
-        target,
-        tokenizer,
-        graph=read_graph(config["graph"]),
-        pass_=config.get("pass"),
-        **denoise.options(target, tokenizer, config),
-    )
+        target, tokenizer, graph=graph_for(config["graph"], options), pass_=config.get("pass"),
+        **options,
+    )  # fmt: skip
+
+
+def graph_for(source: str | dict, options: dict) -> DraftGraph:
+    """The graph of a file or of its JSON, or 'chain:N': a chain of N drafts (`chain_graph`).
+
+    Raises:
+        ValueError: There is no such graph.
+    """
+    if not isinstance(source, str) or not source.startswith("chain:"):
+        return read_graph(source)
+    if not (length := source.removeprefix("chain:")).isdecimal():
+        raise ValueError(f"graph={source!r} is no chain of drafts: give their number, chain:4")
+    S = None if options.get("threshold") else options.get("tokens_per_step", 1)
+    return chain_graph(options["block_size"], S, int(length))

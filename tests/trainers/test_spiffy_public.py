@@ -16,6 +16,7 @@ from decoding.masked.block_evaluators import WholeTexts
 from tests.support.denoising import L, V
 from tests.support.lab import SMALL
 from tests.support.public import public_model
+from tests.support.public_layouts import save
 from tests.support.runs import cut
 from trainers import export as export_command
 from trainers.fit import fit
@@ -28,8 +29,12 @@ PROMPTS = [[2, 7, 1, 8], [3, 1, 4, 1, 5, 9], [9, 9, 2, 1]]
 class Public:
     """A tiny public model, prompts for it, and calibrations on it."""
 
-    def __init__(self, kind, root, monkeypatch):
-        self.folder, self.inside = public_model(kind, root, monkeypatch)
+    def __init__(self, kind, root, monkeypatch, code=True):
+        if not code:
+            self.folder = root / "model"
+            save(kind, self.folder)
+        else:
+            self.folder, self.inside = public_model(kind, root, monkeypatch)
         self.runs, self.prompts = root / "runs", root / "prompts.jsonl"
         rows = [{"id": str(i), "prompt": f"ab{chr(97 + i % V)}{chr(97 + i * i % V)}"}
                 for i in range(24)]  # fmt: skip
@@ -145,3 +150,21 @@ def test_what_a_configuration_does_not_tell_is_asked_for(tmp_path, monkeypatch):
     told = ["+module.sampling.attention=bidirectional", f"+module.sampling.mask_id={V}"]
     export = unknown.calibrate("trust_remote_code=true", "resume=never", *told)
     assert opened(export).attention == "bidirectional"
+
+
+@pytest.mark.parametrize("kind", ["dream", "sdar"])
+def test_a_known_layout_is_calibrated_without_its_code(kind, tmp_path, monkeypatch):
+    public = Public(kind, tmp_path, monkeypatch, code=False)
+    export = public.calibrate("name=whole")
+    assert not [*export.glob("*.safetensors")]
+    assert "trust_remote_code" not in (export / "README.md").read_text()
+    entry = parade_config(str(export))
+    assert (entry["target"], entry["shifted"]) == (str(public.folder), kind == "dream")
+    plain = load(str(export), sampler=("method=denoise",), dtype="float32")
+    expected = plain.generate(PROMPTS, GREEDY)
+    sampler = load(str(export), dtype="float32")
+    assert sampler.appended == (kind == "sdar")
+    found = sampler.generate(PROMPTS, GREEDY)
+    assert [r.token_ids for r in found] == [r.token_ids for r in expected]
+    totals = [sum(r.stats.target_passes for r in results) for results in (found, expected)]
+    assert totals[0] < totals[1]

@@ -1,4 +1,5 @@
 import csv
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from decoding.bench.denoise import (
 )
 from decoding.engine.params import SamplingParams
 from decoding.masked.draft_graph import graph_of
+from tests.support import public_layouts
 from tests.support.denoising import KINDS, L, denoise, network, spiffy
 
 GRAPH = graph_of(L, 1, [[(1, 1)], [(2, 1)], [(1, 1), (2, 1)], [(1, 1), (2, 1), (3, 1)]])
@@ -121,3 +123,44 @@ def test_a_model_without_a_graph_is_refused(lab):
     model = lab.fit("dllm_block")
     with pytest.raises(ValueError, match=r"recipe=spiffy_calibrate"):
         measure(DenoiseBench(model=str(model)))
+
+
+def cached(tmp_path, kind="dream", **values):
+    public_layouts.save(kind, tmp_path / "model")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(json.dumps({"id": c, "prompt": f"ab{c}d"}) for c in "abc"))
+    return DenoiseBench(
+        **{
+            "model": str(tmp_path / "model"), "source": str(prompts), "prompts": 3,
+            "prompt_length": 4, "max_new_tokens": 12, "sampler": ("block_size=4",),
+            "dtype": "float32", "out": str(tmp_path), **values,
+        }
+    )  # fmt: skip
+
+
+def test_what_approximate_caches_cost(tmp_path, capsys):
+    bench = cached(tmp_path, caches=("prefix", "dual"), temperatures=(0.0, 1.0))
+    rows = measure(bench)
+    report(bench, rows)
+    assert "changed: positions" in capsys.readouterr().out
+    lines = list(csv.DictReader((tmp_path / "denoise.csv").open()))
+    names = ["denoise"]
+    for cache in ("prefix", "dual"):
+        names += [f"denoise (cache={cache})", f"spiffy (draft_cache={cache})"]
+    assert [line["sampler"] for line in lines] == names * 2
+    plain = {row.temperature: row for row in rows if row.name == "denoise"}
+    for line, row in zip(lines, rows):
+        pairs = zip(row.results, plain[row.temperature].results)
+        wrong = sum(x != y for a, b in pairs for x, y in zip(a.token_ids, b.token_ids))
+        assert float(line["changed %"]) == round(100 * wrong / 36, 2)
+        approximate = "(cache=" in line["sampler"]
+        assert bool(line["lossy"]) == approximate
+        if not approximate:
+            assert (line["identical"], line["changed %"]) == ("3/3", "0.0")
+        assert (int(line["draft passes"]) > 0) == ("draft_cache" in line["sampler"])
+    assert any(float(line["changed %"]) > 0 for line in lines)
+
+
+def test_without_caches_a_graph_is_needed(tmp_path):
+    with pytest.raises(ValueError, match="no draft graph"):
+        measure(cached(tmp_path))

@@ -77,8 +77,8 @@ def test_the_text_is_that_of_denoise(attention, way, temperature):
 class Careless(SpiffySampler):
     """Wrong: takes the first draft for the next state, without looking whether it is."""
 
-    def drafts(self, batch):
-        self.drafted = super().drafts(batch)
+    def drafts(self, batch, params):
+        self.drafted = super().drafts(batch, params)
         return self.drafted
 
     def verify(self, batch, states, logits, params):
