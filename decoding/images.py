@@ -65,8 +65,7 @@ def run(argv: list[str]) -> None:
         request.model,
         target=request.target,
         sampler=request.sampler,
-        dtype=request.dtype,
-        device=request.device,
+        **request.placing,
     )
     if not isinstance(sampler, SequentialSampler):
         raise ValueError(f"{request.model!r} makes text: use python -m decoding.generate")

@@ -17,6 +17,7 @@ from data.text.tokenizer import fingerprint
 from decoding.engine.sampler import Sampler
 from decoding.loading import check_tokenizers, load_tokenizer
 from models import causal
+from models.placement import place
 from trainers.publishing import export_check
 
 # What a module may need of its target in training (`BaseModule.needs_target`).
@@ -116,12 +117,14 @@ class BaseModule(pl.LightningModule):
         self._target = (target,)  # in a tuple, so that it is no submodule
 
     @classmethod
-    def load_target(cls, name: str, dtype: str) -> PreTrainedModel:
+    def load_target(cls, name: str, dtype: str, device_map: str | None = None) -> PreTrainedModel:
         """The target that this kind of module drafts for, frozen and in evaluation mode.
 
         Args:
             name: A folder or Hub id.
             dtype: Of its weights, such as 'bfloat16'.
+            device_map: Spreads it over devices (`models.placement.loading_options`); None: it is
+                whole, on the network's device.
 
         Returns:
             The model.
@@ -129,7 +132,7 @@ class BaseModule(pl.LightningModule):
         Raises:
             ValueError: The target cannot be loaded; one line says why.
         """
-        return causal.load(name, dtype=dtype).eval().requires_grad_(False)
+        return causal.load(name, dtype=dtype, device_map=device_map).eval().requires_grad_(False)
 
     def check_target(self, name: str, recipe: str) -> None:
         """Check that the module can draft for a target, without reading its weights.
@@ -148,7 +151,7 @@ class BaseModule(pl.LightningModule):
         """Bring the target to the network's device."""
         self.network.train()  # a loaded one comes in evaluation mode
         if self.target is not None:
-            self.target.to(self.device)
+            place(self.target, self.device)
 
     def configure_model(self) -> None:
         """Split the network over the processes, if the strategy does."""

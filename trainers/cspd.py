@@ -100,8 +100,13 @@ class Draft(Target):
         return frozenset([DISTRIBUTIONS] if self.distillation else [])
 
     @classmethod
-    def load_target(cls, name: str, dtype: str) -> PreTrainedModel:
+    def load_target(cls, name: str, dtype: str, device_map: str | None = None) -> PreTrainedModel:
         """The target in float32, whatever `dtype` says: its densities are what is compared."""
+        if device_map is not None:
+            raise ValueError(
+                f"device_map={device_map} is not allowed: only language models are spread over "
+                "devices"
+            )
         return patches.load(name).eval().requires_grad_(False)
 
     def check_target(self, name: str, recipe: str) -> None:

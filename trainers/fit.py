@@ -190,8 +190,16 @@ def give_target(module: BaseModule, config: DictConfig) -> None:
         config: The composed recipe; it names the target, or null.
 
     Raises:
-        ValueError: No target for a module that needs one, or one that it cannot draft for.
+        ValueError: No target for a module that needs one, or one that it cannot draft for; a target
+            that every process of a machine would spread over the same GPUs.
     """
+    devices = config.trainer.devices
+    if config.device_map is not None and module.needs_target and devices != 1:
+        raise ValueError(
+            f"device_map={config.device_map} with trainer.devices={devices} is not allowed: "
+            f"{config.module._target_} reads the target in every step, and every process would "
+            "spread its own copy over the same devices. Give trainer.devices=1, or device_map=null"
+        )
     if config.target is None:
         if module.needs_target:
             raise ValueError(
@@ -200,8 +208,10 @@ def give_target(module: BaseModule, config: DictConfig) -> None:
             )
         return
     module.check_target(config.target, config.recipe)
-    if module.needs_target or config.acceptance.prompts:
-        module.attach_target(module.load_target(config.target, config.acceptance.dtype))
+    # Acceptance length is measured on the first process alone, so the others need no copy.
+    if module.needs_target or (config.acceptance.prompts and rank_zero_only.rank == 0):
+        given = (config.target, config.acceptance.dtype)
+        module.attach_target(module.load_target(*given, device_map=config.device_map))
 
 
 def with_tokenizer(tokenizer: PreTrainedTokenizerBase | None, **given) -> dict:

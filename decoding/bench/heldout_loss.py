@@ -22,6 +22,7 @@ from decoding.commands.cli import main, parse, quiet
 from decoding.commands.options import DTYPES, MeasureOptions, option
 from decoding.commands.report import write_table
 from decoding.loading import check_one_tokenizer, load, load_tokenizer, parade_config
+from models.placement import input_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,7 @@ def run(argv: list[str]) -> None:
 
 def losses(h: HeldoutLoss, name: str, texts: dict[str, list[Encoded]]) -> dict[str, float]:
     """The mean loss in nats of one model on each kind of text."""
-    sampler = load(name, dtype=h.dtype, device=h.device)
+    sampler = load(name, **h.placing)
     if not sampler.continues:
         raise ValueError(f"{name} fills holes and predicts no next token: give causal LMs")
     return {what: mean_loss(sampler.target, of, h.batch_size) for what, of in texts.items()}
@@ -138,7 +139,7 @@ def mean_loss(network: PreTrainedModel, texts: list[Encoded], batch_size: int) -
         # Padding comes after the text, so a causal model sees none of it.
         ids, trained = (
             pad_sequence([torch.tensor(text[i]) for text in batch], batch_first=True).to(
-                network.device
+                input_device(network)
             )
             for i in (0, 1)
         )

@@ -27,6 +27,7 @@ from decoding.engine.params import VERIFY, Result, SamplingParams
 from decoding.engine.sampler import Sampler
 from decoding.loading import load, load_tokenizer, sampler_of, sampling_config
 from models import causal
+from models.placement import input_device
 
 HIDE = ("random", "middle", "lines")
 ROUGE = ("rouge1", "rouge2", "rougeL")
@@ -95,10 +96,10 @@ def measure(bench: InfillBench) -> list[Row]:
     Raises:
         ValueError: The model does not fill holes.
     """
-    first = load(bench.model, dtype=bench.dtype, device=bench.device)
+    first = load(bench.model, **bench.placing)
     if first.continues:
         raise ValueError(f"{bench.model} does not fill holes: python -m decoding.bench serves it")
-    judge = causal.load(bench.judge, dtype=bench.dtype).to(bench.device).eval()
+    judge = causal.load(bench.judge, **bench.placing)
     judge_tokenizer = load_tokenizer(bench.judge)
     windows = [
         window["prompt_ids"]
@@ -193,7 +194,7 @@ def middle(count: int, share: float) -> range:
 
 def perplexity(judge: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, result: Result) -> float:
     """Generative perplexity of a text under a judge, Eq. 21 over all tokens but the first."""
-    ids = torch.tensor([tokenizer(result.text)["input_ids"]], device=judge.device)
+    ids = torch.tensor([tokenizer(result.text)["input_ids"]], device=input_device(judge))
     with torch.inference_mode():
         logits: Tensor = judge(ids).logits.float()
     loss = torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:])

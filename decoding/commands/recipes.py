@@ -28,7 +28,7 @@ from decoding.commands.values import convert, read, split, unknown
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 MODULES = {"fit": "trainers.fit", "collect": "decoding.collect"}
 GROUPS = {"fit": ("recipe", "scale", "strategy"), "collect": ("recipe", "scale")}
-TEXT = {"name", "logger", "target"}  # null by default, else text
+TEXT = {"name", "logger", "target", "device_map"}  # null by default, else text
 YAML_KEY = re.compile(r"^( *)([\w.]+):(.*)$")
 
 

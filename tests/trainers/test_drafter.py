@@ -130,6 +130,8 @@ def config_of(target, prompts):
     return SimpleNamespace(
         target=target,
         recipe="deer_stage2",
+        device_map=None,
+        trainer=SimpleNamespace(devices=1),
         module=SimpleNamespace(_target_="trainers.deer.Refinement"),
         acceptance=SimpleNamespace(prompts=prompts, dtype="bfloat16"),
     )
