@@ -243,7 +243,7 @@ def build_trainer(config: DictConfig, folder: Path, module: BaseModule) -> pl.Tr
     ]
     a = config.acceptance
     if a.prompts:
-        which = {"subset": a.subset, "split": a.split, "chat": a.chat}
+        which = {name: a[name] for name in ("subset", "split", "limit", "chat")}
         prompts = heldout_prompts(a.source, module.tokenizer, a.prompts, a.prompt_length, **which)
         ids = [p["prompt_ids"] for p in prompts]
         callbacks.append(AcceptanceLength(ids, list(a.temperatures), a.max_new_tokens))

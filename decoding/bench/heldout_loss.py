@@ -33,6 +33,9 @@ class HeldoutLoss(MeasureOptions):
 
     also: tuple[str, ...] = option((), "further models of its tokenizer, compared with it")
     source: str = option("stdlib", "the corpus, as data.validation of a recipe names it")
+    subset: str | None = option(None, "a Hub data set's own name")
+    split: str = option("heldout", "of the corpus")
+    limit: int | None = option(None, "documents of the corpus, at the most; null: all", least=1)
     length: int = option(256, "tokens of a row of the corpus", least=1)
     answers: str | None = option(
         None, "a collection (runs/deer_answers), whose held-out answers count after their prompts"
@@ -89,7 +92,8 @@ def heldout_texts(h: HeldoutLoss, tokenizer: PreTrainedTokenizerBase) -> dict[st
     Raises:
         ValueError: A kind has no held-out token to predict, or the collection cannot be used.
     """
-    corpus = documents(h.source, h.length, tokenizer, f"{h.runs}/data", split="heldout")
+    which = {"split": h.split, "subset": h.subset, "limit": h.limit}
+    corpus = documents(h.source, h.length, tokenizer, f"{h.runs}/data", **which)
     stream = Stream(corpus, h.seed)
     chosen = (stream[n] for n in range(min(h.rows, len(corpus))))
     texts = {"corpus": [text for row in chosen for text in split_row(row)]}

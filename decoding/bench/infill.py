@@ -105,7 +105,7 @@ def measure(bench: InfillBench) -> list[Row]:
         window["prompt_ids"]
         for window in heldout_prompts(
             bench.source, first.tokenizer, bench.samples, bench.length,
-            split=bench.split, subset=bench.subset, chat=False,
+            split=bench.split, subset=bench.subset, limit=bench.limit, chat=False,
         )
     ]  # fmt: skip
     prompts = hide(bench, windows, first.tokenizer)

@@ -155,6 +155,9 @@ class SourceOptions(MeasureOptions):
     source: str = option("stdlib", "'stdlib', a text folder, a benchmark's file or a Hub data set")
     subset: str | None = option(None, "one category of a benchmark, or a Hub data set's own name")
     split: str = option("heldout", "of the source; a benchmark has none, but GSM8K: 'test' is all")
+    limit: int | None = option(
+        None, "documents of the source that are read, at the most; null: all", least=1
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,4 +188,5 @@ class PromptOptions(SourceOptions, ChatOptions):
             "split": self.split,
             "chat": self.chat,
             "subset": self.subset,
+            "limit": self.limit,
         }
