@@ -32,6 +32,8 @@ def heldout_prompts(
     split: str = "heldout",
     chat: bool | None = None,
     subset: str | None = None,
+    limit: int | None = None,
+    where: str | None = None,
     **options,
 ) -> list[dict]:
     """A deterministic set of prompts from a corpus or a benchmark.
@@ -60,6 +62,9 @@ def heldout_prompts(
         chat: whether to ask problems and the prompts of pairs in the tokenizer's chat template;
             None: if it has one. Texts are never, chats always rendered by it.
         subset: one of a benchmark's categories, or the configuration of a Hub data set.
+        limit: read at most so many documents.
+        where: read only rows that meet these conditions, as in `load_documents`; of a collection as
+            in `data.corpora.answers.read_answers`.
         **options: further arguments of `data.corpora.sources.load_documents`.
 
     Returns:
@@ -73,6 +78,7 @@ def heldout_prompts(
     for name, value in (("count", count), ("length", length)):
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} makes no prompt set. Choose at least 1.")
+    options |= {"limit": limit, "where": where}
     if is_collection(source):
         found = _collected(source, tokenizer, split, length, subset, **options)
         return _chosen(found, tokenizer, count, source, split, length)

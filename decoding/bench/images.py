@@ -232,7 +232,8 @@ def params_of(bench: ImageBench) -> ImageParams:
 
 def prefilled(bench: ImageBench, sampler: CspdSampler, prefill: float | None = None) -> int:
     """The number of tokens of an image that the target makes alone."""
-    share = bench.prefill if prefill is None else prefill
+    given = (share for share in (prefill, bench.prefill, sampler.prefill) if share is not None)
+    share = next(given)
     return round(share * sampler.target.config.tokens)
 
 
