@@ -1,7 +1,7 @@
 """What the numbers of every recipe at scale=paper mean, beside the papers' own statements.
 
-`pytest -s tests/test_paper_scale.py` prints, for every recipe: how many samples, tokens and epochs
-a run sees, the warm-up that it uses, and the bytes that weights, optimizer, logits and caches take
+`make paper-scale` prints, for every recipe: how many samples, tokens and epochs a run sees, the
+warm-up that it uses, and the bytes that weights, optimizer, logits and caches take
 on the GPUs of the command at the recipe's head. Nothing is downloaded: models are built without
 weights from their published sizes, and of data sets only the published number of examples is used.
 """

@@ -104,6 +104,12 @@ def test_several_processes_do_not_share_one_teacher(lab):
                 "name=map_two")  # fmt: skip
 
 
+def test_several_processes_do_not_share_one_teacher_of_a_collection(lab, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"device_map=auto with 2 processes"):
+        lab.collect("name=two", "device_map=auto")
+
+
 def test_a_wrong_value_is_one_line(lab):
     export = str(lab.runs / "deer_stage2" / "export")
     for call in (
