@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from models import causal, placement
 from tests.support import tiny
@@ -45,6 +46,22 @@ def test_weights_on_disk_give_the_same_logits(folder):
     assert placement.input_device(spread) == torch.device("cpu")
     assert placement.layers_by_device(spread) == {torch.device("cpu"): 4}
     assert placement.place(spread, "cpu") is spread
+
+
+def test_merged_experts_on_disk(tmp_path):
+    """Weights that no safetensors file holds as they are: they are written for the while."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=100, hidden_size=16, intermediate_size=32, moe_intermediate_size=8,
+        num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+        num_experts=4, num_experts_per_tok=2, eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    whole, spread = (causal.load(str(tmp_path), device_map=m) for m in (None, "cpu:45KB"))
+    assert {"cpu", "disk"} == set(spread.hf_device_map.values())
+    ids = torch.arange(12)[None]
+    with torch.inference_mode():
+        assert torch.equal(whole(ids).logits, spread(ids).logits)
 
 
 def test_the_offload_folder_lives_as_long_as_the_network(folder, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -101,6 +102,13 @@ class TestAverage:
             assert network.weight.flatten().tolist() == [2.375, 2.375]
         assert network.weight.flatten().tolist() == [5.0, 5.0]
         assert not any(p.requires_grad for p in module.average.parameters())
+
+    def test_sharded_networks_have_none(self):
+        module = BaseModule(torch.nn.Linear(2, 1), None, Optimization(lr=1.0, ema=0.9))
+        strategy = SimpleNamespace(shard=lambda *_: None)
+        module._trainer = SimpleNamespace(strategy=strategy, precision="32-true")
+        with pytest.raises(ValueError, match=r"optimization.ema=0.9 .*strategy=ddp"):
+            module.configure_model()
 
     @pytest.mark.parametrize("ema", [0, 1, 1.5, -0.1])
     def test_a_decay_is_inside_0_and_1(self, ema):
