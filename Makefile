@@ -3,7 +3,7 @@ PY := .venv/bin/python
 FIT := $(PY) -m trainers.fit
 RUNS ?= runs
 
-.PHONY: quickstart small-deer small-deer-scaling small-pcllm test chaos packed-step lint docs docs-serve lab-deer-stage1 lab-deer lab-deer-losses lab-pcllm lab-pcllm-ablations lab-pcllm-losses lab-asarm lab-asarm-trees lab-spiffy lab-cspd clean
+.PHONY: quickstart small-deer small-deer-scaling small-pcllm test paper-scale chaos packed-step lint docs docs-serve lab-deer-stage1 lab-deer lab-deer-losses lab-pcllm lab-pcllm-ablations lab-pcllm-losses lab-asarm lab-asarm-trees lab-spiffy lab-cspd clean
 
 .venv/installed: setup.cfg constraints.txt
 	test -x $(PY) || python3 -m venv .venv
@@ -182,6 +182,9 @@ lab-cspd: .venv/installed  ## both heads of CSpD, drafters with and without dist
 	$(CSPD_BENCH)/diffusion/export features=digits images=64 samples=0
 	$(FIT) $(CSPD) name=distilled target=$(RUNS)/lab/cspd_target/diffusion/export module.distillation=1.0 $(DIFFUSION)
 	$(CSPD_BENCH)/distilled/export features=digits images=64
+
+paper-scale: .venv/installed  ## what the numbers of every recipe at scale=paper mean, beside the papers'
+	$(PY) -m pytest -q -s -p no:randomly tests/test_paper_scale.py
 
 test: .venv/installed  ## the whole test suite, in random order; SEED=3 (printed at its end) repeats one
 	$(PY) -m pytest -n 2 $(if $(SEED),--randomly-seed=$(SEED) --hypothesis-seed=$(SEED)) $(PYTEST)

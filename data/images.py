@@ -53,18 +53,23 @@ class ImageRows(Dataset):
         images: [M, C, S, S], from -1 (black) to 1 (white), or latents.
         labels: [M].
         patch: side of a patch, in pixels.
+        mirrored: The images [M, C, S, S] flipped from left to right, or the latents of those; None:
+            there are none.
     """
 
-    def __init__(self, images, labels, patch: int):
-        self.images, self.labels, self.patch = images, labels, patch
+    def __init__(self, images, labels, patch: int, mirrored=None):
+        self.images, self.labels, self.patch, self.mirrored = images, labels, patch, mirrored
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
-        """Image i, as patches [N, D] in raster order and label []."""
+        """Image i: patches [N, D] in raster order, label [], and `mirrored`, if there is that."""
         image = self.images[i].float()
-        return {"patches": patchify(image[None], self.patch)[0], "label": self.labels[i].long()}
+        row = {"patches": patchify(image[None], self.patch)[0], "label": self.labels[i].long()}
+        if self.mirrored is not None:
+            row["mirrored"] = patchify(self.mirrored[i].float()[None], self.patch)[0]
+        return row
 
 
 def rows(
@@ -75,6 +80,7 @@ def rows(
     size: int | None = None,
     vae: str | None = None,
     scale: float = 1.0,
+    flips: bool = False,
 ) -> ImageRows:
     """The images of a source, as patches.
 
@@ -87,6 +93,8 @@ def rows(
         vae: folder or Hub id of a diffusers AutoencoderKL. The rows are then its latents (the mean
             of the encoder's distribution).
         scale: factor of the images or latents.
+        flips: whether each image is there mirrored too; `TokenNoise` takes one of the two at
+            random, as MAR does. Latents are made of the mirrored pixels.
 
     Raises:
         ValueError: for an unknown split, a folder without a size or without readable images, or a
@@ -95,13 +103,16 @@ def rows(
     check_split(split)
     if source == "digits":
         images, labels = digits()
+        mirrored = images.flip(-1)
     else:
         if size is None:
             raise ValueError(f"source={source!r} needs size=..., the side of the images in pixels")
-        images, labels = _cached(Path(source).expanduser(), Path(folder), size, vae, scale)
+        root, cache = Path(source).expanduser(), Path(folder)
+        images, mirrored, labels = _cached(root, cache, size, vae, scale, flips)
     held_out = (torch.arange(len(labels)) % 10 == 0) == (split == "heldout")
     index = held_out.nonzero().flatten()
-    return ImageRows(_Chosen(images, index), labels[index], patch)
+    flipped = _Chosen(mirrored, index) if flips else None
+    return ImageRows(_Chosen(images, index), labels[index], patch, flipped)
 
 
 class _Chosen:
@@ -131,29 +142,44 @@ def digits() -> tuple[Tensor, Tensor]:
     return images, torch.from_numpy(data.target)
 
 
-def _cached(source: Path, folder: Path, size: int, vae: str | None, scale: float):
-    """Images or latents [M, C, S, S] and labels [M] of a folder, computed once, then from disk."""
+def _cached(source: Path, folder: Path, size: int, vae: str | None, scale: float, flips: bool):
+    """Images or latents [M, C, S, S] of a folder, these mirrored (or None), and labels [M].
+
+    They are computed once, then read from disk.
+    """
     import numpy as np
 
     files = image_files(source)
     made_from = {"files": [[f.relative_to(source).as_posix(), f.stat().st_size] for f, _ in files]}
     made_from |= {"source": str(source), "size": size, "vae": vae, "scale": scale}
+    if flips:
+        made_from["flips"] = True
     name = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
     cache = folder / f"images-{name}"
     if not (cache / "manifest.json").is_file():  # written last: the cache is complete
         cache.mkdir(parents=True, exist_ok=True)
-        images, labels, skipped = [], [], []
+        images, mirrored, labels, skipped = [], [], [], []
         for pixels, label in _pixels(files, size, skipped):
-            images.append((pixels if vae is None else _encoder(vae)(pixels) * scale).half().numpy())
+            images.append(_stored(pixels, vae, scale))
+            if flips:
+                mirrored.append(_stored(pixels.flip(-1), vae, scale))
             labels.append(label)
         _name_unreadable(source, skipped, len(files))
         np.save(cache / "images.npy", np.stack(images))
+        if flips:
+            np.save(cache / "mirrored.npy", np.stack(mirrored))
         np.save(cache / "labels.npy", np.array(labels))
         manifest = {"images": len(images), "skipped": skipped, "vae": vae, "scale": scale}
         with atomic_write(cache / "manifest.json") as temporary:
             temporary.write_text(json.dumps(manifest, indent=2))
     images = np.load(cache / "images.npy", mmap_mode="r")
-    return images, torch.from_numpy(np.load(cache / "labels.npy"))
+    mirrored = np.load(cache / "mirrored.npy", mmap_mode="r") if flips else None
+    return images, mirrored, torch.from_numpy(np.load(cache / "labels.npy"))
+
+
+def _stored(pixels: Tensor, vae: str | None, scale: float):
+    """Pixels, or their latents, as the cache has them."""
+    return (pixels if vae is None else _encoder(vae)(pixels) * scale).half().numpy()
 
 
 def image_files(source: Path) -> list[tuple[Path, int]]:
@@ -290,10 +316,13 @@ class TokenNoise:
         order = torch.arange(N)
         if self.order == "random":
             order = torch.randperm(N, generator=generator)
+        patches = row["patches"]
+        if "mirrored" in row and torch.rand((), generator=generator) < 0.5:
+            patches = row["mirrored"]
         uniform = torch.rand(N, D, generator=generator) - 0.5
         dropped = torch.rand((), generator=generator) < self.no_class
         return {
-            "patches": row["patches"][order] + self.jitter * uniform,
+            "patches": patches[order] + self.jitter * uniform,
             "label": torch.where(dropped, -1, row["label"]),
             "order": order,
             "time": torch.rand(self.repeats, N, generator=generator),

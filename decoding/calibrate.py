@@ -80,7 +80,7 @@ def run(argv: list[str]) -> None:
         raise ValueError(f"model={c.model!r} is no folder of an export: there is no {file}")
     # Bigrams of an earlier calibration are not needed, and a damaged table must be replaceable.
     bare = ["bigrams=false"] if "bigrams" in parade_config(c.model) else []
-    sampler = load(c.model, target=c.target, sampler=bare, dtype=c.dtype, device=c.device)
+    sampler = load(c.model, target=c.target, sampler=bare, **c.placing)
     if getattr(sampler, "drafter", None) is None:
         raise ValueError(f"{c.model} drafts no trees: there is nothing to calibrate")
     number = c.prompts + c.fit_prompts

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from omegaconf import DictConfig
 
 from data.corpora.answers import shard_path
@@ -44,6 +45,14 @@ def collect(config: DictConfig) -> Path:
         ValueError: The folder was collected with other settings, or the disk is too small.
     """
     _check_prompt_keys(config.prompts)
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if config.device_map is not None and world > 1:
+        raise ValueError(
+            f"device_map={config.device_map} with {world} processes is not allowed: every process "
+            "would spread its own teacher over the same devices. Start one, without torchrun"
+        )
+    if torch.cuda.is_available():  # 'cuda' is then the GPU of this process
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     prepare_inputs(config)
     folder = Path(config.runs) / config.recipe / (config.name or "")
     collector = build(config.collector)
@@ -62,7 +71,6 @@ def collect(config: DictConfig) -> Path:
     print(
         f"{config.recipe} at scale {config.scale}: {done} of {len(shards)} shards are in {folder}"
     )
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     missing = [i for i in missing if i % world == rank]
     _check_disk(
         folder, sum(collector.bytes_of(p["prompt_ids"]) for i in missing for p in shards[i])

@@ -31,6 +31,7 @@ from transformers import (
 from decoding.engine.params import SamplingParams
 from decoding.engine.vocabulary import check_vocabulary
 from models import causal
+from models.placement import input_device
 
 # The processors that `decoding.engine.warp.warp` applies, in transformers' own order, each with
 # the parameter that it applies and the attribute that holds its value.
@@ -258,10 +259,10 @@ def _load(
     """
     config = Path(name) / "config.json"
     written = config.stat().st_mtime_ns if config.is_file() else None
-    key = (name, written, repr(hub), model.device, model.dtype)
+    key = (name, written, repr(hub), input_device(model), model.dtype)
     if _LOADED.get(model, (None,))[0] != key:
         load = getattr(method, "load_drafter", causal.load)
-        network = load(name, dtype=model.dtype, **hub).to(model.device)
+        network = load(name, dtype=model.dtype, **hub).to(input_device(model))
         entry = dict(getattr(network.config, "parade", None) or {})
         if "target" not in entry:
             raise ValueError(f"{name!r} is no drafter: its config.json names no target")

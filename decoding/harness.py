@@ -64,7 +64,7 @@ class ParadeLM(TemplateLM):
             raise ValueError(f"{model} goes on from no prompt: lm-eval asks language models")
         self._name = model if isinstance(model, str) else sampler.target.name_or_path
         self.sampler, self.tokenizer = sampler, sampler.tokenizer
-        self._device = sampler.target.device
+        self._device = sampler.device
         self._batch_size, self._seed = int(batch_size), int(seed)
         self._params = SamplingParams(max_new_tokens=int(max_gen_toks), verify=verify)
         self._eos = sampler.eos

@@ -28,7 +28,9 @@ class ImageOptions(ModelOptions):
     guidance_schedule: str = option(
         "constant", "linear: from 1 at the first token to the scale", choices=GUIDANCE
     )
-    prefill: float = option(0.0, "share of the tokens that the target makes alone, at the start")
+    prefill: float | None = option(
+        None, "share of the tokens that the target makes alone, at the start; null: the export's"
+    )
     vae: str | None = option(None, "of the latents that the models were trained on")
     scale: float = option(1.0, "of those latents")
     dtype: str = option("float32", "of the weights in memory", choices=DTYPES)
@@ -65,8 +67,7 @@ def run(argv: list[str]) -> None:
         request.model,
         target=request.target,
         sampler=request.sampler,
-        dtype=request.dtype,
-        device=request.device,
+        **request.placing,
     )
     if not isinstance(sampler, SequentialSampler):
         raise ValueError(f"{request.model!r} makes text: use python -m decoding.generate")

@@ -18,6 +18,7 @@ from decoding import samplers
 from decoding.commands.cli import convert, split, unknown
 from decoding.engine.sampler import Sampler
 from models import causal, public
+from models.placement import input_device
 
 # The file with the `parade` entry of an adapter's export: beside a config.json, transformers would
 # look for the weights of the adapter's base in the same folder.
@@ -34,6 +35,7 @@ def load(
     sampler: Iterable[str] = (),
     dtype: str = "auto",
     device: str = "cpu",
+    device_map: str | None = None,
     trust_remote_code: bool = False,
 ) -> Sampler:
     """The lossless sampler of an export, with its models loaded and ready to decode.
@@ -46,6 +48,9 @@ def load(
             ('method=jacobi', 'blocks=4').
         dtype: Of the weights in memory: 'auto' (the checkpoint's own), 'float32', 'bfloat16', ...
         device: Where the models run: 'cpu', 'cuda', 'cuda:1', ...
+        device_map: Spreads a target that is too large for one device over GPUs, host memory and
+            disk: 'auto', or limits such as '0:60GiB,cpu:200GiB'
+            (`models.placement.loading_options`). A drafter is whole, where the target's inputs are.
         trust_remote_code: Whether code that a Hub repository brings may run.
 
     Returns:
@@ -54,7 +59,8 @@ def load(
 
     Raises:
         ValueError: The folder is missing or damaged, the Hub cannot be reached, the method or a
-            knob is unknown, or the target's tokenizer is not the drafter's.
+            knob is unknown, the target's tokenizer is not the drafter's, or `device_map` is none or
+            is given for a model of images.
 
     Example:
         from decoding import SamplingParams, load
@@ -68,16 +74,23 @@ def load(
     if hasattr(method, "read_artefacts"):
         config |= method.read_artefacts(causal.files_of(path), config)
     if hasattr(method, "load"):  # its models are no language models
+        if device_map is not None:
+            raise ValueError(
+                f"device_map={device_map} is not allowed for {path!r}: only language models are "
+                "spread over devices, so give device=... alone"
+            )
         name = target or ("target" in config and _beside(path, config["target"])) or None
         return method.load(path, config, target=name, dtype=dtype, device=device)
     name = (target or _beside(path, config["target"])) if "target" in config else None
     if name and "tokenizer_fingerprint" not in config:  # no drafter's weights: a draft graph
         path, name = name, None
+    where = {"dtype": dtype, "device": device, "device_map": device_map}
     if name is None:
-        network = causal.load(path, dtype=dtype, trust_remote_code=trust_remote_code).to(device)
+        network = causal.load(path, trust_remote_code=trust_remote_code, **where)
         return sampler_of(config, network, load_tokenizer(path, trust_remote_code))
-    network = load_drafter(config, path, dtype, trust_remote_code=trust_remote_code).to(device)
-    model = causal.load(name, dtype=dtype, trust_remote_code=trust_remote_code).to(device)
+    model = causal.load(name, trust_remote_code=trust_remote_code, **where)
+    network = load_drafter(config, path, dtype, trust_remote_code=trust_remote_code)
+    network = network.to(input_device(model))
     target_tokenizer = load_tokenizer(name, trust_remote_code)
     check_tokenizers(target_tokenizer, config["tokenizer_fingerprint"], name, path)
     return sampler_of(config, model, target_tokenizer, network)

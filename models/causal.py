@@ -1,8 +1,10 @@
 """Causal LMs of stock transformers, new ones from a configuration and trained ones loaded."""
 
+import weakref
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from transformers import (
@@ -16,6 +18,7 @@ from transformers import (
 from transformers.utils import cached_file
 
 from models import public
+from models.placement import loading_options, place
 from models.weights import check_complete, check_finite
 
 GGUF = ".gguf"
@@ -80,6 +83,8 @@ def load(
     dtype: str | torch.dtype = "float32",
     attention: str | None = None,
     trust_remote_code: bool = False,
+    device: torch.device | str = "cpu",
+    device_map: str | None = None,
     **options,
 ) -> PreTrainedModel:
     """A causal LM from a folder or the Hub, with every weight as the checkpoint has it.
@@ -93,6 +98,9 @@ def load(
         attention: 'sdpa', or 'flex_attention' (CUDA: block masks instead of dense ones in
             training); None takes 'sdpa' where the class has it (XLNet has only its own).
         trust_remote_code: Whether the model's own code may run.
+        device: Where the network runs.
+        device_map: Spreads a network that is too large for one device, in place of `device`
+            (`models.placement.loading_options`).
         **options: Further options of `from_pretrained`.
 
     Returns:
@@ -100,8 +108,14 @@ def load(
 
     Raises:
         ValueError: One line that names the path and what is wrong with it: missing, damaged, not a
-            model, tensors missing or too many, in a local folder weights that are not finite.
+            model, tensors missing or too many, in a local folder weights that are not finite; or a
+            `device_map` that is none.
     """
+    options |= loading_options(device_map)
+    # For weights on disk that no safetensors file holds as they are, such as merged experts.
+    offloaded = TemporaryDirectory(prefix="parade_offload_") if device_map else None
+    if offloaded:
+        options["offload_folder"] = offloaded.name
     path = local_path(path)
     try:
         kind, source = AutoModelForCausalLM, path
@@ -123,7 +137,6 @@ def load(
         check_complete(network, found)
         if Path(path).exists():  # models of the Hub are trusted: reading all weights takes time
             check_finite(network)
-        return network
     except Exception as error:  # each library below has its own; a user needs one line
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         if looks_local(path) and not Path(path).exists():
@@ -131,6 +144,9 @@ def load(
         elif "trust_remote_code=True" in str(error):  # transformers' own advice
             reason = "it brings code of its own: read it, and allow it with trust_remote_code=true"
         raise ValueError(f"cannot load a model from {path!r}: {reason}") from error
+    if offloaded:
+        weakref.finalize(network, offloaded.cleanup)
+    return place(network, device)
 
 
 def _remote_class(path: str) -> type:

@@ -4,19 +4,23 @@ A method supplies unreduced losses and weights. `BaseModule` sums both over the 
 so the gradient does not depend on how a batch is split over ranks or accumulation steps.
 """
 
+import copy
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytorch_lightning as pl
 import torch
 from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
 from data.text.tokenizer import fingerprint
 from decoding.engine.sampler import Sampler
 from decoding.loading import check_tokenizers, load_tokenizer
 from models import causal
+from models.placement import place
 from trainers.publishing import export_check
 
 # What a module may need of its target in training (`BaseModule.needs_target`).
@@ -35,6 +39,11 @@ class Optimization:
         schedule: A name of `transformers.get_scheduler`.
         shorten_warmup: Whether a warm-up longer than a fifth of the run becomes that fifth, so
             that a short run reaches its full rate too.
+        ema: Decay of an exponential moving average of the weights, which is then what validations
+            measure and what is exported; None: there is none.
+
+    Raises:
+        ValueError: A decay outside (0, 1).
     """
 
     lr: float
@@ -43,6 +52,11 @@ class Optimization:
     warmup_steps: int = 100
     schedule: str = "cosine"
     shorten_warmup: bool = False
+    ema: float | None = None
+
+    def __post_init__(self):
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise ValueError(f"optimization.ema={self.ema} is not allowed: it must be in (0, 1)")
 
     def warmup(self, steps: int) -> int:
         """The length of the warm-up in a run.
@@ -99,6 +113,10 @@ class BaseModule(pl.LightningModule):
     ):
         super().__init__()
         self.network, self.tokenizer, self.optimization = network, tokenizer, optimization
+        # A submodule, so that checkpoints hold it.
+        self.average = None
+        if optimization.ema is not None:
+            self.average = copy.deepcopy(network).requires_grad_(False)
         self.attach_target(target)
         self._sums: dict[str, Tensor] = {}
 
@@ -116,12 +134,14 @@ class BaseModule(pl.LightningModule):
         self._target = (target,)  # in a tuple, so that it is no submodule
 
     @classmethod
-    def load_target(cls, name: str, dtype: str) -> PreTrainedModel:
+    def load_target(cls, name: str, dtype: str, device_map: str | None = None) -> PreTrainedModel:
         """The target that this kind of module drafts for, frozen and in evaluation mode.
 
         Args:
             name: A folder or Hub id.
             dtype: Of its weights, such as 'bfloat16'.
+            device_map: Spreads it over devices (`models.placement.loading_options`); None: it is
+                whole, on the network's device.
 
         Returns:
             The model.
@@ -129,7 +149,7 @@ class BaseModule(pl.LightningModule):
         Raises:
             ValueError: The target cannot be loaded; one line says why.
         """
-        return causal.load(name, dtype=dtype).eval().requires_grad_(False)
+        return causal.load(name, dtype=dtype, device_map=device_map).eval().requires_grad_(False)
 
     def check_target(self, name: str, recipe: str) -> None:
         """Check that the module can draft for a target, without reading its weights.
@@ -148,12 +168,21 @@ class BaseModule(pl.LightningModule):
         """Bring the target to the network's device."""
         self.network.train()  # a loaded one comes in evaluation mode
         if self.target is not None:
-            self.target.to(self.device)
+            place(self.target, self.device)
 
     def configure_model(self) -> None:
-        """Split the network over the processes, if the strategy does."""
+        """Split the network over the processes, if the strategy does.
+
+        Raises:
+            ValueError: Averaged weights under a strategy that shards.
+        """
         strategy = self.trainer.strategy
         if hasattr(strategy, "shard"):
+            if self.average is not None:
+                raise ValueError(
+                    f"optimization.ema={self.optimization.ema} needs the whole network in every "
+                    "process: give strategy=ddp, or optimization.ema=null"
+                )
             strategy.shard(self.network, self.trainer.precision)
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
@@ -287,6 +316,35 @@ class BaseModule(pl.LightningModule):
         if self.trainer.world_size == 1:
             return x
         return self.trainer.strategy.reduce(x.clone(), reduce_op="sum")
+
+    def on_train_batch_end(self, outputs, batch: dict[str, Tensor], index: int) -> None:
+        """Move the averaged weights, after the last micro-batch of a step."""
+        if self.average is not None and (index + 1) % self.trainer.accumulate_grad_batches == 0:
+            move = get_ema_multi_avg_fn(self.optimization.ema)
+            move([*self.average.parameters()], [*self.network.parameters()], None)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """A context in which the network has the averaged weights, where there are any."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        """The network's weights for the averaged ones, and back."""
+        if self.average is not None:
+            for ours, theirs in zip(self.network.parameters(), self.average.parameters()):
+                ours.data, theirs.data = theirs.data, ours.data
+
+    def on_validation_start(self) -> None:
+        """Measure the averaged weights, which are those of the export."""
+        self._exchange()
+
+    def on_validation_end(self) -> None:
+        """Go on with the weights of training."""
+        self._exchange()
 
     @torch.compiler.set_stance("force_eager")  # a few batches are not worth another compilation
     def validation_step(self, batch: dict[str, Tensor], index: int) -> None:

@@ -72,6 +72,7 @@ class Draft(Target):
     Args:
         target_name: The target's export.
         gamma: Tokens drafted a cycle.
+        prefill: Share of the tokens, at the start, that the target makes alone.
         distillation: Weight of a loss that pulls the drafter's densities to the target's (a
             mixture's, or the denoising means of a diffusion head of fixed variance), because
             acceptance depends on their difference and nothing else; 0 trains on the data alone.
@@ -80,11 +81,21 @@ class Draft(Target):
         ValueError: A value outside of its range, or distillation with a learned variance.
     """
 
-    def __init__(self, *args, target_name: str, gamma: int, distillation: float = 0.0, **kwargs):
+    def __init__(
+        self,
+        *args,
+        target_name: str,
+        gamma: int,
+        prefill: float = 0.0,
+        distillation: float = 0.0,
+        **kwargs,
+    ):
         super().__init__(*args, **kwargs)
         head = self.network.head
         if gamma < 1:
             raise ValueError(f"gamma={gamma} is not allowed: it must be at least 1")
+        if not 0 <= prefill <= 1:
+            raise ValueError(f"prefill={prefill} is not allowed: it must be in [0, 1]")
         if distillation < 0:
             raise ValueError(f"distillation={distillation} is not allowed: it must be at least 0")
         if distillation and head.schedule is not None and head.variance == "learned":
@@ -92,7 +103,8 @@ class Draft(Target):
                 f"distillation={distillation} needs a fixed variance of the diffusion head: give "
                 "distillation=0, or variance 'small' or 'large'"
             )
-        self.target_name, self.gamma, self.distillation = target_name, gamma, distillation
+        self.target_name, self.gamma, self.prefill = target_name, gamma, prefill
+        self.distillation = distillation
 
     @property
     def needs_target(self) -> frozenset[str]:
@@ -100,8 +112,13 @@ class Draft(Target):
         return frozenset([DISTRIBUTIONS] if self.distillation else [])
 
     @classmethod
-    def load_target(cls, name: str, dtype: str) -> PreTrainedModel:
+    def load_target(cls, name: str, dtype: str, device_map: str | None = None) -> PreTrainedModel:
         """The target in float32, whatever `dtype` says: its densities are what is compared."""
+        if device_map is not None:
+            raise ValueError(
+                f"device_map={device_map} is not allowed: only language models are spread over "
+                "devices"
+            )
         return patches.load(name).eval().requires_grad_(False)
 
     def check_target(self, name: str, recipe: str) -> None:
@@ -155,6 +172,7 @@ class Draft(Target):
             "method": "cspd",
             "target": self.target_name,
             "gamma": self.gamma,
+            "prefill": self.prefill,
             "command": COMMAND,
         }
 

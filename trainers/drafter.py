@@ -254,15 +254,17 @@ class DrafterModule(BaseModule):
                 use_cache=False,
                 logits_to_keep=0 if logits else 1,  # 0: of all tokens
             ).logits
+        # Of a target that is spread, layers have devices of their own.
+        states = tuple(state.to(found.device) for state in hidden_states)
         if not logits:
-            return TargetStates(None, tuple(hidden_states))
+            return TargetStates(None, states)
         # Token start + i is predicted at the position before it.
         at = batch["start"].unsqueeze(-1) + torch.arange(K, device=found.device) - 1
         rows = torch.arange(B, device=found.device)[:, None, None]
         found = found[rows, at.clamp(0, S - 1)]
         if self.draft_ids is not None:
             found = found[..., self.draft_ids.to(found.device)]
-        return TargetStates(found, tuple(hidden_states))
+        return TargetStates(found, states)
 
     def sampler(self) -> Sampler | None:
         if self.target is None:

@@ -108,7 +108,8 @@ def export_checkpoint(run: Path, checkpoint: Path) -> Path:
     # Not <run>/export: a run that is not finished must not look as if it were.
     folder = run / f"export-step-{step}"
     metrics = latest(run / "metrics.csv", step)
-    write_export(module, folder, metrics=metrics, folder=run, merge=config.lora.merge)
+    with module.averaged():
+        write_export(module, folder, metrics=metrics, folder=run, merge=config.lora.merge)
     return folder
 
 

@@ -71,11 +71,10 @@ def fit(config: DictConfig) -> Path:
         SystemExit: 128 + the signal's number, after a signal and the checkpoint that it asks for.
     """
     check_logger(config.logger)
-    for key in ("max_steps", "batch_size", "micro_batch_size", "log_every", "validate_every"):
-        if config.trainer[key] < 1:
-            raise ValueError(f"trainer.{key}={config.trainer[key]} must be at least 1")
-    steps, optimization = config.trainer.max_steps, Optimization(**config.optimization)
-    warmup = optimization.warmup(steps)
+    check_trainer(config.trainer)
+    optimization = Optimization(**config.optimization)
+    if config.trainer.max_steps is not None:
+        optimization.warmup(config.trainer.max_steps)  # raises now, not after the inputs are made
     folder = run_folder(config)
     export = folder / "export"
     checkpoint, first = checkpoint_to_resume(config, folder)
@@ -85,11 +84,14 @@ def fit(config: DictConfig) -> Path:
     prepare_inputs(config)
     pl.seed_everything(config.seed, verbose=False)
     module = build_module(config)
-    trainer = build_trainer(config, folder, module)
+    counted = in_steps(config, module)
+    steps = counted.trainer.max_steps
+    warmup = optimization.warmup(steps)
+    trainer = build_trainer(counted, folder, module)
     set_aside(folder, first, checkpoint)
     describe(config, folder)
     trainer.loggers = build_loggers(config, folder, first)
-    loaders = build_loaders(config, trainer, module, first)
+    loaders = build_loaders(counted, trainer, module, first)
     rows = {"train": loaders[0].loader.dataset.rows, "validation": loaders[1].dataset.rows}
     start = provenance(config, trainer, rows, first)
     write_provenance(folder / "provenance.json", start, resumed=checkpoint is not None)
@@ -105,23 +107,63 @@ def fit(config: DictConfig) -> Path:
                 f"optimization.warmup_steps={optimization.warmup_steps} is shortened to {warmup}: "
                 f"a fifth of trainer.max_steps={steps} (optimization.shorten_warmup)"
             )
-        print(f"{config.recipe} at scale {config.scale}: {steps} steps to {folder}")
+        epochs = config.trainer.max_epochs
+        passes = "" if epochs is None else f" ({epochs:g} epochs of {len(rows['train'])} rows)"
+        print(f"{config.recipe} at scale {config.scale}: {steps} steps{passes} to {folder}")
     try:
         trainer.fit(module, *loaders, ckpt_path=checkpoint, weights_only=False)
     except Preempted as signal:
         if trainer.is_global_zero:
             print(f"{signal} at step {trainer.global_step}: go on with the same command")
         sys.exit(128 + signal.number)
-    if trainer.global_step < config.trainer.max_steps:  # interrupted: nothing to export
+    if trainer.global_step < steps:  # interrupted: nothing to export
         raise ValueError(f"stopped at step {trainer.global_step}: go on with the same command")
     with whole_network(module), fused_attention(module.network):
         if trainer.is_global_zero:
             merge = config.lora.merge
             metrics = latest(folder / "metrics.csv", trainer.global_step)
-            write_export(module, export, metrics=metrics, folder=folder, merge=merge)
+            with module.averaged():
+                write_export(module, export, metrics=metrics, folder=folder, merge=merge)
             drop_set_aside(folder)
             print(f"exported to {export}")
     return export
+
+
+def check_trainer(t: DictConfig) -> None:
+    """Check the numbers of a recipe's `trainer`.
+
+    Raises:
+        ValueError: One is too small, or not exactly one of max_steps and max_epochs is given.
+    """
+    if (t.max_steps is None) == (t.max_epochs is None):
+        raise ValueError(
+            f"trainer.max_steps={t.max_steps} and trainer.max_epochs={t.max_epochs}: give exactly "
+            "one of them"
+        )
+    for key in ("max_steps", "batch_size", "micro_batch_size", "log_every", "validate_every"):
+        if t[key] is not None and t[key] < 1:
+            raise ValueError(f"trainer.{key}={t[key]} must be at least 1")
+    if t.max_epochs is not None and t.max_epochs <= 0:
+        raise ValueError(f"trainer.max_epochs={t.max_epochs} must be above 0")
+
+
+def in_steps(config: DictConfig, module: BaseModule) -> DictConfig:
+    """The recipe with its length in steps, so that every row is seen in each of its epochs.
+
+    Args:
+        config: The composed recipe.
+        module: Gives the tokenizer that packs the rows.
+
+    Returns:
+        `config`, or where that has `trainer.max_epochs` a copy that has `trainer.max_steps`.
+    """
+    epochs = config.trainer.max_epochs
+    if epochs is None:
+        return config
+    rows = build(config.data.train, **with_tokenizer(module.tokenizer, folder=config.data.folder))
+    counted = config.copy()
+    counted.trainer.max_steps = math.ceil(epochs * len(rows) / config.trainer.batch_size)
+    return counted
 
 
 @rank_zero_only
@@ -190,8 +232,16 @@ def give_target(module: BaseModule, config: DictConfig) -> None:
         config: The composed recipe; it names the target, or null.
 
     Raises:
-        ValueError: No target for a module that needs one, or one that it cannot draft for.
+        ValueError: No target for a module that needs one, or one that it cannot draft for; a target
+            that every process of a machine would spread over the same GPUs.
     """
+    devices = config.trainer.devices
+    if config.device_map is not None and module.needs_target and devices != 1:
+        raise ValueError(
+            f"device_map={config.device_map} with trainer.devices={devices} is not allowed: "
+            f"{config.module._target_} reads the target in every step, and every process would "
+            "spread its own copy over the same devices. Give trainer.devices=1, or device_map=null"
+        )
     if config.target is None:
         if module.needs_target:
             raise ValueError(
@@ -200,8 +250,10 @@ def give_target(module: BaseModule, config: DictConfig) -> None:
             )
         return
     module.check_target(config.target, config.recipe)
-    if module.needs_target or config.acceptance.prompts:
-        module.attach_target(module.load_target(config.target, config.acceptance.dtype))
+    # Acceptance length is measured on the first process alone, so the others need no copy.
+    if module.needs_target or (config.acceptance.prompts and rank_zero_only.rank == 0):
+        given = (config.target, config.acceptance.dtype)
+        module.attach_target(module.load_target(*given, device_map=config.device_map))
 
 
 def with_tokenizer(tokenizer: PreTrainedTokenizerBase | None, **given) -> dict:
@@ -233,7 +285,7 @@ def build_trainer(config: DictConfig, folder: Path, module: BaseModule) -> pl.Tr
     ]
     a = config.acceptance
     if a.prompts:
-        which = {"subset": a.subset, "split": a.split, "chat": a.chat}
+        which = {"subset": a.subset, "split": a.split, "limit": a.limit, "chat": a.chat}
         prompts = heldout_prompts(a.source, module.tokenizer, a.prompts, a.prompt_length, **which)
         ids = [p["prompt_ids"] for p in prompts]
         callbacks.append(AcceptanceLength(ids, list(a.temperatures), a.max_new_tokens))

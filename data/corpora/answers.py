@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data.corpora.conditions import conditions, keeps
 from data.corpora.stdlib import check_split, is_held_out
 
 # Columns of the teacher's distributions, [n * top_k] a row.
@@ -53,19 +54,38 @@ class AnsweredPrompt(NamedTuple):
     prompt: str
 
 
-def read_answers(folder: str | Path, split: str) -> Iterator[AnsweredPrompt]:
+def is_collection(source: str | Path) -> bool:
+    """Whether a path is the folder of a collection."""
+    folder = Path(source).expanduser()
+    return (folder / "manifest.json").is_file() and (folder / "shards").is_dir()
+
+
+def in_split(prompt: str, split: str) -> bool:
+    """Whether the answers to a prompt belong to a split, by a hash of the prompt's id."""
+    # Hash another string than the bare id: prompts come from training documents, whose ids are
+    # never held out.
+    return is_held_out(f"answers to {prompt}") == (split == "heldout")
+
+
+def read_answers(
+    folder: str | Path, split: str, where: str | None = None
+) -> Iterator[AnsweredPrompt]:
     """The encoded prompts and teacher answers of a collection, in the order of its shards.
 
     Args:
         folder: the collection's folder.
         split: 'train' or 'heldout', by a hash of the prompt's id.
+        where: read only the answers that meet these conditions on the columns of the shards, such
+            as 'finish_reason==eos' (`data.corpora.conditions`).
 
     Raises:
-        ValueError: for an unknown split, or a folder without answers.
+        ValueError: for an unknown split, a folder without answers, or a condition on a column
+            that the shards do not have.
     """
     import pyarrow.parquet as parquet
 
     check_split(split)
+    asked = conditions(where)
     shards = sorted((Path(folder) / "shards").glob("*.parquet"))
     if not shards:
         raise ValueError(f"{folder} holds no answers: python -m decoding.collect writes them")
@@ -74,9 +94,7 @@ def read_answers(folder: str | Path, split: str) -> Iterator[AnsweredPrompt]:
         # As arrays: lists of Python numbers of all distributions take a hundred times the memory.
         stored = {name: table[name] for name in TEACHER if name in table.column_names}
         for i, row in enumerate(table.drop_columns([*stored]).to_pylist()):
-            # Hash another string than the bare id: prompts come from training documents, whose
-            # ids are never held out.
-            if is_held_out(f"answers to {row['id']}") == (split == "heldout"):
+            if in_split(row["id"], split) and keeps(row, asked, f"{shard}, row {i}"):
                 prompt, answer = row["prompt_ids"], row["answer_ids"]
                 columns = {
                     name: _after(prompt, column[i].values.to_numpy().reshape(len(answer), -1))

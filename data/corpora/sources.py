@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
 
+from data.corpora.conditions import Condition, conditions, keeps
 from data.corpora.docstrings import docstring_documents
 from data.corpora.stdlib import check_split, is_held_out, stdlib_documents
 
@@ -36,6 +37,7 @@ def load_documents(
     streaming: bool = False,
     limit: int | None = None,
     subset: str | None = None,
+    where: str | None = None,
 ) -> Iterable[dict]:
     """The documents of a source, read lazily. A document is a dict of one of three shapes:
 
@@ -55,22 +57,26 @@ def load_documents(
         streaming: read a Hub data set without downloading it first.
         limit: maximum number of documents.
         subset: the configuration of a Hub data set.
+        where: read only the rows that meet these conditions on their columns, such as
+            'average_test_score>=1' (`data.corpora.conditions`); `limit` counts those.
 
     Returns:
         An iterable over the documents. The first one has been read, so most errors are raised
         here and not during iteration.
 
     Raises:
-        ValueError: for a missing path, an unknown split, a missing column, an invalid line, or a
-            source without documents.
+        ValueError: for a missing path, an unknown split, a missing column, an invalid line, a
+            condition on rows without columns, or a source without documents.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit={limit} is not allowed: give at least 1, or leave it out")
-    documents = islice(_documents(source, split, field, streaming, subset), limit)
+    asked = conditions(where)
+    documents = islice(_documents(source, split, field, streaming, subset, asked), limit)
     first = next(documents, None)
     if first is None:
         raise ValueError(
-            f"source={source!r} has no document in split={split!r}. "
+            f"source={source!r} has no document in split={split!r}"
+            f"{'' if where is None else f' with where={where!r}'}. "
             "Of a local corpus about one document in forty is held out: give a larger corpus or "
             "another split."
         )
@@ -78,8 +84,15 @@ def load_documents(
 
 
 def _documents(
-    source: str, split: str, field: str, streaming: bool, subset: str | None
+    source: str,
+    split: str,
+    field: str,
+    streaming: bool,
+    subset: str | None,
+    asked: list[Condition],
 ) -> Iterator[dict]:
+    if source in ("stdlib", "docstrings"):
+        _check_columns(source, asked)
     if source == "stdlib":
         return iter(stdlib_documents(split))
     if source == "docstrings":
@@ -87,7 +100,7 @@ def _documents(
     path = Path(source).expanduser()
     if path.exists():
         check_split(split)
-        return _of_split(_local_documents(path, field), split)
+        return _of_split(_local_documents(path, field, asked), split)
     if _looks_like_a_path(source):
         raise ValueError(
             f"source={source!r} does not exist (looked in {Path.cwd()}). "
@@ -95,9 +108,17 @@ def _documents(
             "'org/name'."
         )
     rows = _hub_rows(source, "train" if split == "heldout" else split, streaming, subset)
-    documents = _table_documents(rows, field, source)
+    documents = _table_documents(rows, field, source, asked)
     # Any other split is used whole: no documents were held out of it.
     return _of_split(documents, split) if split in ("train", "heldout") else documents
+
+
+def _check_columns(source: str, asked: list[Condition]) -> None:
+    if asked:
+        raise ValueError(
+            f"source={source!r} has texts without columns, so where= has nothing to compare: "
+            "leave it out"
+        )
 
 
 def _of_split(documents: Iterable[dict], split: str) -> Iterator[dict]:
@@ -113,13 +134,14 @@ def _looks_like_a_path(source: str) -> bool:
     )
 
 
-def _local_documents(path: Path, field: str) -> Iterator[dict]:
+def _local_documents(path: Path, field: str, asked: list[Condition]) -> Iterator[dict]:
     if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
-        return _table_documents(_saved_rows(path), field, str(path))
+        return _table_documents(_saved_rows(path), field, str(path), asked)
     for suffix, read in ((".parquet", _parquet_documents), (".jsonl", _jsonl_documents)):
         if files := _files(path, (suffix,)):
-            return read(files, field)
+            return read(files, field, asked)
     if files := _files(path, TEXT_SUFFIXES):
+        _check_columns(str(path), asked)
         return _text_documents(files)
     raise ValueError(
         f"source={str(path)!r} has no readable files. "
@@ -150,10 +172,12 @@ def _text_documents(files: dict[str, Path]) -> Iterator[dict]:
             ) from None
 
 
-def _jsonl_documents(files: dict[str, Path], field: str) -> Iterator[dict]:
+def _jsonl_documents(files: dict[str, Path], field: str, asked: list[Condition]) -> Iterator[dict]:
     for name, file in files.items():
         for line, row in read_jsonl(file):
-            yield to_document(row, field, f"{name}:{line}", f"{file}, line {line}")
+            here = f"{file}, line {line}"
+            if keeps(row, asked, here):
+                yield to_document(row, field, f"{name}:{line}", here)
 
 
 def read_jsonl(file: Path) -> Iterator[tuple[int, dict]]:
@@ -193,9 +217,11 @@ def _unpacked(lines: Iterable[bytes], file: Path) -> Iterator[bytes]:
         raise ValueError(f"{file} is not a whole gzip file: {error}") from None
 
 
-def _parquet_documents(files: dict[str, Path], field: str) -> Iterator[dict]:
+def _parquet_documents(
+    files: dict[str, Path], field: str, asked: list[Condition]
+) -> Iterator[dict]:
     for name, file in files.items():
-        yield from _table_documents(read_parquet(file), field, name)
+        yield from _table_documents(read_parquet(file), field, name, asked)
 
 
 def read_parquet(file: Path) -> Iterator[dict]:
@@ -250,9 +276,13 @@ def _datasets():
     return datasets
 
 
-def _table_documents(rows: Iterable[dict], field: str, name: str) -> Iterator[dict]:
+def _table_documents(
+    rows: Iterable[dict], field: str, name: str, asked: list[Condition]
+) -> Iterator[dict]:
     for index, row in enumerate(rows):
-        yield to_document(row, field, f"{name}:{index}", f"{name}, row {index}")
+        here = f"{name}, row {index}"
+        if keeps(row, asked, here):
+            yield to_document(row, field, f"{name}:{index}", here)
 
 
 def to_document(row: dict, field: str, default_id: str, where: str) -> dict:

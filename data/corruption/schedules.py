@@ -32,7 +32,9 @@ def suffix_lengths(count: int, shortest: int, longest: int, generator: Generator
     return torch.randint(shortest, longest + 1, (count,), generator=generator)
 
 
-def progressive_times(count: int, window: int, order: str, generator: Generator) -> Tensor:
+def progressive_times(
+    count: int, window: int, order: str, generator: Generator, t_max: float | None = None
+) -> Tensor:
     """The progressive noise schedule of pcLLM (Eq. 7 and section 4.3): a noise ratio per block.
 
     Args:
@@ -41,15 +43,19 @@ def progressive_times(count: int, window: int, order: str, generator: Generator)
         order: 'linear' is t_i = W[i mod w], 'reverse' runs each cycle from the noisiest block
             down, 'random' draws each t_i from W.
         generator: used by 'random' only.
+        t_max: ratio of the noisiest block of a cycle, to which ratios rise evenly from 0; None:
+            (w-1)/w, which gives the W above. Table 4 has t_min = 0 and t_max = 1.
 
     Returns:
         Noise ratios t [count]. Example: count 5, window 2, linear: 0, 1/2, 0, 1/2, 0.
 
     Raises:
-        ValueError: for a window below 1 or an unknown order.
+        ValueError: for a window below 1, an unknown order, or a t_max outside (0, 1].
     """
     if window < 1:
         raise ValueError(f"window={window} is not allowed: it must be at least 1 block")
+    if t_max is not None and not 0 < t_max <= 1:
+        raise ValueError(f"t_max={t_max} is not allowed: it must be in (0, 1]")
     step = torch.arange(count) % window
     if order == "reverse":
         step = window - 1 - step
@@ -57,7 +63,9 @@ def progressive_times(count: int, window: int, order: str, generator: Generator)
         step = torch.randint(window, (count,), generator=generator)
     elif order != "linear":
         raise ValueError(f"unknown order {order!r}. Choose from ['linear', 'random', 'reverse']")
-    return step / window
+    if t_max is None:
+        return step / window
+    return step / max(1, window - 1) * t_max
 
 
 def golden(n: int) -> float:

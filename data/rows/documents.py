@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -25,6 +25,7 @@ def documents(
     streaming: bool = False,
     subset: str | None = None,
     field: str = "text",
+    where: str | None = None,
 ) -> PackedRows:
     """Packed rows of a corpus.
 
@@ -38,6 +39,7 @@ def documents(
         streaming: as in `load_documents`.
         subset: as in `load_documents`.
         field: as in `load_documents`.
+        where: as in `load_documents`.
 
     Raises:
         ValueError: as `load_documents` and `PackedRows.build` do.
@@ -51,9 +53,12 @@ def documents(
         "length": length,
         "tokenizer": fingerprint(tokenizer),
     }
+    if where is not None:
+        made_from["where"] = where
 
     def encoded():  # a generator, so that the source is not opened if the rows are on disk
         options = {"field": field, "streaming": streaming, "limit": limit, "subset": subset}
+        options["where"] = where
         for row in load_documents(source, split, **options):
             yield encode_document(tokenizer, row)
 
@@ -67,6 +72,7 @@ def packed_windows(
     length: int,
     split: str = "heldout",
     subset: str | None = None,
+    limit: int | None = None,
 ) -> list[list[int]]:
     """The first windows of a corpus that is packed as for training: short documents share one.
 
@@ -82,7 +88,7 @@ def packed_windows(
     Raises:
         ValueError: as `load_documents` does, and for a source of fewer windows.
     """
-    rows = load_documents(source, split, subset=subset)
+    rows = load_documents(source, split, subset=subset, limit=limit)
     packed = pack((encode_document(tokenizer, row) for row in rows), length, 0)
     whole = (row["input_ids"] for row in packed if row["document"][-1] >= 0)
     windows = list(islice(whole, count))
@@ -95,43 +101,70 @@ def packed_windows(
 
 
 def answers(
-    source: str,
+    source: str | Sequence[str],
     length: int,
     tokenizer: PreTrainedTokenizerBase,
     folder: str,
     split: str = "train",
     prompts: int | None = None,
+    where: str | None = None,
 ) -> PackedRows:
     """Packed rows of a collection of teacher answers, trained on the answers only.
 
     Args:
-        source: the collection's folder (`python -m decoding.collect`).
+        source: the collection's folder (`python -m decoding.collect`), or several, whose answers
+            are taken in turn.
         length: tokens per row.
         tokenizer: the one that the collection was made with.
         folder: cache of packed rows.
         split: 'train' or 'heldout', by a hash of the prompt's id.
         prompts: take the answers to this many prompts of the split, the first ones; None: all.
+        where: take only the answers that meet these conditions, as in
+            `data.corpora.answers.read_answers`.
 
     Raises:
         ValueError: for a missing collection, one of another tokenizer, or fewer prompts.
     """
-    manifest = checked_manifest(source, tokenizer)
-    made_from = {"answers": manifest, "split": split, "length": length}
-    if prompts is not None:
-        made_from["prompts"] = prompts
-    return _build(_first(prompts, source, split), length, tokenizer, folder, made_from)
+    sources = [source] if isinstance(source, str) else list(source)
+    manifests = [checked_manifest(s, tokenizer) for s in sources]
+    made_from = {"answers": manifests if len(sources) > 1 else manifests[0], "split": split}
+    made_from["length"] = length
+    for name, value in (("prompts", prompts), ("where", where)):
+        if value is not None:
+            made_from[name] = value
+    found = _in_turn([read_answers(s, split, where) for s in sources])
+    return _build(_first(prompts, found, sources, split), length, tokenizer, folder, made_from)
 
 
-def _first(prompts: int | None, source: str, split: str) -> Iterator[AnsweredPrompt]:
-    """The answers to the first so many prompts of a collection."""
-    taken: set[str] = set()
-    for answer in read_answers(source, split):
-        if answer.prompt in taken or prompts is None or len(taken) < prompts:
-            taken.add(answer.prompt)
+def _in_turn(
+    collections: list[Iterator[AnsweredPrompt]],
+) -> Iterator[tuple[int, AnsweredPrompt]]:
+    """The answers of several collections, one of each in turn, with the collection's number."""
+    left = dict(enumerate(collections))
+    while left:
+        for number, answers in list(left.items()):
+            if (answer := next(answers, None)) is None:
+                del left[number]
+            else:
+                yield number, answer
+
+
+def _first(
+    prompts: int | None,
+    answers: Iterator[tuple[int, AnsweredPrompt]],
+    sources: list[str],
+    split: str,
+) -> Iterator[AnsweredPrompt]:
+    """The answers to the first so many prompts."""
+    taken: set[tuple[int, str]] = set()
+    for number, answer in answers:
+        prompt = (number, answer.prompt)
+        if prompt in taken or prompts is None or len(taken) < prompts:
+            taken.add(prompt)
             yield answer
     if prompts is not None and len(taken) < prompts:
         raise ValueError(
-            f"{source} has answers to {len(taken)} prompts of split={split!r}, but "
+            f"{', '.join(sources)} has answers to {len(taken)} prompts of split={split!r}, but "
             f"prompts={prompts} are asked for: collect more with prompts.count"
         )
 

@@ -18,6 +18,8 @@ class PromptRows(Dataset):
         tokenizer: encodes the prompts.
         folder: ignored; nothing is cached.
         split: 'train' or 'heldout'.
+        subset: as in `heldout_prompts`.
+        limit: maximum number of documents to choose the prompts from.
 
     Raises:
         ValueError: as `heldout_prompts` does.
@@ -31,9 +33,12 @@ class PromptRows(Dataset):
         tokenizer: PreTrainedTokenizerBase,
         folder: str | None = None,
         split: str = "train",
+        subset: str | None = None,
+        limit: int | None = None,
     ):
         del folder  # an argument of every training set
-        found = heldout_prompts(source, tokenizer, count, length, split=split)
+        options = {"split": split, "subset": subset, "limit": limit}
+        found = heldout_prompts(source, tokenizer, count, length, **options)
         self.prompts, self.length = [p["prompt_ids"] for p in found], length
 
     def __len__(self) -> int:

@@ -20,6 +20,9 @@ def answers_and_text(
     share: float,
     tokenizer: PreTrainedTokenizerBase,
     folder: str,
+    where: str | None = None,
+    subset: str | None = None,
+    limit: int | None = None,
 ) -> "Rehearsed":
     """A training set of trajectories and rows of ordinary text.
 
@@ -30,15 +33,19 @@ def answers_and_text(
         share: fraction of rows that are ordinary text, in [0, 1).
         tokenizer: the model's.
         folder: cache of rows.
+        where: of the answers, as in `data.rows.trajectories.rows`.
+        subset: of the text, as in `load_documents`.
+        limit: documents of the text, at the most.
 
     Raises:
         ValueError: for a share outside [0, 1), and as `data.rows.trajectories.rows` does.
     """
     if not 0 <= share < 1:
         raise ValueError(f"share={share} is not allowed: it must be in [0, 1)")
-    answers = rows(source, model, tokenizer, folder)
+    answers = rows(source, model, tokenizer, folder, where=where)
     P, N, n = answers.shape
-    return Rehearsed(answers, documents(text, P + N * n, tokenizer, folder), share)
+    which = {"subset": subset, "limit": limit}
+    return Rehearsed(answers, documents(text, P + N * n, tokenizer, folder, **which), share)
 
 
 class Rehearsed(Dataset):

@@ -15,9 +15,10 @@ from torch import Generator, Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from data.corpora.answers import read_manifest, shard_path
+from data.corpora.answers import in_split, read_manifest, shard_path
+from data.corpora.conditions import conditions, keeps
 from data.corpora.fingerprints import input_fingerprint
-from data.corpora.stdlib import check_split, is_held_out
+from data.corpora.stdlib import check_split
 from data.corruption.schedules import progressive_times
 from data.files import atomic_write
 from data.text.tokenizer import fingerprint
@@ -59,23 +60,31 @@ class NoisyBlocks:
             number of wrong tokens, as the paper's text says. 'tail': by the tokens from its first
             wrong one on, as the authors' code has it. 'any': drawn from all, whatever the ratio
             (CLLM, Eq. 5).
+        t_max: noise ratio of a cycle's noisiest block; None: (w - 1) / w, as in Eq. 7. The ablation
+            of Table 4 has 1.
 
     Raises:
-        ValueError: for a window below 1, or an unknown order or state.
+        ValueError: for a window below 1, an unknown order or state, or a t_max outside (0, 1].
     """
 
     def __init__(
-        self, window: int, order: str, tokenizer: PreTrainedTokenizerBase, state: str = "wrong"
+        self,
+        window: int,
+        order: str,
+        tokenizer: PreTrainedTokenizerBase,
+        state: str = "wrong",
+        t_max: float | None = None,
     ):
-        progressive_times(1, window, order, Generator())  # raises now and not in training
+        progressive_times(1, window, order, Generator(), t_max)  # raises now and not in training
         if state not in STATES:
             raise ValueError(f"unknown state {state!r}. Choose from {list(STATES)}")
-        self.window, self.order, self.state = window, order, state
+        self.window, self.order, self.state, self.t_max = window, order, state, t_max
         self.pad_id = tokenizer.pad_token_id or 0
 
     def __call__(self, answer: Answer, generator: Generator, number: int = 0) -> dict[str, Tensor]:
         """One training sample, made from an item of `Trajectories`. Returns: see `interleave`."""
-        times = progressive_times(len(answer.clean), self.window, self.order, generator)
+        blocks = len(answer.clean)
+        times = progressive_times(blocks, self.window, self.order, generator, self.t_max)
         noisy = answer.clean.clone()
         n = noisy.shape[1]
         for i, (states, t) in enumerate(zip(answer.states, times.tolist())):
@@ -94,7 +103,7 @@ def nearest_state(states: Tensor, clean: Tensor, size: int, t: float, tail: bool
         states: [k, n].
         clean: the fixed point [n].
         size: tokens of the block without padding; the others are not compared.
-        t: noise ratio, in [0, 1).
+        t: noise ratio, in [0, 1].
         tail: whether every token from the first wrong one on is noisy, and not only wrong ones.
 
     Returns:
@@ -202,6 +211,7 @@ def rows(
     tokenizer: PreTrainedTokenizerBase,
     folder: str,
     split: str = "train",
+    where: str | None = None,
 ) -> Trajectories:
     """The trajectories of a collection (`python -m decoding.collect recipe=pcllm_trajectories`).
 
@@ -211,9 +221,12 @@ def rows(
         tokenizer: the model's.
         folder: cache of the memory-mapped file.
         split: 'train' or 'heldout', by a hash of the prompt's id.
+        where: take only the answers that meet these conditions, as in
+            `data.corpora.answers.read_answers`.
 
     Raises:
-        ValueError: for a missing collection, or one of another model or tokenizer.
+        ValueError: for a missing collection, one of another model or tokenizer, or one without
+            answers of the split (that meet the conditions).
     """
     manifest = read_manifest(source)
     ours = {"tokenizer": fingerprint(tokenizer), "weights": weights_fingerprint(model)}
@@ -226,19 +239,21 @@ def rows(
             )
     n = manifest["block_size"]
     blocks = -(-manifest["max_new_tokens"] // n)
-    key = json.dumps([manifest, split], sort_keys=True).encode()
+    made_from = [manifest, split, *([where] if where is not None else [])]
+    key = json.dumps(made_from, sort_keys=True).encode()
     file = Path(folder) / f"{hashlib.sha256(key).hexdigest()[:16]}.arrow"
     if not file.exists():
-        _write(file, Path(source), split)
+        _write(file, Path(source), split, where)
     return Trajectories(file, manifest["prompts"]["length"], blocks, n)
 
 
-def _write(file: Path, source: Path, split: str) -> None:
+def _write(file: Path, source: Path, split: str, where: str | None) -> None:
     """Write the rows of a split into one Arrow file, atomically."""
     import pyarrow
     import pyarrow.parquet as parquet
 
     check_split(split)
+    asked = conditions(where)
     shards = sorted(shard_path(source, 0).parent.glob("*.parquet"))
     file.parent.mkdir(parents=True, exist_ok=True)
     count = 0
@@ -248,18 +263,20 @@ def _write(file: Path, source: Path, split: str) -> None:
             for shard in shards:
                 table = parquet.read_table(shard)
                 writer = writer or pyarrow.ipc.new_file(sink, table.schema)
-                # Hash another string than the bare id: prompts come from training documents,
-                # whose ids are never held out.
-                ids = table["id"].to_pylist()
-                held_out = [is_held_out(f"answers to {id}") == (split == "heldout") for id in ids]
-                table = table.filter(pyarrow.array(held_out))
+                chosen = [in_split(id, split) for id in table["id"].to_pylist()]
+                if asked:
+                    rows = table.to_pylist()
+                    met = [keeps(row, asked, f"{shard}, row {i}") for i, row in enumerate(rows)]
+                    chosen = [here and so for here, so in zip(chosen, met)]
+                table = table.filter(pyarrow.array(chosen))
                 writer.write_table(table)
                 count += len(table)
             if writer:
                 writer.close()
         if not count:
             raise ValueError(
-                f"{source} holds no trajectories of split {split!r}: collect more prompts with "
+                f"{source} holds no trajectories of split {split!r}"
+                f"{'' if where is None else f' with where={where!r}'}: collect more prompts with "
                 "python -m decoding.collect recipe=pcllm_trajectories prompts.count=..."
             )
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from data.corpora.answers import is_collection, read_answers, read_manifest
 from data.corpora.benchmarks import (
     SHARED_COLUMNS,
     Problem,
@@ -17,6 +18,7 @@ from data.corpora.benchmarks import (
 from data.corpora.sources import load_documents
 from data.corpora.stdlib import is_held_out
 from data.text.chat import encode_prompt, encode_text, start_ids
+from data.text.tokenizer import fingerprint
 
 WINDOW = 64  # tokens of a text where no length is given
 
@@ -24,12 +26,14 @@ WINDOW = 64  # tokens of a text where no length is given
 def heldout_prompts(
     source: str,
     tokenizer: PreTrainedTokenizerBase,
-    count: int,
+    count: int | None,
     length: int | None = None,
     *,
     split: str = "heldout",
     chat: bool | None = None,
     subset: str | None = None,
+    limit: int | None = None,
+    where: str | None = None,
     **options,
 ) -> list[dict]:
     """A deterministic set of prompts from a corpus or a benchmark.
@@ -44,17 +48,23 @@ def heldout_prompts(
     that GSM8K's training set looks like its test set: its rows are split like any pairs, and
     split='test' takes them all. A .jsonl file with `text` has splits, and each text is one prompt.
 
+    Of a collection (`python -m decoding.collect`) the prompts are those of the split's answers, as
+    they were asked: what a run that is trained on the collection is validated on.
+
     Args:
         source: a corpus as in `data.corpora.sources.load_documents`, or a benchmark as in
-            `data.corpora.benchmarks.read_benchmark`.
+            `data.corpora.benchmarks.read_benchmark`, or a collection's folder.
         tokenizer: encodes the prompts.
-        count: number of prompts.
+        count: number of prompts; None: all that there are.
         length: tokens per prompt: exactly (windows) or at most (whole prompts, which lose their
             beginning). None: `WINDOW` of a text, and all of a question.
         split: 'heldout' or 'train'; ignored for a benchmark (GSM8K's: see above).
         chat: whether to ask problems and the prompts of pairs in the tokenizer's chat template;
             None: if it has one. Texts are never, chats always rendered by it.
         subset: one of a benchmark's categories, or the configuration of a Hub data set.
+        limit: read at most so many documents.
+        where: read only rows that meet these conditions, as in `load_documents`; of a collection as
+            in `data.corpora.answers.read_answers`.
         **options: further arguments of `data.corpora.sources.load_documents`.
 
     Returns:
@@ -62,12 +72,16 @@ def heldout_prompts(
 
     Raises:
         ValueError: as `load_documents` and `read_benchmark` do, for `chat` without a chat
-            template or of a text, for a subset of what has none, and if the source has fewer than
-            `count` prompts.
+            template or of a text, for a subset or a condition of what has none, for a collection
+            of another tokenizer, and if the source has fewer than `count` prompts.
     """
     for name, value in (("count", count), ("length", length)):
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} makes no prompt set. Choose at least 1.")
+    options |= {"limit": limit, "where": where}
+    if is_collection(source):
+        found = _collected(source, tokenizer, split, length, subset, **options)
+        return _chosen(found, tokenizer, count, source, split, length)
     in_chat = asks_in_chat(tokenizer, chat)
     if is_benchmark(source):
         documents = _shuffled(_problem_documents(source, split, in_chat, subset, **options))
@@ -86,17 +100,57 @@ def heldout_prompts(
         found = _windows(documents, tokenizer, length)
     else:
         found = _whole_prompts(documents, tokenizer, length, in_chat)
+    return _chosen(found, tokenizer, count, source, split, length)
+
+
+def _chosen(
+    found: Iterator[tuple[str, list[int]]],
+    tokenizer: PreTrainedTokenizerBase,
+    count: int | None,
+    source: str,
+    split: str,
+    length: int | None,
+) -> list[dict]:
+    """The first `count` prompts of those found; ValueError for fewer, or for none."""
     prompts = [
         {"id": id, "prompt_ids": ids, "text": tokenizer.decode(ids)}
         for id, ids in islice(found, count)
     ]
-    if len(prompts) < count:
+    if len(prompts) < (1 if count is None else count):
         of, lower = (f" of length={length}", " or length") if length else ("", "")
         raise ValueError(
             f"source={source!r} has {len(prompts)} prompts{of} in split={split!r}, "
             f"but count={count}. Lower count{lower}, or give a larger source."
         )
     return prompts
+
+
+def _collected(
+    source: str,
+    tokenizer: PreTrainedTokenizerBase,
+    split: str,
+    length: int | None,
+    subset: str | None,
+    where: str | None = None,
+    limit: int | None = None,
+    **options,
+) -> Iterator[tuple[str, list[int]]]:
+    """The prompts of a collection's split, each once, in the order of a hash of their ids."""
+    del options  # how a corpus is read
+    _check_subset(source, subset)
+    manifest = read_manifest(source)
+    if manifest["tokenizer"] != fingerprint(tokenizer):
+        raise ValueError(
+            f"{source} was collected with another tokenizer (fingerprint {manifest['tokenizer']}, "
+            f"here {fingerprint(tokenizer)}): give another source"
+        )
+    prompts = {}
+    for answer in read_answers(source, split, where):
+        size = len(answer.trained) - sum(answer.trained)
+        prompts.setdefault(answer.prompt, answer.ids[:size][-(length or 0) :])
+        if len(prompts) == limit:
+            break
+    yield from sorted(prompts.items(), key=lambda prompt: _hash(prompt[0]))
 
 
 def asks_in_chat(tokenizer: PreTrainedTokenizerBase, chat: bool | None) -> bool:
@@ -143,9 +197,15 @@ def _problem_documents(
     chat: bool,
     subset: str | None,
     limit: int | None = None,
+    where: str | None = None,
     **options,
 ) -> list[dict]:
     del options  # how a corpus is read
+    if where is not None:
+        raise ValueError(
+            f"where={where!r} is not allowed: source={source!r} is a benchmark, which is measured "
+            "whole, or by subset="
+        )
     problems = read_benchmark(source, subset=subset, limit=limit)
     if problems[0].benchmark in SHARED_COLUMNS and split != "test":
         held_out = split == "heldout"

@@ -53,9 +53,21 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     )
 
 
-def corpus_tokenizer(source: str, vocab_size: int) -> PreTrainedTokenizerFast:
-    """A tokenizer trained on the `train` documents of a corpus of texts (see `train_tokenizer`)."""
-    return train_tokenizer((row["text"] for row in load_documents(source)), vocab_size)
+def corpus_tokenizer(
+    source: str,
+    vocab_size: int,
+    split: str = "train",
+    subset: str | None = None,
+    limit: int | None = None,
+) -> PreTrainedTokenizerFast:
+    """A tokenizer trained on a corpus of texts (see `train_tokenizer`).
+
+    Args:
+        source: as in `data.corpora.sources.load_documents`, like split, subset and limit.
+        vocab_size: number of tokens.
+    """
+    documents = load_documents(source, split, subset=subset, limit=limit)
+    return train_tokenizer((row["text"] for row in documents), vocab_size)
 
 
 def _not_empty(texts: Iterable[str]) -> Iterable[str]:

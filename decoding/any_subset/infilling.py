@@ -162,7 +162,7 @@ class Infiller(Sampler):
     ) -> Batch:
         """A batch of the given tokens alone, with the orders as its `InfillState`."""
         sizes = [len(t.ids) for t in prompts]
-        capacity, device = max(sizes) + self.margin(params), self.target.device
+        capacity, device = max(sizes) + self.margin(params), self.device
         batch = Batch([t.prompt for t in prompts], capacity, randomness, device)
         order = torch.arange(capacity).repeat(len(prompts), 1)
         for b, template in enumerate(prompts):

@@ -18,6 +18,7 @@ class HuggingFace:
 
     def __init__(self, like: Sampler, **arguments):
         self.target, self.tokenizer, self.eos = like.target, like.tokenizer, like.eos
+        self.device = like.device
         self.arguments = arguments
         self._passes = 0
         self.target.register_forward_pre_hook(self._count)
@@ -36,7 +37,7 @@ class HuggingFace:
             The result of each prompt; of its statistics only the target's passes.
         """
         torch.manual_seed(seeds[0])
-        width, device = max(map(len, prompts)), self.target.device
+        width, device = max(map(len, prompts)), self.device
         ids = [[0] * (width - len(p)) + p for p in prompts]
         seen = [[0] * (width - len(p)) + [1] * len(p) for p in prompts]
         config = GenerationConfig(

@@ -129,7 +129,7 @@ def run(argv: list[str]) -> None:
 
 def measure(bench: DenoiseBench) -> list[Row]:
     """Decode every prompt in every way."""
-    options = {name: getattr(bench, name) for name in ("dtype", "device", "trust_remote_code")}
+    options = bench.placing | {"trust_remote_code": bench.trust_remote_code}
     loaded = load(bench.model, sampler=("method=denoise",), **options)
     rows = [row for t in bench.temperatures for row in _rows(bench, loaded, t)]
     tokenizer = loaded.tokenizer

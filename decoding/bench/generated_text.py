@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from models.placement import input_device
+
 
 def generative_perplexity(
     judge: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str
@@ -22,7 +24,7 @@ def generative_perplexity(
         The perplexity; nan for a text of fewer than two tokens.
     """
     context = getattr(judge.config, "max_position_embeddings", None)
-    ids = torch.tensor([tokenizer(text)["input_ids"][:context]], device=judge.device)
+    ids = torch.tensor([tokenizer(text)["input_ids"][:context]], device=input_device(judge))
     if ids.shape[1] < 2:
         return math.nan
     with torch.inference_mode():

@@ -22,6 +22,7 @@ from decoding.commands.cli import main, parse, quiet
 from decoding.commands.options import DTYPES, MeasureOptions, option
 from decoding.commands.report import write_table
 from decoding.loading import check_one_tokenizer, load, load_tokenizer, parade_config
+from models.placement import input_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,9 @@ class HeldoutLoss(MeasureOptions):
 
     also: tuple[str, ...] = option((), "further models of its tokenizer, compared with it")
     source: str = option("stdlib", "the corpus, as data.validation of a recipe names it")
+    subset: str | None = option(None, "a Hub data set's own name")
+    split: str = option("heldout", "of the corpus")
+    limit: int | None = option(None, "documents of the corpus, at the most; null: all", least=1)
     length: int = option(256, "tokens of a row of the corpus", least=1)
     answers: str | None = option(
         None, "a collection (runs/deer_answers), whose held-out answers count after their prompts"
@@ -69,7 +73,7 @@ def run(argv: list[str]) -> None:
 
 def losses(h: HeldoutLoss, name: str, texts: dict[str, list[Encoded]]) -> dict[str, float]:
     """The mean loss in nats of one model on each kind of text."""
-    sampler = load(name, dtype=h.dtype, device=h.device)
+    sampler = load(name, **h.placing)
     if not sampler.continues:
         raise ValueError(f"{name} fills holes and predicts no next token: give causal LMs")
     return {what: mean_loss(sampler.target, of, h.batch_size) for what, of in texts.items()}
@@ -88,7 +92,8 @@ def heldout_texts(h: HeldoutLoss, tokenizer: PreTrainedTokenizerBase) -> dict[st
     Raises:
         ValueError: A kind has no held-out token to predict, or the collection cannot be used.
     """
-    corpus = documents(h.source, h.length, tokenizer, f"{h.runs}/data", split="heldout")
+    which = {"split": h.split, "subset": h.subset, "limit": h.limit}
+    corpus = documents(h.source, h.length, tokenizer, f"{h.runs}/data", **which)
     stream = Stream(corpus, h.seed)
     chosen = (stream[n] for n in range(min(h.rows, len(corpus))))
     texts = {"corpus": [text for row in chosen for text in split_row(row)]}
@@ -138,7 +143,7 @@ def mean_loss(network: PreTrainedModel, texts: list[Encoded], batch_size: int) -
         # Padding comes after the text, so a causal model sees none of it.
         ids, trained = (
             pad_sequence([torch.tensor(text[i]) for text in batch], batch_first=True).to(
-                network.device
+                input_device(network)
             )
             for i in (0, 1)
         )

@@ -69,7 +69,7 @@ def run(argv: list[str]) -> None:
     quiet()
     bench = parse(argv, ImageBench, "decoding.bench.images")
     out = results_folder(bench, "bench")
-    sampler = load(bench.model, target=bench.target, dtype=bench.dtype, device=bench.device)
+    sampler = load(bench.model, target=bench.target, **bench.placing)
     if not isinstance(sampler, CspdSampler):
         raise ValueError(f"{bench.model!r} is no drafter of images: python -m decoding.images")
     report(bench, sampler, out)
@@ -232,7 +232,8 @@ def params_of(bench: ImageBench) -> ImageParams:
 
 def prefilled(bench: ImageBench, sampler: CspdSampler, prefill: float | None = None) -> int:
     """The number of tokens of an image that the target makes alone."""
-    share = bench.prefill if prefill is None else prefill
+    given = (share for share in (prefill, bench.prefill, sampler.prefill) if share is not None)
+    share = next(given)
     return round(share * sampler.target.config.tokens)
 
 

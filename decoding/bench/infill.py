@@ -131,13 +131,12 @@ def measure(bench: InfillBench) -> list[Row]:
     Raises:
         ValueError: The model does not fill holes, or the source has no such texts.
     """
-    first = load(bench.model, sampler=bench.sampler, dtype=bench.dtype, device=bench.device)
+    first = load(bench.model, sampler=bench.sampler, **bench.placing)
     if first.continues:
         raise ValueError(f"{bench.model} does not fill holes: python -m decoding.bench serves it")
     judge = None
     if bench.judge is not None:
-        network = causal.load(bench.judge, dtype=bench.dtype).to(bench.device).eval()
-        judge = network, load_tokenizer(bench.judge)
+        judge = causal.load(bench.judge, **bench.placing), load_tokenizer(bench.judge)
     todo = tasks(bench, first.tokenizer)
     rows = [row for knob in bench.knobs or ("",) for row in ways(bench, first, knob)]
     steps = [(t, at) for t in range(bench.trials) for at in range(0, len(todo), bench.batch_size)]
@@ -204,7 +203,7 @@ def tasks(bench: InfillBench, tokenizer: PreTrainedTokenizerBase) -> list[Task]:
             f"execute=true, but source={bench.source!r} has no problems of infilling: give a file "
             "with 'task_id', 'prompt', 'suffix', 'canonical_solution', 'test', 'entry_point'"
         )
-    where = {"split": bench.split, "subset": bench.subset}
+    where = {"split": bench.split, "subset": bench.subset, "limit": bench.limit}
     if bench.packed:
         windows = packed_windows(bench.source, tokenizer, bench.samples, bench.length, **where)
     else:

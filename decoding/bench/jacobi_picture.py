@@ -85,7 +85,7 @@ def run(argv: list[str]) -> None:
     quiet()
     t = parse(argv, Picture, "decoding.bench.jacobi_picture")
     tokenizer = load_tokenizer(t.model)
-    network = causal.load(t.model, dtype=t.dtype).to(t.device)
+    network = causal.load(t.model, **t.placing)
     recorder = Recorder(network, tokenizer, block_size=t.block_size, running=False)
     params = SamplingParams(max_new_tokens=t.max_new_tokens, temperature=0.0)
     (result,) = recorder.generate([t.prompt], params, seeds=[t.seed])

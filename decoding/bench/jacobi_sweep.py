@@ -44,7 +44,7 @@ def run(argv: list[str]) -> None:
     """Run the command with its arguments `key=value`."""
     quiet()
     sweep = parse(argv, Sweep, "decoding.bench.jacobi_sweep")
-    plain = load(sweep.model, sampler=["method=plain"], dtype=sweep.dtype, device=sweep.device)
+    plain = load(sweep.model, sampler=["method=plain"], **sweep.placing)
     prompts = heldout_prompts(tokenizer=plain.tokenizer, **sweep.prompt_set)
     ids = [p["prompt_ids"] for p in prompts]
     combinations = list(product(sweep.block_sizes, sweep.blocks, sweep.spawn_ratios))

@@ -101,7 +101,7 @@ def probe(c: Limits, rows: list[Row], prompts: list[list[int]]) -> dict[str, Ten
         for i, prefix in enumerate(track(prefixes, "limits")):
             seeds = [*range(i * c.draws, (i + 1) * c.draws)]
             for name, estimate, how in ways:
-                randomness = KeyedRandomness(seeds, sampler.target.device)
+                randomness = KeyedRandomness(seeds, sampler.device)
                 batch = copies(sampler, prefix, how, c.draws, randomness)
                 found[name].append(estimate(sampler, batch, k, how).mean(0).cpu())
     return {name: torch.stack(x).view(len(prompts), c.cycles, k) for name, x in found.items()}

@@ -67,7 +67,7 @@ def copies(
         draws: N, the number of requests.
         randomness: Of the N rows.
     """
-    device = sampler.target.device
+    device = sampler.device
     capacity = len(prefix) + params.max_new_tokens + sampler.margin(params)
     batch = Batch([prefix], capacity, KeyedRandomness([0], device), device)
     sampler.begin(batch, params)

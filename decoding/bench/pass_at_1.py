@@ -88,7 +88,7 @@ def read_problems(source: str) -> list[Problem]:
 
 def loaded(p: PassAt1, model: str) -> Sampler:
     """A model's sampler. Raises ValueError for one that does not go on from such prompts."""
-    options = {name: getattr(p, name) for name in ("dtype", "device", "trust_remote_code")}
+    options = p.placing | {"trust_remote_code": p.trust_remote_code}
     sampler = load(model, sampler=p.sampler, **options)
     if not sampler.continues:
         raise ValueError(f"{model} fills holes and goes on from no prompt: give causal LMs")

@@ -90,7 +90,7 @@ def measure(bench: Bench) -> tuple[list[Row], list[dict]]:
         ValueError: A model does not decode token by token, or tokenizers differ.
     """
     options = {"target": bench.target, "sampler": bench.sampler}
-    options |= {name: getattr(bench, name) for name in ("dtype", "device", "trust_remote_code")}
+    options |= bench.placing | {"trust_remote_code": bench.trust_remote_code}
     samplers = {name: load(name, **options) for name in (bench.model, *bench.also)}
     for name, sampler in samplers.items():
         if sampler.bench != "decoding.bench":
@@ -102,7 +102,8 @@ def measure(bench: Bench) -> tuple[list[Row], list[dict]]:
     assistant = None
     if bench.assistant is not None:
         tokenizers[bench.assistant] = load_tokenizer(bench.assistant)
-        assistant = causal.load(bench.assistant, dtype=bench.dtype).to(bench.device).eval()
+        first = samplers[bench.model].device  # beside its target, whole
+        assistant = causal.load(bench.assistant, dtype=bench.dtype, device=first)
     check_one_tokenizer(tokenizers)
     tokenizer = samplers[bench.model].tokenizer
     prompts = heldout_prompts(tokenizer=tokenizer, **bench.prompt_set)

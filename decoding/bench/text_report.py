@@ -313,7 +313,7 @@ def explain_divergence(row: Row, prompts: list[list[int]], seed: int) -> None:
 
 def margin(plain: Row, ids: list[int], seed: int) -> float:
     """The gap in logits between the best choice for the next token and the second best."""
-    tokens = torch.tensor([ids], device=plain.sampler.target.device)
+    tokens = torch.tensor([ids], device=plain.sampler.device)
     with torch.inference_mode():
         logits = warp(plain.sampler.target(tokens).logits[:, -1:], plain.params)
         if plain.params.temperature > 0:
@@ -420,7 +420,7 @@ def profile(rows: list[Row], out: Path) -> None:
 
 def pass_cost(sampler: Sampler, repeats: int = 20) -> dict[int, float]:
     """Median milliseconds of a target pass over a cache, for each of WIDTHS."""
-    device, found = sampler.target.device, {}
+    device, found = sampler.device, {}
     network = CachedNetwork(sampler.target, causal, CONTEXT + max(WIDTHS) + 1)
     tokens = torch.zeros(1, CONTEXT + max(WIDTHS), dtype=torch.long, device=device)
     positions = torch.arange(tokens.shape[1], device=device)[None]

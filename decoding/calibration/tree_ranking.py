@@ -82,7 +82,7 @@ def observed(
     Raises:
         ValueError: No answer has k tokens.
     """
-    k, device = params.block_size or sampler.block_size, sampler.target.device
+    k, device = params.block_size or sampler.block_size, sampler.device
     seeds = request_seeds(params.seed or 0, len(prompts))
     answers = sampler.generate(prompts, params, seeds=seeds)
     z, choice = [], []

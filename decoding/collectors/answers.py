@@ -31,6 +31,7 @@ class TeacherAnswers:
         top_p: Of nucleus sampling.
         dtype: Of the weights.
         device: Where to run.
+        device_map: Spreads the teacher over devices, as in `decoding.load`.
         top_k: How many of the teacher's most probable tokens are stored with each token of an
             answer, with their probabilities (at temperature 1), so that training on the teacher's
             distributions needs no teacher; 0 stores none.
@@ -50,6 +51,7 @@ class TeacherAnswers:
         dtype: str = "bfloat16",
         device: str = "cpu",
         top_k: int = 0,
+        device_map: str | None = None,
     ):
         if top_k < 0:
             raise ValueError(f"top_k={top_k} is not allowed: it must be 0 (none) or more")
@@ -64,7 +66,8 @@ class TeacherAnswers:
             for t in temperatures
         ]
         self.tokenizer = load_tokenizer(teacher)
-        self.dtype, self.device, self.top_k = dtype, device, top_k
+        self.dtype, self.top_k = dtype, top_k
+        self.placing = {"dtype": dtype, "device": device, "device_map": device_map}
         self._sampler: Sampler | None = None
 
     def made_with(self) -> dict:
@@ -109,7 +112,7 @@ class TeacherAnswers:
             ValueError: The teacher does not continue text.
         """
         if self._sampler is None:
-            self._sampler = load(self.teacher, dtype=self.dtype, device=self.device)
+            self._sampler = load(self.teacher, **self.placing)
             if not self._sampler.continues:
                 raise ValueError(
                     f"collector.teacher={self.teacher} does not continue text, so it cannot answer "

@@ -25,6 +25,7 @@ class JacobiTrajectories:
         seed: Of the collection.
         dtype: Of the weights.
         device: Where to run.
+        device_map: Spreads the teacher over devices, as in `decoding.load`.
 
     Raises:
         ValueError: `block_size` is not in 1..max_new_tokens.
@@ -38,6 +39,7 @@ class JacobiTrajectories:
         seed: int,
         dtype: str = "bfloat16",
         device: str = "cpu",
+        device_map: str | None = None,
     ):
         if not 1 <= block_size <= max_new_tokens:
             raise ValueError(
@@ -47,7 +49,8 @@ class JacobiTrajectories:
         self.teacher, self.block_size, self.seed = teacher, block_size, seed
         self.params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0)
         self.tokenizer = load_tokenizer(teacher)
-        self.dtype, self.device = dtype, device
+        self.dtype = dtype
+        self.placing = {"dtype": dtype, "device": device, "device_map": device_map}
         self._sampler: Recorder | None = None
 
     def made_with(self) -> dict:
@@ -83,7 +86,7 @@ class JacobiTrajectories:
             Rows of a table that `data.rows.trajectories.replay` reads.
         """
         if self._sampler is None:
-            network = causal.load(self.teacher, dtype=self.dtype).to(self.device)
+            network = causal.load(self.teacher, **self.placing)
             self._sampler = Recorder(
                 network, self.tokenizer, block_size=self.block_size, running=False
             )

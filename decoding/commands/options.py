@@ -112,6 +112,14 @@ class ModelOptions(Options):
     model: str = option(NEEDED, "an exported folder, a Hub id or a gguf file")
     dtype: str = option("bfloat16", "of the weights in memory", choices=DTYPES)
     device: str = option("cpu", "where it runs; cuda:1 is the second GPU", choices=DEVICES)
+    device_map: str | None = option(
+        None, "spread the target: auto, or limits such as 0:60GiB,cpu:200GiB"
+    )
+
+    @property
+    def placing(self) -> dict:
+        """Arguments of `decoding.load`: type and place of the weights."""
+        return {name: getattr(self, name) for name in ("dtype", "device", "device_map")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,8 +136,8 @@ class LoadOptions(ModelOptions):
     @property
     def loading(self) -> dict:
         """Arguments of `decoding.load`, without the model."""
-        names = ("target", "sampler", "dtype", "device", "trust_remote_code")
-        return {name: getattr(self, name) for name in names}
+        names = ("target", "sampler", "trust_remote_code")
+        return self.placing | {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +155,9 @@ class SourceOptions(MeasureOptions):
     source: str = option("stdlib", "'stdlib', a text folder, a benchmark's file or a Hub data set")
     subset: str | None = option(None, "one category of a benchmark, or a Hub data set's own name")
     split: str = option("heldout", "of the source; a benchmark has none, but GSM8K: 'test' is all")
+    limit: int | None = option(
+        None, "documents of the source that are read, at the most; null: all", least=1
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,4 +188,5 @@ class PromptOptions(SourceOptions, ChatOptions):
             "split": self.split,
             "chat": self.chat,
             "subset": self.subset,
+            "limit": self.limit,
         }

@@ -28,7 +28,11 @@ from decoding.commands.values import convert, read, split, unknown
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 MODULES = {"fit": "trainers.fit", "collect": "decoding.collect"}
 GROUPS = {"fit": ("recipe", "scale", "strategy"), "collect": ("recipe", "scale")}
-TEXT = {"name", "logger", "target"}  # null by default, else text
+# Keys that may be null, and what they are otherwise.
+OPTIONAL = {"name": str, "logger": str, "target": str, "device_map": str}
+OPTIONAL |= {"max_steps": int, "max_epochs": float, "ema": float}
+# Of these exactly one is given: one on the command line takes the recipe's place for the other.
+EITHER = ("trainer.max_steps", "trainer.max_epochs")
 YAML_KEY = re.compile(r"^( *)([\w.]+):(.*)$")
 
 
@@ -73,6 +77,10 @@ def compose(argv: list[str], command: str) -> DictConfig:
         for argument in pairs:
             if argument.partition("=")[0] not in chosen:
                 _override(config, argument)
+        given = [key for key in EITHER if any(a.startswith(f"{key}=") for a in pairs)]
+        if len(given) == 1 and OmegaConf.select(config, given[0]) is not None:
+            (other,) = {*EITHER} - {*given}
+            OmegaConf.update(config, other, None)
         resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise ValueError(" ".join(str(error).split())) from error
@@ -184,8 +192,10 @@ def _type(node: DictConfig, leaf: str) -> Any:
     default = node.get(leaf) if _known(node, leaf) else None
     if hint is not Any:
         return hint
+    if leaf in OPTIONAL and leaf in node:
+        return OPTIONAL[leaf] | None
     if default is None:
-        return str | None if leaf in TEXT and leaf in node else Any
+        return Any
     if isinstance(default, ListConfig):
         kind = tuple[_item_type(default), ...]
         return kind if default else kind | None

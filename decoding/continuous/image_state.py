@@ -25,7 +25,8 @@ class ImageParams:
         guidance_schedule: 'constant', or 'linear' (MAR's), from 1 at the first token to the scale.
         seed: Seed of the first image; those of further images are derived from it. None draws one.
         gamma: Tokens drafted per cycle; None takes the export's number.
-        prefill: Share of the tokens, at the start, that the target generates without drafts.
+        prefill: Share of the tokens, at the start, that the target generates without drafts; None
+            takes the export's number.
         verify: 'exact', or 'relaxed', the published rule, which is lossy and needs `lossy`.
         lossy: Allow a lossy rule.
         inner_temperature: Of the relaxed rule: 42 in the authors' code, 1 in the paper.
@@ -41,7 +42,7 @@ class ImageParams:
     guidance_schedule: str = "constant"
     seed: int | None = None
     gamma: int | None = None
-    prefill: float = 0.0
+    prefill: float | None = None
     verify: str = "exact"
     lossy: bool = False
     inner_temperature: float = 1.0
@@ -54,7 +55,7 @@ class ImageParams:
             (self.guidance >= 0, "guidance", "0 or a positive number; 1 is off"),
             (self.guidance_schedule in GUIDANCE, "guidance_schedule", f"one of {list(GUIDANCE)}"),
             (self.gamma is None or self.gamma >= 1, "gamma", "at least 1"),
-            (0 <= self.prefill <= 1, "prefill", "in [0, 1]"),
+            (self.prefill is None or 0 <= self.prefill <= 1, "prefill", "in [0, 1]"),
             (self.verify in IMAGE_VERIFY, "verify", f"one of {list(IMAGE_VERIFY)}"),
             (self.inner_temperature > 0, "inner_temperature", "a positive number"),
             (self.coupled is None or self.coupled >= 1, "coupled", "at least 1 step"),

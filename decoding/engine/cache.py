@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ from transformers import Cache, PreTrainedModel
 from models.head import ReducedHead
 from models.hidden_states import capture
 from models.masks import Layout, Predicate, dense
+from models.placement import input_device, layers_by_device
 
 
 class RaggedCache(Cache):
@@ -22,13 +23,14 @@ class RaggedCache(Cache):
     the caller's lower row length, because the mask hides every slot after it, and the next forward
     writes over it. The last slot is scratch, for the padding of ragged rows.
 
-    layers: how many a forward comes by. What they keep of one kind and shape is one tensor,
-    [layers, B, heads, capacity, head size], so a move is one operation and not one a layer.
+    layers: how many a forward comes by. What they keep of one kind, shape and device is one
+    tensor, [layers, B, heads, capacity, head size], so a move is one operation and not one a layer.
+    on: how many of them run on each device, of a network that is spread over several.
     """
 
-    def __init__(self, capacity: int, layers: int):
+    def __init__(self, capacity: int, layers: int, on: Mapping[torch.device, int] | None = None):
         super().__init__(layers=[])
-        self.capacity, self.depth = capacity, layers
+        self.capacity, self.depth, self.depth_on = capacity, layers, dict(on or {})
         self._memory: dict[tuple, Tensor] = {}
         # Its slices by layer, in the order in which a forward comes by.
         self._layers: defaultdict[tuple, dict[int, Tensor]] = defaultdict(dict)
@@ -40,6 +42,7 @@ class RaggedCache(Cache):
         # One row is contiguous, and a slice is written twice as fast.
         self.start = int(slots[0, 0]) if len(slots) == 1 else None
         self.rows = torch.arange(len(slots), device=slots.device)[:, None]
+        self._index = {slots.device: (self.rows, slots)}  # what is written to, by device
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
@@ -58,13 +61,20 @@ class RaggedCache(Cache):
             stored[:, :, self.start : self.start + states.shape[2]] = states
         else:
             # By index, whole heads at a time: a scatter is up to 25 times slower on the CPU.
-            stored[self.rows, :, self.slots] = states.transpose(1, 2)
+            rows, slots = self._index_on(states.device)
+            stored[rows, :, slots] = states.transpose(1, 2)
         return stored[:, :, : self.visible]
+
+    def _index_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if device not in self._index:
+            self._index[device] = self.rows.to(device), self.slots.to(device)
+        return self._index[device]
 
     def _layer(self, of: tuple, states: Tensor) -> Tensor:
         if of not in self._memory:
             B, heads, _, size = states.shape
-            self._memory[of] = states.new_zeros(self.depth, B, heads, self.capacity, size)
+            depth = self.depth_on.get(states.device, self.depth)
+            self._memory[of] = states.new_zeros(depth, B, heads, self.capacity, size)
         return self._memory[of][len(self._layers[of])]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -75,11 +85,12 @@ class RaggedCache(Cache):
         """Copy the contents of slots source [B, m] to slots to [B, m]."""
         rows = torch.arange(len(source), device=source.device)[:, None]
         for memory in self._memory.values():
-            memory[:, rows, :, to] = memory[:, rows, :, source]
+            r, here, there = (x.to(memory.device) for x in (rows, source, to))
+            memory[:, r, :, there] = memory[:, r, :, here]
 
     def select(self, rows: Tensor) -> None:
         """Keep only these rows."""
-        self._memory = {of: memory[:, rows] for of, memory in self._memory.items()}
+        self._memory = {of: m[:, rows.to(m.device)] for of, m in self._memory.items()}
         self._layers.clear()
 
 
@@ -89,7 +100,8 @@ class CountedNetwork:
     def __init__(self, network: PreTrainedModel):
         self.network = network
         self.passes, self.seconds = 0, 0.0
-        self._queues = network.device.type == "cuda"  # a forward only queues work there
+        # A forward only queues work there.
+        self._queues = input_device(network).type == "cuda"
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -140,8 +152,10 @@ class CachedNetwork(CountedNetwork):
         self.hidden_layers = hidden_layers
         self.predicate = predicate
         config = network.config.get_text_config()
-        self.cache = RaggedCache(capacity, config.num_hidden_layers)
-        self._slots = torch.arange(capacity, device=network.device)[None]
+        on = layers_by_device(network)
+        self.cache = RaggedCache(capacity, config.num_hidden_layers, on)
+        self._several = len(on) > 1
+        self._slots = torch.arange(capacity, device=input_device(network))[None]
         self._clean = Layout(*self._slots.new_tensor([0, 0, -1])[:, None, None])
         self._known = config.vocab_size
 
@@ -195,7 +209,9 @@ class CachedNetwork(CountedNetwork):
         keep: The logits of the last `keep` tokens are returned, or of those with these numbers.
         """
         self.cache.place(slots, mask.shape[-1])
-        if isinstance(keep, int):
+        if self._several:  # the head may have another device
+            keep = keep if isinstance(keep, int) else keep.cpu()
+        elif isinstance(keep, int):
             keep = self._slots[0, tokens.shape[1] - keep : tokens.shape[1]]
         with capture(self.network, self.hidden_layers) as states, self.counted():
             logits = self._logits(
@@ -209,7 +225,7 @@ class CachedNetwork(CountedNetwork):
                 # the head is five times slower.
                 logits_to_keep=keep,
             )
-        return TargetOutput(logits, tuple(states))
+        return TargetOutput(logits, tuple(state.to(tokens.device) for state in states))
 
     def _layout(self, positions: Tensor, block_start: Tensor | None) -> Layout:
         # Of the positions' shape: a predicate need not read the index.

@@ -16,6 +16,7 @@ from decoding.engine.params import Chunk, Result, SamplingParams, Stats
 from decoding.engine.randomness import KeyedRandomness, Randomness, fresh_seed, request_seeds
 from decoding.engine.warp import seen_tokens, warp
 from models.masks import causal
+from models.placement import input_device
 
 _FEW = 2**16  # numbers of keyed noise whose making costs little more than the call
 
@@ -107,6 +108,7 @@ class Sampler(ABC):
         continues: Whether the text goes on from the prompt, which is not part of it.
         bench: The command that measures it against its plain counterpart.
         hidden_layers: Target layers whose outputs its passes return (`TargetOutput`).
+        device: Where the tokens of its batches are.
     """
 
     rules: tuple[str, ...] = ("coupled", "rejection")
@@ -117,7 +119,7 @@ class Sampler(ABC):
 
     def __init__(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
         self.check(target)
-        self.target = target.eval()
+        self.target, self.device = target.eval(), input_device(target)
         self.tokenizer = tokenizer
         self.vocabulary = target.config.get_text_config().vocab_size
         settings = getattr(target, "generation_config", None)
@@ -204,7 +206,7 @@ class Sampler(ABC):
         answers = [_Answer(p, [], Stats(lossy=lossy), Detokenizer(self.tokenizer)) for p in prompts]
         started = time.perf_counter()
         with torch.inference_mode():
-            randomness = randomness or KeyedRandomness(seeds, self.target.device)
+            randomness = randomness or KeyedRandomness(seeds, self.device)
             batch = self._batch(prompts, params, randomness)
             self.begin(batch, params)
         prefills = {name: n.passes for name, n in batch.networks.items()}
@@ -259,7 +261,7 @@ class Sampler(ABC):
     def start(self, prompt: list[int]) -> tuple[Batch, SamplingParams]:
         """One greedy request that has not begun, for looking at a single pass."""
         params = SamplingParams(max_new_tokens=1, temperature=0)
-        return self._batch([prompt], params, KeyedRandomness([0], self.target.device)), params
+        return self._batch([prompt], params, KeyedRandomness([0], self.device)), params
 
     def check(self, target: PreTrainedModel) -> None:
         """Raise ValueError for a target that this sampler cannot decode with."""
@@ -344,7 +346,7 @@ class Sampler(ABC):
 
     def _batch(self, prompts: list[list[int]], params: SamplingParams, randomness) -> Batch:
         capacity = max(map(len, prompts)) + params.max_new_tokens + self.margin(params)
-        return Batch(prompts, capacity, randomness, self.target.device)
+        return Batch(prompts, capacity, randomness, self.device)
 
     def _encode(self, prompt: str | list[int], params: SamplingParams) -> list[int]:
         ids = self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)

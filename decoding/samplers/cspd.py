@@ -19,7 +19,7 @@ from decoding.samplers.sequential import SequentialSampler
 from models import patches
 from models.patches import PatchTransformer, check_pair
 
-KNOBS = {"gamma": int}
+KNOBS = {"gamma": int, "prefill": float}
 
 
 class CspdSampler(SequentialSampler):
@@ -29,17 +29,28 @@ class CspdSampler(SequentialSampler):
         target: The target.
         drafter: A smaller model with the same patches, order, classes and noise schedule.
         gamma: Tokens drafted per cycle, unless a request gives another number.
+        prefill: Share of the tokens, at the start, that the target generates without drafts,
+            unless a request gives another.
 
     Raises:
-        ValueError: The models do not fit each other, or gamma is below 1.
+        ValueError: The models do not fit each other, gamma is below 1, or prefill not in [0, 1].
     """
 
-    def __init__(self, target: PatchTransformer, drafter: PatchTransformer, *, gamma: int):
+    def __init__(
+        self,
+        target: PatchTransformer,
+        drafter: PatchTransformer,
+        *,
+        gamma: int,
+        prefill: float = 0.0,
+    ):
         super().__init__(target)
         check_pair(target, drafter)
         if gamma < 1:
             raise ValueError(f"gamma={gamma} is not allowed: it must be at least 1")
-        self.drafter, self.gamma = drafter.eval(), gamma
+        if not 0 <= prefill <= 1:
+            raise ValueError(f"prefill={prefill} is not allowed: it must be in [0, 1]")
+        self.drafter, self.gamma, self.prefill = drafter.eval(), gamma, prefill
 
     def margin(self, params: ImageParams) -> int:
         return (params.gamma or self.gamma) + 1
@@ -104,4 +115,4 @@ def load(path: str, config: dict, *, target: str, dtype: str, device: str) -> Cs
         ValueError: A model cannot be loaded, or the two do not fit each other.
     """
     models = (patches.load(p, dtype).to(device) for p in (target, path))
-    return CspdSampler(*models, gamma=config["gamma"])
+    return CspdSampler(*models, gamma=config["gamma"], prefill=config.get("prefill", 0.0))

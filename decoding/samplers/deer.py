@@ -99,7 +99,7 @@ class DeerSampler(Sampler):
         super().__init__(target, tokenizer)
         if draft_ids is not None:
             vocabulary.check_vocabulary(None, self.vocabulary, draft_ids)
-            draft_ids = draft_ids.to(target.device)
+            draft_ids = draft_ids.to(self.device)
         self.draft_ids = draft_ids
         nodes = nodes if isinstance(nodes, dict) else {1: nodes}
         for number in nodes.values():
@@ -113,7 +113,7 @@ class DeerSampler(Sampler):
             for rows, by_temperature in (lengths or {}).items()
         }
         by_depth = _by_depth(sharpness if isinstance(sharpness, dict) else {})
-        self._sharpness = {t: torch.tensor(s, device=target.device) for t, s in by_depth.items()}
+        self._sharpness = {t: torch.tensor(s, device=self.device) for t, s in by_depth.items()}
         self.bigrams, self.scores, self.lookup = bigrams, {}, lookup
         if bigrams is not None:
             after = lru_cache(KEPT_TOKENS)(bigrams.after)

@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -49,6 +50,7 @@ class SequentialSampler:
 
     continues = False  # it continues no text, so benchmarks of text refuse it
     bench = "decoding.bench.images"
+    prefill = 0.0  # share of the tokens without drafts, where a request gives none
 
     def __init__(self, target: PatchTransformer):
         self.target = target.eval()
@@ -93,6 +95,8 @@ class SequentialSampler:
             seeds = request_seeds(fresh_seed() if params.seed is None else params.seed, len(labels))
         if len(seeds) != len(labels):
             raise ValueError(f"{len(seeds)} seeds were given for {len(labels)} classes")
+        if params.prefill is None:
+            params = replace(params, prefill=self.prefill)
         at_once = at_once or len(labels)
         assert randomness is None or at_once >= len(labels)
         # All rows of a batch are prefilled in the same passes.

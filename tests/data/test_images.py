@@ -97,3 +97,47 @@ def test_noise_depends_on_its_generator_alone():
 def test_noise_that_cannot_be_is_refused(key, value):
     with pytest.raises(ValueError, match=f"{key}={value}"):
         TokenNoise(**{key: value})
+
+
+def test_mirrored_images_are_taken_half_of_the_time():
+    made = rows("digits", 2, "unused", flips=True)
+    row = made[3]
+    picture, mirrored = (unpatchify(row[k][None], 8, 2)[0] for k in ("patches", "mirrored"))
+    assert torch.equal(mirrored, picture.flip(-1))
+    assert not torch.equal(mirrored, picture)
+    noise, generator = TokenNoise(), torch.Generator().manual_seed(0)
+    drawn = [noise(row, generator, n)["patches"] for n in range(200)]
+    taken = sum(torch.equal(patches, row["mirrored"]) for patches in drawn)
+    assert 70 < taken < 130
+    assert taken + sum(torch.equal(patches, row["patches"]) for patches in drawn) == 200
+    assert "mirrored" not in rows("digits", 2, "unused")[3]
+
+
+def test_without_flips_the_noise_is_what_it_was():
+    """A row without its mirror image draws nothing for it."""
+    plain = rows("digits", 2, "unused")[0]
+    samples = [
+        TokenNoise("random", repeats=2)(row, torch.Generator().manual_seed(1), 0)
+        for row in (plain, {**plain})
+    ]
+    generator = torch.Generator().manual_seed(1)
+    assert torch.equal(samples[0]["order"], torch.randperm(16, generator=generator))
+    assert torch.equal(samples[0]["noise"], samples[1]["noise"])
+
+
+def test_latents_of_mirrored_pixels(folder, tmp_path, monkeypatch):
+    """The encoder sees the mirrored pixels: its latents are no mirror image of the others."""
+    shift = SimpleNamespace(encode=lambda x: SimpleNamespace(
+        latent_dist=SimpleNamespace(mean=x[..., ::2, ::2] + torch.arange(2.0))
+    ))  # fmt: skip
+    monkeypatch.setitem(sys.modules, "diffusers", SimpleNamespace(AutoencoderKL=Vae))
+    monkeypatch.setattr("data.images._loaded", {"v": shift})
+    options = {"size": 4, "vae": "v", "flips": True}
+    first = rows(str(folder), 1, str(tmp_path / "kept"), **options)
+    monkeypatch.setattr("data.images._loaded", {"v": None})  # it is read from the cache
+    again = rows(str(folder), 1, str(tmp_path / "kept"), **options)
+    for made in (first, again):
+        row = made[1]
+        latents, mirrored = (unpatchify(row[k][None], 2, 1)[0] for k in ("patches", "mirrored"))
+        assert not torch.equal(latents.flip(-1), mirrored)
+    assert torch.equal(first[1]["mirrored"], again[1]["mirrored"])

@@ -175,8 +175,8 @@ def test_recipes_train_export_and_draw(exports, head):
     assert config["parade"]["method"] == "cspd"
     assert "decoding.images" in (draft / "README.md").read_text()
     assert not (draft / "custom_generate").exists()
-    sampler = load(str(draft), sampler=["gamma=3"])
-    assert sampler.gamma == 3
+    sampler = load(str(draft), sampler=["gamma=3", "prefill=0.1"])
+    assert (sampler.gamma, sampler.prefill) == (3, 0.1)
     results = sampler.generate([0, 9], ImageParams(seed=0))
     assert results[0].patches.shape == (4, 16)
     plain = load(str(draft), sampler=["method=sequential"])
@@ -258,6 +258,7 @@ def test_the_bench_s_acceptance_by_hand():
 MISTAKES = [
     (["module.distillation=-1.0"], "distillation=-1.0 is not allowed"),
     (["module.gamma=0"], "gamma=0 is not allowed"),
+    (["module.prefill=1.5"], "prefill=1.5 is not allowed"),
     (["network.order=random"], "order='random'"),
     (["network.head=flow"], "unknown head 'flow'"),
     (["lora.rank=4"], "only causal LMs take LoRA"),

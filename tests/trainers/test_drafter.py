@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from data.corruption.draft_blocks import DraftBlocks, SuffixNoise
 from data.text.tokenizer import train_tokenizer, with_draft_tokens
@@ -167,10 +168,25 @@ def test_the_target_is_there_for_the_loss_or_the_measurement(
         assert not any(p.requires_grad for p in module.target.parameters())
 
 
+@pytest.mark.parametrize(("soft", "loaded"), [(0.0, False), (0.5, True)])
+def test_processes_that_do_not_measure_load_no_target_for_it(
+    tokenizer, tmp_path, monkeypatch, soft, loaded
+):
+    tiny.causal_lm(257).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    module = module_of(tokenizer, soft)
+    module.attach_target(None)
+    give_target(module, config_of(str(tmp_path), 2))
+    assert (module.target is not None) == loaded
+
+
 def config_of(target, prompts):
     return SimpleNamespace(
         target=target,
         recipe="deer_stage2",
+        device_map=None,
+        trainer=SimpleNamespace(devices=1),
         module=SimpleNamespace(_target_="trainers.deer.Refinement"),
         acceptance=SimpleNamespace(prompts=prompts, dtype="bfloat16"),
     )

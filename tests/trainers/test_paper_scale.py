@@ -77,7 +77,8 @@ def test_the_published_chain_runs_on_local_models(hub):
         )
     )  # fmt: skip
     fit(compose([*arguments(hub, "deer_stage1"), *BLOCKS, target], "fit"))
-    export = fit(compose([*arguments(hub, "deer_stage2"), *BLOCKS, target], "fit"))
+    few = "data.train.prompts=null"  # of the published 100,000
+    export = fit(compose([*arguments(hub, "deer_stage2"), *BLOCKS, target, few], "fit"))
     network = AutoModelForCausalLM.from_pretrained(export)
     assert type(network).__name__ == "Qwen2ForCausalLM"
     # 320 rows hold all tokens and the two draft tokens: nothing was resized.
@@ -88,6 +89,44 @@ def test_the_published_chain_runs_on_local_models(hub):
     plain = PlainSampler(sampler.target, sampler.tokenizer)
     a, b = (s.generate(["def f3(x):"], params)[0] for s in (sampler, plain))
     assert a.token_ids == b.token_ids
+
+
+def test_the_math_drafter_learns_from_both_collections(hub):
+    """Two collections, a length in epochs, acceptance on the collections' own prompts."""
+    target, runs = f"target={hub / 'target'}", f"runs={hub / 'math'}"
+    fit(
+        compose(
+            [*arguments(hub, "diffusion_adapt", "chats.jsonl"), *BLOCKS, target, runs,
+             f"network.source.path={hub / 'source'}"], "fit",
+        )
+    )  # fmt: skip
+    for more in ([], ["name=sharegpt", "seed=1"]):
+        collect(
+            compose(
+                ["recipe=deer_math_answers", "scale=paper", runs, target, *more,
+                 f"prompts.source={hub / 'chats.jsonl'}", "prompts.length=40",
+                 "collector.max_new_tokens=12", "collector.device=cpu", "collector.dtype=float32"],
+                "collect",
+            )
+        )  # fmt: skip
+    measured = ["acceptance.prompts=2", "acceptance.max_new_tokens=6", "acceptance.dtype=float32"]
+    length = ["trainer.max_steps=null", "trainer.max_epochs=0.1"]
+    rows = {}
+    for recipe in ("deer_math_stage1", "deer_math_stage2"):
+        export = fit(
+            compose([*arguments(hub, recipe), *BLOCKS, target, runs, *measured, *length], "fit")
+        )
+        story = json.loads((export.parent / "provenance.json").read_text())
+        rows[recipe] = story["data"]["train"]["rows"]
+        assert "acceptance_length_t0.6" in (export.parent / "metrics.csv").read_text()
+    one = fit(
+        compose(
+            [*arguments(hub, "deer_math_stage1"), *BLOCKS, target, runs, "name=one",
+             "data.train.source=${answers[0]}"], "fit",
+        )
+    )  # fmt: skip
+    story = json.loads((one.parent / "provenance.json").read_text())
+    assert rows["deer_math_stage1"] > 1.5 * story["data"]["train"]["rows"]
 
 
 def test_fine_tuning_a_target(hub):

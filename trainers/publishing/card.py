@@ -57,6 +57,8 @@ def model_card(config: dict, metrics: dict, folder: Path) -> str:
         stock = "custom_generate='<this folder or repository>', trust_remote_code=True"
         serve += f"\n\n# or, in Python:\ntarget.generate(**inputs, {stock})"
     trainer, train = settings["trainer"], dict(settings["data"]["train"])
+    epochs = trainer.get("max_epochs")
+    length = f"{trainer['max_steps']} steps" if epochs is None else f"{epochs:g} epochs in steps"
     reader = train.pop("_target_")
     details = [k for k in config if k not in ("method", "target", "example", "graph", "command")]
     dirty = ", with uncommitted changes" if story["git_dirty"] else ""
@@ -67,8 +69,8 @@ def model_card(config: dict, metrics: dict, folder: Path) -> str:
         "LoRA": _lora(lora) if lora else None,
         "Data": f"{', '.join(f'{k}={v}' for k, v in train.items())} ({reader})",
         **_origin(story),
-        "Recipe": f"`{settings['recipe']}` at scale `{settings['scale']}`: {trainer['max_steps']} "
-        f"steps of {trainer['batch_size']} rows, seed {settings['seed']}; every setting is in "
+        "Recipe": f"`{settings['recipe']}` at scale `{settings['scale']}`: {length} "
+        f"of {trainer['batch_size']} rows, seed {settings['seed']}; every setting is in "
         "`parade_config.yaml`",
         "Command": f"`{story['command']}` (commit {story['git_commit']}{dirty})",
         "Versions": ", ".join(

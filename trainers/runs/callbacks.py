@@ -33,8 +33,10 @@ class AcceptanceLength(Callback):
     def on_validation_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Decode the prompts at every temperature and log the acceptance lengths."""
         with fused_attention(module.network):
-            if module.sampler() is None:
-                return
+            there = module.sampler() is not None
+        # The first process decides for all: only there is a target that training does not read.
+        if not trainer.strategy.broadcast(there):
+            return
         with whole_network(module) as here, fused_attention(module.network):
             lengths = self._measure(module.sampler()) if here else None
         # What is logged must be the same on every process: it decides what is kept.

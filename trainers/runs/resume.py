@@ -11,7 +11,8 @@ from trainers.publishing.export_folder import is_export
 from trainers.runs.checkpoint_files import Damaged, checkpoint_files, step_of
 
 # Settings that a run may change when it goes on: where it runs, not what it computes.
-FREE = ("resume", "needs", "logger", "strategy", "trainer.devices", "trainer.num_nodes",
+FREE = ("resume", "needs", "logger", "strategy", "device_map", "trainer.devices",
+        "trainer.num_nodes",
         "trainer.strategy", "trainer.accelerator", "trainer.workers", "trainer.compile",
         "trainer.micro_batch_size", "trainer.checkpoint_activations", "trainer.checkpoint_every",
         "trainer.keep_last", "trainer.keep_best", "lora.merge")  # fmt: skip

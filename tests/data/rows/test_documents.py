@@ -62,3 +62,27 @@ def test_packed_windows_share_short_documents(tmp_path, tokenizer):
     assert windows == [[a, a, a, end, b, b], [b, end, c, c, c, end]]
     with pytest.raises(ValueError, match="packed windows"):
         packed_windows(str(source), tokenizer, 99, 6, split="train")
+
+
+def test_several_collections_take_turns(collection, tokenizer):
+    other = collection / "other"
+    (collection / "answers").rename(collection / "first")
+    rows = [{"id": "p0", "answer": 0, "prompt_ids": [1], "answer_ids": [200], "score": 1.0}]
+    name = next(f"q{i}" for i in range(100) if not is_held_out(f"answers to q{i}"))
+    rows[0]["id"] = name
+    shard_path(other, 0).parent.mkdir(parents=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), shard_path(other, 0))
+    manifest = {"tokenizer": fingerprint(tokenizer), "recipe": "y"}
+    (other / "manifest.json").write_text(json.dumps(manifest))
+
+    def tokens(*sources, **options):
+        found = answers(sources, 2, tokenizer, str(collection / "rows"), **options)
+        return [int(row["input_ids"][1]) for row in found]
+
+    first, other = str(collection / "first"), str(other)
+    assert tokens(first, other)[:4] == [0, 200, 10, 20]
+    assert sorted(tokens(other, first)) == sorted(tokens(first, other))
+    assert tokens(first, other, prompts=2) == [0, 200, 1]
+    assert tokens(other, where="score>=1") == [200]
+    with pytest.raises(ValueError, match=r"first.*other.*7 prompts.*prompts=8"):
+        tokens(first, other, prompts=8)

@@ -5,9 +5,13 @@ import subprocess
 import sys
 from collections import Counter
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
+from data.corpora.answers import shard_path
 from data.text.prompts import WINDOW, heldout_prompts
+from data.text.tokenizer import fingerprint
 
 
 def write_jsonl(path, rows):
@@ -153,3 +157,56 @@ def test_decoding_needs_no_datasets():
         "assert next(iter(load_documents('stdlib', 'heldout', limit=1)))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def write_collection(folder, tokenizer, fingerprint):
+    rows = [
+        {"id": f"p{n}", "answer": j, "prompt_ids": [1, n % 50, 3], "answer_ids": [9, 9]}
+        for n in range(120)
+        for j in range(2)
+    ]
+    shard_path(folder, 0).parent.mkdir(parents=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), shard_path(folder, 0))
+    manifest = {"tokenizer": fingerprint, "recipe": "x"}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return str(folder)
+
+
+def test_the_prompts_of_a_collection_are_those_of_its_split(tmp_path, tokenizer):
+    source = write_collection(tmp_path, tokenizer, fingerprint(tokenizer))
+    train = heldout_prompts(source, tokenizer, None, split="train")
+    heldout = heldout_prompts(source, tokenizer, None)
+    assert {p["id"] for p in train} | {p["id"] for p in heldout} == {f"p{n}" for n in range(120)}
+    assert len(train) + len(heldout) == 120  # each once, and without its answers
+    assert heldout
+    assert len(train) > len(heldout)
+    assert all(p["prompt_ids"] == [1, int(p["id"][1:]) % 50, 3] for p in train)
+    assert [p["id"] for p in train][:5] != [f"p{n}" for n in range(5)]  # a fair sample
+    assert heldout_prompts(source, tokenizer, 3, split="train") == train[:3]
+    assert heldout_prompts(source, tokenizer, 1, 2)[0]["prompt_ids"][-1] == 3
+    with pytest.raises(ValueError, match="count=500"):
+        heldout_prompts(source, tokenizer, 500, split="train")
+    with pytest.raises(ValueError, match="subset='a'"):
+        heldout_prompts(source, tokenizer, 1, subset="a")
+
+
+def test_a_collection_of_another_tokenizer(tmp_path, tokenizer):
+    source = write_collection(tmp_path, tokenizer, "other")
+    with pytest.raises(ValueError, match="another tokenizer"):
+        heldout_prompts(source, tokenizer, 1)
+
+
+def test_no_count_takes_all(folder, tokenizer):
+    every = heldout_prompts(folder, tokenizer, None, 16, split="train")
+    assert heldout_prompts(folder, tokenizer, len(every), 16, split="train") == every
+    with pytest.raises(ValueError, match=f"count={len(every) + 1}"):
+        heldout_prompts(folder, tokenizer, len(every) + 1, 16, split="train")
+
+
+def test_a_benchmark_takes_no_condition(tmp_path, tokenizer):
+    source = write_jsonl(
+        tmp_path / "a.jsonl", [{"question_id": 1, "category": "math", "turns": ["x"]}]
+    )
+    assert heldout_prompts(source, tokenizer, 1)
+    with pytest.raises(ValueError, match=r"where='a==1'.*benchmark"):
+        heldout_prompts(source, tokenizer, 1, where="a==1")

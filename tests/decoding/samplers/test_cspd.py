@@ -185,6 +185,20 @@ def test_prefilled_tokens_are_the_targets():
     assert all_of_it.stats.drafter_passes == 0
 
 
+def test_the_share_of_the_export_counts_where_a_request_gives_none():
+    target, drafter = images.pair(size=3)
+    sampler = CspdSampler(target, drafter, gamma=2, prefill=0.34)
+    emitted = sampler.generate([0], ImageParams(seed=1))[0].stats.emitted
+    given = CspdSampler(target, drafter, gamma=2)
+    assert emitted == given.generate([0], ImageParams(seed=1, prefill=0.34))[0].stats.emitted
+    assert emitted[:3] == [1, 1, 1]
+    none = sampler.generate([0], ImageParams(seed=1, prefill=0.0))[0].stats.emitted
+    assert none == given.generate([0], ImageParams(seed=1))[0].stats.emitted
+    assert none != emitted
+    with pytest.raises(ValueError, match=r"prefill=1.5"):
+        CspdSampler(target, drafter, gamma=2, prefill=1.5)
+
+
 def test_alignment_raises_the_acceptance():
     sampler = CspdSampler(*images.pair("diffusion", strength=0.05), gamma=2)
     shares = [

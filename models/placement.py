@@ -1,0 +1,117 @@
+"""Placement: a network's weights spread over devices, host memory and disk (`device_map`).
+
+transformers and accelerate do the work: a layer runs on its own device, and one whose weights are
+in host memory or on disk gets them for the length of its forward. A network that is spread must
+not be moved with `.to()`; its inputs go to `input_device`.
+"""
+
+import re
+from collections import Counter
+from importlib.util import find_spec
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
+_LIMIT = re.compile(r"(cpu|\d+):(\d+(?:\.\d+)?)(KB|MB|GB|KiB|MiB|GiB)")
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_NOT_RUN_ON = ("cpu", "disk")  # where weights only wait, if the map names a GPU too
+
+
+def loading_options(device_map: str | None) -> dict:
+    """The arguments of `from_pretrained` that spread a network.
+
+    Args:
+        device_map: A strategy of accelerate ('auto', 'balanced', ...), or how much memory each
+            device may give, as '0:60GiB,cpu:200GiB' (the first GPU, then host memory; what is left
+            stays on disk). None: the network is not spread.
+
+    Returns:
+        {} for None, else `device_map` and, with limits, `max_memory` (bytes by device).
+
+    Raises:
+        ValueError: Another text, a GPU that is not there, or accelerate is not installed.
+    """
+    if device_map is None:
+        return {}
+    limits = None if device_map in STRATEGIES else parsed(device_map)
+    if find_spec("accelerate") is None:
+        raise ValueError(f"device_map={device_map} needs accelerate: pip install accelerate")
+    if limits is None:
+        return {"device_map": device_map}
+    return {"device_map": "auto", "max_memory": limits}
+
+
+def parsed(device_map: str) -> dict[int | str, int]:
+    """The bytes that each device may give, of '0:60GiB,cpu:200GiB'.
+
+    Raises:
+        ValueError: Another text, or a GPU that is not there.
+
+    >>> parsed("cpu:1.5MiB")
+    {'cpu': 1572864}
+    """
+    limits = {}
+    for part in device_map.replace(" ", "").split(","):
+        if not (limit := _LIMIT.fullmatch(part)):
+            raise ValueError(
+                f"device_map={device_map!r} is not allowed. Choose from {list(STRATEGIES)}, or "
+                "give limits such as 0:60GiB,cpu:200GiB (the number of a GPU or cpu, and its "
+                "memory; the rest stays on disk)"
+            )
+        device = limit[1] if limit[1] == "cpu" else int(limit[1])
+        if device != "cpu" and device >= (count := torch.cuda.device_count()):
+            raise ValueError(
+                f"device_map={device_map!r} names GPU {device}, but there are {count} here: number "
+                "them from 0, or give cpu alone"
+            )
+        limits[device] = int(float(limit[2]) * _UNITS[limit[3]])
+    return limits
+
+
+def is_spread(network: nn.Module) -> bool:
+    """Whether a network was loaded with a `device_map` that uses more than one device."""
+    return bool(getattr(network, "hf_device_map", None))
+
+
+def place(network: PreTrainedModel, device: torch.device | str) -> PreTrainedModel:
+    """The network on a device, or, if it is spread, where it is."""
+    return network if is_spread(network) else network.to(device)
+
+
+def input_device(network: PreTrainedModel) -> torch.device:
+    """The device that a network's inputs go to, and its logits come from.
+
+    Of a spread one that is the first that runs anything: weights in host memory and on disk are
+    brought to the first GPU, or used on the CPU where there is none.
+    """
+    if not is_spread(network):
+        return network.device
+    return _runs_on(next(iter(_devices(network)), "cpu"))
+
+
+def layers_by_device(network: PreTrainedModel) -> Counter[torch.device]:
+    """How many decoder layers run on each device of a spread network; empty for any other."""
+    layers = getattr(network.get_decoder(), "layers", None) if is_spread(network) else None
+    if not isinstance(layers, nn.ModuleList):
+        return Counter()
+    names = {id(module): name for name, module in network.named_modules()}
+    return Counter(_device_of(network, names[id(layer)]) for layer in layers)
+
+
+def _device_of(network: PreTrainedModel, name: str) -> torch.device:
+    """Where a module runs: the map names it, or a module that it is part of."""
+    places = network.hf_device_map
+    while name and name not in places:
+        name = name.rpartition(".")[0]
+    place = places.get(name, "disk")
+    return input_device(network) if place in _NOT_RUN_ON else _runs_on(place)
+
+
+def _devices(network: PreTrainedModel) -> list:
+    return [place for place in network.hf_device_map.values() if place not in _NOT_RUN_ON]
+
+
+def _runs_on(place: int | str | torch.device) -> torch.device:
+    return torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
