@@ -21,8 +21,11 @@ from models.patches import PatchConfig
 class ImageOptions(ModelOptions):
     """The model of images, how it samples, and how its latents become pixels."""
 
-    model: str = option(NEEDED, "an export of a drafter (its target is loaded too) or of a target")
+    model: str = option(
+        NEEDED, "an export of a drafter (its target is loaded too) or of a target; a file of MAR's"
+    )
     target: str | None = option(None, "a target instead of the one that the export names")
+    sampler: tuple[str, ...] = option((), "other knobs than the export's, as [gamma=8]")
     temperature: float = option(1.0, "times the noise of every step")
     guidance: float = option(1.0, "scale of classifier-free guidance; 1 is off", least=0)
     guidance_schedule: str = option(
@@ -33,6 +36,11 @@ class ImageOptions(ModelOptions):
     scale: float = option(1.0, "of those latents")
     dtype: str = option("float32", "of the weights in memory", choices=DTYPES)
 
+    @property
+    def loading(self) -> dict:
+        """Arguments of `decoding.load`, without the model."""
+        return {name: getattr(self, name) for name in ("target", "sampler", "dtype", "device")}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Images(ImageOptions):
@@ -41,7 +49,6 @@ class Images(ImageOptions):
     EXAMPLE: ClassVar[str] = "model=runs/cspd_draft/export classes=[0,1,2] count=4"
 
     classes: tuple[int, ...] = option(NEEDED, "numbers of the classes", least=0)
-    sampler: tuple[str, ...] = option((), "other knobs than the export's, as [gamma=8]")
     count: int = option(1, "images of each class", least=1)
     batch_size: int = option(64, "images that are made at once", least=1)
     verify: str = option(
@@ -61,13 +68,7 @@ def run(argv: list[str]) -> None:
     """Run the command with its arguments `key=value`."""
     quiet()
     request = parse(argv, Images, "decoding.images")
-    sampler = load(
-        request.model,
-        target=request.target,
-        sampler=request.sampler,
-        dtype=request.dtype,
-        device=request.device,
-    )
+    sampler = load(request.model, **request.loading)
     if not isinstance(sampler, SequentialSampler):
         raise ValueError(f"{request.model!r} makes text: use python -m decoding.generate")
     labels = [c for c in request.classes for _ in range(request.count)]

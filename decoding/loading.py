@@ -16,7 +16,7 @@ from data.text.tokenizer import fingerprint
 from decoding import samplers
 from decoding.commands.cli import convert, split, unknown
 from decoding.engine.sampler import Sampler
-from models import causal
+from models import causal, mar
 
 # The file with the `parade` entry of an adapter's export: beside a config.json, transformers would
 # look for the weights of the adapter's base in the same folder.
@@ -46,7 +46,7 @@ def load(
 
     Returns:
         A `Sampler`, with `generate` and `stream`. For a model of images it is the sampler of
-        `decoding.samplers.sequential` or `decoding.samplers.cspd` instead.
+        `decoding.samplers.sequential`, `mar` or `cspd` instead.
 
     Raises:
         ValueError: The folder is missing or damaged, the Hub cannot be reached, the method or a
@@ -175,12 +175,15 @@ def parade_config(path: str) -> dict:
         path: The export's folder or Hub id.
 
     Returns:
-        The entry, or that of plain decoding for a model that has none.
+        The entry, or that of plain decoding for a model that has none. A file in the layout of
+        MAR's program (`models.mar.from_checkpoint`) has that of MAR's own sampler.
 
     Raises:
         ValueError: There is no model, its file is damaged, or it is an adapter and peft is not
             installed.
     """
+    if path.endswith(mar.CHECKPOINTS):
+        return {"method": "mar"}
     path = causal.local_path(path)
     if causal.looks_local(path):
         file = next((f for f in (Path(path) / name for name in CONFIGS) if f.is_file()), None)
