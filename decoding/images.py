@@ -33,7 +33,7 @@ class ImageOptions(ModelOptions):
     )
     prefill: float = option(0.0, "share of the tokens that the target makes alone, at the start")
     vae: str | None = option(None, "of the latents that the models were trained on")
-    scale: float = option(1.0, "of those latents")
+    scale: float = option(1.0, "of those latents; MAR's 0.2325")
     dtype: str = option("float32", "of the weights in memory", choices=DTYPES)
 
     @property
@@ -90,7 +90,7 @@ def pixels(
     Args:
         results: B images as patches.
         config: Of the model that made them: the image's size and the patches' side.
-        vae: Folder or Hub id of the autoencoder, where the model makes latents.
+        vae: Folder, Hub id or file of the autoencoder, where the model makes latents.
         scale: Factor that the latents were multiplied with for training.
 
     Returns:
