@@ -222,9 +222,11 @@ def guidance_scale(index: Tensor, tokens: int, params: ImageParams, uncounted: i
         uncounted: Tokens at the end with the scale of the one before; MAR's program has 1.
 
     Returns:
-        [...].
+        float64 [...].
     """
-    scale = torch.full(index.shape, params.guidance, device=index.device)
+    scale = torch.full_like(index, params.guidance, dtype=torch.float64)
     if params.guidance_schedule == "linear":
-        scale = 1 + (params.guidance - 1) * (index + 1).clamp_max(tokens - uncounted) / tokens
+        scale = (
+            1 + (params.guidance - 1) * (index + 1).clamp_max(tokens - uncounted).double() / tokens
+        )
     return scale
