@@ -65,7 +65,8 @@ class MarSampler(SequentialSampler):
 
     Args:
         target: The MAR.
-        iterations: Passes an image; with as many as there are tokens, each pass makes one.
+        iterations: Passes an image; with as many as there are tokens, each pass makes one. None is
+            the program's default of 64, or fewer where there are fewer tokens.
         numbers: 'keyed': an image depends on its own seed only; 'published': the random numbers of
             MAR's program, where a batch has one seed (`PublishedRandomness`).
 
@@ -73,13 +74,16 @@ class MarSampler(SequentialSampler):
         ValueError: Another network, or a value that is not allowed.
     """
 
-    def __init__(self, target: MarTransformer, *, iterations: int = 64, numbers: str = "keyed"):
+    def __init__(
+        self, target: MarTransformer, *, iterations: int | None = None, numbers: str = "keyed"
+    ):
         super().__init__(target)
         if not isinstance(target, MarTransformer):
             raise ValueError("method=mar is for MAR's checkpoints: use method=sequential")
         if numbers not in NUMBERS:
             raise ValueError(f"unknown numbers {numbers!r}. Choose from {list(NUMBERS)}")
         N = target.config.tokens
+        iterations = min(64, N) if iterations is None else iterations
         if not 1 <= iterations <= N:
             raise ValueError(
                 f"iterations={iterations} is not allowed: an image has {N} tokens, and each pass "
