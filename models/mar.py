@@ -24,7 +24,7 @@ from models.heads import DiffusionHead
 from models.weights import check_complete, check_finite, one_line
 
 CHECKPOINTS = (".pth", ".safetensors")
-HEADS = {768: 12, 1024: 16, 1280: 16}  # attention heads of MAR-B, -L and -H, by hidden size
+PUBLIC_HEADS = {768: 12, 1024: 16, 1280: 16}  # attention heads of MAR-B, -L and -H, by hidden size
 # Names of the diffusion head's tensors: in a checkpoint, and in `models.heads.DiffusionHead`.
 RENAMED = (
     (r"^diffloss\.net\.", "head."),
@@ -114,13 +114,17 @@ class MarTransformer(PreTrainedModel):
         self.fake_latent = nn.Parameter(torch.empty(1, hidden))
         self.z_proj, self.z_proj_ln = nn.Linear(D, hidden), nn.LayerNorm(hidden, eps=1e-6)
         self.encoder_pos_embed_learned = nn.Parameter(torch.empty(1, length, hidden))
-        self.encoder_blocks = nn.ModuleList(_Block(**encoder) for _ in range(encoder["layers"]))
+        self.encoder_blocks = nn.ModuleList(
+            _Block(hidden, encoder["heads"]) for _ in range(encoder["layers"])
+        )
         self.encoder_norm = nn.LayerNorm(hidden, eps=1e-6)
         width = decoder["hidden"]
         self.decoder_embed = nn.Linear(hidden, width)
         self.mask_token = nn.Parameter(torch.empty(1, 1, width))
         self.decoder_pos_embed_learned = nn.Parameter(torch.empty(1, length, width))
-        self.decoder_blocks = nn.ModuleList(_Block(**decoder) for _ in range(decoder["layers"]))
+        self.decoder_blocks = nn.ModuleList(
+            _Block(width, decoder["heads"]) for _ in range(decoder["layers"])
+        )
         self.decoder_norm = nn.LayerNorm(width, eps=1e-6)
         self.diffusion_pos_embed_learned = nn.Parameter(torch.empty(1, N, width))
         self.head = DiffusionHead(width, D, variance="learned", affine=True, **config.head)
@@ -227,7 +231,7 @@ class _Mlp(nn.Module):
 class _Block(nn.Module):
     """A pre-norm layer of a vision transformer (ViT, arXiv 2010.11929)."""
 
-    def __init__(self, hidden: int, heads: int, layers: int):
+    def __init__(self, hidden: int, heads: int):
         super().__init__()
         self.norm1, self.norm2 = (nn.LayerNorm(hidden, eps=1e-6) for _ in "12")
         self.attn, self.mlp = _Attention(hidden, heads), _Mlp(hidden)
@@ -301,7 +305,7 @@ def from_checkpoint(
     }
     check_complete(network, found)
     network.load_state_dict(tensors, assign=True)
-    network = network.requires_grad_(False).eval()
+    network.eval()
     if dtype != "auto":
         network.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
     check_finite(network)
@@ -312,7 +316,7 @@ def _tensors(path: str, average: bool) -> dict[str, Tensor]:
     """The tensors of a checkpoint by their published names."""
     if path.endswith(".safetensors"):
         return load_file(path)
-    # The programs' own options lie beside the weights, as a plain record.
+    # Beside the weights the file holds the program's options, as a plain record.
     with torch.serialization.safe_globals([argparse.Namespace]):
         file = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
     names = ("model_ema", "model") if average else ("model",)
@@ -347,12 +351,14 @@ def _config(tensors: dict[str, Tensor], heads: int | None, patch: int) -> MarCon
 
 def _half(tensors: dict[str, Tensor], name: str, hidden: int, heads: int | None) -> dict[str, int]:
     """{hidden, layers, heads} of the encoder or the decoder."""
-    if heads is None and hidden not in HEADS:
+    if heads is None and hidden not in PUBLIC_HEADS:
         raise ValueError(
-            f"hidden size {hidden} is none of the public models' {sorted(HEADS)}, and a checkpoint "
-            "does not tell its number of attention heads: models.mar.from_checkpoint(heads=...)"
+            f"hidden size {hidden} is none of the public models' {sorted(PUBLIC_HEADS)}, and a "
+            "checkpoint does not tell its number of attention heads: give it to "
+            "models.mar.from_checkpoint(heads=...), and save_pretrained writes a folder"
         )
-    return {"hidden": hidden, "layers": _count(tensors, name), "heads": heads or HEADS[hidden]}
+    heads = heads or PUBLIC_HEADS[hidden]
+    return {"hidden": hidden, "layers": _count(tensors, name), "heads": heads}
 
 
 def _count(tensors: dict[str, Tensor], prefix: str) -> int:

@@ -29,7 +29,7 @@ def one_line(what: str, path: str) -> Iterator[None]:
     except Exception as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         if not Path(path).exists():
-            reason = f"there is no such folder. {reason}"
+            reason = f"there is no such folder or file. {reason}"
         raise ValueError(f"cannot load {what} from {path!r}: {reason}") from error
 
 

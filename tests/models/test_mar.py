@@ -82,7 +82,7 @@ SIZES = {  # hidden, layers, width and depth of the head, weights as the public 
 @pytest.mark.parametrize("size", SIZES)
 def test_sizes_follow_from_a_checkpoints_shapes(size):
     hidden, layers, width, depth, weights = SIZES[size]
-    half = {"hidden": hidden, "layers": layers, "heads": mar.HEADS[hidden]}
+    half = {"hidden": hidden, "layers": layers, "heads": mar.PUBLIC_HEADS[hidden]}
     head = {"width": width, "depth": depth}
     with torch.device("meta"):
         network = MarTransformer(MarConfig(encoder=half, decoder=half, head=head))
@@ -121,7 +121,7 @@ def test_other_files_hold_one_set_of_weights(tmp_path):
 
 
 def test_a_checkpoint_becomes_a_folder(tmp_path, monkeypatch):
-    monkeypatch.setitem(mar.HEADS, 16, 2)
+    monkeypatch.setitem(mar.PUBLIC_HEADS, 16, 2)
     network = load(checkpoint(model(head={"depth": 2}), tmp_path / "x.pth"), "float32")
     network.save_pretrained(tmp_path / "folder")
     again = load(str(tmp_path / "folder"))
@@ -170,7 +170,7 @@ def test_nothing_in_a_file_is_executed(tmp_path):
 
 @pytest.fixture
 def tensors(monkeypatch):
-    monkeypatch.setitem(mar.HEADS, 16, 2)
+    monkeypatch.setitem(mar.PUBLIC_HEADS, 16, 2)
     return published(model())
 
 

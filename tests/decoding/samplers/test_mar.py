@@ -235,8 +235,8 @@ class TestSpeculation:
 @pytest.fixture
 def files(tmp_path, monkeypatch):
     """Checkpoints of a target and of a smaller drafter, in the layout of MAR's program."""
-    monkeypatch.setitem(mar.HEADS, 16, 2)
-    monkeypatch.setitem(mar.HEADS, 8, 2)
+    monkeypatch.setitem(mar.PUBLIC_HEADS, 16, 2)
+    monkeypatch.setitem(mar.PUBLIC_HEADS, 8, 2)
     half = {"hidden": 8, "layers": 1, "heads": 2}
     target = checkpoint(model(size=3), tmp_path / "large.pth")
     drafter = checkpoint(model(1, size=3, encoder=half, decoder=half), tmp_path / "small.pth")
