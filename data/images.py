@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 
 from data.corpora.stdlib import check_split
 from data.files import atomic_write
+from data.vae import FILES, from_file
 
 SUFFIXES = (".jpeg", ".jpg", ".png", ".webp")
 
@@ -90,8 +91,8 @@ def rows(
         folder: cache of the resized images or latents.
         split: 'train', or 'heldout' for every tenth image.
         size: side, in pixels, to which a folder's images are cropped and resized.
-        vae: folder or Hub id of a diffusers AutoencoderKL. The rows are then its latents (the mean
-            of the encoder's distribution).
+        vae: folder or Hub id of a diffusers AutoencoderKL, or MAR's file. The rows are then its
+            latents (the mean of the encoder's distribution).
         scale: factor of the images or latents.
         flips: whether each image is there mirrored too; `TokenNoise` takes one of the two at
             random, as MAR does. Latents are made of the mirrored pixels.
@@ -265,10 +266,10 @@ def _encoder(vae: str):
 
 
 def autoencoder(vae: str):
-    """A diffusers AutoencoderKL from a folder or the Hub, loaded once per process.
+    """A diffusers AutoencoderKL from a folder, the Hub or MAR's file, loaded once per process.
 
     Raises:
-        ValueError: if diffusers is not installed.
+        ValueError: if diffusers is not installed, or a file (`data.vae`) cannot be read.
     """
     try:
         from diffusers import AutoencoderKL
@@ -277,7 +278,9 @@ def autoencoder(vae: str):
             f"vae={vae!r} needs diffusers. Run: pip install 'parade[images]'"
         ) from None
     if vae not in _loaded:
-        _loaded[vae] = AutoencoderKL.from_pretrained(vae).eval()
+        file = vae.endswith(FILES)
+        model = from_file(vae, AutoencoderKL) if file else AutoencoderKL.from_pretrained(vae)
+        _loaded[vae] = model.eval()
     return _loaded[vae]
 
 

@@ -21,8 +21,11 @@ from models.patches import PatchConfig
 class ImageOptions(ModelOptions):
     """The model of images, how it samples, and how its latents become pixels."""
 
-    model: str = option(NEEDED, "an export of a drafter (its target is loaded too) or of a target")
+    model: str = option(
+        NEEDED, "an export of a drafter (its target is loaded too) or of a target; a file of MAR's"
+    )
     target: str | None = option(None, "a target instead of the one that the export names")
+    sampler: tuple[str, ...] = option((), "other knobs than the export's, as [gamma=8]")
     temperature: float = option(1.0, "times the noise of every step")
     guidance: float = option(1.0, "scale of classifier-free guidance; 1 is off", least=0)
     guidance_schedule: str = option(
@@ -32,8 +35,13 @@ class ImageOptions(ModelOptions):
         None, "share of the tokens that the target makes alone, at the start; null: the export's"
     )
     vae: str | None = option(None, "of the latents that the models were trained on")
-    scale: float = option(1.0, "of those latents")
+    scale: float = option(1.0, "of those latents; MAR's 0.2325")
     dtype: str = option("float32", "of the weights in memory", choices=DTYPES)
+
+    @property
+    def loading(self) -> dict:
+        """Arguments of `decoding.load`, without the model."""
+        return {"target": self.target, "sampler": self.sampler, **self.placing}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +51,6 @@ class Images(ImageOptions):
     EXAMPLE: ClassVar[str] = "model=runs/cspd_draft/export classes=[0,1,2] count=4"
 
     classes: tuple[int, ...] = option(NEEDED, "numbers of the classes", least=0)
-    sampler: tuple[str, ...] = option((), "other knobs than the export's, as [gamma=8]")
     count: int = option(1, "images of each class", least=1)
     batch_size: int = option(64, "images that are made at once", least=1)
     verify: str = option(
@@ -63,12 +70,7 @@ def run(argv: list[str]) -> None:
     """Run the command with its arguments `key=value`."""
     quiet()
     request = parse(argv, Images, "decoding.images")
-    sampler = load(
-        request.model,
-        target=request.target,
-        sampler=request.sampler,
-        **request.placing,
-    )
+    sampler = load(request.model, **request.loading)
     if not isinstance(sampler, SequentialSampler):
         raise ValueError(f"{request.model!r} makes text: use python -m decoding.generate")
     labels = [c for c in request.classes for _ in range(request.count)]
@@ -90,7 +92,7 @@ def pixels(
     Args:
         results: B images as patches.
         config: Of the model that made them: the image's size and the patches' side.
-        vae: Folder or Hub id of the autoencoder, where the model makes latents.
+        vae: Folder, Hub id or file of the autoencoder, where the model makes latents.
         scale: Factor that the latents were multiplied with for training.
 
     Returns:

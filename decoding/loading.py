@@ -17,7 +17,7 @@ from data.text.tokenizer import fingerprint
 from decoding import samplers
 from decoding.commands.cli import convert, split, unknown
 from decoding.engine.sampler import Sampler
-from models import causal, public
+from models import causal, mar, public
 from models.placement import input_device
 
 # The file with the `parade` entry of an adapter's export: beside a config.json, transformers would
@@ -55,7 +55,7 @@ def load(
 
     Returns:
         A `Sampler`, with `generate` and `stream`. For a model of images it is the sampler of
-        `decoding.samplers.sequential` or `decoding.samplers.cspd` instead.
+        `decoding.samplers.sequential`, `mar` or `cspd` instead.
 
     Raises:
         ValueError: The folder is missing or damaged, the Hub cannot be reached, the method or a
@@ -192,12 +192,16 @@ def parade_config(path: str) -> dict:
         path: The export's folder or Hub id.
 
     Returns:
-        The entry, or for a model that has none that of plain decoding (of XLNet, see `METHODS`).
+        The entry, or for a model that has none that of plain decoding (of XLNet, see `METHODS`). A
+        file in the layout of MAR's program (`models.mar.from_checkpoint`) has that of MAR's own
+        sampler.
 
     Raises:
         ValueError: There is no model, its file is damaged, or it is an adapter and peft is not
             installed.
     """
+    if path.endswith(mar.CHECKPOINTS):
+        return {"method": "mar"}
     path = causal.local_path(path)
     if causal.looks_local(path):
         file = next((f for f in (Path(path) / name for name in CONFIGS) if f.is_file()), None)

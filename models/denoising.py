@@ -7,6 +7,7 @@ Sources: DDPM, arXiv 2006.11239; improved DDPM, arXiv 2102.09672; MAR, arXiv 240
 
 import math
 from functools import lru_cache
+from itertools import accumulate, repeat
 from typing import NamedTuple
 
 import torch
@@ -94,7 +95,9 @@ def kernels(schedule: DiffusionSchedule) -> tuple[Kernel, ...]:
         )
     if not 0 <= least < 1:
         raise ValueError(f"least_signal={least} is not allowed: it must be in [0, 1)")
-    times = [round(i * (noise_steps - 1) / (steps - 1)) for i in range(steps)]
+    # Sums of the stride, and not its multiples: they round as in the published respacing.
+    strides = repeat((noise_steps - 1) / (steps - 1), steps - 1)
+    times = [round(t) for t in accumulate(strides, initial=0.0)]
     abars = [signal(noise_steps, least)[t] for t in times]
     found = []
     for i, (time, abar) in enumerate(zip(times, abars)):
@@ -139,6 +142,8 @@ def posterior(
         variance: one of `VARIANCES`.
     """
     mean = kernel.scale * (x - kernel.shift * noise)
+    if kernel.large == -math.inf:  # a last step without noise; a share of -inf would be no number
+        return mean, torch.zeros_like(mean)
     if variance == "learned":
         share = (raw + 1) / 2
         return mean, (0.5 * (share * kernel.large + (1 - share) * kernel.small)).exp()

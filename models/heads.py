@@ -8,9 +8,11 @@ Symbols: z [..., H], hidden states; x [..., D], states; guidance: the hidden sta
 a class and the guidance scale [...], or None.
 """
 
+import math
+
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import layer_norm, silu
 
 from models.denoising import VARIANCES, DiffusionSchedule, kernels, posterior
 from models.densities import Gaussian, GaussianMixture
@@ -75,6 +77,7 @@ class DiffusionHead(nn.Module):
         depth: residual blocks of the MLP.
         variance: 'small' or 'large' (fixed; then drafter and target have equal variances, and
             their chains can be coupled by reflection), or 'learned'.
+        affine: whether the blocks' layer norms have a scale and a shift, as in MAR's checkpoints.
         **schedule: fields of `models.denoising.DiffusionSchedule`.
 
     Raises:
@@ -89,6 +92,7 @@ class DiffusionHead(nn.Module):
         width: int,
         depth: int,
         variance: str = "small",
+        affine: bool = False,
         **schedule,
     ):
         super().__init__()
@@ -96,12 +100,24 @@ class DiffusionHead(nn.Module):
             raise ValueError(f"unknown variance {variance!r}. Choose from {list(VARIANCES)}")
         self.dim, self.variance = dim, variance
         self.schedule = DiffusionSchedule(**schedule)
-        self.steps = len(kernels(self.schedule))
+        self.respace()
         self.token, self.condition = nn.Linear(dim, width), nn.Linear(hidden, width)
         self.time = nn.Sequential(nn.Linear(256, width), nn.SiLU(), nn.Linear(width, width))
-        self.blocks = nn.ModuleList(_Block(width) for _ in range(depth))
+        self.blocks = nn.ModuleList(_Block(width, affine) for _ in range(depth))
         self.last = _Modulated(width, 2)
         self.out = zero(nn.Linear(width, dim * (2 if variance == "learned" else 1)))
+
+    def respace(self, **schedule) -> None:
+        """Sample with another chain of the same weights.
+
+        Args:
+            **schedule: fields of `models.denoising.DiffusionSchedule` that change.
+
+        Raises:
+            ValueError: for a schedule that is not allowed.
+        """
+        changed = self.schedule._replace(**schedule)
+        self.steps, self.schedule = len(kernels(changed)), changed
 
     def forward(self, x: Tensor, time: Tensor, z: Tensor) -> tuple[Tensor, Tensor | None]:
         """The noise estimate eps and the raw variance (None unless learned), [..., D] each."""
@@ -110,7 +126,7 @@ class DiffusionHead(nn.Module):
         for block in self.blocks:
             h = block(h, c)
         shift, scale = self.last(c)
-        out = self.out(_normed(h, shift, scale))
+        out = self.out(layer_norm(h, h.shape[-1:], eps=1e-6) * (1 + scale) + shift)
         if self.variance != "learned":
             return out, None
         return out[..., : self.dim], out[..., self.dim :]
@@ -139,23 +155,20 @@ class _Modulated(nn.Module):
 class _Block(nn.Module):
     """A residual MLP block with adaptive layer norm (DiT, arXiv 2212.09748, section 3.2)."""
 
-    def __init__(self, width: int):
+    def __init__(self, width: int, affine: bool):
         super().__init__()
+        self.norm = nn.LayerNorm(width, eps=1e-6, elementwise_affine=affine)
         self.modulation = _Modulated(width, 3)
         self.mlp = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
 
     def forward(self, h: Tensor, c: Tensor) -> Tensor:
         shift, scale, gate = self.modulation(c)
-        return h + gate * self.mlp(_normed(h, shift, scale))
-
-
-def _normed(h: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    return nn.functional.layer_norm(h, h.shape[-1:], eps=1e-6) * (1 + scale) + shift
+        return h + gate * self.mlp(self.norm(h) * (1 + scale) + shift)
 
 
 def _waves(time: Tensor) -> Tensor:
     """Sinusoidal embedding [..., 256] of times [...]."""
-    rates = 10_000 ** (-torch.arange(128, device=time.device) / 128)
+    rates = (-math.log(10_000) * torch.arange(128, device=time.device) / 128).exp()
     angles = time[..., None] * rates
     return torch.cat([angles.cos(), angles.sin()], -1)
 

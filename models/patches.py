@@ -6,8 +6,6 @@ values are cached. Input i is token i - 1 of the order, with the embeddings of i
 of the position to predict, that of token i (sigma-GPT, arXiv 2404.09562); input 0 is the class.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -16,7 +14,7 @@ from transformers import LlamaConfig, LlamaModel, PreTrainedConfig, PreTrainedMo
 from transformers import initialization as init
 
 from models.heads import HEADS
-from models.weights import check_complete, check_finite
+from models.weights import check_complete, check_finite, one_line
 
 ORDERS = ("raster", "random")
 # MAR's sizes (arXiv 2406.11838): hidden size, layers of its two halves, and the head's MLP.
@@ -242,7 +240,8 @@ def check_pair(target: PatchTransformer, drafter: PatchTransformer) -> None:
     if ours is not None and not ours.noisy_last:
         raise ValueError(
             "noisy_last=false: the chain's last step has no noise, so a token has no density and "
-            "drafts cannot be verified. Train both models with noisy_last=true"
+            "drafts cannot be verified. Train both models with noisy_last=true, or decode with it: "
+            "'sampler=[method=cspd,gamma=4,noisy_last=true]'"
         )
 
 
@@ -258,7 +257,7 @@ def skeleton(path: str) -> PatchTransformer:
     Raises:
         ValueError: One line that names the path and why it cannot be read.
     """
-    with _one_line(path), torch.device("meta"):
+    with one_line("a patch transformer", path), torch.device("meta"):
         return PatchTransformer(PatchConfig.from_pretrained(path))
 
 
@@ -276,7 +275,7 @@ def load(path: str, dtype: str | torch.dtype = "float32") -> PatchTransformer:
         ValueError: One line that names the path and what is wrong with it: missing, damaged,
             tensors missing or too many, in a local folder weights that are not finite.
     """
-    with _one_line(path):
+    with one_line("a patch transformer", path):
         network, found = PatchTransformer.from_pretrained(
             path, dtype=dtype, output_loading_info=True
         )
@@ -284,15 +283,3 @@ def load(path: str, dtype: str | torch.dtype = "float32") -> PatchTransformer:
         if Path(path).exists():
             check_finite(network)
         return network
-
-
-@contextmanager
-def _one_line(path: str) -> Iterator[None]:
-    """A context that turns any library's error into one line that names the path."""
-    try:
-        yield
-    except Exception as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        if not Path(path).exists():
-            reason = f"there is no such folder. {reason}"
-        raise ValueError(f"cannot load a patch transformer from {path!r}: {reason}") from error

@@ -3,12 +3,34 @@
 transformers fills what a checkpoint lacks with random numbers and says so only in a log.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import nn
 
 SHOWN = 3  # keys that a message names
+
+
+@contextmanager
+def one_line(what: str, path: str) -> Iterator[None]:
+    """A context that turns any library's error into one line.
+
+    Args:
+        what: What is loaded, such as 'a MAR'.
+        path: From where.
+
+    Raises:
+        ValueError: Whatever was raised inside; the line names `what` and the path.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        if not Path(path).exists():
+            reason = f"there is no such folder or file. {reason}"
+        raise ValueError(f"cannot load {what} from {path!r}: {reason}") from error
 
 
 def check_complete(network: nn.Module, found: Mapping[str, Collection]) -> None:

@@ -31,7 +31,7 @@ LAYERS_OF_DECODING = [  # a package of decoding/ imports from those before it, a
     {"generate", "images", "collect", "calibrate", "fetch", "harness"},
     {"bench", "lm_eval"},
 ]
-LAYERS_OF_DATA = [{"files"}, {"corpora"}, {"text"}, {"corruption"}, {"rows", "images"}]
+LAYERS_OF_DATA = [{"files", "vae"}, {"corpora"}, {"text"}, {"corruption"}, {"rows", "images"}]
 # Only the commands that compose recipes may need Hydra, and only in decoding/.
 COMPOSES = {"decoding/commands", "decoding/collect.py"}
 LAZY = {"datasets"}  # there only inside functions

@@ -60,7 +60,7 @@ def run(argv: list[str]) -> None:
     """Run the command with its arguments `key=value`."""
     quiet()
     request = parse(argv, Fid, "decoding.bench.fid")
-    sampler = load(request.model, target=request.target, **request.placing)
+    sampler = load(request.model, **request.loading)
     if not isinstance(sampler, SequentialSampler):
         raise ValueError(f"{request.model!r} makes text, no images: FID compares images")
     drafts = [way for way in request.ways if way != "sequential"]

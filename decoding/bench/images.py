@@ -69,7 +69,7 @@ def run(argv: list[str]) -> None:
     quiet()
     bench = parse(argv, ImageBench, "decoding.bench.images")
     out = results_folder(bench, "bench")
-    sampler = load(bench.model, target=bench.target, **bench.placing)
+    sampler = load(bench.model, **bench.loading)
     if not isinstance(sampler, CspdSampler):
         raise ValueError(f"{bench.model!r} is no drafter of images: python -m decoding.images")
     report(bench, sampler, out)

@@ -100,7 +100,7 @@ class ImageBatch:
         lengths: How many of the patches are committed, [B].
         accepted: Which patches are accepted drafts, bool [B, capacity].
         randomness: What each row draws from.
-        networks: The cached networks, 'target' and 'drafter'.
+        networks: The networks, 'target' and 'drafter' (`decoding.continuous.prefixes`).
     """
 
     TENSORS = ("label", "order", "patches", "accepted", "lengths")
@@ -120,7 +120,7 @@ class ImageBatch:
         self.accepted = torch.zeros_like(self.order, dtype=torch.bool)
         self.lengths = torch.zeros_like(label)
         self.randomness = randomness
-        self.networks: dict[str, PatchNetwork] = {}
+        self.networks: dict[str, CountedNetwork] = {}
 
     def append(self, patches: Tensor, counts: Tensor, accepted: Tensor) -> None:
         """Commit the first counts [B] of patches [B, m, D], accepted [B, m] from the draft."""
@@ -159,20 +159,25 @@ class PatchNetwork(CountedNetwork):
         free: Run each row a second time without its class, for guidance.
     """
 
+    uncounted = 0  # of the tokens, in the schedule of guidance: `guidance_scale`
+
     def __init__(self, network: PatchTransformer, capacity: int, free: bool):
         super().__init__(network)
         self.free = free
         self.cache = RaggedCache(capacity, network.backbone.config.num_hidden_layers)
 
-    def __call__(self, batch: ImageBatch, index: Tensor) -> tuple[Tensor, Tensor | None]:
+    def __call__(
+        self, batch: ImageBatch, index: Tensor, keep: int = 0
+    ) -> tuple[Tensor, Tensor | None]:
         """The hidden states that the head conditions on.
 
         Args:
             batch: The unfinished requests.
             index: Indices into the order of generation, [B, n].
+            keep: Tokens, the last ones, that are wanted; 0 is all.
 
         Returns:
-            z [B, n, H], and z without the class (None unless `free`).
+            z [B, keep, H], and z without the class (None unless `free`).
         """
         if self.free:
             no_class = torch.full_like(batch.label, self.network.config.classes)
@@ -190,7 +195,7 @@ class PatchNetwork(CountedNetwork):
                 position_ids=index,
                 past_key_values=self.cache,
                 use_cache=True,
-            ).last_hidden_state
+            ).last_hidden_state[:, -keep:]
         return tuple(z.chunk(2)) if self.free else (z, None)
 
     def inputs(self, batch: ImageBatch, index: Tensor, label: Tensor) -> Tensor:
@@ -208,18 +213,21 @@ class PatchNetwork(CountedNetwork):
         self.cache.select(torch.cat([rows, rows + batch]) if self.free else rows)
 
 
-def guidance_scale(index: Tensor, tokens: int, params: ImageParams) -> Tensor:
+def guidance_scale(index: Tensor, tokens: int, params: ImageParams, uncounted: int = 0) -> Tensor:
     """The scale of classifier-free guidance of each token.
 
     Args:
         index: Indices i into the order of generation, [...].
         tokens: Tokens N of an image.
         params: Its scale s and schedule; 'linear' is MAR's, 1 + (s - 1) (i + 1) / N.
+        uncounted: Tokens at the end with the scale of the one before; MAR's program has 1.
 
     Returns:
-        [...].
+        float64 [...].
     """
-    scale = torch.full(index.shape, params.guidance, device=index.device)
+    scale = torch.full_like(index, params.guidance, dtype=torch.float64)
     if params.guidance_schedule == "linear":
-        scale = 1 + (params.guidance - 1) * ((index + 1) / tokens).clamp_max(1)
+        scale = (
+            1 + (params.guidance - 1) * (index + 1).clamp_max(tokens - uncounted).double() / tokens
+        )
     return scale

@@ -1,6 +1,7 @@
 """CSpD: continuous speculative decoding of images (the paper of that name), made lossless.
 
-The drafter drafts gamma tokens one after the other. The target evaluates all of them in one pass,
+The drafter drafts gamma tokens one after the other. The target evaluates all of them in one pass
+(a bidirectional MAR by a row for each prefix, `decoding.continuous.prefixes.PrefixNetwork`),
 and its denoising chains for these tokens and the next one run as one batch, coupled to the
 drafter's chains (`decoding.continuous.denoising_chains`). The ends of the target's chains are the
 tokens: a draft is accepted while both chains have the same end, the first different end is the
@@ -13,20 +14,21 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from decoding.continuous import prefixes
 from decoding.continuous.denoising_chains import Trajectory, follow, follow_relaxed, join, run_chain
 from decoding.continuous.image_state import ImageBatch, ImageParams
+from decoding.continuous.prefixes import CHAIN, ImageTransformer
 from decoding.samplers.sequential import SequentialSampler
-from models import patches
-from models.patches import PatchTransformer, check_pair
+from models.patches import check_pair
 
-KNOBS = {"gamma": int, "prefill": float}
+KNOBS = {"gamma": int, "prefill": float, **CHAIN}
 
 
 class CspdSampler(SequentialSampler):
     """Speculative sampler of images.
 
     Args:
-        target: The target.
+        target: A patch transformer or a MAR.
         drafter: A smaller model with the same patches, order, classes and noise schedule.
         gamma: Tokens drafted per cycle, unless a request gives another number.
         prefill: Share of the tokens, at the start, that the target generates without drafts,
@@ -38,8 +40,8 @@ class CspdSampler(SequentialSampler):
 
     def __init__(
         self,
-        target: PatchTransformer,
-        drafter: PatchTransformer,
+        target: ImageTransformer,
+        drafter: ImageTransformer,
         *,
         gamma: int,
         prefill: float = 0.0,
@@ -98,7 +100,7 @@ class CspdSampler(SequentialSampler):
         return join([*chains, chains[-1]])
 
 
-def load(path: str, config: dict, *, target: str, dtype: str, device: str) -> CspdSampler:
+def load(path: str, config: dict, *, target: str | None, dtype: str, device: str) -> CspdSampler:
     """The sampler of an exported drafter.
 
     Args:
@@ -112,7 +114,13 @@ def load(path: str, config: dict, *, target: str, dtype: str, device: str) -> Cs
         The sampler, with both models on the device.
 
     Raises:
-        ValueError: A model cannot be loaded, or the two do not fit each other.
+        ValueError: No target or gamma is known, a model cannot be loaded, or the two do not fit
+            each other.
     """
-    models = (patches.load(p, dtype).to(device) for p in (target, path))
+    if target is None or "gamma" not in config:
+        raise ValueError(
+            f"{path!r} does not name its target and how many tokens to draft: give target=, and "
+            "'sampler=[method=cspd,gamma=4]'"
+        )
+    models = (prefixes.load(p, config, dtype, device) for p in (target, path))
     return CspdSampler(*models, gamma=config["gamma"], prefill=config.get("prefill", 0.0))

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from decoding.continuous import prefixes
 from decoding.continuous.denoising_chains import Step, run_chain
 from decoding.continuous.image_state import (
     ImageBatch,
@@ -16,6 +17,7 @@ from decoding.continuous.image_state import (
     PatchNetwork,
     guidance_scale,
 )
+from decoding.continuous.prefixes import CHAIN, ImageTransformer, PrefixNetwork, in_decoding
 from decoding.engine.params import Stats
 from decoding.engine.randomness import (
     ContinuousRandomness,
@@ -23,8 +25,8 @@ from decoding.engine.randomness import (
     fresh_seed,
     request_seeds,
 )
-from models import patches
-from models.patches import PatchTransformer
+
+KNOBS = CHAIN
 
 
 class Wanted(NamedTuple):
@@ -42,17 +44,17 @@ class Wanted(NamedTuple):
 
 
 class SequentialSampler:
-    """Sampler of images: a patch transformer, one target pass per token.
+    """Sampler of images: one target pass per token.
 
     Args:
-        target: The patch transformer.
+        target: A patch transformer or a MAR.
     """
 
     continues = False  # it continues no text, so benchmarks of text refuse it
     bench = "decoding.bench.images"
     prefill = 0.0  # share of the tokens without drafts, where a request gives none
 
-    def __init__(self, target: PatchTransformer):
+    def __init__(self, target: ImageTransformer):
         self.target = target.eval()
 
     def generate(
@@ -193,16 +195,19 @@ class SequentialSampler:
             drafts, bool [B, m].
         """
         index = batch.lengths[:, None]
-        step = self.step("target", batch, index, params)
-        start = batch.randomness.normal((*index.shape, self.target.config.dim)).to(batch.patches)
-        x = run_chain(step, start, self.target.head.steps, batch.randomness).states[-1]
+        x = self.run(batch, self.step("target", batch, index, params), index)
         return x, torch.ones_like(batch.lengths), torch.zeros_like(index, dtype=torch.bool)
 
+    def run(self, batch: ImageBatch, step: Step, index: Tensor) -> Tensor:
+        """Run the target's chains of the tokens at index [B, n]; returns x_0 [B, n, D]."""
+        start = batch.randomness.normal((*index.shape, self.target.config.dim)).to(batch.patches)
+        return run_chain(step, start, self.target.head.steps, batch.randomness).states[-1]
+
     def cached(
-        self, network: PatchTransformer, batch: ImageBatch, params: ImageParams
-    ) -> PatchNetwork:
-        """A network with an empty cache that has room for these images."""
-        return PatchNetwork(network, batch.order.shape[1] + 1, params.guidance != 1)
+        self, network: ImageTransformer, batch: ImageBatch, params: ImageParams
+    ) -> PatchNetwork | PrefixNetwork:
+        """A network with, if it takes one, an empty cache that has room for these images."""
+        return in_decoding(network, batch.order.shape[1] + 1, params.guidance != 1)
 
     def step(
         self, name: str, batch: ImageBatch, index: Tensor, params: ImageParams, keep: int = 0
@@ -220,11 +225,31 @@ class SequentialSampler:
             The density of each step of the chains, [B, keep].
         """
         network = batch.networks[name]
-        z, free = (None if t is None else t[:, -keep:] for t in network(batch, index))
+        return self.chain(network, network(batch, index, keep), index[:, -keep:], params)
+
+    def chain(
+        self,
+        network: PatchNetwork | PrefixNetwork,
+        hidden: tuple[Tensor, Tensor | None],
+        index: Tensor,
+        params: ImageParams,
+    ) -> Step:
+        """The densities of denoising chains, given a network's states.
+
+        Args:
+            network: The network.
+            hidden: Its states z [B, n, H] with the class, and without it (or None).
+            index: Indices of the tokens into the order of generation, [B, n], for guidance.
+            params: Guidance and temperature.
+
+        Returns:
+            The density of each step of the chains, [B, n].
+        """
+        z, free = hidden
         guidance = None
         if free is not None:
-            scale = guidance_scale(index[:, -keep:], self.target.config.tokens, params)
-            guidance = (free, scale)
+            tokens = self.target.config.tokens
+            guidance = free, guidance_scale(index, tokens, params, network.uncounted)
         head = network.network.head
 
         def density(i: int, x: Tensor):
@@ -264,4 +289,4 @@ def load(path: str, config: dict, *, target: str | None, dtype: str, device: str
         dtype: Of the weights.
         device: Where to run.
     """
-    return SequentialSampler(patches.load(target or path, dtype).to(device))
+    return SequentialSampler(prefixes.load(target or path, config, dtype, device))

@@ -120,6 +120,33 @@ class TestDenoising:
         assert last.small == before.small > -20
         assert kernels(DiffusionSchedule(100, 10, 0.0, False))[-1].small == float("-inf")
 
+    def test_a_last_step_without_noise_has_none_of_a_learned_variance_either(self):
+        kernel = kernels(DiffusionSchedule(100, 10, 0.0, False))[-1]
+        x = torch.ones(5)
+        mean, std = posterior(x, x, torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0]), kernel, "learned")
+        assert not std.any()
+        assert mean.isfinite().all()
+
+    @pytest.mark.parametrize("steps", [2, 21, 25, 100, 1000])
+    def test_times_are_rounded_sums_of_the_stride(self, steps):
+        """As published programs respace; 21 steps differ from rounded multiples."""
+        times, at = [], 0.0
+        for _ in range(steps):
+            times.append(round(at))
+            at += 999 / (steps - 1)
+        assert [k.time for k in reversed(kernels(DiffusionSchedule(1000, steps)))] == times
+        multiples = [round(i * 999 / (steps - 1)) for i in range(steps)]
+        assert (times == multiples) == (steps != 21)
+
+    def test_another_chain_of_the_same_weights(self):
+        head = images.model("diffusion").head
+        head.respace(steps=7)
+        assert head.steps == len(kernels(head.schedule)) == 7
+        assert head.schedule.noise_steps == 50
+        with pytest.raises(ValueError, match="steps=51"):
+            head.respace(steps=51)
+        assert head.steps == 7
+
     def test_a_learned_variance_lies_between(self):
         kernel = kernels(DiffusionSchedule(100, 10))[4]
         x = torch.zeros(3)

@@ -34,14 +34,14 @@ def test_the_schedule_of_table_4_ends_in_a_block_of_noise_alone():
     assert times(2, 1, "linear", 1.0) == [0, 0]
     whole = answer([8], 1, [1, 2, 5, 4, 5, 6], 3, 2, replay(ROW, 3))
     for t_max, first in ((None, [1, 1, 1]), (1.0, [1, 1, 1]), (0.3, [0, 1, 1])):
-        sample = NoisyBlocks(2, "reverse", TOKENIZER, t_max)(whole, generator())
+        sample = NoisyBlocks(2, "reverse", TOKENIZER, t_max=t_max)(whole, generator())
         assert sample["noised"][0].tolist() == first, t_max
 
 
 def test_mistakes_in_a_schedule():
     for t_max in (0, 1.5, -1):
         with pytest.raises(ValueError, match=rf"t_max={t_max} "):
-            NoisyBlocks(4, "linear", TOKENIZER, t_max)
+            NoisyBlocks(4, "linear", TOKENIZER, t_max=t_max)
     with pytest.raises(ValueError, match="window=0"):
         NoisyBlocks(0, "linear", TOKENIZER)
     with pytest.raises(ValueError, match=r"'cosine'.*'linear'"):
