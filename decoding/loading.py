@@ -59,15 +59,8 @@ def load(
 
     Raises:
         ValueError: The folder is missing or damaged, the Hub cannot be reached, the method or a
-            knob is unknown, the target's tokenizer is not the drafter's, or `device_map` is none or
-            is given for a model of images.
-
-    Example:
-        from decoding import SamplingParams, load
-
-        sampler = load("runs/deer_stage2/export")
-        (result,) = sampler.generate(["def fib(n):"], SamplingParams(temperature=0.7, seed=1))
-        print(result.text)
+            knob is unknown, the target's tokenizer is not the drafter's, or `device_map` is invalid
+            or given for a model of images.
     """
     config = sampling_config(path, sampler)
     method = _module(config["method"])

@@ -108,8 +108,8 @@ def load(
 
     Raises:
         ValueError: One line that names the path and what is wrong with it: missing, damaged, not a
-            model, tensors missing or too many, in a local folder weights that are not finite; or a
-            `device_map` that is none.
+            model, tensors missing or too many, in a local folder weights that are not finite;
+            an invalid `device_map`.
     """
     options |= loading_options(device_map)
     # For weights on disk that no safetensors file holds as they are, such as merged experts.

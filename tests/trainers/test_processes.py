@@ -88,6 +88,17 @@ def test_two_processes_give_the_loss_curve_of_one(lab, whole):
     assert not same_weights(whole, whole.with_name("seed"))
 
 
+def test_the_first_process_alone_has_the_target_that_only_acceptance_needs(lab):
+    """It is spread there; what it measures is on the curve of both."""
+    spread = ("device_map=cpu:100KB", "name=first")
+    output = chaos.finish(lab.start("deer_stage1", *TWO, *spread))
+    assert output.count("offloaded to the") == 1  # accelerate's line, once a process
+    for column in ("acceptance_length_t0", "acceptance_length_t1"):
+        one, two = (curve(lab.runs / "deer_stage1" / n, column) for n in ("", "first"))
+        assert one
+        assert two == pytest.approx(one, rel=1e-6)
+
+
 def test_two_processes_give_the_gradient_of_one(lab, tmp_path):
     """In float64, of the same global batch, to 1e-10."""
     script = tmp_path / "save_gradients.py"

@@ -38,7 +38,8 @@ class AcceptanceLength(Callback):
         if not trainer.strategy.broadcast(there):
             return
         with whole_network(module) as here, fused_attention(module.network):
-            lengths = self._measure(module.sampler()) if here else None
+            measures = here and trainer.is_global_zero
+            lengths = self._measure(module.sampler()) if measures else None
         # What is logged must be the same on every process: it decides what is kept.
         for name, length in trainer.strategy.broadcast(lengths).items():
             module.log(name, length, prog_bar=True)
