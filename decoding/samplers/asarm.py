@@ -314,7 +314,7 @@ class AsarmSampler(Infiller):
         Raises:
             ValueError: An order that is no permutation of the text's positions.
         """
-        ids = torch.tensor(tokens, device=self.target.device)
+        ids = torch.tensor(tokens, device=self.device)
         masked = ~torch.tensor(given, device=ids.device)
         sigma = binary_lattice(~masked)
         if order is not None:

@@ -110,7 +110,7 @@ class SpiffySampler(DenoiseSampler):
                 f"the draft graph has vocabulary rank {self.width}, but the model has only "
                 f"{self.vocabulary - 1} tokens beside its mask"
             )
-        self.formulas = formulas(graph, self.target.device)
+        self.formulas = formulas(graph, self.device)
 
     def lossy(self, params: SamplingParams) -> str:
         """Lossy where other blocks depend on this one, and so on one of its states only."""
