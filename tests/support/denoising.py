@@ -105,13 +105,13 @@ def reference(
                 other = model(torch.tensor([bare]), attention_mask=seen).logits[0]
                 logits = other + (guidance + 1) * (logits - other)
             found = []
-            for place in range(start, end):
-                if x[place] == V:
-                    p = logits[place - shifted].softmax(-1)
+            for position in range(start, end):
+                if x[position] == V:
+                    p = logits[position - shifted].softmax(-1)
                     token = int(p[:V].argmax())  # never the mask
-                    found.append((float(p[token]), place, token))
+                    found.append((float(p[token]), position, token))
             found.sort(reverse=True)
             count = S if threshold is None else max(1, sum(p >= threshold for p, _, _ in found))
-            for _, place, token in found[:count]:
-                x[place] = token
+            for _, position, token in found[:count]:
+                x[position] = token
     return x[len(prompt) : len(prompt) + new]
