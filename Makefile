@@ -3,7 +3,7 @@ PY := .venv/bin/python
 FIT := $(PY) -m trainers.fit
 RUNS ?= runs
 
-.PHONY: quickstart small-deer small-deer-scaling small-pcllm test paper-scale chaos packed-step lint docs docs-serve lab-deer-stage1 lab-deer lab-deer-losses lab-pcllm lab-pcllm-ablations lab-pcllm-losses lab-asarm lab-asarm-trees lab-spiffy lab-cspd clean
+.PHONY: quickstart small-deer small-deer-scaling small-pcllm test paper-scale chaos packed-step lint docs docs-serve lab-deer-stage1 lab-deer lab-deer-losses lab-deer-figures lab-pcllm lab-pcllm-ablations lab-pcllm-losses lab-asarm lab-asarm-trees lab-spiffy lab-cspd clean
 
 .venv/installed: setup.cfg constraints.txt
 	test -x $(PY) || python3 -m venv .venv
@@ -72,6 +72,19 @@ lab-deer-losses: lab-deer-stage1  ## stage II with each of its losses: a short r
 	$(LOSS) name=coupled_miss module.teacher_loss=coupled_miss
 	$(LOSS) name=length module.teacher_loss=length module.alpha=1.0
 	$(BENCH) model=$(DEER)2/kl/export 'also=[$(TAUGHT)]' prompts=32 prompt_lookup=0 out=$(DEER)2/losses
+
+# Suffixes of up to 96 tokens as published, and blocks of 4 to 32.
+SUFFIX = $(LOSS) module.soft=0.0 data.corruption.anchors=4 data.corruption.length=96 data.corruption.schedule.shortest=1
+BLOCKS = $(DEER)2/block_8/export,$(DEER)2/block_16/export,$(DEER)2/block_32/export
+lab-deer-figures: lab-deer-stage1  ## DEER's Figures 6 and 8: the base of stage II's weights, and block sizes
+	$(SUFFIX) name=alpha_1.01 module.alpha=1.01
+	$(SUFFIX) name=alpha_1.02 module.alpha=1.02
+	$(SUFFIX) name=alpha_1.05 module.alpha=1.05
+	$(LOSS) name=block_4 module.block_size=4 data.corruption.length=4 data.corruption.schedule.shortest=4
+	$(LOSS) name=block_8 module.block_size=8 data.corruption.length=8 data.corruption.schedule.shortest=8
+	$(LOSS) name=block_16 module.block_size=16 data.corruption.length=16 data.corruption.schedule.shortest=16
+	$(LOSS) name=block_32 module.block_size=32 data.corruption.length=32 data.corruption.schedule.shortest=32
+	$(BENCH) model=$(DEER)2/block_4/export 'also=[$(BLOCKS)]' prompts=64 max_new_tokens=64 prompt_lookup=0 out=$(DEER)2/blocks
 
 PCLLM = $(RUNS)/lab/pcllm_round
 HELDOUT = $(PY) -m decoding.bench.heldout_loss model=$(RUNS)/lab/ar_target/export answers=$(RUNS)/lab/pcllm_trajectories runs=$(RUNS)/lab

@@ -42,6 +42,7 @@ def commands(target):
 LABS = (
     "lab-deer",
     "lab-deer-losses",
+    "lab-deer-figures",
     "lab-pcllm",
     "lab-pcllm-ablations",
     "lab-pcllm-losses",
