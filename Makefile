@@ -47,7 +47,7 @@ small-deer: .venv/small  ## DEER on a real model, from nothing to its figures on
 	$(FIT) recipe=diffusion_adapt $(SMALL)
 	$(FIT) recipe=deer_stage1 $(SMALL) trainer.compile=true
 	$(FIT) recipe=deer_stage2 $(SMALL) trainer.compile=true
-	$(PY) -m decoding.calibrate model=$(DRAFTER) answers=$(RUNS)/small/deer_answers source=docstrings nodes=[5,8,12,16]
+	$(PY) -m decoding.calibrate model=$(DRAFTER) answers=$(RUNS)/small/deer_answers source=docstrings nodes=[5,8,12,16] sharpness=[1.0]
 	$(PY) -m decoding.bench model=$(DRAFTER) source=humaneval prompts=64 max_new_tokens=128
 
 # What more prompts, and what more steps, bring: compare the acceptance lengths in each metrics.csv.

@@ -18,6 +18,7 @@ from decoding.samplers.deer import DeerSampler
 
 LEAST, MOST = 0.05, 20.0  # sharpness
 TURNS = 4  # of maximising in w, then in s
+RANKED = 4096  # tokens of a depth that the likelihood is over; no tree reaches as far
 
 
 def fit(
@@ -25,7 +26,9 @@ def fit(
 ) -> tuple[list[float], list[float]]:
     """The maximum likelihood (s, w): argmax of mean log softmax(s z + w score)[choice], by depth.
 
-    The likelihood is concave in (s, w), and is maximised in each in turn, given the other.
+    The likelihood is concave in (s, w), and is maximised in each in turn, given the other. It is
+    over the RANKED best tokens of a depth, and over those choices that are among them: a token that
+    the drafter does not have tells nothing about s.
 
     Args:
         z: Log-probabilities of the drafter plus noise, -inf for impossible tokens, [n, k, V].
@@ -34,18 +37,23 @@ def fit(
 
     Returns:
         s and w of each depth, [k] and [k]. w is 0 at the first depth, whose parent is the same for
-        all nodes, and without `bigrams`.
+        all nodes, and without `bigrams`; s is 1 and w is 0 at a depth without such a choice.
     """
     sharpness, weights = [], []
-    for i in range(z.shape[1]):  # one depth at a time: n V numbers in float64 take much memory
-        at = z[:, i].double()
+    for i in range(z.shape[1]):
+        at, ids = z[:, i].topk(min(RANKED, z.shape[-1]))
+        is_choice = (ids == choice[:, i, None]) & at.isfinite()
+        known = is_choice.any(-1)
+        at, ids, chosen = at[known].double(), ids[known], is_choice[known].int().argmax(-1)
         at = at.masked_fill(at.isinf(), torch.finfo(torch.float32).min)  # 0 times -inf is NaN
-        s, w = _best(at, choice[:, i], torch.zeros(()), LEAST), 0.0
-        if i and bigrams is not None:
-            score = bigrams.rows(choice[:, i - 1]).double()
+        s, w = 1.0, 0.0
+        if known.any():
+            s = _best(at, chosen, torch.zeros(()), LEAST)
+        if i and bigrams is not None and known.any():
+            score = bigrams.rows(choice[known, i - 1]).gather(-1, ids).double()
             for _ in range(TURNS):
-                w = _best(score, choice[:, i], s * at, 0.0)
-                s = _best(at, choice[:, i], w * score, LEAST)
+                w = _best(score, chosen, s * at, 0.0)
+                s = _best(at, chosen, w * score, LEAST)
         sharpness.append(round(s, 2))
         weights.append(round(w, 2))
     return sharpness, weights

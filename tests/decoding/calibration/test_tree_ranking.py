@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from decoding.calibration import tree_ranking
 from decoding.calibration.tree_ranking import MOST, fit, observed
 from decoding.drafting.tree import ROOT, draft_trees
 from decoding.engine.params import SamplingParams
@@ -31,6 +32,23 @@ def test_tokens_that_cannot_be_do_no_harm():
     assert fit(torch.cat([z, torch.full_like(z[..., :2], -torch.inf)], -1), choice) == fit(
         z, choice
     )
+
+
+def test_choices_that_the_drafter_does_not_have_tell_nothing():
+    z, choice = drawn([2.0, 1.0])
+    missing = z.clone()
+    missing[:1000] = missing[:1000].scatter(-1, choice[:1000, :, None], -torch.inf)
+    assert fit(missing, choice) == fit(z[1000:], choice[1000:])
+    assert fit(torch.full_like(z, -torch.inf), choice) == ([1.0, 1.0], [0.0, 0.0])
+
+
+def test_the_tokens_of_a_large_vocabulary_that_no_tree_reaches_are_left_out(monkeypatch):
+    z, choice = drawn([3.0, 2.0], V=40)
+    whole, _ = fit(z, choice)
+    monkeypatch.setattr(tree_ranking, "RANKED", 20)
+    assert fit(z, choice)[0] == pytest.approx(whole, abs=0.05)
+    monkeypatch.setattr(tree_ranking, "RANKED", 1)  # negative control: one token tells nothing
+    assert fit(z, choice)[0] != pytest.approx(whole, abs=0.05)
 
 
 def test_a_drafter_that_is_always_right_or_always_wrong():
