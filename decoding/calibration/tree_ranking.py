@@ -103,7 +103,7 @@ def observed(
             capacity = len(text) + k + sampler.margin(params)
             randomness = KeyedRandomness([seed] * len(starts), device)
             batch = Batch([text[:n] for n in starts], capacity, randomness, device)
-            sampler.begin(batch, params)
+            sampler.begin_drafting(batch)
             q, noise = sampler.draft_pass(batch, k, params), sampler.noise(batch, k, params)
             z.append(q.log_softmax(-1) + (0 if noise is None else noise))
             choice += [text[n : n + k] for n in starts]

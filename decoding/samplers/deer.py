@@ -145,18 +145,21 @@ class DeerSampler(Sampler):
         capacity = batch.tokens.shape[1]
         target = CachedNetwork(self.target, predicate, capacity, self.hidden_layers)
         self.prefill(batch, "target", target)
-        drafter = CachedNetwork(self.drafter, self.draft_predicate, capacity, ids=self.draft_ids)
-        drafter_cached = torch.zeros_like(batch.lengths)
-        batch.networks["drafter"] = drafter
-        if self.drafter_caches:
-            self.prefill(batch, "drafter", drafter)
-            drafter_cached = batch.lengths - 1
-        lookups = None
+        self.begin_drafting(batch)
         # At other temperatures the noise knows more: there lookups make trees worse.
         if self.lookup and params.verify == "tree" and params.temperature == 0:
             texts = zip(batch.tokens.tolist(), batch.lengths.tolist())
-            lookups = [Lookup(tokens[:length]) for tokens, length in texts]
-        batch.state = DeerState(drafter_cached=drafter_cached, lookups=lookups)
+            batch.state.lookups = [Lookup(tokens[:length]) for tokens, length in texts]
+
+    def begin_drafting(self, batch: Batch) -> None:
+        """Prefill the drafter alone, and set `batch.state`: all that `draft_pass` needs."""
+        capacity = batch.tokens.shape[1]
+        drafter = CachedNetwork(self.drafter, self.draft_predicate, capacity, ids=self.draft_ids)
+        batch.networks["drafter"] = drafter
+        batch.state = DeerState(drafter_cached=torch.zeros_like(batch.lengths))
+        if self.drafter_caches:
+            self.prefill(batch, "drafter", drafter)
+            batch.state.drafter_cached = batch.lengths - 1
 
     def cycle(self, batch: Batch, params: SamplingParams) -> tuple[Tensor, Tensor]:
         """Draft k tokens, verify them, emit the accepted ones and one of the target's own."""
