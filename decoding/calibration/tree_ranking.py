@@ -46,10 +46,8 @@ def fit(
         known = is_choice.any(-1)
         at, ids, chosen = at[known].double(), ids[known], is_choice[known].int().argmax(-1)
         at = at.masked_fill(at.isinf(), torch.finfo(torch.float32).min)  # 0 times -inf is NaN
-        s, w = 1.0, 0.0
-        if known.any():
-            s = _best(at, chosen, torch.zeros(()), LEAST)
-        if i and bigrams is not None and known.any():
+        s, w = _best(at, chosen, torch.zeros(()), LEAST) if len(at) else 1.0, 0.0
+        if i and bigrams is not None and len(at):
             score = bigrams.rows(choice[known, i - 1]).gather(-1, ids).double()
             for _ in range(TURNS):
                 w = _best(score, chosen, s * at, 0.0)
