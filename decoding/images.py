@@ -14,7 +14,7 @@ from decoding.commands.report import picture
 from decoding.continuous.image_state import GUIDANCE, IMAGE_VERIFY, ImageParams, ImageResult
 from decoding.loading import load
 from decoding.samplers.sequential import SequentialSampler
-from models.patches import PatchConfig
+from models.patches import ImageConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ def run(argv: list[str]) -> None:
 
 
 def pixels(
-    results: list[ImageResult], config: PatchConfig, vae: str | None = None, scale: float = 1.0
+    results: list[ImageResult], config: ImageConfig, vae: str | None = None, scale: float = 1.0
 ) -> Tensor:
     """Pixels of decoded images.
 

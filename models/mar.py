@@ -17,10 +17,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import embedding, scaled_dot_product_attention
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers import initialization as init
 
 from models.heads import DiffusionHead
+from models.patches import ImageConfig
 from models.weights import check_complete, check_finite, one_line
 
 CHECKPOINTS = (".pth", ".safetensors")
@@ -39,7 +40,7 @@ RENAMED = (
 )
 
 
-class MarConfig(PreTrainedConfig):
+class MarConfig(ImageConfig):
     """Configuration of a `MarTransformer`.
 
     Args:
@@ -73,26 +74,13 @@ class MarConfig(PreTrainedConfig):
         **kwargs,
     ):
         base = {"hidden": 768, "layers": 12, "heads": 12}
-        if size % patch:
-            raise ValueError(f"patch={patch} does not divide size={size}")
-        self.size, self.channels, self.patch = size, channels, patch
-        self.classes, self.buffer = classes, buffer
+        self.buffer = buffer
         self.encoder, self.decoder = base | (encoder or {}), base | (decoder or {})
         self.head = {"width": 1024, "depth": 6, "noisy_last": False} | (head or {})
         for half in (self.encoder, self.decoder):
             if half["hidden"] % half["heads"]:
                 raise ValueError(f"heads={half['heads']} does not divide hidden={half['hidden']}")
-        super().__init__(**kwargs)
-
-    @property
-    def tokens(self) -> int:
-        """N, the number of patches per image."""
-        return (self.size // self.patch) ** 2
-
-    @property
-    def dim(self) -> int:
-        """D, the number of values per patch."""
-        return self.channels * self.patch**2
+        super().__init__(size, channels, patch, classes, **kwargs)
 
 
 class MarTransformer(PreTrainedModel):

@@ -21,14 +21,41 @@ ORDERS = ("raster", "random")
 MAR = {"B": (768, 24, 1024, 6), "L": (1024, 32, 1280, 8), "H": (1280, 40, 1536, 12)}
 
 
-class PatchConfig(PreTrainedConfig):
-    """Configuration of a `PatchTransformer`.
+class ImageConfig(PreTrainedConfig):
+    """Configuration of any model that generates images patch by patch.
 
     Args:
         size: Side of the square image (or of its latents), in pixels.
         channels: Channels of the image (or of its latents).
         patch: Side of a patch, in pixels; it must divide `size`.
         classes: Number of labels, 0 to classes - 1; label `classes` means no class.
+
+    Raises:
+        ValueError: A patch that does not divide the size.
+    """
+
+    def __init__(self, size: int, channels: int, patch: int, classes: int, **kwargs):
+        if size % patch:
+            raise ValueError(f"patch={patch} does not divide size={size}")
+        self.size, self.channels, self.patch, self.classes = size, channels, patch, classes
+        super().__init__(**kwargs)
+
+    @property
+    def tokens(self) -> int:
+        """N, the number of patches per image."""
+        return (self.size // self.patch) ** 2
+
+    @property
+    def dim(self) -> int:
+        """D, the number of values per patch."""
+        return self.channels * self.patch**2
+
+
+class PatchConfig(ImageConfig):
+    """Configuration of a `PatchTransformer`.
+
+    Args:
+        size, channels, patch, classes: As in `ImageConfig`.
         order: 'raster', or 'random' (a permutation for each image).
         head: {kind: 'diffusion' or 'mixture', and the arguments of that head}.
         backbone: Fields of transformers' LlamaConfig.
@@ -50,24 +77,11 @@ class PatchConfig(PreTrainedConfig):
         backbone: dict | None = None,
         **kwargs,
     ):
-        if size % patch:
-            raise ValueError(f"patch={patch} does not divide size={size}")
         if order not in ORDERS:
             raise ValueError(f"unknown order {order!r}. Choose from {list(ORDERS)}")
-        self.size, self.channels, self.patch = size, channels, patch
-        self.classes, self.order = classes, order
+        self.order = order
         self.head, self.backbone = dict(head or {}), dict(backbone or {})
-        super().__init__(**kwargs)
-
-    @property
-    def tokens(self) -> int:
-        """N, the number of patches per image."""
-        return (self.size // self.patch) ** 2
-
-    @property
-    def dim(self) -> int:
-        """D, the number of values per patch."""
-        return self.channels * self.patch**2
+        super().__init__(size, channels, patch, classes, **kwargs)
 
 
 class PatchTransformer(PreTrainedModel):

@@ -6,34 +6,13 @@ test, and Kolmogorov-Smirnov of every token. The drafter alone and the published
 
 import pytest
 import torch
-from scipy import stats
 
-from decoding.bench.two_sample import permutation_test
 from decoding.continuous.image_state import ImageBatch, ImageParams, PatchNetwork, guidance_scale
 from decoding.engine.randomness import KeyedRandomness
 from decoding.samplers.cspd import CspdSampler
 from decoding.samplers.sequential import SequentialSampler
 from tests.support import images
-from tests.support.drawing import TorchRandomness
-
-ROWS = 1500
-
-
-def drawn(sampler, seed, rows=ROWS, **params):
-    results = sampler.generate(
-        [0, 1, 2] * (rows // 3), ImageParams(**params), randomness=TorchRandomness(seed)
-    )
-    return torch.stack([r.patches for r in results]), results
-
-
-def p_values(a, b):
-    """Of the joint distribution by permutation; the least KS p of tokens and neighbours' sums."""
-    a, b = a.flatten(1), b.flatten(1)
-    a, b = (torch.cat([x, x[:, 1:] + x[:, :-1], x[:, 1:] - x[:, :-1]], 1) for x in (a, b))
-    least = min(stats.ks_2samp(x.numpy(), y.numpy()).pvalue for x, y in zip(a.T, b.T))
-    N = (a.shape[1] + 2) // 3
-    return permutation_test(a[:, :N], b[:, :N])[1], least
-
+from tests.support.image_samples import drawn, p_values
 
 CASES = [
     ("mixture", {}),

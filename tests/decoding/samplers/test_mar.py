@@ -4,9 +4,7 @@ import sys
 
 import pytest
 import torch
-from scipy import stats
 
-from decoding.bench.two_sample import permutation_test
 from decoding.continuous.image_state import ImageBatch, ImageParams
 from decoding.continuous.prefixes import PrefixNetwork
 from decoding.engine.randomness import KeyedRandomness
@@ -17,10 +15,8 @@ from decoding.samplers.mar import MarSampler, known_after
 from decoding.samplers.sequential import SequentialSampler
 from models import mar
 from tests.support import images
-from tests.support.drawing import TorchRandomness
+from tests.support.image_samples import drawn, p_values
 from tests.support.mar import EASY, Program, checkpoint, model, pair, published, shifted
-
-ROWS = 1500
 
 
 class TestOwnSampler:
@@ -121,21 +117,6 @@ class TestOwnSampler:
             with pytest.raises(ValueError, match=named) as error:
                 call()
             assert "\n" not in str(error.value)
-
-
-def drawn(sampler, seed, rows=ROWS, **params):
-    results = sampler.generate(
-        [0, 1, 2] * (rows // 3), ImageParams(**params), randomness=TorchRandomness(seed)
-    )
-    return torch.stack([r.patches for r in results]), results
-
-
-def p_values(a, b):
-    """Of the joint distribution by permutation; the least KS p of tokens and neighbours' sums."""
-    a, b = a.flatten(1), b.flatten(1)
-    joint = permutation_test(a, b)[1]
-    a, b = (torch.cat([x, x[:, 1:] + x[:, :-1], x[:, 1:] - x[:, :-1]], 1) for x in (a, b))
-    return joint, min(stats.ks_2samp(x.numpy(), y.numpy()).pvalue for x, y in zip(a.T, b.T))
 
 
 def one_row(self, batch, index, keep=0):
