@@ -46,6 +46,7 @@ class Bench(PromptBenchOptions, ScoreOptions):
     assistant: str | None = option(
         None, "a drafter for transformers' assisted generation (recipe=ar_drafter)"
     )
+    generate: bool = option(True, "transformers' own plain decoding too")
     prompt_lookup: int = option(
         10, "tokens that transformers drafts from the text itself; 0: leave it out", least=0
     )
@@ -131,7 +132,9 @@ def measure(bench: Bench) -> tuple[list[Row], list[dict]]:
 
 def _transformers(bench: Bench, sampler: Sampler, assistant) -> dict[str, HuggingFace]:
     """The ways of transformers to generate, by name."""
-    ways = {"transformers generate": HuggingFace(sampler)}
+    ways = {}
+    if bench.generate:
+        ways["transformers generate"] = HuggingFace(sampler)
     if assistant is not None:
         ways["transformers assisted"] = HuggingFace(sampler, assistant_model=assistant)
     if bench.prompt_lookup:

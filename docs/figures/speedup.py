@@ -1,6 +1,6 @@
 """Draw docs/figures/speedup.png from the tables of docs/results/deer.md.
 
-python docs/figures/speedup.py
+python -m docs.figures.speedup
 """
 
 from pathlib import Path
@@ -9,6 +9,8 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+
+from docs.figures.tables import table
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "results" / "deer.md"
@@ -25,10 +27,8 @@ WAYS = {  # rows of the tables, and how the picture names them
 
 def tokens_per_second(page: str, temperature: int) -> dict[str, float]:
     """Tokens/s by sampler, of the table that follows the line `T=<temperature>`."""
-    _, _, rest = page.partition(f"\nT={temperature}")
-    lines = rest[rest.index("| sampler |") :].split("\n\n")[0].splitlines()
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
-    return {sampler: float(speed) for sampler, speed, *_ in cells}
+    rows = table(page, f"\nT={temperature}")
+    return {row["sampler"]: float(row["tokens/s"]) for row in rows}
 
 
 def draw(page: str, file: Path) -> None:
