@@ -2,10 +2,11 @@
 
 The network remains the stock transformers class (of any Llama, Qwen2 or Qwen3 style checkpoint), so
 every export loads in plain transformers. Only the attention mask and two added tokens make it a
-drafter. There are two masks (`models.masks.DRAFTERS`). Under `prefix_causal` (`draft_blocks`) a
+drafter. There are three masks (`models.masks.DRAFTERS`). Under `prefix_causal` (`draft_blocks`) a
 prefix can be cached, and shared by many draft blocks. Under `bidirectional` (`within_document`),
 that of masked-diffusion models such as open-dCoder, the prefix attends to the block too, so every
-block has a forward of its own.
+block has a forward of its own. Under `causal`, that of PARD (arXiv 2504.18583), the drafter is an
+ordinary causal LM that reads masks, as serving engines run it.
 """
 
 import copy
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from models.attention import attention_mask
 from models.head import ReducedHead
-from models.masks import Layout, drafter_attention
+from models.masks import Layout, block_width, drafter_attention
 
 
 def from_causal_lm(
@@ -107,17 +108,18 @@ def draft_logits(
         batch: samples of `data.corruption.draft_blocks.DraftBlocks`.
         ids: [V], the tokens whose logits are wanted; None: all.
         attention: the drafter's, one of `models.masks.DRAFTERS`. 'bidirectional' costs A forwards
-            of a row in place of one.
+            of a row in place of one; 'causal' goes with samples of layout 'pard'.
         shifted: whether the output at a position predicts the token after it, as a causal LM's and
-            open-dCoder's does, and not that position's own.
+            open-dCoder's does, and not that position's own. Outputs of 'causal' always do.
 
     Returns:
         Logits [B, A, K, V].
     """
     B, A, K = batch["target"].shape
-    predicate, keep = drafter_attention(attention), A * (1 + K)
+    width = block_width(attention, K)
+    predicate, keep = drafter_attention(attention, span=K), A * width
     if attention == "bidirectional":
-        batch, keep = blocks_apart(batch), 1 + K
+        batch, keep = blocks_apart(batch), width
     layout = Layout(batch["document"], batch["index"], batch["block"])
     logits = ReducedHead(network, ids)(
         input_ids=batch["input_ids"],
@@ -126,8 +128,8 @@ def draft_logits(
         use_cache=False,
         logits_to_keep=keep,
     )
-    logits = logits.view(B, A, 1 + K, -1)
-    return logits[:, :, :-1] if shifted else logits[:, :, 1:]
+    logits = logits.view(B, A, width, -1)
+    return logits[:, :, :K] if shifted or width == K else logits[:, :, 1:]
 
 
 def blocks_apart(batch: dict[str, Tensor]) -> dict[str, Tensor]:

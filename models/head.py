@@ -44,3 +44,23 @@ def freeze_embeddings(network: torch.nn.Module) -> None:
     for module in (network.get_input_embeddings(), network.get_output_embeddings()):
         if module is not None:
             module.requires_grad_(False)
+
+
+def silence_others(network: PreTrainedModel, ids: Tensor) -> None:
+    """Set the head's rows of all tokens but `ids` to 0: their logits are 0; changed in place.
+
+    The largest logit of a language model is well above 0, so whoever computes all logits has the
+    same first choices as one that computes those of `ids` (`ReducedHead`). A head that shares the
+    embedding's weights gets weights of its own.
+
+    Args:
+        network: A causal LM whose head has no bias.
+        ids: [n], the tokens whose logits stay.
+    """
+    head, others = network.get_output_embeddings(), torch.ones(network.config.vocab_size).bool()
+    others[ids.cpu()] = False
+    if head.weight is network.get_input_embeddings().weight:
+        head.weight = torch.nn.Parameter(head.weight.detach().clone())
+        network.config.tie_word_embeddings = False
+    with torch.no_grad():
+        head.weight[others.to(head.weight.device)] = 0

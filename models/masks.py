@@ -33,7 +33,7 @@ class Layout(NamedTuple):
 
 
 Predicate = Callable[[Layout, Layout], Tensor]
-DRAFTERS = ("prefix_causal", "bidirectional")  # attention of block drafters
+DRAFTERS = ("prefix_causal", "bidirectional", "causal")  # attention of block drafters
 
 
 def causal(q: Layout, k: Layout) -> Tensor:
@@ -62,18 +62,47 @@ def draft_blocks(q: Layout, k: Layout) -> Tensor:
     return (q.document == k.document) & (prefix | own_block)
 
 
-def drafter_attention(name: str) -> Predicate:
-    """The attention pattern of a block drafter: `draft_blocks` or `within_document`.
+def causal_blocks(span: int) -> Predicate:
+    """Causal draft blocks (PARD): as `draft_blocks`, but a block is causal within itself.
+
+    `block` numbers the tokens of blocks: b span + i is token i of block b.
+
+    Args:
+        span: tokens per block.
+    """
+
+    def predicate(q: Layout, k: Layout) -> Tensor:
+        own = q._replace(block=q.block.div(span, rounding_mode="floor"))
+        keys = k._replace(block=k.block.div(span, rounding_mode="floor"))
+        return draft_blocks(own, keys) & ((k.block < 0) | (k.block <= q.block))
+
+    return predicate
+
+
+def drafter_attention(name: str, span: int | None = None) -> Predicate:
+    """The attention pattern of a block drafter: `draft_blocks`, `within_document` or causal.
 
     Args:
         name: one of `DRAFTERS`.
+        span: tokens per block of a row that has several, which `causal` must tell apart; None: the
+            one block is the end of the text.
 
     Raises:
         ValueError: for another.
     """
     if name not in DRAFTERS:
         raise ValueError(f"unknown attention {name!r}. Choose from {list(DRAFTERS)}")
+    if name == "causal":
+        return causal if span is None else causal_blocks(span)
     return draft_blocks if name == "prefix_causal" else within_document
+
+
+def block_width(attention: str, length: int) -> int:
+    """Tokens of a draft block in the drafter's input, for `length` drafted ones.
+
+    A separator comes before as many masks; under `causal` the last committed token before one less.
+    """
+    return length if attention == "causal" else 1 + length
 
 
 def branches(q: Layout, k: Layout) -> Tensor:

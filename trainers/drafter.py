@@ -15,9 +15,9 @@ from decoding.engine.sampler import Sampler
 from decoding.loading import load_drafter, loads_drafter, sampler_of
 from models import diffusion
 from models.attention import attention_mask
-from models.head import freeze_embeddings
+from models.head import freeze_embeddings, silence_others
 from models.hidden_states import capture
-from models.masks import Layout, causal, drafter_attention
+from models.masks import Layout, block_width, causal, drafter_attention
 from trainers.base import DISTRIBUTIONS, HIDDEN_STATES, BaseModule, Optimization
 from trainers.publishing import export_check
 
@@ -61,6 +61,10 @@ class DrafterModule(BaseModule):
             and decoding has no cache of the drafter.
         shifted: Whether the drafter's output at a position predicts the token after it, as a causal
             LM's and open-dCoder's does: the separator then drafts the first token of a block.
+        layout: Of draft blocks (`data.corruption.draft_blocks`). With 'pard' the drafter is a
+            causal LM with exactly the target's vocabulary, which serving engines run: attention and
+            outputs are a causal LM's, and where `draft_ids` names some tokens, the head's other
+            rows are set to 0, so that an engine which computes all logits drafts them hardly ever.
         train_embeddings: Whether embeddings and head are trained with the layers. Frozen ones are
             the target's, and a step of a small drafter costs much less.
 
@@ -84,9 +88,20 @@ class DrafterModule(BaseModule):
         draft_ids: Tensor | None = None,
         attention: str = "prefix_causal",
         shifted: bool = False,
+        layout: str = "deer",
         train_embeddings: bool = True,
     ):
         super().__init__(network, tokenizer, optimization, target)
+        self.mask_id, self.sep_id = draft_token_ids(tokenizer, layout)
+        if layout == "pard":
+            if attention != "prefix_causal" or shifted:
+                raise ValueError(
+                    f"module.attention={attention} and module.shifted={shifted} are not allowed "
+                    "with layout=pard, whose attention and outputs are a causal LM's"
+                )
+            attention, network.config.pard_token = "causal", self.mask_id  # what vLLM reads
+            if draft_ids is not None:
+                silence_others(network, draft_ids)
         drafter_attention(attention)
         before = (getattr(network.config, "parade", None) or {}).get("attention", attention)
         if before != attention:
@@ -242,7 +257,7 @@ class DrafterModule(BaseModule):
         """
         assert self.target is not None
         B, A, K = batch["target"].shape
-        S = batch["input_ids"].shape[1] - A * (1 + K)
+        S = batch["input_ids"].shape[1] - A * block_width(self.attention, K)
         layout = Layout(batch["document"], batch["position_ids"], batch["block"])
         layout = layout.map(lambda t: t[:, :S])
         kind = self.target.config._attn_implementation
@@ -275,7 +290,6 @@ class DrafterModule(BaseModule):
         return sampler_of(entry, self.target, self.tokenizer, self.network)
 
     def export_config(self) -> dict:
-        mask_id, sep_id = draft_token_ids(self.tokenizer)
         return {
             "method": self.method,
             "target": self.target_name,
@@ -283,8 +297,8 @@ class DrafterModule(BaseModule):
             "attention": self.attention,
             **({"shifted": True} if self.shifted else {}),
             "block_size": self.block_size,
-            "mask_id": mask_id,
-            "sep_id": sep_id,
+            "mask_id": self.mask_id,
+            **({} if self.sep_id is None else {"sep_id": self.sep_id}),
             **({} if self.draft_ids is None else {vocabulary.KEY: vocabulary.FILE}),
         }
 

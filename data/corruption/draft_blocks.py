@@ -1,9 +1,14 @@
 """Packed draft blocks: many draft blocks of one row, trained in a single forward.
 
-A training sample is the clean row of S tokens, followed by A blocks of 1 + K tokens each: a
-separator and K masked (or partly masked) tokens that continue the row at the block's anchor. The
-anchor is the number of clean tokens before the block. Position ids continue those of the prefix:
-the separator has position n and the i-th drafted token (i = 1..K) position n + i, as in decoding.
+A training sample is the clean row of S tokens, followed by A blocks of W tokens each, which
+continue the row at the block's anchor: the number n of clean tokens before the block. There are two
+layouts of a block of K drafted tokens, each laid out as in decoding:
+
+- `deer`: a separator at position n and K masked (or partly masked) tokens at n + 1 to n + K, so
+  W = 1 + K. The outputs of the masked tokens draft themselves.
+- `pard` (arXiv 2504.18583, what vLLM's `parallel_drafting` runs): the last token of the prefix at
+  position n - 1 and K - 1 masked tokens at n to n + K - 2, so W = K. Each output drafts the token
+  after its input, as a causal LM's does.
 """
 
 from typing import NamedTuple, Protocol
@@ -70,10 +75,11 @@ class DraftBlocks:
         anchors: A, the number of blocks per row.
         length: K, the number of drafted tokens per block.
         schedule: the noise of the blocks.
-        tokenizer: one that has the draft tokens (`data.text.tokenizer.with_draft_tokens`).
+        tokenizer: one that has the layout's tokens (`data.text.tokenizer.with_draft_tokens`).
+        layout: of the blocks, 'deer' or 'pard'.
 
     Raises:
-        ValueError: for fewer than 1 block or token, or a tokenizer without draft tokens.
+        ValueError: for fewer than 1 block or token, or a tokenizer without the layout's tokens.
     """
 
     def __init__(
@@ -82,11 +88,12 @@ class DraftBlocks:
         length: int,
         schedule: MaskingSchedule,
         tokenizer: PreTrainedTokenizerBase,
+        layout: str = "deer",
     ):
         if anchors < 1 or length < 1:
             raise ValueError(f"anchors={anchors} and length={length} must both be at least 1")
         self.anchors, self.length, self.schedule = anchors, length, schedule
-        self.mask_id, self.sep_id = draft_token_ids(tokenizer)
+        self.mask_id, self.sep_id = draft_token_ids(tokenizer, layout)
 
     def __call__(
         self, row: dict[str, Tensor], generator: Generator, number: int = 0
@@ -94,10 +101,11 @@ class DraftBlocks:
         """One training sample, made from a row of `data.rows.packing.PackedRows` ([S] each).
 
         Returns:
-            input_ids, position_ids, document, index, block: [S + A(1+K)] each, the layout of
-            `models.masks.draft_blocks`; target, masked: [A, K], the clean tokens and the positions
-            that the loss counts; rate: [A]; size: [A], tokens of the continuation (L of DEER's
-            Eq. 1); start: [A], the anchors. A row without trained tokens has no masked ones. Of
+            input_ids, position_ids, document, index, block: [S + A W] each, the layout of
+            `models.masks.draft_blocks`, or of `causal_blocks(K)`; target, masked: [A, K], the clean
+            tokens and the positions that the loss counts; rate: [A]; size: [A], tokens of the
+            continuation (L of DEER's Eq. 1); start: [A], the anchors. A row without trained tokens
+            has no masked ones. Of
             rows with a teacher's distributions also teacher_ids, teacher_probs: [A, K, top_k].
         """
         anchor = draw_anchors(row, self.anchors, generator)
@@ -115,20 +123,28 @@ class DraftBlocks:
         inside &= (row["document"][at] == document[:, None]) & (anchor > 0)[:, None]
         inside &= row["trained"][at].bool().cumprod(-1).bool()
         drafted = torch.where(noise.masked | ~inside, self.mask_id, ids[at])
-        tokens = torch.cat([torch.full((A, 1), self.sep_id), drafted], 1)
-        first = row["position"][(anchor - 1).clamp_min(0)] + 1
-        present = torch.cat([torch.ones(A, 1, dtype=torch.bool), noise.present], 1)
+        last = (anchor - 1).clamp_min(0)
+        if self.sep_id is None:
+            before, block, own = ids[last][:, None], torch.arange(A * K), 1
+        else:
+            before, own = torch.full((A, 1), self.sep_id), 0
+            block = torch.arange(A).repeat_interleave(1 + K)
+        W = 1 + K - own
+        tokens = torch.cat([before, drafted], 1)[:, :W]
+        first = row["position"][last] + 1 - own
+        present = torch.cat([torch.ones(A, 1, dtype=torch.bool), noise.present], 1)[:, :W]
         size = (inside & noise.present).sum(1)
         return {
             "input_ids": torch.cat([ids, tokens.flatten()]),
             "position_ids": torch.cat(
-                [row["position"], (first[:, None] + torch.arange(1 + K)).flatten()]
+                [row["position"], (first[:, None] + torch.arange(W)).flatten()]
             ),
             "document": torch.cat(
                 [row["document"], torch.where(present, document[:, None], -1).flatten()]
             ),
-            "index": torch.cat([torch.arange(S), anchor.repeat_interleave(1 + K)]),
-            "block": torch.cat([torch.full((S,), -1), torch.arange(A).repeat_interleave(1 + K)]),
+            # The prefix's last token, where it is the block's own, is not in the prefix.
+            "index": torch.cat([torch.arange(S), (anchor - own).repeat_interleave(W)]),
+            "block": torch.cat([torch.full((S,), -1), block]),
             "target": ids[at],
             "masked": noise.masked & inside & noise.present,
             "rate": noise.rate,

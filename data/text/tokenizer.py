@@ -13,6 +13,9 @@ from data.corpora.sources import load_documents
 EOS_TOKEN = "<eos>"
 MASK_TOKEN = "<|mask|>"
 SEPARATOR_TOKEN = "<|draft|>"
+LAYOUTS = ("deer", "pard")  # of draft blocks (data/corruption/draft_blocks.py)
+# A byte that UTF-8 never uses, as byte-level vocabularies (GPT-2's, Llama 3's, Qwen's) write it.
+UNUSED_BYTE = "ÿ"
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -101,32 +104,92 @@ def mask_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return tokenizer.mask_token_id
 
 
-def with_draft_tokens(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """A copy of the tokenizer with the draft tokens: a mask token and a separator token.
+def with_draft_tokens(
+    tokenizer: PreTrainedTokenizerBase, layout: str = "deer", mask_token: str | None = None
+) -> PreTrainedTokenizerBase:
+    """A copy of the tokenizer with what draft blocks of a layout need.
 
-    A mask token that the tokenizer already has is kept. New tokens get ids after the whole
-    vocabulary, so every existing id keeps its meaning.
+    Args:
+        tokenizer: the target's. A mask token that it has is kept.
+        layout: 'deer' adds a mask token and a separator token, with ids after the whole vocabulary,
+            so every existing id keeps its meaning; 'pard' adds nothing: see `spare_token_id`.
+        mask_token: a special token of the tokenizer that becomes the mask token.
+
+    Raises:
+        ValueError: for an unknown layout, a mask token that is no special token, or, with 'pard', a
+            tokenizer without a spare token.
     """
+    if mask_token is not None:
+        known = {token.content for token in tokenizer.added_tokens_decoder.values()}
+        if mask_token not in known:
+            raise ValueError(
+                f"tokenizer.mask_token={mask_token} is not allowed: it must be a special token "
+                f"that the tokenizer has, one of {sorted(known)}"
+            )
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.mask_token = mask_token
+    if layout == "pard":
+        draft_token_ids(tokenizer, layout)
+        return copy.deepcopy(tokenizer)
+    if layout not in LAYOUTS:
+        raise ValueError(f"unknown layout {layout!r}. Choose from {list(LAYOUTS)}")
     tokenizer = with_mask_token(tokenizer)
     # A plain added token: `extra_special_tokens` would replace those that the tokenizer has.
     tokenizer.add_tokens([SEPARATOR_TOKEN], special_tokens=True)
     return tokenizer
 
 
-def draft_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
-    """The ids `(mask, separator)` of the draft tokens.
+def draft_token_ids(
+    tokenizer: PreTrainedTokenizerBase, layout: str = "deer"
+) -> tuple[int, int | None]:
+    """The ids `(mask, separator)` of the draft tokens; blocks of layout 'pard' have no separator.
 
     Raises:
-        ValueError: for a tokenizer without them; see `with_draft_tokens`.
+        ValueError: for a tokenizer without them, or of another layout; see `with_draft_tokens`.
     """
     mask_id = tokenizer.mask_token_id
     separator_id = _backend(tokenizer).token_to_id(SEPARATOR_TOKEN)
+    if layout == "pard":
+        if separator_id is not None:
+            raise ValueError(
+                f"layout=pard, but the tokenizer has a {SEPARATOR_TOKEN} token: the drafter to "
+                "start from was made with layout=deer. Make another, with runs= of its own"
+            )
+        return spare_token_id(tokenizer) if mask_id is None else mask_id, None
     if mask_id is None or separator_id is None:
         raise ValueError(
             f"The tokenizer has no mask token or no {SEPARATOR_TOKEN} token. "
-            "Call data.text.tokenizer.with_draft_tokens(tokenizer) first."
+            "Call data.text.tokenizer.with_draft_tokens(tokenizer) first. "
+            "(That of a drafter with layout=pard has none.)"
         )
     return mask_id, separator_id
+
+
+def spare_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id of a token that no text has: what PARD's drafters read as the mask.
+
+    Serving engines demand that a drafter has exactly the target's vocabulary, so the mask must be
+    in it: a reserved special token, else the last special token without a use, else, of a
+    byte-level vocabulary, a byte that UTF-8 never uses.
+
+    Raises:
+        ValueError: for a tokenizer without any.
+    """
+    used = {*tokenizer.special_tokens_map.values()}
+    template = str(tokenizer.chat_template or "")
+    added = {id: token for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    free = [i for i, t in added.items() if t.content not in used and t.content not in template]
+    reserved = [i for i in free if any(w in added[i].content for w in ("reserved", "unused"))]
+    if free:
+        return max(reserved or free)
+    byte_level = "ByteLevel" in str(json.loads(_backend(tokenizer).to_str())["decoder"])
+    byte = _backend(tokenizer).token_to_id(UNUSED_BYTE)
+    if not byte_level or byte is None:
+        raise ValueError(
+            "layout=pard needs a token that no text has, and this tokenizer has no special token "
+            "without a use: name one of them, tokenizer.mask_token=..., or train with layout=deer"
+        )
+    return byte
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -4,6 +4,8 @@ They apply in the order of transformers: repetition penalty, temperature, top-k,
 Target and drafter use the same function, so a draft is verified with the q that it was drawn from.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -57,7 +59,7 @@ def warp(logits: Tensor, params: SamplingParams, seen: Tensor | None = None) -> 
 
 
 def fit_vocabulary(
-    logits: Tensor, vocabulary: int, excluded: tuple[int, ...], ids: Tensor | None = None
+    logits: Tensor, vocabulary: int, excluded: Sequence[int], ids: Tensor | None = None
 ) -> Tensor:
     """A drafter's logits over the target's vocabulary, -inf for tokens that it cannot draft.
 

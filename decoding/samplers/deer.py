@@ -52,10 +52,12 @@ class DeerSampler(Sampler):
         target, tokenizer: See `Sampler`.
         drafter: A diffusion LM over the target's tokens.
         block_size: k, tokens drafted a cycle unless a request asks for others.
-        mask_id, sep_id: The drafter's own two tokens.
+        mask_id: The token that the drafter reads in place of those it drafts.
+        sep_id: The drafter's separator token; None with 'causal' attention, which has none.
         attention: The drafter's, as it was trained, one of `models.masks.DRAFTERS`. With
             'prefix_causal' its cache is exact; 'bidirectional' has none: each draft pass runs the
-            whole prefix.
+            whole prefix. 'causal' is PARD's: an ordinary causal LM, whose outputs at the last
+            committed token and k - 1 masks draft the k tokens after them.
         shifted: Whether the drafter's output at a position predicts the token after it, as a causal
             LM's does, and not that position's own.
         nodes: Of the tree that `verify=tree` drafts instead of a block: a number, or
@@ -85,7 +87,7 @@ class DeerSampler(Sampler):
         *,
         block_size: int,
         mask_id: int,
-        sep_id: int,
+        sep_id: int | None = None,
         attention: str = "prefix_causal",
         shifted: bool = False,
         nodes: int | dict[str, int] = 16,
@@ -105,7 +107,12 @@ class DeerSampler(Sampler):
         for number in nodes.values():
             check_tree(number, sharpness)
         self.drafter, self.draft_predicate = drafter.eval(), drafter_attention(attention)
-        self.drafter_caches, self.shifted = attention == "prefix_causal", shifted
+        if (sep_id is None) != (attention == "causal"):
+            raise ValueError(
+                f"a drafter with attention={attention} and sep_id={sep_id} is not allowed: with "
+                "attention='causal' there is no separator, otherwise there is one"
+            )
+        self.drafter_caches, self.shifted = attention != "bidirectional", shifted
         self.block_size, self.mask_id, self.sep_id = block_size, mask_id, sep_id
         self.nodes, self.sharpness = {int(rows): n for rows, n in nodes.items()}, sharpness
         self.lengths = {
@@ -224,27 +231,30 @@ class DeerSampler(Sampler):
         """Warped drafter logits [B, k, V] at the next k positions, independent given the prefix.
 
         One pass over the tokens committed since the last one (without a cache over all of them),
-        the separator and k masks. Rows that have fewer are padded on the left, so the block is last
-        in every row.
+        the separator and k masks; without a separator k - 1 masks, as the last committed token
+        drafts the first. Rows that have fewer are padded on the left, so the block is last in every
+        row.
         """
         n = batch.lengths[:, None]
         width = int((batch.lengths - batch.state.drafter_cached).max())
-        steps = torch.arange(-width, k + 1, device=n.device)
+        separated = self.sep_id is not None
+        steps = torch.arange(-width, k + 1 if separated else k - 1, device=n.device)
         positions = n + steps
         padding = positions < batch.state.drafter_cached[:, None]
         tokens = batch.tokens.gather(1, positions.clamp_min(0))
-        tokens[:, width] = self.sep_id
-        tokens[:, width + 1 :] = self.mask_id
+        tokens[:, width:] = self.mask_id
+        if separated:
+            tokens[:, width] = self.sep_id
         logits = batch.networks["drafter"](
             tokens,
             positions.clamp_min(0),
             keep=k + self.shifted,
-            block_start=batch.lengths,
+            block_start=batch.lengths if separated else None,
             padding=padding if padding.any() else None,
         ).logits[:, :k]
         if self.drafter_caches:
             batch.state.drafter_cached = batch.lengths
-        excluded = self.mask_id, self.sep_id
+        excluded = [self.mask_id] if self.sep_id is None else [self.mask_id, self.sep_id]
         logits = fit_vocabulary(logits, self.vocabulary, excluded, self.draft_ids)
         seen = None
         if params.repetition_penalty != 1.0:

@@ -14,16 +14,11 @@ from tests.support.enumerating import output_distribution
 def deer(vocabulary, k, eos=None, seed=0, drafter_vocabulary=None, **form):
     target = tiny.causal_lm(vocabulary, seed=seed, eos_token_id=eos)
     size = drafter_vocabulary or vocabulary + 2
+    tokens = {"mask_id": size - 2, "sep_id": size - 1}
+    if form.get("attention") == "causal":  # PARD: exactly the target's vocabulary
+        size, tokens = vocabulary, {"mask_id": vocabulary - 1}
     drafter = tiny.causal_lm(size, seed=seed + 1)
-    return DeerSampler(
-        target,
-        tiny.tokenizer(vocabulary),
-        drafter,
-        block_size=k,
-        mask_id=size - 2,
-        sep_id=size - 1,
-        **form,
-    )
+    return DeerSampler(target, tiny.tokenizer(vocabulary), drafter, block_size=k, **tokens, **form)
 
 
 def distance(sampler, params, eos=()):
@@ -56,6 +51,17 @@ def test_deer_has_the_plain_distribution(name, rule):
     case = dict(CASES[name])
     eos = case.pop("eos", None)
     sampler = deer(case.pop("vocabulary"), case.pop("k"), eos)
+    params = SamplingParams(max_new_tokens=case.pop("new"), verify=rule, **case)
+    assert distance(sampler, params, {eos} - {None}) <= 1e-9
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_causal_drafter_has_the_plain_distribution(name, rule):
+    """PARD's layout; its mask is a token that the target may say, and it never drafts that."""
+    case = dict(CASES[name])
+    eos = case.pop("eos", None)
+    sampler = deer(case.pop("vocabulary"), case.pop("k"), eos, attention="causal")
     params = SamplingParams(max_new_tokens=case.pop("new"), verify=rule, **case)
     assert distance(sampler, params, {eos} - {None}) <= 1e-9
 
@@ -108,11 +114,12 @@ def forget_the_temperature(draft, q, p, randomness):
     return verify.rejection(draft, (q.log() / 2).softmax(-1), p, randomness)
 
 
+@pytest.mark.parametrize("form", [{}, {"attention": "causal"}], ids=str)
 @pytest.mark.parametrize(
     "wrong", [always_take_the_target, go_on_after_a_rejection, forget_the_temperature]
 )
-def test_a_wrong_rule_fails_the_same_test(monkeypatch, wrong):
-    sampler = deer(3, 2)
+def test_a_wrong_rule_fails_the_same_test(monkeypatch, wrong, form):
+    sampler = deer(3, 2, **form)
     right, original = SamplingParams(max_new_tokens=2, verify="block"), verify.rejection
     assert distance(sampler, right) <= 1e-9
     monkeypatch.setattr(verify, "block", wrong)

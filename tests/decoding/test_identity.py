@@ -107,6 +107,24 @@ def test_keyed_deer_with_a_bidirectional_drafter_is_plain_decoding(rule, form):
         assert found[0].stats.drafter_passes == found[0].stats.target_passes
 
 
+@pytest.mark.parametrize("rule", KEYED)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_keyed_deer_with_a_causal_drafter_is_plain_decoding(rule, temperature):
+    """PARD: the target itself as the drafter is always right about the first token."""
+    model = target()
+    params = SamplingParams(max_new_tokens=18, verify=rule, temperature=temperature)
+    expected = ids(plain_rows(model, params))
+    for drafter, k in [(random_drafter(V), 3), (model, 1), (model, 6)]:
+        sampler = DeerSampler(
+            model, tiny.tokenizer(V), drafter, block_size=k, mask_id=0, attention="causal"
+        )
+        found = sampler.generate(PROMPTS, params, seeds=SEEDS)
+        assert ids(found) == expected
+        sure = [r for r in found if drafter is model and 0 not in r.token_ids]  # the mask itself
+        assert all(min(r.stats.emitted[:-1]) >= 2 for r in sure)
+        assert sure or drafter is not model
+
+
 def test_another_seed_gives_another_text():
     params = SamplingParams(max_new_tokens=18)
     first = ids(plain_rows(target(), params))

@@ -19,6 +19,7 @@ from tests.support import tiny
 PLAIN = train_tokenizer(["ab"], 257)
 TOKENIZER = with_draft_tokens(PLAIN)
 V, MASK, SEP = len(PLAIN), *draft_token_ids(TOKENIZER)
+SPARE, _ = draft_token_ids(PLAIN, "pard")
 KINDS = pytest.mark.parametrize("kind", tiny.CLASSES)
 
 
@@ -132,7 +133,9 @@ def drafter(kind):
 
 def packed_logits(network, row, anchors=ANCHORS, noise=ALL_MASKED, **form):
     """[A, K, V] of one packed forward."""
-    blocks = DraftBlocks(len(anchors), K, None, TOKENIZER)
+    causal = form.get("attention") == "causal"
+    layout = (PLAIN, "pard") if causal else (TOKENIZER, "deer")
+    blocks = DraftBlocks(len(anchors), K, None, *layout)
     sample = blocks.lay_out(row, torch.tensor(anchors), noise)
     with torch.inference_mode():
         batch = {k: v[None] for k, v in sample.items()}
@@ -149,6 +152,11 @@ def lone_logits(network, row, anchor, drafted=(MASK,) * K, attention=None, shift
     """One block by a forward of its own: prefix, separator, masks, and a mask drawn by hand."""
     prefix = prefix_of(row, anchor)
     n, m = len(prefix), len(drafted)
+    if attention == "causal":  # a stock causal LM over the prefix and a mask fewer
+        masks = [SPARE if token == MASK else token for token in drafted[:-1]]
+        ids = torch.cat([prefix, torch.tensor(masks, dtype=torch.long)])
+        with torch.inference_mode():
+            return network(ids[None], use_cache=False).logits[0, -m:]
     ids = torch.cat([prefix, torch.tensor([SEP, *drafted])])
     seen = torch.ones(n + 1 + m, n + 1 + m).tril().bool()
     seen[n:, n:] = True
@@ -160,7 +168,7 @@ def lone_logits(network, row, anchor, drafted=(MASK,) * K, attention=None, shift
 
 
 def close(a, b):
-    return bool((a - b).abs().max() < 1e-9)
+    return torch.allclose(a, b, rtol=0, atol=1e-9)
 
 
 @KINDS
@@ -192,6 +200,8 @@ def draft_rows(sampler, prompts, params):
 
 def sampler_of(network, **form):
     ids = {"block_size": K, "mask_id": MASK, "sep_id": SEP}
+    if form.get("attention") == "causal":
+        ids = {"block_size": K, "mask_id": SPARE}
     return DeerSampler(tiny.causal_lm(V), PLAIN, network, **ids, **form)
 
 
@@ -231,7 +241,16 @@ FORMS = [
     {"attention": "bidirectional"},
     {"attention": "bidirectional", "shifted": True},
     {"attention": "prefix_causal", "shifted": True},
+    {"attention": "causal"},  # PARD
 ]
+
+
+def drafts(network, row, anchor, **form):
+    """What a sampler may draft after a prefix: `lone_logits` without what the target never says."""
+    logits = lone_logits(network, row, anchor, **form)[:, :V]
+    if form.get("attention") == "causal":
+        logits = logits.index_fill(-1, torch.tensor([SPARE]), -torch.inf)
+    return logits
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -253,7 +272,7 @@ def test_a_short_block_does_not_change_by_its_padding():
     short = Noise(
         torch.tensor([[True, True, False]] * 5), torch.arange(K).expand(5, K) < 2, torch.ones(5)
     )
-    for attention in ("bidirectional", "prefix_causal"):
+    for attention in masks.DRAFTERS:
         packed = packed_logits(network, row, noise=short, attention=attention)
         alone = lone_logits(network, row, 9, (MASK, MASK), attention=attention)
         assert close(packed[1, :2], alone)
@@ -268,12 +287,12 @@ def test_the_sampler_drafts_what_the_other_forms_train(form):
         rows = draft_rows(sampler, [text[:a].tolist() for a in anchors], params)
         for counts in ([1, 3, 2], [4, 1, 1]):
             for a, logits in zip(anchors, sampler.draft_pass(rows, K, params)):
-                assert close(logits, lone_logits(network, row, a, **form)[:, :V])
+                assert close(logits, drafts(network, row, a, **form))
             rows.append(torch.stack([text[a : a + K + 1] for a in anchors]), torch.tensor(counts))
             anchors = [a + c for a, c in zip(anchors, counts)]
         rows.select([0, 2])
         drafted = sampler.draft_pass(rows, K, params)
-        assert close(drafted[1], lone_logits(network, row, anchors[2], **form)[:, :V])
+        assert close(drafted[1], drafts(network, row, anchors[2], **form))
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -283,7 +302,27 @@ def test_one_request_alone_drafts_the_same(form):
     with torch.inference_mode():
         rows = draft_rows(sampler, [prefix_of(row, 9).tolist()], params)
         drafted = sampler.draft_pass(rows, K, params)
-    assert close(drafted[0], lone_logits(network, row, 9, **form)[:, :V])
+    assert close(drafted[0], drafts(network, row, 9, **form))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"mask_id": SPARE - 1}, {"attention": "prefix_causal", "sep_id": SEP}]
+)
+def test_a_wrong_layout_in_decoding_fails_the_same_comparison(wrong):
+    """A mask id that is off by one; a separator where training had none."""
+    network, row, params = drafter("qwen3"), packed_row(), SamplingParams()
+    knobs = {"block_size": K, "mask_id": SPARE, "attention": "causal"} | wrong
+    sampler = DeerSampler(tiny.causal_lm(V), PLAIN, network, **knobs)
+    with torch.inference_mode():
+        rows = draft_rows(sampler, [prefix_of(row, 9).tolist()], params)
+        drafted = sampler.draft_pass(rows, K, params)
+    assert not close(drafted[0, 1:], drafts(network, row, 9, attention="causal")[1:])
+
+
+@pytest.mark.parametrize("knobs", [{"attention": "causal", "sep_id": SEP}, {}])
+def test_a_separator_goes_with_the_attention(knobs):
+    with pytest.raises(ValueError, match="separator"):
+        DeerSampler(tiny.causal_lm(V), PLAIN, drafter("llama"), block_size=K, mask_id=0, **knobs)
 
 
 def test_a_cached_bidirectional_prefix_fails_the_same_comparison():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from models.head import ReducedHead, freeze_embeddings
+from models.head import ReducedHead, freeze_embeddings, silence_others
 from tests.support import tiny
 
 IDS = torch.tensor([5, 2, 9])
@@ -57,3 +57,23 @@ def test_frozen_embeddings_are_not_trained():
     freeze_embeddings(network)
     frozen = {name for name, p in network.named_parameters() if not p.requires_grad}
     assert frozen == {"model.embed_tokens.weight", "lm_head.weight"}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_silenced_head_is_silent_about_other_tokens_only(tied):
+    network = tiny.causal_lm(12, tie_word_embeddings=tied)
+    before, embedding = network(TOKENS).logits, network.model.embed_tokens.weight.clone()
+    silence_others(network, IDS)
+    after = network(TOKENS).logits
+    others = [t for t in range(12) if t not in IDS]
+    assert torch.equal(after[..., IDS], before[..., IDS])
+    assert (after[..., others] == 0).all()
+    assert torch.equal(network.model.embed_tokens.weight, embedding)
+
+
+def test_a_silenced_head_survives_the_disk(tmp_path):
+    network = tiny.causal_lm(12, tie_word_embeddings=True)
+    silence_others(network, IDS)
+    network.save_pretrained(tmp_path)
+    again = type(network).from_pretrained(tmp_path, dtype="float64")
+    assert torch.equal(again(TOKENS).logits, network(TOKENS).logits)

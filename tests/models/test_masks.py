@@ -10,12 +10,18 @@ from models.masks import (
     block_causal,
     branches,
     causal,
+    causal_blocks,
     clean_windows,
     dense,
     draft_blocks,
     drafter_attention,
     flex,
 )
+
+PREDICATES = [
+    *[causal, draft_blocks, causal_blocks(3), branches],
+    *[clean_windows(3), block_causal(3), bidirectional(3)],
+]
 
 
 def layout(document, index, block):
@@ -57,8 +63,8 @@ def test_a_document_that_sees_all_of_itself():
     """)
     assert torch.equal(dense(drafter_attention("bidirectional"), TWO_DOCUMENTS)[0, 0], expected)
     assert drafter_attention("prefix_causal") is draft_blocks
-    with pytest.raises(ValueError, match=r"attention 'causal'.*'bidirectional'"):
-        drafter_attention("causal")
+    with pytest.raises(ValueError, match=r"attention 'full'.*'bidirectional'"):
+        drafter_attention("full")
 
 
 # The same clean tokens without padding, then block 0 (separator and two masks) after two tokens of
@@ -98,6 +104,24 @@ def test_two_blocks_of_one_document_do_not_see_each_other():
         x x . . x x
     """)
     assert torch.equal(dense(draft_blocks, both)[0, 0], expected)
+
+
+def test_causal_blocks_see_their_prefix_and_what_comes_before_within_them():
+    """PARD: two blocks of three, of prefixes of one and two tokens; the last token is padding."""
+    rows = layout([0] * 8 + [-1], [0, 1, 1, 1, 1, 2, 2, 2, 2], [-1, -1, 0, 1, 2, 3, 4, 5, -1])
+    expected = drawn("""
+        x . . . . . . . .
+        x x . . . . . . .
+        x . x . . . . . .
+        x . x x . . . . .
+        x . x x x . . . .
+        x x . . . x . . .
+        x x . . . x x . .
+        x x . . . x x x .
+        . . . . . . . . x
+    """)
+    assert torch.equal(dense(causal_blocks(3), rows)[0, 0], expected)
+    assert drafter_attention("causal") is causal  # one block, at the end of the text
 
 
 def test_queries_over_other_keys_are_rows_of_the_square():
@@ -181,10 +205,7 @@ def random_layout(seed):
     return Layout(document[None], index[None], block[None])
 
 
-@pytest.mark.parametrize(
-    "predicate",
-    [causal, draft_blocks, branches, clean_windows(3), block_causal(3), bidirectional(3)],
-)
+@pytest.mark.parametrize("predicate", PREDICATES)
 @pytest.mark.parametrize("seed", range(5))
 def test_flex_is_dense_element_by_element(predicate, seed):
     rows = random_layout(seed)
@@ -195,10 +216,7 @@ def test_flex_is_dense_element_by_element(predicate, seed):
     assert torch.equal(mask_mod(zero, zero, q, k), dense(predicate, rows)[0, 0])
 
 
-@pytest.mark.parametrize(
-    "predicate",
-    [causal, draft_blocks, branches, clean_windows(3), block_causal(3), bidirectional(3)],
-)
+@pytest.mark.parametrize("predicate", PREDICATES)
 @pytest.mark.parametrize("seed", range(20))
 def test_no_row_is_entirely_masked_and_every_token_sees_itself(predicate, seed):
     """A row without any key is NaN in a softmax."""

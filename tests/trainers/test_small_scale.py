@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     AutoTokenizer,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -52,11 +53,15 @@ def pairs(tmp_path_factory):
     return file
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", *GEMMAS])
-def test_a_target_of_one_s_own_is_one_key(kind, pairs, tmp_path):
+OWN = [(kind, "deer") for kind in ("qwen2", "qwen3", *GEMMAS)] + [("llama", "pard")]
+
+
+@pytest.mark.parametrize(("kind", "layout"), OWN)
+def test_a_target_of_one_s_own_is_one_key(kind, layout, pairs, tmp_path):
     target = tmp_path / "target"
     make = gemma if kind in GEMMAS else lambda kind, v: tiny.causal_lm(v, kind=kind, layers=4)
-    make(kind, 304).float().save_pretrained(target)
+    size = 304 if layout == "deer" else 300
+    make(kind, size).float().save_pretrained(target)
     train_tokenizer(TEXTS, 300).save_pretrained(target)
     tokenizer = AutoTokenizer.from_pretrained(target)
     if kind != "qwen2":  # which has no template: prompts are asked as they stand
@@ -66,7 +71,7 @@ def test_a_target_of_one_s_own_is_one_key(kind, pairs, tmp_path):
     where = ["scale=small", f"runs={tmp_path / 'runs'}", f"target={target}"]
     more = ["collector.max_new_tokens=12", "prompts.count=100", f"prompts.source={pairs}"]
     collect(compose(["recipe=deer_answers", *where, *more, "shard_size=50"], "collect"))
-    few = [*where, *SMALL, *BLOCKS, f"acceptance.source={pairs}", *SHORT]
+    few = [*where, *SMALL, *BLOCKS, f"acceptance.source={pairs}", *SHORT, f"layout={layout}"]
     fit(compose(["recipe=diffusion_adapt", *few, *sources(pairs)], "fit"))
     fit(compose(["recipe=deer_stage1", *few], "fit"))
     schedule = "data.corruption.schedule.shortest=4"
@@ -75,6 +80,15 @@ def test_a_target_of_one_s_own_is_one_key(kind, pairs, tmp_path):
     assert sampler.drafter.config.num_hidden_layers == 3
     assert sampler.draft_ids is not None
     assert len(sampler.draft_ids) <= 300
+    if layout == "pard":  # an ordinary causal LM over the target's tokens, and its mask
+        stock = AutoModelForCausalLM.from_pretrained(export)
+        assert stock.config.vocab_size == len(AutoTokenizer.from_pretrained(export)) == 300
+        assert stock.config.pard_token == sampler.mask_id < 300
+        assert sampler.sep_id is None
+        known = stock.lm_head.weight.abs().sum(-1).nonzero().flatten()
+        assert known.tolist() == sorted(sampler.draft_ids.tolist())
+        with pytest.raises(ValueError, match="layout=pard"):
+            fit(compose(["recipe=deer_stage2", *few[:-1], schedule, "name=other"], "fit"))
     plain = PlainSampler(sampler.target, sampler.tokenizer)
     for verify in ("coupled", "tree"):
         params = SamplingParams(max_new_tokens=16, temperature=1.0, seed=2, verify=verify)

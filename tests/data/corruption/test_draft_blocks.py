@@ -134,6 +134,28 @@ def test_a_sample_drawn_by_hand():
     assert sample["size"].tolist() == [2, 2]
 
 
+def test_a_sample_of_the_other_layout_drawn_by_hand():
+    """PARD: the prefix's last token and K - 1 masks, each of which drafts the token after it."""
+    row = row_of([[False, False, True, True, True], [True] * 3], padding=1)
+    masked = torch.tensor([[True, False, True, True], [True, True, False, False]])
+    present = torch.tensor([[True] * 4, [True, True, False, False]])
+    noise, tokenizer = (
+        Noise(masked, present, torch.tensor([0.5, 1.0])),
+        train_tokenizer(["ab"], 257),
+    )
+    blocks = DraftBlocks(2, 4, None, tokenizer, layout="pard")
+    sample = blocks.lay_out(row, torch.tensor([3, 6]), noise)
+    M, _ = draft_token_ids(tokenizer, "pard")
+    assert sample["input_ids"][9:].tolist() == [*[3, M, 5, M], *[6, M, M, M]]
+    assert sample["position_ids"][9:].tolist() == [*[2, 3, 4, 5], *[0, 1, 2, 3]]
+    assert sample["document"][9:].tolist() == [*[0] * 4, *[1, 1, 1, -1]]
+    assert sample["index"].tolist() == [*range(9), *[2] * 4, *[5] * 4]
+    assert sample["block"].tolist() == [-1] * 9 + [*range(8)]
+    other = DraftBlocks(2, 4, None, TOKENIZER).lay_out(row, torch.tensor([3, 6]), noise)
+    for name in ("target", "masked", "size", "start", "rate"):  # what is learned is the same
+        assert torch.equal(sample[name], other[name])
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_row_with_nothing_trained_has_no_loss(schedule):
     for row in (row_of([[False] * 6], 2), row_of([[True, False], [True, False, False]], 1)):
@@ -187,3 +209,5 @@ def test_blocks_of_nothing_are_refused(anchors, length):
 def test_a_tokenizer_without_draft_tokens_is_refused():
     with pytest.raises(ValueError, match="with_draft_tokens"):
         DraftBlocks(1, 1, UniformNoise(), train_tokenizer(["ab"], 257))
+    with pytest.raises(ValueError, match="layout=deer"):
+        DraftBlocks(1, 1, UniformNoise(), TOKENIZER, layout="pard")

@@ -1,5 +1,6 @@
 """The lab tokenizer, the draft tokens, and the fingerprint that target and drafter share."""
 
+import copy
 import json
 
 import pytest
@@ -7,6 +8,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from data.text.tokenizer import draft_token_ids, fingerprint, train_tokenizer, with_draft_tokens
+from tests.support import tiny
 
 TEXTS = ["def add(a, b):\n    return a + b\n", "the adder adds and the tree is there"]
 
@@ -69,6 +71,34 @@ def test_draft_tokens_are_missed_by_name(tokenizer, masked):
     for plain in (tokenizer, masked):
         with pytest.raises(ValueError, match="with_draft_tokens"):
             draft_token_ids(plain)
+
+
+def test_a_spare_token_is_one_that_no_text_has(tokenizer):
+    """Serving engines want the target's own vocabulary, so PARD's mask is one of its tokens."""
+    with_draft_tokens(tokenizer, "pard")
+    mask_id, separator_id = draft_token_ids(tokenizer, "pard")
+    assert separator_id is None
+    assert 0 <= mask_id < len(tokenizer)
+    every = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x11000)]))
+    assert mask_id not in tokenizer(every).input_ids
+    reserved = copy.deepcopy(tokenizer)
+    reserved.add_tokens(["<|reserved_1|>", "<|tool|>", "<|used|>"], special_tokens=True)
+    assert draft_token_ids(reserved, "pard") == (len(tokenizer), None)
+    named = with_draft_tokens(reserved, "pard", mask_token="<|tool|>")
+    assert draft_token_ids(named, "pard") == (len(tokenizer) + 1, None)
+    used = copy.deepcopy(tokenizer)
+    used.add_tokens(["<|a|>", "<|b|>"], special_tokens=True)
+    used.chat_template = "{{ '<|b|>' }}"
+    assert draft_token_ids(used, "pard") == (len(tokenizer), None)
+
+
+def test_no_spare_token_and_unknown_ones(tokenizer):
+    with pytest.raises(ValueError, match="layout=pard needs a token that no text has"):
+        draft_token_ids(tiny.tokenizer(5), "pard")
+    with pytest.raises(ValueError, match=r"tokenizer.mask_token=return.*<eos>"):
+        with_draft_tokens(tokenizer, "pard", mask_token="return")
+    with pytest.raises(ValueError, match=r"layout 'dflash'.*'deer', 'pard'"):
+        with_draft_tokens(tokenizer, "dflash")
 
 
 @pytest.mark.parametrize("drafting", [False, True])
