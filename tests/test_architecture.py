@@ -24,6 +24,7 @@ HEAVY = {"pytorch_lightning", "lightning", "deepspeed", "accelerate", "wandb", "
 HEAVY |= {"torch.distributed"}
 LAYERS_OF_DECODING = [  # a package of decoding/ imports from those before it, and from itself
     {"commands", "engine"},
+    {"external"},
     {"drafting", "any_subset", "masked", "continuous"},
     {"samplers"},
     {"loading"},

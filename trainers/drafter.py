@@ -88,7 +88,7 @@ class DrafterModule(BaseModule):
         draft_ids: Tensor | None = None,
         attention: str = "prefix_causal",
         shifted: bool = False,
-        layout: str = "deer",
+        layout: str = "separator",
         train_embeddings: bool = True,
     ):
         super().__init__(network, tokenizer, optimization, target)

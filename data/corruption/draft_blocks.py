@@ -4,7 +4,7 @@ A training sample is the clean row of S tokens, followed by A blocks of W tokens
 continue the row at the block's anchor: the number n of clean tokens before the block. There are two
 layouts of a block of K drafted tokens, each laid out as in decoding:
 
-- `deer`: a separator at position n and K masked (or partly masked) tokens at n + 1 to n + K, so
+- `separator`: a separator at position n and K masked (or partly masked) tokens at n + 1 to n + K, so
   W = 1 + K. The outputs of the masked tokens draft themselves.
 - `pard` (arXiv 2504.18583, what vLLM's `parallel_drafting` runs): the last token of the prefix at
   position n - 1 and K - 1 masked tokens at n to n + K - 2, so W = K. Each output drafts the token
@@ -76,7 +76,7 @@ class DraftBlocks:
         length: K, the number of drafted tokens per block.
         schedule: the noise of the blocks.
         tokenizer: one that has the layout's tokens (`data.text.tokenizer.with_draft_tokens`).
-        layout: of the blocks, 'deer' or 'pard'.
+        layout: of the blocks, 'separator' or 'pard'.
 
     Raises:
         ValueError: for fewer than 1 block or token, or a tokenizer without the layout's tokens.
@@ -88,7 +88,7 @@ class DraftBlocks:
         length: int,
         schedule: MaskingSchedule,
         tokenizer: PreTrainedTokenizerBase,
-        layout: str = "deer",
+        layout: str = "separator",
     ):
         if anchors < 1 or length < 1:
             raise ValueError(f"anchors={anchors} and length={length} must both be at least 1")

@@ -13,7 +13,7 @@ from data.corpora.sources import load_documents
 EOS_TOKEN = "<eos>"
 MASK_TOKEN = "<|mask|>"
 SEPARATOR_TOKEN = "<|draft|>"
-LAYOUTS = ("deer", "pard")  # of draft blocks (data/corruption/draft_blocks.py)
+LAYOUTS = ("separator", "pard")  # of draft blocks (data/corruption/draft_blocks.py)
 # A byte that UTF-8 never uses, as byte-level vocabularies (GPT-2's, Llama 3's, Qwen's) write it.
 UNUSED_BYTE = "ÿ"
 
@@ -105,13 +105,13 @@ def mask_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def with_draft_tokens(
-    tokenizer: PreTrainedTokenizerBase, layout: str = "deer", mask_token: str | None = None
+    tokenizer: PreTrainedTokenizerBase, layout: str = "separator", mask_token: str | None = None
 ) -> PreTrainedTokenizerBase:
     """A copy of the tokenizer with what draft blocks of a layout need.
 
     Args:
         tokenizer: the target's. A mask token that it has is kept.
-        layout: 'deer' adds a mask token and a separator token, with ids after the whole vocabulary,
+        layout: 'separator' adds a mask token and a separator token, with ids after the whole vocabulary,
             so every existing id keeps its meaning; 'pard' adds nothing: see `spare_token_id`.
         mask_token: a special token of the tokenizer that becomes the mask token.
 
@@ -140,7 +140,7 @@ def with_draft_tokens(
 
 
 def draft_token_ids(
-    tokenizer: PreTrainedTokenizerBase, layout: str = "deer"
+    tokenizer: PreTrainedTokenizerBase, layout: str = "separator"
 ) -> tuple[int, int | None]:
     """The ids `(mask, separator)` of the draft tokens; blocks of layout 'pard' have no separator.
 
@@ -153,7 +153,7 @@ def draft_token_ids(
         if separator_id is not None:
             raise ValueError(
                 f"layout=pard, but the tokenizer has a {SEPARATOR_TOKEN} token: the drafter to "
-                "start from was made with layout=deer. Make another, with runs= of its own"
+                "start from was made with layout=separator. Make another, with runs= of its own"
             )
         return spare_token_id(tokenizer) if mask_id is None else mask_id, None
     if mask_id is None or separator_id is None:
@@ -187,7 +187,7 @@ def spare_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     if not byte_level or byte is None:
         raise ValueError(
             "layout=pard needs a token that no text has, and this tokenizer has no special token "
-            "without a use: name one of them, tokenizer.mask_token=..., or train with layout=deer"
+            "without a use: name one of them, tokenizer.mask_token=..., or train with layout=separator"
         )
     return byte
 

@@ -134,7 +134,7 @@ def drafter(kind):
 def packed_logits(network, row, anchors=ANCHORS, noise=ALL_MASKED, **form):
     """[A, K, V] of one packed forward."""
     causal = form.get("attention") == "causal"
-    layout = (PLAIN, "pard") if causal else (TOKENIZER, "deer")
+    layout = (PLAIN, "pard") if causal else (TOKENIZER, "separator")
     blocks = DraftBlocks(len(anchors), K, None, *layout)
     sample = blocks.lay_out(row, torch.tensor(anchors), noise)
     with torch.inference_mode():

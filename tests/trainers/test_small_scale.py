@@ -53,14 +53,14 @@ def pairs(tmp_path_factory):
     return file
 
 
-OWN = [(kind, "deer") for kind in ("qwen2", "qwen3", *GEMMAS)] + [("llama", "pard")]
+OWN = [(kind, "separator") for kind in ("qwen2", "qwen3", *GEMMAS)] + [("llama", "pard")]
 
 
 @pytest.mark.parametrize(("kind", "layout"), OWN)
 def test_a_target_of_one_s_own_is_one_key(kind, layout, pairs, tmp_path):
     target = tmp_path / "target"
     make = gemma if kind in GEMMAS else lambda kind, v: tiny.causal_lm(v, kind=kind, layers=4)
-    size = 304 if layout == "deer" else 300
+    size = 304 if layout == "separator" else 300
     make(kind, size).float().save_pretrained(target)
     train_tokenizer(TEXTS, 300).save_pretrained(target)
     tokenizer = AutoTokenizer.from_pretrained(target)

@@ -209,5 +209,5 @@ def test_blocks_of_nothing_are_refused(anchors, length):
 def test_a_tokenizer_without_draft_tokens_is_refused():
     with pytest.raises(ValueError, match="with_draft_tokens"):
         DraftBlocks(1, 1, UniformNoise(), train_tokenizer(["ab"], 257))
-    with pytest.raises(ValueError, match="layout=deer"):
+    with pytest.raises(ValueError, match="layout=separator"):
         DraftBlocks(1, 1, UniformNoise(), TOKENIZER, layout="pard")

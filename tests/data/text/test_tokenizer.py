@@ -97,7 +97,7 @@ def test_no_spare_token_and_unknown_ones(tokenizer):
         draft_token_ids(tiny.tokenizer(5), "pard")
     with pytest.raises(ValueError, match=r"tokenizer.mask_token=return.*<eos>"):
         with_draft_tokens(tokenizer, "pard", mask_token="return")
-    with pytest.raises(ValueError, match=r"layout 'dflash'.*'deer', 'pard'"):
+    with pytest.raises(ValueError, match=r"layout 'dflash'.*'separator', 'pard'"):
         with_draft_tokens(tokenizer, "dflash")
 
 

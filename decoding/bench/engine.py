@@ -1,0 +1,224 @@
+"""`python -m decoding.bench.engine model=runs/deer_stage2/export`: a drafter in a serving engine.
+
+The same prompts are decoded by our sampler and by vLLM, plainly and with the export's drafter, each
+engine with its own caches and kernels. An engine that we did not write must accept as many drafted
+tokens at each position as our sampler does: a shift by one in positions, a wrong norm or mask shows
+here and nowhere else. Ours drafts chains (`verify=coupled`), which is what such engines run.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import ClassVar
+
+import torch
+
+from data.text.prompts import heldout_prompts
+from decoding.bench.options import results_folder
+from decoding.bench.text_report import ERROR, median_error, on_screen, ratio_error
+from decoding.commands.cli import main, parse, quiet
+from decoding.commands.options import PromptOptions, option
+from decoding.commands.progress import track
+from decoding.commands.report import write_table
+from decoding.engine.params import SamplingParams
+from decoding.engine.sampler import Sampler
+from decoding.external.vllm_engine import Vllm, interpreter, speculative_config
+from decoding.fetch import fetch
+from decoding.loading import load, parade_config
+from decoding.samplers.plain import PlainSampler
+
+ENGINES = ("vllm",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineBench(PromptOptions):
+    """Compare a drafter in a serving engine with the same drafter in our sampler."""
+
+    EXAMPLE: ClassVar[str] = "model=runs/deer_stage2/export source=humaneval prompts=64"
+
+    target: str | None = option(None, "a target instead of the one that the export names")
+    engine: str = option("vllm", "that serves the drafter", choices=ENGINES)
+    python: str | None = option(None, "the interpreter that has it; null: that of make vllm")
+    threads: int | None = option(1, "of either engine on a CPU; null: all", least=1)
+    block_size: int | None = option(None, "tokens drafted a cycle; null: the export's own", least=1)
+    ngram: int = option(8, "tokens that vLLM's prompt lookup drafts; 0: leave it out", least=0)
+    temperature: float = option(0.0, "of the sampling; 0 is greedy", least=0)
+
+
+@dataclass
+class Way:
+    """One way to decode, measured prompt by prompt.
+
+    Attributes:
+        name: In the table.
+        plain: The same engine's plain decoding; None where it is that itself.
+        answers: Token ids of each prompt's answer.
+        seconds: Of each prompt.
+        drafts: Of each prompt, how many drafts were verified; empty for plain decoding.
+        accepted: Of each prompt, how many of its drafts had at least i + 1 tokens accepted, for
+            each position i of a draft.
+    """
+
+    name: str
+    plain: "Way | None" = None
+    answers: list[list[int]] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
+    accepted: list[list[int]] = field(default_factory=list)
+
+    @property
+    def rates(self) -> list[float]:
+        """Tokens/s of each prompt."""
+        return [len(a) / s for a, s in zip(self.answers, self.seconds)]
+
+    def at(self, position: int) -> tuple[float, float]:
+        """The share of drafts accepted beyond a position, 0-based, and its standard error."""
+        return _ratio([counts[position] for counts in self.accepted], self.drafts)
+
+    def line(self, positions: int) -> dict:
+        """The way's line of the table, with the acceptance at so many positions."""
+        plain = self.plain or self
+        speedups = [a / b for a, b in zip(self.rates, plain.rates)]
+        emitted = [n + sum(counts) for n, counts in zip(self.drafts, self.accepted)]
+        length, error = _ratio(emitted, self.drafts) if self.drafts else (1.0, 0.0)
+        found = {
+            "engine": self.name,
+            "tokens/s": round(sum(map(len, self.answers)) / sum(self.seconds), 1),
+            "speed-up": round(median(speedups), 2),
+            f"speed-up{ERROR}": median_error(speedups) if self.plain else "",
+            "acceptance length": round(length, 2),
+            f"acceptance length{ERROR}": error if self.plain else "",
+        }
+        for i in range(positions):
+            share, error = self.at(i) if self.drafts and i < len(self.accepted[0]) else ("", "")
+            found |= {f"at {i + 1}": share, f"at {i + 1}{ERROR}": error}
+        same = sum(a == b for a, b in zip(self.answers, plain.answers))
+        return found | {"identical to its plain": f"{same}/{len(self.answers)}"}
+
+
+def _ratio(above: list[int], below: list[int]) -> tuple[float, float]:
+    """sum(above) / sum(below) over prompts, and its standard error."""
+    return round(sum(above) / sum(below), 3), float(ratio_error(above, below) or 0)
+
+
+def run(argv: list[str]) -> None:
+    """Run the command with its arguments `key=value`."""
+    quiet()
+    bench = parse(argv, EngineBench, "decoding.bench.engine")
+    ways = measure(bench)
+    ours, theirs = (next(w for w in ways if w.name == name) for name in ("ours", bench.engine))
+    positions = len(theirs.accepted[0])
+    lines = [way.line(positions) for way in ways]
+    title = f"{bench.prompts} prompts of {Path(bench.source).name}, {bench.dtype}"
+    out = results_folder(bench, f"bench_{bench.engine}")
+    command = "decoding.bench.engine"
+    write_table(lines, out / "engine.csv", title, command, [*map(on_screen, lines)])
+    print("at i: share of drafts with at least i tokens accepted; ±: standard error over prompts")
+    print(agreement(ours, theirs))
+    print(f"wrote engine.csv and command.txt into {out}")
+
+
+def agreement(ours: Way, theirs: Way) -> str:
+    """Whether two engines accept as many tokens at each position: one line.
+
+    Within two standard errors of the difference they do; the errors are taken as independent.
+    """
+    apart = []
+    for i, _ in enumerate(theirs.accepted[0]):
+        (a, a_error), (b, b_error) = ours.at(i), theirs.at(i)
+        if abs(a - b) > 2 * (a_error**2 + b_error**2) ** 0.5:
+            apart.append(f"{i + 1} (ours {a:.3f}, {theirs.name} {b:.3f})")
+    if apart:
+        return f"acceptance differs by more than two standard errors at position {', '.join(apart)}"
+    return f"acceptance at each position: ours and {theirs.name} within two standard errors"
+
+
+def measure(bench: EngineBench) -> list[Way]:
+    """Decode every prompt, one at a time, in every way.
+
+    Args:
+        bench: The command's options.
+
+    Returns:
+        The ways: 'ours, plain', 'ours', and of the engine plain decoding, its prompt lookup where
+        it is asked for, and the drafter.
+
+    Raises:
+        ValueError: The export is no drafter that the engine runs, or the engine does not start.
+    """
+    python = interpreter(bench.python)  # its lack must not cost minutes
+    drafter = fetch(bench.model)
+    config = parade_config(str(drafter))
+    if "target" not in config:
+        raise ValueError(f"{bench.model} is no drafter: it names no target")
+    speculative = speculative_config(drafter, bench.block_size)
+    target = fetch(bench.target or config["target"])
+    if bench.threads is not None:
+        torch.set_num_threads(bench.threads)
+    sampler = load(str(drafter), target=bench.target, **bench.placing)
+    prompts = heldout_prompts(tokenizer=sampler.tokenizer, **bench.prompt_set)
+    ids = [p["prompt_ids"] for p in prompts]
+    params = SamplingParams(
+        max_new_tokens=bench.max_new_tokens,
+        temperature=bench.temperature,
+        ignore_eos=bench.ignore_eos,
+        block_size=speculative["num_speculative_tokens"],
+    )
+    seeds = [bench.seed + i for i in range(len(ids))]
+    plain = PlainSampler(sampler.target, sampler.tokenizer)
+    ways = [ours := Way("ours, plain"), Way("ours", ours)]
+    for way, with_ in zip(ways, (plain, sampler)):
+        _ours(way, with_, ids, seeds, params)
+    lookup = {"method": "ngram", "num_speculative_tokens": bench.ngram, "prompt_lookup_max": 4}
+    theirs = Way(f"{bench.engine}, plain")
+    todo = [(theirs, None), (Way(bench.engine, theirs), speculative)]
+    if bench.ngram:
+        todo.insert(1, (Way(f"{bench.engine}, ngram", theirs), lookup))
+    context = max(map(len, ids)) + bench.max_new_tokens + 2 * max(bench.ngram, params.block_size)
+    options = {
+        "dtype": bench.dtype,
+        "max_model_len": context,
+        "max_num_seqs": 1,
+        "seed": bench.seed,
+    }
+    options |= {"enforce_eager": bench.device == "cpu", "enable_prefix_caching": False}
+    for way, config in todo:
+        more = {} if config is None else {"speculative_config": config}
+        with Vllm(str(target), python, bench.threads, **options, **more) as engine:
+            _theirs(way, engine, ids, seeds, params, sorted(sampler.eos))
+        ways.append(way)
+    return ways
+
+
+def _ours(way: Way, sampler: Sampler, ids: list, seeds: list[int], params: SamplingParams) -> None:
+    """Measure one of our samplers."""
+    sampler.generate(ids[:1], params, seeds=seeds[:1])  # warm-up
+    for prompt, seed in track([*zip(ids, seeds)], way.name):
+        started = perf_counter()
+        (result,) = sampler.generate([prompt], params, seeds=[seed])
+        way.seconds.append(perf_counter() - started)
+        way.answers.append(result.token_ids)
+        if way.plain is not None:
+            # An engine counts what was accepted beyond the answer's end, we do not: no last draft.
+            accepted = [n - 1 for n in result.stats.emitted[:-1]]
+            way.drafts.append(len(accepted))
+            way.accepted.append([sum(a > i for a in accepted) for i in range(params.block_size)])
+
+
+def _theirs(
+    way: Way, engine: Vllm, ids: list, seeds: list[int], params: SamplingParams, eos: list[int]
+) -> None:
+    """Measure a serving engine."""
+    engine.generate(ids[:1], params, eos=eos, seeds=seeds[:1])  # warm-up
+    for prompt, seed in track([*zip(ids, seeds)], way.name):
+        reply = engine.generate([prompt], params, eos=eos, seeds=[seed])
+        way.seconds.append(reply.seconds)
+        way.answers += reply.token_ids
+        if way.plain is not None:
+            way.drafts.append(reply.drafts["drafts"])
+            way.accepted.append(reply.drafts["accepted_tokens_per_pos"])
+
+
+if __name__ == "__main__":
+    main(run)

@@ -1,0 +1,230 @@
+"""vLLM as an engine beside ours: started in its own environment, spoken with in token ids.
+
+vLLM pins its own torch, so it rarely shares an environment with anything: `make vllm` makes one.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+from decoding.engine.params import SamplingParams
+
+WORKER = Path(__file__).with_name("vllm_worker.py")
+OWN_ENVIRONMENT = Path(".venv-vllm/bin/python")  # of `make vllm`
+KV_CACHE_GB = 2  # of the CPU's memory; vLLM's own default is half of all
+
+
+@dataclass
+class Reply:
+    """What vLLM gave for some prompts.
+
+    Attributes:
+        token_ids: The answer to each prompt.
+        finish_reasons: 'stop' (vLLM's word for end-of-text too) or 'length', of each answer.
+        seconds: Of all of them together.
+        drafts: vLLM's counters of speculative decoding as they grew: `drafts`, `draft_tokens`,
+            `accepted_tokens`, and `accepted_tokens_per_pos`, a list. Empty for plain decoding.
+        top: [[(token id, log-probability)]] of each answer's tokens, where they were asked for.
+    """
+
+    token_ids: list[list[int]]
+    finish_reasons: list[str]
+    seconds: float
+    drafts: dict = field(default_factory=dict)
+    top: list[list[list[tuple[int, float]]]] = field(default_factory=list)
+
+
+class Vllm:
+    """A vLLM engine in a process of its own; a context manager that ends it.
+
+    Args:
+        model: Folder of the target, which vLLM loads by itself.
+        python: The interpreter of vLLM's environment; None: that of `make vllm`, or this one.
+        threads: Processor threads of the engine on a CPU; None: as many as vLLM takes.
+        **options: Further arguments of `vllm.LLM`, such as speculative_config=, dtype=, seed=.
+
+    Attributes:
+        version: vLLM's.
+
+    Raises:
+        ValueError: There is no such interpreter, or vLLM does not start; one line says why.
+    """
+
+    def __init__(
+        self, model: str, python: str | None = None, threads: int | None = None, **options
+    ):
+        # What the engine prints is long, and told only where it fails.
+        self._folder = tempfile.TemporaryDirectory(prefix="vllm_")
+        self._log = Path(self._folder.name) / "log"
+        environment = {"VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GB), "VLLM_NO_USAGE_STATS": "1"}
+        if threads is not None:
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{threads - 1}" if threads > 1 else "0"
+        self._process = subprocess.Popen(
+            [interpreter(python), str(WORKER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log.open("w"),
+            text=True,
+            env=environment | os.environ,  # the user's own settings win
+            start_new_session=True,  # the engine has processes of its own, which end with it
+        )
+        arguments = {"model": model, "disable_log_stats": False, **options}
+        try:
+            self.version = self._ask(arguments)["vllm"]
+        except BaseException:
+            self.close()
+            raise
+
+    def generate(
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        *,
+        eos: Sequence[int] = (),
+        seeds: Sequence[int] | None = None,
+        logprobs: int = 0,
+    ) -> Reply:
+        """Decode prompts as one batch.
+
+        Args:
+            prompts: Token ids.
+            params: Of which those that vLLM knows too are used: not `verify`, `block_size`,
+                `draft`, `lossy`; stop strings are refused.
+            eos: The target's end-of-text tokens, beside those that vLLM finds itself.
+            seeds: One a prompt; None: params.seed for all.
+            logprobs: How many of the most probable tokens come with each token of an answer.
+
+        Returns:
+            A `Reply`.
+
+        Raises:
+            ValueError: A stop string, or what vLLM refused; one line.
+        """
+        if params.stop:
+            raise ValueError(f"stop={list(params.stop)} is not allowed: answers are token ids here")
+        asked = {
+            "max_tokens": params.max_new_tokens,
+            "temperature": params.temperature,
+            "top_k": params.top_k,
+            "top_p": params.top_p,
+            "min_p": params.min_p,
+            "repetition_penalty": params.repetition_penalty,
+            "ignore_eos": params.ignore_eos,
+            "stop_token_ids": [] if params.ignore_eos else list(eos),
+            "logprobs": logprobs or None,
+        }
+        each = [params.seed] * len(prompts) if seeds is None else seeds
+        # vLLM takes 64 bits with a sign, ours have none.
+        jobs = [asked | {"seed": None if seed is None else seed % 2**63} for seed in each]
+        found = self._ask({"prompts": list(prompts), "params": jobs})
+        answers = found["answers"]
+        return Reply(
+            [a["token_ids"] for a in answers],
+            [a["finish_reason"] for a in answers],
+            found["seconds"],
+            found["drafts"],
+            [[[tuple(p) for p in step] for step in a["top"]] for a in answers if "top" in a],
+        )
+
+    def _ask(self, message: dict) -> dict:
+        """Send a message and wait for its reply."""
+        try:
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise ValueError(f"vLLM ended without an answer: {self._last_words()}")
+        found = json.loads(line)
+        if "error" in found:
+            raise ValueError(f"vLLM refused: {first_line(found['error'])}{self._reason()}")
+        return found
+
+    def _last_words(self) -> str:
+        lines = [
+            line for line in self._log.read_text(errors="replace").splitlines() if line.strip()
+        ]
+        return lines[-1].strip() if lines else "it printed nothing"
+
+    def _reason(self) -> str:
+        """What the engine's own process said before an error that points there."""
+        log = self._log.read_text(errors="replace").splitlines()
+        told = [line for line in log if "Error: " in line and "See root cause" not in line]
+        return f" ({told[0].rpartition('] ')[2].strip()})" if told else ""
+
+    def close(self) -> None:
+        """End the engine and all of its processes."""
+        with suppress(subprocess.TimeoutExpired, BrokenPipeError):
+            self._process.stdin.close()
+            self._process.wait(timeout=20)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._process.stdout.close()
+        self._folder.cleanup()
+
+    def __enter__(self) -> "Vllm":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+def first_line(text: str) -> str:
+    """The first line of a text that may have many."""
+    return text.strip().partition("\n")[0]
+
+
+def interpreter(python: str | None = None) -> str:
+    """The interpreter that has vLLM.
+
+    Args:
+        python: A path or name; None: that of `make vllm`, or this one where it has vLLM.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if python is not None:
+        if shutil.which(python) is None:
+            raise ValueError(f"python={python} is no program: give the interpreter that has vLLM")
+        return python
+    if OWN_ENVIRONMENT.exists():
+        return str(OWN_ENVIRONMENT)
+    if find_spec("vllm") is not None:
+        return sys.executable
+    raise ValueError(
+        "engine=vllm needs vLLM: make vllm (an environment of its own in .venv-vllm), or give the "
+        "interpreter of one that has it, python=/path/to/bin/python"
+    )
+
+
+def speculative_config(folder: Path, block_size: int | None = None) -> dict:
+    """vLLM's `speculative_config` for a drafter, from the drafter's own config.json.
+
+    Args:
+        folder: The drafter's export.
+        block_size: Tokens drafted a cycle; None: the export's own.
+
+    Raises:
+        ValueError: The drafter is in no format that vLLM runs.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    parade = config.get("parade") or {}
+    count = block_size or parade.get("block_size") or config.get("block_size")
+    common = {"model": str(folder.resolve()), "num_speculative_tokens": count}
+    if "pard_token" in config:
+        return {"method": "draft_model", "parallel_drafting": True, **common}
+    raise ValueError(
+        f"{folder} is in no format that vLLM runs (its config.json has no pard_token). A drafter "
+        "that is trained with layout=pard is: python -m trainers.fit recipe=deer_stage2 layout=pard"
+    )

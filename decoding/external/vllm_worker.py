@@ -1,0 +1,94 @@
+"""A vLLM engine in a process of its own: JSON lines in, JSON lines out.
+
+It runs with the interpreter of vLLM's environment, in which parade need not be installed, so it
+imports nothing of parade (`decoding.external.vllm_engine` starts it and speaks with it).
+
+The first line holds the arguments of `vllm.LLM` and is answered by `{"vllm": version}`; each
+further line is a job, `{"prompts": [[token id]], "params": {...}}`, answered by
+
+- `answers`: `{"token_ids", "finish_reason", "top"}` of each prompt; `top`, where the parameters ask
+  for `logprobs`, has [[token id, log-probability]] of each token, most probable first;
+- `seconds`: of the whole job;
+- `drafts`: vLLM's counters of speculative decoding, as they grew in the job;
+
+or by `{"error": one line}`.
+"""
+
+import json
+import os
+import sys
+import time
+
+PREFIX = "vllm:spec_decode_num_"
+
+
+def counters(llm) -> dict[str, list[int]]:
+    """vLLM's counters of speculative decoding; one number, or one for each position."""
+    found = {}
+    for metric in llm.get_metrics():
+        if metric.name.startswith(PREFIX):
+            values = getattr(metric, "values", None)
+            found[metric.name[len(PREFIX) :]] = list(values) if values else [metric.value]
+    return found
+
+
+def answer(output, logprobs: int) -> dict:
+    """The first completion of a request, as plain values."""
+    completion = output.outputs[0]
+    found = {
+        "token_ids": list(completion.token_ids),
+        "finish_reason": completion.finish_reason,
+    }
+    if logprobs:
+        found["top"] = [
+            sorted(([t, p.logprob] for t, p in step.items()), key=lambda pair: -pair[1])[:logprobs]
+            for step in completion.logprobs
+        ]
+    return found
+
+
+def run(llm, job: dict) -> dict:
+    """Decode the prompts of a job together."""
+    from vllm import SamplingParams
+
+    before, started = counters(llm), time.perf_counter()
+    each = job["params"] if isinstance(job["params"], list) else [job["params"]]
+    params = [SamplingParams(detokenize=False, **p) for p in each]
+    prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
+    outputs = llm.generate(prompts, params if len(params) > 1 else params[0], use_tqdm=False)
+    seconds = time.perf_counter() - started
+    drafts = {}
+    for name, after in counters(llm).items():
+        grown = [a - b for a, b in zip(after, before.get(name, [0] * len(after)))]
+        drafts[name] = grown if name.endswith("per_pos") else grown[0]
+    logprobs = each[0].get("logprobs") or 0
+    answers = [answer(output, logprobs) for output in outputs]
+    return {"answers": answers, "seconds": seconds, "drafts": drafts}
+
+
+def main() -> None:
+    """Serve jobs until standard input ends."""
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what vLLM prints is no reply
+
+    def reply(content: dict) -> None:
+        replies.write(json.dumps(content) + "\n")
+
+    try:
+        options = json.loads(sys.stdin.readline())
+        import vllm
+
+        llm = vllm.LLM(**options)
+    except Exception as error:
+        reply({"error": f"{type(error).__name__}: {error}"})
+        return
+    reply({"vllm": vllm.__version__})
+    for line in sys.stdin:
+        try:
+            reply(run(llm, json.loads(line)))
+        except Exception as error:
+            reply({"error": f"{type(error).__name__}: {error}"})
+
+
+if __name__ == "__main__":  # vLLM starts processes that import this file
+    main()

@@ -1,0 +1,75 @@
+"""A drafter in another engine accepts what it accepts in our sampler, or one line says where."""
+
+import csv
+import json
+
+import pytest
+
+from decoding.bench.engine import EngineBench, Way, agreement, measure, run
+from tests.support import pard
+
+PROMPTS = [f"def {name}" for name in ("area", "sum", "row", "last", "tail", "head", "left", "best")]
+
+
+@pytest.fixture(scope="module")
+def export(tmp_path_factory):
+    root = tmp_path_factory.mktemp("pard")
+    (root / "prompts.jsonl").write_text(
+        "\n".join(json.dumps({"question_id": i, "turns": [p]}) for i, p in enumerate(PROMPTS))
+    )
+    return pard.write(root, PROMPTS)
+
+
+def arguments(export, vllm_stub, **more):
+    return {
+        "model": str(export),
+        "source": str(export.parents[1] / "prompts.jsonl"),
+        "python": vllm_stub,
+        "prompts": len(PROMPTS),
+        "max_new_tokens": 24,
+        "dtype": "float32",
+        **more,
+    }
+
+
+def test_the_command(export, vllm_stub, capsys):
+    run([f"{key}={value}" for key, value in arguments(export, vllm_stub).items()])
+    shown = capsys.readouterr().out
+    assert "ours and vllm within two standard errors" in shown
+    with (export.parent / "bench_vllm" / "engine.csv").open() as file:
+        lines = {line["engine"]: line for line in csv.DictReader(file)}
+    assert [*lines] == ["ours, plain", "ours", "vllm, plain", "vllm, ngram", "vllm"]
+    assert all(line["identical to its plain"] == "8/8" for line in lines.values())
+    assert float(lines["ours"]["at 4"]) > 0.3  # the drafter has something to lose
+    assert float(lines["vllm"]["acceptance length"]) > 2
+    assert lines["vllm, plain"]["at 1"] == ""
+
+
+@pytest.mark.parametrize("mistake", ["mask", "shift"])
+def test_a_mistake_is_caught_and_named(export, vllm_stub, monkeypatch, mistake):
+    """The texts stay right, acceptance does not: what nobody sees without this bench."""
+    monkeypatch.setenv("STUB_VLLM", mistake)
+    ways = measure(EngineBench(**arguments(export, vllm_stub, ngram=0)))
+    ours, plain, theirs = ways[1:]
+    assert theirs.answers == plain.answers == ours.answers
+    first = 1 if mistake == "shift" else 2
+    assert f"at position {first} (ours" in agreement(ours, theirs)
+
+
+def test_agreement_is_within_two_standard_errors():
+    def way(name, shares):
+        accepted = [[round(100 * (s + d)) for s in shares] for d in (-0.05, 0, 0.05, 0)]
+        return Way(name, drafts=[100] * 4, accepted=accepted)
+
+    ours = way("ours", [0.8, 0.5])
+    assert "within two" in agreement(ours, way("x", [0.81, 0.49]))
+    apart = agreement(ours, way("x", [0.8, 0.3]))
+    assert "position 2 (ours 0.500, x 0.300)" in apart
+    assert "position 1" not in apart
+
+
+def test_bad_input(export, vllm_stub):
+    with pytest.raises(ValueError, match="names no target"):
+        measure(EngineBench(**arguments(export.parents[1] / "target", vllm_stub)))
+    with pytest.raises(ValueError, match="engine 'sglang'"):
+        EngineBench(model="x", engine="sglang")

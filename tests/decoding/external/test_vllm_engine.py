@@ -1,0 +1,107 @@
+"""The door to vLLM, with a stub of its interface in the worker's process (a real process)."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from decoding.engine.params import SamplingParams
+from decoding.external.vllm_engine import Vllm, interpreter, speculative_config
+from tests.support import tiny
+
+GREEDY = SamplingParams(max_new_tokens=6, temperature=0)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("target")
+    tiny.causal_lm(12).float().save_pretrained(folder)
+    return str(folder)
+
+
+def greedy(model, prompt, count):
+    """Greedy decoding by full forwards."""
+    from transformers import AutoModelForCausalLM
+
+    network, ids = AutoModelForCausalLM.from_pretrained(model), list(prompt)
+    for _ in range(count):
+        with torch.no_grad():
+            ids.append(int(network(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def test_answers_counters_and_logprobs(vllm_stub, model):
+    with Vllm(model, vllm_stub, threads=1, max_num_seqs=2) as engine:
+        assert engine.version == "stub"
+        found = engine.generate([[1, 2], [3]], GREEDY, seeds=[2**64 - 1, 0], logprobs=3)
+        again = engine.generate([[3]], GREEDY)
+    assert found.token_ids == [greedy(model, [1, 2], 6), greedy(model, [3], 6)]
+    assert found.finish_reasons == ["length", "length"]
+    assert found.seconds > 0
+    assert not any(found.drafts.values())
+    assert [len(steps) for steps in found.top] == [6, 6]
+    for answer, steps in zip(found.token_ids, found.top):
+        for token, step in zip(answer, steps):
+            assert step[0][0] == token  # greedy: the most probable one
+            assert [p for _, p in step] == sorted((p for _, p in step), reverse=True)
+    assert again.token_ids == found.token_ids[1:]
+    assert again.top == []
+
+
+def test_the_end_of_text_is_ours(vllm_stub, model):
+    text = greedy(model, [1, 2], 6)
+    with Vllm(model, vllm_stub) as engine:
+        found = engine.generate([[1, 2]], GREEDY, eos=[text[2]])
+        more = SamplingParams(max_new_tokens=6, temperature=0, ignore_eos=True)
+        assert engine.generate([[1, 2]], more, eos=[text[2]]).token_ids == [text]
+    assert found.token_ids == [text[: text.index(text[2]) + 1]]
+    assert found.finish_reasons == ["stop"]
+
+
+def ended(process):
+    """Whether a process group is gone."""
+    try:
+        os.killpg(process.pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ("refuse", r"vLLM refused: RuntimeError.*See root cause above. \(.*there is no memory\)"),
+        ("crash", "vLLM ended without an answer: the engine ran out of memory"),
+    ],
+)
+def test_an_engine_that_fails_is_one_line_and_leaves_nothing(
+    vllm_stub, model, monkeypatch, mistake, message, tmp_path
+):
+    monkeypatch.setenv("STUB_VLLM", mistake)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    started = []
+
+    def decode():
+        with Vllm(model, vllm_stub) as engine:
+            started.append(engine._process)
+            engine.generate([[1]], GREEDY)
+
+    with pytest.raises(ValueError, match=message) as error:
+        decode()
+    assert "\n" not in str(error.value)
+    assert all(map(ended, started))
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_what_is_refused_before_an_engine_starts(tmp_path, monkeypatch, vllm_stub, model):
+    with pytest.raises(ValueError, match="python=/nowhere is no program"):
+        interpreter("/nowhere")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="make vllm"):
+        interpreter()
+    with pytest.raises(ValueError, match=r"no pard_token.*layout=pard"):
+        speculative_config(Path(model))
+    with Vllm(model, vllm_stub) as engine, pytest.raises(ValueError, match=r"stop=\['x'\]"):
+        engine.generate([[1]], SamplingParams(stop=("x",)))
