@@ -120,7 +120,9 @@ def test_recipe_says_how_it_is_launched(recipe):
 
 def test_the_checks_can_fail():
     config = compose(["recipe=deer_stage2", "+trainer.dead=1"], "fit")
-    assert unread(config, "${runs}${target}${drafter}${answers}${layout}", "fit") == ["trainer.dead"]
+    assert unread(config, "${runs}${target}${drafter}${answers}${layout}", "fit") == [
+        "trainer.dead"
+    ]
     with pytest.raises(AssertionError, match="takes no"):
         check_target(
             OmegaConf.create({"_target_": "models.causal.pretrained", "path": "x", "pth": 1})

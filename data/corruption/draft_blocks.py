@@ -4,8 +4,8 @@ A training sample is the clean row of S tokens, followed by A blocks of W tokens
 continue the row at the block's anchor: the number n of clean tokens before the block. There are two
 layouts of a block of K drafted tokens, each laid out as in decoding:
 
-- `separator`: a separator at position n and K masked (or partly masked) tokens at n + 1 to n + K, so
-  W = 1 + K. The outputs of the masked tokens draft themselves.
+- `separator`: a separator at position n and K masked (or partly masked) tokens at n + 1 to n + K,
+  so W = 1 + K. The outputs of the masked tokens draft themselves.
 - `pard` (arXiv 2504.18583, what vLLM's `parallel_drafting` runs): the last token of the prefix at
   position n - 1 and K - 1 masked tokens at n to n + K - 2, so W = K. Each output drafts the token
   after its input, as a causal LM's does.

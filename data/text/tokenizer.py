@@ -111,8 +111,9 @@ def with_draft_tokens(
 
     Args:
         tokenizer: the target's. A mask token that it has is kept.
-        layout: 'separator' adds a mask token and a separator token, with ids after the whole vocabulary,
-            so every existing id keeps its meaning; 'pard' adds nothing: see `spare_token_id`.
+        layout: 'separator' adds a mask token and a separator token, with ids after the whole
+            vocabulary, so every existing id keeps its meaning; 'pard' adds nothing: see
+            `spare_token_id`.
         mask_token: a special token of the tokenizer that becomes the mask token.
 
     Raises:
@@ -187,7 +188,7 @@ def spare_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     if not byte_level or byte is None:
         raise ValueError(
             "layout=pard needs a token that no text has, and this tokenizer has no special token "
-            "without a use: name one of them, tokenizer.mask_token=..., or train with layout=separator"
+            "without a use: name one, tokenizer.mask_token=..., or train with layout=separator"
         )
     return byte
 

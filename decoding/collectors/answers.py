@@ -2,16 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-from torch import Tensor
-
-from data.corpora.answers import TEACHER
 from data.text.tokenizer import fingerprint
+from decoding.collectors.teachers import ENGINES, Teacher, is_server, open_teacher
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import derived_seed
-from decoding.engine.sampler import Batch, Sampler
-from decoding.loading import load, load_tokenizer
-from decoding.samplers.plain import PlainSampler
+from decoding.loading import load_tokenizer
 
 
 class TeacherAnswers:
@@ -22,7 +17,14 @@ class TeacherAnswers:
 
     Args:
         teacher: Folder or Hub id of a model, which decodes with its own sampler: a causal LM
-            token by token, an export (of a masked diffusion LM, a drafter) with its method.
+            token by token, an export (of a masked diffusion LM, a drafter) with its method. Or the
+            address of an OpenAI-compatible server, http://host:port/v1.
+        target: The model that a server serves, for its tokenizer; None: the teacher itself.
+        engine: What decodes a teacher that is no server: 'parade', or 'vllm', in an environment
+            of its own (`make vllm`).
+        options: Of the server's client, such as {concurrency: 32, retries: 5, model: its name}
+            (`decoding.external.openai_client`); of vLLM, such as {python: ..., threads: 8,
+            max_model_len: 4096} (`decoding.external.vllm_engine`).
         number: Answers for each prompt.
         temperatures: Taken in turn: answer j of a shard's i-th prompt has number i + j, modulo
             their count.
@@ -52,6 +54,9 @@ class TeacherAnswers:
         device: str = "cpu",
         top_k: int = 0,
         device_map: str | None = None,
+        target: str | None = None,
+        engine: str = "parade",
+        options: dict | None = None,
     ):
         if top_k < 0:
             raise ValueError(f"top_k={top_k} is not allowed: it must be 0 (none) or more")
@@ -65,15 +70,24 @@ class TeacherAnswers:
             SamplingParams(max_new_tokens=max_new_tokens, temperature=t, top_p=top_p, seed=seed)
             for t in temperatures
         ]
-        self.tokenizer = load_tokenizer(teacher)
+        self.target = target if target and is_server(teacher) else teacher
+        if is_server(self.target):
+            raise ValueError(
+                f"collector.teacher={teacher} is a server: give target= the model that it serves, "
+                "for its tokenizer"
+            )
+        self.tokenizer = load_tokenizer(self.target)
         self.dtype, self.top_k = dtype, top_k
+        self.engine, self.options = engine, dict(options or {})
         self.placing = {"dtype": dtype, "device": device, "device_map": device_map}
-        self._sampler: Sampler | None = None
+        self._teacher: Teacher | None = None
 
     def made_with(self) -> dict:
         """The options that the answers depend on, for the collection's manifest."""
+        decoder = "server" if is_server(self.teacher) else self.engine
         return {
-            "teacher": self.teacher,
+            # A server's address may change on the way; what it serves may not.
+            "teacher": self.target,
             "tokenizer": fingerprint(self.tokenizer),
             "number": self.number,
             "temperatures": [p.temperature for p in self.params],
@@ -84,6 +98,7 @@ class TeacherAnswers:
             "seeds": "blake2b",
             "turns": "prompts and answers",
             **({"top_k": self.top_k} if self.top_k else {}),
+            **({} if decoder == ENGINES[0] else {"engine": decoder}),
         }
 
     def bytes_of(self, prompt_ids: list[int]) -> int:
@@ -111,15 +126,16 @@ class TeacherAnswers:
         Raises:
             ValueError: The teacher does not continue text.
         """
-        if self._sampler is None:
-            self._sampler = load(self.teacher, **self.placing)
-            if not self._sampler.continues:
-                raise ValueError(
-                    f"collector.teacher={self.teacher} does not continue text, so it cannot answer "
-                    "a prompt: give a causal or masked diffusion LM"
-                )
-            if self.top_k:
-                self._sampler = Recording(self._sampler, self.top_k)
+        if self._teacher is None:
+            self._teacher = open_teacher(
+                self.teacher,
+                self.target,
+                self.tokenizer,
+                self.top_k,
+                engine=self.engine,
+                placing=self.placing,
+                options=self.options,
+            )
         answers = [(i, j) for j in range(self.number) for i in range(len(prompts))]
         rows = {}
         for turn, params in enumerate(self.params):
@@ -128,64 +144,31 @@ class TeacherAnswers:
                 batch = mine[start : start + len(prompts)]
                 asked = [prompts[i] for i, _ in batch]
                 rows |= dict(zip(batch, self._answer(asked, [j for _, j in batch], params)))
-        return [rows[answer] for answer in answers]
+        found = [rows[answer] for answer in answers]
+        known = [row for row in found if row["answer_ids"] is not None]
+        if not known:
+            raise ValueError(
+                f"collector.teacher={self.teacher} gives texts whose tokens cannot be known, as it "
+                "counts others than the tokenizer: give a server that returns token ids, as vLLM"
+            )
+        if len(known) < len(found):
+            left = len(found) - len(known)
+            print(f"{left} of {len(found)} answers left out: the server counts other tokens")
+        return known
 
     def _answer(
         self, prompts: list[dict], numbers: list[int], params: SamplingParams
     ) -> Iterator[dict]:
         """Rows of these prompts' answers of these numbers, decoded as one batch."""
         seeds = [self.seed_of(p["id"], j) for p, j in zip(prompts, numbers)]
-        results = self._sampler.generate([p["prompt_ids"] for p in prompts], params, seeds=seeds)
-        recorded = self._sampler.recorded if self.top_k else [{}] * len(results)
-        for prompt, number, result, found in zip(prompts, numbers, results, recorded):
+        found = self._teacher.answer([p["prompt_ids"] for p in prompts], params, seeds)
+        for prompt, number, answer in zip(prompts, numbers, found):
             yield {
                 "id": prompt["id"],
                 "answer": number,
                 "temperature": params.temperature,
                 "prompt_ids": prompt["prompt_ids"],
-                "answer_ids": result.token_ids,
-                "finish_reason": result.finish_reason,
-                **{k: np.concatenate(v[: len(result.token_ids)]) for k, v in found.items()},
+                "answer_ids": answer.token_ids,
+                "finish_reason": answer.finish_reason,
+                **answer.distributions,
             }
-
-
-class Recording(PlainSampler):
-    """Plain decoding that keeps the target's most probable tokens at each token it emits.
-
-    Args:
-        sampler: Plain decoding with the same target.
-        top_k: How many tokens are kept.
-
-    Attributes:
-        recorded: For each request of the last call `teacher_ids` and `teacher_probs`, a list of
-            arrays [top_k] each, one for each token.
-
-    Raises:
-        ValueError: The sampler is not plain decoding: a pass does not give one token's
-            distribution, or gives those of drafts that were not accepted.
-    """
-
-    def __init__(self, sampler: Sampler, top_k: int):
-        if not isinstance(sampler, PlainSampler):
-            raise ValueError(
-                f"collector.top_k={top_k} needs plain decoding: give collector.teacher the target "
-                "itself, whose answers have the same distribution, or top_k=0"
-            )
-        super().__init__(sampler.target, sampler.tokenizer)
-        self.top_k = top_k
-        self.recorded: list[dict[str, list[np.ndarray]]] = []
-
-    def begin(self, batch: Batch, params: SamplingParams) -> None:
-        self.recorded = [{name: [] for name in TEACHER} for _ in batch.requests]
-        super().begin(batch, params)
-
-    def warped(
-        self, logits: Tensor, batch: Batch, draft: Tensor, params: SamplingParams, before=None
-    ) -> Tensor:
-        """Record the distributions at temperature 1, before anything changes them."""
-        probs, ids = logits[:, -1].float().softmax(-1).topk(self.top_k)
-        columns = zip(batch.requests, ids.int().cpu().numpy(), probs.half().cpu().numpy())
-        for request, *found in columns:
-            for name, values in zip(TEACHER, found):
-                self.recorded[request][name].append(values)
-        return super().warped(logits, batch, draft, params, before)

@@ -12,35 +12,15 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
 from decoding.engine.params import SamplingParams
+from decoding.external.reply import Reply, first_line
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 OWN_ENVIRONMENT = Path(".venv-vllm/bin/python")  # of `make vllm`
 KV_CACHE_GB = 2  # of the CPU's memory; vLLM's own default is half of all
-
-
-@dataclass
-class Reply:
-    """What vLLM gave for some prompts.
-
-    Attributes:
-        token_ids: The answer to each prompt.
-        finish_reasons: 'stop' (vLLM's word for end-of-text too) or 'length', of each answer.
-        seconds: Of all of them together.
-        drafts: vLLM's counters of speculative decoding as they grew: `drafts`, `draft_tokens`,
-            `accepted_tokens`, and `accepted_tokens_per_pos`, a list. Empty for plain decoding.
-        top: [[(token id, log-probability)]] of each answer's tokens, where they were asked for.
-    """
-
-    token_ids: list[list[int]]
-    finish_reasons: list[str]
-    seconds: float
-    drafts: dict = field(default_factory=dict)
-    top: list[list[list[tuple[int, float]]]] = field(default_factory=list)
 
 
 class Vllm:
@@ -129,7 +109,7 @@ class Vllm:
         answers = found["answers"]
         return Reply(
             [a["token_ids"] for a in answers],
-            [a["finish_reason"] for a in answers],
+            ["eos" if a["finish_reason"] == "stop" else "length" for a in answers],
             found["seconds"],
             found["drafts"],
             [[[tuple(p) for p in step] for step in a["top"]] for a in answers if "top" in a],
@@ -178,11 +158,6 @@ class Vllm:
 
     def __exit__(self, *_) -> None:
         self.close()
-
-
-def first_line(text: str) -> str:
-    """The first line of a text that may have many."""
-    return text.strip().partition("\n")[0]
 
 
 def interpreter(python: str | None = None) -> str:

@@ -6,7 +6,8 @@ import torch
 
 from data.text.tokenizer import train_tokenizer
 from decoding import load
-from decoding.collectors.answers import Recording, TeacherAnswers
+from decoding.collectors.answers import TeacherAnswers
+from decoding.collectors.teachers import Recording
 from tests.support import tiny
 
 PROMPTS = [{"id": "a", "prompt_ids": [1, 2, 3]}, {"id": "b", "prompt_ids": [4, 5, 6, 7, 8]}]

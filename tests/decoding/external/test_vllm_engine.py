@@ -56,7 +56,7 @@ def test_the_end_of_text_is_ours(vllm_stub, model):
         more = SamplingParams(max_new_tokens=6, temperature=0, ignore_eos=True)
         assert engine.generate([[1, 2]], more, eos=[text[2]]).token_ids == [text]
     assert found.token_ids == [text[: text.index(text[2]) + 1]]
-    assert found.finish_reasons == ["stop"]
+    assert found.finish_reasons == ["eos"]
 
 
 def ended(process):
