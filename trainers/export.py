@@ -13,8 +13,9 @@ from decoding.loading import parade_config
 from models.causal import looks_local
 from trainers.fit import build_module
 from trainers.publishing import hub
-from trainers.publishing.card import with_bench
+from trainers.publishing.card import SECTIONS, with_bench
 from trainers.publishing.export_folder import is_export, write_export
+from trainers.publishing.verify import PROGRAMS, verify
 from trainers.runs.checkpoint_files import load_weights, step_of
 from trainers.runs.curve import latest
 
@@ -29,6 +30,10 @@ class Export(Options):
     checkpoint: str | None = option(
         None, "one of its checkpoints, of any strategy: <run>/export-step-N is made of it first"
     )
+    verify: tuple[str, ...] = option(
+        (), "decode the validation's prompts with it in other programs first", choices=PROGRAMS
+    )
+    python: str | None = option(None, "the interpreter that has vllm; null: that of make vllm")
     push: str | None = option(None, "org/name on the Hub (HF_TOKEN and HF_ENDPOINT are honoured)")
     private: bool | None = option(None, "of a repository that is new")
     revision: str | None = option(None, "a branch, made if there is none; null: main")
@@ -65,6 +70,8 @@ def run(argv: list[str]) -> None:
     if not e.dry_run and card != (folder / "README.md").read_text():
         with atomic_write(folder / "README.md") as temporary:
             temporary.write_text(card)
+    if e.verify:
+        verify(Path(e.run), e.verify, e.python)
     if e.push is None:
         return
     files, others = hub.uploads(folder)
@@ -114,19 +121,21 @@ def export_checkpoint(run: Path, checkpoint: Path) -> Path:
 
 
 def complete_card(folder: Path) -> str:
-    """The text of an export's model card, with the table of the run's bench.csv where there is one.
+    """The text of an export's model card, with the tables of the run's benches where there are any.
 
-    A bench.csv older than the export is left out, with a printed line.
+    A table older than the export is left out, with a printed line.
     """
     card = (folder / "README.md").read_text()
-    results = folder.parent / "bench" / "bench.csv"
-    if not results.is_file():
-        return card
-    command = f"python -m decoding.bench model={folder}"
-    if results.stat().st_mtime < (folder / "tokenizer_config.json").stat().st_mtime:
-        print(f"{results} is older than the export and left out: {command} measures anew")
-        return card
-    return with_bench(card, results, (results.parent / "command.txt").read_text())
+    written = (folder / "tokenizer_config.json").stat().st_mtime
+    for results in (folder.parent / name for name in SECTIONS):
+        if not results.is_file():
+            continue
+        command = (results.parent / "command.txt").read_text()
+        if results.stat().st_mtime < written:
+            print(f"{results} is older than the export and left out: {command} measures anew")
+        else:
+            card = with_bench(card, results, command)
+    return card
 
 
 if __name__ == "__main__":

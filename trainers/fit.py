@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.files import atomic_write
 from data.rows.stream import BatchSchedule, Stream
-from data.text.prompts import heldout_prompts
+from data.text.prompts import validation_prompts
 from decoding.commands.cli import main, quiet
 from decoding.commands.inputs import prepare_inputs
 from decoding.commands.recipes import build, compose
@@ -285,10 +285,8 @@ def build_trainer(config: DictConfig, folder: Path, module: BaseModule) -> pl.Tr
     ]
     a = config.acceptance
     if a.prompts:
-        which = {"subset": a.subset, "split": a.split, "limit": a.limit, "chat": a.chat}
-        prompts = heldout_prompts(a.source, module.tokenizer, a.prompts, a.prompt_length, **which)
-        ids = [p["prompt_ids"] for p in prompts]
-        callbacks.append(AcceptanceLength(ids, list(a.temperatures), a.max_new_tokens))
+        prompts = validation_prompts(a, module.tokenizer)
+        callbacks.append(AcceptanceLength(prompts, list(a.temperatures), a.max_new_tokens))
     try:
         trainer = _trainer(config, callbacks)
     except MisconfigurationException as error:  # a strategy or device that is not to be had here

@@ -21,7 +21,7 @@ from decoding.commands.cli import main, parse, quiet
 from decoding.commands.options import PromptOptions, option
 from decoding.commands.progress import track
 from decoding.commands.report import write_table
-from decoding.engine.params import SamplingParams
+from decoding.engine.params import SamplingParams, accepted_counts
 from decoding.engine.sampler import Sampler
 from decoding.external.vllm_engine import Vllm, interpreter, speculative_config
 from decoding.fetch import fetch
@@ -71,6 +71,11 @@ class Way:
     def rates(self) -> list[float]:
         """Tokens/s of each prompt."""
         return [len(a) / s for a, s in zip(self.answers, self.seconds)]
+
+    def add(self, drafts: int, accepted: list[int]) -> None:
+        """Add a prompt's counts."""
+        self.drafts.append(drafts)
+        self.accepted.append(accepted)
 
     def at(self, position: int) -> tuple[float, float]:
         """The share of drafts accepted beyond a position, 0-based, and its standard error."""
@@ -186,7 +191,7 @@ def measure(bench: EngineBench) -> list[Way]:
     for way, config in todo:
         more = {} if config is None else {"speculative_config": config}
         with Vllm(str(target), python, bench.threads, **options, **more) as engine:
-            _theirs(way, engine, ids, seeds, params, sorted(sampler.eos))
+            measure_engine(way, engine, ids, seeds, params, sorted(sampler.eos))
         ways.append(way)
     return ways
 
@@ -200,24 +205,30 @@ def _ours(way: Way, sampler: Sampler, ids: list, seeds: list[int], params: Sampl
         way.seconds.append(perf_counter() - started)
         way.answers.append(result.token_ids)
         if way.plain is not None:
-            # An engine counts what was accepted beyond the answer's end, we do not: no last draft.
-            accepted = [n - 1 for n in result.stats.emitted[:-1]]
-            way.drafts.append(len(accepted))
-            way.accepted.append([sum(a > i for a in accepted) for i in range(params.block_size)])
+            # An engine counts what was accepted beyond the answer's end.
+            way.add(*accepted_counts(result.stats.emitted, params.block_size))
 
 
-def _theirs(
+def measure_engine(
     way: Way, engine: Vllm, ids: list, seeds: list[int], params: SamplingParams, eos: list[int]
 ) -> None:
-    """Measure a serving engine."""
+    """Measure a serving engine, one prompt at a time.
+
+    Args:
+        way: Gets the answers, seconds and, unless it is plain decoding, the acceptance.
+        engine: The engine.
+        ids: Token ids of each prompt.
+        seeds: One a prompt.
+        params: How to sample.
+        eos: The target's end-of-text tokens.
+    """
     engine.generate(ids[:1], params, eos=eos, seeds=seeds[:1])  # warm-up
     for prompt, seed in track([*zip(ids, seeds)], way.name):
         reply = engine.generate([prompt], params, eos=eos, seeds=[seed])
         way.seconds.append(reply.seconds)
         way.answers += reply.token_ids
         if way.plain is not None:
-            way.drafts.append(reply.drafts["drafts"])
-            way.accepted.append(reply.drafts["accepted_tokens_per_pos"])
+            way.add(reply.drafts["drafts"], reply.drafts["accepted_tokens_per_pos"])
 
 
 if __name__ == "__main__":

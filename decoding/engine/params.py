@@ -1,5 +1,6 @@
 """Sampling parameters, and the results, statistics and chunks that a sampler returns."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 VERIFY = ("coupled", "rejection", "block", "tree")
@@ -101,6 +102,23 @@ class Stats:
     def acceptance_length(self) -> float:
         """Tokens emitted per target pass, the bonus or correction token included."""
         return sum(self.emitted) / max(1, len(self.emitted))
+
+
+def accepted_counts(emitted: Sequence[int], positions: int) -> tuple[int, list[int]]:
+    """How many drafts a request's passes verified, and how far each was accepted.
+
+    Args:
+        emitted: Tokens emitted by each of the request's target passes (`Stats.emitted`).
+        positions: Of a draft.
+
+    Returns:
+        (drafts, [of how many of them at least i tokens were accepted, i = 1 to positions]). The
+        last pass is left out: the end of the answer may have cut it.
+
+    Example: emitted [1, 3, 4, 2] and 3 positions give (3, [2, 2, 1]).
+    """
+    whole = emitted[:-1]
+    return len(whole), [sum(n > i for n in whole) for i in range(1, 1 + positions)]
 
 
 @dataclass

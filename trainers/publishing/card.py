@@ -11,7 +11,19 @@ from huggingface_hub import ModelCardData
 
 from models.causal import looks_local
 
-BENCH = ("<!-- bench -->", "<!-- end of bench -->")
+# Tables that benches add to a card, by their files beside the export: title, what they say.
+SECTIONS = {
+    "bench/bench.csv": (
+        "Side by side",
+        "Acceptance length is tokens emitted per target pass, the bonus or correction token "
+        "included; speed-up is the median over prompts, against plain decoding.",
+    ),
+    "bench_vllm/engine.csv": (
+        "In vLLM and in parade",
+        "Each engine against its own plain decoding; `at i` is the share of drafts of which at "
+        "least i tokens were accepted.",
+    ),
+}
 ACCEPTANCE = "acceptance_length_t"
 
 
@@ -142,11 +154,11 @@ Acceptance length is tokens emitted per target pass, the bonus or correction tok
 
 
 def with_bench(card: str, results: Path, command: str) -> str:
-    """A model card with the table of a bench.csv at its end, instead of an earlier one.
+    """A model card with the table of a bench at its end, instead of an earlier one of that bench.
 
     Args:
         card: The card's text.
-        results: The bench.csv.
+        results: The CSV file, one of SECTIONS beside an export.
         command: The command that measured it.
 
     Returns:
@@ -154,15 +166,17 @@ def with_bench(card: str, results: Path, command: str) -> str:
     """
     with results.open(newline="") as file:
         head, *rows = csv.reader(file)
-    section = f"""{BENCH[0]}
-## Side by side
+    name = results.parent.name
+    title, about = SECTIONS[f"{name}/{results.name}"]
+    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    section = f"""{begin}
+## {title}
 
-Measured by `{command}`. Acceptance length is tokens emitted per target pass, the bonus or
-correction token included; speed-up is the median over prompts, against plain decoding.
+Measured by `{command}`. {about}
 
 {_table(head, rows)}
-{BENCH[1]}"""
-    old = re.compile(rf"\s*{BENCH[0]}.*?{BENCH[1]}", re.DOTALL)
+{end}"""
+    old = re.compile(rf"\s*{begin}.*?{end}", re.DOTALL)
     return f"{old.sub('', card).rstrip()}\n\n{section}\n"
 
 

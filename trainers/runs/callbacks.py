@@ -4,7 +4,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import Callback
 
-from decoding.engine.params import SamplingParams
+from decoding.engine.params import SamplingParams, accepted_counts
 from decoding.engine.sampler import Sampler
 from models.attention import fused_attention
 from trainers.strategies import whole_network
@@ -14,7 +14,9 @@ class AcceptanceLength(Callback):
     """The callback that decodes held-out prompts with the module's sampler at every validation.
 
     It logs `acceptance_length_t<temperature>`: tokens emitted per target pass, the bonus or
-    correction token included. A module without a sampler is left alone.
+    correction token included. Of a sampler that drafts blocks also `accepted_<i>_t<temperature>`:
+    the share of drafts of which at least i tokens were accepted, i up to the block's size, without
+    each answer's last (`accepted_counts`). A module without a sampler is left alone.
 
     Args:
         prompts: Token ids of each prompt.
@@ -42,7 +44,7 @@ class AcceptanceLength(Callback):
             lengths = self._measure(module.sampler()) if measures else None
         # What is logged must be the same on every process: it decides what is kept.
         for name, length in trainer.strategy.broadcast(lengths).items():
-            module.log(name, length, prog_bar=True)
+            module.log(name, length, prog_bar=name.startswith("acceptance_length"))
         module.network.train()
 
     def _measure(self, sampler: Sampler) -> dict[str, float]:
@@ -51,6 +53,13 @@ class AcceptanceLength(Callback):
             drafted = params.temperature > 0 and "rejection" in sampler.rules
             verify = "rejection" if drafted else "coupled"
             params = SamplingParams(**{**vars(params), "verify": verify})
-            emitted = [n for r in sampler.generate(self.prompts, params) for n in r.stats.emitted]
-            lengths[f"acceptance_length_t{params.temperature:g}"] = sum(emitted) / len(emitted)
+            results = sampler.generate(self.prompts, params)
+            emitted = [n for r in results for n in r.stats.emitted]
+            at = f"t{params.temperature:g}"
+            lengths[f"acceptance_length_{at}"] = sum(emitted) / len(emitted)
+            positions = getattr(sampler, "block_size", 0)
+            counts = [accepted_counts(r.stats.emitted, positions) for r in results]
+            drafts = max(1, sum(n for n, _ in counts))
+            for i, accepted in enumerate(zip(*(c for _, c in counts)), start=1):
+                lengths[f"accepted_{i}_{at}"] = sum(accepted) / drafts
         return lengths

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from decoding.bench.engine import EngineBench, Way, agreement, measure, run
-from tests.support import pard
+from tests.support import learned
 
 PROMPTS = [f"def {name}" for name in ("area", "sum", "row", "last", "tail", "head", "left", "best")]
 
@@ -17,7 +17,7 @@ def export(tmp_path_factory):
     (root / "prompts.jsonl").write_text(
         "\n".join(json.dumps({"question_id": i, "turns": [p]}) for i, p in enumerate(PROMPTS))
     )
-    return pard.write(root, PROMPTS)
+    return learned.write(root, PROMPTS)
 
 
 def arguments(export, vllm_stub, **more):

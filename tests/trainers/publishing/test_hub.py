@@ -388,7 +388,16 @@ class TestCard:
         assert self.card(folder) == card
         write(folder / "bench" / "bench.csv", BENCH.replace("21.0", "22.0"))
         run([f"run={folder}"])
-        assert self.card(folder) == card.replace("21.0", "22.0")
+        changed = card.replace("21.0", "22.0")
+        assert self.card(folder) == changed
+        write(folder / "bench_vllm" / "engine.csv", "engine,tokens/s\nvllm,49.0\n")
+        write(folder / "bench_vllm" / "command.txt", "python -m decoding.bench.engine model=x")
+        run([f"run={folder}"])
+        both = self.card(folder)
+        assert both.startswith(changed.rstrip())
+        assert "| vllm | 49.0 |" in both
+        run([f"run={folder}"])
+        assert self.card(folder) == both
 
     def test_a_bench_of_other_weights_is_left_out(self, folder, capsys):
         plain = self.card(folder)

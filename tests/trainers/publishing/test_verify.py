@@ -1,0 +1,151 @@
+"""An export that is run otherwise than it was trained is caught by its acceptance, and named."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from decoding.engine.params import SamplingParams
+from decoding.loading import load
+from tests.support import learned
+from trainers.export import run as export_command
+from trainers.publishing.bundle import write_bundle
+from trainers.publishing.verify import verify
+from trainers.runs.callbacks import AcceptanceLength
+
+PROMPTS = [f"def {name}" for name in ("area", "sum", "row", "last", "tail", "head", "left", "best")]
+NEW = 24
+CODE = "custom_generate/decoding_samplers_deer.py"
+
+
+def finished_run(root, layout):
+    """A run's folder as training leaves it, with a drafter that has learned its prompts."""
+    export = learned.write(root, PROMPTS, layout, new=NEW)
+    write_bundle(export, "deer")
+    (root / "prompts.jsonl").write_text(
+        "\n".join(json.dumps({"question_id": i, "turns": [p]}) for i, p in enumerate(PROMPTS))
+    )
+    acceptance = {
+        "source": str(root / "prompts.jsonl"),
+        **dict.fromkeys(("subset", "limit", "chat", "prompt_length")),
+        **{"split": "heldout", "prompts": 8, "max_new_tokens": NEW, "dtype": "float32"},
+    }
+    settings = {"target": str(root / "target"), "acceptance": acceptance}
+    (export.parent / "config.yaml").write_text(yaml.safe_dump(settings))
+    sampler = load(str(export), dtype="float32")
+    ids = [sampler.tokenizer(p).input_ids for p in PROMPTS]
+    found = AcceptanceLength(ids, [0.0], NEW)._measure(sampler)
+    names = [*found]
+    lines = [["step", *names], [10, *(found[n] for n in names)]]
+    text = "".join(",".join(map(str, line)) + "\n" for line in lines)
+    (export.parent / "metrics.csv").write_text(text)
+    return export.parent
+
+
+@pytest.fixture(scope="module", params=["separator", "pard"])
+def run(request, tmp_path_factory):
+    return finished_run(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(autouse=True)
+def own_modules(tmp_path, monkeypatch):
+    """transformers copies custom code into a cache by its folder's name: a cache for each test."""
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+
+
+def test_acceptance_by_position_is_logged(run):
+    header, values = (run / "metrics.csv").read_text().splitlines()
+    found = dict(zip(header.split(","), map(float, values.split(","))))
+    shares = [found[f"accepted_{i}_t0"] for i in range(1, 5)]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[3] > 0.3  # something to lose at every position
+    sampler = load(str(run / "export"), dtype="float32")
+    ids = [sampler.tokenizer(p).input_ids for p in PROMPTS]
+    params = SamplingParams(max_new_tokens=NEW, temperature=0)
+    passes = [r.stats.emitted for r in sampler.generate(ids, params)]
+    whole = [n for emitted in passes for n in emitted[:-1]]  # the last may be cut
+    assert found["accepted_2_t0"] == sum(n > 2 for n in whole) / len(whole)
+    assert found["acceptance_length_t0"] == sum(map(sum, passes)) / sum(map(len, passes))
+
+
+def test_transformers_accepts_what_training_did(run, capsys):
+    verify(run, ["transformers"])
+    assert "transformers: accepts what the last validation accepted" in capsys.readouterr().out
+
+
+def edit_config(export, **values):
+    config = json.loads((export / "config.json").read_text())
+    for key, value in values.items():
+        config["parade"][key] = value
+    (export / "config.json").write_text(json.dumps(config))
+
+
+def mask_off_by_one(export):
+    entry = json.loads((export / "config.json").read_text())["parade"]
+    edit_config(export, mask_id=entry["mask_id"] - 1)
+
+
+def edit_code(export, right, wrong):
+    source = (export / CODE).read_text()
+    assert source.count(right) == 1
+    (export / CODE).write_text(source.replace(right, wrong))
+
+
+def separator_left_out(export):
+    if "sep_id" not in json.loads((export / "config.json").read_text())["parade"]:
+        pytest.skip("this layout has no separator")
+    edit_code(export, "separated = self.sep_id is not None", "separated = False")
+
+
+def wrong_norm(export):
+    file = export / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.0.input_layernorm.weight"
+    tensors[name] = torch.linspace(-1, 2, len(tensors[name]))
+    save_file(tensors, file, {"format": "pt"})
+
+
+def positions_shifted(export):
+    right = "            positions.clamp_min(0),\n"
+    edit_code(export, right, right.replace("(0)", "(0) + (steps >= 0)"))
+
+
+MISTAKES = [mask_off_by_one, separator_left_out, wrong_norm, positions_shifted]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda f: f.__name__)
+def test_a_mistake_is_caught_and_its_position_named(run, tmp_path, mistake):
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    mistake(copy / "export")
+    with pytest.raises(ValueError, match=r"acceptance at position \d is .* in transformers") as e:
+        verify(copy, ["transformers"])
+    assert "\n" not in str(e.value)
+
+
+def test_vllm_too_and_by_the_command(run, vllm_stub, monkeypatch, capsys):
+    arguments = [f"run={run}", "verify=[vllm]", f"python={vllm_stub}"]
+    (run / "export" / "README.md").write_text("a card\n")
+    if "sep_id" in json.loads((run / "export" / "config.json").read_text())["parade"]:
+        with pytest.raises(ValueError, match="in no format that vLLM runs"):
+            export_command(arguments)
+        return
+    export_command(arguments)
+    assert "vllm: accepts what the last validation accepted" in capsys.readouterr().out
+    monkeypatch.setenv("STUB_VLLM", "mask")
+    with pytest.raises(ValueError, match=r"acceptance at position 2 is .* in vllm"):
+        export_command(arguments)
+
+
+def test_a_run_without_figures_and_code_that_fails(run, tmp_path):
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    (copy / "export" / CODE).write_text("raise RuntimeError('broken')\n")
+    with pytest.raises(ValueError, match=r"transformers cannot decode with .*broken"):
+        verify(copy, ["transformers"])
+    (copy / "metrics.csv").write_text("step,loss\n10,2.0\n")
+    with pytest.raises(ValueError, match=r"acceptance\.prompts, acceptance\.temperatures"):
+        verify(copy, ["transformers"])
