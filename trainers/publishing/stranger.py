@@ -19,13 +19,15 @@ class PassesAndTokens:
         self.passes, self.of_tokens = 0, []
 
     def hook(self, *_) -> None:
+        """Count a forward of the target."""
         self.passes += 1
 
     def put(self, tokens: torch.Tensor) -> None:
+        """Take tokens: the prompt first, then those of the answer."""
         self.of_tokens += [self.passes] * tokens.numel()
 
     def end(self) -> None:
-        pass
+        """Nothing is left to do."""
 
 
 def emitted(target, job: dict, prompt: list[int]) -> tuple[list[int], list[int]]:
