@@ -28,8 +28,8 @@ LAYERS_OF_DECODING = [  # a package of decoding/ imports from those before it, a
     {"drafting", "any_subset", "masked", "continuous"},
     {"samplers"},
     {"loading"},
-    {"calibration", "collectors", "chat"},
-    {"generate", "images", "collect", "calibrate", "fetch", "harness"},
+    {"calibration", "collectors", "auditing", "chat"},
+    {"generate", "images", "collect", "calibrate", "fetch", "harness", "audit"},
     {"bench", "lm_eval"},
 ]
 LAYERS_OF_DATA = [{"files", "vae"}, {"corpora"}, {"text"}, {"corruption"}, {"rows", "images"}]
