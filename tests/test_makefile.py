@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from decoding.bench.denoise import DenoiseBench
+from decoding.bench.engine import EngineBench
 from decoding.bench.heldout_loss import HeldoutLoss
 from decoding.bench.images import ImageBench
 from decoding.bench.infill import InfillBench
@@ -15,12 +16,14 @@ from decoding.calibrate import Calibrate
 from decoding.commands.cli import parse
 from decoding.commands.recipes import compose
 from trainers.deer import TEACHER_LOSSES
+from trainers.export import Export
 from trainers.runs.resume import run_folder
 
 ROOT = Path(__file__).parents[1]
 MEASURES = {
     "decoding.bench": Bench,
     "decoding.bench.denoise": DenoiseBench,
+    "decoding.bench.engine": EngineBench,
     "decoding.bench.heldout_loss": HeldoutLoss,
     "decoding.bench.images": ImageBench,
     "decoding.bench.infill": InfillBench,
@@ -51,15 +54,19 @@ LABS = (
     "lab-cspd",
     "lab-spiffy",
 )
+SMALL = ("small-deer", "small-pard", "small-pcllm")
 
 
-@pytest.mark.parametrize("target", LABS)
+@pytest.mark.parametrize("target", LABS + SMALL)
 def test_the_commands_of_a_lab(target):
     made, measured = {}, set()
     for module, arguments in commands(target):
         if module in MEASURES:
             found = parse(arguments, MEASURES[module], module)
             measured |= {found.model, *getattr(found, "also", ())}
+            continue
+        if module == "trainers.export":
+            assert f"{parse(arguments, Export, module).run}/export" in made
             continue
         command = module.rpartition(".")[2]
         config = compose(arguments, command)
