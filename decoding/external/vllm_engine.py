@@ -5,6 +5,7 @@ vLLM pins its own torch, so it rarely shares an environment with anything: `make
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -45,16 +46,13 @@ class Vllm:
         # What the engine prints is long, and told only where it fails.
         self._folder = tempfile.TemporaryDirectory(prefix="vllm_")
         self._log = Path(self._folder.name) / "log"
-        environment = {"VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GB), "VLLM_NO_USAGE_STATS": "1"}
-        if threads is not None:
-            environment["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{threads - 1}" if threads > 1 else "0"
         self._process = subprocess.Popen(
             [interpreter(python), str(WORKER)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log.open("w"),
             text=True,
-            env=environment | os.environ,  # the user's own settings win
+            env=worker_environment(threads),
             start_new_session=True,  # the engine has processes of its own, which end with it
         )
         arguments = {"model": model, "disable_log_stats": False, **options}
@@ -158,6 +156,28 @@ class Vllm:
 
     def __exit__(self, *_) -> None:
         self.close()
+
+
+def worker_environment(threads: int | None) -> dict[str, str]:
+    """The environment variables of an engine's process.
+
+    Args:
+        threads: Of the processor; None: as many as vLLM takes.
+
+    Returns:
+        Those of this process, whose own settings of vLLM win. Under torchrun the engine sees the
+        GPU of this process alone, and nothing of torchrun's processes, which are not its own.
+    """
+    ours = {"VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GB), "VLLM_NO_USAGE_STATS": "1"}
+    if threads is not None:
+        ours["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{threads - 1}" if threads > 1 else "0"
+    found = ours | os.environ
+    if int(found.get("WORLD_SIZE", 1)) > 1:
+        rank = int(found.get("LOCAL_RANK", 0))
+        visible = found.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(rank + 1)))
+        found["CUDA_VISIBLE_DEVICES"] = visible.split(",")[rank]
+    torchrun = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE|NAME)|MASTER_.*|TORCHELASTIC_.*")
+    return {name: value for name, value in found.items() if not torchrun.fullmatch(name)}
 
 
 def interpreter(python: str | None = None) -> str:

@@ -7,7 +7,12 @@ import pytest
 import torch
 
 from decoding.engine.params import SamplingParams
-from decoding.external.vllm_engine import Vllm, interpreter, speculative_config
+from decoding.external.vllm_engine import (
+    Vllm,
+    interpreter,
+    speculative_config,
+    worker_environment,
+)
 from tests.support import tiny
 
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0)
@@ -105,3 +110,19 @@ def test_what_is_refused_before_an_engine_starts(tmp_path, monkeypatch, vllm_stu
         speculative_config(Path(model))
     with Vllm(model, vllm_stub) as engine, pytest.raises(ValueError, match=r"stop=\['x'\]"):
         engine.generate([[1]], SamplingParams(stop=("x",)))
+
+
+def test_an_engine_has_the_gpu_of_its_process(monkeypatch):
+    for name in ("CUDA_VISIBLE_DEVICES", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert "CUDA_VISIBLE_DEVICES" not in worker_environment(None)
+    assert worker_environment(2)["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
+    for name, value in {"WORLD_SIZE": "4", "LOCAL_RANK": "2", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert worker_environment(1)["CUDA_VISIBLE_DEVICES"] == "2"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "8")
+    found = worker_environment(1)
+    assert found["CUDA_VISIBLE_DEVICES"] == "6"
+    assert found["VLLM_CPU_KVCACHE_SPACE"] == "8"
+    assert not {"WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"} & {*found}
