@@ -22,7 +22,12 @@ GIVEN = {"tokenizer", "folder", "network", "optimization", "target"}
 # Nodes that are handed on whole, and what takes them.
 WHOLE = {"optimization": Optimization, "prompts": heldout_prompts}
 SOURCES = {
-    "fit": ["trainers/fit.py", "trainers/runs/resume.py", "decoding/commands/inputs.py"],
+    "fit": [
+        "trainers/fit.py",
+        "trainers/runs/callbacks.py",
+        "trainers/runs/resume.py",
+        "decoding/commands/inputs.py",
+    ],
     "collect": ["decoding/collect.py", "decoding/commands/inputs.py"],
 }
 ROOT = Path(__file__).parents[1]

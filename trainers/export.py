@@ -126,12 +126,11 @@ def complete_card(folder: Path) -> str:
     A table older than the export is left out, with a printed line.
     """
     card = (folder / "README.md").read_text()
-    written = (folder / "tokenizer_config.json").stat().st_mtime
     for results in (folder.parent / name for name in SECTIONS):
         if not results.is_file():
             continue
         command = (results.parent / "command.txt").read_text()
-        if results.stat().st_mtime < written:
+        if results.stat().st_mtime < (folder / "tokenizer_config.json").stat().st_mtime:
             print(f"{results} is older than the export and left out: {command} measures anew")
         else:
             card = with_bench(card, results, command)

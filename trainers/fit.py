@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerBase
 
 from data.files import atomic_write
 from data.rows.stream import BatchSchedule, Stream
-from data.text.prompts import validation_prompts
 from decoding.commands.cli import main, quiet
 from decoding.commands.inputs import prepare_inputs
 from decoding.commands.recipes import build, compose
@@ -25,7 +24,7 @@ from models.attention import fused_attention, write_out_attention
 from trainers.base import BaseModule, Optimization, WholeSteps
 from trainers.lora import add_lora
 from trainers.publishing.export_folder import is_export, write_export
-from trainers.runs.callbacks import AcceptanceLength
+from trainers.runs.callbacks import AcceptanceLength, validation_prompts
 from trainers.runs.checkpoint_files import DirectIO
 from trainers.runs.checkpoints import Checkpoints, Preempted
 from trainers.runs.curve import latest

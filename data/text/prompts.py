@@ -1,10 +1,9 @@
 """Prompt sets for benches, validation and collection: deterministic, the same on every machine."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -102,27 +101,6 @@ def heldout_prompts(
     else:
         found = _whole_prompts(documents, tokenizer, length, in_chat)
     return _chosen(found, tokenizer, count, source, split, length)
-
-
-def validation_prompts(
-    acceptance: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
-) -> list[list[int]]:
-    """The prompts that a run's validations decode.
-
-    Args:
-        acceptance: the run's settings of that name.
-        tokenizer: encodes the prompts.
-
-    Returns:
-        Token ids of each prompt.
-
-    Raises:
-        ValueError: as `heldout_prompts` does.
-    """
-    a = acceptance
-    which = {name: a[name] for name in ("subset", "split", "limit", "chat")}
-    prompts = heldout_prompts(a["source"], tokenizer, a["prompts"], a["prompt_length"], **which)
-    return [p["prompt_ids"] for p in prompts]
 
 
 def _chosen(

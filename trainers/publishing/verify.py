@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from data.text.prompts import validation_prompts
 from decoding.bench.engine import Way, measure_engine
 from decoding.collectors.teachers import end_ids
 from decoding.engine.params import SamplingParams, accepted_counts
@@ -24,6 +23,7 @@ from decoding.external.vllm_engine import Vllm, interpreter, speculative_config
 from decoding.fetch import fetch
 from decoding.loading import load_tokenizer, parade_config
 from trainers.publishing import stranger
+from trainers.runs.callbacks import validation_prompts
 from trainers.runs.curve import latest
 
 PROGRAMS = ("transformers", "vllm")

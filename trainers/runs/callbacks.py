@@ -2,12 +2,33 @@
 
 import pytorch_lightning as pl
 import torch
+from omegaconf import DictConfig
 from pytorch_lightning.callbacks import Callback
+from transformers import PreTrainedTokenizerBase
 
+from data.text.prompts import heldout_prompts
 from decoding.engine.params import SamplingParams, accepted_counts
 from decoding.engine.sampler import Sampler
 from models.attention import fused_attention
 from trainers.strategies import whole_network
+
+
+def validation_prompts(a: DictConfig, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """The prompts that a run's validations decode.
+
+    Args:
+        a: The run's settings `acceptance`.
+        tokenizer: Encodes the prompts.
+
+    Returns:
+        Token ids of each prompt.
+
+    Raises:
+        ValueError: As `heldout_prompts` does.
+    """
+    which = {"subset": a.subset, "split": a.split, "limit": a.limit, "chat": a.chat}
+    prompts = heldout_prompts(a.source, tokenizer, a.prompts, a.prompt_length, **which)
+    return [p["prompt_ids"] for p in prompts]
 
 
 class AcceptanceLength(Callback):
