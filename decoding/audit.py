@@ -130,13 +130,12 @@ def find(name: str) -> Callable:
         ValueError: There is none, or it has no randomness that an audit knows.
     """
     module, _, function = name.partition(":")
-    sys.path.insert(0, os.getcwd())  # where a user's own module lies
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # where a user's own module lies
     try:
         program = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"program={name} cannot be imported: {error}") from None
-    finally:
-        sys.path.remove(os.getcwd())
     randomness_of(program)
     return program
 

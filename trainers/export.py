@@ -54,6 +54,11 @@ def run(argv: list[str]) -> None:
     e = parse(argv, Export, "trainers.export")
     if e.push is not None:
         hub.check_name(e.push)
+    if e.verify and e.checkpoint is not None:
+        raise ValueError(
+            f"verify={list(e.verify)} compares the finished run's export with its last validation: "
+            "leave checkpoint= out"
+        )
     folder = Path(e.run) / "export"
     if e.checkpoint is not None:
         folder = export_checkpoint(Path(e.run), Path(e.checkpoint))
@@ -62,6 +67,8 @@ def run(argv: list[str]) -> None:
             f"{e.run!r} holds no export: a finished run of python -m trainers.fit writes one, "
             "and checkpoint=... makes one of a run that is not finished"
         )
+    if e.verify:
+        verify(Path(e.run), e.verify, e.python)
     config = parade_config(str(folder))
     print(f"{folder}: {config}")
     card = (folder / "README.md").read_text()
@@ -70,8 +77,6 @@ def run(argv: list[str]) -> None:
     if not e.dry_run and card != (folder / "README.md").read_text():
         with atomic_write(folder / "README.md") as temporary:
             temporary.write_text(card)
-    if e.verify:
-        verify(Path(e.run), e.verify, e.python)
     if e.push is None:
         return
     files, others = hub.uploads(folder)

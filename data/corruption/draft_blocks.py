@@ -105,8 +105,8 @@ class DraftBlocks:
             `models.masks.draft_blocks`, or of `causal_blocks(K)`; target, masked: [A, K], the clean
             tokens and the positions that the loss counts; rate: [A]; size: [A], tokens of the
             continuation (L of DEER's Eq. 1); start: [A], the anchors. A row without trained tokens
-            has no masked ones. Of
-            rows with a teacher's distributions also teacher_ids, teacher_probs: [A, K, top_k].
+            has no masked ones. Of rows with a teacher's distributions also teacher_ids,
+            teacher_probs: [A, K, top_k].
         """
         anchor = draw_anchors(row, self.anchors, generator)
         noise = self.schedule(self.anchors, self.length, generator)

@@ -120,6 +120,7 @@ def with_draft_tokens(
         ValueError: for an unknown layout, a mask token that is no special token, or, with 'pard', a
             tokenizer without a spare token.
     """
+    _check_layout(layout)
     if mask_token is not None:
         known = {token.content for token in tokenizer.added_tokens_decoder.values()}
         if mask_token not in known:
@@ -132,8 +133,6 @@ def with_draft_tokens(
     if layout == "pard":
         draft_token_ids(tokenizer, layout)
         return copy.deepcopy(tokenizer)
-    if layout not in LAYOUTS:
-        raise ValueError(f"unknown layout {layout!r}. Choose from {list(LAYOUTS)}")
     tokenizer = with_mask_token(tokenizer)
     # A plain added token: `extra_special_tokens` would replace those that the tokenizer has.
     tokenizer.add_tokens([SEPARATOR_TOKEN], special_tokens=True)
@@ -148,6 +147,7 @@ def draft_token_ids(
     Raises:
         ValueError: for a tokenizer without them, or of another layout; see `with_draft_tokens`.
     """
+    _check_layout(layout)
     mask_id = tokenizer.mask_token_id
     separator_id = _backend(tokenizer).token_to_id(SEPARATOR_TOKEN)
     if layout == "pard":
@@ -164,6 +164,11 @@ def draft_token_ids(
             "(That of a drafter with layout=pard has none.)"
         )
     return mask_id, separator_id
+
+
+def _check_layout(layout: str) -> None:
+    if layout not in LAYOUTS:
+        raise ValueError(f"unknown layout {layout!r}. Choose from {list(LAYOUTS)}")
 
 
 def spare_token_id(tokenizer: PreTrainedTokenizerBase) -> int:

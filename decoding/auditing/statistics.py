@@ -29,6 +29,7 @@ class Enumerator:
         """An index drawn with these probabilities."""
         if self._at == len(self._path):
             p = [float(x) for x in probs]
+            p = [x / sum(p) for x in p]  # as generators do
             self._path.append((next(i for i, x in enumerate(p) if x > 0), p))
         choice, p = self._path[self._at]
         self._at += 1

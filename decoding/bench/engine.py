@@ -204,7 +204,7 @@ def _ours(way: Way, sampler: Sampler, ids: list, seeds: list[int], params: Sampl
         (result,) = sampler.generate([prompt], params, seeds=[seed])
         way.seconds.append(perf_counter() - started)
         way.answers.append(result.token_ids)
-        if way.plain is not None:
+        if result.stats.drafted:
             # An engine counts what was accepted beyond the answer's end.
             way.add(*accepted_counts(result.stats.emitted, params.block_size))
 
@@ -215,7 +215,7 @@ def measure_engine(
     """Measure a serving engine, one prompt at a time.
 
     Args:
-        way: Gets the answers, seconds and, unless it is plain decoding, the acceptance.
+        way: Gets the answers, the seconds and, where the engine drafts, the acceptance.
         engine: The engine.
         ids: Token ids of each prompt.
         seeds: One a prompt.
@@ -227,7 +227,7 @@ def measure_engine(
         reply = engine.generate([prompt], params, eos=eos, seeds=[seed])
         way.seconds.append(reply.seconds)
         way.answers += reply.token_ids
-        if way.plain is not None:
+        if "accepted_tokens_per_pos" in reply.drafts:
             way.add(reply.drafts["drafts"], reply.drafts["accepted_tokens_per_pos"])
 
 

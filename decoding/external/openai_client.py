@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from transformers import PreTrainedTokenizerBase
 
 from decoding.engine.params import SamplingParams
-from decoding.external.reply import Reply, first_line
+from decoding.external.reply import Reply, first_line, request_options
 
 TOKEN = "token_id:"  # how a server that is asked for it writes a token that has a log-probability
 
@@ -59,7 +59,7 @@ class OpenAIClient:
         }
         served = asyncio.run(self._served())
         if model is None and len(served) != 1:
-            raise ValueError(f"{url} serves {served}: name one of them, collector.model=...")
+            raise ValueError(f"{url} serves {served}: name one, collector.options={{model: ...}}")
         if model is not None and model not in served:
             raise ValueError(f"{url} does not serve {model!r}. Choose from {served}")
         self.model = model or served[0]
@@ -87,34 +87,29 @@ class OpenAIClient:
         seeds: Sequence[int] | None = None,
         logprobs: int = 0,
     ) -> Reply:
-        """Answers to prompts, `concurrency` requests at a time; see `Vllm.generate`.
+        """Answers to prompts, `concurrency` requests at a time; arguments as of `Vllm.generate`.
 
         Raises:
             ValueError: The server refuses, ends its answers early however often it is asked, or
                 has another tokenizer; one line.
         """
-        return asyncio.run(self._generate(prompts, params, [*eos], seeds, logprobs))
+        each = request_options(len(prompts), params, eos, seeds)
+        return asyncio.run(self._generate(prompts, each, [*eos], logprobs))
 
-    async def _generate(self, prompts, params, eos, seeds, logprobs) -> Reply:
+    async def _generate(self, prompts, each: list[dict], eos: list[int], logprobs: int) -> Reply:
         room = asyncio.Semaphore(self.concurrency)
-        seeds = [params.seed] * len(prompts) if seeds is None else seeds
         async with self._client() as client:
 
-            async def one(prompt: list[int], seed: int | None):
+            async def one(prompt: list[int], options: dict):
                 async with room:
-                    return await self._one(client, prompt, params, eos, seed, logprobs)
+                    return await self._one(client, prompt, options, eos, logprobs)
 
-            found = await asyncio.gather(*map(one, prompts, seeds))
+            found = await asyncio.gather(*map(one, prompts, each))
         ids, reasons, top = zip(*found)
         return Reply([*ids], [*reasons], top=[t for t in top if t])
 
-    async def _one(self, client, prompt, params: SamplingParams, eos, seed, logprobs):
-        extra = {
-            "top_k": params.top_k or -1,
-            "min_p": params.min_p,
-            "repetition_penalty": params.repetition_penalty,
-            "ignore_eos": params.ignore_eos,
-            "stop_token_ids": [] if params.ignore_eos else eos,
+    async def _one(self, client, prompt: list[int], options: dict, eos: list[int], logprobs: int):
+        extra = options | {
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
             "skip_special_tokens": False,
@@ -124,15 +119,11 @@ class OpenAIClient:
                 found = await client.completions.create(
                     model=self.model,
                     prompt=prompt,
-                    max_tokens=params.max_new_tokens,
-                    temperature=params.temperature,
-                    top_p=params.top_p,
-                    seed=None if seed is None else seed % 2**63,
                     logprobs=logprobs or None,
                     extra_body=extra,
                 )
             ids, top = self._ids(found, eos), _top(found, logprobs)
-            problem = _problem(found, ids, top if logprobs else None, params.max_new_tokens)
+            problem = _problem(found, ids, top if logprobs else None, options["max_tokens"])
             if not problem:
                 break
         else:
@@ -206,7 +197,9 @@ def one_line(url: str) -> Iterator[None]:
     except (openai.AuthenticationError, openai.PermissionDeniedError):
         raise ValueError(f"{url} refuses the key: set OPENAI_API_KEY to another") from None
     except openai.APITimeoutError:
-        raise ValueError(f"{url} did not answer in time: raise collector.timeout") from None
+        raise ValueError(
+            f"{url} did not answer in time: raise collector.options={{timeout: ...}}"
+        ) from None
     except openai.APIConnectionError as error:
         why = first_line(str(error.__cause__ or error))
         raise ValueError(f"{url} cannot be reached: {why}") from None

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from decoding.engine.params import SamplingParams
-from decoding.external.reply import Reply, first_line
+from decoding.external.reply import Reply, first_line, request_options
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 OWN_ENVIRONMENT = Path(".venv-vllm/bin/python")  # of `make vllm`
@@ -75,10 +75,7 @@ class Vllm:
 
         Args:
             prompts: Token ids.
-            params: Of which those that vLLM knows too are used: not `verify`, `block_size`,
-                `draft`, `lossy`; stop strings are refused.
-            eos: The target's end-of-text tokens, beside those that vLLM finds itself.
-            seeds: One a prompt; None: params.seed for all.
+            params, eos, seeds: See `request_options`.
             logprobs: How many of the most probable tokens come with each token of an answer.
 
         Returns:
@@ -87,22 +84,8 @@ class Vllm:
         Raises:
             ValueError: A stop string, or what vLLM refused; one line.
         """
-        if params.stop:
-            raise ValueError(f"stop={list(params.stop)} is not allowed: answers are token ids here")
-        asked = {
-            "max_tokens": params.max_new_tokens,
-            "temperature": params.temperature,
-            "top_k": params.top_k,
-            "top_p": params.top_p,
-            "min_p": params.min_p,
-            "repetition_penalty": params.repetition_penalty,
-            "ignore_eos": params.ignore_eos,
-            "stop_token_ids": [] if params.ignore_eos else list(eos),
-            "logprobs": logprobs or None,
-        }
-        each = [params.seed] * len(prompts) if seeds is None else seeds
-        # vLLM takes 64 bits with a sign, ours have none.
-        jobs = [asked | {"seed": None if seed is None else seed % 2**63} for seed in each]
+        each = request_options(len(prompts), params, eos, seeds)
+        jobs = [options | {"logprobs": logprobs or None} for options in each]
         found = self._ask({"prompts": list(prompts), "params": jobs})
         answers = found["answers"]
         return Reply(
@@ -169,6 +152,7 @@ def worker_environment(threads: int | None) -> dict[str, str]:
         GPU of this process alone, and nothing of torchrun's processes, which are not its own.
     """
     ours = {"VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GB), "VLLM_NO_USAGE_STATS": "1"}
+    ours["PYTHONSAFEPATH"] = "1"  # nothing beside the worker hides what it imports
     if threads is not None:
         ours["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{threads - 1}" if threads > 1 else "0"
     found = ours | os.environ
@@ -215,7 +199,7 @@ def speculative_config(folder: Path, block_size: int | None = None) -> dict:
     """
     config = json.loads((folder / "config.json").read_text())
     parade = config.get("parade") or {}
-    count = block_size or parade.get("block_size") or config.get("block_size")
+    count = block_size or parade.get("block_size")
     common = {"model": str(folder.resolve()), "num_speculative_tokens": count}
     if "pard_token" in config:
         return {"method": "draft_model", "parallel_drafting": True, **common}

@@ -4,7 +4,7 @@ It runs with the interpreter of vLLM's environment, in which parade need not be 
 imports nothing of parade (`decoding.external.vllm_engine` starts it and speaks with it).
 
 The first line holds the arguments of `vllm.LLM` and is answered by `{"vllm": version}`; each
-further line is a job, `{"prompts": [[token id]], "params": {...}}`, answered by
+further line is a job, `{"prompts": [[token id]], "params": [{...}]}`, answered by
 
 - `answers`: `{"token_ids", "finish_reason", "top"}` of each prompt; `top`, where the parameters ask
   for `logprobs`, has [[token id, log-probability]] of each token, most probable first;
@@ -52,16 +52,15 @@ def run(llm, job: dict) -> dict:
     from vllm import SamplingParams
 
     before, started = counters(llm), time.perf_counter()
-    each = job["params"] if isinstance(job["params"], list) else [job["params"]]
-    params = [SamplingParams(detokenize=False, **p) for p in each]
+    params = [SamplingParams(detokenize=False, **p) for p in job["params"]]
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
-    outputs = llm.generate(prompts, params if len(params) > 1 else params[0], use_tqdm=False)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - started
     drafts = {}
     for name, after in counters(llm).items():
         grown = [a - b for a, b in zip(after, before.get(name, [0] * len(after)))]
         drafts[name] = grown if name.endswith("per_pos") else grown[0]
-    logprobs = each[0].get("logprobs") or 0
+    logprobs = job["params"][0]["logprobs"] or 0
     answers = [answer(output, logprobs) for output in outputs]
     return {"answers": answers, "seconds": seconds, "drafts": drafts}
 

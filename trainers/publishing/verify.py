@@ -121,9 +121,9 @@ def in_transformers(
         "dtype": config.acceptance.dtype,
         "threads": torch.get_num_threads(),
     }
-    # In another folder, so that nothing of this one is imported in place of the export's copy.
+    # Without this folder and the script's in the path: nothing stands in for what it imports.
     done = subprocess.run(
-        [sys.executable, str(Path(stranger.__file__).resolve())],
+        [sys.executable, "-P", str(Path(stranger.__file__).resolve())],
         input=json.dumps(job),
         capture_output=True,
         text=True,
@@ -156,8 +156,7 @@ def in_vllm(
     params = SamplingParams(max_new_tokens=a.max_new_tokens, temperature=0)
     settings = speculative_config(export, positions)
     context = max(map(len, prompts)) + a.max_new_tokens + 2 * positions
-    plain = Way("vllm, plain")
-    way = Way("vllm", plain)
+    way = Way("vllm")
     options = {"dtype": a.dtype, "max_model_len": context, "max_num_seqs": 1}
     eos = end_ids(target, load_tokenizer(target))
     with Vllm(

@@ -99,6 +99,8 @@ def test_no_spare_token_and_unknown_ones(tokenizer):
         with_draft_tokens(tokenizer, "pard", mask_token="return")
     with pytest.raises(ValueError, match=r"layout 'dflash'.*'separator', 'pard'"):
         with_draft_tokens(tokenizer, "dflash")
+    with pytest.raises(ValueError, match="layout 'dflash'"):  # not the other one in silence
+        draft_token_ids(with_draft_tokens(tokenizer), "dflash")
 
 
 @pytest.mark.parametrize("drafting", [False, True])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
-from decoding.audit import Audit, drawn, find, measure, run
+from decoding.audit import Audit, drawn, measure, run
 from decoding.auditing import controls
 from decoding.auditing.reference import (
     PROMPT,
@@ -127,9 +127,11 @@ def test_programs_of_every_form(program, right):
 
 
 MODULE = """
+from decoding.audit import drawn
 from decoding.auditing.controls import RIGHT as right, WRONG
 
 wrong = WRONG["typical"]
+seeded = drawn(right)
 
 
 def nothing(model, prompt, *, randomness):
@@ -149,6 +151,7 @@ def without(model, prompt):
 def module(tmp_path, monkeypatch):
     (tmp_path / "programs_of_a_user.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
     yield "programs_of_a_user"
     sys.modules.pop("programs_of_a_user", None)
 
@@ -181,6 +184,10 @@ def test_bad_input(module, argument, message):
 
 
 def test_too_few_samples_to_tell(module):
-    assert find(f"{module}:right") is not None
-    quiet = Audit(program="x:y", samples=100, temperature=0.05)
-    assert measure(drawn(controls.WRONG["correction_from_target"]), quiet).lossless
+    with pytest.raises(ValueError, match=r"this audit cannot tell.*Raise samples=100"):
+        run([f"{module}:seeded", "samples=100", "temperature=0.05"])
+
+
+def test_probabilities_are_normalised_as_generators_do():
+    found = enumerate_answers(lambda r: [r.categorical([1.0, 3.0])], VOCABULARY)
+    assert found.tolist()[:2] == [0.25, 0.75]

@@ -140,6 +140,11 @@ def test_vllm_too_and_by_the_command(run, vllm_stub, monkeypatch, capsys):
         export_command(arguments)
 
 
+def test_a_checkpoint_is_not_what_the_last_validation_measured(run):
+    with pytest.raises(ValueError, match="leave checkpoint= out"):
+        export_command([f"run={run}", "verify=[transformers]", "checkpoint=x.ckpt"])
+
+
 def test_a_run_without_figures_and_code_that_fails(run, tmp_path):
     copy = tmp_path / "run"
     shutil.copytree(run, copy)

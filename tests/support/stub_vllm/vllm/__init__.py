@@ -48,8 +48,6 @@ class LLM:
         if MISTAKE == "crash":
             print("the engine ran out of memory", file=sys.stderr, flush=True)
             os._exit(3)
-        if not isinstance(params, list):
-            params = [params] * len(prompts)
         return [self._one(p["prompt_token_ids"], q) for p, q in zip(prompts, params)]
 
     @torch.inference_mode()
