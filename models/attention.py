@@ -1,7 +1,8 @@
-"""Attention implementations for training: mask formats, and attention as plain tensor operations.
+"""Attention implementations: mask formats, and two ways of attention for the CPU.
 
-The fused kernel ('sdpa') is the default everywhere. On the CPU, however, its backward alone takes a
-fifth of a small network's training step. Attention written as plain operations is faster there,
+The fused kernel ('sdpa') is the default everywhere. In decoding on the CPU it takes the query heads
+of a group together (`grouped`). In training there, its backward alone takes a
+fifth of a small network's step. Attention written as plain operations is faster there,
 since torch.compile fuses all of it but the two matrix products. It needs more memory: one float for
 every head and pair of tokens, in every layer.
 """
@@ -9,13 +10,16 @@ every head and pair of tokens, in every layer.
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, finfo, float32, nn, promote_types
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from models.masks import Layout, Predicate, dense, flex
 
-WRITTEN_OUT = "written_out"  # a value of transformers' attn_implementation
+# Values of transformers' attn_implementation.
+WRITTEN_OUT, GROUPED = "written_out", "grouped"
+DENSE = ("sdpa", WRITTEN_OUT, GROUPED)  # those that take our dense masks
 
 
 def written_out(
@@ -53,6 +57,42 @@ def written_out(
     return (weights.to(value.dtype) @ value).transpose(1, 2).contiguous(), None
 
 
+def grouped(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """The fused kernel over groups of heads, in the interface of transformers' attention functions.
+
+    Query heads that share keys and values become the queries of one head. transformers repeats keys
+    and values for them, and so does the CPU kernel's own option: of one token after 350, nine heads
+    on three of keys, that takes 0.41 and 0.37 ms instead of 0.09.
+
+    Args:
+        module: The attention layer, not read.
+        query: [B, G * heads, Q, D]; heads g, ..., g + G - 1 share the keys of head g / G.
+        key, value: [B, heads, K, D].
+        attention_mask: bool or additive, [B, 1, Q, K].
+        scaling: Factor of the scores; D^-1/2 by default.
+        dropout: Not used: decoding has none.
+        **kwargs: Ignored.
+
+    Returns:
+        softmax(scaling q k^T + mask) v [B, Q, G * heads, D], and None in place of the weights.
+    """
+    B, heads, Q, D = query.shape
+    groups = heads // key.shape[1]
+    rows = query.reshape(B, key.shape[1], groups * Q, D)
+    mask = torch.cat([attention_mask] * groups, 2)
+    found = nn.functional.scaled_dot_product_attention(rows, key, value, mask, scale=scaling)
+    return found.reshape(B, heads, Q, D).transpose(1, 2), None
+
+
 def whole_mask(*args, **kwargs) -> Tensor:
     """transformers' SDPA mask, but always a tensor: SDPA itself may do without one, we may not.
 
@@ -63,13 +103,15 @@ def whole_mask(*args, **kwargs) -> Tensor:
 
 
 AttentionInterface.register(WRITTEN_OUT, written_out)
-AttentionMaskInterface.register(WRITTEN_OUT, whole_mask)
+AttentionInterface.register(GROUPED, grouped)
+for _kind in (WRITTEN_OUT, GROUPED):
+    AttentionMaskInterface.register(_kind, whole_mask)
 
 
-def write_out_attention(network: PreTrainedModel) -> None:
-    """Switch a network from 'sdpa' to `written_out`, in place; another implementation is kept."""
+def switch_attention(network: PreTrainedModel, kind: str) -> None:
+    """Switch a network from 'sdpa' to `kind`, in place; another implementation is kept."""
     if network._supports_attention_backend and network.config._attn_implementation == "sdpa":
-        network.set_attn_implementation(WRITTEN_OUT)
+        network.set_attn_implementation(kind)
 
 
 def attention_mask(predicate: Predicate, layout: Layout, implementation: str):
@@ -88,7 +130,7 @@ def attention_mask(predicate: Predicate, layout: Layout, implementation: str):
     """
     if implementation == "flex_attention":
         return flex(predicate, layout)
-    if implementation not in ("sdpa", WRITTEN_OUT):
+    if implementation not in DENSE:
         raise ValueError(
             f"attention implementation {implementation!r} is not supported with a custom mask. "
             "Choose from ['sdpa', 'flex_attention']"

@@ -20,7 +20,7 @@ from data.rows.stream import BatchSchedule, Stream
 from decoding.commands.cli import main, quiet
 from decoding.commands.inputs import prepare_inputs
 from decoding.commands.recipes import build, compose
-from models.attention import fused_attention, write_out_attention
+from models.attention import WRITTEN_OUT, fused_attention, switch_attention
 from trainers.base import BaseModule, Optimization, WholeSteps
 from trainers.lora import add_lora
 from trainers.publishing.export_folder import is_export, write_export
@@ -98,7 +98,7 @@ def fit(config: DictConfig) -> Path:
         module.network.gradient_checkpointing_enable({"use_reentrant": False})
     if config.trainer.compile:
         if trainer.strategy.root_device.type == "cpu":
-            write_out_attention(module.network)
+            switch_attention(module.network, WRITTEN_OUT)
         module.network.compile()
     if trainer.is_global_zero:
         if warmup < optimization.warmup_steps:

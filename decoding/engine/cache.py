@@ -1,5 +1,6 @@
 """Ragged key/value caches, and networks that decode with them."""
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from models.attention import GROUPED
 from models.head import ReducedHead
 from models.hidden_states import capture
 from models.masks import Layout, Predicate, dense
@@ -155,6 +157,7 @@ class CachedNetwork(CountedNetwork):
         on = layers_by_device(network)
         self.cache = RaggedCache(capacity, config.num_hidden_layers, on)
         self._several = len(on) > 1
+        self._adds = network.dtype if config._attn_implementation == GROUPED else None
         self._slots = torch.arange(capacity, device=input_device(network))[None]
         self._clean = Layout(*self._slots.new_tensor([0, 0, -1])[:, None, None])
         self._known = config.vocab_size
@@ -213,6 +216,8 @@ class CachedNetwork(CountedNetwork):
             keep = keep if isinstance(keep, int) else keep.cpu()
         elif isinstance(keep, int):
             keep = self._slots[0, tokens.shape[1] - keep : tokens.shape[1]]
+        if self._adds:  # else every layer would turn it into numbers
+            mask = torch.zeros_like(mask, dtype=self._adds).masked_fill_(~mask, -math.inf)
         with capture(self.network, self.hidden_layers) as states, self.counted():
             logits = self._logits(
                 # A drafter's vocabulary may be the smaller one: it only guesses, any token will do.

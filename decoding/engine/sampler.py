@@ -15,6 +15,7 @@ from decoding.engine.detokenize import Detokenizer
 from decoding.engine.params import Chunk, Result, SamplingParams, Stats
 from decoding.engine.randomness import KeyedRandomness, Randomness, fresh_seed, request_seeds
 from decoding.engine.warp import seen_tokens, warp
+from models.attention import DENSE
 from models.masks import causal
 from models.placement import input_device
 
@@ -444,7 +445,7 @@ def check_attention(network: PreTrainedModel) -> None:
             f"this {config.model_type!r} model has layers of {sorted(kinds)}: only full attention "
             "takes the masks of a draft block"
         )
-    if config._attn_implementation != "sdpa":
+    if config._attn_implementation not in DENSE:
         raise ValueError(
             f"attention implementation {config._attn_implementation!r} would misread a boolean "
             "mask: load the model with attn_implementation='sdpa'"

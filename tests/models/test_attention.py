@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from models import attention, causal
-from models.attention import WRITTEN_OUT, attention_mask, fused_attention, write_out_attention
+from models.attention import GROUPED, WRITTEN_OUT, attention_mask, fused_attention, switch_attention
 from models.masks import causal as causal_mask
 from tests.models.test_masks import layout
 from tests.support import tiny
@@ -37,7 +37,7 @@ def logits_and_gradients(model):
 
 def test_it_is_the_fused_kernels():
     fused, other = network(), network()
-    write_out_attention(other)
+    switch_attention(other, WRITTEN_OUT)
     assert other.config._attn_implementation == WRITTEN_OUT
     expected, gradients = logits_and_gradients(fused)
     found, others = logits_and_gradients(other)
@@ -52,14 +52,14 @@ def test_without_its_mask_it_is_not(monkeypatch):
     unmasked = lambda *a, **k: attention.written_out(*a[:4], torch.ones_like(a[4]), **k)  # noqa: E731
     monkeypatch.setitem(attention.AttentionInterface._global_mapping, WRITTEN_OUT, unmasked)
     model = network()
-    write_out_attention(model)
+    switch_attention(model, WRITTEN_OUT)
     found, _ = logits_and_gradients(model)
     assert not torch.allclose(found, logits_and_gradients(network())[0], atol=1e-3)
 
 
 def test_decoding_and_exports_have_the_fused_kernel(tmp_path):
     model = network()
-    write_out_attention(model)
+    switch_attention(model, WRITTEN_OUT)
     with fused_attention(model):
         assert model.config._attn_implementation == "sdpa"
     assert model.config._attn_implementation == WRITTEN_OUT
@@ -72,5 +72,33 @@ def test_decoding_and_exports_have_the_fused_kernel(tmp_path):
 def test_a_network_that_has_another_keeps_it(kind):
     model = network()
     model.config._attn_implementation = kind
-    write_out_attention(model)
+    switch_attention(model, WRITTEN_OUT)
     assert model.config._attn_implementation == kind
+
+
+def test_heads_of_a_group_together():
+    fused, other = network(), network()
+    switch_attention(other, GROUPED)
+    tokens_layout = layout([0, 0, 0, 1, 1], [0, 1, 2, 3, 4], [-1] * 5)
+    tokens, mask = (
+        torch.tensor([[1, 2, 3, 4, 5]]),
+        attention_mask(causal_mask, tokens_layout, GROUPED),
+    )
+    expected = fused(tokens, attention_mask=mask).logits
+    added = torch.zeros(mask.shape).double().masked_fill(~mask, -torch.inf)
+    for given in (mask, added):
+        assert torch.allclose(other(tokens, attention_mask=given).logits, expected, atol=1e-9)
+    assert torch.allclose(other(tokens).logits, fused(tokens).logits, atol=1e-9)
+
+
+def test_heads_in_another_order_are_not_their_group(monkeypatch):
+    """Negative control: query head i with keys i mod 2 instead of i / 2."""
+
+    def wrong(module, query, *others, **options):
+        found, _ = attention.grouped(module, query[:, [0, 2, 1, 3]], *others, **options)
+        return found[:, :, [0, 2, 1, 3]], None
+
+    monkeypatch.setitem(attention.AttentionInterface._global_mapping, GROUPED, wrong)
+    model, tokens = network(), torch.arange(5)[None]
+    switch_attention(model, GROUPED)
+    assert not torch.allclose(model(tokens).logits, network()(tokens).logits, atol=1e-3)
