@@ -82,19 +82,19 @@ def load(
     where = {"dtype": dtype, "device": device, "device_map": device_map}
     if name is None:
         network = causal.load(path, trust_remote_code=trust_remote_code, **where)
-        _for_inference(network)
+        for_inference(network)
         return sampler_of(config, network, load_tokenizer(path, trust_remote_code))
     model = causal.load(name, trust_remote_code=trust_remote_code, **where)
     network = load_drafter(config, path, dtype, trust_remote_code=trust_remote_code)
     network = network.to(input_device(model))
-    _for_inference(model)
-    _for_inference(network)
+    for_inference(model)
+    for_inference(network)
     target_tokenizer = load_tokenizer(name, trust_remote_code)
     check_tokenizers(target_tokenizer, config["tokenizer_fingerprint"], name, path)
     return sampler_of(config, model, target_tokenizer, network)
 
 
-def _for_inference(network: PreTrainedModel) -> None:
+def for_inference(network: PreTrainedModel) -> None:
     """Make a network faster on the CPU; changed in place, no longer to be trained or saved."""
     if input_device(network).type == "cpu":
         switch_attention(network, GROUPED)

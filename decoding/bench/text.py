@@ -23,6 +23,7 @@ from decoding.engine.params import KEYED, VERIFY, SamplingParams
 from decoding.engine.sampler import Sampler
 from decoding.loading import (
     check_one_tokenizer,
+    for_inference,
     load,
     load_tokenizer,
     parade_config,
@@ -105,6 +106,7 @@ def measure(bench: Bench) -> tuple[list[Row], list[dict]]:
         tokenizers[bench.assistant] = load_tokenizer(bench.assistant)
         first = samplers[bench.model].device  # beside its target, whole
         assistant = causal.load(bench.assistant, dtype=bench.dtype, device=first)
+        for_inference(assistant)  # as the samplers' networks are
     check_one_tokenizer(tokenizers)
     tokenizer = samplers[bench.model].tokenizer
     prompts = heldout_prompts(tokenizer=tokenizer, **bench.prompt_set)

@@ -7,7 +7,7 @@ from data.text.tokenizer import fingerprint
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import derived_seed
 from decoding.engine.sampler import Batch
-from decoding.loading import load_tokenizer
+from decoding.loading import for_inference, load_tokenizer
 from decoding.samplers.jacobi import JacobiSampler
 from models import causal
 
@@ -87,6 +87,7 @@ class JacobiTrajectories:
         """
         if self._sampler is None:
             network = causal.load(self.teacher, **self.placing)
+            for_inference(network)
             self._sampler = Recorder(
                 network, self.tokenizer, block_size=self.block_size, running=False
             )
