@@ -1,17 +1,45 @@
-"""Atomic writes: a file or folder is on disk whole, as it was before, or not at all.
+"""Files: atomic writes (whole, as before, or not at all), and reads whose errors name the file.
 
-Each is written under a hidden name beside its own path and renamed when it is complete. Several
-processes may write the same path at once: each has a hidden name of its own, and the last rename
-counts. A process that is killed leaves at most `.<name>.<random>` beside the path.
+What is written atomically is written under a hidden name beside its own path and renamed when it is
+complete. Several processes may write the same path at once: each has a hidden name of its own, and
+the last rename counts. A process that is killed leaves at most `.<name>.<random>` beside the path.
 """
 
 import errno
+import json
 import os
 import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+
+def read_text(file: Path) -> str:
+    """The content of a text file.
+
+    Raises:
+        ValueError: It is not UTF-8; the line names it.
+        OSError: It cannot be read.
+    """
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is damaged: no UTF-8 text (byte {error.start})") from None
+
+
+def read_json(file: Path) -> Any:
+    """The value that a JSON file holds.
+
+    Raises:
+        ValueError: It holds none; the line names it.
+        OSError: It cannot be read.
+    """
+    try:
+        return json.loads(read_text(file))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{file} is damaged: {error}") from None
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from data.corpora.answers import read_answers
-from data.files import atomic_write
+from data.files import atomic_write, read_json
 from data.rows.documents import checked_manifest
 from data.text.prompts import heldout_prompts
 from decoding.calibration.tree_ranking import fit, observed
@@ -248,7 +248,7 @@ def keep(config: Path, knobs: dict, table: Bigrams | None) -> None:
     """
     if knobs["bigrams"]:
         write(table, config.parent)
-    entry = json.loads(config.read_text())
+    entry = read_json(config)
     entry["parade"].update(knobs)
     with atomic_write(config) as temporary:
         temporary.write_text(json.dumps(entry, indent=2) + "\n")

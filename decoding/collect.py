@@ -17,12 +17,13 @@ from omegaconf import DictConfig
 
 from data.corpora.answers import shard_path
 from data.corpora.sources import load_documents
-from data.files import atomic_write
-from data.text.prompts import heldout_prompts
+from data.files import atomic_write, read_json
+from data.text.prompts import prompt_set
+from decoding.commands.claim import claimed
 from decoding.commands.cli import main, quiet
 from decoding.commands.inputs import prepare_inputs
 from decoding.commands.progress import track
-from decoding.commands.recipes import build, compose
+from decoding.commands.recipes import build, compose, run_folder
 from decoding.commands.values import unknown
 
 
@@ -53,10 +54,17 @@ def collect(config: DictConfig) -> Path:
         )
     if torch.cuda.is_available():  # 'cuda' is then the GPU of this process
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    folder = run_folder(config)
+    with claimed(folder):
+        _collect(config, folder, rank, world)
+    return folder
+
+
+def _collect(config: DictConfig, folder: Path, rank: int, world: int) -> None:
+    """Collect this process's share of the shards that a folder lacks."""
     prepare_inputs(config)
-    folder = Path(config.runs) / config.recipe / (config.name or "")
     collector = build(config.collector)
-    prompts = heldout_prompts(tokenizer=collector.tokenizer, **config.prompts)
+    prompts = prompt_set(tokenizer=collector.tokenizer, **config.prompts)
     manifest = {
         "recipe": config.recipe,
         "prompts": dict(config.prompts),
@@ -64,7 +72,8 @@ def collect(config: DictConfig) -> Path:
         "seed": config.seed,
         **collector.made_with(),
     }
-    shards = [prompts[i : i + config.shard_size] for i in range(0, len(prompts), config.shard_size)]
+    size = config.shard_size
+    shards = range(0, len(prompts), size)  # the first prompt of each
     _claim(folder, manifest)
     missing = [i for i in range(len(shards)) if not shard_path(folder, i).exists()]
     done = len(shards) - len(missing)
@@ -73,18 +82,23 @@ def collect(config: DictConfig) -> Path:
     )
     missing = [i for i in missing if i % world == rank]
     _check_disk(
-        folder, sum(collector.bytes_of(p["prompt_ids"]) for i in missing for p in shards[i])
+        folder,
+        sum(
+            collector.bytes_of(p["prompt_ids"])
+            for i in missing
+            for p in prompts[shards[i] : shards[i] + size]
+        ),
     )
     for i in track(missing, config.recipe):
-        _write_shard(shard_path(folder, i), collector.collect(shards[i]))
+        shard = prompts[shards[i] : shards[i] + size]
+        _write_shard(shard_path(folder, i), collector.collect(shard))
     if all(shard_path(folder, i).exists() for i in range(len(shards))):
         _write_text(folder / "complete.json", json.dumps({"shards": len(shards)}))
-    return folder
 
 
 def _check_prompt_keys(prompts: Mapping[str, object]) -> None:
     """Refuse keys that no prompt set takes, before hours go into building an input."""
-    takers = (heldout_prompts, load_documents)
+    takers = (prompt_set, load_documents)
     known = {name for taker in takers for name in inspect.signature(taker).parameters}
     for key in prompts:
         if key not in known - {"tokenizer", "options"}:
@@ -100,7 +114,7 @@ def _claim(folder: Path, manifest: dict) -> None:
     file = folder / "manifest.json"
     manifest = json.loads(json.dumps(manifest))
     if file.exists() and any((folder / "shards").glob("[0-9]*")):
-        stored = json.loads(file.read_text())
+        stored = read_json(file)
         changed = sorted(k for k in {*stored, *manifest} if stored.get(k) != manifest.get(k))
         if changed:
             k = changed[0]

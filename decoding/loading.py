@@ -1,7 +1,6 @@
 """Loading: the sampler of an exported folder or a Hub id, and the checks of its files."""
 
 import importlib
-import json
 import pkgutil
 from collections.abc import Iterable
 from importlib.util import find_spec
@@ -17,6 +16,7 @@ from data.text.tokenizer import fingerprint
 from decoding import samplers
 from decoding.commands.cli import convert, split, unknown
 from decoding.engine.sampler import Sampler
+from decoding.entry import check_entry, read_config
 from models import causal, mar, public
 from models.attention import GROUPED, switch_attention
 from models.packed import pack
@@ -187,6 +187,7 @@ def sampling_config(path: str, sampler: Iterable[str] = ()) -> dict:
         if key not in types:
             raise unknown(f"knob of {config['method']}", key, types)
         config[key] = convert(key, text, types[key])
+    check_entry(config, path, getattr(_module(config["method"]), "NEEDED", ()))
     return config
 
 
@@ -227,11 +228,8 @@ def parade_config(path: str) -> dict:
             f"{path!r} is an adapter beside its base model, which needs peft: pip install peft, or "
             "export it with lora.merge=true"
         )
-    try:
-        config = json.loads(file.read_text())
-        return config.get("parade", {"method": METHODS.get(config.get("model_type"), "plain")})
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is damaged: {error}") from error
+    config = read_config(file)
+    return config.get("parade", {"method": METHODS.get(config.get("model_type"), "plain")})
 
 
 def _download(path: str) -> Path:

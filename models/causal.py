@@ -18,7 +18,7 @@ from transformers import (
 from transformers.utils import cached_file
 
 from models import public
-from models.placement import loading_options, place
+from models.placement import check_device, loading_options, place
 from models.weights import check_complete, check_finite
 
 GGUF = ".gguf"
@@ -109,8 +109,9 @@ def load(
     Raises:
         ValueError: One line that names the path and what is wrong with it: missing, damaged, not a
             model, tensors missing or too many, in a local folder weights that are not finite;
-            an invalid `device_map`.
+            an invalid `device_map`, a device that is not here.
     """
+    check_device(device)
     options |= loading_options(device_map)
     # For weights on disk that no safetensors file holds as they are, such as merged experts.
     offloaded = TemporaryDirectory(prefix="parade_offload_") if device_map else None

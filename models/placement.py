@@ -70,6 +70,25 @@ def parsed(device_map: str) -> dict[int | str, int]:
     return limits
 
 
+def check_device(device: torch.device | str) -> None:
+    """Check that this machine has a device.
+
+    Args:
+        device: 'cpu', 'cuda', 'cuda:1', ...
+
+    Raises:
+        ValueError: It has not, or there is no such kind of device.
+    """
+    here = {"cpu": 1, "cuda": torch.cuda.device_count(), "xpu": torch.xpu.device_count()}
+    here["mps"] = int(torch.backends.mps.is_available())
+    kind, colon, number = str(device).partition(":")
+    if kind not in here or (colon and not number.isdecimal()):
+        raise ValueError(f"device={device} is no device. Choose from {sorted(here)}")
+    if kind != "cpu" and int(number or 0) >= here[kind]:
+        usable = [f"{k}:{i}" if k != "cpu" else k for k, n in here.items() for i in range(n)]
+        raise ValueError(f"device={device} is not on this machine. Choose from {usable}")
+
+
 def is_spread(network: nn.Module) -> bool:
     """Whether a network was loaded with a `device_map` that uses more than one device."""
     return bool(getattr(network, "hf_device_map", None))

@@ -27,12 +27,19 @@ LAYERS_OF_DECODING = [  # a package of decoding/ imports from those before it, a
     {"external"},
     {"drafting", "any_subset", "masked", "continuous"},
     {"samplers"},
+    {"entry"},
     {"loading"},
     {"calibration", "collectors", "auditing", "chat"},
     {"generate", "images", "collect", "calibrate", "fetch", "harness", "audit"},
     {"bench", "lm_eval"},
 ]
-LAYERS_OF_DATA = [{"files", "vae"}, {"corpora"}, {"text"}, {"corruption"}, {"rows", "images"}]
+LAYERS_OF_DATA = [
+    {"files", "spool", "vae"},
+    {"corpora"},
+    {"text"},
+    {"corruption"},
+    {"rows", "images"},
+]
 # Only the commands that compose recipes may need Hydra, and only in decoding/.
 COMPOSES = {"decoding/commands", "decoding/collect.py"}
 LAZY = {"datasets"}  # there only inside functions

@@ -14,10 +14,9 @@ from decoding.bench.infill import InfillBench
 from decoding.bench.text import Bench
 from decoding.calibrate import Calibrate
 from decoding.commands.cli import parse
-from decoding.commands.recipes import compose
+from decoding.commands.recipes import compose, run_folder
 from trainers.deer import TEACHER_LOSSES
 from trainers.export import Export
-from trainers.runs.resume import run_folder
 
 ROOT = Path(__file__).parents[1]
 MEASURES = {

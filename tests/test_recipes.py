@@ -10,7 +10,7 @@ import pytest
 from hydra.utils import get_object
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from data.text.prompts import heldout_prompts
+from data.text.prompts import prompt_set
 from decoding.commands.recipes import RECIPES, compose, names
 from trainers.base import Optimization
 
@@ -20,7 +20,7 @@ CASES = [(recipe, scale) for recipe in COMMAND for scale in SCALES[recipe]]
 # What the commands hand to a target beside its own keys.
 GIVEN = {"tokenizer", "folder", "network", "optimization", "target"}
 # Nodes that are handed on whole, and what takes them.
-WHOLE = {"optimization": Optimization, "prompts": heldout_prompts}
+WHOLE = {"optimization": Optimization, "prompts": prompt_set}
 SOURCES = {
     "fit": [
         "trainers/fit.py",
@@ -28,7 +28,11 @@ SOURCES = {
         "trainers/runs/resume.py",
         "decoding/commands/inputs.py",
     ],
-    "collect": ["decoding/collect.py", "decoding/commands/inputs.py"],
+    "collect": [
+        "decoding/collect.py",
+        "decoding/commands/inputs.py",
+        "decoding/commands/recipes.py",
+    ],
 }
 ROOT = Path(__file__).parents[1]
 
@@ -86,7 +90,7 @@ def unread(config, raw, command):
         for file in SOURCES[command]
         for node in ast.walk(ast.parse((ROOT / file).read_text()))
         if isinstance(node, ast.Attribute)
-    }
+    } | {"command"}  # of a need, read before its references are filled in
     referred = set(re.findall(r"\$\{([\w.]+)\}", raw))
 
     def walk(node, path):

@@ -1,23 +1,28 @@
 """`python -m trainers.export run=runs/RECIPE [push=org/name]`: push a run's export to the Hub."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 from omegaconf import OmegaConf
 
-from data.files import atomic_write
+from data.files import atomic_write, read_text
 from decoding.commands.cli import main, parse, quiet
 from decoding.commands.options import NEEDED, Options, option
+from decoding.external.vllm_engine import speculative_config
 from decoding.loading import parade_config
 from models.causal import looks_local
 from trainers.fit import build_module
 from trainers.publishing import hub
+from trainers.publishing.bundle import BUNDLE
 from trainers.publishing.card import SECTIONS, with_bench
 from trainers.publishing.export_folder import is_export, write_export
 from trainers.publishing.verify import PROGRAMS, verify
 from trainers.runs.checkpoint_files import load_weights, step_of
 from trainers.runs.curve import latest
+
+FORMATS = ("transformers", "pard")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +37,15 @@ class Export(Options):
     )
     verify: tuple[str, ...] = option(
         (), "decode the validation's prompts with it in other programs first", choices=PROGRAMS
+    )
+    format: str | None = option(
+        None,
+        "refuse an export that is not in it: 'transformers' brings its sampler (custom_generate=), "
+        "'pard' is what vLLM serves",
+        choices=FORMATS,
+    )
+    trust_remote_code: bool = option(
+        False, "let a run's configuration load models that bring code of their own, and run it"
     )
     python: str | None = option(None, "the interpreter that has vllm; null: that of make vllm")
     push: str | None = option(None, "org/name on the Hub (HF_TOKEN and HF_ENDPOINT are honoured)")
@@ -61,20 +75,22 @@ def run(argv: list[str]) -> None:
         )
     folder = Path(e.run) / "export"
     if e.checkpoint is not None:
-        folder = export_checkpoint(Path(e.run), Path(e.checkpoint))
+        folder = export_checkpoint(Path(e.run), Path(e.checkpoint), e.trust_remote_code)
     if not (is_export(folder) and (folder / "README.md").is_file()):
         raise ValueError(
             f"{e.run!r} holds no export: a finished run of python -m trainers.fit writes one, "
             "and checkpoint=... makes one of a run that is not finished"
         )
+    if e.format is not None:
+        _check_format(folder, e.format)
     if e.verify:
         verify(Path(e.run), e.verify, e.python)
     config = parade_config(str(folder))
     print(f"{folder}: {config}")
-    card = (folder / "README.md").read_text()
+    card = read_text(folder / "README.md")
     if e.checkpoint is None:  # the bench has measured the other one
         card = complete_card(folder)
-    if not e.dry_run and card != (folder / "README.md").read_text():
+    if not e.dry_run and card != read_text(folder / "README.md"):
         with atomic_write(folder / "README.md") as temporary:
             temporary.write_text(card)
     if e.push is None:
@@ -96,18 +112,32 @@ def run(argv: list[str]) -> None:
         print(f"pushed: {hub.push(folder, e.push, **options)}")
 
 
-def export_checkpoint(run: Path, checkpoint: Path) -> Path:
+def _check_format(folder: Path, format: str) -> None:
+    """Raise ValueError for an export that another program would not read in this format."""
+    if format == "pard":
+        speculative_config(folder)
+    elif not (folder / BUNDLE).is_dir():
+        raise ValueError(
+            f"format=transformers does not fit {str(folder)!r}: its sampler runs in parade alone, "
+            f"so there is no {BUNDLE}/ in it"
+        )
+
+
+def export_checkpoint(run: Path, checkpoint: Path, trust_remote_code: bool = False) -> Path:
     """Make the export of one checkpoint, on one process and without its strategy.
 
     Args:
         run: The run's folder.
         checkpoint: One of its checkpoints, a file or a folder of shards.
+        trust_remote_code: Whether models that the run's configuration names may run code that they
+            bring, where it asks for that: the folder may be a stranger's.
 
     Returns:
         The export's folder, `<run>/export-step-N`.
 
     Raises:
-        ValueError: No run, no checkpoint, or one that cannot be read.
+        ValueError: No run, no checkpoint, one that cannot be read, or a configuration that asks for
+            code that is not trusted.
     """
     if not (run / "config.yaml").is_file():
         raise ValueError(f"{str(run)!r} is no run: it holds no config.yaml")
@@ -115,6 +145,12 @@ def export_checkpoint(run: Path, checkpoint: Path) -> Path:
         raise ValueError(f"checkpoint={str(checkpoint)!r} does not exist")
     step = step_of(checkpoint)
     config = OmegaConf.load(run / "config.yaml")
+    asks = re.search(r"trust_remote_code: (?!false$)", OmegaConf.to_yaml(config), re.MULTILINE)
+    if asks and not trust_remote_code:
+        raise ValueError(
+            f"{run / 'config.yaml'} asks to run code that a model brings: read it, and allow it "
+            "with trust_remote_code=true"
+        )
     module = build_module(config)
     load_weights(module, checkpoint)
     # Not <run>/export: a run that is not finished must not look as if it were.
@@ -130,11 +166,11 @@ def complete_card(folder: Path) -> str:
 
     A table older than the export is left out, with a printed line.
     """
-    card = (folder / "README.md").read_text()
+    card = read_text(folder / "README.md")
     for results in (folder.parent / name for name in SECTIONS):
         if not results.is_file():
             continue
-        command = (results.parent / "command.txt").read_text()
+        command = read_text(results.parent / "command.txt")
         if results.stat().st_mtime < (folder / "tokenizer_config.json").stat().st_mtime:
             print(f"{results} is older than the export and left out: {command} measures anew")
         else:

@@ -17,15 +17,16 @@ from transformers import PreTrainedTokenizerBase
 
 from data.files import atomic_write
 from data.rows.stream import BatchSchedule, Stream
+from decoding.commands.claim import claimed
 from decoding.commands.cli import main, quiet
 from decoding.commands.inputs import prepare_inputs
-from decoding.commands.recipes import build, compose
+from decoding.commands.recipes import build, compose, run_folder
 from models.attention import WRITTEN_OUT, fused_attention, switch_attention
 from trainers.base import BaseModule, Optimization, WholeSteps
 from trainers.lora import add_lora
 from trainers.publishing.export_folder import is_export, write_export
 from trainers.runs.callbacks import AcceptanceLength, validation_prompts
-from trainers.runs.checkpoint_files import DirectIO
+from trainers.runs.checkpoint_files import DirectIO, reading
 from trainers.runs.checkpoints import Checkpoints, Preempted
 from trainers.runs.curve import latest
 from trainers.runs.guards import LossGuard, with_memory_advice
@@ -33,9 +34,11 @@ from trainers.runs.loggers import build_loggers, check_logger
 from trainers.runs.progress import progress
 from trainers.runs.provenance import provenance, write_provenance
 from trainers.runs.randomness import RandomStates
-from trainers.runs.resume import checkpoint_to_resume, run_folder
+from trainers.runs.resume import checkpoint_to_resume
 from trainers.runs.set_aside import drop_set_aside, set_aside
 from trainers.strategies import needs_gpu, strategy_of, whole_network
+
+WORKERS = 256  # data loader processes, at the most: each holds a copy of the rows
 
 
 def run(argv: list[str]) -> None:
@@ -75,6 +78,12 @@ def fit(config: DictConfig) -> Path:
     if config.trainer.max_steps is not None:
         optimization.warmup(config.trainer.max_steps)  # raises now, not after the inputs are made
     folder = run_folder(config)
+    with claimed(folder):
+        return _fit(config, folder, optimization)
+
+
+def _fit(config: DictConfig, folder: Path, optimization: Optimization) -> Path:
+    """`fit` in a run's folder, where no other process works."""
     export = folder / "export"
     checkpoint, first = checkpoint_to_resume(config, folder)
     if checkpoint is None and is_export(export) and config.resume == "auto":
@@ -110,7 +119,8 @@ def fit(config: DictConfig) -> Path:
         passes = "" if epochs is None else f" ({epochs:g} epochs of {len(rows['train'])} rows)"
         print(f"{config.recipe} at scale {config.scale}: {steps} steps{passes} to {folder}")
     try:
-        trainer.fit(module, *loaders, ckpt_path=checkpoint, weights_only=False)
+        with reading(checkpoint):
+            trainer.fit(module, *loaders, ckpt_path=checkpoint, weights_only=True)
     except Preempted as signal:
         if trainer.is_global_zero:
             print(f"{signal} at step {trainer.global_step}: go on with the same command")
@@ -142,6 +152,10 @@ def check_trainer(t: DictConfig) -> None:
     for key in ("max_steps", "batch_size", "micro_batch_size", "log_every", "validate_every"):
         if t[key] is not None and t[key] < 1:
             raise ValueError(f"trainer.{key}={t[key]} must be at least 1")
+    if not 0 <= t.workers <= WORKERS:
+        raise ValueError(f"trainer.workers={t.workers} is not allowed: from 0 to {WORKERS}")
+    if t.gradient_clip is not None and t.gradient_clip < 0:
+        raise ValueError(f"trainer.gradient_clip={t.gradient_clip} must be at least 0")
     if t.max_epochs is not None and t.max_epochs <= 0:
         raise ValueError(f"trainer.max_epochs={t.max_epochs} must be above 0")
 

@@ -1,10 +1,9 @@
 """Collections of teacher answers on disk: Parquet shards keyed by prompt id, and their reader."""
 
-import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +11,10 @@ from torch import Tensor
 
 from data.corpora.conditions import conditions, keeps
 from data.corpora.stdlib import check_split, is_held_out
+from data.files import read_json
+
+if TYPE_CHECKING:
+    import pyarrow
 
 # Columns of the teacher's distributions, [n * top_k] a row.
 TEACHER = ("teacher_ids", "teacher_probs")
@@ -29,11 +32,41 @@ def read_manifest(folder: str | Path) -> dict:
         ValueError: if `folder` holds no collection.
     """
     try:
-        return json.loads((Path(folder) / "manifest.json").read_text())
+        return read_json(Path(folder) / "manifest.json")
     except FileNotFoundError:
         raise ValueError(
             f"no collection at {folder}: python -m decoding.collect recipe=... writes one"
         ) from None
+
+
+def read_shards(folder: str | Path) -> Iterator[tuple[Path, "pyarrow.Table"]]:
+    """The shards of a collection, in their order.
+
+    Yields:
+        A shard's file and its table.
+
+    Raises:
+        ValueError: if there is none, one is damaged, or the collection is complete and some of its
+            shards are not there any more.
+    """
+    import pyarrow.parquet as parquet
+    from pyarrow.lib import ArrowInvalid
+
+    shards = sorted((Path(folder) / "shards").glob("*.parquet"))
+    if not shards:
+        raise ValueError(f"{folder} holds no answers: python -m decoding.collect writes them")
+    complete = Path(folder) / "complete.json"
+    expected = read_json(complete)["shards"] if complete.exists() else len(shards)
+    if len(shards) != expected:
+        raise ValueError(
+            f"{folder} had {expected} shards when it was complete and has {len(shards)} now: "
+            "collect the others again with the command that made it"
+        )
+    for shard in shards:
+        try:
+            yield shard, parquet.read_table(shard)
+        except (OSError, ArrowInvalid) as error:
+            raise ValueError(f"{shard} is damaged: {' '.join(str(error).split())}") from None
 
 
 class AnsweredPrompt(NamedTuple):
@@ -82,15 +115,9 @@ def read_answers(
         ValueError: for an unknown split, a folder without answers, or a condition on a column
             that the shards do not have.
     """
-    import pyarrow.parquet as parquet
-
     check_split(split)
     asked = conditions(where)
-    shards = sorted((Path(folder) / "shards").glob("*.parquet"))
-    if not shards:
-        raise ValueError(f"{folder} holds no answers: python -m decoding.collect writes them")
-    for shard in shards:
-        table = parquet.read_table(shard)
+    for shard, table in read_shards(folder):
         # As arrays: lists of Python numbers of all distributions take a hundred times the memory.
         stored = {name: table[name] for name in TEACHER if name in table.column_names}
         for i, row in enumerate(table.drop_columns([*stored]).to_pylist()):

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from data.files import delete, hidden_sibling, put_in_place
+from data.files import delete, hidden_sibling, put_in_place, read_json
 
 COLUMNS = ("input_ids", "document", "position", "trained")
 _DTYPE = "<i4"
@@ -188,7 +188,7 @@ def _key(length: int, pad_id: int) -> dict[str, int]:
 
 def _read_manifest(folder: Path) -> dict | None:
     try:
-        return json.loads((folder / "manifest.json").read_text())
+        return read_json(folder / "manifest.json")
     except (FileNotFoundError, NotADirectoryError):
         return None
 

@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from data.corpora.answers import in_split, read_manifest, shard_path
+from data.corpora.answers import in_split, read_manifest, read_shards
 from data.corpora.conditions import conditions, keeps
 from data.corpora.fingerprints import input_fingerprint
 from data.corpora.stdlib import check_split
@@ -250,18 +250,15 @@ def rows(
 def _write(file: Path, source: Path, split: str, where: str | None) -> None:
     """Write the rows of a split into one Arrow file, atomically."""
     import pyarrow
-    import pyarrow.parquet as parquet
 
     check_split(split)
     asked = conditions(where)
-    shards = sorted(shard_path(source, 0).parent.glob("*.parquet"))
     file.parent.mkdir(parents=True, exist_ok=True)
     count = 0
     with atomic_write(file) as temporary:
         with pyarrow.OSFile(str(temporary), "wb") as sink:
             writer = None
-            for shard in shards:
-                table = parquet.read_table(shard)
+            for shard, table in read_shards(source):
                 writer = writer or pyarrow.ipc.new_file(sink, table.schema)
                 chosen = [in_split(id, split) for id in table["id"].to_pylist()]
                 if asked:

@@ -1,7 +1,7 @@
 """Prompt sets for benches, validation and collection: deterministic, the same on every machine."""
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -17,13 +17,19 @@ from data.corpora.benchmarks import (
 )
 from data.corpora.sources import load_documents
 from data.corpora.stdlib import is_held_out
+from data.spool import Spool
 from data.text.chat import encode_prompt, encode_text, start_ids
 from data.text.tokenizer import fingerprint
 
 WINDOW = 64  # tokens of a text where no length is given
 
 
-def heldout_prompts(
+def heldout_prompts(*args, **options) -> list[dict]:
+    """The prompts of `prompt_set` (whose arguments these are), in memory."""
+    return list(prompt_set(*args, **options))
+
+
+def prompt_set(
     source: str,
     tokenizer: PreTrainedTokenizerBase,
     count: int | None,
@@ -35,7 +41,7 @@ def heldout_prompts(
     limit: int | None = None,
     where: str | None = None,
     **options,
-) -> list[dict]:
+) -> Spool:
     """A deterministic set of prompts from a corpus or a benchmark.
 
     A prompt is, of a text, a window of exactly `length` tokens (windows do not overlap, their
@@ -68,7 +74,8 @@ def heldout_prompts(
         **options: further arguments of `data.corpora.sources.load_documents`.
 
     Returns:
-        `count` prompts `{"id": str, "prompt_ids": list[int], "text": str}`.
+        `count` prompts `{"id": str, "prompt_ids": list[int], "text": str}`, on disk; those of a
+        benchmark also have its `category` (without any, the benchmark's name).
 
     Raises:
         ValueError: as `load_documents` and `read_benchmark` do, for `chat` without a chat
@@ -88,7 +95,7 @@ def heldout_prompts(
     else:
         _check_subset(source, subset)
         documents = _shuffled(load_documents(source, split, subset=subset, **options))
-    text = bool(documents) and "text" in documents[0]
+    text = len(documents) > 0 and "text" in documents[0]
     if text and chat:
         raise ValueError(
             f"chat=true, but source={source!r} holds texts, which are no questions. Give a "
@@ -104,18 +111,17 @@ def heldout_prompts(
 
 
 def _chosen(
-    found: Iterator[tuple[str, list[int]]],
+    found: Iterator[dict],
     tokenizer: PreTrainedTokenizerBase,
     count: int | None,
     source: str,
     split: str,
     length: int | None,
-) -> list[dict]:
+) -> Spool:
     """The first `count` prompts of those found; ValueError for fewer, or for none."""
-    prompts = [
-        {"id": id, "prompt_ids": ids, "text": tokenizer.decode(ids)}
-        for id, ids in islice(found, count)
-    ]
+    prompts = Spool(
+        prompt | {"text": tokenizer.decode(prompt["prompt_ids"])} for prompt in islice(found, count)
+    )
     if len(prompts) < (1 if count is None else count):
         of, lower = (f" of length={length}", " or length") if length else ("", "")
         raise ValueError(
@@ -134,7 +140,7 @@ def _collected(
     where: str | None = None,
     limit: int | None = None,
     **options,
-) -> Iterator[tuple[str, list[int]]]:
+) -> Iterator[dict]:
     """The prompts of a collection's split, each once, in the order of a hash of their ids."""
     del options  # how a corpus is read
     _check_subset(source, subset)
@@ -150,7 +156,8 @@ def _collected(
         prompts.setdefault(answer.prompt, answer.ids[:size][-(length or 0) :])
         if len(prompts) == limit:
             break
-    yield from sorted(prompts.items(), key=lambda prompt: _hash(prompt[0]))
+    for id in sorted(prompts, key=_hash):
+        yield {"id": id, "prompt_ids": prompts[id]}
 
 
 def asks_in_chat(tokenizer: PreTrainedTokenizerBase, chat: bool | None) -> bool:
@@ -210,16 +217,20 @@ def _problem_documents(
     if problems[0].benchmark in SHARED_COLUMNS and split != "test":
         held_out = split == "heldout"
         problems = [p for p in problems if is_held_out(p.id) == held_out]
-    return [{"id": p.id, "prompt": instruction(p, raw=not chat)} for p in problems]
+    return [
+        {"id": p.id, "prompt": instruction(p, raw=not chat), "category": p.category or p.benchmark}
+        for p in problems
+    ]
 
 
 def _whole_prompts(
     documents: Iterable[dict], tokenizer: PreTrainedTokenizerBase, length: int | None, chat: bool
-) -> Iterator[tuple[str, list[int]]]:
+) -> Iterator[dict]:
     for document in documents:
         ids = _prompt_ids(document, tokenizer, chat)[-(length or 0) :]
         if ids:
-            yield document["id"], ids
+            more = {key: document[key] for key in ("category",) if key in document}
+            yield {"id": document["id"], "prompt_ids": ids, **more}
 
 
 def _prompt_ids(document: dict, tokenizer: PreTrainedTokenizerBase, chat: bool) -> list[int]:
@@ -241,24 +252,24 @@ def _before_answer(messages: list[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def _windows(
-    documents: list[dict], tokenizer: PreTrainedTokenizerBase, length: int
-) -> Iterator[tuple[str, list[int]]]:
+    documents: Sequence[dict], tokenizer: PreTrainedTokenizerBase, length: int
+) -> Iterator[dict]:
     """Windows in rounds: the first window of each document, then the second of each, and so on."""
-    # Generators, so that a document is tokenized only when its first window is needed.
-    windows = [_document_windows(document, tokenizer, length) for document in documents]
-    while windows:
-        remaining = []
-        for document_windows in windows:
-            window = next(document_windows, None)
+    remaining, turn = [*range(len(documents))], 0
+    while remaining:
+        left = []
+        for i in remaining:  # a document is read and tokenized when one of its windows is needed
+            windows = _document_windows(documents[i], tokenizer, length)
+            window = next(islice(windows, turn, None), None)
             if window is not None:
                 yield window
-                remaining.append(document_windows)
-        windows = remaining
+                left.append(i)
+        remaining, turn = left, turn + 1
 
 
 def _document_windows(
     document: dict, tokenizer: PreTrainedTokenizerBase, length: int
-) -> Iterator[tuple[str, list[int]]]:
+) -> Iterator[dict]:
     """The disjoint windows of a document; their order and offset are a hash of its id."""
     id, start = document["id"], start_ids(tokenizer)
     width = length - len(start)
@@ -269,12 +280,14 @@ def _document_windows(
     shift = _hash(id) % (len(ids) - slots * width + 1)
     for slot in sorted(range(slots), key=lambda slot: _hash(f"{id}:{slot}")):
         offset = shift + slot * width
-        yield f"{id}@{offset}", start + ids[offset : offset + width]
+        yield {"id": f"{id}@{offset}", "prompt_ids": start + ids[offset : offset + width]}
 
 
-def _shuffled(documents: Iterable[dict]) -> list[dict]:
-    """The documents sorted by a hash of their ids: any first few are then a fair sample."""
-    return sorted(documents, key=lambda document: _hash(document["id"]))
+def _shuffled(documents: Iterable[dict]) -> Spool:
+    """The documents in the order of a hash of their ids: any first few are then a fair sample."""
+    found = Spool(documents)
+    order = sorted((_hash(document["id"]), i) for i, document in enumerate(found))
+    return Spool(found[i] for _, i in order)
 
 
 def _hash(text: str) -> int:

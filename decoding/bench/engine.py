@@ -1,11 +1,13 @@
 """`python -m decoding.bench.engine model=runs/deer_stage2/export`: a drafter in a serving engine.
 
-The same prompts are decoded by our sampler and by vLLM, plainly and with the export's drafter, each
-engine with its own caches and kernels. An engine that we did not write must accept as many drafted
-tokens at each position as our sampler does: a shift by one in positions, a wrong norm or mask shows
-here and nowhere else. Ours drafts chains (`verify=coupled`), which is what such engines run.
+The same prompts are decoded by our sampler and by vLLM, plainly and with the export's drafter, in
+turn, each engine with its own caches and kernels. An ordinary model is decoded plainly. An engine
+that we did not write must accept as many drafted tokens at each position as our sampler does: a
+shift by one in positions, a wrong norm or mask shows here and nowhere else. Ours drafts chains
+(`verify=coupled`), which is what such engines run.
 """
 
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -41,6 +43,7 @@ class EngineBench(PromptOptions):
     engine: str = option("vllm", "that serves the drafter", choices=ENGINES)
     python: str | None = option(None, "the interpreter that has it; null: that of make vllm")
     threads: int | None = option(1, "of either engine on a CPU; null: all", least=1)
+    batch_size: int = option(1, "prompts that are decoded together", least=1)
     block_size: int | None = option(None, "tokens drafted a cycle; null: the export's own", least=1)
     ngram: int = option(8, "tokens that vLLM's prompt lookup drafts; 0: leave it out", least=0)
     temperature: float = option(0.0, "of the sampling; 0 is greedy", least=0)
@@ -48,32 +51,40 @@ class EngineBench(PromptOptions):
 
 @dataclass
 class Way:
-    """One way to decode, measured prompt by prompt.
+    """One way to decode, measured batch by batch.
 
     Attributes:
         name: In the table.
         plain: The same engine's plain decoding; None where it is that itself.
         answers: Token ids of each prompt's answer.
-        seconds: Of each prompt.
-        drafts: Of each prompt, how many drafts were verified; empty for plain decoding.
-        accepted: Of each prompt, how many of its drafts had at least i + 1 tokens accepted, for
-            each position i of a draft.
+        tokens: Of the answers of each batch, together.
+        seconds: Of each batch.
+        drafts: Of each batch (of our sampler, each prompt), how many drafts were verified; empty
+            for plain decoding.
+        accepted: How many of these drafts had at least i + 1 tokens accepted, for each position i.
     """
 
     name: str
     plain: "Way | None" = None
     answers: list[list[int]] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
     accepted: list[list[int]] = field(default_factory=list)
 
     @property
     def rates(self) -> list[float]:
-        """Tokens/s of each prompt."""
-        return [len(a) / s for a, s in zip(self.answers, self.seconds)]
+        """Tokens/s of each batch."""
+        return [tokens / s for tokens, s in zip(self.tokens, self.seconds)]
+
+    def decoded(self, answers: list[list[int]], seconds: float) -> None:
+        """Add a batch's answers."""
+        self.answers += answers
+        self.tokens.append(sum(map(len, answers)))
+        self.seconds.append(seconds)
 
     def add(self, drafts: int, accepted: list[int]) -> None:
-        """Add a prompt's counts."""
+        """Add counts of drafts."""
         self.drafts.append(drafts)
         self.accepted.append(accepted)
 
@@ -89,7 +100,7 @@ class Way:
         length, error = _ratio(emitted, self.drafts) if self.drafts else (1.0, 0.0)
         found = {
             "engine": self.name,
-            "tokens/s": round(sum(map(len, self.answers)) / sum(self.seconds), 1),
+            "tokens/s": round(sum(self.tokens) / sum(self.seconds), 1),
             "speed-up": round(median(speedups), 2),
             f"speed-up{ERROR}": median_error(speedups) if self.plain else "",
             "acceptance length": round(length, 2),
@@ -112,15 +123,18 @@ def run(argv: list[str]) -> None:
     quiet()
     bench = parse(argv, EngineBench, "decoding.bench.engine")
     ways = measure(bench)
-    ours, theirs = (next(w for w in ways if w.name == name) for name in ("ours", bench.engine))
-    positions = len(theirs.accepted[0])
+    positions = max((len(way.accepted[0]) for way in ways if way.drafts), default=0)
     lines = [way.line(positions) for way in ways]
     title = f"{bench.prompts} prompts of {Path(bench.source).name}, {bench.dtype}"
+    if bench.batch_size > 1:
+        title += f", {bench.batch_size} together"
     out = results_folder(bench, f"bench_{bench.engine}")
     command = "decoding.bench.engine"
     write_table(lines, out / "engine.csv", title, command, [*map(on_screen, lines)])
     print("at i: share of drafts with at least i tokens accepted; ±: standard error over prompts")
-    print(agreement(ours, theirs))
+    drafting = {way.name: way for way in ways}
+    if "ours" in drafting:
+        print(agreement(drafting["ours"], drafting[bench.engine]))
     print(f"wrote engine.csv and command.txt into {out}")
 
 
@@ -140,70 +154,82 @@ def agreement(ours: Way, theirs: Way) -> str:
 
 
 def measure(bench: EngineBench) -> list[Way]:
-    """Decode every prompt, one at a time, in every way.
+    """Decode every prompt in every way, all ways in turn.
 
     Args:
         bench: The command's options.
 
     Returns:
-        The ways: 'ours, plain', 'ours', and of the engine plain decoding, its prompt lookup where
-        it is asked for, and the drafter.
+        The ways: 'ours, plain' and 'ours', and of the engine plain decoding, its prompt lookup
+        where it is asked for, and the drafter. An ordinary model has no drafter.
 
     Raises:
         ValueError: The export is no drafter that the engine runs, or the engine does not start.
     """
     python = interpreter(bench.python)  # its lack must not cost minutes
-    drafter = fetch(bench.model)
-    config = parade_config(str(drafter))
-    if "target" not in config:
-        raise ValueError(f"{bench.model} is no drafter: it names no target")
-    speculative = speculative_config(drafter, bench.block_size)
-    target = fetch(bench.target or config["target"])
+    model = fetch(bench.model)
+    config = parade_config(str(model))
+    if "target" not in config and config["method"] != "plain":
+        raise ValueError(f"{bench.model} is no drafter (it names no target), and no ordinary model")
+    drafts = "target" in config
+    speculative = speculative_config(model, bench.block_size) if drafts else None
+    target = fetch(bench.target or config["target"]) if drafts else model
     if bench.threads is not None:
         torch.set_num_threads(bench.threads)
-    sampler = load(str(drafter), target=bench.target, **bench.placing)
+    sampler = load(str(model), target=bench.target, **bench.placing)
     prompts = heldout_prompts(tokenizer=sampler.tokenizer, **bench.prompt_set)
     ids = [p["prompt_ids"] for p in prompts]
+    width = speculative["num_speculative_tokens"] if speculative else None
     params = SamplingParams(
         max_new_tokens=bench.max_new_tokens,
         temperature=bench.temperature,
         ignore_eos=bench.ignore_eos,
-        block_size=speculative["num_speculative_tokens"],
+        block_size=width,
     )
-    seeds = [bench.seed + i for i in range(len(ids))]
-    plain = PlainSampler(sampler.target, sampler.tokenizer)
-    ways = [ours := Way("ours, plain"), Way("ours", ours)]
-    for way, with_ in zip(ways, (plain, sampler)):
-        _ours(way, with_, ids, seeds, params)
-    lookup = {"method": "ngram", "num_speculative_tokens": bench.ngram, "prompt_lookup_max": 4}
-    theirs = Way(f"{bench.engine}, plain")
-    todo = [(theirs, None), (Way(bench.engine, theirs), speculative)]
-    if bench.ngram:
-        todo.insert(1, (Way(f"{bench.engine}, ngram", theirs), lookup))
-    context = max(map(len, ids)) + bench.max_new_tokens + 2 * max(bench.ngram, params.block_size)
     options = {
         "dtype": bench.dtype,
-        "max_model_len": context,
-        "max_num_seqs": 1,
+        "max_model_len": max(map(len, ids))
+        + bench.max_new_tokens
+        + 2 * max(bench.ngram, width or 0),
+        "max_num_seqs": bench.batch_size,
         "seed": bench.seed,
+        "enforce_eager": bench.device == "cpu",
+        "enable_prefix_caching": False,
     }
-    options |= {"enforce_eager": bench.device == "cpu", "enable_prefix_caching": False}
-    for way, config in todo:
-        more = {} if config is None else {"speculative_config": config}
-        with Vllm(str(target), python, bench.threads, **options, **more) as engine:
-            measure_engine(way, engine, ids, seeds, params, sorted(sampler.eos))
-        ways.append(way)
-    return ways
+    plain = Way("ours, plain")
+    ours = [(plain, PlainSampler(sampler.target, sampler.tokenizer))]
+    ours += [(Way("ours", plain), sampler)] if drafts else []
+    base = Way(f"{bench.engine}, plain")
+    theirs = [(base, None)]
+    if bench.ngram:
+        lookup = {"method": "ngram", "num_speculative_tokens": bench.ngram, "prompt_lookup_max": 4}
+        theirs.append((Way(f"{bench.engine}, ngram", base), lookup))
+    theirs += [(Way(bench.engine, base), speculative)] if drafts else []
+    with ExitStack() as stack:
+        engines = []
+        for way, how in theirs:
+            more = {} if how is None else {"speculative_config": how}
+            engine = Vllm(str(target), python, bench.threads, **options, **more)
+            engines.append((way, stack.enter_context(engine)))
+        eos = sorted(sampler.eos)
+        seeds = [bench.seed + i for i in range(len(ids))]
+        starts = [*range(0, len(ids), bench.batch_size)]
+        for start in (-1, *track(starts, "bench")):  # -1: the warm-up
+            batch = slice(max(start, 0), max(start, 0) + bench.batch_size)
+            given = ids[batch], seeds[batch], params
+            for way, engine in ours:
+                _ours(Way("") if start < 0 else way, engine, *given)
+            for way, engine in engines:
+                measure_engine(Way("") if start < 0 else way, engine, *given, eos)
+    return [way for way, _ in (*ours, *theirs)]
 
 
 def _ours(way: Way, sampler: Sampler, ids: list, seeds: list[int], params: SamplingParams) -> None:
-    """Measure one of our samplers."""
-    sampler.generate(ids[:1], params, seeds=seeds[:1])  # warm-up
-    for prompt, seed in track([*zip(ids, seeds)], way.name):
-        started = perf_counter()
-        (result,) = sampler.generate([prompt], params, seeds=[seed])
-        way.seconds.append(perf_counter() - started)
-        way.answers.append(result.token_ids)
+    """Measure one of our samplers on a batch."""
+    started = perf_counter()
+    results = sampler.generate(ids, params, seeds=seeds)
+    way.decoded([result.token_ids for result in results], perf_counter() - started)
+    for result in results:
         if result.stats.drafted:
             # An engine counts what was accepted beyond the answer's end.
             way.add(*accepted_counts(result.stats.emitted, params.block_size))
@@ -212,7 +238,7 @@ def _ours(way: Way, sampler: Sampler, ids: list, seeds: list[int], params: Sampl
 def measure_engine(
     way: Way, engine: Vllm, ids: list, seeds: list[int], params: SamplingParams, eos: list[int]
 ) -> None:
-    """Measure a serving engine, one prompt at a time.
+    """Measure a serving engine on a batch.
 
     Args:
         way: Gets the answers, the seconds and, where the engine drafts, the acceptance.
@@ -222,13 +248,10 @@ def measure_engine(
         params: How to sample.
         eos: The target's end-of-text tokens.
     """
-    engine.generate(ids[:1], params, eos=eos, seeds=seeds[:1])  # warm-up
-    for prompt, seed in track([*zip(ids, seeds)], way.name):
-        reply = engine.generate([prompt], params, eos=eos, seeds=[seed])
-        way.seconds.append(reply.seconds)
-        way.answers += reply.token_ids
-        if "accepted_tokens_per_pos" in reply.drafts:
-            way.add(reply.drafts["drafts"], reply.drafts["accepted_tokens_per_pos"])
+    reply = engine.generate(ids, params, eos=eos, seeds=seeds)
+    way.decoded(reply.token_ids, reply.seconds)
+    if "accepted_tokens_per_pos" in reply.drafts:
+        way.add(reply.drafts["drafts"], reply.drafts["accepted_tokens_per_pos"])
 
 
 if __name__ == "__main__":

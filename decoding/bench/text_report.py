@@ -159,6 +159,7 @@ def summary(row: Row) -> dict:
         "sampler": row.name,
         "temperature": row.params.temperature,
         "batch": row.batch,
+        "dtype": str(plain.sampler.target.dtype).removeprefix("torch."),
         "tokens/s": round(row.rate, 1),
         "speed-up": round(median(row.speedups), 2),
         f"speed-up{ERROR}": median_error(row.speedups),
@@ -178,7 +179,7 @@ def on_screen(line: dict) -> dict:
     """A line of the table with each figure and its standard error in one cell."""
     found = {}
     for key, value in line.items():
-        if not key.endswith(ERROR):
+        if key != "dtype" and not key.endswith(ERROR):  # the title says it
             error = line.get(f"{key}{ERROR}", "")
             found[key] = value if error == "" else f"{value:.2f} ± {error:.2f}"
     return {"T" if key == "temperature" else key: value for key, value in found.items()}
@@ -287,7 +288,8 @@ def write_answers(folder: Path, rows: list[Row], prompts: list[dict]) -> None:
                 }
                 if row.scores:
                     choice["right"] = [row.scores[i]]
-                line = {"question_id": prompt["id"], "model_id": model, "choices": [choice]}
+                line = {"question_id": prompt["id"], "category": prompt.get("category", "prompts")}
+                line |= {"model_id": model, "choices": [choice]}
                 file.write(json.dumps(line) + "\n")
 
 

@@ -1,10 +1,11 @@
 """Inputs of a recipe: built first at lab scale, elsewhere required."""
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from models.causal import looks_local
 
@@ -23,9 +24,12 @@ def prepare_inputs(config: DictConfig) -> None:
     for need in config.needs:
         if Path(need.path).exists() or not looks_local(need.path):
             continue
+        # Split before keys are filled in: a folder's name may have spaces.
+        words = OmegaConf.to_container(need, resolve=False)["command"].split()
+        words = [*OmegaConf.create(words, parent=config)]
+        command = shlex.join(words)
         if not config.build_inputs:
-            raise ValueError(f"{need.path} is missing. It is made by: {need.command}")
-        print(f"{need.path} is missing, so it is built first: {need.command}", flush=True)
-        arguments = need.command.split()[1:]
-        if subprocess.run([sys.executable, *arguments]).returncode:
-            raise ValueError(f"could not build {need.path} with: {need.command}")
+            raise ValueError(f"{need.path} is missing. It is made by: {command}")
+        print(f"{need.path} is missing, so it is built first: {command}", flush=True)
+        if subprocess.run([sys.executable, *words[1:]]).returncode:
+            raise ValueError(f"could not build {need.path} with: {command}")

@@ -5,12 +5,13 @@ default and one check in every command.
 """
 
 import math
-import re
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from decoding.commands.values import show, unknown
+from models.placement import check_device
 
+LARGEST, SEEDS = 2**31 - 1, 2**64 - 1  # integers; those of seeds
 NEEDED = MISSING  # the default of an option that must be given
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 DEVICES = ("cpu", "cuda", "mps", "xpu")  # also with a number, as cuda:1
@@ -80,11 +81,15 @@ def check(
     if some and several and not value:
         raise ValueError(f"{key}=[] is not allowed: at least one item is needed")
     for item in value if several else () if value is None else (value,):
-        name = re.sub(r":\d+$", "", item) if choices is DEVICES else item
-        if choices and name not in choices:
+        if choices is DEVICES:
+            check_device(item)
+        elif choices and item not in choices:
             raise unknown(key, item, choices)
         if isinstance(item, float) and not math.isfinite(item):
             raise ValueError(f"{key}={show(value)} is not allowed: it must be a finite number")
+        most = SEEDS if key.rpartition(".")[2] == "seed" else LARGEST
+        if type(item) is int and abs(item) > most:
+            raise ValueError(f"{key}={show(value)} is not allowed: at most {most}")
         if least is not None and item < least:
             each = "each " if several else ""
             given = list(value) if several else item

@@ -6,6 +6,7 @@ a key that nothing names, and `~key` removes one. Values are read as every comma
 (`decoding.commands.values`), and a key takes values of its default's type.
 """
 
+import functools
 import inspect
 import itertools
 import re
@@ -33,6 +34,9 @@ OPTIONAL = {"name": str, "logger": str, "target": str, "device_map": str}
 OPTIONAL |= {"max_steps": int, "max_epochs": float, "ema": float}
 # Of these exactly one is given: one on the command line takes the recipe's place for the other.
 EITHER = ("trainer.max_steps", "trainer.max_epochs")
+CHOSEN = ("command", "recipe", "scale", "strategy")  # keys that are no settings
+# Folders in a run's or a collection's own.
+PARTS = ("checkpoints", "export", "bench", "calibration", "shards")
 YAML_KEY = re.compile(r"^( *)([\w.]+):(.*)$")
 
 
@@ -82,6 +86,7 @@ def compose(argv: list[str], command: str) -> DictConfig:
             (other,) = {*EITHER} - {*given}
             OmegaConf.update(config, other, None)
         resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        check_targets(config)
     except OmegaConfBaseException as error:
         raise ValueError(" ".join(str(error).split())) from error
     if wish == "config":
@@ -89,6 +94,23 @@ def compose(argv: list[str], command: str) -> DictConfig:
         sys.exit(0)
     OmegaConf.set_struct(config, True)
     return config
+
+
+def run_folder(config: DictConfig) -> Path:
+    """The folder that a composed recipe writes, `<runs>/<recipe>[/<name>]`.
+
+    Raises:
+        ValueError: No `runs`, or a name that is no folder's, or that of a part of the run without
+            a name.
+    """
+    name = "" if config.name is None else str(config.name)  # a number is a name too
+    if not config.runs:
+        raise ValueError(f"runs={config.runs} is not allowed: give a folder")
+    if name == ".." or Path(name).name != name:
+        raise ValueError(f"name={name} is not allowed: give the name of one folder, without '/'")
+    if name in PARTS:
+        raise ValueError(f"name={name} is a folder of the run without a name: give another")
+    return Path(config.runs) / config.recipe / name
 
 
 def build(node: DictConfig, **given):
@@ -102,9 +124,10 @@ def build(node: DictConfig, **given):
         What the target returns.
 
     Raises:
-        ValueError: The target raised it.
+        ValueError: The target raised it, or a `_target_` is not among `targets`.
         OSError: The target raised it.
     """
+    check_targets(node)
     try:
         return instantiate(node, **given)
     except InstantiationException as error:
@@ -114,6 +137,46 @@ def build(node: DictConfig, **given):
         if isinstance(cause, (ValueError, OSError)):
             raise cause from None
         raise
+
+
+@functools.cache
+def targets() -> frozenset[str]:
+    """What a config may build: the `_target_`s of all recipes and strategies.
+
+    A config may come from a stranger, in a run's folder or an export, and Hydra would call any
+    function of any package.
+    """
+    found = set()
+    for file in (*RECIPES.glob("recipe/*.yaml"), *RECIPES.glob("strategy/*.yaml")):
+        found |= set(_targets_of(OmegaConf.to_container(OmegaConf.load(file))).values())
+    return frozenset(found)
+
+
+def check_targets(node: DictConfig) -> None:
+    """Check that a config builds nothing but `targets`.
+
+    Args:
+        node: A config, or a part of one.
+
+    Raises:
+        ValueError: Another `_target_`; the line names its key.
+    """
+    # Resolved: a reference may lead to a node that builds something.
+    for key, target in _targets_of(OmegaConf.to_container(node, resolve=True)).items():
+        if target not in targets():
+            raise unknown(key, target, targets())
+
+
+def _targets_of(node: Any, key: str = "") -> dict[str, str]:
+    """Every `_target_` below a node, by its dotted path."""
+    if isinstance(node, list):
+        node = dict(enumerate(node))
+    if not isinstance(node, dict):
+        return {}
+    found = {f"{key}_target_": str(node["_target_"])} if "_target_" in node else {}
+    for name, value in node.items():
+        found |= _targets_of(value, f"{key}{name}.")
+    return found
 
 
 def defaults(command: str, recipe: str, scale: str, strategy: str | None = None) -> DictConfig:
@@ -147,12 +210,17 @@ def defaults(command: str, recipe: str, scale: str, strategy: str | None = None)
 
 def _override(config: DictConfig, argument: str) -> None:
     """Change one key of a config: `key=value`, `+key=value` or `~key`."""
+    if argument.lstrip("~+").partition("=")[0] in CHOSEN:
+        raise ValueError(f"{argument} is not allowed: recipe=, scale= and strategy= choose a file")
     if argument.startswith("~"):
         parent, leaf = _locate(config, argument[1:])
+        if argument[1:] in OmegaConf.load(RECIPES / f"{config.command}.yaml"):
+            raise ValueError(f"{argument} is not allowed: every run has this key; give it a value")
         parent.pop(leaf, None)
         return
-    added = argument.startswith("+")
     key, text = split(argument.lstrip("+"))
+    # A key that is there already has a type, whatever stands before it.
+    added = argument.startswith("+") and OmegaConf.select(config, key) is None
     if added or "${" in text:
         if not added:
             _locate(config, key)
@@ -232,6 +300,7 @@ def _parameters(node: DictConfig) -> dict[str, Any]:
 def _signature(node: DictConfig) -> list[inspect.Parameter]:
     if "_target_" not in node:
         return []
+    check_targets(OmegaConf.create({"_target_": node._target_}))
     target = get_object(node._target_)
     makers = [target]
     if inspect.isclass(target):  # one that passes **kwargs on takes what its base takes

@@ -16,6 +16,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
+from data.files import read_json
 from decoding.engine.params import SamplingParams
 from decoding.external.reply import Reply, first_line, request_options
 
@@ -197,7 +198,7 @@ def speculative_config(folder: Path, block_size: int | None = None) -> dict:
     Raises:
         ValueError: The drafter is in no format that vLLM runs.
     """
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     parade = config.get("parade") or {}
     count = block_size or parade.get("block_size")
     common = {"model": str(folder.resolve()), "num_speculative_tokens": count}

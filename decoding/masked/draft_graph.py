@@ -7,11 +7,12 @@ denoising step may lead from the first to the second. Node 0 is the current stat
 empty.
 """
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+
+from data.files import read_json
 
 Formula = tuple[tuple[int, int], ...]
 
@@ -168,8 +169,8 @@ def read_graph(source: str | dict) -> DraftGraph:
     """
     if isinstance(source, str):
         try:
-            source = json.loads(Path(source).read_text())
-        except (OSError, json.JSONDecodeError) as error:
+            source = read_json(Path(source))
+        except (OSError, ValueError) as error:
             raise ValueError(f"cannot read a draft graph from {source!r}: {error}") from error
     try:
         nodes = tuple(tuple((i, j) for i, j in node["tokens"]) for node in source["nodes"])

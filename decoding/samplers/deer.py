@@ -30,6 +30,7 @@ from models.masks import causal, drafter_attention, tree
 KEPT_TOKENS = 2**14  # whose bigrams are kept as dictionaries
 KNOBS = {"nodes": int, "sharpness": float, "bigrams": bool, "lookup": bool}
 ARTEFACTS = (bigram_file.FILE, vocabulary.FILE)  # beside the weights of an export
+NEEDED = ("target", "tokenizer_fingerprint", "mask_id", "block_size")  # keys of an export's entry
 
 
 @dataclass

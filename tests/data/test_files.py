@@ -10,7 +10,7 @@ import time
 import pytest
 
 from data import files
-from data.files import atomic_folder, atomic_write, put_in_place
+from data.files import atomic_folder, atomic_write, put_in_place, read_json
 
 
 def names(folder):
@@ -230,3 +230,13 @@ def test_several_writers_of_a_folder_leave_one_whole(tmp_path):
     assert names(tmp_path) == ["whole"]
     assert len({p.read_text() for p in folder.iterdir()}) == 1
     assert names(folder) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("content", [b"{", b"", b"\xff", b"[" * 100_000])
+def test_a_damaged_json_file_is_named(tmp_path, content):
+    file = tmp_path / "a.json"
+    file.write_bytes(b'{"a": [1]}')
+    assert read_json(file) == {"a": [1]}
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"a\.json is damaged: "):
+        read_json(file)

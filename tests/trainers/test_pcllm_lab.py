@@ -16,6 +16,7 @@ from decoding.loading import load, load_tokenizer
 from decoding.samplers.jacobi import JacobiSampler
 from decoding.samplers.jacobi_mr import JacobiMRSampler
 from decoding.samplers.plain import PlainSampler
+from models.attention import GROUPED
 from tests.support.lab import SMALL, Lab
 from trainers.fit import fit
 
@@ -196,4 +197,4 @@ def test_a_compiled_run_with_adapters_exports_what_it_trained(chain, monkeypatch
     base = load_file(chain.runs / "ar_target" / "export" / "model.safetensors")
     assert all(torch.allclose(weights[name], x, atol=1e-4) for name, x in expected.items())
     assert any(not torch.allclose(weights[name], x, atol=1e-4) for name, x in base.items())
-    assert load(str(compiled)).target.config._attn_implementation == "sdpa"
+    assert load(str(compiled)).target.config._attn_implementation == GROUPED

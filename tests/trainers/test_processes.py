@@ -159,6 +159,21 @@ class TestStopped:
         lab.fit("deer_stage2", *LONG, "name=term")
         assert same_run(folder, whole)
 
+    def test_ctrl_c(self, lab, whole):
+        folder = whole.with_name("ctrl_c")
+        stop(lab.start("deer_stage2", *LONG, "name=ctrl_c"), folder, signal.SIGINT)
+        lab.fit("deer_stage2", *LONG, "name=ctrl_c")
+        assert same_run(folder, whole)
+
+    def test_two_at_once(self, lab, whole):
+        """One goes on, the other says so."""
+        runs = [lab.start("deer_stage2", *LONG, "name=twice") for _ in range(2)]
+        said = [run.communicate() for run in runs]
+        assert sorted(run.returncode for run in runs) == [0, 2]
+        refused = said[[run.returncode for run in runs].index(2)]
+        assert "another process works on" in "".join(filter(None, refused))
+        assert same_run(whole.with_name("twice"), whole)
+
     def test_sigusr1_in_a_slurm_job(self, lab, whole, tmp_path):
         """Lightning's own handler would write elsewhere and requeue the job by itself."""
         called, scontrol = tmp_path / "called", tmp_path / "scontrol"

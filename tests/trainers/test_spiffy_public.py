@@ -130,7 +130,10 @@ def test_a_checkpoint_holds_the_traces_and_a_stopped_run_goes_on(public, export)
     again = public.calibrate("trust_remote_code=true", "name=stopped")
     assert json.loads((stopped / "provenance.json").read_text())["resumed"][0]["step"] == 2
     assert parade_config(str(again)) == parade_config(str(export))
-    export_command.run([f"run={stopped}", f"checkpoint={stopped / 'checkpoints' / last.name}"])
+    arguments = [f"run={stopped}", f"checkpoint={stopped / 'checkpoints' / last.name}"]
+    with pytest.raises(ValueError, match="asks to run code that a model brings"):
+        export_command.run(arguments)
+    export_command.run([*arguments, "trust_remote_code=true"])
     assert parade_config(str(stopped / "export-step-4")) == parade_config(str(export))
 
 

@@ -10,6 +10,7 @@ import ast
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+BUNDLE = "custom_generate"  # transformers' name for the folder
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("data", "models", "decoding")
 ENTRY = "decoding.custom_generate"
@@ -48,7 +49,7 @@ def write_bundle(folder: Path, method: str) -> None:
     """
     sampler = f"decoding.samplers.{method}"
     modules = closure([ENTRY, sampler])
-    bundle = folder / "custom_generate"
+    bundle = folder / BUNDLE
     bundle.mkdir()
     for module in modules:
         made = "made by trainers/publishing/bundle.py"

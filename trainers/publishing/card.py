@@ -1,7 +1,6 @@
 """The model card of an export: what it is, what it was trained from, what was measured and how."""
 
 import csv
-import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import yaml
 from huggingface_hub import ModelCardData
 
+from data.files import read_json, read_text
 from models.causal import looks_local
 
 # Tables that benches add to a card, by their files beside the export: title, what they say.
@@ -38,8 +38,8 @@ def model_card(config: dict, metrics: dict, folder: Path) -> str:
     Returns:
         Markdown, with the Hub's metadata at its head.
     """
-    story = json.loads((folder / "provenance.json").read_text())
-    settings = yaml.safe_load((folder / "config.yaml").read_text())
+    story = read_json(folder / "provenance.json")
+    settings = yaml.safe_load(read_text(folder / "config.yaml"))
     target = config.get("target")
     started_from = list(_paths(settings["network"]))
     bases = [name for name in dict.fromkeys([*started_from, target]) if name]
@@ -164,8 +164,7 @@ def with_bench(card: str, results: Path, command: str) -> str:
     Returns:
         The new text.
     """
-    with results.open(newline="") as file:
-        head, *rows = csv.reader(file)
+    head, *rows = csv.reader(read_text(results).splitlines())
     name = results.parent.name
     title, about = SECTIONS[f"{name}/{results.name}"]
     begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"

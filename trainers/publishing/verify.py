@@ -167,5 +167,6 @@ def in_vllm(
         enforce_eager=not torch.cuda.is_available(),
         **options,
     ) as engine:
-        measure_engine(way, engine, prompts, [0] * len(prompts), params, eos)
+        for prompt in prompts:  # one by one, so that the errors are those over prompts
+            measure_engine(way, engine, [prompt], [0], params, eos)
     return way

@@ -10,6 +10,7 @@ import pickle
 import re
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from zipfile import BadZipFile, ZipFile
 
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint import load
 from torch.distributed.checkpoint.api import CheckpointException
 
 from data.files import delete, put_in_place
+from trainers.runs.safe_load import Refused, check_folder, read_file, tensors_only
 
 ENGINE = "checkpoint"  # of a folder that DeepSpeed has written: the tag that Lightning gives it
 MANIFEST = "manifest.json"  # of a folder: its step, and the size in bytes of every file
@@ -123,6 +125,16 @@ def delete_partial(folder: Path) -> None:
         delete(partial)
 
 
+def reading(path: Path | None) -> AbstractContextManager:
+    """The context in which a checkpoint is read: without running what it holds.
+
+    DeepSpeed's own are read by DeepSpeed, whose optimizer states are objects of its classes.
+    """
+    if path is None or (path / ENGINE).is_dir():
+        return nullcontext()
+    return tensors_only()
+
+
 def step_of(path: Path) -> int:
     """The step that a checkpoint was written at, after a check of all of its bytes.
 
@@ -134,11 +146,14 @@ def step_of(path: Path) -> int:
 
     Raises:
         Damaged: Its checksums, sizes or structure are wrong.
+        Refused: It asks to call something; nothing of it was run.
         ValueError: It cannot be read now (no permission, a failing disk, no memory), which says
             nothing about its content.
     """
     try:
         return (_step_of_folder if path.is_dir() else _step_of_file)(path)
+    except Refused:
+        raise
     except DAMAGE as error:
         others = [str(p) for p in checkpoint_files(path.parent) if p != path]
         raise Damaged(
@@ -158,17 +173,19 @@ def load_weights(module: nn.Module, path: Path) -> None:
 
     Args:
         module: The module of the run's recipe, on one process.
-        path: The checkpoint, of any strategy.
+        path: The checkpoint, of any strategy, that `step_of` has read.
     """
     if path.is_file():
-        state = torch.load(path, weights_only=False, map_location="cpu", mmap=True)["state_dict"]
-        module.load_state_dict(state)
+        module.load_state_dict(read_file(path)["state_dict"])
     elif (path / ENGINE).is_dir():  # DeepSpeed's: bfloat16 weights, float32 masters
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
         module.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(str(path), ENGINE))
     else:
-        with warnings.catch_warnings():  # that it loads in one process is what is wanted
+        with (
+            tensors_only(),
+            warnings.catch_warnings(),
+        ):  # that it loads in one process is what is wanted
             warnings.simplefilter("ignore", UserWarning)
             load({"state_dict": module.state_dict()}, checkpoint_id=path, no_dist=True)  # in place
 
@@ -183,7 +200,7 @@ def _step_of_file(file: Path) -> int:
         raise BadZipFile from error
     if not whole:
         raise BadZipFile
-    return torch.load(file, weights_only=False, map_location="cpu", mmap=True)["global_step"]
+    return read_file(file)["global_step"]
 
 
 def _step_of_folder(folder: Path) -> int:
@@ -193,6 +210,8 @@ def _step_of_folder(folder: Path) -> int:
             raise EOFError
     except FileNotFoundError as error:
         raise EOFError from error
+    if not (folder / ENGINE).is_dir():
+        check_folder(folder)
     return manifest["step"]
 
 

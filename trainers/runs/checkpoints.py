@@ -34,10 +34,11 @@ class Preempted(Exception):
 
 
 class Checkpoints(Callback):
-    """The callback that writes checkpoints: at intervals, at the end, on SIGTERM and SIGUSR1.
+    """The callback that writes checkpoints: at intervals, at the end, on signals.
 
     A checkpoint is written before a step's first forward: everything that the step before has
     logged and validated is on disk by then, so a resumed run's curve has neither gaps nor doubles.
+    SIGTERM, SIGUSR1 and Ctrl-C ask for one and end the run.
 
     Args:
         folder: The folder of the checkpoints.
@@ -70,7 +71,7 @@ class Checkpoints(Callback):
         lightning = trainer._signal_connector
         if lightning.received_sigterm:  # while the run was set up; it would exit with status 0
             self.signal, lightning.received_sigterm = signal.SIGTERM, False
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, self._note)
 
     def on_train_batch_start(self, trainer, module, batch, index) -> None:
@@ -161,6 +162,8 @@ class Checkpoints(Callback):
 
     def _note(self, number: int, frame) -> None:
         self.signal = number
+        if number == signal.SIGINT:  # a second Ctrl-C does not wait for the step
+            signal.signal(number, signal.default_int_handler)
 
 
 def measured(metrics: dict) -> tuple[str, float]:

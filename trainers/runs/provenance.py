@@ -19,7 +19,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from torch.utils.data import Dataset
 
 from data.corpora.fingerprints import input_fingerprint
-from data.files import atomic_write
+from data.files import atomic_write, read_json
 from data.rows.packing import PackedRows
 from decoding.commands.cli import typed
 
@@ -39,7 +39,7 @@ def write_provenance(file: Path, start: dict, resumed: bool) -> None:
     """
     story = start
     if resumed and file.exists():
-        story = json.loads(file.read_text())
+        story = read_json(file)
         story["resumed"] = [*story.get("resumed", []), start]
     with atomic_write(file) as temporary:
         temporary.write_text(json.dumps(story, indent=1))

@@ -18,18 +18,6 @@ FREE = ("resume", "needs", "logger", "strategy", "device_map", "trainer.devices"
         "trainer.keep_last", "trainer.keep_best", "lora.merge")  # fmt: skip
 
 
-def run_folder(config: DictConfig) -> Path:
-    """The folder of a run, `<runs>/<recipe>[/<name>]`.
-
-    Raises:
-        ValueError: A name that is a folder of the run without a name.
-    """
-    name = str(config.name or "")  # a number is a name too
-    if name in ("checkpoints", "export", "bench"):
-        raise ValueError(f"name={name} is a folder of the run without a name: give another")
-    return Path(config.runs) / config.recipe / name
-
-
 def checkpoint_to_resume(config: DictConfig, folder: Path) -> tuple[Path | None, int]:
     """The checkpoint that `resume=auto | never | PATH` asks for.
 

@@ -51,3 +51,21 @@ def test_frequent_tokens_are_those_of_the_answers_then_of_the_prompts(tmp_path, 
     assert frequent_tokens(tmp_path, 100).tolist() == [2, 3, 4, 5, 9]
     with pytest.raises(ValueError, match="count=0"):
         frequent_tokens(tmp_path, 0)
+
+
+def test_shards_that_are_gone_or_damaged(tmp_path, split):
+    write(tmp_path, [row([7], [1, 2])])
+    complete = tmp_path / "complete.json"
+    complete.write_text('{"shards": 1}')
+    assert len([*read_answers(tmp_path, split)]) == 1
+    complete.write_text('{"shards": 6}')
+    with pytest.raises(ValueError, match="had 6 shards when it was complete and has 1 now"):
+        [*read_answers(tmp_path, split)]
+    complete.write_text('{"shards"')
+    with pytest.raises(ValueError, match=r"complete\.json is damaged"):
+        [*read_answers(tmp_path, split)]
+    complete.unlink()
+    file = shard_path(tmp_path, 0)
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"00000\.parquet is damaged"):
+        [*read_answers(tmp_path, split)]

@@ -68,8 +68,22 @@ def test_agreement_is_within_two_standard_errors():
     assert "position 1" not in apart
 
 
-def test_bad_input(export, vllm_stub):
-    with pytest.raises(ValueError, match="names no target"):
-        measure(EngineBench(**arguments(export.parents[1] / "target", vllm_stub)))
+@pytest.mark.parametrize("ngram", [0, 4])
+def test_an_ordinary_model_in_batches(export, vllm_stub, ngram):
+    target = export.parents[1] / "target"
+    given = arguments(export, vllm_stub, ngram=ngram, batch_size=3) | {"model": str(target)}
+    ours, *theirs = measure(EngineBench(**given))
+    assert [way.name for way in theirs] == ["vllm, plain", "vllm, ngram"][: 1 + bool(ngram)]
+    assert all(way.answers == ours.answers for way in theirs)
+    assert len(ours.answers) == len(PROMPTS)
+    assert len(ours.tokens) == len(ours.seconds) == 3  # batches
+    assert sum(ours.tokens) == sum(map(len, ours.answers))
+    run([f"{key}={value}" for key, value in given.items()])
+
+
+def test_bad_input(export, vllm_stub, tmp_path):
+    (tmp_path / "config.json").write_text('{"parade": {"method": "spiffy"}}')
+    with pytest.raises(ValueError, match=r"is no drafter \(it names no target\), and no ordinary"):
+        measure(EngineBench(**arguments(tmp_path, vllm_stub)))
     with pytest.raises(ValueError, match="engine 'sglang'"):
         EngineBench(model="x", engine="sglang")

@@ -89,6 +89,7 @@ def test_what_programs_read(bench):
     answers = [json.loads(line) for line in answers.read_text().splitlines()]
     row = next(row for row in rows if row.name == "deer, coupled")
     assert [a["choices"][0]["turns"] for a in answers] == [[r.text] for r in row.results]
+    assert {a["category"] for a in answers} == {"prompts"}  # Spec-Bench's own report needs one
     assert [a["question_id"] for a in answers] == [p["id"] for p in prompts]
 
 

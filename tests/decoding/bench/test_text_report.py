@@ -2,8 +2,10 @@
 
 import random
 from statistics import stdev
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from decoding.bench.text_report import Row, median_error, on_screen, ratio_error, summary
 from decoding.engine.params import Result, SamplingParams, Stats
@@ -16,7 +18,8 @@ def row(lengths, seconds, plain=None, batch=1, passes=None):
         for n, k in zip(lengths, passes)
     ]
     params = SamplingParams(temperature=1.0)
-    return Row("x", None, params, batch, "same distribution", plain, results, seconds)
+    sampler = SimpleNamespace(target=SimpleNamespace(dtype=torch.float32))
+    return Row("x", sampler, params, batch, "same distribution", plain, results, seconds)
 
 
 def test_the_speed_up_is_of_tokens_a_second():

@@ -151,11 +151,16 @@ def test_options_are_checked_without_a_command_line_too():
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:1"])
-def test_a_device_may_have_a_number(device):
+def test_a_device_may_have_a_number(device, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert ModelOptions(model="m", device=device).device == device
     for wrong in (f"{device}:x", f"{device}:", "gpu", "gpu:0"):
-        with pytest.raises(ValueError, match="unknown device"):
+        with pytest.raises(ValueError, match=f"device={wrong} is no device. Choose from"):
             ModelOptions(model="m", device=wrong)
+    with pytest.raises(
+        ValueError, match=r"cuda:2 is not on this machine\. Choose from \['cpu', 'cud"
+    ):
+        ModelOptions(model="m", device="cuda:2")
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"], ["count=2", "--help"]])

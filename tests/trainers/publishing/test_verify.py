@@ -140,6 +140,25 @@ def test_vllm_too_and_by_the_command(run, vllm_stub, monkeypatch, capsys):
         export_command(arguments)
 
 
+def test_the_format_that_is_asked_for(run, tmp_path):
+    pard = "pard_token" in json.loads((run / "export" / "config.json").read_text())
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    (copy / "export" / "README.md").write_text("A card.")
+    for form, fits in (("transformers", True), ("pard", pard)):
+        arguments = [f"run={copy}", f"format={form}", "dry_run=true"]
+        if fits:
+            export_command(arguments)
+        else:
+            with pytest.raises(ValueError, match="trained with layout=pard"):
+                export_command(arguments)
+    shutil.rmtree(copy / "export" / "custom_generate")
+    with pytest.raises(ValueError, match="format=transformers does not fit"):
+        export_command([f"run={copy}", "format=transformers"])
+    with pytest.raises(ValueError, match=r"format 'gguf'.*'pard', 'transformers'"):
+        export_command([f"run={copy}", "format=gguf"])
+
+
 def test_a_checkpoint_is_not_what_the_last_validation_measured(run):
     with pytest.raises(ValueError, match="leave checkpoint= out"):
         export_command([f"run={run}", "verify=[transformers]", "checkpoint=x.ckpt"])

@@ -322,7 +322,7 @@ def test_a_signal_while_the_run_is_set_up_counts(tmp_path):
     """Lightning takes it then, and ends a run of several processes with status 0 for it."""
     connector = SimpleNamespace(received_sigterm=True)
     trainer = SimpleNamespace(global_step=0, _signal_connector=connector)
-    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1)}
+    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     callback = Checkpoints(tmp_path, every=1, keep=1)
     try:
         callback.on_train_start(trainer, None)

@@ -1,0 +1,174 @@
+"""The `parade` entry of an export's config.json: its keys, and the values that they may have.
+
+An export may come from anybody, so nothing of it is used before it is checked. A key has one
+meaning in all methods; a method may have keys of its own, which its sampler checks.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from data.files import read_json
+
+VERSION = 1  # of the entry; one without is of version 1
+MOST = 2**16  # of tokens, nodes, steps: more is a mistake, and would take all memory
+
+
+class Shape(NamedTuple):
+    """What a value must be.
+
+    Attributes:
+        name: As an error says it.
+        fits: Whether a value is it.
+    """
+
+    name: str
+    fits: Callable[[Any], bool]
+
+    def __or__(self, other: "Shape") -> "Shape":
+        return Shape(f"{self.name} or {other.name}", lambda x: self.fits(x) or other.fits(x))
+
+
+def _integer(x: Any, least: int, most: int) -> bool:
+    return type(x) is int and least <= x <= most
+
+
+def _number(x: Any, most: float) -> bool:
+    return type(x) in (int, float) and math.isfinite(x) and 0 <= x <= most
+
+
+def _plain(x: Any) -> bool:  # the name of a file of this very folder
+    return isinstance(x, str) and x == Path(x).name not in ("", "..")
+
+
+def _numeral(x: str) -> bool:
+    try:
+        return math.isfinite(float(x))
+    except ValueError:
+        return False
+
+
+def listed(item: Shape) -> Shape:
+    """A list of one or more such values."""
+    return Shape(
+        f"a list of {item.name}", lambda x: isinstance(x, list) and x and all(map(item.fits, x))
+    )
+
+
+def by_number(item: Shape) -> Shape:
+    """Such a value for each of one or more numbers, such as batch sizes or temperatures."""
+    return Shape(
+        f"{item.name} by number",
+        lambda x: isinstance(x, dict) and x and all(_numeral(k) and item.fits(x[k]) for k in x),
+    )
+
+
+COUNT = Shape(f"an integer from 1 to {MOST}", lambda x: _integer(x, 1, MOST))
+TOKEN = Shape("a token id", lambda x: _integer(x, 0, 2**31))
+NUMBER = Shape("a number of at least 0", lambda x: _number(x, math.inf))
+SHARE = Shape("a number from 0 to 1", lambda x: _number(x, 1))
+TEXT = Shape("a text", lambda x: isinstance(x, str) and x != "")
+FILE = Shape("the name of a file beside it", _plain)
+FLAG = Shape("true or false", lambda x: type(x) is bool)
+NULL = Shape("null", lambda x: x is None)
+NODE = Shape("an object", lambda x: isinstance(x, dict))
+
+KEYS = {
+    "version": COUNT,
+    "method": TEXT,
+    "target": TEXT,
+    "tokenizer_fingerprint": TEXT,
+    "mask_id": TOKEN,
+    "sep_id": TOKEN,
+    "block_size": COUNT,
+    "attention": TEXT,
+    "shifted": FLAG,
+    "draft_vocabulary": FILE,
+    "nodes": COUNT | by_number(COUNT),
+    "lengths": by_number(by_number(COUNT)),
+    "sharpness": NUMBER | by_number(listed(NUMBER)),
+    "bigrams": FLAG | by_number(listed(NUMBER)),
+    "lookup": FLAG,
+    "draft": TEXT,
+    "tolerance": NUMBER,
+    "cache": FLAG | TEXT | NULL,
+    "tokens_per_step": COUNT,
+    "threshold": NUMBER | NULL,
+    "order": TEXT,
+    "guidance": NUMBER,
+    "graph": NODE | TEXT,
+    "pass": TEXT | NULL,
+    "draft_cache": TEXT | NULL,
+    "draft_steps": COUNT,
+    "blocks": COUNT,
+    "spawn_ratio": SHARE,
+    "pool_size": TOKEN,
+    "running": FLAG,
+    "gamma": COUNT,
+    "prefill": SHARE,
+    "steps": COUNT,
+    "noisy_last": FLAG,
+    "iterations": COUNT,
+    "numbers": TEXT,
+    "example": TEXT,
+    "command": TEXT,
+}
+
+
+def read_config(file: Path) -> dict:
+    """An export's config.json, whose `parade` entry, if it has one, is checked.
+
+    Args:
+        file: The file.
+
+    Raises:
+        ValueError: It is damaged or no object, or the entry has a value that is not allowed; one
+            line that names the file, the key and what is allowed.
+    """
+    config = read_json(file)
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} is damaged: it holds no object but {_shown(config)}")
+    if "parade" in config:
+        entry = config["parade"]
+        if not isinstance(entry, dict) or "method" not in entry:
+            raise ValueError(f"{file}: parade={_shown(entry)} is not allowed: it needs a method")
+        check_entry(entry, str(file))
+        if entry.get("version", VERSION) > VERSION:
+            raise ValueError(
+                f"{file} is of version {entry['version']}, and this parade reads up to {VERSION}: "
+                "install a newer one"
+            )
+    return config
+
+
+def check_entry(entry: dict, where: str, needed: Iterable[str] = ()) -> None:
+    """Check the values of an entry.
+
+    Args:
+        entry: The `parade` entry.
+        where: The file, for the error.
+        needed: Keys that must be there.
+
+    Raises:
+        ValueError: A value is not allowed, or a key is missing.
+    """
+    for key, value in entry.items():
+        if key in KEYS and not KEYS[key].fits(value):
+            raise ValueError(
+                f"{where}: parade.{key}={_shown(value)} is not allowed: it must be {KEYS[key].name}"
+            )
+    for key in needed:
+        if key not in entry:
+            raise ValueError(
+                f"{where}: parade.{key} is missing, which method={entry['method']} needs"
+            )
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = json.dumps(value)
+    except RecursionError:
+        text = type(value).__name__
+    return text if len(text) <= 60 else f"{text[:57]}..."

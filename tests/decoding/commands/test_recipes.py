@@ -1,0 +1,87 @@
+"""A config builds what the recipes name, and nothing else."""
+
+import subprocess
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from decoding.commands.recipes import (
+    RECIPES,
+    build,
+    compose,
+    names,
+    run_folder,
+    targets,
+)
+
+
+def test_what_recipes_name_is_there():
+    assert "trainers.deer.Refinement" in targets()
+    assert all(t.split(".")[0] in ("trainers", "decoding", "models", "data") for t in targets())
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "os.system",
+        "subprocess.run",
+        "shutil.copy",
+        "torch.load",
+        "data.files.delete",
+        "antigravity",
+    ],
+)
+def test_a_strangers_config_calls_nothing_else(target, tmp_path, monkeypatch):
+    def called(*args, **options):
+        raise AssertionError("it was called")
+
+    for module, name in ((subprocess, "run"), (torch, "load")):
+        monkeypatch.setattr(module, name, called)
+    for node in (
+        {"_target_": target},
+        {"_target_": "models.causal.load", "path": {"_target_": target}},
+        {"_target_": "models.causal.load", "path": [{"a": {"_target_": target}}]},
+    ):
+        with pytest.raises(ValueError, match=rf"unknown \S*_target_ '{target}'.*Choose from"):
+            build(OmegaConf.create(node))
+
+
+def test_not_by_a_reference_either():
+    config = OmegaConf.create({"network": "${other}", "other": {"_target_": "os.system"}})
+    with pytest.raises(ValueError, match=r"_target_ 'os\.system'"):
+        build(config.network)
+    config = OmegaConf.create({"network": {"a": "${other}"}, "other": {"_target_": "os.system"}})
+    with pytest.raises(ValueError, match=r"a\._target_ 'os\.system'"):
+        build(config.network)
+
+
+@pytest.mark.parametrize("key", ["module", "network", "data.train", "tokenizer"])
+def test_by_the_command_line(key):
+    recipe = ["recipe=deer_stage2", "scale=lab"]
+    with pytest.raises(ValueError, match=rf"unknown {key}\._target_ 'trainers\.ar\.Nope'"):
+        compose([*recipe, f"{key}._target_=trainers.ar.Nope"], "fit")
+
+
+@pytest.mark.parametrize("recipe", names("recipe"))
+def test_every_recipe_is_allowed(recipe):
+    file = OmegaConf.load(RECIPES / "recipe" / f"{recipe}.yaml")
+    for scale in file.scales:
+        compose([f"recipe={recipe}", f"scale={scale}", "runs=r"], file.command)
+
+
+@pytest.mark.parametrize("recipe", ["deer_stage2", "deer_answers"])
+@pytest.mark.parametrize(
+    "key", ["name=..", "name=/abs", "name=a/b", "name=.", "name=shards", "runs="]
+)
+def test_a_folder_outside_of_the_runs(recipe, key):
+    command = OmegaConf.load(RECIPES / "recipe" / f"{recipe}.yaml").command
+    config = compose([f"recipe={recipe}", key], command)
+    with pytest.raises(ValueError, match=f"^{key} is (not allowed|a folder of)"):
+        run_folder(config)
+
+
+@pytest.mark.parametrize("name", ["2", "-1", "a b", "null"])
+def test_any_other_name_is_a_folder(name):
+    config = compose(["recipe=deer_answers", "runs=r", f"name={name}"], "collect")
+    assert str(run_folder(config)) == f"r/deer_answers/{name}".removesuffix("/null")

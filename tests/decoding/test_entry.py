@@ -1,0 +1,136 @@
+"""The `parade` entry of a stranger's export: one line, or a sampler's settings; nothing else."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decoding.entry import KEYS, VERSION
+from decoding.loading import load, methods, parade_config, sampling_config
+
+DEER = {
+    "method": "deer",
+    "target": "runs/target",
+    "tokenizer_fingerprint": "x",
+    "mask_id": 3,
+    "sep_id": 4,
+    "block_size": 8,
+    "nodes": {"1": 8, "16": 4},
+    "lengths": {"1": {"0": 3, "1": 2}},
+    "sharpness": {"0": [1.0, 0.9], "0.7": [1]},
+    "bigrams": {"0": [0.5]},
+    "draft_vocabulary": "draft_vocabulary.safetensors",
+    "something_new": [1],
+}
+
+
+def written(folder, config):
+    text = config if isinstance(config, str) else json.dumps(config)
+    (folder / "config.json").write_text(text)
+    return str(folder)
+
+
+def test_an_entry_as_training_and_calibration_write_it(tmp_path):
+    assert sampling_config(written(tmp_path, {"parade": DEER})) == DEER
+
+
+@pytest.mark.parametrize("entry", [None, [], "x", {}, 3, {"target": "x"}])
+def test_an_entry_without_a_method(tmp_path, entry):
+    with pytest.raises(
+        ValueError, match=r"config\.json: parade=.* is not allowed: it needs a method"
+    ):
+        load(written(tmp_path, {"parade": entry}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("method", None),
+        ("method", 3),
+        ("target", 3),
+        ("target", ""),
+        ("mask_id", -1),
+        ("mask_id", "x"),
+        ("mask_id", True),
+        ("block_size", 0),
+        ("block_size", -1),
+        ("block_size", 10**9),
+        ("nodes", {}),
+        ("nodes", {"a": 3}),
+        ("nodes", [3]),
+        ("sharpness", {"0": []}),
+        ("sharpness", float("nan")),
+        ("bigrams", {"0": "x"}),
+        ("lengths", {"1": 3}),
+        ("draft_vocabulary", "../secret.safetensors"),
+        ("draft_vocabulary", ".."),
+        ("version", VERSION - 1),
+    ],
+)
+def test_a_value_that_is_not_allowed(tmp_path, key, value):
+    folder = written(tmp_path, {"parade": DEER | {key: value}})
+    with pytest.raises(
+        ValueError, match=rf"config\.json: parade\.{key}=.* is not allowed: it must be"
+    ):
+        load(folder)
+
+
+@pytest.mark.parametrize("key", ["mask_id", "block_size", "tokenizer_fingerprint"])
+def test_a_key_that_is_missing(tmp_path, key):
+    entry = {k: v for k, v in DEER.items() if k != key}
+    with pytest.raises(ValueError, match=rf"parade\.{key} is missing, which method=deer needs"):
+        load(written(tmp_path, {"parade": entry}))
+
+
+def test_a_drafters_method_on_an_ordinary_model(tmp_path):
+    with pytest.raises(ValueError, match=r"parade\.target is missing, which method=deer needs"):
+        load(written(tmp_path, {"model_type": "llama"}), sampler=["method=deer"])
+
+
+def test_a_newer_version(tmp_path):
+    folder = written(tmp_path, {"parade": DEER | {"version": VERSION + 1}})
+    with pytest.raises(ValueError, match="is of version 2, and this parade reads up to 1"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "null", "3", '"x"', "{", "", "[" * 100_000, "\ud800".encode("utf-16", "surrogatepass")],
+)
+def test_a_config_that_is_none(tmp_path, text):
+    content = text if isinstance(text, bytes) else text.encode()
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"config\.json is damaged"):
+        parade_config(str(tmp_path))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+ENTRIES = st.builds(
+    lambda method, more: DEER | more | {"method": method},
+    st.sampled_from(methods()) | JSON,
+    st.dictionaries(st.sampled_from(sorted(KEYS)), JSON, max_size=3),
+)
+
+
+@given(ENTRIES | JSON)
+def test_any_entry(tmp_path_factory, entry):
+    """A ValueError of one line, or settings that are of the types that the samplers take."""
+    folder = tmp_path_factory.mktemp("any")
+    path = written(folder, {"parade": entry})
+    problem = None
+    try:
+        config = sampling_config(path)
+    except ValueError as error:
+        problem = str(error)
+    if problem is not None:
+        assert "\n" not in problem
+        return
+    assert config["method"] in methods()
+    assert all(shape.fits(config[key]) for key, shape in KEYS.items() if key in config)
