@@ -24,10 +24,9 @@ HEAVY = {"pytorch_lightning", "lightning", "deepspeed", "accelerate", "wandb", "
 HEAVY |= {"torch.distributed"}
 LAYERS_OF_DECODING = [  # a package of decoding/ imports from those before it, and from itself
     {"commands", "engine"},
-    {"external"},
+    {"external", "entry"},
     {"drafting", "any_subset", "masked", "continuous"},
     {"samplers"},
-    {"entry"},
     {"loading"},
     {"calibration", "collectors", "auditing", "chat"},
     {"generate", "images", "collect", "calibrate", "fetch", "harness", "audit"},
