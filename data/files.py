@@ -16,15 +16,22 @@ from pathlib import Path
 from typing import Any
 
 
+LARGEST_TEXT = 2**28  # characters; a device has no end
+
+
 def read_text(file: Path) -> str:
     """The content of a text file.
 
     Raises:
-        ValueError: It is not UTF-8; the line names it.
+        ValueError: It is not UTF-8, or longer than `LARGEST_TEXT`; the line names it.
         OSError: It cannot be read.
     """
     try:
-        return file.read_text(encoding="utf-8")
+        with file.open(encoding="utf-8") as stream:
+            text = stream.read(LARGEST_TEXT + 1)
+        if len(text) > LARGEST_TEXT:
+            raise ValueError(f"{file} is no text to be read whole: over {LARGEST_TEXT} characters")
+        return text
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is damaged: no UTF-8 text (byte {error.start})") from None
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from data.files import read_text
 from decoding.chat import Chat, converse, cost, shown
 from decoding.commands.cli import main, parse, quiet
 from decoding.commands.options import LoadOptions, option
@@ -78,8 +79,10 @@ def read_prompt(given: str) -> str:
     if given != "-" and not given.startswith("@"):
         return given
     try:
-        raw = sys.stdin.buffer.read() if given == "-" else Path(given[1:]).read_bytes()
-        text = raw.decode("utf-8").replace("\r\n", "\n")
+        if given == "-":
+            text = sys.stdin.buffer.read().decode("utf-8").replace("\r\n", "\n")
+        else:
+            text = read_text(Path(given[1:]))
     except OSError as error:
         reason = f"{error.strerror}; a text that begins with @ is given as prompt='@@...'"
         raise ValueError(f"prompt={given!r} cannot be read: {reason}") from error

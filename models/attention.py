@@ -1,10 +1,10 @@
 """Attention implementations: mask formats, and two ways of attention for the CPU.
 
 The fused kernel ('sdpa') is the default everywhere. In decoding on the CPU it takes the query heads
-of a group together (`grouped`). In training there, its backward alone takes a
-fifth of a small network's step. Attention written as plain operations is faster there,
-since torch.compile fuses all of it but the two matrix products. It needs more memory: one float for
-every head and pair of tokens, in every layer.
+of a group together (`grouped`). In training there, its backward alone takes a fifth of a small
+network's step. Attention written as plain operations is faster there, since torch.compile fuses all
+of it but the two matrix products. It needs more memory: one float for every head and pair of
+tokens, in every layer.
 """
 
 from collections.abc import Iterator

@@ -36,6 +36,9 @@ def from_config(tokenizer: PreTrainedTokenizerBase, model_type: str, **config) -
 
     Returns:
         The network, with SDPA attention.
+
+    Raises:
+        ValueError: The query heads are no multiple of those of keys and values.
     """
     configuration = AutoConfig.for_model(
         model_type,
@@ -45,6 +48,13 @@ def from_config(tokenizer: PreTrainedTokenizerBase, model_type: str, **config) -
         pad_token_id=None,
         **config,
     )
+    heads = configuration.num_attention_heads
+    shared = getattr(configuration, "num_key_value_heads", None) or heads
+    if heads % shared:
+        raise ValueError(
+            f"network.num_attention_heads={heads} must be a multiple of "
+            f"network.num_key_value_heads={shared}"
+        )
     return AutoModelForCausalLM.from_config(configuration, attn_implementation="sdpa")
 
 

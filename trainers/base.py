@@ -43,7 +43,7 @@ class Optimization:
             measure and what is exported; None: there is none.
 
     Raises:
-        ValueError: A decay outside (0, 1).
+        ValueError: A decay outside its range.
     """
 
     lr: float
@@ -55,6 +55,10 @@ class Optimization:
     ema: float | None = None
 
     def __post_init__(self):
+        if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
+            raise ValueError(
+                f"optimization.betas={list(self.betas)} is not allowed: give two numbers in [0, 1)"
+            )
         if self.ema is not None and not 0 < self.ema < 1:
             raise ValueError(f"optimization.ema={self.ema} is not allowed: it must be in (0, 1)")
 

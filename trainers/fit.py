@@ -38,8 +38,6 @@ from trainers.runs.resume import checkpoint_to_resume
 from trainers.runs.set_aside import drop_set_aside, set_aside
 from trainers.strategies import needs_gpu, strategy_of, whole_network
 
-WORKERS = 256  # data loader processes, at the most: each holds a copy of the rows
-
 
 def run(argv: list[str]) -> None:
     """The command `python -m trainers.fit`.
@@ -139,23 +137,16 @@ def _fit(config: DictConfig, folder: Path, optimization: Optimization) -> Path:
 
 
 def check_trainer(t: DictConfig) -> None:
-    """Check the numbers of a recipe's `trainer`.
+    """Check the length of a run.
 
     Raises:
-        ValueError: One is too small, or not exactly one of max_steps and max_epochs is given.
+        ValueError: Not exactly one of max_steps and max_epochs is given, or no epochs.
     """
     if (t.max_steps is None) == (t.max_epochs is None):
         raise ValueError(
             f"trainer.max_steps={t.max_steps} and trainer.max_epochs={t.max_epochs}: give exactly "
             "one of them"
         )
-    for key in ("max_steps", "batch_size", "micro_batch_size", "log_every", "validate_every"):
-        if t[key] is not None and t[key] < 1:
-            raise ValueError(f"trainer.{key}={t[key]} must be at least 1")
-    if not 0 <= t.workers <= WORKERS:
-        raise ValueError(f"trainer.workers={t.workers} is not allowed: from 0 to {WORKERS}")
-    if t.gradient_clip is not None and t.gradient_clip < 0:
-        raise ValueError(f"trainer.gradient_clip={t.gradient_clip} must be at least 0")
     if t.max_epochs is not None and t.max_epochs <= 0:
         raise ValueError(f"trainer.max_epochs={t.max_epochs} must be above 0")
 

@@ -23,6 +23,7 @@ def option(
     *,
     choices: tuple[str, ...] = (),
     least: float | None = None,
+    most: float | None = None,
     empty: bool = False,
     verbatim: bool = False,
 ):
@@ -33,6 +34,7 @@ def option(
         help: One line for `--help`, without the default.
         choices: The allowed values, of a list those of each item.
         least: The smallest allowed value, of a list that of each item.
+        most: The largest, as `least`.
         empty: Whether a list whose default has items may have none.
         verbatim: Whether quotes around a text belong to it.
     """
@@ -41,6 +43,7 @@ def option(
         "help": help,
         "choices": choices,
         "least": least,
+        "most": most,
         "some": some,
         "verbatim": verbatim,
     }
@@ -62,6 +65,7 @@ def check(
     *,
     choices: tuple[str, ...] = (),
     least: float | None = None,
+    most: float | None = None,
     some: bool = False,
     **_,
 ) -> None:
@@ -72,6 +76,7 @@ def check(
         value: The value, or a list of values.
         choices: The allowed values.
         least: The smallest allowed value.
+        most: The largest allowed value; None: of integers `LARGEST`, or of seeds `SEEDS`.
         some: Whether a list must have items.
 
     Raises:
@@ -87,13 +92,14 @@ def check(
             raise unknown(key, item, choices)
         if isinstance(item, float) and not math.isfinite(item):
             raise ValueError(f"{key}={show(value)} is not allowed: it must be a finite number")
-        most = SEEDS if key.rpartition(".")[2] == "seed" else LARGEST
-        if type(item) is int and abs(item) > most:
-            raise ValueError(f"{key}={show(value)} is not allowed: at most {most}")
+        limit = most
+        if limit is None and type(item) is int:
+            limit = SEEDS if key.rpartition(".")[2] == "seed" else LARGEST
+        each = "each " if several else ""
         if least is not None and item < least:
-            each = "each " if several else ""
-            given = list(value) if several else item
-            raise ValueError(f"{key}={given} is not allowed: {each}at least {least}")
+            raise ValueError(f"{key}={show(value)} is not allowed: {each}at least {least}")
+        if limit is not None and abs(item) > limit:
+            raise ValueError(f"{key}={show(value)} is not allowed: {each}at most {limit}")
 
 
 def check_batch_sizes(batch_sizes: tuple[int, ...], prompts: int) -> None:

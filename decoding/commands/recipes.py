@@ -14,6 +14,7 @@ import sys
 import types
 import typing
 from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ EITHER = ("trainer.max_steps", "trainer.max_epochs")
 CHOSEN = ("command", "recipe", "scale", "strategy")  # keys that are no settings
 # Folders in a run's or a collection's own.
 PARTS = ("checkpoints", "export", "bench", "calibration", "shards")
+TARGET = re.compile(r"""\b_target_: *["']?([\w.]+)""")
 YAML_KEY = re.compile(r"^( *)([\w.]+):(.*)$")
 
 
@@ -87,6 +89,7 @@ def compose(argv: list[str], command: str) -> DictConfig:
             OmegaConf.update(config, other, None)
         resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
         check_targets(config)
+        check_limits(resolved)
     except OmegaConfBaseException as error:
         raise ValueError(" ".join(str(error).split())) from error
     if wish == "config":
@@ -124,7 +127,8 @@ def build(node: DictConfig, **given):
         What the target returns.
 
     Raises:
-        ValueError: The target raised it, or a `_target_` is not among `targets`.
+        ValueError: The target raised it, a `_target_` is not among `targets`, or the keys of
+            `network` make no network.
         OSError: The target raised it.
     """
     check_targets(node)
@@ -136,6 +140,12 @@ def build(node: DictConfig, **given):
             cause = cause.__cause__
         if isinstance(cause, (ValueError, OSError)):
             raise cause from None
+        if node._get_full_key("") == "network":
+            # Its keys go into classes of other libraries, which raise what they please.
+            reason = " ".join(str(cause).split()) or type(cause).__name__
+            raise ValueError(
+                f"network: {node._target_} makes none with these keys ({reason})"
+            ) from cause
         raise
 
 
@@ -146,10 +156,9 @@ def targets() -> frozenset[str]:
     A config may come from a stranger, in a run's folder or an export, and Hydra would call any
     function of any package.
     """
-    found = set()
-    for file in (*RECIPES.glob("recipe/*.yaml"), *RECIPES.glob("strategy/*.yaml")):
-        found |= set(_targets_of(OmegaConf.to_container(OmegaConf.load(file))).values())
-    return frozenset(found)
+    files = (*RECIPES.glob("recipe/*.yaml"), *RECIPES.glob("strategy/*.yaml"))
+    # Read as text: to parse all of them as YAML takes every command a quarter of a second.
+    return frozenset(target for file in files for target in TARGET.findall(file.read_text()))
 
 
 def check_targets(node: DictConfig) -> None:
@@ -165,6 +174,34 @@ def check_targets(node: DictConfig) -> None:
     for key, target in _targets_of(OmegaConf.to_container(node, resolve=True)).items():
         if target not in targets():
             raise unknown(key, target, targets())
+
+
+@functools.cache
+def limits() -> dict[str, tuple[float | None, float | None]]:
+    """The least and the most value of the keys that a pattern fits (`recipes/limits.yaml`)."""
+    return {k: tuple(v) for k, v in OmegaConf.load(RECIPES / "limits.yaml").items()}
+
+
+def check_limits(values: Any, key: str = "") -> None:
+    """Check the numbers of a config against `limits`.
+
+    Args:
+        values: Nodes, lists and values.
+        key: The dotted path of `values`.
+
+    Raises:
+        ValueError: A number is too small or too large; the line names its key.
+    """
+    if isinstance(values, dict):
+        for name, value in values.items():
+            check_limits(value, f"{key}.{name}" if key else str(name))
+        return
+    several = isinstance(values, list)
+    numbers = [v for v in (values if several else [values]) if type(v) in (int, float)]
+    if numbers:
+        for pattern, (least, most) in limits().items():
+            if fnmatchcase(key, pattern):
+                check(key, numbers if several else numbers[0], least=least, most=most)
 
 
 def _targets_of(node: Any, key: str = "") -> dict[str, str]:
@@ -244,7 +281,7 @@ def _locate(config: DictConfig, key: str) -> tuple[DictConfig, str]:
     keys = [*node, *_parameters(node)] if isinstance(node, DictConfig) else []
     if leaf not in keys:
         known = {".".join([*parents, str(k)]) for k in keys}
-        raise unknown("key", key, known or _paths(config))
+        raise unknown("key", key, known or paths(config))
     return node, leaf
 
 
@@ -268,9 +305,22 @@ def _type(node: DictConfig, leaf: str) -> Any:
         kind = tuple[_item_type(default), ...]
         return kind if default else kind | None
     if isinstance(default, DictConfig):
-        return dict | None
+        return dict | None if _left_out(node, leaf) else dict
     # A count or a switch is needed; what is a rate, a name or a list may be left out.
     return type(default) if isinstance(default, int) else type(default) | None
+
+
+def _left_out(node: DictConfig, leaf: str) -> bool:
+    """Whether a node may be null: what takes it says so, or else the command's defaults."""
+    annotation = _parameters(node).get(leaf)
+    if annotation is not None:
+        return types.NoneType in typing.get_args(annotation)
+    above = OmegaConf.load(RECIPES / f"{node._get_root().command}.yaml")
+    for part in filter(None, node._get_full_key("").split(".")):
+        above = above.get(part) if isinstance(above, DictConfig) and part in above else None
+    # One that is missing there is needed.
+    known = isinstance(above, DictConfig) and leaf in above
+    return known and not OmegaConf.is_missing(above, leaf) and above[leaf] is None
 
 
 def _item_type(items: ListConfig) -> Any:
@@ -319,14 +369,14 @@ def _is_node(item: Any) -> bool:
     return isinstance(item, (DictConfig, ListConfig))
 
 
-def _paths(config: DictConfig, prefix: str = "") -> list[str]:
+def paths(config: DictConfig, prefix: str = "") -> list[str]:
     """Every key as a dotted path."""
     found = []
     for key in config:
         path = f"{prefix}{key}"
         found.append(path)
         if isinstance(node := config._get_node(key), DictConfig) and not node._is_none():
-            found += _paths(node, f"{path}.")
+            found += paths(node, f"{path}.")
     return found
 
 

@@ -99,7 +99,7 @@ def convert(key: str, text: str, hint: Any, default: Any = MISSING) -> Any:
         number = value.strip().lower().lstrip("+-") if isinstance(value, str) else ""
         if number in ("nan", "inf", "infinity") and "float" in type_name(hint):
             raise ValueError(f"{key}={text} is not allowed: it must be a finite number") from None
-        known = "" if default is MISSING else f" (default {show(default)})"
+        known = "" if default is MISSING or hint is dict else f" (default {show(default)})"
         raise ValueError(
             f"{key}={show(value) if value is None else repr(value)} is of type "
             f"{'null' if value is None else type(value).__name__}, "
@@ -119,7 +119,7 @@ def type_name(hint: Any) -> str:
     if _is_list(hint):
         (item, *_) = typing.get_args(hint) or (Any,)
         return "list" if item is Any else f"list of {type_name(item)}"
-    return "any" if hint is Any else hint.__name__
+    return {Any: "any", dict: "a node with keys"}.get(hint) or hint.__name__
 
 
 def _is_list(hint: Any) -> bool:

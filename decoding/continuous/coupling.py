@@ -154,16 +154,19 @@ def relaxed(
         randomness: What is drawn from.
         log_sigma: Log of the factor Sigma of Eq. 4, [B, ...] or a number. It does not belong in the
             ratio, since shared noise has the same distribution under both models.
-        inner_temperature: What the log-ratio is divided by: 42 in the authors' code, which accepts
-            nearly every draft, 1 in the paper.
+        inner_temperature: What the deviations x - mean of both densities are divided by, while their
+            log-determinants stay: 42 in the authors' code, which accepts nearly every draft, 1 in
+            the paper.
         tries: Cap of the residual loop, which is needed because Sigma p <= q is possible. After it
             the last draw from p is returned.
 
     Returns:
         y [B, ..., D] and accepted [B, ...].
     """
-    log_ratio = log_sigma + p.log_prob(x) - q.log_prob(x)
-    accepted = randomness.accept((log_ratio / inner_temperature).exp().clamp_max(1))
+    # Wider by the same factor, both log-determinants grow alike, and their difference stays.
+    wide_p, wide_q = p.cooled(inner_temperature), q.cooled(inner_temperature)
+    log_ratio = log_sigma + wide_p.log_prob(x) - wide_q.log_prob(x)
+    accepted = randomness.accept(log_ratio.exp().clamp_max(1))
     many_p, many_q = p.repeated(tries), q.repeated(tries)
     y = many_p.sample(randomness)
     shift = log_sigma[..., None] if isinstance(log_sigma, Tensor) else log_sigma

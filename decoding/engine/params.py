@@ -1,9 +1,11 @@
 """Sampling parameters, and the results, statistics and chunks that a sampler returns."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 VERIFY = ("coupled", "rejection", "block", "tree")
+LONGEST_ANSWER, LONGEST_DRAFT = 2**20, 2**10  # tokens: more is a slip, and would take all memory
 KEYED = ("coupled", "tree")  # every choice is argmax(log p + g), with the noise g of its position
 
 
@@ -49,16 +51,32 @@ class SamplingParams:
 
     def __post_init__(self):
         allowed = [
-            (self.max_new_tokens >= 1, "max_new_tokens", "a whole number of at least 1"),
-            (self.temperature >= 0, "temperature", "0 (greedy) or a positive number"),
+            (
+                1 <= self.max_new_tokens <= LONGEST_ANSWER,
+                "max_new_tokens",
+                f"a whole number from 1 to {LONGEST_ANSWER}",
+            ),
+            (
+                0 <= self.temperature < math.inf,
+                "temperature",
+                "0 (greedy) or a positive number",
+            ),
             (self.top_k >= 0, "top_k", "0 (off) or a positive whole number"),
             (0 < self.top_p <= 1, "top_p", "in (0, 1]; 1 is off"),
             (0 <= self.min_p < 1, "min_p", "in [0, 1); 0 is off"),
-            (self.repetition_penalty > 0, "repetition_penalty", "a positive number; 1 is off"),
+            (
+                0 < self.repetition_penalty < math.inf,
+                "repetition_penalty",
+                "a positive number; 1 is off",
+            ),
             (not isinstance(self.stop, str), "stop", "a tuple of strings"),
             (all(self.stop), "stop", "strings that are not empty"),
             (self.verify in VERIFY, "verify", f"one of {list(VERIFY)}"),
-            (self.block_size is None or self.block_size >= 1, "block_size", "at least 1"),
+            (
+                self.block_size is None or 1 <= self.block_size <= LONGEST_DRAFT,
+                "block_size",
+                f"a whole number from 1 to {LONGEST_DRAFT}",
+            ),
         ]
         for ok, name, rule in allowed:
             if not ok:

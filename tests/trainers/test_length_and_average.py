@@ -48,9 +48,10 @@ class TestEpochs:
 
     @pytest.mark.parametrize("given", ["0", "-1"])
     def test_it_must_be_positive(self, given):
-        config = compose(["recipe=deer_stage1", f"trainer.max_epochs={given}"], "fit")
         with pytest.raises(ValueError, match=rf"trainer.max_epochs={given}"):
-            check_trainer(config.trainer)
+            check_trainer(
+                compose(["recipe=deer_stage1", f"trainer.max_epochs={given}"], "fit").trainer
+            )
 
     def test_the_steps_and_the_schedule_follow_from_the_rows(self, lab, capsys):
         folder = lab.runs / "ar_target" / "epochs"

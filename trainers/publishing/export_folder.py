@@ -17,7 +17,8 @@ from trainers.publishing.card import model_card
 
 def is_export(folder: Path) -> bool:
     """Whether a folder holds an export: whole weights, an adapter, or a reference."""
-    return any((folder / name).is_file() for name in ("config.json", KEPT))
+    whole = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+    return whole or (folder / KEPT).is_file()
 
 
 def write_export(

@@ -43,24 +43,27 @@ def checkpoint_to_resume(config: DictConfig, folder: Path) -> tuple[Path | None,
     if config.resume == "never":
         return None, 0
     if config.resume != "auto":
-        if not Path(config.resume).exists():
+        path = Path(config.resume)
+        if not (path.is_file() or path.is_dir()):  # a device has no end
             raise ValueError(
                 f"resume={config.resume!r} is no checkpoint. Choose from ['auto', 'never'] "
                 "or give the path of one"
             )
-        return Path(config.resume), step_of(Path(config.resume))
+        return path, step_of(path)
     checkpoints = checkpoint_files(folder / "checkpoints")
     if before is None:
         _check_empty(folder, checkpoints)
         return None, 0
+    finished = is_export(folder / "export")
     changed = _difference(before, config)
-    if changed:
+    # A run that ended before its first checkpoint has nothing that other settings would mix with.
+    if changed and (checkpoints or finished):
         key, was, now = changed
         raise ValueError(
             f"{folder} holds a run with other settings ({key}: {was}, now {now}): "
             "give another name=..., or start anew with resume=never"
         )
-    if is_export(folder / "export"):  # finished
+    if finished:
         return None, 0
     for path in reversed(checkpoints):
         try:

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 import decoding
 from decoding.commands.cli import parse
 from decoding.commands.options import Options
-from decoding.commands.recipes import RECIPES, _paths, compose, defaults, names, run_folder
+from decoding.commands.recipes import RECIPES, paths, compose, defaults, names, run_folder
 
 ODD = [
     "null",
@@ -90,12 +90,12 @@ def test_options(kind, data):
 
 
 @pytest.mark.parametrize("recipe", names("recipe"))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=10)
 @given(data=st.data())
 def test_recipes(recipe, data):
     file = OmegaConf.load(RECIPES / "recipe" / f"{recipe}.yaml")
     command, scale = file.command, next(iter(file.scales))
-    keys = _paths(defaults(command, recipe, scale))
+    keys = paths(defaults(command, recipe, scale))
     key = st.sampled_from(["", "+", "~"]).flatmap(
         lambda sign: st.sampled_from(keys).map(sign.__add__)
     )

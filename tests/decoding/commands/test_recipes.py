@@ -1,6 +1,7 @@
 """A config builds what the recipes name, and nothing else."""
 
 import subprocess
+from fnmatch import fnmatchcase
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from decoding.commands.recipes import (
     RECIPES,
     build,
     compose,
+    defaults,
+    limits,
     names,
     run_folder,
     targets,
@@ -85,3 +88,52 @@ def test_a_folder_outside_of_the_runs(recipe, key):
 def test_any_other_name_is_a_folder(name):
     config = compose(["recipe=deer_answers", "runs=r", f"name={name}"], "collect")
     assert str(run_folder(config)) == f"r/deer_answers/{name}".removesuffix("/null")
+
+
+def numbers(node, key=""):
+    """The dotted paths of all numbers."""
+    if isinstance(node, dict):
+        return {k for name, v in node.items() for k in numbers(v, f"{key}.{name}" if key else name)}
+    several = node if isinstance(node, list) else [node]
+    return {key} if any(type(x) in (int, float) for x in several) else set()
+
+
+def test_every_number_has_limits_and_no_limit_is_dead():
+    by_class = {"optimization.betas", "optimization.ema"}  # `trainers.base.Optimization`
+    keys = set()
+    for recipe in names("recipe"):
+        file = OmegaConf.load(RECIPES / "recipe" / f"{recipe}.yaml")
+        for scale in file.scales:
+            keys |= numbers(OmegaConf.to_container(defaults(file.command, recipe, scale)))
+    fitting = {key: [p for p in limits() if fnmatchcase(key, p)] for key in keys}
+    assert {key for key, found in fitting.items() if not found} <= by_class
+    assert {*limits()} == {p for found in fitting.values() for p in found}
+
+
+@pytest.mark.parametrize(
+    ("given", "allowed"),
+    [
+        ("trainer.batch_size=0", "at least 1"),
+        ("trainer.workers=1000000", "at most 256"),
+        ("data.train.length=99999999", "at most 1048576"),
+        ("acceptance.temperatures=[0.5,-1]", "each at least 0"),
+        ("network=null", "a node with keys is needed"),
+        ("data.validation=null", "a node with keys is needed"),
+    ],
+)
+def test_a_value_outside_its_limits_is_one_line(given, allowed):
+    key, _, _ = given.partition("=")
+    with pytest.raises(ValueError, match=f"^{key}=.*{allowed}") as error:
+        compose(["recipe=ar_target", given], "fit")
+    assert "\n" not in str(error.value)
+
+
+def test_limits_hold_of_a_reference_too():
+    with pytest.raises(ValueError, match="data.train.length=0"):
+        compose(["recipe=ar_target", "data.train.length=${seed}"], "fit")
+
+
+def test_a_network_that_cannot_be_made_is_one_line():
+    node = OmegaConf.create({"network": {"_target_": "models.causal.from_config", "x": 1}}).network
+    with pytest.raises(ValueError, match="^network: models.causal.from_config makes none"):
+        build(node)

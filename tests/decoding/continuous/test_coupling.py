@@ -146,6 +146,21 @@ def test_published_rules_are_refused(name):
     assert p_value(y, p) < 1e-9
 
 
+@pytest.mark.parametrize(("std", "accepted"), [(1.0, 0.990), (1.25, 0.795)])
+def test_the_inner_temperature_divides_deviations_and_not_log_determinants(std, accepted):
+    """Drafts of N(0, 1) for N(6, std^2), accepted as by the authors' rule: E min(1, ratio)."""
+    q, p = gaussian([0.0], [1.0]), gaussian([6.0], [std])
+    _, _, together = drawn(relaxed, q, p, inner_temperature=42.0, tries=1)
+
+    def ratio(x):
+        return min(1.0, math.exp((x**2 - ((x - 6) / std) ** 2) / 42**2 / 2) / std)
+
+    expected = stats.norm.expect(ratio, lb=-9, ub=9)
+    assert expected == pytest.approx(accepted, abs=1e-3)  # a log-ratio over 42: 0.658 and 0.762
+    error = math.sqrt(expected * (1 - expected) / N)
+    assert together.double().mean().item() == pytest.approx(expected, abs=4 * error)
+
+
 def test_without_its_three_errors_the_published_rule_is_exact():
     q, p = HILLS
     _, y, _ = drawn(relaxed, q, p, tries=32)

@@ -133,8 +133,21 @@ class TestNothingIsLost:
         shutil.rmtree(copy / "checkpoints")
         (copy / "export").mkdir()
         (copy / "export" / "config.json").write_text("{}")
+        (copy / "export" / "model.safetensors").touch()
         (copy / "config.yaml").unlink()
         assert "export" in self.refused(lab)
+
+    def test_a_config_without_weights_is_no_finished_run(self, lab, copy, whole):
+        (copy / "export").mkdir()
+        (copy / "export" / "config.json").write_text("{}")
+        lab.fit("ar_target", *DROPOUT, f"name={self.NAME}")
+        assert same_run(copy, whole)
+
+    def test_before_its_first_checkpoint_a_run_may_get_other_settings(self, lab, copy):
+        shutil.rmtree(copy / "checkpoints")
+        given = ("ar_target", *DROPOUT, f"name={self.NAME}", "seed=5")
+        stop_at(3, lab, *given)
+        assert kept(copy) == [2]
 
     def test_without_its_config_it_goes_on_from_a_path(self, lab, copy, whole):
         (copy / "config.yaml").write_text("")
