@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-
 LARGEST_TEXT = 2**28  # characters; a device has no end
 
 

@@ -154,8 +154,8 @@ def relaxed(
         randomness: What is drawn from.
         log_sigma: Log of the factor Sigma of Eq. 4, [B, ...] or a number. It does not belong in the
             ratio, since shared noise has the same distribution under both models.
-        inner_temperature: What the deviations x - mean of both densities are divided by, while their
-            log-determinants stay: 42 in the authors' code, which accepts nearly every draft, 1 in
+        inner_temperature: What the deviations x - mean of both densities are divided by; their
+            log-determinants stay. 42 in the authors' code, which accepts nearly every draft, 1 in
             the paper.
         tries: Cap of the residual loop, which is needed because Sigma p <= q is possible. After it
             the last draw from p is returned.

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 import decoding
 from decoding.commands.cli import parse
 from decoding.commands.options import Options
-from decoding.commands.recipes import RECIPES, paths, compose, defaults, names, run_folder
+from decoding.commands.recipes import RECIPES, compose, defaults, names, paths, run_folder
 
 ODD = [
     "null",

@@ -129,11 +129,11 @@ def test_a_value_outside_its_limits_is_one_line(given, allowed):
 
 
 def test_limits_hold_of_a_reference_too():
-    with pytest.raises(ValueError, match="data.train.length=0"):
+    with pytest.raises(ValueError, match=r"data\.train\.length=0"):
         compose(["recipe=ar_target", "data.train.length=${seed}"], "fit")
 
 
 def test_a_network_that_cannot_be_made_is_one_line():
     node = OmegaConf.create({"network": {"_target_": "models.causal.from_config", "x": 1}}).network
-    with pytest.raises(ValueError, match="^network: models.causal.from_config makes none"):
+    with pytest.raises(ValueError, match=r"^network: models\.causal\.from_config makes none"):
         build(node)
