@@ -261,7 +261,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
             return getattr(transformers, found[0].tokenizer).from_pretrained(path)
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:
-        reason = " ".join(str(error).split())[:300]
+        reason = causal.why(error, path)
         raise ValueError(f"cannot load a tokenizer from {path!r}: {reason}") from error
 
 

@@ -149,15 +149,19 @@ def load(
         if Path(path).exists():  # models of the Hub are trusted: reading all weights takes time
             check_finite(network)
     except Exception as error:  # each library below has its own; a user needs one line
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        if looks_local(path) and not Path(path).exists():
-            reason = "there is no such folder"
-        elif "trust_remote_code=True" in str(error):  # transformers' own advice
-            reason = "it brings code of its own: read it, and allow it with trust_remote_code=true"
-        raise ValueError(f"cannot load a model from {path!r}: {reason}") from error
+        raise ValueError(f"cannot load a model from {path!r}: {why(error, path)}") from error
     if offloaded:
         weakref.finalize(network, offloaded.cleanup)
     return place(network, device)
+
+
+def why(error: Exception, path: str) -> str:
+    """The reason, in one line, why transformers loads nothing from a folder or Hub id."""
+    if looks_local(path) and not Path(path).exists():
+        return "there is no such folder"
+    if "trust_remote_code=True" in str(error):  # transformers' own advice
+        return "it brings code of its own: read it, and allow it with trust_remote_code=true"
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def _remote_class(path: str) -> type:

@@ -142,9 +142,10 @@ def _convert(file: Path, folder: Path) -> None:
 def _save(folder: Path, name: str, made: Path) -> None:
     # Before transformers had it, it always dequantized.
     whole = {"quantization_config": transformers.GgufConfig(dequantize=True)} if _PACKS else {}
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
+    source = {"gguf_file": name, "trust_remote_code": False}
+    tokenizer = AutoTokenizer.from_pretrained(folder, **source)
     network, found = AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file=name, dtype=torch.bfloat16, output_loading_info=True, **whole
+        folder, dtype=torch.bfloat16, output_loading_info=True, **source, **whole
     )
     check_complete(network, found)
     if hasattr(network, "hf_quantizer"):

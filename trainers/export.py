@@ -1,6 +1,7 @@
 """`python -m trainers.export run=runs/RECIPE [push=org/name]`: push a run's export to the Hub."""
 
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -16,8 +17,9 @@ from models.causal import looks_local
 from trainers.fit import build_module
 from trainers.publishing import hub
 from trainers.publishing.bundle import BUNDLE
-from trainers.publishing.card import SECTIONS, with_bench
-from trainers.publishing.export_folder import is_export, write_export
+from trainers.publishing.card import SECTIONS, model_card, with_bench
+from trainers.publishing.export_folder import is_export, write_entry, write_export
+from trainers.publishing.private import public
 from trainers.publishing.verify import PROGRAMS, verify
 from trainers.runs.checkpoint_files import load_weights, step_of
 from trainers.runs.curve import latest
@@ -46,6 +48,9 @@ class Export(Options):
     )
     trust_remote_code: bool = option(
         False, "let a run's configuration load models that bring code of their own, and run it"
+    )
+    target: str | None = option(
+        None, "Hub id of the export's target, where the run has read it from a folder"
     )
     python: str | None = option(None, "the interpreter that has vllm; null: that of make vllm")
     push: str | None = option(None, "org/name on the Hub (HF_TOKEN and HF_ENDPOINT are honoured)")
@@ -86,10 +91,16 @@ def run(argv: list[str]) -> None:
     if e.verify:
         verify(Path(e.run), e.verify, e.python)
     config = parade_config(str(folder))
-    print(f"{folder}: {config}")
     card = read_text(folder / "README.md")
+    if e.target is not None:
+        config = _with_target(folder, config, e.target)
+        step = sys.maxsize if e.checkpoint is None else step_of(Path(e.checkpoint))
+        card = model_card(config, latest(Path(e.run) / "metrics.csv", step), Path(e.run))
+        if not e.dry_run:
+            write_entry(folder, config)
+    print(f"{folder}: {config}")
     if e.checkpoint is None:  # the bench has measured the other one
-        card = complete_card(folder)
+        card = complete_card(folder, card)
     if not e.dry_run and card != read_text(folder / "README.md"):
         with atomic_write(folder / "README.md") as temporary:
             temporary.write_text(card)
@@ -105,11 +116,25 @@ def run(argv: list[str]) -> None:
     if others:
         print(f"left out, no part of an export: {', '.join(others)}")
     target = config.get("target")
+    if target and public(target) != target:
+        raise ValueError(
+            f"{folder} names its target {target!r}, a folder of this machine that nobody else has: "
+            "give its Hub id with target=org/name"
+        )
     if target and looks_local(target):
         print(f"its target {target} is a folder here: elsewhere it is loaded with target=...")
     if not e.dry_run:
         options = {"revision": e.revision, "message": e.message, "private": e.private}
         print(f"pushed: {hub.push(folder, e.push, **options)}")
+
+
+def _with_target(folder: Path, config: dict, target: str) -> dict:
+    """The `parade` entry of an export with another target; ValueError for none that can be."""
+    if "target" not in config:
+        raise ValueError(f"target={target} is not allowed: {folder} is no drafter")
+    if looks_local(target):
+        raise ValueError(f"target={target} is not allowed: give a Hub id, org/name")
+    return {**config, "target": target}
 
 
 def _check_format(folder: Path, format: str) -> None:
@@ -161,12 +186,11 @@ def export_checkpoint(run: Path, checkpoint: Path, trust_remote_code: bool = Fal
     return folder
 
 
-def complete_card(folder: Path) -> str:
-    """The text of an export's model card, with the tables of the run's benches where there are any.
+def complete_card(folder: Path, card: str) -> str:
+    """An export's model card with the tables of the run's benches, where there are any.
 
     A table older than the export is left out, with a printed line.
     """
-    card = read_text(folder / "README.md")
     for results in (folder.parent / name for name in SECTIONS):
         if not results.is_file():
             continue

@@ -162,7 +162,7 @@ def _check_base(network: PreTrainedModel) -> None:
             "lora.merge=false is not allowed: it needs a base that can be loaded again, and this "
             "network starts with weights that no folder holds: choose lora.merge=true"
         )
-    stored = AutoConfig.from_pretrained(base).get_text_config()
+    stored = AutoConfig.from_pretrained(base, trust_remote_code=False).get_text_config()
     config = network.config.get_text_config()
     for key, what in (("num_hidden_layers", "layers"), ("vocab_size", "tokens")):
         there, here = getattr(stored, key), getattr(config, key)

@@ -10,6 +10,7 @@ from huggingface_hub import ModelCardData
 
 from data.files import read_json, read_text
 from models.causal import looks_local
+from trainers.publishing.private import public
 
 # Tables that benches add to a card, by their files beside the export: title, what they say.
 SECTIONS = {
@@ -38,8 +39,9 @@ def model_card(config: dict, metrics: dict, folder: Path) -> str:
     Returns:
         Markdown, with the Hub's metadata at its head.
     """
-    story = read_json(folder / "provenance.json")
-    settings = yaml.safe_load(read_text(folder / "config.yaml"))
+    config = public(config)
+    story = public(read_json(folder / "provenance.json"))
+    settings = public(yaml.safe_load(read_text(folder / "config.yaml")))
     target = config.get("target")
     started_from = list(_paths(settings["network"]))
     bases = [name for name in dict.fromkeys([*started_from, target]) if name]
@@ -142,12 +144,13 @@ def _measured(metrics: dict, acceptance: dict) -> str:
     others = [(k, metrics[k]) for k in sorted(metrics) if k not in names]
     text = _table(["metric", "value"], others)
     if lengths:
+        length = acceptance["prompt_length"]
+        of = "" if length is None else f" of {length} tokens"
         text = f"""{_table(["temperature", "acceptance length"], lengths)}
 
 Acceptance length is tokens emitted per target pass, the bonus or correction token included:
-{acceptance["prompts"]} held-out prompts ({acceptance["source"]}) of \
-{acceptance["prompt_length"]} tokens, {acceptance["max_new_tokens"]} new ones each, target in \
-{acceptance["dtype"]}.
+{acceptance["prompts"]} held-out prompts ({acceptance["source"]}){of}, \
+{acceptance["max_new_tokens"]} new tokens each, target in {acceptance["dtype"]}.
 
 {text}"""
     return text
@@ -171,9 +174,9 @@ def with_bench(card: str, results: Path, command: str) -> str:
     section = f"""{begin}
 ## {title}
 
-Measured by `{command}`. {about}
+Measured by `{public(command)}`. {about}
 
-{_table(head, rows)}
+{_table(head, public(rows))}
 {end}"""
     old = re.compile(rf"\s*{begin}.*?{end}", re.DOTALL)
     return f"{old.sub('', card).rstrip()}\n\n{section}\n"

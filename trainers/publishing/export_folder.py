@@ -1,18 +1,19 @@
 """The folder of an export, which stock transformers loads; it appears only after its check."""
 
 import json
-import shutil
 from pathlib import Path
 
 import torch
+import yaml
 from transformers import GenerationConfig, PreTrainedModel
 
-from data.files import atomic_folder
+from data.files import atomic_folder, atomic_write, read_json, read_text
 from decoding.loading import CONFIGS, KEPT, parade_config, sampler_of
 from trainers.base import BaseModule
 from trainers.lora import to_export
 from trainers.publishing.bundle import write_bundle
 from trainers.publishing.card import model_card
+from trainers.publishing.private import public
 
 
 def is_export(folder: Path) -> bool:
@@ -33,7 +34,8 @@ def write_export(
         module: The trained module.
         export: The export's folder; an earlier one is replaced.
         metrics: The last value of each metric, for the card.
-        folder: The run's, whose config.yaml and provenance.json are copied.
+        folder: The run's, whose config.yaml and provenance.json are copied, as far as they may
+            leave this machine.
         merge: Whether adapters become part of the weights; else the export is the adapter alone,
             and loads its base by itself.
 
@@ -50,8 +52,10 @@ def write_export(
         for name, content in {"README.md": card, **module.export_files()}.items():
             content = content if isinstance(content, bytes) else content.encode()
             (temporary / name).write_bytes(content)
-        for name in ("config.yaml", "provenance.json"):
-            shutil.copy(folder / name, temporary / f"parade_{name}")
+        settings = public(yaml.safe_load(read_text(folder / "config.yaml")))
+        (temporary / "parade_config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
+        story = public(read_json(folder / "provenance.json"))
+        (temporary / "parade_provenance.json").write_text(json.dumps(story, indent=1))
         if module.exports_weights:
             # A compiled network rounds otherwise than the plain one that every user runs.
             with torch.compiler.set_stance("force_eager"):
@@ -81,3 +85,11 @@ def _write_reference(module: BaseModule, network: PreTrainedModel, folder: Path)
     entry = {"parade": module.export_config()}
     (folder / CONFIGS[0]).write_text(json.dumps(entry, indent=2))
     sampler_of(parade_config(str(folder)), network, module.tokenizer)
+
+
+def write_entry(export: Path, entry: dict) -> None:
+    """Replace the `parade` entry of an export; its other files stay."""
+    file = next(export / name for name in CONFIGS if (export / name).is_file())
+    config = read_json(file) | {"parade": entry}
+    with atomic_write(file) as temporary:
+        temporary.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

@@ -54,7 +54,9 @@ def main() -> None:
     job = json.load(sys.stdin)
     torch.set_num_threads(job["threads"])
     dtype = getattr(torch, job["dtype"]) if job["dtype"] != "auto" else "auto"
-    target = AutoModelForCausalLM.from_pretrained(job["target"], dtype=dtype).eval()
+    target = AutoModelForCausalLM.from_pretrained(
+        job["target"], dtype=dtype, trust_remote_code=False
+    ).eval()
     rows = [emitted(target, job, prompt) for prompt in job["prompts"]]
     json.dump({"answers": [a for a, _ in rows], "emitted": [e for _, e in rows]}, sys.stdout)
 

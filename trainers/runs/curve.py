@@ -11,12 +11,15 @@ from data.files import atomic_write
 
 
 def read_curve(file: Path) -> list[dict[str, str]]:
-    """The rows of a metrics.csv, in the order in which they were logged; '' where nothing was."""
+    """The rows of a metrics.csv, in the order in which they were logged; '' where nothing was.
+
+    Lines that are no row of it, in a file that something else has written, are left out.
+    """
     if not file.exists():
         return []
-    with file.open(newline="") as lines:
+    with file.open(newline="", encoding="utf-8", errors="replace") as lines:
         whole = [line for line in lines if line.endswith("\n")]  # else a kill cut it short
-    return [row for row in csv.DictReader(whole) if row["step"].isdigit()]
+    return [row for row in csv.DictReader(whole) if (row.get("step") or "").isdigit()]
 
 
 def latest(file: Path, step: int) -> dict[str, float]:

@@ -345,6 +345,44 @@ class TestMistakes:
         assert server.count("PUT") == 0
 
 
+class TestTarget:
+    """A drafter whose target was read from a folder."""
+
+    @pytest.fixture
+    def drafter(self, folder):
+        entry = {"method": "deer", "target": "/home/alice/llama", "block_size": 8}
+        write(folder / "export" / "config.json", json.dumps({"x": 1, "parade": entry}))
+        write(folder / "metrics.csv", "step,val_loss\n5,1.5\n")
+        return folder
+
+    def test_a_folder_of_this_machine_does_not_leave(self, server, drafter):
+        assert "/home/alice/llama" in refused(drafter)
+        assert server.count("PUT") == 0
+
+    def test_its_hub_id_takes_its_place(self, server, drafter):
+        push(drafter, "target=meta/llama")
+        config = json.loads(server.files(REPO)["config.json"])
+        assert config == {
+            "x": 1,
+            "parade": {"method": "deer", "target": "meta/llama", "block_size": 8},
+        }
+        card = server.files(REPO)["README.md"].decode()
+        assert yaml.safe_load(card.split("---\n")[1])["base_model"] == ["meta/llama"]
+        assert "| val_loss | 1.5 |" in card
+
+    def test_a_dry_run_changes_nothing(self, server, drafter):
+        before = on_disk(drafter)
+        push(drafter, "target=meta/llama", "dry_run=true")
+        assert on_disk(drafter) == before
+
+    @pytest.mark.parametrize("target", ["/x/y", "here", "./a"])
+    def test_another_folder_is_refused(self, server, drafter, target):
+        assert f"target={target} is not allowed" in refused(drafter, f"target={target}")
+
+    def test_an_ordinary_model_has_none(self, server, folder):
+        assert "is no drafter" in refused(folder, "target=meta/llama")
+
+
 class TestCard:
     def card(self, folder):
         return (folder / "export" / "README.md").read_text()
@@ -366,7 +404,7 @@ class TestCard:
             "torch 2.13.0",
             STORY["command"],
             "| 0 | 2.5 |\n| 1 | 2.25 |",
-            "8 held-out prompts (stdlib) of 64 tokens, 48 new ones",
+            "8 held-out prompts (stdlib) of 64 tokens, 48 new tokens",
             "| val_loss | 1.5 |",
         ):
             assert fact in card

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from data.corpora.fingerprints import input_fingerprint
 from tests.support.spoil import nan, spoil
 from trainers.ar import Autoregressive
+from trainers.publishing.private import public
 from trainers.runs import provenance
 from trainers.runs.provenance import commit, inputs
 
@@ -41,11 +42,11 @@ def test_data_inputs_and_machine_are_recorded(lab):
 def test_it_goes_with_the_weights_and_into_the_card(lab):
     export = lab.runs / "deer_stage2" / "export"
     found = story(lab, "deer_stage2")
-    assert json.loads((export / "parade_provenance.json").read_text()) == found
+    assert json.loads((export / "parade_provenance.json").read_text()) == public(found)
     card = (export / "README.md").read_text()
     for split, rows in found["data"].items():
         assert f"{rows['fingerprint']} ({split})" in card
-    for path, digest in found["inputs"].items():
+    for path, digest in public(found["inputs"]).items():
         assert f"`{path}` ({digest})" in card
     assert "SingleDeviceStrategy in 32-true" in card
     assert "resumed" not in card
