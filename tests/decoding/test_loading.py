@@ -79,7 +79,7 @@ def test_generate_prints_the_text_and_its_cost(lab):
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("max_new_tokens=0", "at least 1"),
+        ("max_new_tokens=0", "from 1 to"),
         ("temperature=-1", "temperature=-1.0 is not allowed"),
         ("top_p=1.5", "in (0, 1]"),
         ("verify=three", "['block', 'coupled', 'rejection', 'tree']"),
