@@ -1,15 +1,19 @@
 """A sandbox: runs a program that a model wrote in a process of its own, and says how it ended.
 
-It guards against what such programs do by mistake: endless loops, too much memory, a flood of
-processes, files outside its folder, an exit before the tests. It does not hold code that is written
-to break out: use a virtual machine for that. Only Python's own library is imported, because the
-process runs this very file.
+Where bubblewrap (`bwrap`) is installed, the program sees Python, an empty folder in memory, no
+other process and no network. Without it, limits of the kernel and a hook of Python guard against
+what such programs do by mistake: endless loops, too much memory, a flood of processes, files
+outside its folder, an exit before the tests; code that is written to break out gets out. In neither
+is a verdict proof against a program that forges it, for it runs in the process that reports. Only
+Python's own library is imported, because the process runs this very file.
 """
 
+import functools
 import json
 import os
 import resource
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -42,6 +46,7 @@ class Limits:
         wall_seconds: Seconds by the clock.
         memory: MiB of memory.
         file: MiB of each file.
+        disk: MiB of all files together, where bubblewrap is installed.
 
     Raises:
         ValueError: One is not above 0.
@@ -51,6 +56,7 @@ class Limits:
     wall_seconds: float = 30.0
     memory: int = 1024
     file: int = 16
+    disk: int = 64
 
     def __post_init__(self):
         for name, value in vars(self).items():
@@ -79,8 +85,10 @@ def execute(program: str, limits: Limits) -> Outcome:
     token = secrets.token_hex(16)
     job = json.dumps({"program": program, "token": token, "limits": vars(limits)}).encode()
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as verdict:
+        around = walls(limits.disk)
+        source = Path(__file__).read_text(encoding="utf-8")
         process = subprocess.Popen(
-            [sys.executable, "-I", "-B", "-c", Path(__file__).read_text(encoding="utf-8")],
+            [*around, sys.executable, "-I", "-B", "-c", source],
             stdin=subprocess.PIPE,
             stdout=verdict,
             stderr=subprocess.DEVNULL,
@@ -99,8 +107,11 @@ def execute(program: str, limits: Limits) -> Outcome:
                 process.communicate()
         verdict.seek(0)
         said = verdict.read(4096)
+    status = process.returncode
+    if around and status > 128:  # so bubblewrap tells of a signal
+        status = 128 - status
     # A first SIGXCPU may be ignored; the second limit kills, as nobody else does.
-    if late or process.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+    if late or status in (-signal.SIGXCPU, -signal.SIGKILL):
         clock = f"{limits.wall_seconds:g} s" if late else f"{limits.cpu_seconds:g} s of CPU"
         return Outcome("timed out", f"more than {clock}")
     try:
@@ -108,18 +119,55 @@ def execute(program: str, limits: Limits) -> Outcome:
         if last["token"] != token:
             raise ValueError
     except (ValueError, TypeError, KeyError):
-        return Outcome("failed", f"left before its end, with status {process.returncode}")
+        return Outcome("failed", f"left before its end, with status {status}")
     return Outcome("failed", last["error"]) if last["error"] else Outcome("passed", "")
 
 
+@functools.cache
+def walls(disk: int) -> tuple[str, ...]:
+    """The command of bubblewrap to put before a program's own; () where it is not to be had.
+
+    Args:
+        disk: MiB that the files of the program's folder may take.
+    """
+    bwrap = shutil.which("bwrap")
+    if bwrap is None:
+        return ()
+    # Root is kept until `_drop_root`: as nobody, bubblewrap may not reach a Python in root's home.
+    rights = ("SETUID", "SETGID", "SETPCAP", "CHOWN", "DAC_READ_SEARCH")
+    root = [word for right in rights for word in ("--cap-add", f"CAP_{right}")]
+    apart = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", *root]
+    command = [bwrap, *(apart if os.geteuid() == 0 else ["--unshare-all"])]
+    command += ["--die-with-parent", "--new-session"]
+    python = {sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve().parents[1])}
+    for path in ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", *sorted(python, key=len)):
+        command += ["--ro-bind-try", path, path]
+    command += ["--proc", "/proc", "--dev", "/dev"]
+    command += ["--size", str(disk * MEBIBYTE), "--tmpfs", "/program", "--chdir", "/program"]
+    # In a container it may be forbidden.
+    works = subprocess.run([*command, sys.executable, "-c", ""], capture_output=True)
+    return tuple(command) if works.returncode == 0 else ()
+
+
+def contained() -> str:
+    """One line on what holds the programs on this machine."""
+    if walls(Limits().disk):
+        return "programs run in bubblewrap: no network, no other process, no file but their own"
+    return (
+        "bubblewrap (bwrap) is not to be had here: programs may read what you may read, and one "
+        "that is written to break out gets out"
+    )
+
+
 def check(limits: Limits) -> None:
-    """Raise ValueError where no program at all would pass."""
+    """Print what contains the programs; raise ValueError where no program at all would pass."""
     found = execute("pass", limits)
     if found.outcome != "passed":
         raise ValueError(
             f"even an empty program {found.outcome} ({found.error}): give more memory=, "
             "cpu_seconds= or wall_seconds="
         )
+    print(contained())
 
 
 def _child() -> None:
@@ -143,8 +191,8 @@ def _child() -> None:
     os._exit(0)  # whatever the program has left to be done at an exit
 
 
-def _limit(cpu_seconds: float, wall_seconds: float, memory: int, file: int) -> None:
-    """Set the kernel's limits on this process; the parent keeps that of the wall clock."""
+def _limit(cpu_seconds: float, memory: int, file: int, **_) -> None:
+    """Set the kernel's limits on this process; the parent keeps those of the clock and the disk."""
     seconds = ceil(cpu_seconds)
     for kind, soft, hard in (
         (resource.RLIMIT_CPU, seconds, seconds + 1),
