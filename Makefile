@@ -3,7 +3,7 @@ PY := .venv/bin/python
 FIT := $(PY) -m trainers.fit
 RUNS ?= runs
 
-.PHONY: quickstart small-deer small-deer-scaling small-pard small-pcllm vllm test paper-scale chaos packed-step lint docs docs-serve lab-deer-stage1 lab-deer lab-deer-losses lab-deer-figures lab-pcllm lab-pcllm-ablations lab-pcllm-losses lab-asarm lab-asarm-trees lab-spiffy lab-cspd clean
+.PHONY: quickstart small-deer small-deer-scaling small-pard small-pcllm vllm test paper-scale chaos soak packed-step lint docs docs-serve lab-deer-stage1 lab-deer lab-deer-losses lab-deer-figures lab-pcllm lab-pcllm-ablations lab-pcllm-losses lab-asarm lab-asarm-trees lab-spiffy lab-cspd clean
 
 .venv/installed: setup.cfg constraints.txt
 	test -x $(PY) || python3 -m venv .venv
@@ -224,8 +224,12 @@ paper-scale: .venv/installed  ## what the numbers of every recipe at scale=paper
 test: .venv/installed  ## the whole test suite, in random order; SEED=3 (printed at its end) repeats one
 	$(PY) -m pytest -n 2 $(if $(SEED),--randomly-seed=$(SEED) --hypothesis-seed=$(SEED)) $(PYTEST)
 
-chaos: .venv/installed  ## kill a run ten times, also while it writes a checkpoint: it must end like a run that was not killed (minutes)
-	$(PY) -m tests.chaos
+KILLS ?= 10
+chaos: .venv/installed  ## kill runs and a collection again and again (KILLS=100): they must end as those left alone (minutes)
+	$(PY) -m tests.chaos kills=$(KILLS)
+
+soak: .venv/installed  ## train for an hour, then decode for one: no more memory, files or threads at the end
+	$(PY) -m tests.soak minutes=60
 
 packed-step: .venv/installed  ## time pcLLM's packed training step against separate passes (a minute)
 	$(PY) -m tests.packed_step
