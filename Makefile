@@ -3,7 +3,7 @@ PY := .venv/bin/python
 FIT := $(PY) -m trainers.fit
 RUNS ?= runs
 
-.PHONY: quickstart small-deer small-deer-scaling small-pard small-pcllm vllm test paper-scale chaos soak packed-step lint docs docs-serve lab-deer-stage1 lab-deer lab-deer-losses lab-deer-figures lab-pcllm lab-pcllm-ablations lab-pcllm-losses lab-asarm lab-asarm-trees lab-spiffy lab-cspd clean
+.PHONY: quickstart small-deer small-deer-scaling small-pard small-pcllm vllm test paper-scale chaos fuzz soak packed-step lint docs docs-serve lab-deer-stage1 lab-deer lab-deer-losses lab-deer-figures lab-pcllm lab-pcllm-ablations lab-pcllm-losses lab-asarm lab-asarm-trees lab-spiffy lab-cspd clean
 
 .venv/installed: setup.cfg constraints.txt
 	test -x $(PY) || python3 -m venv .venv
@@ -227,6 +227,10 @@ test: .venv/installed  ## the whole test suite, in random order; SEED=3 (printed
 KILLS ?= 10
 chaos: .venv/installed  ## kill runs and a collection again and again (KILLS=100): they must end as those left alone (minutes)
 	$(PY) -m tests.chaos kills=$(KILLS)
+
+INPUTS ?= 1000
+fuzz: .venv/installed  ## draw arguments of every command (INPUTS=10000): its work or one line, and no traceback
+	HF_HUB_OFFLINE=1 $(PY) -m tests.fuzz inputs=$(INPUTS)
 
 soak: .venv/installed  ## train for an hour, then decode for one: no more memory, files or threads at the end
 	$(PY) -m tests.soak minutes=60

@@ -97,9 +97,13 @@ def _collect(config: DictConfig, folder: Path, rank: int, world: int) -> None:
 
 
 def _check_prompt_keys(prompts: Mapping[str, object]) -> None:
-    """Refuse keys that no prompt set takes, before hours go into building an input."""
+    """Refuse wrong and missing keys of a prompt set, before hours go into building an input."""
     takers = (prompt_set, load_documents)
     known = {name for taker in takers for name in inspect.signature(taker).parameters}
+    for p in inspect.signature(prompt_set).parameters.values():
+        needed = p.default is p.empty and p.kind != p.VAR_KEYWORD and p.name != "tokenizer"
+        if needed and p.name not in prompts:
+            raise ValueError(f"prompts.{p.name} is missing")
     for key in prompts:
         if key not in known - {"tokenizer", "options"}:
             raise unknown("key", f"prompts.{key}", [f"prompts.{name}" for name in known])

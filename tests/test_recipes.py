@@ -214,7 +214,7 @@ class TestMistakes:
         ("data.corruption={anchors: 3}", "data.corruption.anchors", 3),
         ("data.corruption={anchors: 3}", "data.corruption.length", 8),
         ("+trainer.extra=[1,{a: x}]", "trainer.extra", [1, {"a": "x"}]),
-        ("~lora.alpha", "lora.alpha", None),
+        ("~module.soft", "module.soft", None),
     ],
 )
 def test_values_take_their_defaults_type(override, key, value):

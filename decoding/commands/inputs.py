@@ -22,6 +22,8 @@ def prepare_inputs(config: DictConfig) -> None:
         ValueError: An input is missing and may not be built (`build_inputs`), or its command fails.
     """
     for need in config.needs:
+        if {*need} != {"path", "command"}:
+            raise ValueError(f"needs={config.needs} is not allowed: each has a path and a command")
         if Path(need.path).exists() or not looks_local(need.path):
             continue
         # Split before keys are filled in: a folder's name may have spaces.

@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from decoding.commands.cli import Line, asked, help_page
 from decoding.commands.options import check
-from decoding.commands.values import convert, read, split, unknown
+from decoding.commands.values import convert, fits, read, show, split, type_name, unknown
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 MODULES = {"fit": "trainers.fit", "collect": "decoding.collect"}
@@ -36,6 +36,7 @@ OPTIONAL |= {"max_steps": int, "max_epochs": float, "ema": float}
 # Of these exactly one is given: one on the command line takes the recipe's place for the other.
 EITHER = ("trainer.max_steps", "trainer.max_epochs")
 CHOSEN = ("command", "recipe", "scale", "strategy")  # keys that are no settings
+GIVEN = ("tokenizer", "network", "optimization", "folder")  # by the command, to a `_target_`
 # Folders in a run's or a collection's own.
 PARTS = ("checkpoints", "export", "bench", "calibration", "shards")
 TARGET = re.compile(r"""\b_target_: *["']?([\w.]+)""")
@@ -89,6 +90,7 @@ def compose(argv: list[str], command: str) -> DictConfig:
             OmegaConf.update(config, other, None)
         resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
         check_targets(config)
+        _check_types(resolved, OmegaConf.load(RECIPES / f"{command}.yaml"))
         check_limits(resolved)
     except OmegaConfBaseException as error:
         raise ValueError(" ".join(str(error).split())) from error
@@ -204,6 +206,37 @@ def check_limits(values: Any, key: str = "") -> None:
                 check(key, numbers if several else numbers[0], least=least, most=most)
 
 
+def _check_types(node: dict, known: Any, key: str = "") -> None:
+    """Check the values of a node, also those that a reference leads to or that are left out.
+
+    Args:
+        node: The node.
+        known: The same node of the command's defaults, or None.
+        key: Its dotted path, with a dot at its end.
+    """
+    parameters = _signature(OmegaConf.create(node)) if "_target_" in node else []
+    for p in parameters:
+        if p.default is p.empty and p.name not in node and p.name not in GIVEN:
+            raise ValueError(f"{key}{p.name} is missing: {node['_target_']} needs it")
+        # null is for the maker to refuse, who knows what it would be.
+        if node.get(p.name) is not None and not fits(node[p.name], _hint(p.annotation)):
+            raise ValueError(
+                f"{key}{p.name}={show(node[p.name])} is of type {type(node[p.name]).__name__}, "
+                f"but {type_name(_hint(p.annotation))} is needed"
+            )
+    for name in known or ():
+        if name not in node:
+            raise ValueError(f"{key}{name} is missing: every run has this key")
+    for name, value in node.items():
+        below = known._get_node(name) if isinstance(known, DictConfig) else None
+        if isinstance(below, DictConfig) and not isinstance(value, dict):
+            raise ValueError(f"{key}{name}={show(value)} is not allowed: it is a node with keys")
+        if isinstance(below, ListConfig) and not isinstance(value, list):
+            raise ValueError(f"{key}{name}={show(value)} is not allowed: it is a list")
+        if isinstance(value, dict):
+            _check_types(value, below if isinstance(below, DictConfig) else None, f"{key}{name}.")
+
+
 def _targets_of(node: Any, key: str = "") -> dict[str, str]:
     """Every `_target_` below a node, by its dotted path."""
     if isinstance(node, list):
@@ -251,7 +284,7 @@ def _override(config: DictConfig, argument: str) -> None:
         raise ValueError(f"{argument} is not allowed: recipe=, scale= and strategy= choose a file")
     if argument.startswith("~"):
         parent, leaf = _locate(config, argument[1:])
-        if argument[1:] in OmegaConf.load(RECIPES / f"{config.command}.yaml"):
+        if argument[1:] in paths(OmegaConf.load(RECIPES / f"{config.command}.yaml")):
             raise ValueError(f"{argument} is not allowed: every run has this key; give it a value")
         parent.pop(leaf, None)
         return
@@ -301,6 +334,8 @@ def _type(node: DictConfig, leaf: str) -> Any:
         return OPTIONAL[leaf] | None
     if default is None:
         return Any
+    if leaf == "needs":
+        return tuple[dict, ...]
     if isinstance(default, ListConfig):
         kind = tuple[_item_type(default), ...]
         return kind if default else kind | None

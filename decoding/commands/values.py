@@ -107,6 +107,24 @@ def convert(key: str, text: str, hint: Any, default: Any = MISSING) -> Any:
         ) from None
 
 
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of a type that `convert` takes; a whole number is a float too.
+
+    >>> fits([1, 2.5], tuple[float, ...]), fits(None, int), fits(True, int)
+    (True, False, False)
+    """
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return any(fits(value, each) for each in typing.get_args(hint))
+    if _is_list(hint):
+        (item, *_) = typing.get_args(hint) or (Any,)
+        return isinstance(value, (list, tuple)) and all(fits(each, item) for each in value)
+    if hint is Any:
+        return True
+    if value is None or hint is types.NoneType:
+        return value is None and hint is types.NoneType
+    return type(value) in ((float, int) if hint is float else (hint,))
+
+
 def type_name(hint: Any) -> str:
     """A type as errors and `--help` name it.
 

@@ -128,6 +128,31 @@ def test_a_value_outside_its_limits_is_one_line(given, allowed):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("command", "given", "said"),
+    [
+        ("fit ar_target", ["~optimization.lr"], "every run has this key"),
+        ("fit ar_target", ["~network.model_type"], "network.model_type is missing"),
+        ("fit ar_target", ["trainer=${seed}"], "trainer=0 is not allowed: it is a node"),
+        ("fit ar_target", ["trainer=${seed}", "+trainer.x=1"], "trainer.max_steps is missing"),
+        ("fit ar_target", ["needs=abc"], "needs='abc'.*list of a node"),
+        ("fit ar_target", ["needs=${seed}"], "needs=0 is not allowed: it is a list"),
+        ("fit deer_stage1", ["drafter={a: 1}"], "path=.*is of type dict, but str is needed"),
+        ("collect deer_answers", ["~collector.seed"], "collector.seed is missing"),
+        (
+            "collect deer_answers",
+            ["teacher=${seed}"],
+            "teacher=0 is of type int, but str",
+        ),
+    ],
+)
+def test_what_would_fail_later_fails_at_once(command, given, said):
+    command, recipe = command.split()
+    with pytest.raises(ValueError, match=said) as error:
+        compose([f"recipe={recipe}", *given], command)
+    assert "\n" not in str(error.value)
+
+
 def test_limits_hold_of_a_reference_too():
     with pytest.raises(ValueError, match=r"data\.train\.length=0"):
         compose(["recipe=ar_target", "data.train.length=${seed}"], "fit")

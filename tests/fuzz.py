@@ -1,0 +1,154 @@
+"""Any arguments of any command end in its work or in one line, within seconds.
+
+`python -m tests.fuzz [inputs=1000] [seed=0]`: every command's own `run`, on tiny models, with one
+to three arguments that are drawn: a key of it, or a broken one, with a value of any kind. Status 1
+where one ends in a traceback, takes longer than 20 s, says an error in more than a line, or leaves
+a file in the working directory beside its error.
+"""
+
+import importlib
+import io
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+
+from decoding.commands.cli import parse
+from decoding.commands.options import Options, option
+from decoding.commands.recipes import defaults, paths
+from tests.chaos import prepared
+from tests.support.lab import Lab
+
+SECONDS = 20
+# Values of any kind; no path that could be written to outside of the folder of an input.
+ODD = (
+    "",
+    "null",
+    *("[]", "{}", "[1", "[[1]]", "[null]", "[0.9]", "[1,a]", "{a: 1}", "''"),
+    *("-1", "0", "1", "3", "0.5", "1e9", "1e-9", "nan", "-inf", "1000000000", "9" * 20),
+    *("abc", "true", "cuda", "gpu", "cpu:7", "auto", "${x}", "${seed}", "\x00", "é"),
+    *("../x", "/dev/zero", "/proc/x", "org/name/x", "[method=asarm]", "[nodes=-1]"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fuzz(Options):
+    """Draw inputs of every command."""
+
+    inputs: int = option(1000, "how many", least=1)
+    seed: int = option(0, "of what is drawn")
+
+
+def commands(lab: Lab) -> dict[str, tuple[list[str], list[str]]]:
+    """{module: (arguments that work, keys)} of every command."""
+    drafter, target = (str(lab.runs / r / "export") for r in ("deer_stage1", "ar_target"))
+    texts = [f"source={lab.corpus}", "prompts=2", "prompt_length=8", "max_new_tokens=4"]
+    found = {
+        "decoding.generate": [f"model={drafter}", "prompt=self", "max_new_tokens=4"],
+        "decoding.bench.text": [f"model={drafter}", *texts, "temperatures=[0]"],
+        "decoding.bench.limits": [f"model={drafter}", *texts],
+        "decoding.bench.heldout_loss": [f"model={target}", f"source={lab.corpus}", "rows=2"],
+        "decoding.bench.jacobi_sweep": [f"model={target}", *texts],
+        "decoding.bench.jacobi_picture": [f"model={target}", "prompt=self", "max_new_tokens=4"],
+        "decoding.calibrate": [f"model={drafter}", f"answers={lab.runs / 'deer_answers'}", *texts],
+        "trainers.export": [f"run={lab.runs / 'deer_stage1'}"],
+    }
+    keys = {module: options_of(module) for module in found}
+    quick = ["build_inputs=false"]  # an input that is built takes minutes
+    for recipe in ("ar_target", "deer_stage1"):
+        found[f"trainers.fit {recipe}"] = [*lab.arguments(recipe), *quick, "trainer.max_steps=1"]
+        keys[f"trainers.fit {recipe}"] = paths(defaults("fit", recipe, "lab"))
+    found["decoding.collect"] = lab.collect_arguments("prompts.count=2", *quick)
+    keys["decoding.collect"] = paths(defaults("collect", "deer_answers", "lab"))
+    return {module: (found[module], keys[module]) for module in found}
+
+
+def options_of(module: str) -> list[str]:
+    """The keys of a command's options."""
+    kinds = [k for k in vars(importlib.import_module(module)).values() if isinstance(k, type)]
+    (kind,) = (k for k in kinds if issubclass(k, Options) and k.__module__ == module
+               and hasattr(k, "EXAMPLE"))  # fmt: skip
+    return [f.name for f in fields(kind)]
+
+
+def drawn(draw: random.Random, keys: list[str]) -> list[str]:
+    """One to three arguments."""
+    found = []
+    for _ in range(draw.randint(1, 3)):
+        key, value = draw.choice(keys), draw.choice([*ODD, str(draw.randint(-5, 99))])
+        sign = draw.choice(["", "", "", "", "+", "~", "++"])
+        if draw.random() < 0.05:
+            key = "".join(draw.choices("abc._=-[]{}$~ ", k=draw.randint(0, 6)))
+        found.append(f"{sign}{key}={value}" if sign != "~" else f"~{key}")
+    return found
+
+
+def files() -> set[Path]:
+    """All files below the working directory."""
+    return {path for path in Path().rglob("*") if path.is_file()}
+
+
+def attempt(module: str, arguments: list[str]) -> tuple[str, str]:
+    """How a command ends ('worked', 'one line' or what is wrong), and what it said."""
+
+    def late(*_):
+        raise TimeoutError
+
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(SECONDS)
+    before, out = files(), io.StringIO()
+    try:
+        with redirect_stdout(out), redirect_stderr(out):
+            importlib.import_module(module.partition(" ")[0]).run(arguments)
+        return "worked", ""
+    except (ValueError, OSError) as error:
+        if isinstance(error, TimeoutError):
+            return "LATE", traceback.format_exc()
+        if "\n" in str(error):
+            return "MANY LINES", str(error)
+        left = files() - before
+        return (
+            ("LEFT FILES", f"{error}: {sorted(map(str, left))[:5]}") if left else ("one line", "")
+        )
+    except SystemExit as error:
+        return ("worked", "") if not error.code else ("EXIT", str(error.code))
+    except BaseException:
+        return "TRACEBACK", traceback.format_exc()
+    finally:
+        signal.alarm(0)
+
+
+def main() -> None:
+    """Draw and try."""
+    f = parse(sys.argv[1:] or ["inputs=1000"], Fuzz, "tests.fuzz")
+    torch.set_num_threads(1)
+    draw, counts, begun = random.Random(f.seed), Counter(), time.monotonic()
+    with tempfile.TemporaryDirectory() as root:
+        known = commands(prepared(Path(root)))
+        for number in range(f.inputs):
+            module = draw.choice([*known])
+            base, keys = known[module]
+            arguments = drawn(draw, keys)
+            with tempfile.TemporaryDirectory(dir=root) as here:
+                os.chdir(here)
+                end, said = attempt(module, [*base, *arguments])
+                os.chdir(root)
+            counts[end] += 1
+            if end.isupper():
+                print(f"{number}: {end}: {module} {arguments}\n{said}", flush=True)
+    minutes = (time.monotonic() - begun) / 60
+    print(f"{f.inputs} inputs of {len(known)} commands in {minutes:.0f} minutes: {dict(counts)}")
+    sys.exit(1 if any(end.isupper() for end in counts) else 0)
+
+
+if __name__ == "__main__":
+    main()
