@@ -106,6 +106,12 @@ def run(argv: list[str]) -> None:
             temporary.write_text(card)
     if e.push is None:
         return
+    target = config.get("target")
+    if target and public(target) != target:
+        raise ValueError(
+            f"{folder} names its target {target!r}, a folder of this machine that nobody else has: "
+            "give its Hub id with target=org/name"
+        )
     files, others = hub.uploads(folder)
     files["README.md"] = len(card.encode())
     would = "would push" if e.dry_run else "pushing"
@@ -115,12 +121,6 @@ def run(argv: list[str]) -> None:
     print(f"{len(files)} files, {sum(files.values()):,} bytes")
     if others:
         print(f"left out, no part of an export: {', '.join(others)}")
-    target = config.get("target")
-    if target and public(target) != target:
-        raise ValueError(
-            f"{folder} names its target {target!r}, a folder of this machine that nobody else has: "
-            "give its Hub id with target=org/name"
-        )
     if target and looks_local(target):
         print(f"its target {target} is a folder here: elsewhere it is loaded with target=...")
     if not e.dry_run:

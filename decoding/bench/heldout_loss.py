@@ -92,13 +92,14 @@ def heldout_texts(h: HeldoutLoss, tokenizer: PreTrainedTokenizerBase) -> dict[st
     Raises:
         ValueError: A kind has no held-out token to predict, or the collection cannot be used.
     """
+    if h.answers is not None:
+        checked_manifest(h.answers, tokenizer)  # before rows of the corpus are written
     which = {"split": h.split, "subset": h.subset, "limit": h.limit}
     corpus = documents(h.source, h.length, tokenizer, f"{h.runs}/data", **which)
     stream = Stream(corpus, h.seed)
     chosen = (stream[n] for n in range(min(h.rows, len(corpus))))
     texts = {"corpus": [text for row in chosen for text in split_row(row)]}
     if h.answers is not None:
-        checked_manifest(h.answers, tokenizer)
         answers = [(a.ids, a.trained) for a in read_answers(h.answers, "heldout")]
         stream = Stream(answers, h.seed)
         texts["answers"] = [stream[n] for n in range(min(h.rows, len(answers)))]

@@ -23,7 +23,6 @@ def option(
     *,
     choices: tuple[str, ...] = (),
     least: float | None = None,
-    most: float | None = None,
     empty: bool = False,
     verbatim: bool = False,
 ):
@@ -34,7 +33,6 @@ def option(
         help: One line for `--help`, without the default.
         choices: The allowed values, of a list those of each item.
         least: The smallest allowed value, of a list that of each item.
-        most: The largest, as `least`.
         empty: Whether a list whose default has items may have none.
         verbatim: Whether quotes around a text belong to it.
     """
@@ -43,7 +41,6 @@ def option(
         "help": help,
         "choices": choices,
         "least": least,
-        "most": most,
         "some": some,
         "verbatim": verbatim,
     }

@@ -44,8 +44,16 @@ def public(value: Any) -> Any:
     if len(Path(home).parts) > 1:  # a machine's / is nobody's
         value = re.sub(re.escape(home) + r"(?![\w.-])", "~", value)
     value = ABSOLUTE.sub(lambda found: f".../{Path(found[0]).name}", value)
-    user = getpass.getuser()
-    return re.sub(rf"(?<=/){re.escape(user)}(?![\w.-])", "user", value)
+    user = re.escape(_user())
+    return re.sub(rf"(?<=/){user}(?![\w.-])", "user", value) if user else value
+
+
+def _user() -> str:
+    """The name of this process's user; '' for one without a name, as in some containers."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return ""
 
 
 def _secrets() -> list[str]:
