@@ -149,7 +149,7 @@ def test_mistakes(lab, export):
         ("sharpness=[nan]", "sharpness="), ("sharpness=[inf]", "sharpness="),
         ("temperatures=[]", "temperatures="), ("nodes=[]", "nodes="),
         ("batch_sizes=[1,3]", r"batch_sizes=\[1, 3\] with prompts=2"),
-        ("lengths=[4,0]", r"lengths=\[4, 0\]"),
+        ("lengths=[4,0]", r"lengths=\[4,0\]"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f"{message}.* is not allowed"):
             run(arguments(lab, export, values))

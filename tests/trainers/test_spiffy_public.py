@@ -107,8 +107,11 @@ def test_its_commands(public, export, capsys, tmp_path):
     rows = [*csv.DictReader((tmp_path / "denoise.csv").open())]
     assert [row["sampler"] for row in rows] == ["denoise", "spiffy (whole)", "spiffy (small)"]
     assert {row["identical"] for row in rows} == {"3/3"}
-    export_command.run([f"run={export.parent}", "push=org/graph", "dry_run=true"])
-    assert "elsewhere it is loaded with target=" in capsys.readouterr().out
+    pushed = [f"run={export.parent}", "push=org/graph", "dry_run=true"]
+    with pytest.raises(ValueError, match="a folder of this machine"):
+        export_command.run(pushed)
+    export_command.run([*pushed, "target=org/model"])
+    assert "would push" in capsys.readouterr().out
 
 
 def test_its_code_must_be_allowed(public, export):

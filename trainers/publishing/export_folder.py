@@ -18,8 +18,13 @@ from trainers.publishing.private import public
 
 def is_export(folder: Path) -> bool:
     """Whether a folder holds an export: whole weights, an adapter, or a reference."""
-    whole = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
-    return whole or (folder / KEPT).is_file()
+    if (folder / KEPT).is_file():
+        return True
+    config = folder / "config.json"
+    if not config.is_file():
+        return False
+    # A reference is the `parade` entry alone.
+    return any(folder.glob("*.safetensors")) or [*read_json(config)] == ["parade"]
 
 
 def write_export(
