@@ -90,7 +90,7 @@ def compose(argv: list[str], command: str) -> DictConfig:
             OmegaConf.update(config, other, None)
         resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
         check_targets(config)
-        _check_types(resolved, OmegaConf.load(RECIPES / f"{command}.yaml"))
+        _check_types(resolved, OmegaConf.to_container(_of_every_run(command)))
         check_limits(resolved)
     except OmegaConfBaseException as error:
         raise ValueError(" ".join(str(error).split())) from error
@@ -206,7 +206,7 @@ def check_limits(values: Any, key: str = "") -> None:
                 check(key, numbers if several else numbers[0], least=least, most=most)
 
 
-def _check_types(node: dict, known: Any, key: str = "") -> None:
+def _check_types(node: dict, known: dict | None, key: str = "") -> None:
     """Check the values of a node, also those that a reference leads to or that are left out.
 
     Args:
@@ -228,13 +228,13 @@ def _check_types(node: dict, known: Any, key: str = "") -> None:
         if name not in node:
             raise ValueError(f"{key}{name} is missing: every run has this key")
     for name, value in node.items():
-        below = known._get_node(name) if isinstance(known, DictConfig) else None
-        if isinstance(below, DictConfig) and not isinstance(value, dict):
+        below = (known or {}).get(name)
+        if isinstance(below, dict) and not isinstance(value, dict):
             raise ValueError(f"{key}{name}={show(value)} is not allowed: it is a node with keys")
-        if isinstance(below, ListConfig) and not isinstance(value, list):
+        if isinstance(below, list) and not isinstance(value, list):
             raise ValueError(f"{key}{name}={show(value)} is not allowed: it is a list")
         if isinstance(value, dict):
-            _check_types(value, below if isinstance(below, DictConfig) else None, f"{key}{name}.")
+            _check_types(value, below if isinstance(below, dict) else None, f"{key}{name}.")
 
 
 def _targets_of(node: Any, key: str = "") -> dict[str, str]:
@@ -269,7 +269,7 @@ def defaults(command: str, recipe: str, scale: str, strategy: str | None = None)
     if scale not in scales:
         raise unknown(f"scale of recipe={recipe}", scale, list(scales))
     return OmegaConf.merge(
-        OmegaConf.load(RECIPES / f"{command}.yaml"),
+        _of_every_run(command),
         OmegaConf.load(RECIPES / "scale" / f"{scale}.yaml").get(command, {}),
         file,
         scales[scale] or {},
@@ -278,13 +278,19 @@ def defaults(command: str, recipe: str, scale: str, strategy: str | None = None)
     )
 
 
+@functools.cache
+def _of_every_run(command: str) -> DictConfig:
+    """What every recipe of a command has, `recipes/<command>.yaml`; not to be changed."""
+    return OmegaConf.load(RECIPES / f"{command}.yaml")
+
+
 def _override(config: DictConfig, argument: str) -> None:
     """Change one key of a config: `key=value`, `+key=value` or `~key`."""
     if argument.lstrip("~+").partition("=")[0] in CHOSEN:
         raise ValueError(f"{argument} is not allowed: recipe=, scale= and strategy= choose a file")
     if argument.startswith("~"):
         parent, leaf = _locate(config, argument[1:])
-        if argument[1:] in paths(OmegaConf.load(RECIPES / f"{config.command}.yaml")):
+        if argument[1:] in paths(_of_every_run(config.command)):
             raise ValueError(f"{argument} is not allowed: every run has this key; give it a value")
         parent.pop(leaf, None)
         return
@@ -350,7 +356,7 @@ def _left_out(node: DictConfig, leaf: str) -> bool:
     annotation = _parameters(node).get(leaf)
     if annotation is not None:
         return types.NoneType in typing.get_args(annotation)
-    above = OmegaConf.load(RECIPES / f"{node._get_root().command}.yaml")
+    above = _of_every_run(node._get_root().command)
     for part in filter(None, node._get_full_key("").split(".")):
         above = above.get(part) if isinstance(above, DictConfig) and part in above else None
     # One that is missing there is needed.
