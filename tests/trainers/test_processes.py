@@ -56,10 +56,14 @@ def whole(lab):
     return lab.fit("deer_stage2", *LONG, "name=whole", "trainer.keep_last=99").parent
 
 
-def stop(process, folder, number, step=2):
-    """A signal once there is a checkpoint; what the run has printed."""
+def wait_for_checkpoint(process, folder, step=2):
     while process.poll() is None and not (folder / "checkpoints" / f"step-{step}.ckpt").exists():
         time.sleep(0.002)
+
+
+def stop(process, folder, number, step=2):
+    """A signal once there is a checkpoint; what the run has printed."""
+    wait_for_checkpoint(process, folder, step)
     process.send_signal(number)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 128 + number, output
@@ -166,13 +170,18 @@ class TestStopped:
         assert same_run(folder, whole)
 
     def test_two_at_once(self, lab, whole):
-        """One goes on, the other says so."""
-        runs = [lab.start("deer_stage2", *LONG, "name=twice") for _ in range(2)]
-        said = [run.communicate() for run in runs]
-        assert sorted(run.returncode for run in runs) == [0, 2]
-        refused = said[[run.returncode for run in runs].index(2)]
-        assert "another process works on" in "".join(filter(None, refused))
-        assert same_run(whole.with_name("twice"), whole)
+        """One goes on, the other says so; the one waits meanwhile, so that both are there at once."""
+        folder = whole.with_name("twice")
+        one = lab.start("deer_stage2", *LONG, "name=twice")
+        wait_for_checkpoint(one, folder)
+        one.send_signal(signal.SIGSTOP)
+        other = lab.start("deer_stage2", *LONG, "name=twice")
+        said, _ = other.communicate(timeout=120)
+        one.send_signal(signal.SIGCONT)
+        chaos.finish(one)
+        assert other.returncode == 2
+        assert "another process works on" in said
+        assert same_run(folder, whole)
 
     def test_sigusr1_in_a_slurm_job(self, lab, whole, tmp_path):
         """Lightning's own handler would write elsewhere and requeue the job by itself."""
