@@ -26,7 +26,7 @@ from decoding.calibration.tree_ranking import fit, observed
 from decoding.commands.cli import main, parse, quiet
 from decoding.commands.options import NEEDED, PromptOptions, check_batch_sizes, option
 from decoding.commands.progress import track
-from decoding.commands.report import write_table
+from decoding.commands.report import results, write_table
 from decoding.drafting.bigrams import FILE, Bigrams, count, write
 from decoding.drafting.tree import check_tree
 from decoding.engine.params import SamplingParams
@@ -92,8 +92,9 @@ def run(argv: list[str]) -> None:
         texts = (answer.ids for answer in read_answers(c.answers, "train"))
         table = count(texts, sampler.vocabulary)
     out = Path(c.out) if c.out else file.parents[1] / "calibration"
-    knobs = fastest_tree(c, sampler, ids, table, out)
-    knobs["lengths"] = fastest_lengths(c, sampler, ids[: c.prompts], out)
+    with results(out) as written:
+        knobs = fastest_tree(c, sampler, ids, table, written)
+        knobs["lengths"] = fastest_lengths(c, sampler, ids[: c.prompts], written)
     keep(file, knobs, table)
     print("; ".join(f"{name}={knob}" for name, knob in knobs.items()) + f" are now in {file}")
 

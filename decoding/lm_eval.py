@@ -14,10 +14,9 @@ from typing import ClassVar
 
 from jinja2 import TemplateError
 
-from data.files import atomic_write
 from decoding.commands.cli import main, parse, quiet
 from decoding.commands.options import NEEDED, LoadOptions, MeasureOptions, option
-from decoding.commands.report import write_table
+from decoding.commands.report import results, write_table
 from decoding.commands.values import read, split
 from decoding.engine.params import VERIFY, SamplingParams
 
@@ -69,30 +68,30 @@ def run(argv: list[str]) -> None:
     lm = ParadeLM(e.model, batch_size=e.batch_size, seed=e.seed, verify=e.verify, **e.loading)
     if e.chat and not lm.tokenizer.chat_template:
         raise ValueError(f"{e.model!r} has no chat template: leave chat=true out")
-    try:
-        results = simple_evaluate(
-            lm,
-            tasks=list(e.tasks),
-            task_manager=manager,
-            limit=e.limit,
-            num_fewshot=e.num_fewshot,
-            batch_size=e.batch_size,
-            gen_kwargs=given or None,
-            apply_chat_template=e.chat,
-            system_instruction=e.system,
-            confirm_run_unsafe_code=e.execute,
-            random_seed=e.seed,
-            fewshot_random_seed=e.seed,
-        )
-    except (KeyError, AssertionError, TemplateError) as error:  # lm-eval's of a wrong YAML
-        raise ValueError(
-            f"lm-eval cannot run {list(e.tasks)}: {type(error).__name__}: {error}. Look at the "
-            "task's YAML; PARADE_TRACEBACK=1 shows where it happened"
-        ) from error
-    write(results, Path(e.out), e)
+    with results(Path(e.out)) as out:
+        try:
+            found = simple_evaluate(
+                lm,
+                tasks=list(e.tasks),
+                task_manager=manager,
+                limit=e.limit,
+                num_fewshot=e.num_fewshot,
+                batch_size=e.batch_size,
+                gen_kwargs=given or None,
+                apply_chat_template=e.chat,
+                system_instruction=e.system,
+                confirm_run_unsafe_code=e.execute,
+                random_seed=e.seed,
+                fewshot_random_seed=e.seed,
+            )
+        except (KeyError, AssertionError, TemplateError) as error:  # lm-eval's of a wrong YAML
+            raise ValueError(
+                f"lm-eval cannot run {list(e.tasks)}: {type(error).__name__}: {error}. Look at the "
+                "task's YAML; PARADE_TRACEBACK=1 shows where it happened"
+            ) from error
+        write(found, out, e)
     if lm.acceptance_length is not None:
         print(f"{lm.acceptance_length:.2f} tokens per target pass in the answers")
-    print(f"wrote {Path(e.out) / 'results.json'}, results.csv and samples.jsonl")
 
 
 def known_tasks(e: LmEval):
@@ -113,20 +112,18 @@ def known_tasks(e: LmEval):
     return manager
 
 
-def write(results: dict, out: Path, e: LmEval) -> None:
+def write(found: dict, out: Path, e: LmEval) -> None:
     """Write results.json and samples.jsonl; write and print the table."""
     from lm_eval.utils import handle_non_serializable
 
-    out.mkdir(parents=True, exist_ok=True)
-    samples = results.pop("samples", {})
-    text = json.dumps(results, indent=2, default=handle_non_serializable)
-    with atomic_write(out / "results.json") as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    samples = found.pop("samples", {})
+    text = json.dumps(found, indent=2, default=handle_non_serializable)
+    (out / "results.json").write_text(text, encoding="utf-8")
     rows = ({"task": task, **row} for task, of in samples.items() for row in of)
-    with atomic_write(out / "samples.jsonl") as file, file.open("w", encoding="utf-8") as stream:
+    with (out / "samples.jsonl").open("w", encoding="utf-8") as stream:
         for row in rows:
             stream.write(f"{json.dumps(row, default=handle_non_serializable)}\n")
-    write_table(table(results), out / "results.csv", f"{e.model}, {e.dtype}", "decoding.lm_eval")
+    write_table(table(found), out / "results.csv", f"{e.model}, {e.dtype}", "decoding.lm_eval")
 
 
 def table(results: dict) -> list[dict]:

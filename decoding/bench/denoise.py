@@ -21,7 +21,7 @@ from decoding.bench.options import PromptBenchOptions, results_folder
 from decoding.commands.cli import main, parse, quiet
 from decoding.commands.options import option
 from decoding.commands.progress import track
-from decoding.commands.report import picture, write_table
+from decoding.commands.report import picture, results, write_table
 from decoding.engine.params import Result, SamplingParams
 from decoding.engine.sampler import Batch
 from decoding.loading import load, parade_config, sampler_of, sampling_config
@@ -124,7 +124,8 @@ def run(argv: list[str]) -> None:
     """Run the command with its arguments `key=value`."""
     quiet()
     bench = parse(argv, DenoiseBench, "decoding.bench.denoise")
-    report(bench, measure(bench))
+    with results(results_folder(bench, "bench")) as out:
+        report(bench, measure(bench), out)
 
 
 def measure(bench: DenoiseBench) -> list[Row]:
@@ -209,9 +210,8 @@ def summary(row: Row, plain: Row) -> dict:
     }
 
 
-def report(bench: DenoiseBench, rows: list[Row]) -> None:
+def report(bench: DenoiseBench, rows: list[Row], out: Path) -> None:
     """Print the tables; write denoise.csv, accepted.csv, accepted.png and graph.png."""
-    out = results_folder(bench, "bench")
     plain = {row.temperature: row for row in rows if row.name == "denoise"}
     lines = [summary(row, plain[row.temperature]) for row in rows]
     most = f"{bench.max_new_tokens} tokens at the most"
@@ -228,7 +228,6 @@ def report(bench: DenoiseBench, rows: list[Row]) -> None:
     graphs = {row.name: row.sampler.graph for row in drafted if row.sampler.graph.nodes}
     if graphs:
         draw_graphs(graphs, out / "graph.png")
-    print(f"wrote {out}/denoise.csv, accepted.csv, accepted.png{' and graph.png' * bool(graphs)}")
 
 
 def accepted(row: Row, levels: int) -> dict:

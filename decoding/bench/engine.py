@@ -22,7 +22,7 @@ from decoding.bench.text_report import ERROR, median_error, on_screen, ratio_err
 from decoding.commands.cli import main, parse, quiet
 from decoding.commands.options import PromptOptions, option
 from decoding.commands.progress import track
-from decoding.commands.report import write_table
+from decoding.commands.report import results, write_table
 from decoding.engine.params import SamplingParams, accepted_counts
 from decoding.engine.sampler import Sampler
 from decoding.external.vllm_engine import Vllm, interpreter, speculative_config
@@ -122,20 +122,23 @@ def run(argv: list[str]) -> None:
     """Run the command with its arguments `key=value`."""
     quiet()
     bench = parse(argv, EngineBench, "decoding.bench.engine")
-    ways = measure(bench)
+    with results(results_folder(bench, f"bench_{bench.engine}")) as out:
+        report(bench, measure(bench), out)
+
+
+def report(bench: EngineBench, ways: list[Way], out: Path) -> None:
+    """Print the table, and write engine.csv and the command."""
     positions = max((len(way.accepted[0]) for way in ways if way.drafts), default=0)
     lines = [way.line(positions) for way in ways]
     title = f"{bench.prompts} prompts of {Path(bench.source).name}, {bench.dtype}"
     if bench.batch_size > 1:
         title += f", {bench.batch_size} together"
-    out = results_folder(bench, f"bench_{bench.engine}")
     command = "decoding.bench.engine"
     write_table(lines, out / "engine.csv", title, command, [*map(on_screen, lines)])
     print("at i: share of drafts with at least i tokens accepted; ±: standard error over prompts")
     drafting = {way.name: way for way in ways}
     if "ours" in drafting:
         print(agreement(drafting["ours"], drafting[bench.engine]))
-    print(f"wrote engine.csv and command.txt into {out}")
 
 
 def agreement(ours: Way, theirs: Way) -> str:

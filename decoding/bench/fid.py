@@ -17,7 +17,7 @@ from decoding.bench.image_features import KINDS
 from decoding.bench.options import results_folder
 from decoding.commands.cli import main, parse, quiet
 from decoding.commands.options import NEEDED, MeasureOptions, option
-from decoding.commands.report import write_table
+from decoding.commands.report import results, write_table
 from decoding.continuous.image_state import ImageParams
 from decoding.images import ImageOptions, pixels
 from decoding.loading import load
@@ -66,12 +66,11 @@ def run(argv: list[str]) -> None:
     drafts = [way for way in request.ways if way != "sequential"]
     if drafts and not isinstance(sampler, CspdSampler):
         raise ValueError(f"{request.model!r} is no drafter: ways=[sequential], not {drafts[0]!r}")
-    out = results_folder(request, "fid")
-    lines = measure(request, sampler)
-    title = f"{request.samples} images a way, {request.features}, {request.dtype}"
-    write_table(lines, out / "fid.csv", title, "decoding.bench.fid")
-    print(f"FID: to the images of {request.real}; IS: mean and deviation over ten parts")
-    print(f"wrote {out / 'fid.csv'}")
+    with results(results_folder(request, "fid")) as out:
+        lines = measure(request, sampler)
+        title = f"{request.samples} images a way, {request.features}, {request.dtype}"
+        write_table(lines, out / "fid.csv", title, "decoding.bench.fid")
+        print(f"FID: to the images of {request.real}; IS: mean and deviation over ten parts")
 
 
 @torch.no_grad()

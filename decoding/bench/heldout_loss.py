@@ -20,7 +20,7 @@ from data.rows.packing import Encoded
 from data.rows.stream import Stream
 from decoding.commands.cli import main, parse, quiet
 from decoding.commands.options import DTYPES, MeasureOptions, option
-from decoding.commands.report import write_table
+from decoding.commands.report import results, write_table
 from decoding.loading import check_one_tokenizer, load, load_tokenizer, parade_config
 from models.placement import input_device
 
@@ -59,16 +59,15 @@ def run(argv: list[str]) -> None:
             raise ValueError(f"{name} is a drafter, which changes no text: give its target")
     check_one_tokenizer({name: load_tokenizer(name) for name in names})
     texts = heldout_texts(h, load_tokenizer(h.model))
-    lines = [{"model": name, **losses(h, name, texts)} for name in names]
-    for line in lines:
-        for what in texts:
-            line[f"{what}, % above first"] = round(100 * (line[what] / lines[0][what] - 1), 2)
-    lines = [{k: round(x, 4) if k in texts else x for k, x in line.items()} for line in lines]
     tokens = ", ".join(f"{sum(sum(t) for _, t in of)} of {what}" for what, of in texts.items())
-    file = Path(h.out) / "heldout_loss.csv"
     title = f"next-token loss in nats, {h.dtype}, held-out tokens: {tokens}"
-    write_table(lines, file, title, "decoding.bench.heldout_loss")
-    print(f"wrote {file}")
+    with results(Path(h.out)) as out:
+        lines = [{"model": name, **losses(h, name, texts)} for name in names]
+        for line in lines:
+            for what in texts:
+                line[f"{what}, % above first"] = round(100 * (line[what] / lines[0][what] - 1), 2)
+        lines = [{k: round(x, 4) if k in texts else x for k, x in line.items()} for line in lines]
+        write_table(lines, out / "heldout_loss.csv", title, "decoding.bench.heldout_loss")
 
 
 def losses(h: HeldoutLoss, name: str, texts: dict[str, list[Encoded]]) -> dict[str, float]:

@@ -19,7 +19,7 @@ from decoding.bench.options import results_folder
 from decoding.bench.two_sample import frechet_distance, permutation_test
 from decoding.commands.cli import main, parse, quiet
 from decoding.commands.options import MeasureOptions, option
-from decoding.commands.report import picture, write_table
+from decoding.commands.report import picture, results, write_table
 from decoding.continuous.image_state import ImageParams, ImageResult
 from decoding.images import ImageOptions, pixels, sheet
 from decoding.loading import load
@@ -68,11 +68,11 @@ def run(argv: list[str]) -> None:
     """Run the command with its arguments `key=value`."""
     quiet()
     bench = parse(argv, ImageBench, "decoding.bench.images")
-    out = results_folder(bench, "bench")
     sampler = load(bench.model, **bench.loading)
     if not isinstance(sampler, CspdSampler):
         raise ValueError(f"{bench.model!r} is no drafter of images: python -m decoding.images")
-    report(bench, sampler, out)
+    with results(results_folder(bench, "bench")) as out:
+        report(bench, sampler, out)
 
 
 def report(bench: ImageBench, sampler: CspdSampler, out: Path) -> None:
@@ -89,7 +89,6 @@ def report(bench: ImageBench, sampler: CspdSampler, out: Path) -> None:
         "acceptance rate: accepted drafts of those that were judged; tokens a pass: the bonus or "
         "correction token included; p: permutation test against sequential samples"
     )
-    print(f"wrote acceptance.csv, ways.csv and their pictures into {out}")
 
 
 def sweep(bench: ImageBench, sampler: CspdSampler) -> tuple[list[dict], Tensor]:

@@ -26,7 +26,7 @@ from decoding.bench.sandbox import check, execute
 from decoding.commands.cli import main, parse, quiet, unknown
 from decoding.commands.options import SourceOptions, option
 from decoding.commands.progress import track
-from decoding.commands.report import write_table
+from decoding.commands.report import results, write_table
 from decoding.engine.params import VERIFY, Result, SamplingParams
 from decoding.engine.sampler import Sampler
 from decoding.loading import load, load_tokenizer, sampler_of, sampling_config
@@ -116,7 +116,8 @@ def run(argv: list[str]) -> None:
     """Run the command with its arguments `key=value`."""
     quiet()
     bench = parse(argv, InfillBench, "decoding.bench.infill")
-    report(bench, measure(bench))
+    with results(results_folder(bench, "bench")) as out:
+        report(bench, measure(bench), out)
 
 
 def measure(bench: InfillBench) -> list[Row]:
@@ -366,9 +367,8 @@ def error(values: list[float]) -> float:
     return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
-def report(bench: InfillBench, rows: list[Row]) -> None:
+def report(bench: InfillBench, rows: list[Row], out: Path) -> None:
     """Print the table, and write infill.csv and the command."""
-    out = results_folder(bench, "bench")
     what = f"{bench.length} tokens, {bench.hidden:.0%} hidden ({bench.hide})"
     title = f"{bench.samples} windows of {what}, batch {bench.batch_size}, {bench.dtype}"
     if infilling_problems(bench):
@@ -384,7 +384,6 @@ def report(bench: InfillBench, rows: list[Row]) -> None:
     )
     print("calls: network passes a window; p: Welch's t-test against sequential decoding")
     print("ms a pass: the network's time for a batch, the pass that brings the prompt included")
-    print(f"wrote {out / 'infill.csv'}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from data.text.prompts import heldout_prompts
 from decoding.commands.cli import main, parse, quiet
 from decoding.commands.options import PromptOptions, option
 from decoding.commands.progress import track
-from decoding.commands.report import picture, write_table
+from decoding.commands.report import picture, results, write_table
 from decoding.engine.params import SamplingParams
 from decoding.loading import load
 from decoding.samplers.jacobi_mr import JacobiMRSampler
@@ -48,12 +48,11 @@ def run(argv: list[str]) -> None:
     prompts = heldout_prompts(tokenizer=plain.tokenizer, **sweep.prompt_set)
     ids = [p["prompt_ids"] for p in prompts]
     combinations = list(product(sweep.block_sizes, sweep.blocks, sweep.spawn_ratios))
-    lines = [measure(sweep, plain, ids, *knobs) for knobs in track(combinations, "sweep")]
-    out = Path(sweep.out)
-    title = f"{sweep.prompts} held-out prompts as one batch, {sweep.dtype}"
-    write_table(lines, out / "sweep.csv", title, "decoding.bench.jacobi_sweep")
-    draw(lines, out / "sweep.png")
-    print(f"wrote {out / 'sweep.csv'} and {out / 'sweep.png'}")
+    with results(Path(sweep.out)) as out:
+        lines = [measure(sweep, plain, ids, *knobs) for knobs in track(combinations, "sweep")]
+        title = f"{sweep.prompts} held-out prompts as one batch, {sweep.dtype}"
+        write_table(lines, out / "sweep.csv", title, "decoding.bench.jacobi_sweep")
+        draw(lines, out / "sweep.png")
 
 
 def measure(

@@ -22,7 +22,7 @@ from decoding.bench.text_report import Row, cycle
 from decoding.commands.cli import main, parse, quiet
 from decoding.commands.options import PromptOptions, option
 from decoding.commands.progress import track
-from decoding.commands.report import picture, write_table
+from decoding.commands.report import picture, results, write_table
 from decoding.engine.randomness import KeyedRandomness
 from decoding.loading import parade_config
 
@@ -62,17 +62,17 @@ def run(argv: list[str]) -> None:
         raise ValueError(f"{c.model} is no drafter: without drafts there is no limit to measure")
     # One length for all rules and both limits.
     c = replace(c, block_size=c.block_size or config.get("block_size"))
-    rows, prompts = measure(
-        Bench(
-            prompt_lookup=0,
-            temperatures=(c.temperature,),
-            **{f.name: getattr(c, f.name) for f in fields(PromptOptions)},
-            **{name: getattr(c, name) for name in ("target", "block_size")},
-        )
+    bench = Bench(
+        prompt_lookup=0,
+        temperatures=(c.temperature,),
+        **{f.name: getattr(c, f.name) for f in fields(PromptOptions)},
+        **{name: getattr(c, name) for name in ("target", "block_size")},
     )
-    drafting = [row for row in rows if row.drafts]
-    found = probe(c, drafting, [p["prompt_ids"] for p in prompts])
-    report(c, drafting, found)
+    with results(results_folder(c, "limits")) as out:
+        rows, prompts = measure(bench)
+        drafting = [row for row in rows if row.drafts]
+        found = probe(c, drafting, [p["prompt_ids"] for p in prompts])
+        report(c, drafting, found, out)
 
 
 def probe(c: Limits, rows: list[Row], prompts: list[list[int]]) -> dict[str, Tensor]:
@@ -116,9 +116,8 @@ def cycle_starts(row: Row, prompts: list[list[int]], count: int) -> Iterator[lis
             yield prompt + result.token_ids[:done]
 
 
-def report(c: Limits, rows: list[Row], found: dict[str, Tensor]) -> None:
+def report(c: Limits, rows: list[Row], found: dict[str, Tensor], out: Path) -> None:
     """Print the tables, and write them and the picture."""
-    out = results_folder(c, "limits")
     k = found[LIMIT].shape[-1]
     where = f"{c.prompts} held-out prompts, {c.cycles} cycles each, {c.draws} draws"
     title = f"accepted drafted tokens of {k}, T={c.temperature:g}, {c.dtype}: {where}"
@@ -133,7 +132,6 @@ def report(c: Limits, rows: list[Row], found: dict[str, Tensor]) -> None:
         [speed(row, most) for row in rows], out / "speed.csv", title, "decoding.bench.limits"
     )
     draw(found, out / "limits.png")
-    print(f"wrote limits.csv, positions.csv, speed.csv and limits.png into {out}")
 
 
 def tokens(found: dict[str, Tensor]) -> list[dict]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import ClassVar
 
 from data.corpora.benchmarks import Problem, program, read_benchmark, within_function
-from data.files import atomic_write
 from data.text.prompts import asks_in_chat, problem_ids
 from decoding.bench.options import UNASKED, BenchOptions, ProgramOptions
 from decoding.bench.sandbox import check, execute
@@ -19,7 +18,7 @@ from decoding.bench.scores import continuation, refuse_infilling
 from decoding.commands.cli import main, parse, quiet
 from decoding.commands.options import DTYPES, NEEDED, ChatOptions, option
 from decoding.commands.progress import track
-from decoding.commands.report import write_table
+from decoding.commands.report import results, write_table
 from decoding.engine.params import Result, SamplingParams
 from decoding.engine.sampler import Sampler
 from decoding.loading import load
@@ -53,20 +52,17 @@ def run(argv: list[str]) -> None:
     p = parse(argv, PassAt1, "decoding.bench.pass_at_1")
     problems = read_problems(p.problems)
     check(p.limits)
-    out = Path(p.out)
-    out.mkdir(parents=True, exist_ok=True)
-    lines = []
-    # All models load before the first is run: a wrong name must not cost hours or earlier results.
+    # All models load before the first is run: a wrong name must not cost hours.
     samplers = {model: loaded(p, model) for model in dict.fromkeys((p.model, *p.also))}
-    rows = out / "pass_at_1.jsonl"
-    with atomic_write(rows) as temporary, temporary.open("w", encoding="utf-8") as file:
-        for model, sampler in samplers.items():
-            found, results = judge(p, model, sampler, problems)
-            file.writelines(f"{json.dumps({'model': model, **row})}\n" for row in found)
-            lines.append({"model": model, **summary(found, results)})
-    title = f"{len(problems)} problems of {p.problems}, T = {p.temperature:g}, {p.dtype}"
-    write_table(lines, out / "pass_at_1.csv", title, "decoding.bench.pass_at_1")
-    print(f"wrote {rows} and {out / 'pass_at_1.csv'}")
+    with results(Path(p.out)) as out:
+        lines = []
+        with (out / "pass_at_1.jsonl").open("w", encoding="utf-8") as file:
+            for model, sampler in samplers.items():
+                found, answers = judge(p, model, sampler, problems)
+                file.writelines(f"{json.dumps({'model': model, **row})}\n" for row in found)
+                lines.append({"model": model, **summary(found, answers)})
+        title = f"{len(problems)} problems of {p.problems}, T = {p.temperature:g}, {p.dtype}"
+        write_table(lines, out / "pass_at_1.csv", title, "decoding.bench.pass_at_1")
 
 
 def read_problems(source: str) -> list[Problem]:

@@ -19,6 +19,7 @@ from decoding.bench.text_report import Row, profile, report
 from decoding.commands.cli import main, parse, quiet
 from decoding.commands.options import check_batch_sizes, option
 from decoding.commands.progress import track
+from decoding.commands.report import results
 from decoding.engine.params import KEYED, VERIFY, SamplingParams
 from decoding.engine.sampler import Sampler
 from decoding.loading import (
@@ -68,15 +69,15 @@ def run(argv: list[str]) -> None:
     quiet()
     bench = parse(argv, Bench, "decoding.bench")
     score = scorer(bench)  # a mistake in it must not cost hours
-    rows, prompts = measure(bench)
-    if score is not None:
-        for row in track(rows, score.metric):
-            row.metric, row.scores = score.metric, score(row, prompts)
-    title = f"{bench.prompts} prompts of {Path(bench.source).name}, {bench.dtype}"
-    out = results_folder(bench, "bench")
-    report(out, rows, prompts, title, bench.seed)
-    if bench.profile:
-        profile(rows, out)
+    with results(results_folder(bench, "bench")) as out:
+        rows, prompts = measure(bench)
+        if score is not None:
+            for row in track(rows, score.metric):
+                row.metric, row.scores = score.metric, score(row, prompts)
+        title = f"{bench.prompts} prompts of {Path(bench.source).name}, {bench.dtype}"
+        report(out, rows, prompts, title, bench.seed)
+        if bench.profile:
+            profile(rows, out)
 
 
 def measure(bench: Bench) -> tuple[list[Row], list[dict]]:

@@ -130,14 +130,11 @@ def report(out: Path, rows: list[Row], prompts: list[dict], title: str, seed: in
             explain_divergence(row, [p["prompt_ids"] for p in prompts], seed)
     write_json(out / "bench.json", rows, lines)
     write_answers(out / "spec_bench", rows, prompts)
-    written = ["bench.csv", "bench.json", "spec_bench", "speed-up.png"]
     draw_speedups(rows, out / "speed-up.png")
     drafting = [row for row in rows if row.drafts]
     if drafting:
         write_acceptance(out / "acceptance.csv", drafting)
         draw_accepted(drafting, out / "accepted.png")
-        written += ["acceptance.csv", "accepted.png"]
-    print(f"wrote {', '.join(written)} into {out}")
 
 
 def summary(row: Row) -> dict:

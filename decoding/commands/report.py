@@ -1,13 +1,43 @@
-"""Results of benches: a table on the screen and as CSV, the command, and pictures."""
+"""Results of benches: a folder, whole or not at all; tables on the screen and as CSV; pictures."""
 
 import csv
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from data.files import atomic_write, delete, hidden_sibling, put_in_place
 from decoding.commands.cli import typed
 
 WIDTH = 150  # characters of a table that goes to a file or a pipe
+
+
+@contextmanager
+def results(folder: Path) -> Iterator[Path]:
+    """A context whose files come into a folder at the block's end, and are named on the screen.
+
+    Measure inside: a folder that cannot be written to is an error before the work, and where the
+    block raises, the folder is as before.
+
+    Args:
+        folder: Where the results go, over those of the same names.
+
+    Yields:
+        A hidden folder within it to write into.
+    """
+    made = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    hidden = hidden_sibling(folder / "results")
+    hidden.mkdir()
+    try:
+        yield hidden
+        names = sorted(path.name for path in hidden.iterdir())
+        for name in names:
+            put_in_place(hidden / name, folder / name)
+        print(f"wrote {', '.join(names)} into {folder}")
+    finally:
+        delete(hidden)
+        if made and not any(folder.iterdir()):
+            folder.rmdir()
 
 
 def write_table(
@@ -33,7 +63,6 @@ def write_table(
     for line in shown:
         table.add_row(*map(str, line.values()))
     Console(width=None if Console().is_terminal else WIDTH).print(table)
-    file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("w", newline="") as out:
         writer = csv.DictWriter(out, lines[0])
         writer.writeheader()
@@ -64,6 +93,7 @@ def picture(file: Path, **layout) -> Iterator:
             axis.spines[["top", "right"]].set_visible(False)
         figure.tight_layout()
         file.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(file, dpi=150)
+        with atomic_write(file) as temporary:
+            figure.savefig(temporary, dpi=150, format="png")
     finally:
         plt.close(figure)

@@ -102,7 +102,7 @@ def test_its_commands(public, export, capsys, tmp_path):
         prompt_length=4, max_new_tokens=8, dtype="float64", out=str(tmp_path),
         trust_remote_code=True,
     )  # fmt: skip
-    report(bench, measure(bench))
+    report(bench, measure(bench), tmp_path)
     assert (tmp_path / "graph.png").is_file()
     rows = [*csv.DictReader((tmp_path / "denoise.csv").open())]
     assert [row["sampler"] for row in rows] == ["denoise", "spiffy (whole)", "spiffy (small)"]

@@ -72,7 +72,7 @@ def test_the_report(lab, tmp_path, capsys):
         dtype="float32",
         out=str(tmp_path),
     )
-    report(bench, measure(bench))
+    report(bench, measure(bench), tmp_path)
     assert "NFE: network passes" in capsys.readouterr().out
     lines = list(csv.DictReader((tmp_path / "denoise.csv").open()))
     assert [line["sampler"] for line in lines] == ["denoise", "spiffy (spiffy_calibrate)"] * 2
@@ -108,7 +108,7 @@ def test_answers_end_at_the_end_token(lab, tmp_path, monkeypatch):
     assert [[r.token_ids for r in row.results] for row in rows] == [expected] * 2
     assert sum(rows[0].nfe) < sum(measure(bench)[0].nfe)
     assert rows[0].nfe == rows[0].nfe_until_end
-    report(bench, rows)
+    report(bench, rows, tmp_path)
 
 
 def test_the_bench_of_causal_models_refuses_it(lab):
@@ -141,7 +141,7 @@ def cached(tmp_path, kind="dream", **values):
 def test_what_approximate_caches_cost(tmp_path, capsys):
     bench = cached(tmp_path, caches=("prefix", "dual"), temperatures=(0.0, 1.0))
     rows = measure(bench)
-    report(bench, rows)
+    report(bench, rows, tmp_path)
     assert "changed: positions" in capsys.readouterr().out
     lines = list(csv.DictReader((tmp_path / "denoise.csv").open()))
     names = ["denoise"]

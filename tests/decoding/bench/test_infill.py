@@ -51,7 +51,7 @@ def bench(lab, tmp_path_factory):
 
 @pytest.mark.filterwarnings("ignore:block_size=")
 def test_the_table(bench, capsys):
-    report(bench, measure(bench))
+    report(bench, measure(bench), Path(bench.out))
     assert "Welch's t-test" in capsys.readouterr().out
     lines = list(csv.DictReader((Path(bench.out) / "infill.csv").open()))
     names = [(line["draft"], line["k"]) for line in lines]
@@ -69,7 +69,7 @@ def test_samplers_that_differ_by_a_knob(bench, tmp_path):
     two = dataclasses.replace(bench, knobs=knobs, block_sizes=(3,), nodes=(), out=str(tmp_path))
     with pytest.raises(ValueError, match="lossy=true"):
         measure(two)
-    report(two, measure(dataclasses.replace(two, lossy=True)))
+    report(two, measure(dataclasses.replace(two, lossy=True)), tmp_path)
     lines = list(csv.DictReader((tmp_path / "infill.csv").open()))
     drafts = ["assd", "assd_ngram", "assd_fused"]
     lossy = [f"{d} (lossy: tolerance=0.5)" for d in drafts]
@@ -171,7 +171,7 @@ def test_single_lines_of_programs(bench, problems, monkeypatch, capsys, tmp_path
     assert rows[0].passed == [True, False] * 2
     sizes = [len(load_tokenizer(bench.model)(x)["input_ids"]) for x in SOLUTIONS]
     assert asked[0] == f"def f(x):\n<hole:{sizes[0]}>\n    return value\n"
-    report(code, rows)
+    report(code, rows, tmp_path)
     line = next(csv.DictReader((tmp_path / "infill.csv").open()))
     assert line["pass@1, %"].startswith("50.00 ± ")
     assert "perplexity" not in line

@@ -140,11 +140,11 @@ def test_other_weights_are_compared_with_their_own_plain_text(tmp_path):
     compared = Bench(
         model=first, also=tuple(others), sampler=("method=jacobi", "block_size=4"),
         source=str(corpus), prompts=2, prompt_length=8, max_new_tokens=8, dtype="float32",
-        temperatures=(0.0, 1.0), out=str(tmp_path / "out"),
+        temperatures=(0.0, 1.0), out=str(tmp_path),
     )  # fmt: skip
     rows, prompts = measure(compared)
-    report(tmp_path / "out", rows, prompts, "a title", compared.seed)
-    with (tmp_path / "out" / "bench.csv").open() as file:
+    report(tmp_path, rows, prompts, "a title", compared.seed)
+    with (tmp_path / "bench.csv").open() as file:
         lines = list(csv.DictReader(file))
     found = [line for line in lines if line["sampler"].startswith("jacobi")]
     assert len(found) == 10
