@@ -35,7 +35,7 @@ def loading_options(device_map: str | None) -> dict:
     """
     if device_map is None:
         return {}
-    limits = None if device_map in STRATEGIES else parsed(device_map)
+    limits = None if device_map in STRATEGIES else parsed(str(device_map))
     if find_spec("accelerate") is None:
         raise ValueError(f"device_map={device_map} needs accelerate: pip install accelerate")
     if limits is None:

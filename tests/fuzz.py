@@ -27,6 +27,7 @@ from decoding.commands.options import Options, option
 from decoding.commands.recipes import defaults, paths
 from tests.chaos import prepared
 from tests.support.lab import Lab
+from tests.trainers.test_cspd import fitted
 
 SECONDS = 20
 # Values of any kind; no path that could be written to outside of the folder of an input.
@@ -51,11 +52,23 @@ class Fuzz(Options):
 def commands(lab: Lab) -> dict[str, tuple[list[str], list[str]]]:
     """{module: (arguments that work, keys)} of every command."""
     drafter, target = (str(lab.runs / r / "export") for r in ("deer_stage1", "ar_target"))
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        lab.fit("dllm_block")
+        graph, infilling = (lab.fit(r) for r in ("spiffy_calibrate", "asarm_joint"))
+        fitted(lab.runs, "cspd_target")
+        images = fitted(lab.runs, "cspd_draft", "module.gamma=2")
     texts = [f"source={lab.corpus}", "prompts=2", "prompt_length=8", "max_new_tokens=4"]
+    windows = [f"source={lab.corpus}", "samples=2", "length=8", "block_sizes=[2]"]
+    few = ["images=2", "samples=4", "permutations=3", "batch_sizes=[1]", "batches=1"]
     found = {
         "decoding.generate": [f"model={drafter}", "prompt=self", "max_new_tokens=4"],
         "decoding.bench.text": [f"model={drafter}", *texts, "temperatures=[0]"],
         "decoding.bench.limits": [f"model={drafter}", *texts],
+        "decoding.bench.denoise": [f"model={graph}", *texts, "temperatures=[0]"],
+        "decoding.bench.infill": [f"model={infilling}", *windows],
+        "decoding.bench.images": [f"model={images}", *few, "gammas=[1]", "prefills=[0.5]"],
+        "decoding.bench.fid": [f"model={images}", "real=digits", "features=digits", "samples=4"],
+        "decoding.images": [f"model={images}", "classes=[1]", "count=1"],
         "decoding.bench.heldout_loss": [f"model={target}", f"source={lab.corpus}", "rows=2"],
         "decoding.bench.jacobi_sweep": [f"model={target}", *texts],
         "decoding.bench.jacobi_picture": [f"model={target}", "prompt=self", "max_new_tokens=4"],

@@ -81,7 +81,8 @@ def check(module, arguments):
 
 
 @pytest.mark.parametrize("command", every_command(), ids=shlex.join)
-def test_a_command_is_understood(command):
+def test_a_command_is_understood(command, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)  # as on a reader's machine
     module, *arguments = command
     check(module, arguments)
 

@@ -58,10 +58,10 @@ def run(argv: list[str]) -> None:
         if "target" in parade_config(name):
             raise ValueError(f"{name} is a drafter, which changes no text: give its target")
     check_one_tokenizer({name: load_tokenizer(name) for name in names})
-    texts = heldout_texts(h, load_tokenizer(h.model))
-    tokens = ", ".join(f"{sum(sum(t) for _, t in of)} of {what}" for what, of in texts.items())
-    title = f"next-token loss in nats, {h.dtype}, held-out tokens: {tokens}"
     with results(Path(h.out)) as out:
+        texts = heldout_texts(h, load_tokenizer(h.model))
+        tokens = ", ".join(f"{sum(sum(t) for _, t in of)} of {what}" for what, of in texts.items())
+        title = f"next-token loss in nats, {h.dtype}, held-out tokens: {tokens}"
         lines = [{"model": name, **losses(h, name, texts)} for name in names]
         for line in lines:
             for what in texts:

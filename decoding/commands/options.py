@@ -9,7 +9,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from decoding.commands.values import show, unknown
-from models.placement import check_device
+from models.placement import check_device, loading_options
 
 LARGEST, SEEDS = 2**31 - 1, 2**64 - 1  # integers; those of seeds
 NEEDED = MISSING  # the default of an option that must be given
@@ -123,6 +123,10 @@ class ModelOptions(Options):
     device_map: str | None = option(
         None, "spread the target: auto, or limits such as 0:60GiB,cpu:200GiB"
     )
+
+    def __post_init__(self):
+        super().__post_init__()
+        loading_options(self.device_map)  # raises now, not after the texts are read
 
     @property
     def placing(self) -> dict:

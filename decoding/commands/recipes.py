@@ -26,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from decoding.commands.cli import Line, asked, help_page
 from decoding.commands.options import check
 from decoding.commands.values import convert, fits, read, show, split, type_name, unknown
+from models.placement import loading_options
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 MODULES = {"fit": "trainers.fit", "collect": "decoding.collect"}
@@ -97,6 +98,7 @@ def compose(argv: list[str], command: str) -> DictConfig:
     if wish == "config":
         print(OmegaConf.to_yaml(OmegaConf.create(resolved)), end="")
         sys.exit(0)
+    loading_options(config.device_map)  # raises now, not after the inputs are made
     OmegaConf.set_struct(config, True)
     return config
 

@@ -170,7 +170,7 @@ class TestStopped:
         assert same_run(folder, whole)
 
     def test_two_at_once(self, lab, whole):
-        """One goes on, the other says so; the one waits meanwhile, so that both are there at once."""
+        """One goes on, the other says so; the one is halted meanwhile, so that it is there."""
         folder = whole.with_name("twice")
         one = lab.start("deer_stage2", *LONG, "name=twice")
         wait_for_checkpoint(one, folder)
