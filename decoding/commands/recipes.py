@@ -294,6 +294,8 @@ def _override(config: DictConfig, argument: str) -> None:
         parent, leaf = _locate(config, argument[1:])
         if argument[1:] in paths(_of_every_run(config.command)):
             raise ValueError(f"{argument} is not allowed: every run has this key; give it a value")
+        if leaf == "_target_":
+            raise ValueError(f"{argument} is not allowed: it names what is built; give it a value")
         parent.pop(leaf, None)
         return
     key, text = split(argument.lstrip("+"))
