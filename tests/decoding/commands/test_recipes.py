@@ -133,6 +133,7 @@ def test_a_value_outside_its_limits_is_one_line(given, allowed):
     [
         ("fit ar_target", ["~optimization.lr"], "every run has this key"),
         ("fit ar_target", ["~data.train._target_"], "names what is built"),
+        ("collect deer_answers", ["++prompts=${seed}"], "prompts=0 is not allowed: it is a node"),
         ("fit ar_target", ["~network.model_type"], "network.model_type is missing"),
         ("fit ar_target", ["trainer=${seed}"], "trainer=0 is not allowed: it is a node"),
         ("fit ar_target", ["trainer=${seed}", "+trainer.x=1"], "trainer.max_steps is missing"),
