@@ -28,11 +28,11 @@ from decoding.commands.options import NEEDED, PromptOptions, check_batch_sizes, 
 from decoding.commands.progress import track
 from decoding.commands.report import results, write_table
 from decoding.drafting.bigrams import FILE, Bigrams, count, write
+from decoding.drafting.block_sampler import BlockSampler
 from decoding.drafting.tree import check_tree
 from decoding.engine.params import SamplingParams
 from decoding.engine.sampler import Sampler
 from decoding.loading import load, parade_config, sampler_of
-from decoding.samplers.deer import DeerSampler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ def run(argv: list[str]) -> None:
 
 
 def fastest_tree(
-    c: Calibrate, sampler: DeerSampler, prompts: list[list[int]], table: Bigrams | None, out: Path
+    c: Calibrate, sampler: BlockSampler, prompts: list[list[int]], table: Bigrams | None, out: Path
 ) -> dict:
     """The knobs of the trees that are fastest over all temperatures.
 
@@ -137,7 +137,7 @@ def fastest_tree(
 
 
 def fastest_lengths(
-    c: Calibrate, sampler: DeerSampler, prompts: list[list[int]], out: Path
+    c: Calibrate, sampler: BlockSampler, prompts: list[list[int]], out: Path
 ) -> dict[str, dict[str, int]]:
     """The fastest lengths of drafts that are no tree.
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from decoding.drafting.bigrams import Bigrams
+from decoding.drafting.block_sampler import BlockSampler
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import KeyedRandomness, request_seeds
 from decoding.engine.sampler import Batch
-from decoding.samplers.deer import DeerSampler
 
 LEAST, MOST = 0.05, 20.0  # sharpness
 TURNS = 4  # of maximising in w, then in s
@@ -73,12 +73,12 @@ def _best(x: Tensor, choice: Tensor, others: Tensor, least: float) -> float:
 
 
 def observed(
-    sampler: DeerSampler, prompts: list[list[int]], params: SamplingParams
+    sampler: BlockSampler, prompts: list[list[int]], params: SamplingParams
 ) -> tuple[Tensor, Tensor]:
     """Observations for `fit`, at every other position of a sampler's own answers.
 
     Args:
-        sampler: A DEER sampler.
+        sampler: A sampler that drafts blocks.
         prompts: Token ids of each prompt.
         params: How to decode; its seed (0 if None) fixes the noise.
 
@@ -101,7 +101,7 @@ def observed(
             capacity = len(text) + k + sampler.margin(params)
             randomness = KeyedRandomness([seed] * len(starts), device)
             batch = Batch([text[:n] for n in starts], capacity, randomness, device)
-            sampler.begin_drafting(batch)
+            sampler.begin_drafting(batch, sampler.states_before(batch))
             q, noise = sampler.draft_pass(batch, k, params), sampler.noise(batch, k, params)
             z.append(q.log_softmax(-1) + (0 if noise is None else noise))
             choice += [text[n : n + k] for n in starts]

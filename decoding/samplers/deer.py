@@ -4,33 +4,24 @@ Source: arXiv 2512.15176, section 3.2 and Algorithm 1 (a rejection ends the bloc
 after it were conditioned on the rejected token).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decoding.drafting import bigrams as bigram_file
-from decoding.drafting.bigrams import Bigrams
+from decoding.drafting import block_sampler
+from decoding.drafting.block_sampler import BlockSampler
 from decoding.drafting.prompt_lookup import Lookup
-from decoding.drafting.tree import LIMIT, BigramScores, check_tree, draft_trees, verify_trees
-from decoding.engine import verify, vocabulary
 from decoding.engine.cache import CachedNetwork
-from decoding.engine.params import VERIFY, SamplingParams
-from decoding.engine.sampler import Batch, Sampler, State
-from decoding.engine.verify import choose
-from decoding.engine.warp import fit_vocabulary, seen_tokens, warp
-from models.masks import causal, drafter_attention, tree
+from decoding.engine.params import SamplingParams
+from decoding.engine.sampler import Batch, State
+from models.masks import drafter_attention
 
-KEPT_TOKENS = 2**14  # whose bigrams are kept as dictionaries
-KNOBS = {"nodes": int, "sharpness": float, "bigrams": bool, "lookup": bool}
-ARTEFACTS = (bigram_file.FILE, vocabulary.FILE)  # beside the weights of an export
+KNOBS = block_sampler.KNOBS
+ARTEFACTS = block_sampler.ARTEFACTS  # beside the weights of an export
 NEEDED = ("target", "tokenizer_fingerprint", "mask_id", "block_size")  # keys of an export's entry
+read_artefacts = block_sampler.read_artefacts
 
 
 @dataclass
@@ -46,13 +37,12 @@ class DeerState(State):
     lookups: list[Lookup] | None = None
 
 
-class DeerSampler(Sampler):
+class DeerSampler(BlockSampler):
     """Speculative decoding with a block-diffusion drafter.
 
     Args:
         target, tokenizer: See `Sampler`.
         drafter: A diffusion LM over the target's tokens.
-        block_size: k, tokens drafted a cycle unless a request asks for others.
         mask_id: The token that the drafter reads in place of those it drafts.
         sep_id: The drafter's separator token; None with 'causal' attention, which has none.
         attention: The drafter's, as it was trained, one of `models.masks.DRAFTERS`. With
@@ -61,24 +51,8 @@ class DeerSampler(Sampler):
             committed token and k - 1 masks draft the k tokens after them.
         shifted: Whether the drafter's output at a position predicts the token after it, as a causal
             LM's does, and not that position's own.
-        nodes: Of the tree that `verify=tree` drafts instead of a block: a number, or
-            {requests: number} by how many requests are decoded together.
-        sharpness: Inverse temperature of the drafter in a tree's ranking (`draft_trees`): a number,
-            or a number for each depth by temperature, {temperature: [...]}, of which a request
-            takes the nearest.
-        lengths: k of drafts that are no tree, {requests: {temperature: k}}, of which a cycle takes
-            the nearest; None: block_size. Drafts that are accepted by chance take those of one
-            request, whatever the batch (see `length`).
-        bigrams: Bigram scores of the target's answers (`decoding.drafting.bigrams`).
-        bigram_weights: The weight of these scores at each depth, {temperature: [...]}.
-        lookup: Whether trees use prompt lookup at temperature 0
-            (`decoding.drafting.prompt_lookup`).
-        draft_ids: [Vd], the target's tokens that are drafted, where these are not all of them
-            (`decoding.engine.vocabulary`): those of which the drafter has logits, or of whose
-            logits it computes no others.
+        knobs: See `BlockSampler`.
     """
-
-    rules = VERIFY
 
     def __init__(
         self,
@@ -86,27 +60,13 @@ class DeerSampler(Sampler):
         tokenizer: PreTrainedTokenizerBase,
         drafter: PreTrainedModel,
         *,
-        block_size: int,
         mask_id: int,
         sep_id: int | None = None,
         attention: str = "prefix_causal",
         shifted: bool = False,
-        nodes: int | dict[str, int] = 16,
-        sharpness: float | dict[str, list[float]] = 1.5,
-        lengths: dict[str, dict[str, int]] | None = None,
-        bigrams: Bigrams | None = None,
-        bigram_weights: dict[str, list[float]] | None = None,
-        lookup: bool = True,
-        draft_ids: Tensor | None = None,
+        **knobs,
     ):
-        super().__init__(target, tokenizer)
-        if draft_ids is not None:
-            vocabulary.check_vocabulary(None, self.vocabulary, draft_ids)
-            draft_ids = draft_ids.to(self.device)
-        self.draft_ids = draft_ids
-        nodes = nodes if isinstance(nodes, dict) else {1: nodes}
-        for number in nodes.values():
-            check_tree(number, sharpness)
+        super().__init__(target, tokenizer, **knobs)
         self.drafter, self.draft_predicate = drafter.eval(), drafter_attention(attention)
         if (sep_id is None) != (attention == "causal"):
             raise ValueError(
@@ -114,53 +74,9 @@ class DeerSampler(Sampler):
                 "attention='causal' there is no separator, otherwise there is one"
             )
         self.drafter_caches, self.shifted = attention != "bidirectional", shifted
-        self.block_size, self.mask_id, self.sep_id = block_size, mask_id, sep_id
-        self.nodes, self.sharpness = {int(rows): n for rows, n in nodes.items()}, sharpness
-        self.lengths = {
-            int(rows): {float(t): k for t, k in by_temperature.items()}
-            for rows, by_temperature in (lengths or {}).items()
-        }
-        by_depth = _by_depth(sharpness if isinstance(sharpness, dict) else {})
-        self._sharpness = {t: torch.tensor(s, device=self.device) for t, s in by_depth.items()}
-        self.bigrams, self.scores, self.lookup = bigrams, {}, lookup
-        if bigrams is not None:
-            after = lru_cache(KEPT_TOKENS)(bigrams.after)
-            weights = _by_depth(bigram_weights)
-            self.scores = {t: BigramScores(after, weight) for t, weight in weights.items()}
+        self.mask_id, self.sep_id = mask_id, sep_id
 
-    def margin(self, params: SamplingParams) -> int:
-        """A cycle may overshoot by what it drafts; separator and scratch need a slot each."""
-        most = [params.block_size or self.block_size]
-        most += [k for by_temperature in self.lengths.values() for k in by_temperature.values()]
-        if params.verify == "tree":
-            most += self.nodes.values()
-        return max(most) + 3
-
-    def length(self, requests: int, params: SamplingParams) -> int:
-        """Tokens to draft a cycle when so many requests are unfinished. Lossless, whatever it is.
-
-        What is drawn depends on how many tokens are drafted, and a request's text must not depend
-        on its neighbours: only where the noise is keyed may their number decide.
-        """
-        if params.block_size or params.verify == "tree" or not self.lengths:
-            return params.block_size or self.block_size
-        by_temperature = _nearest(self.lengths, requests if params.keyed else 1)
-        return _nearest(by_temperature, params.temperature)
-
-    def begin(self, batch: Batch, params: SamplingParams) -> None:
-        """Prefill both networks."""
-        predicate = tree if params.verify == "tree" else causal
-        capacity = batch.tokens.shape[1]
-        target = CachedNetwork(self.target, predicate, capacity, self.hidden_layers)
-        self.prefill(batch, "target", target)
-        self.begin_drafting(batch)
-        # At other temperatures the noise knows more: there lookups make trees worse.
-        if self.lookup and params.verify == "tree" and params.temperature == 0:
-            texts = zip(batch.tokens.tolist(), batch.lengths.tolist())
-            batch.state.lookups = [Lookup(tokens[:length]) for tokens, length in texts]
-
-    def begin_drafting(self, batch: Batch) -> None:
-        """Prefill the drafter alone, and set `batch.state`: all that `draft_pass` needs."""
+    def begin_drafting(self, batch: Batch, states: tuple[Tensor, ...]) -> None:
         capacity = batch.tokens.shape[1]
         drafter = CachedNetwork(self.drafter, self.draft_predicate, capacity, ids=self.draft_ids)
         batch.networks["drafter"] = drafter
@@ -168,65 +84,6 @@ class DeerSampler(Sampler):
         if self.drafter_caches:
             self.prefill(batch, "drafter", drafter)
             batch.state.drafter_cached = batch.lengths - 1
-
-    def cycle(self, batch: Batch, params: SamplingParams) -> tuple[Tensor, Tensor]:
-        """Draft k tokens, verify them, emit the accepted ones and one of the target's own."""
-        k = self.length(len(batch.requests), params)
-        q_logits = self.draft_pass(batch, k, params)
-        keyed = params.keyed
-        if keyed:
-            noise = self.noise(batch, k + 1, params)  # drafter and target share it
-            if params.verify == "tree":
-                return self.tree_cycle(batch, q_logits, noise, params)
-            draft = choose(q_logits, noise)
-        else:
-            q = q_logits.softmax(-1)
-            draft = batch.randomness.categorical(q)
-        p_logits = self.target_pass(batch, draft, params).logits
-        if keyed:
-            accepted, following = verify.coupled(draft, choose(p_logits, noise))
-        else:
-            rule = {"rejection": verify.rejection, "block": verify.block}[params.verify]
-            accepted, following = rule(draft, q, p_logits.softmax(-1), batch.randomness)
-        tokens = torch.cat([draft, draft[:, :1]], 1)
-        tokens.scatter_(1, accepted[:, None], following[:, None])
-        return tokens, accepted + 1
-
-    def tree_cycle(
-        self, batch: Batch, q_logits: Tensor, noise: Tensor | None, params: SamplingParams
-    ) -> tuple[Tensor, Tensor]:
-        """Verify a tree of drafts in one pass: the output of `coupled`, whatever the tree.
-
-        So the tree may know the noise: a token's chance to be the target's choice is about
-        softmax(log q + g), and of that the tree is the best.
-        """
-        noisy = q_logits if noise is None else q_logits + noise[:, :-1]
-        sharpness, bigrams = self.ranking_at(params.temperature)
-        lookups = batch.state.lookups
-        nodes = _nearest(self.nodes, len(batch.requests))
-        trees = draft_trees(noisy, nodes, sharpness, bigrams, lookups)
-        batch.drafted = trees.token.shape[1]
-        last, depth = batch.lengths[:, None] - 1, pad(trees.depth, (1, 0))
-        target = batch.networks["target"]
-        output = target(
-            torch.cat([batch.tokens.gather(1, last), trees.token], 1),
-            last + depth,
-            keep=depth.shape[1],
-            branch=pad(trees.path, (1, 0), value=-1),
-        )
-        logits = self.warped(output.logits, batch, trees.token, params, trees.before())
-        accepted = verify_trees(trees, logits, noise)
-        target.keep_path(batch.lengths, accepted.node)
-        tokens, counts = accepted.tokens, accepted.count + 1
-        if lookups:
-            for lookup, new, count in zip(lookups, tokens.tolist(), counts.tolist()):
-                lookup.extend(new[:count])
-        return tokens, counts
-
-    def ranking_at(self, temperature: float) -> tuple[float | Tensor, BigramScores | None]:
-        """`sharpness` and `bigrams` of `draft_trees`: those of the nearest temperature."""
-        sharpness = _nearest(self._sharpness, temperature) if self._sharpness else self.sharpness
-        return sharpness, _nearest(self.scores, temperature) if self.scores else None
 
     def draft_pass(self, batch: Batch, k: int, params: SamplingParams) -> Tensor:
         """Warped drafter logits [B, k, V] at the next k positions, independent given the prefix.
@@ -256,54 +113,10 @@ class DeerSampler(Sampler):
         if self.drafter_caches:
             batch.state.drafter_cached = batch.lengths
         excluded = [self.mask_id] if self.sep_id is None else [self.mask_id, self.sep_id]
-        logits = fit_vocabulary(logits, self.vocabulary, excluded, self.draft_ids)
-        seen = None
-        if params.repetition_penalty != 1.0:
-            nothing = batch.tokens[:, :0]
-            seen = seen_tokens(batch.tokens, batch.lengths, nothing, self.vocabulary)
-        return warp(logits, params, seen)
-
-
-def _by_depth(numbers: dict[str, list[float]]) -> dict[float, list[float]]:
-    """Of each temperature LIMIT numbers: the last depth's holds for all deeper ones."""
-    return {float(t): [*row, *[row[-1]] * (LIMIT - len(row))] for t, row in numbers.items()}
-
-
-def _nearest(known: dict[float, Any], x: float) -> Any:
-    return known[min(known, key=lambda other: abs(other - x))]
+        return self.drafted(logits, excluded, batch, params)
 
 
 def from_export(target, tokenizer, drafter, config: dict) -> DeerSampler:
     """The sampler of an exported drafter; config: its `parade` entry."""
-    keys = "mask_id", "sep_id", "block_size", "attention", "shifted"
-    keys += "nodes", "sharpness", "lengths", "lookup", "draft_ids"
-    knobs = {key: config[key] for key in keys if key in config}
-    if config.get("bigrams") and "table" in config:  # see `read_artefacts`
-        knobs |= {"bigrams": config["table"], "bigram_weights": config["bigrams"]}
+    knobs = block_sampler.knobs_of(config, "mask_id", "sep_id", "attention", "shifted")
     return DeerSampler(target, tokenizer, drafter, **knobs)
-
-
-def read_artefacts(fetch: Callable[[str], Path], config: dict) -> dict:
-    """What lies beside a drafter's weights, for `from_export`.
-
-    Args:
-        fetch: Gives the path of a file of the export (`models.causal.files_of`).
-        config: The export's `parade` entry, with the user's knobs.
-
-    Returns:
-        {'table': bigrams} and {'draft_ids': [Vd]}, each where the entry names it.
-
-    Raises:
-        ValueError: a file that is missing or damaged; bigrams=true for an export without any.
-    """
-    found = {}
-    if config.get(vocabulary.KEY):
-        found["draft_ids"] = vocabulary.read(fetch(config[vocabulary.KEY]))
-    if config.get("bigrams"):
-        if not isinstance(config["bigrams"], dict):
-            raise ValueError(
-                "bigrams=true is not allowed: an export that has bigrams uses them. To make them: "
-                "python -m decoding.calibrate model=<the export> answers=..."
-            )
-        found["table"] = bigram_file.read(fetch(bigram_file.FILE))
-    return found

@@ -140,7 +140,7 @@ def test_a_wrong_mask_changes_the_text(monkeypatch, wrong):
     expected = ids(plain_rows(model, params))
     right = oracle(model, 5, PROMPTS, expected)
     assert ids(right.generate(PROMPTS, params, seeds=SEEDS)) == expected
-    monkeypatch.setattr("decoding.samplers.deer.tree", wrong)
+    monkeypatch.setattr("decoding.drafting.block_sampler.tree", wrong)
     assert ids(right.generate(PROMPTS, params, seeds=SEEDS)) != expected
 
 
