@@ -1,14 +1,16 @@
 """Packed draft blocks: many draft blocks of one row, trained in a single forward.
 
 A training sample is the clean row of S tokens, followed by A blocks of W tokens each, which
-continue the row at the block's anchor: the number n of clean tokens before the block. There are two
-layouts of a block of K drafted tokens, each laid out as in decoding:
+continue the row at the block's anchor: the number n of clean tokens before the block. There are
+three layouts of a block of K drafted tokens, each laid out as in decoding:
 
 - `separator`: a separator at position n and K masked (or partly masked) tokens at n + 1 to n + K,
   so W = 1 + K. The outputs of the masked tokens draft themselves.
 - `pard` (arXiv 2504.18583, what vLLM's `parallel_drafting` runs): the last token of the prefix at
   position n - 1 and K - 1 masked tokens at n to n + K - 2, so W = K. Each output drafts the token
   after its input, as a causal LM's does.
+- `dflash` (arXiv 2602.06036): the last token of the prefix at position n - 1 and K masked tokens at
+  n to n + K - 1, so W = 1 + K. The outputs of the masked tokens draft themselves.
 """
 
 from typing import NamedTuple, Protocol
@@ -76,7 +78,7 @@ class DraftBlocks:
         length: K, the number of drafted tokens per block.
         schedule: the noise of the blocks.
         tokenizer: one that has the layout's tokens (`data.text.tokenizer.with_draft_tokens`).
-        layout: of the blocks, 'separator' or 'pard'.
+        layout: of the blocks: 'separator', 'pard' or 'dflash'.
 
     Raises:
         ValueError: for fewer than 1 block or token, or a tokenizer without the layout's tokens.
@@ -94,6 +96,7 @@ class DraftBlocks:
             raise ValueError(f"anchors={anchors} and length={length} must both be at least 1")
         self.anchors, self.length, self.schedule = anchors, length, schedule
         self.mask_id, self.sep_id = draft_token_ids(tokenizer, layout)
+        self.width = length if layout == "pard" else 1 + length
 
     def __call__(
         self, row: dict[str, Tensor], generator: Generator, number: int = 0
@@ -114,7 +117,7 @@ class DraftBlocks:
 
     def lay_out(self, row: dict[str, Tensor], anchor: Tensor, noise: Noise) -> dict[str, Tensor]:
         """The sample of given anchors [A] and noise; deterministic. Returns: see `__call__`."""
-        ids, S = row["input_ids"], len(row["input_ids"])
+        ids, S, W = row["input_ids"], len(row["input_ids"]), self.width
         A, K = noise.masked.shape
         at = anchor[:, None] + torch.arange(K)
         inside, at = at < S, at.clamp_max(S - 1)
@@ -125,11 +128,11 @@ class DraftBlocks:
         drafted = torch.where(noise.masked | ~inside, self.mask_id, ids[at])
         last = (anchor - 1).clamp_min(0)
         if self.sep_id is None:
-            before, block, own = ids[last][:, None], torch.arange(A * K), 1
+            before, own = ids[last][:, None], 1
         else:
             before, own = torch.full((A, 1), self.sep_id), 0
-            block = torch.arange(A).repeat_interleave(1 + K)
-        W = 1 + K - own
+        # `causal_blocks` counts tokens of blocks, `draft_blocks` blocks.
+        block = torch.arange(A * W) if W == K else torch.arange(A).repeat_interleave(W)
         tokens = torch.cat([before, drafted], 1)[:, :W]
         first = row["position"][last] + 1 - own
         present = torch.cat([torch.ones(A, 1, dtype=torch.bool), noise.present], 1)[:, :W]

@@ -13,7 +13,7 @@ from data.corpora.sources import load_documents
 EOS_TOKEN = "<eos>"
 MASK_TOKEN = "<|mask|>"
 SEPARATOR_TOKEN = "<|draft|>"
-LAYOUTS = ("separator", "pard")  # of draft blocks (data/corruption/draft_blocks.py)
+LAYOUTS = ("separator", "pard", "dflash")  # of draft blocks (data/corruption/draft_blocks.py)
 # A byte that UTF-8 never uses, as byte-level vocabularies (GPT-2's, Llama 3's, Qwen's) write it.
 UNUSED_BYTE = "ÿ"
 
@@ -112,13 +112,13 @@ def with_draft_tokens(
     Args:
         tokenizer: the target's. A mask token that it has is kept.
         layout: 'separator' adds a mask token and a separator token, with ids after the whole
-            vocabulary, so every existing id keeps its meaning; 'pard' adds nothing: see
+            vocabulary, so every existing id keeps its meaning; the others add nothing: see
             `spare_token_id`.
         mask_token: a special token of the tokenizer that becomes the mask token.
 
     Raises:
-        ValueError: for an unknown layout, a mask token that is no special token, or, with 'pard', a
-            tokenizer without a spare token.
+        ValueError: for an unknown layout, a mask token that is no special token, or, with another
+            layout than 'separator', a tokenizer without a spare token.
     """
     _check_layout(layout)
     if mask_token is not None:
@@ -130,7 +130,7 @@ def with_draft_tokens(
             )
         tokenizer = copy.deepcopy(tokenizer)
         tokenizer.mask_token = mask_token
-    if layout == "pard":
+    if layout != "separator":
         draft_token_ids(tokenizer, layout)
         return copy.deepcopy(tokenizer)
     tokenizer = with_mask_token(tokenizer)
@@ -142,7 +142,7 @@ def with_draft_tokens(
 def draft_token_ids(
     tokenizer: PreTrainedTokenizerBase, layout: str = "separator"
 ) -> tuple[int, int | None]:
-    """The ids `(mask, separator)` of the draft tokens; blocks of layout 'pard' have no separator.
+    """The ids `(mask, separator)` of the draft tokens; only 'separator' has the latter.
 
     Raises:
         ValueError: for a tokenizer without them, or of another layout; see `with_draft_tokens`.
@@ -150,10 +150,10 @@ def draft_token_ids(
     _check_layout(layout)
     mask_id = tokenizer.mask_token_id
     separator_id = _backend(tokenizer).token_to_id(SEPARATOR_TOKEN)
-    if layout == "pard":
+    if layout != "separator":
         if separator_id is not None:
             raise ValueError(
-                f"layout=pard, but the tokenizer has a {SEPARATOR_TOKEN} token: the drafter to "
+                f"layout={layout}, but the tokenizer has a {SEPARATOR_TOKEN} token: the drafter to "
                 "start from was made with layout=separator. Make another, with runs= of its own"
             )
         return spare_token_id(tokenizer) if mask_id is None else mask_id, None
@@ -161,7 +161,7 @@ def draft_token_ids(
         raise ValueError(
             f"The tokenizer has no mask token or no {SEPARATOR_TOKEN} token. "
             "Call data.text.tokenizer.with_draft_tokens(tokenizer) first. "
-            "(That of a drafter with layout=pard has none.)"
+            "(That of a drafter with another layout has none.)"
         )
     return mask_id, separator_id
 
@@ -172,7 +172,7 @@ def _check_layout(layout: str) -> None:
 
 
 def spare_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id of a token that no text has: what PARD's drafters read as the mask.
+    """The id of a token that no text has: what drafters of PARD and DFlash read as the mask.
 
     Serving engines demand that a drafter has exactly the target's vocabulary, so the mask must be
     in it: a reserved special token, else the last special token without a use, else, of a
@@ -192,8 +192,9 @@ def spare_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     byte = _backend(tokenizer).token_to_id(UNUSED_BYTE)
     if not byte_level or byte is None:
         raise ValueError(
-            "layout=pard needs a token that no text has, and this tokenizer has no special token "
-            "without a use: name one, tokenizer.mask_token=..., or train with layout=separator"
+            "a drafter with the target's vocabulary needs a token that no text has, and this "
+            "tokenizer has no special token without a use: name one, tokenizer.mask_token=..., or "
+            "train with layout=separator"
         )
     return byte
 

@@ -90,6 +90,13 @@ class Lab:
                 "module.max_new_tokens=8",
             ],
             "deer_stage1": [*rows, *BLOCKS],
+            "dflash": [
+                *rows,
+                "data.corruption.anchors=4",
+                "network.layers=[0,2]",
+                "network.states=2",
+                "module.block_size=4",
+            ],
             "deer_stage2": [*rows, *BLOCKS, "data.corruption.schedule.shortest=1"],
         }[recipe]
         source = f"acceptance.source={self.corpus}"

@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from decoding.engine.warp import seen_tokens, warp
+from models.dflash import from_target
 
 CLASSES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -88,3 +89,18 @@ def total_variation(a, b):
 def grid(**axes):
     """Dictionaries of every combination."""
     return [dict(zip(axes, values)) for values in itertools.product(*axes.values())]
+
+
+def dflash(target, states=2, seed=1, scale=2.0, **options):
+    """A random DFlash drafter for a target, in its type; the mask is the target's last token."""
+    vocabulary = target.config.vocab_size
+    network = from_target(target, tokenizer(vocabulary), 2, states, **options)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for p in network.parameters():
+            if p.ndim > 1:
+                p.normal_(0, scale / p.shape[1] ** 0.5)
+            else:
+                p.uniform_(0.5, 1.5)
+    network.config.dflash_config["mask_token_id"] = vocabulary - 1
+    return network.to(target.dtype).eval()

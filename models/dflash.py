@@ -1,0 +1,357 @@
+"""DFlash drafters: a few decoder layers that read a prefix as the target's hidden states.
+
+Source: arXiv 2602.06036. The states of some target layers, concatenated, are projected (`fc`,
+`hidden_norm`) to one context, of which every layer of the drafter takes keys and values for the
+prefix. Queries come only from the draft block, [last committed token, masks], which attends to the
+context and, both ways, to itself. Embeddings and head are the target's. Names of tensors and of
+config keys are those that vLLM, SGLang and transformers read, so an export needs no renaming.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    Cache,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen3Config,
+)
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3MLP,
+    Qwen3PreTrainedModel,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    rotate_half,
+)
+
+from models.causal import why
+from models.diffusion import ends
+from models.hidden_states import check_layers
+from models.masks import Layout, dense, draft_blocks
+
+LAYOUT = "dflash"  # of its draft blocks (data.corruption.draft_blocks)
+UNREAD = 2  # last layers of a target that `spread` leaves out: they are about the next token alone
+
+
+class DFlashAttention(nn.Module):
+    """Attention of a draft block over the context and itself, with norms of queries and keys."""
+
+    def __init__(self, config: Qwen3Config, layer_idx: int):
+        super().__init__()
+        self.config, self.layer_idx, self.is_causal = config, layer_idx, False
+        self.head_dim, self.scaling = config.head_dim, config.head_dim**-0.5
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        H, D, bias = config.hidden_size, config.head_dim, config.attention_bias
+        self.q_proj = nn.Linear(H, config.num_attention_heads * D, bias=bias)
+        self.k_proj = nn.Linear(H, config.num_key_value_heads * D, bias=bias)
+        self.v_proj = nn.Linear(H, config.num_key_value_heads * D, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * D, H, bias=bias)
+        self.q_norm = Qwen3RMSNorm(D, eps=config.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(D, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        block: Tensor,
+        context: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        cache: Cache | None,
+    ) -> Tensor:
+        """block [B, Q, H] and context [B, C, H], at positions of rotary [B, C + Q, D]."""
+        both = torch.cat([context, block], 1)
+        query, key, value = (
+            project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for project, x in ((self.q_proj, block), (self.k_proj, both), (self.v_proj, both))
+        )
+        cos, sin = (x[:, None] for x in rotary)
+        Q = block.shape[1]
+        query = _rotated(self.q_norm(query), cos[:, :, -Q:], sin[:, :, -Q:])
+        key = _rotated(self.k_norm(key), cos, sin)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+        attend = AttentionInterface().get_interface(self.config._attn_implementation, None)
+        found, _ = attend(self, query, key, value, mask, scaling=self.scaling)
+        return self.o_proj(found.flatten(2))
+
+
+class DFlashLayer(GradientCheckpointingLayer):
+    """A decoder layer whose attention also reads the context."""
+
+    def __init__(self, config: Qwen3Config, layer_idx: int):
+        super().__init__()
+        self.self_attn = DFlashAttention(config, layer_idx)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, block: Tensor, *given) -> Tensor:
+        block = block + self.self_attn(self.input_layernorm(block), *given)
+        return block + self.mlp(self.post_attention_layernorm(block))
+
+
+class DFlashDraftModel(Qwen3PreTrainedModel):
+    """The network of a DFlash drafter.
+
+    config is a Qwen3Config with `block_size` (1 + K, the last committed token and K masks),
+    `num_target_layers` and `dflash_config`: `mask_token_id`, `target_layer_ids` (0-based, states
+    are outputs of these layers: `models.hidden_states`) and `causal` (false). With
+    `draft_vocab_size` the drafter has a head of its own for these tokens: draft token d is the
+    target's d + d2t[d].
+    """
+
+    config_class = Qwen3Config
+    base_model_prefix = ""
+    main_input_name = "noise_embeds"
+    _no_split_modules = ("DFlashLayer",)
+
+    def __init__(self, config: Qwen3Config):
+        super().__init__(config)
+        H = config.hidden_size
+        self.target_layer_ids = tuple(config.dflash_config["target_layer_ids"])
+        self.fc = nn.Linear(len(self.target_layer_ids) * H, H, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(H, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(DFlashLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = Qwen3RMSNorm(H, eps=config.rms_norm_eps)
+        self.rotary_emb = Qwen3RotaryEmbedding(config)
+        size = getattr(config, "draft_vocab_size", None)
+        self.lm_head = None if size is None else nn.Linear(H, size, bias=False)
+        if size is not None:
+            self.register_buffer("d2t", torch.zeros(size, dtype=torch.long))
+        self.post_init()
+
+    def get_input_embeddings(self) -> None:
+        """None: the target's are used."""
+
+    def get_output_embeddings(self) -> nn.Linear | None:
+        """The head of its own, where it has one."""
+        return self.lm_head
+
+    @property
+    def draft_ids(self) -> Tensor | None:
+        """[Vd], the target's tokens that the head of its own is for; None without one."""
+        if self.lm_head is None:
+            return None
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def forward(
+        self,
+        noise_embeds: Tensor,
+        context_hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **ignored,
+    ) -> BaseModelOutputWithPast:
+        """The draft block's last hidden states; argument names are transformers' own for DFlash.
+
+        Args:
+            noise_embeds: [B, Q, H], the target's embeddings of the last committed token and masks.
+            context_hidden_states: [B, C, L H], the target's states, those of all L layers together,
+                at tokens that the cache does not hold yet.
+            attention_mask: bool [B, 1, Q, K] over all keys (True: attended to), or [B, K], 0 where
+                a key is padding; None: all keys.
+            position_ids: [B, C + Q], of the context and then of the block; None: from 0 on.
+            past_key_values: Holds keys and values of earlier context.
+            ignored: Further arguments that transformers gives.
+
+        Returns:
+            `last_hidden_state` [B, Q, H], which a head turns into logits, and the cache.
+        """
+        context = self.hidden_norm(self.fc(context_hidden_states))
+        if position_ids is None:
+            count = context.shape[1] + noise_embeds.shape[1]
+            position_ids = torch.arange(count, device=noise_embeds.device)[None]
+        if attention_mask is not None and attention_mask.dim() == 2:
+            wide = attention_mask[:, None, None].bool()
+            attention_mask = wide.expand(-1, -1, noise_embeds.shape[1], -1)
+        rotary, block = self.rotary_emb(noise_embeds, position_ids), noise_embeds
+        for layer in self.layers:
+            block = layer(block, context, rotary, attention_mask, past_key_values)
+        return BaseModelOutputWithPast(self.norm(block), past_key_values)
+
+    def logits(self, hidden: Tensor, target: PreTrainedModel) -> Tensor:
+        """Logits [..., V] of last hidden states [..., H]: by its own head, or by the target's."""
+        head = self.lm_head or target.get_output_embeddings()
+        return head(hidden.to(head.weight.dtype))
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return x * cos + rotate_half(x) * sin
+
+
+def from_target(
+    source: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    layers: Sequence[int] | int,
+    states: Sequence[int] | int,
+    draft_ids: Tensor | None = None,
+) -> DFlashDraftModel:
+    """A new drafter for a target, with layers that begin as copies of the target's.
+
+    Args:
+        source: The target, a Llama, Qwen2 or Qwen3 style causal LM; not changed.
+        tokenizer: Its tokenizer. Mask token and block size come into the config in training.
+        layers: Decoder layers of the target to begin with, in this order; a number n: the first
+            n - 1 and the last. Norms of queries and keys, where the target has none, begin at 1.
+        states: Target layers whose outputs are read, 0-based; a number n: `spread`.
+        draft_ids: [Vd], tokens that the drafter has a head of its own for; None: it borrows the
+            target's, with all tokens.
+
+    Raises:
+        ValueError: Layers that the target lacks, a target of another style, or a token outside of
+            its vocabulary.
+    """
+    theirs = source.config.get_text_config()
+    if not hasattr(source, "model") or not hasattr(theirs, "num_key_value_heads"):
+        raise ValueError(
+            f"cannot make a DFlash drafter for a {theirs.model_type!r} model: "
+            "a Llama, Qwen2 or Qwen3 style causal LM is needed"
+        )
+    depth = theirs.num_hidden_layers
+    layers = ends(layers, depth) if isinstance(layers, int) else [*layers]
+    states = spread(states, depth) if isinstance(states, int) else [*states]
+    check_layers(source, [*layers, *states])
+    if len(tokenizer) > theirs.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} tokens and the target {theirs.vocab_size}: the "
+            "drafter reads the target's embeddings, so it can have no token of its own"
+        )
+    print(f"the drafter begins with layers {layers} of {depth}, and reads layers {states}")
+    heads = theirs.num_attention_heads
+    config = Qwen3Config(
+        vocab_size=theirs.vocab_size,
+        hidden_size=theirs.hidden_size,
+        intermediate_size=theirs.intermediate_size,
+        num_hidden_layers=len(layers),
+        num_attention_heads=heads,
+        num_key_value_heads=theirs.num_key_value_heads,
+        head_dim=getattr(theirs, "head_dim", None) or theirs.hidden_size // heads,
+        hidden_act=theirs.hidden_act,
+        rms_norm_eps=theirs.rms_norm_eps,
+        max_position_embeddings=theirs.max_position_embeddings,
+        rope_parameters=dict(theirs.rope_parameters),
+        tie_word_embeddings=False,
+        num_target_layers=depth,
+        dflash_config={"mask_token_id": None, "target_layer_ids": states, "causal": False},
+        **({} if draft_ids is None else {"draft_vocab_size": len(draft_ids)}),
+    )
+    config.architectures = [DFlashDraftModel.__name__]
+    with torch.random.fork_rng(devices=[]):  # independent of the caller's random state
+        torch.manual_seed(0)
+        network = DFlashDraftModel(config)
+    for ours, i in zip(network.layers, layers):
+        known = source.model.layers[i].state_dict()
+        own = ours.state_dict()
+        ours.load_state_dict({**own, **{k: t for k, t in known.items() if k in own}})
+    network.norm.load_state_dict(source.model.norm.state_dict())
+    if draft_ids is not None:
+        ids = draft_ids.sort().values
+        network.d2t.copy_(ids - torch.arange(len(ids)))
+        with torch.no_grad():
+            network.lm_head.weight.copy_(source.get_output_embeddings().weight[ids])
+    return network
+
+
+def spread(count: int, depth: int) -> list[int]:
+    """Evenly spaced layers of a target of `depth` layers, from the second to the third-last.
+
+    Raises:
+        ValueError: The target has fewer layers.
+
+    >>> spread(5, 36), spread(2, 3)
+    ([1, 9, 17, 25, 33], [0, 2])
+    """
+    if not 1 <= count <= depth:
+        raise ValueError(f"states={count} is not allowed: the model has {depth}, give 1 to {depth}")
+    first, last = 1, depth - 1 - UNREAD
+    if last - first + 1 < count:
+        first, last = 0, depth - 1
+    if count == 1:
+        return [(first + last) // 2]
+    return [round(first + i * (last - first) / (count - 1)) for i in range(count)]
+
+
+def draft_states(
+    network: DFlashDraftModel,
+    target: PreTrainedModel,
+    batch: dict[str, Tensor],
+    states: Sequence[Tensor],
+) -> Tensor:
+    """Last hidden states of all drafted tokens of a training batch, in one forward.
+
+    Args:
+        network: The drafter.
+        target: Whose embeddings it reads; without gradients.
+        batch: Samples of `data.corruption.draft_blocks.DraftBlocks`, of layout 'dflash'.
+        states: [B, S, H] of each layer that the drafter reads, at the S clean tokens.
+
+    Returns:
+        [B, A, K, H].
+    """
+    B, A, K = batch["target"].shape
+    S = states[0].shape[1]
+    layout = Layout(batch["document"], batch["index"], batch["block"])
+    embed = target.get_input_embeddings()
+    with torch.no_grad():
+        block = embed(batch["input_ids"][:, S:])
+    hidden = network(
+        noise_embeds=block,
+        context_hidden_states=torch.cat([*states], -1),
+        attention_mask=dense(draft_blocks, layout.map(lambda t: t[:, S:]), layout),
+        position_ids=batch["position_ids"],
+    ).last_hidden_state
+    return hidden.view(B, A, 1 + K, -1)[:, :, 1:]
+
+
+def load(path: str, dtype: str | torch.dtype = "auto") -> DFlashDraftModel:
+    """The network of an export in DFlash's format, ours or another's.
+
+    Args:
+        path: A folder or Hub id.
+        dtype: Of its weights; 'auto' takes the file's own.
+
+    Returns:
+        The network, on the CPU.
+
+    Raises:
+        ValueError: The folder holds no such drafter, or tensors are missing.
+    """
+    try:
+        network, found = DFlashDraftModel.from_pretrained(
+            path, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
+        )
+    except Exception as error:
+        raise ValueError(
+            f"cannot load a DFlash drafter from {path!r}: {why(error, path)}"
+        ) from error
+    if absent := sorted(found["missing_keys"]):
+        raise ValueError(f"{path!r} is no whole DFlash drafter: it lacks {', '.join(absent[:5])}")
+    return network
+
+
+def check_fits(config: Qwen3Config, target: PreTrainedModel) -> None:
+    """Check that a drafter is for a target of this size and depth.
+
+    Args:
+        config: The drafter's.
+        target: The target.
+
+    Raises:
+        ValueError: It is not.
+    """
+    theirs = target.config.get_text_config()
+    sizes = {
+        "num_target_layers": (config.num_target_layers, theirs.num_hidden_layers),
+        "hidden_size": (config.hidden_size, theirs.hidden_size),
+        "vocab_size": (config.vocab_size, theirs.vocab_size),
+    }
+    for name, (ours, needed) in sizes.items():
+        if ours != needed:
+            raise ValueError(
+                f"the drafter is for a target with {name}={ours}, and this one has {needed}"
+            )
+    check_layers(target, config.dflash_config["target_layer_ids"])

@@ -1,0 +1,122 @@
+"""DFlash decodes losslessly, and its context is the accepted tokens', never a rejected one's."""
+
+import pytest
+import torch
+
+from decoding.engine import verify
+from decoding.engine.params import KEYED, SamplingParams
+from decoding.engine.randomness import KeyedRandomness
+from decoding.engine.sampler import Batch
+from decoding.samplers.dflash import DFlashSampler
+from decoding.samplers.plain import PlainSampler
+from tests.decoding.test_exact_distribution import (
+    CASES,
+    always_take_the_target,
+    distance,
+    forget_the_temperature,
+    go_on_after_a_rejection,
+)
+from tests.decoding.test_identity import PROMPTS, SEEDS, WARPS, V
+from tests.support import tiny
+
+
+def dflash(model, k, cls=DFlashSampler, **knobs):
+    vocabulary = model.config.vocab_size
+    drafter = tiny.dflash(model, scale=knobs.pop("scale", 2.0))
+    tokenizer = tiny.tokenizer(vocabulary)
+    return cls(model, tokenizer, drafter, block_size=k, mask_id=vocabulary - 1, **knobs)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("name", CASES)
+def test_it_has_the_plain_distribution(name, rule):
+    case = dict(CASES[name])
+    eos = case.pop("eos", None)
+    sampler = dflash(tiny.causal_lm(case.pop("vocabulary"), eos_token_id=eos), case.pop("k"))
+    params = SamplingParams(max_new_tokens=case.pop("new"), verify=rule, **case)
+    assert distance(sampler, params, {eos} - {None}) <= 1e-9
+
+
+@pytest.mark.parametrize(
+    "wrong", [always_take_the_target, go_on_after_a_rejection, forget_the_temperature]
+)
+def test_a_wrong_rule_fails_the_same_test(monkeypatch, wrong):
+    sampler = dflash(tiny.causal_lm(3), 2)
+    params = SamplingParams(max_new_tokens=2, verify="block")
+    assert distance(sampler, params) <= 1e-9
+    monkeypatch.setattr(verify, "block", wrong)
+    assert distance(sampler, params) > 1e-3
+
+
+@pytest.mark.parametrize("warp", WARPS)
+@pytest.mark.parametrize("rule", KEYED)
+def test_the_text_is_plain_decoding_s(rule, warp):
+    """Of every prompt alone, in a batch that becomes smaller, at T=0 and T=1."""
+    model = tiny.causal_lm(V, layers=3).float()
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(20, temperature, verify=rule, **WARPS[warp])
+        plain = PlainSampler(model, tiny.tokenizer(V))
+        expected = [
+            plain.generate([p], params, seeds=[s])[0].token_ids for p, s in zip(PROMPTS, SEEDS)
+        ]
+        found = dflash(model, 4).generate(PROMPTS, params, seeds=SEEDS)
+        assert [r.token_ids for r in found] == expected
+
+
+class Recording(DFlashSampler):
+    """Keeps every draft with the prefix that it was made after."""
+
+    def draft_pass(self, batch, k, params):
+        logits = super().draft_pass(batch, k, params)
+        for tokens, n, row in zip(batch.tokens.tolist(), batch.lengths.tolist(), logits):
+            self.drafts.append((tokens[:n], row))
+        return logits
+
+
+class KeepsRejected(Recording):
+    """Wrong: the state of the first rejected token enters the context as well."""
+
+    def follow(self, batch, states, path, counts):
+        super().follow(batch, states, path, (counts + 1).clamp_max(path.shape[1]))
+
+
+class ForgetsLast(Recording):
+    """Wrong: the states are those of one position before."""
+
+    def follow(self, batch, states, path, counts):
+        super().follow(batch, states, path.roll(1, 1), counts)
+
+
+@torch.no_grad()
+def anew(sampler, prefix, k, params):
+    """The draft after a prefix, without anything kept."""
+    batch = Batch([prefix], len(prefix) + k + 8, KeyedRandomness([0]), "cpu")
+    sampler.begin(batch, params)
+    return DFlashSampler.draft_pass(sampler, batch, k, params)[0]
+
+
+def worst(cls, rule, temperature):
+    """How far drafts in the course of decoding are from those made anew, at the most."""
+    model, k = tiny.causal_lm(V, layers=3), 4
+    sampler = dflash(model, k, cls)
+    sampler.drafts = []
+    params = SamplingParams(24, temperature, verify=rule)
+    sampler.generate(PROMPTS, params, seeds=SEEDS)
+    found = 0.0
+    for prefix, logits in sampler.drafts:
+        right = anew(sampler, prefix, k, params)
+        known = right.isfinite()
+        found = max(found, (logits - right)[known].abs().max().item())
+    return found
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("rule", ["rejection", "block", "coupled", "tree"])
+def test_the_context_follows_the_accepted_tokens(rule, temperature):
+    assert worst(Recording, rule, temperature) < 1e-9
+
+
+@pytest.mark.parametrize("rule", ["coupled", "tree"])
+@pytest.mark.parametrize("wrong", [KeepsRejected, ForgetsLast])
+def test_a_wrong_context_is_seen(wrong, rule):
+    assert worst(wrong, rule, 1.0) > 1e-3

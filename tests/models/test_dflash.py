@@ -1,0 +1,218 @@
+"""DFlash drafters: training's forward is decoding's, and the format is that of engines."""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, Qwen3Config
+
+from data.corruption.draft_blocks import DraftBlocks, SuffixNoise
+from decoding.engine.params import SamplingParams
+from decoding.engine.randomness import KeyedRandomness
+from decoding.engine.sampler import Batch
+from decoding.samplers.dflash import DFlashSampler
+from models import dflash
+from models.dflash import DFlashDraftModel, draft_states, from_target, spread
+from models.hidden_states import capture
+from tests.support import tiny
+
+V, K = 12, 3
+TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
+
+
+def target(kind="llama"):
+    return tiny.causal_lm(V, kind=kind, layers=4)
+
+
+def sampler(model, drafter, k=K):
+    return DFlashSampler(model, tiny.tokenizer(V), drafter, mask_id=V - 1, block_size=k)
+
+
+def trained_logits(model, drafter, anchors, document=None, context=None):
+    """Logits [A, K, V] of training's packed forward at some anchors of TOKENS."""
+    blocks = DraftBlocks(len(anchors), K, SuffixNoise(K), tokenizer_with_mask(), "dflash")
+    S = len(TOKENS)
+    row = {
+        "input_ids": torch.tensor(TOKENS),
+        "document": torch.zeros(S, dtype=torch.long) if document is None else document,
+        "position": torch.arange(S),
+        "trained": torch.ones(S, dtype=torch.bool),
+    }
+    noise = SuffixNoise(K)(len(anchors), K, torch.Generator())
+    sample = blocks.lay_out(row, torch.tensor(anchors), noise)
+    batch = {name: x[None] for name, x in sample.items()}
+    with torch.no_grad(), capture(model, drafter.target_layer_ids) as states:
+        model(torch.tensor([TOKENS]))
+    hidden = draft_states(drafter, model, batch, states if context is None else context(states))
+    return drafter.logits(hidden, model)[0]
+
+
+def tokenizer_with_mask():
+    tokenizer = tiny.tokenizer(V)
+    tokenizer.mask_token = tokenizer.convert_ids_to_tokens(V - 1)
+    return tokenizer
+
+
+@torch.no_grad()
+def decoded_logits(model, drafter, lengths):
+    """Logits [A, K, V] of decoding's draft pass after prefixes of TOKENS, as one ragged batch."""
+    decoder = sampler(model, drafter)
+    batch = Batch([TOKENS[:n] for n in lengths], 32, KeyedRandomness([0] * len(lengths)), "cpu")
+    params = SamplingParams(max_new_tokens=1, temperature=0)
+    decoder.begin(batch, params)
+    return decoder.draft_pass(batch, K, params)
+
+
+@pytest.mark.parametrize("kind", tiny.CLASSES)
+def test_training_computes_what_decoding_does(kind):
+    model = target(kind)
+    drafter = tiny.dflash(model)
+    anchors = [1, 2, 4, 7]
+    ours, theirs = trained_logits(model, drafter, anchors), decoded_logits(model, drafter, anchors)
+    known = theirs.isfinite()  # the mask is never drafted
+    assert known.sum() == known.numel() * (V - 1) / V
+    torch.testing.assert_close(ours[known], theirs[known], atol=1e-10, rtol=0)
+
+
+def shifted(states):
+    return [s.roll(1, 1) for s in states]
+
+
+def swapped(states):
+    return [*states][::-1]
+
+
+def normed(states):
+    return [torch.nn.functional.layer_norm(s, s.shape[-1:]) for s in states]
+
+
+@pytest.mark.parametrize("wrong", [shifted, swapped, normed])
+def test_wrong_states_change_what_is_drafted(wrong):
+    """Positions off by one, layers exchanged, a norm too many: the negative controls."""
+    model = target()
+    drafter = tiny.dflash(model)
+    right = trained_logits(model, drafter, [4, 7])
+    assert (trained_logits(model, drafter, [4, 7], context=wrong) - right).abs().max() > 1e-3
+
+
+def test_a_block_reads_nothing_of_what_it_drafts():
+    """Neither states of the last committed token nor later ones, but all those before it."""
+    model = target()
+    drafter, anchor = tiny.dflash(model), 4
+    right = trained_logits(model, drafter, [anchor])
+
+    def changed(position):
+        def context(states):
+            found = [s.clone() for s in states]
+            for s in found:
+                s[:, position] += 1
+            return found
+
+        return (trained_logits(model, drafter, [anchor], context=context) - right).abs().max()
+
+    assert [changed(p).item() > 0 for p in range(6)] == [True] * (anchor - 1) + [False] * 3
+
+
+def test_another_document_is_not_read():
+    model = target()
+    drafter = tiny.dflash(model)
+    document = torch.tensor([0] * 3 + [1] * 7)
+    alone = trained_logits(model, drafter, [7], document)
+
+    def changed(states):
+        return [torch.cat([s[:, :3] + 1, s[:, 3:]], 1) for s in states]
+
+    assert torch.equal(trained_logits(model, drafter, [7], document, changed), alone)
+
+
+def test_a_head_of_its_own_gives_the_target_s_logits_of_its_tokens():
+    model = target()
+    ids = torch.tensor([7, 2, 5])
+    drafter = tiny.dflash(model, draft_ids=ids)
+    drafter.lm_head.weight.data.copy_(model.lm_head.weight[ids.sort().values])
+    borrowing = tiny.dflash(model)
+    assert drafter.draft_ids.tolist() == [2, 5, 7]
+    found = trained_logits(model, drafter, [4, 7])
+    torch.testing.assert_close(found, trained_logits(model, borrowing, [4, 7])[..., [2, 5, 7]])
+    theirs = decoded_logits(model, drafter, [4, 7])
+    assert theirs.isfinite().any((0, 1)).nonzero().flatten().tolist() == [2, 5, 7]
+    torch.testing.assert_close(found, theirs[..., [2, 5, 7]])
+
+
+def test_the_folder_is_in_the_format_of_engines(tmp_path):
+    drafter = tiny.dflash(target("qwen3"), states=[0, 2], draft_ids=torch.tensor([1, 4]))
+    drafter.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["DFlashDraftModel"]
+    assert config["model_type"] == "qwen3"
+    assert (config["num_target_layers"], config["draft_vocab_size"]) == (4, 2)
+    expected = {"mask_token_id": V - 1, "target_layer_ids": [0, 2], "causal": False}
+    assert config["dflash_config"] == expected
+    assert type(AutoConfig.from_pretrained(tmp_path)) is Qwen3Config
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        names = {*file.keys()}
+    layer = ["input_layernorm", "post_attention_layernorm"]
+    layer += [f"self_attn.{x}_proj" for x in "qkvo"] + ["self_attn.q_norm", "self_attn.k_norm"]
+    layer += [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
+    expected = {f"layers.{i}.{x}.weight" for i in (0, 1) for x in layer}
+    assert names == expected | {"fc.weight", "hidden_norm.weight", "norm.weight", "d2t",
+                                "lm_head.weight"}  # fmt: skip
+    again = dflash.load(str(tmp_path))
+    assert all(torch.equal(x, again.state_dict()[k]) for k, x in drafter.state_dict().items())
+
+
+def test_the_published_sizes():
+    """For Qwen3-8B, on the meta device: 5 layers over 5 of the target's 36, blocks of 16."""
+    config = Qwen3Config(
+        hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8,
+        head_dim=128, num_hidden_layers=5, vocab_size=151936, block_size=16, num_target_layers=36,
+        dflash_config={"mask_token_id": 151669, "target_layer_ids": spread(5, 36)},
+    )  # fmt: skip
+    with torch.device("meta"):
+        network = DFlashDraftModel(config)
+    shapes = {name: tuple(x.shape) for name, x in network.state_dict().items()}
+    assert config.dflash_config["target_layer_ids"] == [1, 9, 17, 25, 33]
+    assert shapes["fc.weight"] == (4096, 5 * 4096)
+    assert shapes["layers.4.self_attn.k_proj.weight"] == (1024, 4096)
+    assert shapes["layers.0.self_attn.q_norm.weight"] == (128,)
+    assert shapes["layers.0.mlp.down_proj.weight"] == (4096, 12288)
+    assert len(shapes) == 5 * 11 + 3
+
+
+def test_layers_begin_as_the_target_s():
+    model = target()
+    drafter = from_target(model, tiny.tokenizer(V), [0, 3], 2)
+    for ours, theirs in zip(drafter.layers, (model.model.layers[0], model.model.layers[3])):
+        for name, tensor in theirs.double().state_dict().items():
+            assert torch.equal(ours.double().state_dict()[name], tensor)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": 5}, "layers=5 is not allowed: the model has 4"),
+        ({"layers": [0, 9]}, "layer 9 is not there"),
+        ({"states": [4]}, "layer 4 is not there"),
+        ({"states": 5}, "states=5 is not allowed"),
+        ({"tokenizer": tiny.tokenizer(V + 1)}, "no token of its own"),
+    ],
+)
+def test_what_does_not_fit_the_target(changes, message):
+    given = {"tokenizer": tiny.tokenizer(V), "layers": 2, "states": 2, **changes}
+    with pytest.raises(ValueError, match=message):
+        from_target(target(), **given)
+
+
+def test_another_target_is_refused():
+    drafter = tiny.dflash(target())
+    with pytest.raises(ValueError, match="num_target_layers=4, and this one has 3"):
+        sampler(tiny.causal_lm(V, layers=3), drafter)
+    with pytest.raises(ValueError, match="hidden_size=16, and this one has 32"):
+        sampler(tiny.causal_lm(V, layers=4, hidden=32), drafter)
+
+
+def test_a_folder_that_holds_no_such_drafter(tmp_path):
+    tiny.causal_lm(V, kind="qwen3").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"no whole DFlash drafter|cannot load"):
+        dflash.load(str(tmp_path))

@@ -1,0 +1,65 @@
+"""DFlash (arXiv 2602.06036): block drafters that read the target's hidden states."""
+
+from torch import Tensor
+
+from models.dflash import LAYOUT, DFlashDraftModel, check_fits, draft_states
+from trainers.drafter import TargetStates
+from trainers.losses.dflash import decay_weight
+from trainers.losses.diffusion import token_nll
+from trainers.taught import TaughtModule
+
+
+class DFlash(TaughtModule):
+    """The module of a DFlash drafter: fully masked blocks after random prefixes.
+
+    Args:
+        network: The drafter (`models.dflash.from_target`); its config names the target's layers
+            that it reads; its mask token and block size are written there, as engines read them.
+        gamma: Of the weights of a block's positions (`trainers.losses.dflash.decay_weight`).
+
+    Raises:
+        ValueError: A gamma that is not positive.
+    """
+
+    def __init__(
+        self,
+        network: DFlashDraftModel,
+        *args,
+        gamma: float = 4.0,
+        layout: str = LAYOUT,
+        **kwargs,
+    ):
+        if layout != LAYOUT:
+            raise ValueError(
+                f"module.layout={layout} is not allowed: a DFlash drafter has {LAYOUT}"
+            )
+        super().__init__(network, *args, layout=layout, draft_ids=network.draft_ids, **kwargs)
+        if gamma <= 0:
+            raise ValueError(f"gamma={gamma} is not allowed: it must be positive")
+        self.gamma, self.target_layers = gamma, network.target_layer_ids
+        network.config.dflash_config["mask_token_id"] = self.mask_id
+        network.config.block_size = 1 + self.block_size  # with the last committed token
+
+    def attach_target(self, target) -> None:
+        if target is not None:
+            check_fits(self.network.config, target)
+        super().attach_target(target)
+
+    def block_weight(self, batch: dict[str, Tensor]) -> Tensor:
+        return decay_weight(batch["masked"], self.gamma)
+
+    def draft_logits(self, batch: dict[str, Tensor], states: TargetStates | None) -> Tensor:
+        assert states is not None
+        hidden = draft_states(self.network, self.target, batch, states.hidden_states)
+        return self.network.logits(hidden, self.target)
+
+    def block_losses(
+        self, logits: Tensor, batch: dict[str, Tensor], states: TargetStates | None
+    ) -> tuple[Tensor, Tensor]:
+        loss = self.taught(token_nll(logits, batch["target"]), logits, batch, states)
+        return loss, self.block_weight(batch)
+
+    def export_config(self) -> dict:
+        entry = super().export_config()
+        entry.pop("attention")  # there is but one
+        return entry
