@@ -108,6 +108,10 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
     main_input_name = "noise_embeds"
     _no_split_modules = ("DFlashLayer",)
 
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return True  # its layers ask the registry of attention functions
+
     def __init__(self, config: Qwen3Config):
         super().__init__(config)
         H = config.hidden_size
@@ -197,7 +201,8 @@ def from_target(
         tokenizer: Its tokenizer. Mask token and block size come into the config in training.
         layers: Decoder layers of the target to begin with, in this order; a number n: the first
             n - 1 and the last. Norms of queries and keys, where the target has none, begin at 1.
-        states: Target layers whose outputs are read, 0-based; a number n: `spread`.
+        states: Target layers whose outputs are read, 0-based, without the last; a number n:
+            `spread`.
         draft_ids: [Vd], tokens that the drafter has a head of its own for; None: it borrows the
             target's, with all tokens.
 
@@ -215,6 +220,11 @@ def from_target(
     layers = ends(layers, depth) if isinstance(layers, int) else [*layers]
     states = spread(states, depth) if isinstance(states, int) else [*states]
     check_layers(source, [*layers, *states])
+    if depth - 1 in states:
+        raise ValueError(
+            f"states={states} is not allowed: of the last layer, {depth - 1}, engines give the "
+            "output after the final norm, and transformers that before it; read earlier ones"
+        )
     if len(tokenizer) > theirs.vocab_size:
         raise ValueError(
             f"the tokenizer has {len(tokenizer)} tokens and the target {theirs.vocab_size}: the "
@@ -260,16 +270,19 @@ def spread(count: int, depth: int) -> list[int]:
     """Evenly spaced layers of a target of `depth` layers, from the second to the third-last.
 
     Raises:
-        ValueError: The target has fewer layers.
+        ValueError: The target has fewer layers before its last.
 
     >>> spread(5, 36), spread(2, 3)
-    ([1, 9, 17, 25, 33], [0, 2])
+    ([1, 9, 17, 25, 33], [0, 1])
     """
-    if not 1 <= count <= depth:
-        raise ValueError(f"states={count} is not allowed: the model has {depth}, give 1 to {depth}")
+    if not 1 <= count < depth:
+        raise ValueError(
+            f"states={count} is not allowed: the model has {depth} layers, of which the last is "
+            f"not read; give 1 to {depth - 1}"
+        )
     first, last = 1, depth - 1 - UNREAD
     if last - first + 1 < count:
-        first, last = 0, depth - 1
+        first, last = 0, depth - 2
     if count == 1:
         return [(first + last) // 2]
     return [round(first + i * (last - first) / (count - 1)) for i in range(count)]

@@ -238,8 +238,8 @@ def _ours(way: Way, sampler: Sampler, ids: list, seeds: list[int], params: Sampl
     way.decoded([result.token_ids for result in results], perf_counter() - started)
     for result in results:
         if result.stats.drafted:
-            # An engine counts what was accepted beyond the answer's end.
-            way.add(*accepted_counts(result.stats.emitted, params.block_size))
+            # An engine's prefill gives the first token without a draft.
+            way.add(*accepted_counts(result.stats.passes[1:], params.block_size))
 
 
 def measure_engine(

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from data.files import atomic_write
 
-FILE = "bigrams.safetensors"  # in an export's folder
+FILE = "bigrams.tensors"  # in an export's folder; engines read every *.safetensors as weights
 
 
 class Bigrams(NamedTuple):

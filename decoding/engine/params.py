@@ -97,6 +97,7 @@ class Stats:
     Attributes:
         emitted: Tokens emitted by each of the request's target passes, the bonus or correction
             token included; their mean is the acceptance length (as vLLM and `speculators` count).
+        beyond: Tokens of the last pass that the answer's end cut off.
         drafted: Tokens that these passes verified.
         target_passes: Forwards of the target that the request took part in, without the prefill.
         drafter_passes: The same of the drafter.
@@ -108,6 +109,7 @@ class Stats:
     """
 
     emitted: list[int] = field(default_factory=list)
+    beyond: int = 0
     drafted: int = 0
     target_passes: int = 0
     drafter_passes: int = 0
@@ -121,22 +123,25 @@ class Stats:
         """Tokens emitted per target pass, the bonus or correction token included."""
         return sum(self.emitted) / max(1, len(self.emitted))
 
+    @property
+    def passes(self) -> list[int]:
+        """`emitted`, with all that the last pass accepted: as serving engines count."""
+        return [*self.emitted[:-1], *(n + self.beyond for n in self.emitted[-1:])]
 
-def accepted_counts(emitted: Sequence[int], positions: int) -> tuple[int, list[int]]:
+
+def accepted_counts(passes: Sequence[int], positions: int) -> tuple[int, list[int]]:
     """How many drafts a request's passes verified, and how far each was accepted.
 
     Args:
-        emitted: Tokens emitted by each of the request's target passes (`Stats.emitted`).
+        passes: Tokens that came with each of the request's target passes (`Stats.passes`).
         positions: Of a draft.
 
     Returns:
-        (drafts, [of how many of them at least i tokens were accepted, i = 1 to positions]). The
-        last pass is left out: the end of the answer may have cut it.
+        (drafts, [of how many of them at least i tokens were accepted, i = 1 to positions]).
 
-    Example: emitted [1, 3, 4, 2] and 3 positions give (3, [2, 2, 1]).
+    Example: passes [1, 3, 4] and 3 positions give (3, [2, 2, 1]).
     """
-    whole = emitted[:-1]
-    return len(whole), [sum(n > i for n in whole) for i in range(1, 1 + positions)]
+    return len(passes), [sum(n > i for n in passes) for i in range(1, 1 + positions)]
 
 
 @dataclass

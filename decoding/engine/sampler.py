@@ -369,7 +369,7 @@ class Sampler(ABC):
         self, row: int, answer: _Answer, new: list[int], params: SamplingParams, text: bool
     ) -> Chunk | None:
         """Take a cycle's tokens up to the end of the answer; None: nothing to show yet."""
-        reason = None
+        reason, count = None, len(new)
         room = params.max_new_tokens - len(answer.token_ids)
         if not params.ignore_eos:
             end = next((i for i, t in enumerate(new) if t in self.eos), None)
@@ -391,6 +391,7 @@ class Sampler(ABC):
         elif text:
             answer.text.extend(new)
         answer.stats.emitted.append(len(answer.token_ids) - before)
+        answer.stats.beyond = count - answer.stats.emitted[-1]
         if reason is None and not text:
             return None
         if decoded is None and (text or params.stop):

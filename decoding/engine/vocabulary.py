@@ -8,7 +8,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 KEY = "draft_vocabulary"  # in a `parade` entry: the name of the file beside the weights
-FILE = "draft_vocabulary.safetensors"
+# No name of weights: engines read every *.safetensors of a folder.
+FILE = "draft_vocabulary.tensors"
 # More tokens than any vocabulary is padded by (to multiples of 512 at most, usually).
 PADDING = 1024
 

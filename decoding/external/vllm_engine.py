@@ -204,7 +204,10 @@ def speculative_config(folder: Path, block_size: int | None = None) -> dict:
     common = {"model": str(folder.resolve()), "num_speculative_tokens": count}
     if "pard_token" in config:
         return {"method": "draft_model", "parallel_drafting": True, **common}
+    if "dflash_config" in config:
+        return {"method": "dflash", **common}
     raise ValueError(
-        f"{folder} is in no format that vLLM runs (its config.json has no pard_token). A drafter "
-        "that is trained with layout=pard is: python -m trainers.fit recipe=deer_stage2 layout=pard"
+        f"{folder} is in no format that vLLM runs (its config.json has neither pard_token nor "
+        "dflash_config). These recipes train drafters that are: python -m trainers.fit "
+        "recipe=deer_stage2 layout=pard, and recipe=dflash"
     )

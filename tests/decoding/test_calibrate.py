@@ -67,7 +67,7 @@ def test_bigrams_come_into_the_export_if_they_are_faster(lab, export, monkeypatc
         return load(str(export))
 
     assert heeding_is(faster=False).bigrams is None
-    assert not (export / "bigrams.safetensors").exists()
+    assert not (export / "bigrams.tensors").exists()
     served = heeding_is(faster=True)
     assert served.bigrams.vocabulary == served.vocabulary
     assert {len(depths) for depths in config_of(export)["bigrams"].values()} == {served.block_size}
@@ -79,12 +79,12 @@ def test_bigrams_come_into_the_export_if_they_are_faster(lab, export, monkeypatc
     assert load(str(export), sampler=["bigrams=false"]).bigrams is None
     with pytest.raises(ValueError, match="bigrams=true is not allowed"):
         load(str(export), sampler=["bigrams=true"])
-    (export / "bigrams.safetensors").unlink()
+    (export / "bigrams.tensors").unlink()
     with pytest.raises(ValueError, match=r"cannot read .*bigrams\.safetensors"):
         load(str(export))
     assert heeding_is(faster=True).bigrams is not None
     assert heeding_is(faster=False).bigrams is None
-    assert not (export / "bigrams.safetensors").exists()
+    assert not (export / "bigrams.tensors").exists()
 
 
 def test_what_is_fastest_for_each_batch_and_temperature_is_kept(lab, export, monkeypatch):

@@ -20,7 +20,7 @@ DEER = {
     "lengths": {"1": {"0": 3, "1": 2}},
     "sharpness": {"0": [1.0, 0.9], "0.7": [1]},
     "bigrams": {"0": [0.5]},
-    "draft_vocabulary": "draft_vocabulary.safetensors",
+    "draft_vocabulary": "draft_vocabulary.tensors",
     "something_new": [1],
 }
 

@@ -194,7 +194,8 @@ def test_layers_begin_as_the_target_s():
         ({"layers": 5}, "layers=5 is not allowed: the model has 4"),
         ({"layers": [0, 9]}, "layer 9 is not there"),
         ({"states": [4]}, "layer 4 is not there"),
-        ({"states": 5}, "states=5 is not allowed"),
+        ({"states": [1, 3]}, "after the final norm"),
+        ({"states": 4}, "states=4 is not allowed"),
         ({"tokenizer": tiny.tokenizer(V + 1)}, "no token of its own"),
     ],
 )

@@ -91,7 +91,7 @@ def grid(**axes):
     return [dict(zip(axes, values)) for values in itertools.product(*axes.values())]
 
 
-def dflash(target, states=2, seed=1, scale=2.0, **options):
+def dflash(target, states=1, seed=1, scale=2.0, **options):
     """A random DFlash drafter for a target, in its type; the mask is the target's last token."""
     vocabulary = target.config.vocab_size
     network = from_target(target, tokenizer(vocabulary), 2, states, **options)

@@ -84,7 +84,7 @@ def test_it_trains_exports_loads_and_decodes(tree):
     done = fit(tree)
     assert done.returncode == 0, done.stdout + done.stderr
     export = lab.runs / "toy" / "export"
-    assert (export / "draft_vocabulary.safetensors").is_file()
+    assert (export / "draft_vocabulary.tensors").is_file()
     metrics = (lab.runs / "toy" / "metrics.csv").read_text()
     assert "acceptance_length_t0" in metrics
     decoded = run(root, "-c", DECODE, str(export))

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -113,11 +114,13 @@ def in_transformers(
     Raises:
         ValueError: It cannot decode with the export; its last line says why.
     """
+    most = config.acceptance.max_new_tokens
     job = {
         "target": target,
         "export": str(export.resolve()),
         "prompts": prompts,
-        "max_new_tokens": config.acceptance.max_new_tokens,
+        # Beyond the answer's end, so that its last pass is seen whole.
+        "max_new_tokens": most + positions,
         "dtype": config.acceptance.dtype,
         "threads": torch.get_num_threads(),
     }
@@ -133,9 +136,11 @@ def in_transformers(
         why = done.stderr.strip().splitlines()[-1]
         raise ValueError(f"transformers cannot decode with {export}: {why}")
     found = json.loads(done.stdout.strip().splitlines()[-1])
-    way = Way("transformers", answers=found["answers"])
+    way = Way("transformers", answers=[ids[:most] for ids in found["answers"]])
     for emitted in found["emitted"]:
-        way.add(*accepted_counts(emitted, positions))
+        before = accumulate(emitted, initial=0)
+        passes = [n for n, done in zip(emitted, before) if done < most]
+        way.add(*accepted_counts(passes, positions))
     return way
 
 

@@ -36,8 +36,8 @@ class AcceptanceLength(Callback):
 
     It logs `acceptance_length_t<temperature>`: tokens emitted per target pass, the bonus or
     correction token included. Of a sampler that drafts blocks also `accepted_<i>_t<temperature>`:
-    the share of drafts of which at least i tokens were accepted, i up to the block's size, without
-    each answer's last (`accepted_counts`). A module without a sampler is left alone.
+    the share of drafts of which at least i tokens were accepted, i up to the block's size
+    (`accepted_counts`). A module without a sampler is left alone.
 
     Args:
         prompts: Token ids of each prompt.
@@ -79,7 +79,7 @@ class AcceptanceLength(Callback):
             at = f"t{params.temperature:g}"
             lengths[f"acceptance_length_{at}"] = sum(emitted) / len(emitted)
             positions = getattr(sampler, "block_size", 0)
-            counts = [accepted_counts(r.stats.emitted, positions) for r in results]
+            counts = [accepted_counts(r.stats.passes, positions) for r in results]
             drafts = max(1, sum(n for n, _ in counts))
             for i, accepted in enumerate(zip(*(c for _, c in counts)), start=1):
                 lengths[f"accepted_{i}_{at}"] = sum(accepted) / drafts
