@@ -200,7 +200,7 @@ def from_target(
         source: The target, a Llama, Qwen2 or Qwen3 style causal LM; not changed.
         tokenizer: Its tokenizer. Mask token and block size come into the config in training.
         layers: Decoder layers of the target to begin with, in this order; a number n: the first
-            n - 1 and the last. Norms of queries and keys, where the target has none, begin at 1.
+            n - 1 and the last. Norms of queries, where the target has none, begin at 1.
         states: Target layers whose outputs are read, 0-based, without the last; a number n:
             `spread`.
         draft_ids: [Vd], tokens that the drafter has a head of its own for; None: it borrows the
@@ -222,8 +222,8 @@ def from_target(
     check_layers(source, [*layers, *states])
     if depth - 1 in states:
         raise ValueError(
-            f"states={states} is not allowed: of the last layer, {depth - 1}, engines give the "
-            "output after the final norm, and transformers that before it; read earlier ones"
+            f"states={states} is not allowed: the last layer's output, {depth - 1}, is that before "
+            "the final norm in some engines and after it in others; read earlier layers"
         )
     if len(tokenizer) > theirs.vocab_size:
         raise ValueError(
@@ -257,6 +257,13 @@ def from_target(
         known = source.model.layers[i].state_dict()
         own = ours.state_dict()
         ours.load_state_dict({**own, **{k: t for k, t in known.items() if k in own}})
+        # Norms of keys stay 1, as those of queries can learn the same: vLLM 0.32 on the CPU norms
+        # the context's keys of every layer by the first layer's weights (docs/how_to/
+        # export_and_serve.md), and so with equal weights is right everywhere.
+        queries, keys = ours.self_attn.q_norm.weight, ours.self_attn.k_norm.weight
+        with torch.no_grad():
+            queries.mul_(keys)
+            keys.fill_(1).requires_grad_(False)
     network.norm.load_state_dict(source.model.norm.state_dict())
     if draft_ids is not None:
         ids = draft_ids.sort().values

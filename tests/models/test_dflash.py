@@ -67,7 +67,7 @@ def decoded_logits(model, drafter, lengths):
 @pytest.mark.parametrize("kind", tiny.CLASSES)
 def test_training_computes_what_decoding_does(kind):
     model = target(kind)
-    drafter = tiny.dflash(model)
+    drafter = tiny.dflash(model, 2)
     anchors = [1, 2, 4, 7]
     ours, theirs = trained_logits(model, drafter, anchors), decoded_logits(model, drafter, anchors)
     known = theirs.isfinite()  # the mask is never drafted
@@ -91,7 +91,7 @@ def normed(states):
 def test_wrong_states_change_what_is_drafted(wrong):
     """Positions off by one, layers exchanged, a norm too many: the negative controls."""
     model = target()
-    drafter = tiny.dflash(model)
+    drafter = tiny.dflash(model, 2)
     right = trained_logits(model, drafter, [4, 7])
     assert (trained_logits(model, drafter, [4, 7], context=wrong) - right).abs().max() > 1e-3
 
@@ -99,7 +99,7 @@ def test_wrong_states_change_what_is_drafted(wrong):
 def test_a_block_reads_nothing_of_what_it_drafts():
     """Neither states of the last committed token nor later ones, but all those before it."""
     model = target()
-    drafter, anchor = tiny.dflash(model), 4
+    drafter, anchor = tiny.dflash(model, 2), 4
     right = trained_logits(model, drafter, [anchor])
 
     def changed(position):
@@ -116,7 +116,7 @@ def test_a_block_reads_nothing_of_what_it_drafts():
 
 def test_another_document_is_not_read():
     model = target()
-    drafter = tiny.dflash(model)
+    drafter = tiny.dflash(model, 2)
     document = torch.tensor([0] * 3 + [1] * 7)
     alone = trained_logits(model, drafter, [7], document)
 
@@ -129,9 +129,9 @@ def test_another_document_is_not_read():
 def test_a_head_of_its_own_gives_the_target_s_logits_of_its_tokens():
     model = target()
     ids = torch.tensor([7, 2, 5])
-    drafter = tiny.dflash(model, draft_ids=ids)
+    drafter = tiny.dflash(model, 2, draft_ids=ids)
     drafter.lm_head.weight.data.copy_(model.lm_head.weight[ids.sort().values])
-    borrowing = tiny.dflash(model)
+    borrowing = tiny.dflash(model, 2)
     assert drafter.draft_ids.tolist() == [2, 5, 7]
     found = trained_logits(model, drafter, [4, 7])
     torch.testing.assert_close(found, trained_logits(model, borrowing, [4, 7])[..., [2, 5, 7]])
@@ -188,13 +188,27 @@ def test_layers_begin_as_the_target_s():
             assert torch.equal(ours.double().state_dict()[name], tensor)
 
 
+def test_norms_of_keys_stay_1():
+    """Those of queries take them over, so that engines need not tell layers apart."""
+    model = target("qwen3")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.k_norm.weight.uniform_(0.5, 1.5)
+    drafter = from_target(model, tiny.tokenizer(V), 2, 2)
+    for ours, theirs in zip(drafter.layers, (model.model.layers[0], model.model.layers[3])):
+        q, k = theirs.self_attn.q_norm.weight, theirs.self_attn.k_norm.weight
+        assert torch.equal(ours.self_attn.q_norm.weight.double(), (q * k).float().double())
+        assert (ours.self_attn.k_norm.weight == 1).all()
+        assert not ours.self_attn.k_norm.weight.requires_grad
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"layers": 5}, "layers=5 is not allowed: the model has 4"),
         ({"layers": [0, 9]}, "layer 9 is not there"),
         ({"states": [4]}, "layer 4 is not there"),
-        ({"states": [1, 3]}, "after the final norm"),
+        ({"states": [1, 3]}, "before the final norm"),
         ({"states": 4}, "states=4 is not allowed"),
         ({"tokenizer": tiny.tokenizer(V + 1)}, "no token of its own"),
     ],
@@ -206,7 +220,7 @@ def test_what_does_not_fit_the_target(changes, message):
 
 
 def test_another_target_is_refused():
-    drafter = tiny.dflash(target())
+    drafter = tiny.dflash(target(), 2)
     with pytest.raises(ValueError, match="num_target_layers=4, and this one has 3"):
         sampler(tiny.causal_lm(V, layers=3), drafter)
     with pytest.raises(ValueError, match="hidden_size=16, and this one has 32"):
