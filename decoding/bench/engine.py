@@ -8,7 +8,7 @@ shift by one in positions, a wrong norm or mask shows here and nowhere else. Our
 """
 
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -236,10 +236,14 @@ def _ours(way: Way, sampler: Sampler, ids: list, seeds: list[int], params: Sampl
     started = perf_counter()
     results = sampler.generate(ids, params, seeds=seeds)
     way.decoded([result.token_ids for result in results], perf_counter() - started)
-    for result in results:
-        if result.stats.drafted:
-            # An engine's prefill gives the first token without a draft.
-            way.add(*accepted_counts(result.stats.passes[1:], params.block_size))
+    if not results[0].stats.drafted or params.max_new_tokens == 1:
+        return
+    # An engine's prefill gives the first token without a draft: so counted, passes are the same.
+    first = [r.token_ids[:1] for r in results]
+    rest = replace(params, max_new_tokens=params.max_new_tokens - 1)
+    prompts = [prompt + token for prompt, token in zip(ids, first)]
+    for result in sampler.generate(prompts, rest, seeds=seeds):
+        way.add(*accepted_counts(result.stats.passes, params.block_size))
 
 
 def measure_engine(

@@ -70,7 +70,7 @@ def test_acceptance_by_position_is_logged(run):
     whole = [n for s in stats for n in s.passes]
     assert found["accepted_2_t0"] == sum(n > 2 for n in whole) / len(whole)
     assert found["acceptance_length_t0"] == sum(sum(s.emitted) for s in stats) / len(whole)
-    longer = sampler.generate(ids, replace(params, max_new_tokens=NEW + 8))
+    longer = sampler.generate(ids, replace(params, max_new_tokens=NEW + 8, ignore_eos=True))
     for s, more in zip(stats, longer):  # what the end has cut, seen with a later end
         assert s.passes == more.stats.emitted[: len(s.passes)]
 
@@ -154,7 +154,7 @@ def test_the_format_that_is_asked_for(run, tmp_path):
         if fits:
             export_command(arguments)
         else:
-            with pytest.raises(ValueError, match="trained with layout=pard"):
+            with pytest.raises(ValueError, match="recipe=deer_stage2 layout=pard"):
                 export_command(arguments)
     shutil.rmtree(copy / "export" / "custom_generate")
     with pytest.raises(ValueError, match="format=transformers does not fit"):

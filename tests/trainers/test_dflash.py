@@ -1,0 +1,107 @@
+"""DFlash's recipe: it learns, validates as exported, and resumes; its loss weighs early tokens."""
+
+import json
+
+import pytest
+import torch
+
+from decoding.loading import load
+from decoding.samplers.dflash import DFlashSampler
+from tests import chaos
+from tests.support import tiny
+from tests.support.runs import curve, cut, same_run
+from trainers.base import DISTRIBUTIONS, HIDDEN_STATES, Optimization
+from trainers.dflash import DFlash
+from trainers.losses.dflash import decay_weight
+
+V = 12
+OWN_HEAD = (
+    "network.draft_ids={_target_: data.corpora.answers.frequent_tokens, source: %s, count: 64}"
+)
+
+
+def test_weights_fall_to_1_over_e():
+    """Example of the docstring, and the published gamma of blocks of 16."""
+    halves = decay_weight(torch.tensor([True, True, False, True]), 1 / torch.tensor(2.0).log())
+    torch.testing.assert_close(halves, torch.tensor([1.0, 0.5, 0.0, 0.125]))
+    weights = decay_weight(torch.ones(15, dtype=torch.bool), 7.0)
+    torch.testing.assert_close(weights[7], torch.tensor(1.0).exp().reciprocal())
+    even = decay_weight(torch.ones(4, dtype=torch.bool), float("inf"))
+    assert even.tolist() == [1, 1, 1, 1]
+
+
+def module(model, **options):
+    tokenizer = tiny.tokenizer(V)
+    tokenizer.mask_token = tokenizer.convert_ids_to_tokens(V - 1)
+    given = {"method": "dflash", "block_size": 3, "target_name": "x", **options}
+    return DFlash(tiny.dflash(model), tokenizer, Optimization(1e-3), model, **given)
+
+
+def test_what_it_reads_of_the_target():
+    model = tiny.causal_lm(V)
+    assert module(model).needs_target == {HIDDEN_STATES}
+    assert module(model, soft=0.5).needs_target == {HIDDEN_STATES, DISTRIBUTIONS}
+    assert module(model, soft=0.5, teacher="answers").needs_target == {HIDDEN_STATES}
+    config = module(model).network.config
+    assert (config.block_size, config.dflash_config["mask_token_id"]) == (4, V - 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gamma": 0}, "gamma=0 is not allowed"),
+        ({"layout": "pard"}, "layout=pard is not allowed"),
+        ({"soft": 2}, "soft=2 is not allowed"),
+    ],
+)
+def test_bad_settings(options, message):
+    with pytest.raises(ValueError, match=message):
+        module(tiny.causal_lm(V), **options)
+
+
+def test_another_target_is_refused():
+    with pytest.raises(ValueError, match="num_target_layers=2, and this one has 3"):
+        module(tiny.causal_lm(V)).attach_target(tiny.causal_lm(V, layers=3))
+
+
+@pytest.fixture(scope="module")
+def prepared(lab):
+    lab.fit("ar_target")
+    lab.collect()
+    return lab
+
+
+@pytest.mark.parametrize("head", ["the target's", "its own"])
+def test_it_learns_and_its_export_decodes(prepared, head):
+    own = [OWN_HEAD % (prepared.runs / "deer_answers")] if head == "its own" else []
+    steps = ["trainer.max_steps=60", "trainer.validate_every=30", "optimization.lr=3.0e-3"]
+    name = f"name={head[:3]}"
+    export = prepared.fit("dflash", name, *steps, "trainer.log_every=1", *own)
+    loss = curve(export.parent)
+    assert min(loss[s] for s in range(50, 61)) < loss[1] - 0.03
+    sampler = load(str(export), dtype="float32")
+    assert type(sampler) is DFlashSampler
+    assert (sampler.draft_ids is not None) == (head == "its own")
+    entry = json.loads((export / "config.json").read_text())["parade"]
+    assert ("draft_vocabulary" in entry) == (head == "its own")
+    # Engines read every file of weights that they find.
+    assert [f.name for f in export.glob("*.safetensors")] == ["model.safetensors"]
+
+
+def test_a_killed_run_goes_on_as_if_it_had_not_been(prepared):
+    steps = ("trainer.max_steps=6", "trainer.checkpoint_every=2", "trainer.log_every=1")
+    whole = prepared.fit("dflash", *steps, "name=whole").parent
+    killed = cut(whole, "killed", 2)
+    prepared.fit("dflash", *steps, "name=killed")
+    assert same_run(whole, killed)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_processes_give_the_loss_curve_of_one(prepared, strategy):
+    steps = ("trainer.max_steps=8", "trainer.log_every=1", "trainer.micro_batch_size=2")
+    one = prepared.fit("dflash", *steps, f"name=one_{strategy}").parent
+    two = ("trainer.devices=2", f"strategy={strategy}", f"name=two_{strategy}")
+    chaos.finish(prepared.start("dflash", *steps, *two))
+    ours, theirs = curve(one), curve(one.with_name(f"two_{strategy}"))
+    assert ours.keys() == theirs.keys()
+    assert max(abs(ours[s] - theirs[s]) for s in ours) < 1e-5
