@@ -19,6 +19,8 @@ from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from decoding.commands.recipes import RECIPES, build, compose, names
+from models.dflash import from_target
+from tests.support import tiny
 from trainers.base import Optimization
 
 COMMAND = {r: OmegaConf.load(RECIPES / "recipe" / f"{r}.yaml").command for r in names("recipe")}
@@ -108,7 +110,12 @@ def network_of(recipe, config):
     if "mar_size" in config.network:
         with torch.device("meta"):
             return build(config.network)
-    return skeleton(config.network.get("path") or config.network.source.path)
+    source = skeleton(config.network.get("path") or config.network.source.path)
+    if config.network._target_ != "models.dflash.from_target":
+        return source
+    with torch.device("meta"):
+        n = config.network
+        return from_target(source, tiny.tokenizer(2), n.layers, n.states)
 
 
 def source_of(config):

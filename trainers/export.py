@@ -24,7 +24,8 @@ from trainers.publishing.verify import PROGRAMS, verify
 from trainers.runs.checkpoint_files import load_weights, step_of
 from trainers.runs.curve import latest
 
-FORMATS = ("transformers", "pard")
+ENGINE_FORMATS = {"pard": "draft_model", "dflash": "dflash"}  # and vLLM's methods
+FORMATS = ("transformers", *ENGINE_FORMATS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,7 @@ class Export(Options):
     format: str | None = option(
         None,
         "refuse an export that is not in it: 'transformers' brings its sampler (custom_generate=), "
-        "'pard' is what vLLM serves",
+        "'pard' and 'dflash' are what vLLM serves",
         choices=FORMATS,
     )
     trust_remote_code: bool = option(
@@ -139,8 +140,10 @@ def _with_target(folder: Path, config: dict, target: str) -> dict:
 
 def _check_format(folder: Path, format: str) -> None:
     """Raise ValueError for an export that another program would not read in this format."""
-    if format == "pard":
-        speculative_config(folder)
+    if format in ENGINE_FORMATS:
+        method = speculative_config(folder)["method"]
+        if method != ENGINE_FORMATS[format]:
+            raise ValueError(f"format={format} does not fit {str(folder)!r}: it is in another")
     elif not (folder / BUNDLE).is_dir():
         raise ValueError(
             f"format=transformers does not fit {str(folder)!r}: its sampler runs in parade alone, "

@@ -44,8 +44,8 @@ class DFlashState(State):
 class CachedDrafter(CountedNetwork):
     """A DFlash drafter with a ragged cache of its context's keys and values.
 
-    Slot s of the cache holds the context at position s. A draft block is written behind the
-    context, and the next context over it.
+    Slot s of the cache holds the context at position s. A draft block is written after the context,
+    and the next context over it.
 
     Args:
         network: The drafter.
