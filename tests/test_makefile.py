@@ -15,8 +15,8 @@ from decoding.bench.text import Bench
 from decoding.calibrate import Calibrate
 from decoding.commands.cli import parse
 from decoding.commands.recipes import compose, run_folder
-from trainers.deer import TEACHER_LOSSES
 from trainers.export import Export
+from trainers.taught import TEACHER_LOSSES
 
 ROOT = Path(__file__).parents[1]
 MEASURES = {

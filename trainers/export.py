@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from data.files import atomic_write, read_text
 from decoding.commands.cli import main, parse, quiet
 from decoding.commands.options import NEEDED, Options, option
+from decoding.external.vllm_engine import FORMATS as ENGINE_FORMATS
 from decoding.external.vllm_engine import speculative_config
 from decoding.loading import parade_config
 from models.causal import looks_local
@@ -24,7 +25,6 @@ from trainers.publishing.verify import PROGRAMS, verify
 from trainers.runs.checkpoint_files import load_weights, step_of
 from trainers.runs.curve import latest
 
-ENGINE_FORMATS = {"pard": "draft_model", "dflash": "dflash"}  # and vLLM's methods
 FORMATS = ("transformers", *ENGINE_FORMATS)
 
 
@@ -44,7 +44,7 @@ class Export(Options):
     format: str | None = option(
         None,
         "refuse an export that is not in it: 'transformers' brings its sampler (custom_generate=), "
-        "'pard' and 'dflash' are what vLLM serves",
+        "the others are what vLLM serves",
         choices=FORMATS,
     )
     trust_remote_code: bool = option(

@@ -20,6 +20,7 @@ from data.files import read_json
 from decoding.engine.params import SamplingParams
 from decoding.external.reply import Reply, first_line, request_options
 
+FORMATS = {"pard": "draft_model", "dflash": "dflash"}  # of drafters, and vLLM's methods for them
 WORKER = Path(__file__).with_name("vllm_worker.py")
 OWN_ENVIRONMENT = Path(".venv-vllm/bin/python")  # of `make vllm`
 KV_CACHE_GB = 2  # of the CPU's memory; vLLM's own default is half of all
@@ -203,9 +204,9 @@ def speculative_config(folder: Path, block_size: int | None = None) -> dict:
     count = block_size or parade.get("block_size")
     common = {"model": str(folder.resolve()), "num_speculative_tokens": count}
     if "pard_token" in config:
-        return {"method": "draft_model", "parallel_drafting": True, **common}
+        return {"method": FORMATS["pard"], "parallel_drafting": True, **common}
     if "dflash_config" in config:
-        return {"method": "dflash", **common}
+        return {"method": FORMATS["dflash"], **common}
     raise ValueError(
         f"{folder} is in no format that vLLM runs (its config.json has neither pard_token nor "
         "dflash_config). These recipes train drafters that are: python -m trainers.fit "

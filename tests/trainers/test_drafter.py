@@ -16,10 +16,11 @@ from models.diffusion import draft_logits, from_causal_lm
 from models.hidden_states import capture
 from tests.support import tiny
 from trainers.base import DISTRIBUTIONS, HIDDEN_STATES, Optimization
-from trainers.deer import TEACHER_LOSSES, Refinement
+from trainers.deer import Refinement
 from trainers.fit import give_target
 from trainers.losses import acceptance
 from trainers.losses.diffusion import soft_nll, token_nll
+from trainers.taught import TEACHER_LOSSES
 
 
 @pytest.fixture(scope="module")

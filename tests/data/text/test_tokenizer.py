@@ -93,7 +93,7 @@ def test_a_spare_token_is_one_that_no_text_has(tokenizer):
 
 
 def test_no_spare_token_and_unknown_ones(tokenizer):
-    with pytest.raises(ValueError, match="layout=pard needs a token that no text has"):
+    with pytest.raises(ValueError, match="needs a token that no text has"):
         draft_token_ids(tiny.tokenizer(5), "pard")
     with pytest.raises(ValueError, match=r"tokenizer.mask_token=return.*<eos>"):
         with_draft_tokens(tokenizer, "pard", mask_token="return")

@@ -62,7 +62,7 @@ def test_a_file_keeps_them_and_a_damaged_one_is_one_line(tmp_path):
     assert read.vocabulary == 4
     assert [f.name for f in tmp_path.iterdir()] == [bigrams.FILE]
     (tmp_path / bigrams.FILE).write_bytes(b"no tensors")
-    with pytest.raises(ValueError, match=r"bigrams\.safetensors .*python -m decoding\.calibrate"):
+    with pytest.raises(ValueError, match=r"bigrams\.tensors .*python -m decoding\.calibrate"):
         bigrams.read(tmp_path / bigrams.FILE)
     with pytest.raises(ValueError, match="two tokens"):
         bigrams.count([[1], []], 4)

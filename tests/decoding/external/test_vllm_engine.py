@@ -106,7 +106,7 @@ def test_what_is_refused_before_an_engine_starts(tmp_path, monkeypatch, vllm_stu
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="make vllm"):
         interpreter()
-    with pytest.raises(ValueError, match=r"no pard_token.*layout=pard"):
+    with pytest.raises(ValueError, match=r"neither pard_token.*layout=pard"):
         speculative_config(Path(model))
     with Vllm(model, vllm_stub) as engine, pytest.raises(ValueError, match=r"stop=\['x'\]"):
         engine.generate([[1]], SamplingParams(stop=("x",)))
