@@ -97,10 +97,10 @@ def test_no_spare_token_and_unknown_ones(tokenizer):
         draft_token_ids(tiny.tokenizer(5), "pard")
     with pytest.raises(ValueError, match=r"tokenizer.mask_token=return.*<eos>"):
         with_draft_tokens(tokenizer, "pard", mask_token="return")
-    with pytest.raises(ValueError, match=r"layout 'dflash'.*'separator', 'pard'"):
-        with_draft_tokens(tokenizer, "dflash")
-    with pytest.raises(ValueError, match="layout 'dflash'"):  # not the other one in silence
-        draft_token_ids(with_draft_tokens(tokenizer), "dflash")
+    with pytest.raises(ValueError, match=r"layout 'other'.*'separator', 'pard'"):
+        with_draft_tokens(tokenizer, "other")
+    with pytest.raises(ValueError, match="layout 'other'"):  # not the other one in silence
+        draft_token_ids(with_draft_tokens(tokenizer), "other")
 
 
 @pytest.mark.parametrize("drafting", [False, True])
