@@ -26,6 +26,7 @@ class Model(LlamaForCausalLM):
 class Tokens(PreTrainedTokenizerFast):
     pass
 """
+PROBLEM = {"task_id": "0", "prompt": "def f():", "test": "", "entry_point": "f"}
 
 
 @pytest.fixture
@@ -49,6 +50,7 @@ def stranger(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", [*sys.path])  # transformers adds its folder of code
     monkeypatch.chdir(tmp_path)
+    Path("problems.jsonl").write_text(json.dumps(PROBLEM))
     return str(folder), mark
 
 
@@ -62,7 +64,7 @@ COMMANDS = {
     "decoding.bench.denoise": ["model={}"],
     "decoding.bench.jacobi_picture": ["model={}", "prompt=abc"],
     "decoding.bench.jacobi_sweep": ["model={}"],
-    "decoding.bench.pass_at_1": ["model={}", "problems=humaneval", "execute=true"],
+    "decoding.bench.pass_at_1": ["model={}", "problems=problems.jsonl", "execute=true"],
     "decoding.collect": ["recipe=deer_answers", "scale=small", "target={}"],
     "trainers.fit": ["recipe=diffusion_adapt", "scale=small", "target={}"],
 }

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from decoding.engine import vocabulary
 from models.dflash import LAYOUT, DFlashDraftModel, check_fits, draft_states
 from trainers.drafter import TargetStates
 from trainers.losses.dflash import decay_weight
@@ -62,4 +63,8 @@ class DFlash(TaughtModule):
     def export_config(self) -> dict:
         entry = super().export_config()
         entry.pop("attention")  # there is but one
+        entry.pop(vocabulary.KEY, None)  # the weights hold it (`d2t`)
         return entry
+
+    def export_files(self) -> dict[str, str | bytes]:
+        return {}

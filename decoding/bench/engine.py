@@ -236,13 +236,13 @@ def _ours(way: Way, sampler: Sampler, ids: list, seeds: list[int], params: Sampl
     started = perf_counter()
     results = sampler.generate(ids, params, seeds=seeds)
     way.decoded([result.token_ids for result in results], perf_counter() - started)
-    if not results[0].stats.drafted or params.max_new_tokens == 1:
-        return
     # An engine's prefill gives the first token without a draft: so counted, passes are the same.
-    first = [r.token_ids[:1] for r in results]
+    drafted = [i for i, r in enumerate(results) if r.stats.drafted and len(r.token_ids) > 1]
+    if not drafted:
+        return
     rest = replace(params, max_new_tokens=params.max_new_tokens - 1)
-    prompts = [prompt + token for prompt, token in zip(ids, first)]
-    for result in sampler.generate(prompts, rest, seeds=seeds):
+    prompts = [ids[i] + results[i].token_ids[:1] for i in drafted]
+    for result in sampler.generate(prompts, rest, seeds=[seeds[i] for i in drafted]):
         way.add(*accepted_counts(result.stats.passes, params.block_size))
 
 

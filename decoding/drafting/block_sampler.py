@@ -32,7 +32,8 @@ from models.masks import causal, tree
 KEPT_TOKENS = 2**14  # whose bigrams are kept as dictionaries
 # Of a method's module that decodes with such a drafter: see `decoding.loading`.
 KNOBS = {"nodes": int, "sharpness": float, "bigrams": bool, "lookup": bool}
-ARTEFACTS = (bigram_file.FILE, vocabulary.FILE)
+ARTEFACTS = (bigram_file.FILE, vocabulary.FILE)  # beside the weights of an export
+NEEDED = ("target", "tokenizer_fingerprint", "mask_id", "block_size")  # keys of an export's entry
 
 
 class BlockSampler(Sampler):

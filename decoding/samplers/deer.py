@@ -19,8 +19,8 @@ from decoding.engine.sampler import Batch, State
 from models.masks import drafter_attention
 
 KNOBS = block_sampler.KNOBS
-ARTEFACTS = block_sampler.ARTEFACTS  # beside the weights of an export
-NEEDED = ("target", "tokenizer_fingerprint", "mask_id", "block_size")  # keys of an export's entry
+ARTEFACTS = block_sampler.ARTEFACTS
+NEEDED = block_sampler.NEEDED
 read_artefacts = block_sampler.read_artefacts
 
 

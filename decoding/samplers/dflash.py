@@ -21,8 +21,8 @@ from models.dflash import DFlashDraftModel
 from models.masks import Layout, dense, draft_blocks
 
 KNOBS = block_sampler.KNOBS
-ARTEFACTS = block_sampler.ARTEFACTS  # beside the weights of an export
-NEEDED = ("target", "tokenizer_fingerprint", "mask_id", "block_size")  # keys of an export's entry
+ARTEFACTS = block_sampler.ARTEFACTS
+NEEDED = block_sampler.NEEDED
 read_artefacts = block_sampler.read_artefacts
 
 

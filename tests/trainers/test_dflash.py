@@ -9,6 +9,7 @@ from decoding.loading import load
 from decoding.samplers.dflash import DFlashSampler
 from tests import chaos
 from tests.support import tiny
+from tests.support.lab import Lab
 from tests.support.runs import curve, cut, same_run
 from trainers.base import DISTRIBUTIONS, HIDDEN_STATES, Optimization
 from trainers.dflash import DFlash
@@ -65,8 +66,10 @@ def test_another_target_is_refused():
 
 
 @pytest.fixture(scope="module")
-def prepared(lab):
-    lab.fit("ar_target")
+def prepared(tmp_path_factory):
+    """A target that has learned something, and its answers."""
+    lab = Lab(tmp_path_factory.mktemp("dflash"))
+    lab.fit("ar_target", "trainer.max_steps=120", "optimization.lr=3.0e-3")
     lab.collect()
     return lab
 
@@ -78,12 +81,12 @@ def test_it_learns_and_its_export_decodes(prepared, head):
     name = f"name={head[:3]}"
     export = prepared.fit("dflash", name, *steps, "trainer.log_every=1", *own)
     loss = curve(export.parent)
-    assert min(loss[s] for s in range(50, 61)) < loss[1] - 0.03
+    assert max(loss[s] for s in range(50, 61)) < 0.9 * min(loss[s] for s in range(1, 6))
     sampler = load(str(export), dtype="float32")
     assert type(sampler) is DFlashSampler
     assert (sampler.draft_ids is not None) == (head == "its own")
     entry = json.loads((export / "config.json").read_text())["parade"]
-    assert ("draft_vocabulary" in entry) == (head == "its own")
+    assert "draft_vocabulary" not in entry  # the weights say which tokens
     # Engines read every file of weights that they find.
     assert [f.name for f in export.glob("*.safetensors")] == ["model.safetensors"]
 
