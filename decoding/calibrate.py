@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from data.corpora.answers import read_answers
-from data.files import atomic_write, read_json
+from data.files import atomic_write
 from data.rows.documents import checked_manifest
 from data.text.prompts import heldout_prompts
 from decoding.calibration.tree_ranking import fit, observed
@@ -32,6 +32,7 @@ from decoding.drafting.block_sampler import BlockSampler
 from decoding.drafting.tree import check_tree
 from decoding.engine.params import SamplingParams
 from decoding.engine.sampler import Sampler
+from decoding.entry import entry_of, read_config
 from decoding.loading import load, parade_config, sampler_of
 
 
@@ -249,8 +250,8 @@ def keep(config: Path, knobs: dict, table: Bigrams | None) -> None:
     """
     if knobs["bigrams"]:
         write(table, config.parent)
-    entry = read_json(config)
-    entry["parade"].update(knobs)
+    entry = read_config(config)
+    entry["parade"] = entry_of(entry, config) | knobs  # a published drafter has none yet
     with atomic_write(config) as temporary:
         temporary.write_text(json.dumps(entry, indent=2) + "\n")
     if not knobs["bigrams"]:  # the table of an earlier calibration

@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 from data.files import read_json
 
 VERSION = 1  # of the entry; one without is of version 1
+# How models without an entry are decoded, by their type; all others plainly.
+METHODS = {"xlnet": "asarm"}
+DFLASH = "dflash_config"  # the key of a DFlash drafter's config.json, whoever trained it
 MOST = 2**16  # of tokens, nodes, steps: more is a mistake, and would take all memory
 
 
@@ -141,6 +144,35 @@ def read_config(file: Path) -> dict:
                 "install a newer one"
             )
     return config
+
+
+def entry_of(config: dict, file: Path) -> dict:
+    """The `parade` entry of a config.json, or what stands for it where there is none.
+
+    Args:
+        config: What `read_config` returned.
+        file: The file, for the error.
+
+    Returns:
+        Of a DFlash drafter that was trained elsewhere an entry without a target, of another model
+        that of its method.
+
+    Raises:
+        ValueError: A drafter's config.json lacks its mask token or its block size.
+    """
+    if "parade" in config:
+        return config["parade"]
+    published = config.get(DFLASH)
+    if not isinstance(published, dict):
+        return {"method": METHODS.get(config.get("model_type"), "plain")}
+    mask_id, size = published.get("mask_token_id"), config.get("block_size")
+    if not TOKEN.fits(mask_id) or not _integer(size, 2, MOST):
+        raise ValueError(
+            f"{file} is of no whole DFlash drafter: {DFLASH}.mask_token_id={_shown(mask_id)} and "
+            f"block_size={_shown(size)}; it needs {TOKEN.name} and an integer from 2 to {MOST}"
+        )
+    # Its blocks begin with the last committed token, which is not drafted.
+    return {"method": "dflash", "mask_id": mask_id, "block_size": size - 1}
 
 
 def check_entry(entry: dict, where: str, needed: Iterable[str] = ()) -> None:

@@ -16,7 +16,7 @@ from data.text.tokenizer import fingerprint
 from decoding import samplers
 from decoding.commands.cli import convert, split, unknown
 from decoding.engine.sampler import Sampler
-from decoding.entry import check_entry, read_config
+from decoding.entry import check_entry, entry_of, read_config
 from models import causal, mar, public
 from models.attention import GROUPED, switch_attention
 from models.packed import pack
@@ -26,8 +26,6 @@ from models.placement import input_device
 # look for the weights of the adapter's base in the same folder.
 KEPT = "parade_export.json"
 CONFIGS = ("config.json", KEPT, "adapter_config.json")  # the first that is there
-# How models without a `parade` entry are decoded, by their type; all others plainly.
-METHODS = {"xlnet": "asarm"}
 
 
 def load(
@@ -45,7 +43,8 @@ def load(
     Args:
         path: An exported folder or a Hub id. An ordinary causal LM gives plain decoding, an
             ordinary XLNet a sampler that fills holes.
-        target: Folder or Hub id of a target to use instead of the one that the export names.
+        target: Folder or Hub id of a target to use instead of the one that the export names; a
+            published drafter (DFlash) names none.
         sampler: Another method or other knobs than the export names, as pairs 'key=value':
             ('method=jacobi', 'blocks=4').
         dtype: Of the weights in memory: 'auto' (the checkpoint's own), 'float32', 'bfloat16', ...
@@ -76,8 +75,9 @@ def load(
             )
         name = target or ("target" in config and _beside(path, config["target"])) or None
         return method.load(path, config, target=name, dtype=dtype, device=device)
-    name = (target or _beside(path, config["target"])) if "target" in config else None
-    if name and "tokenizer_fingerprint" not in config:  # no drafter's weights: a draft graph
+    name = target_of(path, config, target)
+    if name and "tokenizer_fingerprint" not in config and not loads_drafter(config):
+        # No drafter's weights: a draft graph.
         path, name = name, None
     where = {"dtype": dtype, "device": device, "device_map": device_map}
     if name is None:
@@ -90,8 +90,34 @@ def load(
     for_inference(model)
     for_inference(network)
     target_tokenizer = load_tokenizer(name, trust_remote_code)
-    check_tokenizers(target_tokenizer, config["tokenizer_fingerprint"], name, path)
+    if "tokenizer_fingerprint" in config:  # a published drafter says nothing of its tokenizer
+        check_tokenizers(target_tokenizer, config["tokenizer_fingerprint"], name, path)
     return sampler_of(config, model, target_tokenizer, network)
+
+
+def target_of(path: str, config: dict, target: str | None = None) -> str | None:
+    """The target of an export.
+
+    Args:
+        path: The export's folder or Hub id.
+        config: Its `parade` entry.
+        target: What the user gives in place of the one that the export names.
+
+    Returns:
+        Its folder or Hub id; None for a model that has none.
+
+    Raises:
+        ValueError: A drafter names no target, and none is given.
+    """
+    if "target" in config:
+        return target or _beside(path, config["target"])
+    if not loads_drafter(config):
+        return None
+    if target is None:
+        raise ValueError(
+            f"{path!r} is a drafter that names no target: give target=<the model that it is for>"
+        )
+    return target
 
 
 def for_inference(network: PreTrainedModel) -> None:
@@ -148,6 +174,11 @@ def loads_drafter(config: dict) -> bool:
     return hasattr(_module(config["method"]), "load_drafter")
 
 
+def is_drafter(config: dict) -> bool:
+    """Whether an export decodes with another model, its target, beside it."""
+    return "target" in config or loads_drafter(config)
+
+
 def artefacts() -> list[str]:
     """Names of the files beside the weights that the samplers read (`ARTEFACTS` of a module)."""
     found = {f for name in methods() for f in getattr(_module(name), "ARTEFACTS", ())}
@@ -198,9 +229,9 @@ def parade_config(path: str) -> dict:
         path: The export's folder or Hub id.
 
     Returns:
-        The entry, or for a model that has none that of plain decoding (of XLNet, see `METHODS`). A
-        file in the layout of MAR's program (`models.mar.from_checkpoint`) has that of MAR's own
-        sampler.
+        The entry, or for a model that has none that of plain decoding (of XLNet and of published
+        drafters, see `decoding.entry.entry_of`). A file in the layout of MAR's program
+        (`models.mar.from_checkpoint`) has that of MAR's own sampler.
 
     Raises:
         ValueError: There is no model, its file is damaged, or it is an adapter and peft is not
@@ -228,8 +259,7 @@ def parade_config(path: str) -> dict:
             f"{path!r} is an adapter beside its base model, which needs peft: pip install peft, or "
             "export it with lora.merge=true"
         )
-    config = read_config(file)
-    return config.get("parade", {"method": METHODS.get(config.get("model_type"), "plain")})
+    return entry_of(read_config(file), file)
 
 
 def _download(path: str) -> Path:

@@ -338,7 +338,9 @@ def load(path: str, dtype: str | torch.dtype = "auto") -> DFlashDraftModel:
         The network, on the CPU.
 
     Raises:
-        ValueError: The folder holds no such drafter, or tensors are missing.
+        ValueError: The folder holds no such drafter, tensors are missing or too many (a later
+            version, such as DFlash 2), or it has sliding windows or causal
+            blocks.
     """
     try:
         network, found = DFlashDraftModel.from_pretrained(
@@ -348,8 +350,19 @@ def load(path: str, dtype: str | torch.dtype = "auto") -> DFlashDraftModel:
         raise ValueError(
             f"cannot load a DFlash drafter from {path!r}: {why(error, path)}"
         ) from error
-    if absent := sorted(found["missing_keys"]):
-        raise ValueError(f"{path!r} is no whole DFlash drafter: it lacks {', '.join(absent[:5])}")
+    config = network.config
+    if {*config.layer_types} != {"full_attention"} or config.dflash_config.get("causal"):
+        raise ValueError(
+            f"{path!r} is a DFlash drafter with sliding windows or causal blocks (layer_types="
+            f"{config.layer_types}, causal={config.dflash_config.get('causal', False)}), which "
+            "are not there yet"
+        )
+    for what, names in (("lacks", "missing_keys"), ("also has", "unexpected_keys")):
+        if tensors := sorted(found[names]):
+            raise ValueError(
+                f"{path!r} is no DFlash drafter as models/dflash.py has it: it {what} "
+                f"{', '.join(tensors[:5])}"
+            )
     return network
 
 

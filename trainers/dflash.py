@@ -1,11 +1,13 @@
 """DFlash (arXiv 2602.06036): block drafters that read the target's hidden states."""
 
+import math
+
 from torch import Tensor
 
 from decoding.engine import vocabulary
 from models.dflash import LAYOUT, DFlashDraftModel, check_fits, draft_states
 from trainers.drafter import TargetStates
-from trainers.losses.dflash import decay_weight
+from trainers.losses.dflash import adaptive_weight, decay_weight
 from trainers.losses.diffusion import token_nll
 from trainers.taught import TaughtModule
 
@@ -17,9 +19,11 @@ class DFlash(TaughtModule):
         network: The drafter (`models.dflash.from_target`); its config names the target's layers
             that it reads; its mask token and block size are written there, as engines read them.
         gamma: Of the weights of a block's positions (`trainers.losses.dflash.decay_weight`).
+        dpace: The alpha of D-PACE's weights, which follow from what the drafter knows
+            (`adaptive_weight`), in place of gamma's; as published 0.5. None: gamma's.
 
     Raises:
-        ValueError: A gamma that is not positive.
+        ValueError: A gamma that is not positive, or an alpha outside of (0, 1].
     """
 
     def __init__(
@@ -27,6 +31,7 @@ class DFlash(TaughtModule):
         network: DFlashDraftModel,
         *args,
         gamma: float = 4.0,
+        dpace: float | None = None,
         layout: str = LAYOUT,
         **kwargs,
     ):
@@ -37,7 +42,10 @@ class DFlash(TaughtModule):
         super().__init__(network, *args, layout=layout, draft_ids=network.draft_ids, **kwargs)
         if gamma <= 0:
             raise ValueError(f"gamma={gamma} is not allowed: it must be positive")
-        self.gamma, self.target_layers = gamma, network.target_layer_ids
+        if dpace is not None and not 0 < dpace <= 1:
+            raise ValueError(f"dpace={dpace} is not allowed: it must be in (0, 1], or null")
+        self.gamma, self.dpace = gamma, dpace
+        self.target_layers = network.target_layer_ids
         network.config.dflash_config["mask_token_id"] = self.mask_id
         network.config.block_size = 1 + self.block_size  # with the last committed token
 
@@ -47,7 +55,9 @@ class DFlash(TaughtModule):
         super().attach_target(target)
 
     def block_weight(self, batch: dict[str, Tensor]) -> Tensor:
-        return decay_weight(batch["masked"], self.gamma)
+        # D-PACE's weights are known after the forward alone, so there they are part of the loss.
+        gamma = self.gamma if self.dpace is None else math.inf
+        return decay_weight(batch["masked"], gamma)
 
     def draft_logits(self, batch: dict[str, Tensor], states: TargetStates | None) -> Tensor:
         assert states is not None
@@ -57,7 +67,10 @@ class DFlash(TaughtModule):
     def block_losses(
         self, logits: Tensor, batch: dict[str, Tensor], states: TargetStates | None
     ) -> tuple[Tensor, Tensor]:
-        loss = self.taught(token_nll(logits, batch["target"]), logits, batch, states)
+        nll = token_nll(logits, batch["target"])
+        loss = self.taught(nll, logits, batch, states)
+        if self.dpace is not None:
+            loss = loss * adaptive_weight(nll, batch["masked"], self.dpace)
         return loss, self.block_weight(batch)
 
     def export_config(self) -> dict:

@@ -143,7 +143,11 @@ def _check_format(folder: Path, format: str) -> None:
     if format in ENGINE_FORMATS:
         method = speculative_config(folder)["method"]
         if method != ENGINE_FORMATS[format]:
-            raise ValueError(f"format={format} does not fit {str(folder)!r}: it is in another")
+            known = next(name for name, theirs in ENGINE_FORMATS.items() if theirs == method)
+            raise ValueError(
+                f"format={format} does not fit {str(folder)!r}, which is in format={known}: the "
+                "recipe and its layout decide"
+            )
     elif not (folder / BUNDLE).is_dir():
         raise ValueError(
             f"format=transformers does not fit {str(folder)!r}: its sampler runs in parade alone, "

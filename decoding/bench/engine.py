@@ -27,7 +27,7 @@ from decoding.engine.params import SamplingParams, accepted_counts
 from decoding.engine.sampler import Sampler
 from decoding.external.vllm_engine import Vllm, interpreter, speculative_config
 from decoding.fetch import fetch
-from decoding.loading import load, parade_config
+from decoding.loading import load, parade_config, target_of
 from decoding.samplers.plain import PlainSampler
 
 ENGINES = ("vllm",)
@@ -172,11 +172,11 @@ def measure(bench: EngineBench) -> list[Way]:
     python = interpreter(bench.python)  # its lack must not cost minutes
     model = fetch(bench.model)
     config = parade_config(str(model))
-    if "target" not in config and config["method"] != "plain":
+    named = target_of(str(model), config, bench.target)
+    if named is None and config["method"] != "plain":
         raise ValueError(f"{bench.model} is no drafter (it names no target), and no ordinary model")
-    drafts = "target" in config
-    speculative = speculative_config(model, bench.block_size) if drafts else None
-    target = fetch(bench.target or config["target"]) if drafts else model
+    speculative = speculative_config(model, bench.block_size) if named else None
+    target = fetch(named) if named else model
     if bench.threads is not None:
         torch.set_num_threads(bench.threads)
     sampler = load(str(model), target=bench.target, **bench.placing)
@@ -201,13 +201,13 @@ def measure(bench: EngineBench) -> list[Way]:
     }
     plain = Way("ours, plain")
     ours = [(plain, PlainSampler(sampler.target, sampler.tokenizer))]
-    ours += [(Way("ours", plain), sampler)] if drafts else []
+    ours += [(Way("ours", plain), sampler)] if named else []
     base = Way(f"{bench.engine}, plain")
     theirs = [(base, None)]
     if bench.ngram:
         lookup = {"method": "ngram", "num_speculative_tokens": bench.ngram, "prompt_lookup_max": 4}
         theirs.append((Way(f"{bench.engine}, ngram", base), lookup))
-    theirs += [(Way(bench.engine, base), speculative)] if drafts else []
+    theirs += [(Way(bench.engine, base), speculative)] if named else []
     with ExitStack() as stack:
         engines = []
         for way, how in theirs:

@@ -21,7 +21,13 @@ from data.rows.stream import Stream
 from decoding.commands.cli import main, parse, quiet
 from decoding.commands.options import DTYPES, MeasureOptions, option
 from decoding.commands.report import results, write_table
-from decoding.loading import check_one_tokenizer, load, load_tokenizer, parade_config
+from decoding.loading import (
+    check_one_tokenizer,
+    is_drafter,
+    load,
+    load_tokenizer,
+    parade_config,
+)
 from models.placement import input_device
 
 
@@ -55,7 +61,7 @@ def run(argv: list[str]) -> None:
     h = parse(argv, HeldoutLoss, "decoding.bench.heldout_loss")
     names = tuple(dict.fromkeys((h.model, *h.also)))
     for name in names:
-        if "target" in parade_config(name):
+        if is_drafter(parade_config(name)):
             raise ValueError(f"{name} is a drafter, which changes no text: give its target")
     check_one_tokenizer({name: load_tokenizer(name) for name in names})
     with results(Path(h.out)) as out:

@@ -24,7 +24,7 @@ from decoding.commands.options import PromptOptions, option
 from decoding.commands.progress import track
 from decoding.commands.report import picture, results, write_table
 from decoding.engine.randomness import KeyedRandomness
-from decoding.loading import parade_config
+from decoding.loading import is_drafter, parade_config
 
 LIMIT, MARGINALS = "limit of one path", "target's own marginals"
 
@@ -58,7 +58,7 @@ def run(argv: list[str]) -> None:
     quiet()
     c = parse(argv, Limits, "decoding.bench.limits")
     config = parade_config(c.model)
-    if "target" not in config:
+    if not is_drafter(config):
         raise ValueError(f"{c.model} is no drafter: without drafts there is no limit to measure")
     # One length for all rules and both limits.
     c = replace(c, block_size=c.block_size or config.get("block_size"))

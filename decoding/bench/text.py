@@ -29,6 +29,7 @@ from decoding.loading import (
     load_tokenizer,
     parade_config,
     sampling_config,
+    target_of,
 )
 from decoding.samplers.plain import PlainSampler
 from models import causal
@@ -166,7 +167,7 @@ def _rows(
     for path, sampler in samplers.items():
         other = "" if path == bench.model else f" ({Path(path).parent.name})"
         config = parade_config(path)
-        target = (bench.target or config["target"]) if "target" in config else path
+        target = target_of(path, config, bench.target) or path
         if target not in plain:
             own = PlainSampler(sampler.target, sampler.tokenizer)
             plain[target] = Row(f"plain{other}", own, params("coupled"), batch, "same text")

@@ -200,12 +200,12 @@ def speculative_config(folder: Path, block_size: int | None = None) -> dict:
         ValueError: The drafter is in no format that vLLM runs.
     """
     config = read_json(folder / "config.json")
-    parade = config.get("parade") or {}
-    count = block_size or parade.get("block_size")
+    count = block_size or (config.get("parade") or {}).get("block_size")
     common = {"model": str(folder.resolve()), "num_speculative_tokens": count}
     if "pard_token" in config:
         return {"method": FORMATS["pard"], "parallel_drafting": True, **common}
-    if "dflash_config" in config:
+    if "dflash_config" in config:  # its blocks begin with the last committed token
+        common["num_speculative_tokens"] = count or config["block_size"] - 1
         return {"method": FORMATS["dflash"], **common}
     raise ValueError(
         f"{folder} is in no format that vLLM runs (its config.json has neither pard_token nor "

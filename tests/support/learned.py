@@ -9,7 +9,9 @@ from data.text.tokenizer import (
     train_tokenizer,
     with_draft_tokens,
 )
+from models.dflash import draft_states, from_target
 from models.diffusion import draft_logits, from_causal_lm
+from models.hidden_states import capture
 from tests.support import tiny
 
 K = 4
@@ -28,6 +30,15 @@ def greedy_rows(target, tokenizer, prompts, new):
         yield row | {"position": torch.arange(ids.shape[1])}
 
 
+def dflash_logits(drafter, target, batch):
+    """What a DFlash drafter drafts of a packed row."""
+    A, size = batch["target"].shape[1], 1 + batch["target"].shape[2]
+    clean = batch["input_ids"][:, : -A * size]
+    with torch.no_grad(), capture(target, drafter.target_layer_ids) as states:
+        target(clean)
+    return drafter.logits(draft_states(drafter, target, batch, states), target)
+
+
 def write(root, prompts, layout="pard", new=24, steps=150):
     """Write root/target and root/run/export; prompts: texts that it learns to continue.
 
@@ -39,26 +50,34 @@ def write(root, prompts, layout="pard", new=24, steps=150):
     plain.save_pretrained(root / "target")
     rows = [*greedy_rows(target, plain, prompts, new)]
     tokenizer = with_draft_tokens(plain, layout)
-    drafter = from_causal_lm(target, tokenizer).train()
+    mask_id, sep_id = draft_token_ids(tokenizer, layout)
+    if layout == "dflash":
+        drafter, method = from_target(target, tokenizer, 2, 1).train(), "dflash"
+        drafter.config.block_size = 1 + K
+        drafter.config.dflash_config["mask_token_id"] = mask_id
+    else:
+        drafter, method = from_causal_lm(target, tokenizer).train(), "deer"
     attention = "causal" if layout == "pard" else "prefix_causal"
     blocks = DraftBlocks(new, K, SuffixNoise(K), tokenizer, layout)
     generator, adam = torch.Generator().manual_seed(0), torch.optim.Adam(drafter.parameters(), 5e-3)
     for step in range(steps):
         sample = blocks(rows[step % len(rows)], generator)
         batch = {key: x[None] for key, x in sample.items()}
-        logits = draft_logits(drafter, batch, attention=attention)
+        if layout == "dflash":
+            logits = dflash_logits(drafter, target, batch)
+        else:
+            logits = draft_logits(drafter, batch, attention=attention)
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 2), batch["target"].flatten())
         adam.zero_grad()
         loss.backward()
         adam.step()
-    mask_id, sep_id = draft_token_ids(tokenizer, layout)
     if layout == "pard":
         drafter.config.pard_token = mask_id
     drafter.config.parade = {
-        "method": "deer",
+        "method": method,
         "target": str(root / "target"),
         "tokenizer_fingerprint": fingerprint(plain),
-        "attention": attention,
+        **({} if layout == "dflash" else {"attention": attention}),
         "block_size": K,
         "mask_id": mask_id,
         **({} if sep_id is None else {"sep_id": sep_id}),

@@ -1,4 +1,4 @@
-"""DFlash's loss (arXiv 2602.06036): cross-entropy of a block, weighted towards its first tokens."""
+"""Weights of a block's tokens: DFlash's own (arXiv 2602.06036) and D-PACE's (2605.18810)."""
 
 import torch
 from torch import Tensor
@@ -19,3 +19,23 @@ def decay_weight(masked: Tensor, gamma: float) -> Tensor:
     """
     i = torch.arange(masked.shape[-1], device=masked.device)
     return masked * torch.exp(-i / gamma)
+
+
+def adaptive_weight(nll: Tensor, masked: Tensor, alpha: float) -> Tensor:
+    """D-PACE's weights: what a token's probability adds to the expected accepted length.
+
+    With q_i the drafter's probability of token i, smoothed to s_i = (1 - alpha) q_i + alpha, the
+    chance that the first j tokens are accepted is P_j = s_1 ... s_j, and w_j = P_j + ... + P_K:
+    the derivative of P_1 + ... + P_K with respect to log s_j.
+
+    Args:
+        nll: [..., K], -log q of the tokens.
+        masked: bool [..., K], tokens to predict; another has q = 0, as the drafter lacks it.
+        alpha: Of the smoothing, in (0, 1]; 1: w_j = K - j + 1 whatever the drafter knows.
+
+    Returns:
+        [..., K] in float32, without gradient; 0 where a token is not masked.
+    """
+    q = torch.exp(-nll.detach().float()) * masked
+    P = torch.cumprod((1 - alpha) * q + alpha, -1) * masked
+    return P.flip(-1).cumsum(-1).flip(-1) * masked

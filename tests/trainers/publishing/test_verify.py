@@ -19,13 +19,14 @@ from trainers.runs.callbacks import AcceptanceLength
 
 PROMPTS = [f"def {name}" for name in ("area", "sum", "row", "last", "tail", "head", "left", "best")]
 NEW = 24
-CODE = "custom_generate/decoding_samplers_deer.py"
 
 
 def finished_run(root, layout):
     """A run's folder as training leaves it, with a drafter that has learned its prompts."""
-    export = learned.write(root, PROMPTS, layout, new=NEW)
-    write_bundle(export, "deer")
+    # A DFlash drafter's head is not trained, so it learns later.
+    steps, method = (300, "dflash") if layout == "dflash" else (150, "deer")
+    export = learned.write(root, PROMPTS, layout, NEW, steps)
+    write_bundle(export, method)
     (root / "prompts.jsonl").write_text(
         "\n".join(json.dumps({"question_id": i, "turns": [p]}) for i, p in enumerate(PROMPTS))
     )
@@ -46,7 +47,7 @@ def finished_run(root, layout):
     return export.parent
 
 
-@pytest.fixture(scope="module", params=["separator", "pard"])
+@pytest.fixture(scope="module", params=["separator", "pard", "dflash"])
 def run(request, tmp_path_factory):
     return finished_run(tmp_path_factory.mktemp(request.param), request.param)
 
@@ -88,18 +89,26 @@ def edit_config(export, **values):
 
 
 def mask_off_by_one(export):
-    entry = json.loads((export / "config.json").read_text())["parade"]
-    edit_config(export, mask_id=entry["mask_id"] - 1)
+    edit_config(export, mask_id=entry_of(export)["mask_id"] - 1)
+
+
+def entry_of(export):
+    return json.loads((export / "config.json").read_text())["parade"]
+
+
+def code_of(export):
+    """The file of its sampler's own code."""
+    return export / "custom_generate" / f"decoding_samplers_{entry_of(export)['method']}.py"
 
 
 def edit_code(export, right, wrong):
-    source = (export / CODE).read_text()
+    source = code_of(export).read_text()
     assert source.count(right) == 1
-    (export / CODE).write_text(source.replace(right, wrong))
+    code_of(export).write_text(source.replace(right, wrong))
 
 
 def separator_left_out(export):
-    if "sep_id" not in json.loads((export / "config.json").read_text())["parade"]:
+    if "sep_id" not in entry_of(export):
         pytest.skip("this layout has no separator")
     edit_code(export, "separated = self.sep_id is not None", "separated = False")
 
@@ -107,17 +116,45 @@ def separator_left_out(export):
 def wrong_norm(export):
     file = export / "model.safetensors"
     tensors = load_file(file)
-    name = "model.layers.0.input_layernorm.weight"
+    (name,) = [t for t in tensors if t.endswith("layers.0.input_layernorm.weight")]
     tensors[name] = torch.linspace(-1, 2, len(tensors[name]))
     save_file(tensors, file, {"format": "pt"})
 
 
 def positions_shifted(export):
-    right = "            positions.clamp_min(0),\n"
-    edit_code(export, right, right.replace("(0)", "(0) + (steps >= 0)"))
+    if entry_of(export)["method"] == "dflash":
+        right, drafted = "position_ids=positions.clamp_min(0)", "(positions >= first)"
+    else:
+        right, drafted = "            positions.clamp_min(0),\n", "(steps >= 0)"
+    edit_code(export, right, right.replace("(0)", f"(0) + {drafted}"))
 
 
-MISTAKES = [mask_off_by_one, separator_left_out, wrong_norm, positions_shifted]
+def other_layer_read(export):
+    config = json.loads((export / "config.json").read_text())
+    if "dflash_config" not in config:
+        pytest.skip("this layout reads no layers of the target")
+    (layer,) = config["dflash_config"]["target_layer_ids"]
+    config["dflash_config"]["target_layer_ids"] = [layer + 1]
+    (export / "config.json").write_text(json.dumps(config))
+
+
+def states_out_of_order(export):
+    """The states of a cycle in another order than its tokens."""
+    if entry_of(export)["method"] != "dflash":
+        pytest.skip("this layout reads no states of the target")
+    right = "found = _right_aligned(found[rows, path], counts)"
+    wrong = "found = _right_aligned(found, counts).roll(1, 1)"
+    edit_code(export, right, wrong)
+
+
+MISTAKES = [
+    mask_off_by_one,
+    separator_left_out,
+    wrong_norm,
+    positions_shifted,
+    other_layer_read,
+    states_out_of_order,
+]
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda f: f.__name__)
@@ -131,9 +168,11 @@ def test_a_mistake_is_caught_and_its_position_named(run, tmp_path, mistake):
 
 
 def test_vllm_too_and_by_the_command(run, vllm_stub, monkeypatch, capsys):
+    if entry_of(run / "export")["method"] == "dflash":
+        pytest.skip("the stub of vLLM runs drafters of PARD's format alone")
     arguments = [f"run={run}", "verify=[vllm]", f"python={vllm_stub}"]
     (run / "export" / "README.md").write_text("a card\n")
-    if "sep_id" in json.loads((run / "export" / "config.json").read_text())["parade"]:
+    if "sep_id" in entry_of(run / "export"):
         with pytest.raises(ValueError, match="in no format that vLLM runs"):
             export_command(arguments)
         return
@@ -145,16 +184,17 @@ def test_vllm_too_and_by_the_command(run, vllm_stub, monkeypatch, capsys):
 
 
 def test_the_format_that_is_asked_for(run, tmp_path):
-    pard = "pard_token" in json.loads((run / "export" / "config.json").read_text())
+    config = json.loads((run / "export" / "config.json").read_text())
+    pard, dflash = "pard_token" in config, "dflash_config" in config
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
     (copy / "export" / "README.md").write_text("A card.")
-    for form, fits in (("transformers", True), ("pard", pard)):
+    for form, fits in (("transformers", True), ("pard", pard), ("dflash", dflash)):
         arguments = [f"run={copy}", f"format={form}", "dry_run=true"]
         if fits:
             export_command(arguments)
         else:
-            with pytest.raises(ValueError, match="recipe=deer_stage2 layout=pard"):
+            with pytest.raises(ValueError, match=f"format={form} does not fit|no format that vLLM"):
                 export_command(arguments)
     shutil.rmtree(copy / "export" / "custom_generate")
     with pytest.raises(ValueError, match="format=transformers does not fit"):
@@ -171,7 +211,7 @@ def test_a_checkpoint_is_not_what_the_last_validation_measured(run):
 def test_a_run_without_figures_and_code_that_fails(run, tmp_path):
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
-    (copy / "export" / CODE).write_text("raise RuntimeError('broken')\n")
+    code_of(copy / "export").write_text("raise RuntimeError('broken')\n")
     with pytest.raises(ValueError, match=r"transformers cannot decode with .*broken"):
         verify(copy, ["transformers"])
     (copy / "metrics.csv").write_text("step,loss\n10,2.0\n")
