@@ -99,6 +99,24 @@ def atomic_folder(path: str | os.PathLike) -> Iterator[Path]:
         delete(temporary)
 
 
+def check_space(folder: Path, needed: int) -> None:
+    """Print what is about to be written and what is free, and check that it is enough.
+
+    Args:
+        folder: Where it will be; it exists.
+        needed: Bytes, at the most.
+
+    Raises:
+        ValueError: The disk has less.
+    """
+    free = shutil.disk_usage(folder).free
+    print(f"at most {needed / 1e6:.1f} MB to write, {free / 1e9:.1f} GB free")
+    if needed > free:
+        raise ValueError(
+            f"{folder} needs up to {needed / 1e6:.0f} MB, but only {free / 1e6:.0f} MB are free"
+        )
+
+
 def hidden_sibling(path: Path) -> Path:
     """A new hidden name beside a path, so that a rename stays on one file system."""
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}")

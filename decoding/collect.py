@@ -8,7 +8,6 @@ processes (torchrun) share the shards.
 import inspect
 import json
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from omegaconf import DictConfig
 
 from data.corpora.answers import shard_path
 from data.corpora.sources import load_documents
-from data.files import atomic_write, read_json
+from data.files import atomic_write, check_space, read_json
 from data.text.prompts import prompt_set
 from decoding.commands.claim import claimed
 from decoding.commands.cli import main, quiet
@@ -81,7 +80,7 @@ def _collect(config: DictConfig, folder: Path, rank: int, world: int) -> None:
         f"{config.recipe} at scale {config.scale}: {done} of {len(shards)} shards are in {folder}"
     )
     missing = [i for i in missing if i % world == rank]
-    _check_disk(
+    check_space(
         folder,
         sum(
             collector.bytes_of(p["prompt_ids"])
@@ -129,15 +128,6 @@ def _claim(folder: Path, manifest: dict) -> None:
         return
     (folder / "shards").mkdir(parents=True, exist_ok=True)
     _write_text(file, json.dumps(manifest, indent=1))
-
-
-def _check_disk(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    print(f"at most {needed / 1e6:.1f} MB to write, {free / 1e9:.1f} GB free")
-    if needed > free:
-        raise ValueError(
-            f"{folder} needs up to {needed / 1e6:.0f} MB, but only {free / 1e6:.0f} MB are free"
-        )
 
 
 def _write_shard(file: Path, rows: list[dict]) -> None:

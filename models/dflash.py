@@ -319,8 +319,8 @@ def draft_states(
     with torch.no_grad():
         block = embed(batch["input_ids"][:, S:])
     hidden = network(
-        noise_embeds=block,
-        context_hidden_states=torch.cat([*states], -1),
+        noise_embeds=block.to(network.dtype),
+        context_hidden_states=torch.cat([*states], -1).to(network.dtype),
         attention_mask=dense(draft_blocks, layout.map(lambda t: t[:, S:]), layout),
         position_ids=batch["position_ids"],
     ).last_hidden_state

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from data.corruption.draft_blocks import STATES
+from data.rows.states import RowsWithStates
 from data.text.tokenizer import draft_token_ids, fingerprint
 from decoding.engine import vocabulary
 from decoding.engine.sampler import Sampler
@@ -20,6 +22,7 @@ from models.hidden_states import capture
 from models.masks import Layout, block_width, causal, drafter_attention
 from trainers.base import DISTRIBUTIONS, HIDDEN_STATES, BaseModule, Optimization
 from trainers.publishing import export_check
+from trainers.runs.stored_states import store_states
 
 
 class TargetStates(NamedTuple):
@@ -74,6 +77,12 @@ class DrafterModule(BaseModule):
     """
 
     target_layers: tuple[int, ...] = ()
+    stored_states: RowsWithStates | None = None  # training's rows, where states are read from disk
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        if self.stored_states is not None:
+            store_states(self, self.stored_states)
 
     def __init__(
         self,
@@ -253,9 +262,13 @@ class DrafterModule(BaseModule):
             logits: Whether logits are returned, which are by far the larger.
 
         Returns:
-            The logits at the drafted positions, or None, and a tensor for each layer.
+            The logits at the drafted positions, or None, and a tensor for each layer. States that
+            the batch has are taken from it.
         """
         assert self.target is not None
+        if STATES in batch:
+            assert not logits  # `with_states` sees to it
+            return TargetStates(None, batch[STATES].chunk(len(layers), -1))
         B, A, K = batch["target"].shape
         S = batch["input_ids"].shape[1] - A * block_width(self.attention, K)
         layout = Layout(batch["document"], batch["position_ids"], batch["block"])

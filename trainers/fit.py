@@ -36,6 +36,7 @@ from trainers.runs.provenance import provenance, write_provenance
 from trainers.runs.randomness import RandomStates
 from trainers.runs.resume import checkpoint_to_resume
 from trainers.runs.set_aside import drop_set_aside, set_aside
+from trainers.runs.stored_states import with_states
 from trainers.strategies import needs_gpu, strategy_of, whole_network
 
 
@@ -354,6 +355,8 @@ def build_loaders(
         check = build(d.validation_corruption or d.corruption, **given)
     rows = partial(build, **with_tokenizer(module.tokenizer, folder=d.folder))
     train, held_out = rows(d.train), rows(d.validation)
+    if d.stored_states is not None:
+        train = with_states(train, module, config.target, 1e9 * d.stored_states)
     size = (t.batch_size, t.micro_batch_size, trainer.global_rank, trainer.world_size)
     batches = BatchSchedule(range(first, t.max_steps), *size)
     loader = DataLoader(

@@ -23,6 +23,8 @@ from data.corpora.answers import TEACHER
 from data.corruption.schedules import masked_at, suffix_lengths, uniform_times
 from data.text.tokenizer import draft_token_ids
 
+STATES = "states"  # a column of rows: a target's hidden states at their tokens (data.rows.states)
+
 
 class Noise(NamedTuple):
     """The noise of A draft blocks of K tokens.
@@ -109,7 +111,7 @@ class DraftBlocks:
             tokens and the positions that the loss counts; rate: [A]; size: [A], tokens of the
             continuation (L of DEER's Eq. 1); start: [A], the anchors. A row without trained tokens
             has no masked ones. Of rows with a teacher's distributions also teacher_ids,
-            teacher_probs: [A, K, top_k].
+            teacher_probs: [A, K, top_k], and of rows with a target's states these: [S, width].
         """
         anchor = draw_anchors(row, self.anchors, generator)
         noise = self.schedule(self.anchors, self.length, generator)
@@ -154,6 +156,7 @@ class DraftBlocks:
             "size": size,
             "start": anchor,
             **{name: row[name][at] for name in TEACHER if name in row},
+            **({STATES: row[STATES]} if STATES in row else {}),
         }
 
 
