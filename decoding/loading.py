@@ -169,6 +169,28 @@ def load_drafter(config: dict, path: str, dtype: str | torch.dtype, **options) -
     return own(path, dtype=dtype, **options)
 
 
+def load_assistant(path: str) -> tuple[PreTrainedModel, dict]:
+    """An export as transformers' own `generate(assistant_model=...)` takes it.
+
+    Args:
+        path: The export's folder or Hub id.
+
+    Returns:
+        The assistant model, and further arguments that `generate` needs.
+
+    Raises:
+        ValueError: transformers has no class for its drafter.
+    """
+    method = _module(parade_config(path)["method"])
+    if not hasattr(method, "load_assistant"):
+        raise ValueError(
+            f"{path!r} cannot be an assistant_model= of transformers, which has no class for a "
+            f"drafter of method={method.__name__.rpartition('.')[2]}: its custom_generate decodes "
+            "with it"
+        )
+    return method.load_assistant(path)
+
+
 def loads_drafter(config: dict) -> bool:
     """Whether a drafter is of a class of its sampler's own, and not a causal LM."""
     return hasattr(_module(config["method"]), "load_drafter")

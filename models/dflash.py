@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
     Cache,
+    MuseGlimmerAssistantConfig,
+    MuseGlimmerAssistantModel,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Qwen3Config,
@@ -34,6 +36,16 @@ from models.hidden_states import check_layers
 from models.masks import Layout, dense, draft_blocks
 
 LAYOUT = "dflash"  # of its draft blocks (data.corruption.draft_blocks)
+# Of a drafter as an assistant of transformers: tensors with another name, and keys with the same.
+ASSISTANT_NAMES = {
+    "fc.weight": "encoder.fc.weight",
+    "hidden_norm.weight": "encoder.output_norm_enc.weight",
+}
+ASSISTANT_KEYS = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "rope_parameters",
+    "max_position_embeddings", "block_size", "layer_types",
+)  # fmt: skip
 UNREAD = 2  # last layers of a target that `spread` leaves out: they are about the next token alone
 
 
@@ -364,6 +376,36 @@ def load(path: str, dtype: str | torch.dtype = "auto") -> DFlashDraftModel:
                 f"{', '.join(tensors[:5])}"
             )
     return network
+
+
+def load_assistant(path: str) -> PreTrainedModel:
+    """A drafter as transformers' own `generate(assistant_model=...)` takes it.
+
+    transformers has the network as the assistant of another family, with two tensors named
+    otherwise.
+
+    Args:
+        path: The folder or Hub id of a drafter in DFlash's format.
+
+    Raises:
+        ValueError: It is none, or has a head of its own, which transformers' class has not.
+    """
+    network = load(path)
+    if network.lm_head is not None:
+        raise ValueError(
+            f"{path!r} has a head of its own for {len(network.d2t)} tokens, and transformers' "
+            "class borrows the target's: train with network.draft_ids=null"
+        )
+    config, special = network.config, network.config.dflash_config
+    theirs = MuseGlimmerAssistantConfig(
+        **{key: getattr(config, key) for key in ASSISTANT_KEYS},
+        mask_token_id=special["mask_token_id"],
+        target_layer_ids=[*special["target_layer_ids"]],
+    )
+    assistant = MuseGlimmerAssistantModel(theirs).to(network.dtype)
+    tensors = network.state_dict().items()
+    assistant.load_state_dict({ASSISTANT_NAMES.get(name, name): x for name, x in tensors})
+    return assistant
 
 
 def check_fits(config: Qwen3Config, target: PreTrainedModel) -> None:

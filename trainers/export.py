@@ -8,12 +8,12 @@ from typing import ClassVar
 
 from omegaconf import OmegaConf
 
-from data.files import atomic_write, read_text
+from data.files import atomic_folder, atomic_write, read_text
 from decoding.commands.cli import main, parse, quiet
 from decoding.commands.options import NEEDED, Options, option
 from decoding.external.vllm_engine import FORMATS as ENGINE_FORMATS
 from decoding.external.vllm_engine import speculative_config
-from decoding.loading import parade_config
+from decoding.loading import load_assistant, parade_config
 from models.causal import looks_local
 from trainers.fit import build_module
 from trainers.publishing import hub
@@ -46,6 +46,9 @@ class Export(Options):
         "refuse an export that is not in it: 'transformers' brings its sampler (custom_generate=), "
         "the others are what vLLM serves",
         choices=FORMATS,
+    )
+    assistant: bool = option(
+        False, "write <run>/assistant too, what transformers' generate(assistant_model=) loads"
     )
     trust_remote_code: bool = option(
         False, "let a run's configuration load models that bring code of their own, and run it"
@@ -89,6 +92,8 @@ def run(argv: list[str]) -> None:
         )
     if e.format is not None:
         _check_format(folder, e.format)
+    if e.assistant and not e.dry_run:
+        write_assistant(folder, Path(e.run) / "assistant")
     if e.verify:
         verify(Path(e.run), e.verify, e.python)
     config = parade_config(str(folder))
@@ -127,6 +132,24 @@ def run(argv: list[str]) -> None:
     if not e.dry_run:
         options = {"revision": e.revision, "message": e.message, "private": e.private}
         print(f"pushed: {hub.push(folder, e.push, **options)}")
+
+
+def write_assistant(export: Path, to: Path) -> None:
+    """Write an export as a folder that `AutoModel` loads for `generate(assistant_model=...)`.
+
+    Args:
+        export: The export.
+        to: The new folder; one that is there is replaced.
+
+    Raises:
+        ValueError: transformers has no class for it.
+    """
+    assistant, arguments = load_assistant(str(export))
+    with atomic_folder(to) as temporary:
+        assistant.save_pretrained(temporary)
+    told = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+    loaded = f"AutoModel.from_pretrained({str(to)!r})"
+    print(f"wrote it for transformers: generate(..., assistant_model={loaded}, {told})")
 
 
 def _with_target(folder: Path, config: dict, target: str) -> dict:

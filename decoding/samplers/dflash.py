@@ -172,6 +172,11 @@ def load_drafter(path: str, dtype: str | torch.dtype, **options) -> DFlashDraftM
     return dflash.load(path, dtype)
 
 
+def load_assistant(path: str) -> tuple[PreTrainedModel, dict]:
+    """An export as an assistant model of transformers, and what `generate` must be told of it."""
+    return dflash.load_assistant(path), {"speculation_type": "dflash"}
+
+
 def from_export(target, tokenizer, drafter, config: dict) -> DFlashSampler:
     """The sampler of an exported drafter; config: its `parade` entry."""
     return DFlashSampler(target, tokenizer, drafter, **block_sampler.knobs_of(config, "mask_id"))
