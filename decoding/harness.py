@@ -149,24 +149,17 @@ class ParadeLM(TemplateLM):
             group = groups.setdefault((replace(params, max_new_tokens=room), ends), [])
             group.append((n, ids))
         seeds = request_seeds(self._seed, len(requests))
-        for batch, (params, ends) in track(self._batches(groups), "answers"):
+        for (params, ends), group in groups.items():
             self.sampler.eos = self._eos | ends
-            numbers, prompts = zip(*batch)
-            results = self.sampler.generate(prompts, params, seeds=[seeds[n] for n in numbers])
-            for n, result in zip(numbers, results):
+            numbers, prompts = zip(*group)
+            given = {"seeds": [seeds[n] for n in numbers], "at_once": self._batch_size}
+            chunks = self.sampler.stream(prompts, params, **given, text=False)
+            for _, chunk in zip(track(range(len(group)), "answers"), chunks):
+                n, result = numbers[chunk.request], chunk.result
                 texts[n] = result.text
                 self.emitted += result.stats.emitted
                 self.cache_hook.add_partial("generate_until", requests[n].args, result.text)
         return texts
-
-    def _batches(self, groups: dict) -> list[tuple[list, tuple]]:
-        """Batches of requests with one set of parameters, the longest prompts first."""
-        found = []
-        for key, group in groups.items():
-            group.sort(key=lambda item: -len(item[1]))
-            for start in range(0, len(group), self._batch_size):
-                found.append((group[start : start + self._batch_size], key))
-        return found
 
     def _sampling(self, given: dict) -> tuple[SamplingParams, frozenset[int]]:
         """Parameters of a task's generation_kwargs, and tokens among its stop strings."""

@@ -71,6 +71,7 @@ def commands(lab: Lab) -> dict[str, tuple[list[str], list[str]]]:
         "decoding.images": [f"model={images}", "classes=[1]", "count=1"],
         "decoding.bench.heldout_loss": [f"model={target}", f"source={lab.corpus}", "rows=2"],
         "decoding.bench.jacobi_sweep": [f"model={target}", *texts],
+        "decoding.bench.batching": [f"model={target}", *texts],
         "decoding.bench.jacobi_picture": [f"model={target}", "prompt=self", "max_new_tokens=4"],
         "decoding.calibrate": [f"model={drafter}", f"answers={lab.runs / 'deer_answers'}", *texts],
         "trainers.export": [f"run={lab.runs / 'deer_stage1'}"],

@@ -28,8 +28,8 @@ LAYERS_OF_DECODING = [  # a package of decoding/ imports from those before it, a
     {"drafting", "any_subset", "masked", "continuous"},
     {"samplers"},
     {"loading"},
-    {"calibration", "collectors", "auditing", "chat"},
-    {"generate", "images", "collect", "calibrate", "fetch", "harness", "audit"},
+    {"calibration", "collectors", "auditing", "chat", "serving"},
+    {"generate", "images", "collect", "calibrate", "fetch", "harness", "audit", "serve"},
     {"bench", "lm_eval"},
 ]
 LAYERS_OF_DATA = [

@@ -56,6 +56,7 @@ def stranger(tmp_path, monkeypatch):
 
 COMMANDS = {
     "decoding.generate": ["model={}", "prompt=abc"],
+    "decoding.serve": ["model={}", "port=0"],
     "decoding.calibrate": ["model={}", "answers=x"],
     "decoding.bench.text": ["model={}"],
     "decoding.bench.engine": ["model={}", f"python={sys.executable}"],
@@ -64,6 +65,7 @@ COMMANDS = {
     "decoding.bench.denoise": ["model={}"],
     "decoding.bench.jacobi_picture": ["model={}", "prompt=abc"],
     "decoding.bench.jacobi_sweep": ["model={}"],
+    "decoding.bench.batching": ["model={}"],
     "decoding.bench.pass_at_1": ["model={}", "problems=problems.jsonl", "execute=true"],
     "decoding.collect": ["recipe=deer_answers", "scale=small", "target={}"],
     "trainers.fit": ["recipe=diffusion_adapt", "scale=small", "target={}"],

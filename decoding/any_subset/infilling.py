@@ -15,9 +15,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from data.corruption.orders import binary_lattice
+from decoding.engine.batch import Batch, State
 from decoding.engine.params import Chunk, SamplingParams
 from decoding.engine.randomness import Randomness
-from decoding.engine.sampler import Batch, Sampler, State
+from decoding.engine.sampler import Sampler
 from models.twostream import is_xlnet
 
 HOLE = re.compile(r"<hole:(\d+)>")
@@ -96,6 +97,7 @@ class Infiller(Sampler):
         ValueError: A mask token that the model does not have, or a model that cannot be decoded.
     """
 
+    joins = False  # all rows of a pass verify equally many drafts
     continues = False
     bench = "decoding.bench.infill"
 
@@ -119,7 +121,7 @@ class Infiller(Sampler):
                 "encoding in float32: load it with dtype=float32"
             )
 
-    def _encode(self, prompt: str | list[int | None], params: SamplingParams) -> Template:
+    def encode(self, prompt: str | list[int | None], params: SamplingParams) -> Template:
         if params.stop:
             raise ValueError("stop= is not allowed here: a hole's length says where it ends")
         template = Template(self._tokens(prompt) if isinstance(prompt, str) else list(prompt))
@@ -157,12 +159,18 @@ class Infiller(Sampler):
                 ids += [None] * int(piece)
         return ids
 
-    def _batch(
-        self, prompts: list[Template], params: SamplingParams, randomness: Randomness
+    def capacity(self, prompts: list[Template], params: SamplingParams) -> int:
+        return max(len(t.ids) for t in prompts) + self.margin(params)
+
+    def new_batch(
+        self,
+        prompts: list[Template],
+        params: SamplingParams,
+        randomness: Randomness,
+        capacity: int,
     ) -> Batch:
         """A batch of the given tokens alone, with the orders as its `InfillState`."""
-        sizes = [len(t.ids) for t in prompts]
-        capacity, device = max(sizes) + self.margin(params), self.device
+        sizes, device = [len(t.ids) for t in prompts], self.device
         batch = Batch([t.prompt for t in prompts], capacity, randomness, device)
         order = torch.arange(capacity).repeat(len(prompts), 1)
         for b, template in enumerate(prompts):
@@ -175,9 +183,7 @@ class Infiller(Sampler):
         )
         return batch
 
-    def _commit(
-        self, row: int, answer: Any, new: list[int], params: SamplingParams, text: bool
-    ) -> Chunk | None:
+    def commit(self, request: int, answer: Any, new: list[int], text: bool) -> Chunk | None:
         """Take a cycle's tokens; the chunk is the new text before the first open hole, if any."""
         new = new[: answer.prompt.holes - len(answer.token_ids)]
         answer.token_ids += new
@@ -187,4 +193,4 @@ class Infiller(Sampler):
             return None
         filled = answer.prompt.filled(answer.token_ids)
         answer.text.extend(filled[len(answer.text) :])
-        return self._chunk(row, answer, answer.text.text, reason, params)
+        return self._chunk(request, answer, answer.text.text, reason)

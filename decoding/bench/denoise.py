@@ -22,8 +22,8 @@ from decoding.commands.cli import main, parse, quiet
 from decoding.commands.options import option
 from decoding.commands.progress import track
 from decoding.commands.report import picture, results, write_table
+from decoding.engine.batch import Batch
 from decoding.engine.params import Result, SamplingParams
-from decoding.engine.sampler import Batch
 from decoding.loading import load, parade_config, sampler_of, sampling_config
 from decoding.masked.draft_graph import DraftGraph, show
 from decoding.samplers.denoise import DenoiseSampler

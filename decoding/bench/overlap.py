@@ -12,9 +12,10 @@ distribution of i tokens, q_1:i = prod_j q_j(x_j) that of a drafter with indepen
 import torch
 from torch import Tensor
 
+from decoding.engine.batch import Batch
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import KeyedRandomness, Randomness
-from decoding.engine.sampler import Batch, Sampler
+from decoding.engine.sampler import Sampler
 
 
 def overlap(log_p: Tensor, log_q: Tensor) -> Tensor:

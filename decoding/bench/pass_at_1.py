@@ -113,21 +113,21 @@ def judge(
         temperature=p.temperature,
         stop=STOP if continues else (),
     )
-    found, results = [], []
-    for start in track(range(0, len(problems), p.batch_size), model):
-        batch = problems[start : start + p.batch_size]
-        prompts = [problem_ids(problem, sampler.tokenizer, chat) for problem in batch]
-        seeds = [p.seed + start + i for i in range(len(batch))]
-        decoded = sampler.generate(prompts, params, seeds=seeds)
-        for problem, ids, result in zip(batch, prompts, decoded):
-            text = continuation(sampler.tokenizer, ids, result.token_ids)
-            if continues:
-                text = within_function(problem.turns[0], text)
-            outcome, error = execute(program(problem, text, raw=not chat), p.limits)
-            row = {"task_id": problem.id, "outcome": outcome, "error": error}
-            found.append({**row, "completion": text})
-        results += decoded
-    return found, results
+    prompts = [problem_ids(problem, sampler.tokenizer, chat) for problem in problems]
+    seeds = [p.seed + i for i in range(len(problems))]
+    chunks = sampler.stream(prompts, params, seeds=seeds, at_once=p.batch_size, text=False)
+    rows, results = {}, {}
+    for _, chunk in zip(track(range(len(problems)), model), chunks):
+        n, result = chunk.request, chunk.result
+        problem, results[n] = problems[n], result
+        text = continuation(sampler.tokenizer, prompts[n], result.token_ids)
+        if continues:
+            text = within_function(problem.turns[0], text)
+        outcome, error = execute(program(problem, text, raw=not chat), p.limits)
+        row = {"task_id": problem.id, "outcome": outcome, "error": error}
+        rows[n] = {**row, "completion": text}
+    order = range(len(problems))
+    return [rows[n] for n in order], [results[n] for n in order]
 
 
 def summary(found: list[dict], results: list[Result]) -> dict:

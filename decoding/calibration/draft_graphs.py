@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from decoding.engine.batch import Batch
 from decoding.engine.params import SamplingParams
-from decoding.engine.sampler import Batch
 from decoding.masked.draft_graph import Formula, graph_of, may_follow
 from decoding.samplers.spiffy import SpiffySampler, SpiffyState
 

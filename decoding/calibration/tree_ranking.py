@@ -12,9 +12,9 @@ from torch import Tensor
 
 from decoding.drafting.bigrams import Bigrams
 from decoding.drafting.block_sampler import BlockSampler
+from decoding.engine.batch import Batch
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import KeyedRandomness, request_seeds
-from decoding.engine.sampler import Batch
 
 LEAST, MOST = 0.05, 20.0  # sharpness
 TURNS = 4  # of maximising in w, then in s

@@ -9,8 +9,9 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from data.corpora.answers import TEACHER
 from decoding.commands.values import unknown
+from decoding.engine.batch import Batch
 from decoding.engine.params import SamplingParams
-from decoding.engine.sampler import Batch, Sampler
+from decoding.engine.sampler import Sampler
 from decoding.external.openai_client import OpenAIClient
 from decoding.external.vllm_engine import Vllm
 from decoding.loading import load
@@ -71,7 +72,7 @@ class SamplerTeacher:
     ) -> list[Answer]:
         """Decode the prompts as one batch."""
         results = self.sampler.generate(prompts, params, seeds=seeds)
-        recorded = self.sampler.recorded if self.top_k else [{}] * len(results)
+        recorded = [self.sampler.recorded.pop(n) if self.top_k else {} for n in range(len(results))]
         return [
             Answer(
                 r.token_ids,
@@ -184,7 +185,7 @@ class Recording(PlainSampler):
         top_k: How many tokens are kept.
 
     Attributes:
-        recorded: For each request of the last call `teacher_ids` and `teacher_probs`, a list of
+        recorded: Of each request, by its number, `teacher_ids` and `teacher_probs`, a list of
             arrays [top_k] each, one for each token.
 
     Raises:
@@ -200,10 +201,10 @@ class Recording(PlainSampler):
             )
         super().__init__(sampler.target, sampler.tokenizer)
         self.top_k = top_k
-        self.recorded: list[dict[str, list[np.ndarray]]] = []
+        self.recorded: dict[int, dict[str, list[np.ndarray]]] = {}
 
     def begin(self, batch: Batch, params: SamplingParams) -> None:
-        self.recorded = [{name: [] for name in TEACHER} for _ in batch.requests]
+        self.recorded |= {n: {name: [] for name in TEACHER} for n in batch.requests}
         super().begin(batch, params)
 
     def warped(

@@ -4,9 +4,9 @@ from torch import Tensor
 
 from data.rows.trajectories import CHANGES, weights_fingerprint
 from data.text.tokenizer import fingerprint
+from decoding.engine.batch import Batch
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import derived_seed
-from decoding.engine.sampler import Batch
 from decoding.loading import for_inference, load_tokenizer
 from decoding.samplers.jacobi import JacobiSampler
 from models import causal
@@ -111,12 +111,16 @@ class Recorder(JacobiSampler):
     """A Jacobi sampler that records the changes of every pass.
 
     Attributes:
-        found: The columns `data.rows.trajectories.CHANGES` of each sequence.
+        found: The columns `data.rows.trajectories.CHANGES` of each sequence, by number.
     """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.found: dict[int, dict[str, list[int]]] = {}
 
     def begin(self, batch: Batch, params: SamplingParams) -> None:
         super().begin(batch, params)
-        self.found = [{name: [] for name in CHANGES} for _ in batch.requests]
+        self.found |= {n: {name: [] for name in CHANGES} for n in batch.requests}
 
     def cycle(self, batch: Batch, params: SamplingParams) -> tuple[Tensor, Tensor]:
         n = self.block_size

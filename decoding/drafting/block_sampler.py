@@ -22,9 +22,10 @@ from decoding.drafting.bigrams import Bigrams
 from decoding.drafting.prompt_lookup import Lookup
 from decoding.drafting.tree import LIMIT, BigramScores, check_tree, draft_trees, verify_trees
 from decoding.engine import verify, vocabulary
+from decoding.engine.batch import Batch
 from decoding.engine.cache import CachedNetwork
 from decoding.engine.params import VERIFY, SamplingParams
-from decoding.engine.sampler import Batch, Sampler
+from decoding.engine.sampler import Sampler
 from decoding.engine.verify import choose
 from decoding.engine.warp import fit_vocabulary, seen_tokens, warp
 from models.masks import causal, tree

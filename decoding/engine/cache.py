@@ -59,6 +59,8 @@ class RaggedCache(Cache):
         if layer not in self._layers[of]:
             self._layers[of][layer] = self._layer(of, states)
         stored = self._layers[of][layer]
+        if len(stored) > len(states):  # rows that have left
+            stored = stored[: len(states)]
         if self.start is not None:
             stored[:, :, self.start : self.start + states.shape[2]] = states
         else:
@@ -91,9 +93,33 @@ class RaggedCache(Cache):
             memory[:, r, :, there] = memory[:, r, :, here]
 
     def select(self, rows: Tensor) -> None:
-        """Keep only these rows."""
-        self._memory = {of: m[:, rows.to(m.device)] for of, m in self._memory.items()}
-        self._layers.clear()
+        """Keep only these rows, in this order. One that keeps its place is not copied."""
+        keep = rows.tolist()
+        moved = [(to, b) for to, b in enumerate(keep) if to != b]
+        if any(b < len(keep) for _, b in moved):  # its place is another's
+            self._memory = {of: m[:, rows.to(m.device)] for of, m in self._memory.items()}
+            self._layers.clear()
+        elif moved:
+            to, b = map(list, zip(*moved))
+            for memory in self._memory.values():
+                memory[:, to] = memory[:, b]
+
+    def join(self, fresh: "RaggedCache", count: int, new: int) -> None:
+        """Take in the `new` rows of another cache, after the `count` that are here."""
+        assert fresh.capacity == self.capacity
+        # Where no forward has come by yet, there is nothing to take in, but room to make.
+        for of in self._memory.keys() | fresh._memory.keys():
+            theirs = fresh._memory.get(of)
+            ours = self._memory.get(of)
+            if ours is None or ours.shape[1] < count + new:
+                depth, _, *row = (theirs if ours is None else ours).shape
+                grown = (theirs if ours is None else ours).new_zeros(depth, count + new, *row)
+                if ours is not None:
+                    grown[:, :count] = ours[:, :count]
+                self._memory[of] = ours = grown
+                self._layers.pop(of, None)
+            if theirs is not None:
+                ours[:, count : count + new] = theirs[:, :new]
 
 
 class CountedNetwork:
@@ -104,6 +130,11 @@ class CountedNetwork:
         self.passes, self.seconds = 0, 0.0
         # A forward only queues work there.
         self._queues = input_device(network).type == "cuda"
+
+    def join(self, fresh: "CountedNetwork", count: int, new: int) -> None:
+        """Take in another batch's rows, after the `count` that are here, and what they cost."""
+        self.cache.join(fresh.cache, count, new)
+        self.passes, self.seconds = self.passes + fresh.passes, self.seconds + fresh.seconds
 
     @contextmanager
     def counted(self) -> Iterator[None]:

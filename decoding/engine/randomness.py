@@ -26,7 +26,10 @@ class Randomness(Protocol):
         """Gumbel noise keyed by (seed, absolute position, token): [B, n] -> [B, n, vocabulary]."""
 
     def select(self, rows: Tensor) -> None:
-        """Keep only these rows of the batch; the others are finished."""
+        """Keep only these rows of the batch, in this order; the others are finished."""
+
+    def join(self, fresh: "Randomness") -> None:
+        """Take in the rows of `fresh`, after those that are here."""
 
 
 class ContinuousRandomness(Randomness, Protocol):
@@ -68,8 +71,7 @@ class KeyedRandomness(ContinuousRandomness):
         self.draws, self.ahead = 0, ahead or _AHEAD
         self.offset = torch.zeros_like(seed)
         self._ahead = torch.empty(len(seeds), 0, 0, device=device)  # see _uniform
-        nothing = torch.empty(len(seeds), 0, dtype=torch.long, device=device)
-        self._last = nothing, nothing[..., None].float()  # positions and noise, see gumbel
+        self._last = _nothing(self.keys)  # positions and noise, see gumbel
         self._tokens = torch.empty(0)  # added to a key for each token of the vocabulary
 
     def categorical(self, probs: Tensor) -> Tensor:
@@ -131,6 +133,12 @@ class KeyedRandomness(ContinuousRandomness):
         self._ahead = self._ahead[rows]
         self._last = self._last[0][rows], self._last[1][rows]
 
+    def join(self, fresh: "KeyedRandomness") -> None:
+        self.keys = torch.cat([self.keys, fresh.keys])
+        self.offset = torch.cat([self.offset, self.draws - fresh.draws + fresh.offset])
+        self._ahead = self._numbers(slice(None), self._ahead.shape[-1])
+        self._last = _nothing(self.keys)
+
     def replace(self, rows: Tensor, fresh: "KeyedRandomness") -> None:
         self.keys[rows] = fresh.keys
         self._last = self._last[0][:, :0], self._last[1]
@@ -157,6 +165,12 @@ class KeyedRandomness(ContinuousRandomness):
         key = _mix(self.keys[rows, 1:] + draws)
         index = torch.arange(1, width + 1, device=key.device) * _STRIDE
         return _unit(_mix(key.unsqueeze(-1) + index))
+
+
+def _nothing(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """No positions, and no noise of them."""
+    positions = keys[:, :0]
+    return positions, positions[..., None].float()
 
 
 def fresh_seed() -> int:

@@ -1,96 +1,25 @@
 """The decode loop: a method supplies `begin` (prefill) and `cycle` (propose and verify)."""
 
-import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from decoding.engine.batch import Batch
 from decoding.engine.cache import CachedNetwork, TargetOutput
-from decoding.engine.detokenize import Detokenizer
-from decoding.engine.params import Chunk, Result, SamplingParams, Stats
+from decoding.engine.params import Chunk, Result, SamplingParams
 from decoding.engine.randomness import KeyedRandomness, Randomness, fresh_seed, request_seeds
+from decoding.engine.running import Answer, Running
 from decoding.engine.warp import seen_tokens, warp
 from models.attention import DENSE
 from models.masks import causal
 from models.placement import input_device
 
 _FEW = 2**16  # numbers of keyed noise whose making costs little more than the call
-
-
-@dataclass
-class State:
-    """What a method keeps of its unfinished requests between cycles; each method has its own.
-
-    A field is a tensor [B, ...], a list of B items on the host, or None.
-    """
-
-    def select(self, rows: Tensor) -> None:
-        """Keep only these rows [B'] of every field."""
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if isinstance(value, Tensor):
-                setattr(self, f.name, value[rows])
-            elif value is not None:
-                setattr(self, f.name, [value[b] for b in rows.tolist()])
-
-
-class Batch:
-    """The unfinished requests of a batch, a row of each tensor for each of them.
-
-    Attributes:
-        requests: The number of each row's request in the call.
-        tokens: [B, capacity], committed tokens and, after them, guesses or nothing.
-        lengths: [B], how many tokens are committed.
-        randomness: Where all draws come from.
-        networks: The method's cached networks by name ('target', 'drafter').
-        state: The method's own `State`.
-        drafted: Tokens a row that the last pass verified.
-    """
-
-    def __init__(self, prompts: list[list[int]], capacity: int, randomness: Randomness, device):
-        self.requests = list(range(len(prompts)))
-        self.tokens = torch.zeros(len(prompts), capacity, dtype=torch.long, device=device)
-        for b, prompt in enumerate(prompts):
-            self.tokens[b, : len(prompt)] = torch.tensor(prompt, device=device)
-        self.lengths = torch.tensor([len(p) for p in prompts], device=device)
-        self.randomness = randomness
-        self.networks: dict[str, CachedNetwork] = {}
-        self.state: Any = State()
-        self.drafted = 0
-
-    def append(self, tokens: Tensor, counts: Tensor) -> None:
-        """Commit the first counts [B] of tokens [B, m] to each row."""
-        slots = self.lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-        # After a row's length there is nothing yet, or guesses: the surplus is written too.
-        self.tokens.scatter_(1, slots, tokens)
-        self.lengths = self.lengths + counts
-
-    def select(self, keep: list[int]) -> None:
-        """Drop the finished requests."""
-        rows = torch.tensor(keep, device=self.tokens.device)
-        self.requests = [self.requests[b] for b in keep]
-        self.tokens, self.lengths = self.tokens[rows], self.lengths[rows]
-        self.state.select(rows)
-        self.randomness.select(rows)
-        for network in self.networks.values():
-            network.cache.select(rows)
-
-
-@dataclass
-class _Answer:
-    """One request's answer so far, on the host. prompt: what `_encode` made of its prompt."""
-
-    prompt: Any
-    token_ids: list[int]
-    stats: Stats
-    text: Detokenizer
-    printed: int = 0  # characters already streamed
-    sent: int = 0  # tokens already streamed
 
 
 class Sampler(ABC):
@@ -106,6 +35,7 @@ class Sampler(ABC):
     Attributes:
         rules: Values of `verify` that this sampler tells apart.
         drafts: Values of `draft`, where it drafts in several ways.
+        joins: Whether requests may join others that are decoded already.
         continues: Whether the text goes on from the prompt, which is not part of it.
         bench: The command that measures it against its plain counterpart.
         hidden_layers: Target layers whose outputs its passes return (`TargetOutput`).
@@ -114,6 +44,7 @@ class Sampler(ABC):
 
     rules: tuple[str, ...] = ("coupled", "rejection")
     drafts: tuple[str, ...] = ()
+    joins = True
     continues = True
     bench = "decoding.bench"
     hidden_layers: tuple[int, ...] = ()
@@ -150,14 +81,17 @@ class Sampler(ABC):
         *,
         seeds: list[int] | None = None,
         randomness: Randomness | None = None,
+        at_once: int | None = None,
     ) -> list[Result]:
-        """Decode every prompt to its end, as one batch.
+        """Decode every prompt to its end.
 
         Args:
             prompts: Texts, or token ids.
             params: How to sample; None takes the defaults of `SamplingParams`.
             seeds: One a prompt, in place of those derived from params.seed.
             randomness: Replaces the keyed randomness, in tests.
+            at_once: Prompts that are decoded together at the most: where one ends the next one
+                takes its place. None: all, as one batch.
 
         Returns:
             One `Result` a prompt, in their order.
@@ -166,7 +100,8 @@ class Sampler(ABC):
             ValueError: A prompt or a parameter that this sampler cannot decode with.
         """
         results: list[Result | None] = [None] * len(prompts)
-        for chunk in self.stream(prompts, params, seeds=seeds, randomness=randomness, text=False):
+        options = {"seeds": seeds, "randomness": randomness, "at_once": at_once}
+        for chunk in self.stream(prompts, params, **options, text=False):
             if chunk.result is not None:
                 results[chunk.request] = chunk.result
         return results
@@ -178,6 +113,7 @@ class Sampler(ABC):
         *,
         seeds: list[int] | None = None,
         randomness: Randomness | None = None,
+        at_once: int | None = None,
         text: bool = True,
     ) -> Iterator[Chunk]:
         """Decode, yielding a `Chunk` whenever the committed text of a request grows.
@@ -186,16 +122,16 @@ class Sampler(ABC):
         several streams and close them in any order.
 
         Args:
-            prompts, params, seeds, randomness: See `generate`. The first request has the seed
-                params.seed, the others seeds that are derived from it.
+            prompts, params, seeds, randomness, at_once: See `generate`. The first request has the
+                seed params.seed, the others seeds that are derived from it.
             text: False yields finished requests only, and detokenises nothing on the way.
 
         Raises:
             ValueError: As `generate`; also where the model's logits are not numbers.
         """
         params = params or SamplingParams()
-        lossy = self._check(params)
-        prompts = [self._encode(p, params) for p in prompts]
+        self.check_params(params)
+        prompts = [self.encode(p, params) for p in prompts]
         if not prompts:
             raise ValueError("no prompt was given")
         if seeds is None:
@@ -204,40 +140,22 @@ class Sampler(ABC):
             )
         if len(seeds) != len(prompts):
             raise ValueError(f"{len(seeds)} seeds were given for {len(prompts)} prompts")
-        answers = [_Answer(p, [], Stats(lossy=lossy), Detokenizer(self.tokenizer)) for p in prompts]
-        started = time.perf_counter()
-        with torch.inference_mode():
-            randomness = randomness or KeyedRandomness(seeds, self.device)
-            batch = self._batch(prompts, params, randomness)
-            self.begin(batch, params)
-        prefills = {name: n.passes for name, n in batch.networks.items()}
-        while batch.requests:
-            # Never across a yield: the mode is the thread's, not this generator's.
-            with torch.inference_mode():
-                tokens, counts = self.cycle(batch, params)
-                batch.append(tokens, counts)
-                emitted = zip(tokens.tolist(), counts.tolist())
-            keep = []
-            for b, (new, count) in enumerate(emitted):
-                answer = answers[batch.requests[b]]
-                answer.stats.drafted += batch.drafted
-                chunk = self._commit(batch.requests[b], answer, new[:count], params, text)
-                if chunk is None or chunk.result is None:
-                    keep.append(b)
-                else:
-                    self._account(answer.stats, batch, prefills, time.perf_counter() - started)
-                if chunk is not None:
-                    paused = time.perf_counter()
-                    yield chunk
-                    started += time.perf_counter() - paused  # the reader's time is not ours
-            if not keep:
-                return
-            if len(keep) < len(batch.requests):
-                with torch.inference_mode():
-                    batch.select(keep)
+        if at_once is not None and at_once < 1:
+            raise ValueError(f"at_once={at_once} is not allowed: it must be at least 1")
+        most = len(prompts) if at_once is None else at_once
+        running = Running(self, params, self.capacity(prompts, params))
+        waiting = deque(range(len(prompts)))
+        while waiting or running:
+            room = most - len(running) if self.joins or not running else 0
+            new = [waiting.popleft() for _ in range(min(room, len(waiting)))]
+            if new:
+                given = [[of[n] for n in new] for of in (prompts, seeds)]
+                running.admit(new, *given, randomness=randomness)
+            # Nothing of torch's modes is changed across a yield: they are the thread's.
+            yield from running.step(text)
 
-    def _check(self, params: SamplingParams) -> str:
-        """Refuse what this sampler does not offer; returns what makes the request lossy, or ''."""
+    def check_params(self, params: SamplingParams) -> None:
+        """Raise ValueError for what this sampler does not offer."""
         if params.draft is not None and params.draft not in self.drafts:
             raise ValueError(
                 f"draft={params.draft!r} is not allowed: this sampler drafts in "
@@ -253,7 +171,6 @@ class Sampler(ABC):
                 f"{lossy} is lossy: the text would not have the distribution of plain decoding. "
                 "Leave it out, or allow it with lossy=true"
             )
-        return lossy
 
     def lossy(self, params: SamplingParams) -> str:
         """What makes a request's distribution another than plain decoding's; '' for nothing."""
@@ -262,7 +179,8 @@ class Sampler(ABC):
     def start(self, prompt: list[int]) -> tuple[Batch, SamplingParams]:
         """One greedy request that has not begun, for looking at a single pass."""
         params = SamplingParams(max_new_tokens=1, temperature=0)
-        return self._batch([prompt], params, KeyedRandomness([0], self.device)), params
+        randomness, capacity = KeyedRandomness([0], self.device), self.capacity([prompt], params)
+        return self.new_batch([prompt], params, randomness, capacity), params
 
     def check(self, target: PreTrainedModel) -> None:
         """Raise ValueError for a target that this sampler cannot decode with."""
@@ -345,11 +263,22 @@ class Sampler(ABC):
         row = torch.arange(len(noise), device=noise.device)[:, None]
         return noise[row, skipped[:, None] + steps[:count]]
 
-    def _batch(self, prompts: list[list[int]], params: SamplingParams, randomness) -> Batch:
-        capacity = max(map(len, prompts)) + params.max_new_tokens + self.margin(params)
+    def capacity(self, prompts: list, params: SamplingParams) -> int:
+        """Slots that a row needs, for the longest of these requests."""
+        return max(map(len, prompts)) + params.max_new_tokens + self.margin(params)
+
+    def new_batch(
+        self, prompts: list, params: SamplingParams, randomness: Randomness, capacity: int
+    ) -> Batch:
+        """Requests that have not begun, with room for this many tokens each."""
         return Batch(prompts, capacity, randomness, self.device)
 
-    def _encode(self, prompt: str | list[int], params: SamplingParams) -> list[int]:
+    def shared(self, params: SamplingParams) -> SamplingParams:
+        """What requests must have in common to be decoded together: all but how they end."""
+        return replace(params, max_new_tokens=1, stop=(), ignore_eos=False, seed=None)
+
+    def encode(self, prompt: str | list[int], params: SamplingParams) -> list[int]:
+        """A prompt's token ids; ValueError for one that cannot be decoded."""
         ids = self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise ValueError("the prompt is empty: give at least one token")
@@ -365,10 +294,9 @@ class Sampler(ABC):
             )
         return ids
 
-    def _commit(
-        self, row: int, answer: _Answer, new: list[int], params: SamplingParams, text: bool
-    ) -> Chunk | None:
+    def commit(self, request: int, answer: Answer, new: list[int], text: bool) -> Chunk | None:
         """Take a cycle's tokens up to the end of the answer; None: nothing to show yet."""
+        params = answer.params
         reason, count = None, len(new)
         room = params.max_new_tokens - len(answer.token_ids)
         if not params.ignore_eos:
@@ -398,13 +326,13 @@ class Sampler(ABC):
             decoded = answer.text.text
         elif decoded is None:
             decoded = self._decode(answer.token_ids)
-        return self._chunk(row, answer, decoded, reason, params)
+        return self._chunk(request, answer, decoded, reason)
 
     def _chunk(
-        self, row: int, answer: _Answer, decoded: str, reason: str | None, params: SamplingParams
+        self, request: int, answer: Answer, decoded: str, reason: str | None
     ) -> Chunk | None:
         """What a request's text so far adds to what was shown of it; None: nothing yet."""
-        safe = decoded if reason else decoded[: _safe_length(decoded, params.stop)]
+        safe = decoded if reason else decoded[: _safe_length(decoded, answer.params.stop)]
         piece, answer.printed = safe[answer.printed :], max(answer.printed, len(safe))
         result = None
         if reason:
@@ -412,7 +340,7 @@ class Sampler(ABC):
         elif not piece:
             return None
         new, answer.sent = answer.token_ids[answer.sent :], len(answer.token_ids)
-        return Chunk(row, piece, new, result)
+        return Chunk(request, piece, new, result)
 
     def _decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -424,21 +352,11 @@ class Sampler(ABC):
                 return token_ids[:n]
         return token_ids
 
-    def _account(
-        self, stats: Stats, batch: Batch, prefills: dict[str, int], seconds: float
-    ) -> None:
-        """Fill in the passes and the split of the seconds when a request ends."""
-        spent = {name: n.seconds for name, n in batch.networks.items()}
-        passes = {name: n.passes - prefills[name] for name, n in batch.networks.items()}
-        stats.target_passes, stats.drafter_passes = passes["target"], passes.get("drafter", 0)
-        stats.target_s, stats.drafter_s = spent["target"], spent.get("drafter", 0.0)
-        stats.sampler_s = seconds - stats.target_s - stats.drafter_s
-
 
 def check_attention(network: PreTrainedModel) -> None:
     """Raise ValueError for a network that would not follow the masks that decoding gives it."""
     config = network.config.get_text_config()
-    # A sliding window does no harm before a text outgrows it, which `Sampler._encode` checks.
+    # A sliding window does no harm before a text outgrows it, which `Sampler.encode` checks.
     allowed = {"full_attention", "sliding_attention"}
     kinds = {*(getattr(config, "layer_types", None) or [])} - allowed
     if kinds:

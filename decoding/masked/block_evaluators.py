@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from decoding.engine.batch import Batch
 from decoding.engine.cache import CachedNetwork, CountedNetwork
-from decoding.engine.sampler import Batch
 from models.blockwise import is_foreign, predicate_of
 from models.masks import Layout, dense
 
@@ -56,6 +56,10 @@ class WholeTexts(CountedNetwork):
 
     def select(self, rows: Tensor) -> None:
         """Nothing is kept between passes."""
+
+    def join(self, fresh: CountedNetwork, count: int, new: int) -> None:
+        """Nothing is kept between passes, but what they cost."""
+        self.passes, self.seconds = self.passes + fresh.passes, self.seconds + fresh.seconds
 
     def ask(self, batch: Batch, states: Tensor) -> Tensor:
         """The logits [B, M, L, V] of states [B, M, L]; see the module's docstring."""

@@ -34,8 +34,8 @@ from decoding.any_subset.infilling import Infiller, InfillState
 from decoding.any_subset.two_stream_cache import Branches, TwoStreamNetwork
 from decoding.drafting.tree import Trees, check_tree, draft_trees, verify_trees
 from decoding.engine import verify
+from decoding.engine.batch import Batch
 from decoding.engine.params import VERIFY, SamplingParams
-from decoding.engine.sampler import Batch
 from decoding.engine.verify import choose
 from decoding.engine.warp import fit_vocabulary, seen_tokens, warp
 from models.twostream import check_prompt, joint_logits

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from decoding.drafting import block_sampler
 from decoding.drafting.block_sampler import BlockSampler
 from decoding.drafting.prompt_lookup import Lookup
+from decoding.engine.batch import Batch, State
 from decoding.engine.cache import CachedNetwork
 from decoding.engine.params import SamplingParams
-from decoding.engine.sampler import Batch, State
 from models.masks import drafter_attention
 
 KNOBS = block_sampler.KNOBS

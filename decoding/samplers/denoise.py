@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from decoding.engine.batch import Batch, State
 from decoding.engine.params import SamplingParams
-from decoding.engine.sampler import Batch, Sampler, State
+from decoding.engine.sampler import Sampler
 from decoding.masked.block_evaluators import CachedBlocks, FrozenTexts, WholeTexts
 from decoding.masked.unmasking import Unmasking, judge, next_state
 from models.blockwise import is_foreign, predicate_of, told
@@ -262,7 +263,11 @@ class DenoiseSampler(Sampler):
             batch.state.start, batch.state.step = start, step
         return tokens, counts
 
-    def _encode(self, prompt: str | list[int], params: SamplingParams) -> list[int]:
+    def shared(self, params: SamplingParams) -> SamplingParams:
+        # A bidirectional model sees the masks of the whole answer.
+        return replace(super().shared(params), max_new_tokens=params.max_new_tokens)
+
+    def encode(self, prompt: str | list[int], params: SamplingParams) -> list[int]:
         L, asked = self.block_size, params.max_new_tokens
         if params.block_size not in (None, L):
             raise ValueError(
@@ -281,7 +286,7 @@ class DenoiseSampler(Sampler):
                 f"decoded, and the first {asked} returned",
                 stacklevel=2,
             )
-        ids = super()._encode(prompt, replace(params, max_new_tokens=whole))
+        ids = super().encode(prompt, replace(params, max_new_tokens=whole))
         context = getattr(self.target.config, "max_sequence_length", None)  # LLaDA's name
         if context is not None and len(ids) + whole > context:
             raise ValueError(

@@ -8,14 +8,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.drafting import block_sampler
 from decoding.drafting.block_sampler import BlockSampler
 from decoding.drafting.prompt_lookup import Lookup
+from decoding.engine.batch import Batch, State
 from decoding.engine.cache import CountedNetwork, RaggedCache
 from decoding.engine.params import SamplingParams
-from decoding.engine.sampler import Batch, State
 from models import dflash
 from models.dflash import DFlashDraftModel
 from models.masks import Layout, dense, draft_blocks
@@ -39,6 +40,12 @@ class DFlashState(State):
     states: Tensor
     missing: Tensor
     lookups: list[Lookup] | None = None
+
+    def join(self, fresh: "DFlashState") -> None:
+        width = max(self.states.shape[1], fresh.states.shape[1])
+        for state in (self, fresh):
+            state.states = pad(state.states, (0, 0, width - state.states.shape[1], 0))
+        super().join(fresh)
 
 
 class CachedDrafter(CountedNetwork):

@@ -15,8 +15,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.engine import verify
+from decoding.engine.batch import Batch, State
 from decoding.engine.params import SamplingParams
-from decoding.engine.sampler import Batch, Sampler, State
+from decoding.engine.sampler import Sampler
 from decoding.engine.verify import choose
 
 KNOBS = {"block_size": int, "running": bool}

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from decoding.engine import verify
+from decoding.engine.batch import Batch
 from decoding.engine.cache import CachedNetwork
 from decoding.engine.params import SamplingParams
-from decoding.engine.sampler import Batch
 from decoding.engine.verify import choose
 from decoding.samplers.jacobi import JacobiSampler, JacobiState, guesses, with_old_guesses
 from models.masks import branches

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
+from decoding.engine.batch import Batch
 from decoding.engine.params import VERIFY, SamplingParams
-from decoding.engine.sampler import Batch, Sampler
+from decoding.engine.sampler import Sampler
 from decoding.engine.verify import choose
 
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from decoding.engine.batch import Batch
 from decoding.engine.params import SamplingParams
-from decoding.engine.sampler import Batch
 from decoding.masked.block_evaluators import CachedBlocks, FrozenTexts, WholeTexts
 from decoding.masked.draft_graph import DraftGraph, chain_graph, graph_of, read_graph
 from decoding.masked.unmasking import next_state, position_order

@@ -156,7 +156,7 @@ def first_cycle(sampler, rule):
 
 
 def first_rows(sampler, prompt, count, params, randomness):
-    from decoding.engine.sampler import Batch
+    from decoding.engine.batch import Batch
 
     capacity = len(prompt) + params.max_new_tokens + sampler.margin(params)
     rows = Batch([prompt] * count, capacity, randomness, "cpu")

@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from decoding import generate
 from decoding.bench import text as bench
+from decoding.engine.batch import Batch
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import KeyedRandomness
-from decoding.engine.sampler import Batch
 from decoding.loading import load
 from decoding.samplers.dflash import DFlashSampler
 from tests.support import tiny

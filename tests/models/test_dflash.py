@@ -8,9 +8,9 @@ from safetensors import safe_open
 from transformers import AutoConfig, Qwen3Config
 
 from data.corruption.draft_blocks import DraftBlocks, SuffixNoise
+from decoding.engine.batch import Batch
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import KeyedRandomness
-from decoding.engine.sampler import Batch
 from decoding.samplers.dflash import DFlashSampler
 from models import dflash
 from models.dflash import DFlashDraftModel, draft_states, from_target, spread

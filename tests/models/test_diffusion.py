@@ -7,10 +7,10 @@ import torch
 
 from data.corruption.draft_blocks import DraftBlocks, Noise
 from data.text.tokenizer import draft_token_ids, train_tokenizer, with_draft_tokens
+from decoding.engine.batch import Batch
 from decoding.engine.cache import CachedNetwork
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import KeyedRandomness
-from decoding.engine.sampler import Batch
 from decoding.samplers.deer import DeerSampler
 from models import diffusion, masks
 from models.masks import causal

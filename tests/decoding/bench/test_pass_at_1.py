@@ -11,7 +11,7 @@ from data.text.tokenizer import train_tokenizer
 from decoding.bench import pass_at_1
 from decoding.bench.pass_at_1 import STOP, read_problems, run
 from decoding.bench.scores import continuation
-from decoding.engine.params import Result, Stats
+from decoding.engine.params import Chunk, Result, Stats
 from tests.support import tiny
 
 TOKENIZER = train_tokenizer(["def add(a, b):\n    return a + b\n"], 300)
@@ -41,6 +41,13 @@ class Scripted:
         names = [TOKENIZER.decode(ids).partition("\n")[0][2:] for ids in prompts]
         ids = [TOKENIZER(COMPLETIONS[name])["input_ids"] for name in names]
         return [Result("", i, "eos", Stats(emitted=[2] * len(i))) for i in ids]
+
+    def stream(self, prompts, params, *, seeds, at_once, text):
+        assert at_once in (4, 8)
+        assert not text
+        found = self.generate(prompts, params, seeds=seeds)
+        for n in reversed(range(len(found))):  # in the order in which they happen to end
+            yield Chunk(n, "", [], found[n])
 
 
 def row(name):

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from decoding.engine import verify
+from decoding.engine.batch import Batch
 from decoding.engine.params import KEYED, SamplingParams
 from decoding.engine.randomness import KeyedRandomness
-from decoding.engine.sampler import Batch
 from decoding.samplers.dflash import DFlashSampler
 from decoding.samplers.plain import PlainSampler
 from tests.decoding.test_exact_distribution import (

@@ -8,7 +8,8 @@ from models.toy import Reader
 from torch import Tensor
 
 from decoding.engine import verify, vocabulary
-from decoding.engine.sampler import Batch, Sampler, State
+from decoding.engine.batch import Batch, State
+from decoding.engine.sampler import Sampler
 from decoding.engine.verify import choose
 from decoding.engine.warp import fit_vocabulary, warp
 

@@ -1,0 +1,92 @@
+"""The unfinished requests of a batch, and what a method keeps of them between cycles."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decoding.engine.cache import CountedNetwork
+from decoding.engine.randomness import Randomness
+
+
+@dataclass
+class State:
+    """What a method keeps of its unfinished requests between cycles; each method has its own.
+
+    A field is a tensor [B, ...], a list of B items on the host, or None.
+    """
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only these rows [B'] of every field."""
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, Tensor):
+                setattr(self, f.name, value[rows])
+            elif value is not None:
+                setattr(self, f.name, [value[b] for b in rows.tolist()])
+
+    def join(self, fresh: "State") -> None:
+        """Take in the rows of another state, after its own."""
+        for f in fields(self):
+            ours, theirs = getattr(self, f.name), getattr(fresh, f.name)
+            if isinstance(ours, Tensor):
+                setattr(self, f.name, torch.cat([ours, theirs]))
+            elif ours is not None:
+                setattr(self, f.name, ours + theirs)
+
+
+class Batch:
+    """The unfinished requests of a batch, a row of each tensor for each of them.
+
+    Attributes:
+        requests: The number of each row's request in the call.
+        tokens: [B, capacity], committed tokens and, after them, guesses or nothing.
+        lengths: [B], how many tokens are committed.
+        randomness: Where all draws come from.
+        networks: The method's cached networks by name ('target', 'drafter').
+        state: The method's own `State`.
+        drafted: Tokens a row that the last pass verified.
+    """
+
+    def __init__(self, prompts: list[list[int]], capacity: int, randomness: Randomness, device):
+        self.requests = list(range(len(prompts)))
+        self.tokens = torch.zeros(len(prompts), capacity, dtype=torch.long, device=device)
+        for b, prompt in enumerate(prompts):
+            self.tokens[b, : len(prompt)] = torch.tensor(prompt, device=device)
+        self.lengths = torch.tensor([len(p) for p in prompts], device=device)
+        self.randomness = randomness
+        self.networks: dict[str, CountedNetwork] = {}
+        self.state: Any = State()
+        self.drafted = 0
+
+    def append(self, tokens: Tensor, counts: Tensor) -> None:
+        """Commit the first counts [B] of tokens [B, m] to each row."""
+        slots = self.lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        # After a row's length there is nothing yet, or guesses: the surplus is written too.
+        self.tokens.scatter_(1, slots, tokens)
+        self.lengths = self.lengths + counts
+
+    def join(self, fresh: "Batch") -> None:
+        """Take in the requests of another batch of the same sampler, which has begun.
+
+        Args:
+            fresh: Of the same capacity and parameters; not to be used any more.
+        """
+        for name, network in self.networks.items():
+            network.join(fresh.networks[name], len(self.requests), len(fresh.requests))
+        self.requests += fresh.requests
+        self.tokens = torch.cat([self.tokens, fresh.tokens])
+        self.lengths = torch.cat([self.lengths, fresh.lengths])
+        self.state.join(fresh.state)
+        self.randomness.join(fresh.randomness)
+
+    def select(self, keep: list[int]) -> None:
+        """Keep only these rows, in this order."""
+        rows = torch.tensor(keep, device=self.tokens.device)
+        self.requests = [self.requests[b] for b in keep]
+        self.tokens, self.lengths = self.tokens[rows], self.lengths[rows]
+        self.state.select(rows)
+        self.randomness.select(rows)
+        for network in self.networks.values():
+            network.cache.select(rows)

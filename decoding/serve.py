@@ -1,0 +1,141 @@
+"""`python -m decoding.serve model=runs/deer_stage2/export`: an OpenAI-compatible server.
+
+The same seed gives the same text, whatever else the server decodes.
+"""
+
+import os
+import signal
+import socket
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import ClassVar
+
+from decoding.chat import end_of_turn
+from decoding.commands.cli import main, parse, quiet
+from decoding.commands.options import NEEDED, LoadOptions, option
+from decoding.engine.sampler import Sampler
+from decoding.loading import load
+from decoding.samplers.plain import PlainSampler
+
+PLAIN = "plain"  # the name of the target alone, which is served beside a drafter
+LONGEST = 4096  # tokens of a request, where neither the model nor the user sets a limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serve(LoadOptions):
+    """Serve an export to many clients at once, as OpenAI's API."""
+
+    EXAMPLE: ClassVar[str] = "model=runs/deer_stage2/export port=8000"
+
+    model: str = option(NEEDED, "an exported folder, a Hub id or a gguf file")
+    name: str | None = option(
+        None, "what clients call the model; null: its folder's or id's last part"
+    )
+    host: str = option(
+        "127.0.0.1", "the address to listen on; 0.0.0.0 is every one of this machine"
+    )
+    port: int = option(8000, "the port to listen on; 0: a free one", least=0)
+    at_once: int = option(16, "requests that are decoded together", least=1)
+    waiting: int = option(256, "further requests that may wait; others are refused (429)", least=0)
+    max_length: int | None = option(
+        None, "tokens of a prompt and its answer together; null: the model's context", least=2
+    )
+    cache_gb: float | None = option(
+        None, "of keys and values at the most; lowers at_once", least=0.001
+    )
+    body_mb: float = option(4.0, "of a request's body at the most", least=0.001)
+    seconds: float = option(600.0, "that a request may take, waiting included", least=0.1)
+    api_key: str | None = option(None, "that clients must send; null: PARADE_API_KEY, or none")
+
+
+def run(argv: list[str]) -> None:
+    """Run the command with its arguments `key=value`."""
+    quiet()
+    s = parse(argv, Serve, "decoding.serve")
+    if find_spec("starlette") is None or find_spec("uvicorn") is None:
+        raise ValueError("decoding.serve needs starlette and uvicorn: pip install 'parade[serve]'")
+    if s.port > 65535:
+        raise ValueError(f"port={s.port} is not allowed: at most 65535")
+    import uvicorn
+
+    from decoding.serving.app import Server
+    from decoding.serving.scheduler import Scheduler
+
+    try:  # before minutes of loading
+        listening = socket.create_server((s.host, s.port), backlog=1024)
+    except OSError as error:
+        raise ValueError(
+            f"cannot listen on {s.host}:{s.port} ({error.strerror}): give another host= or port="
+        ) from error
+    sampler = load(s.model, **s.loading)
+    if not sampler.continues:
+        raise ValueError(f"{s.model} fills holes and goes on from no prompt: give a causal LM")
+    sampler.eos |= end_of_turn(sampler) if sampler.tokenizer.chat_template else frozenset()
+    name = s.name or Path(s.model).resolve().name
+    if name == "export" and s.name is None:
+        name = Path(s.model).resolve().parent.name
+    samplers = {name: sampler}
+    if sampler.bench == "decoding.bench" and not isinstance(sampler, PlainSampler):
+        plain = samplers[PLAIN] = PlainSampler(sampler.target, sampler.tokenizer)
+        plain.eos = sampler.eos
+    longest = length_of(sampler, s.max_length)
+    at_once = min(s.at_once, rooms(sampler, longest, s.cache_gb, s.at_once))
+    scheduler = Scheduler(samplers, at_once, s.waiting, longest)
+    key = s.api_key or os.environ.get("PARADE_API_KEY")
+    server = Server(
+        scheduler, sampler.tokenizer, key=key, most=int(1e6 * s.body_mb), seconds=s.seconds
+    )
+    settings = {"log_level": "warning", "timeout_keep_alive": 30}
+    http = uvicorn.Server(uvicorn.Config(server.app(), **settings))
+    print(f"{', '.join(samplers)}: {at_once} requests at once of up to {longest} tokens each")
+    address = f"http://{s.host}:{listening.getsockname()[1]}/"
+    print(f"{address} (Ctrl-C or SIGTERM: what was asked is answered first)", flush=True)
+    # uvicorn raises it once more after it has ended in good order.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    http.run(sockets=[listening])
+
+
+def length_of(sampler: Sampler, given: int | None) -> int:
+    """Tokens that a request may have.
+
+    Raises:
+        ValueError: More are given than the model's context has.
+    """
+    context = sampler.context
+    if given is not None and context is not None and given > context:
+        raise ValueError(f"max_length={given} is not allowed: the model's context has {context}")
+    return given or context or LONGEST
+
+
+def rooms(sampler: Sampler, longest: int, most: float | None, at_once: int) -> int:
+    """Requests whose keys and values fit into `most` GB together; None: `at_once`.
+
+    Raises:
+        ValueError: Not even one does.
+    """
+    if most is None:
+        return at_once
+    needed = sum(
+        row_bytes(network, longest)
+        for network in (sampler.target, getattr(sampler, "drafter", None))
+        if network is not None
+    )
+    if (found := int(1e9 * most // needed)) < 1:
+        raise ValueError(
+            f"cache_gb={most:g} is too little: one request of {longest} tokens needs "
+            f"{needed / 1e9:.3g}. Give more, or a lower max_length"
+        )
+    return found
+
+
+def row_bytes(network, longest: int) -> int:
+    """Bytes of keys and values of one request."""
+    config = network.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * size * longest * network.dtype.itemsize
+
+
+if __name__ == "__main__":
+    main(run)

@@ -1,0 +1,1 @@
+"""Serving: requests of many clients over HTTP, decoded together."""

@@ -1,0 +1,280 @@
+"""OpenAI's protocol: what a request may say, and how answers are written."""
+
+import json
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from data.text.chat import encode_prompt
+from decoding.engine.params import Result, SamplingParams
+from decoding.engine.randomness import fresh_seed, request_seeds
+
+MOST_CHOICES, MOST_STOPS = 64, 16
+
+
+def _is(kind: type | tuple[type, ...]):
+    """Whether a value is of a type; true and false are no numbers."""
+    return lambda x: isinstance(x, kind) and (kind is bool or not isinstance(x, bool))
+
+
+def _texts(x: Any) -> bool:
+    some = [x] if isinstance(x, str) else x
+    return (
+        isinstance(some, list) and len(some) <= MOST_STOPS and all(isinstance(s, str) for s in some)
+    )
+
+
+def _prompts(x: Any) -> bool:
+    if isinstance(x, str):
+        return True
+    if not isinstance(x, list) or not x:
+        return False
+    ids = all(map(_is(int), x))
+    return ids or all(isinstance(p, str) or (p and _prompts(p)) for p in x)
+
+
+def _messages(x: Any) -> bool:
+    return (
+        bool(x)
+        and isinstance(x, list)
+        and all(
+            isinstance(m, dict)
+            and isinstance(m.get("role"), str)
+            and isinstance(m.get("content"), str)
+            for m in x
+        )
+    )
+
+
+NUMBER = (int, float)
+# Of every field that has a meaning here: what it must be, in words and as a check.
+COMMON = {
+    "model": ("a text", _is(str)),
+    "max_tokens": ("an integer", _is(int)),
+    "temperature": ("a number", _is(NUMBER)),
+    "top_p": ("a number", _is(NUMBER)),
+    "top_k": ("an integer", _is(int)),
+    "min_p": ("a number", _is(NUMBER)),
+    "repetition_penalty": ("a number", _is(NUMBER)),
+    "stop": (f"a text, or a list of at most {MOST_STOPS}", _texts),
+    "seed": ("an integer", _is(int)),
+    "n": (f"an integer from 1 to {MOST_CHOICES}", lambda x: _is(int)(x) and 1 <= x <= MOST_CHOICES),
+    "stream": ("true or false", _is(bool)),
+    "stream_options": ("an object", _is(dict)),
+    "ignore_eos": ("true or false", _is(bool)),
+    "verify": ("a text", _is(str)),
+    "user": ("a text", _is(str)),
+}
+COMPLETION = {
+    **COMMON,
+    "prompt": ("a text, token ids, or a list of these", _prompts),
+    "suffix": ("a text", _is(str)),
+}
+CHAT = {
+    **COMMON,
+    "messages": ("a list of {role, content}, both texts", _messages),
+    "max_completion_tokens": ("an integer", _is(int)),
+}
+# Fields of the protocol that are not there, and the values with which they ask for nothing.
+NOT_THERE = {
+    "logprobs": (None, False),
+    "top_logprobs": (None,),
+    "echo": (None, False),
+    "best_of": (None, 1),
+    "logit_bias": (None, {}),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "response_format": (None, {"type": "text"}),
+}
+
+
+@dataclass
+class Asked:
+    """What a request asks for.
+
+    Attributes:
+        model: The name of the model.
+        prompts: Texts or token ids, one for each answer; n of each prompt.
+        seeds: One for each answer.
+        params: Of all answers.
+        stream: Whether answers are sent as they come.
+        usage: Whether the last event of a stream has the usage.
+        chat: Whether it is a chat.
+    """
+
+    model: str
+    prompts: list[str | list[int]]
+    seeds: list[int]
+    params: SamplingParams
+    stream: bool
+    usage: bool
+    chat: bool
+
+
+def read(body: bytes) -> dict:
+    """The object that a request's body holds.
+
+    Raises:
+        ValueError: It is no object in JSON; one line.
+    """
+    try:
+        asked = json.loads(body)
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested without end
+        raise ValueError(f"the body is no JSON: {str(error)[:200]}") from error
+    if not isinstance(asked, dict):
+        raise ValueError(f"the body is no object but a {type(asked).__name__}")
+    return asked
+
+
+def check(asked: dict, fields: dict) -> dict:
+    """A request's fields, without those that are null.
+
+    Raises:
+        ValueError: A field is not of its type, or is not offered; one line that names it.
+    """
+    found = {}
+    for key, value in asked.items():
+        if key in NOT_THERE:
+            if value not in NOT_THERE[key]:
+                raise ValueError(f"{key}={json.dumps(value)[:60]} is not offered: leave {key} out")
+            continue
+        if key not in fields:
+            raise ValueError(f"unknown field {key[:60]!r}. Known are {', '.join(sorted(fields))}")
+        words, fits = fields[key]
+        if value is None:
+            continue
+        if not fits(value):
+            raise ValueError(f"{key}={json.dumps(value)[:60]} is not allowed: it must be {words}")
+        found[key] = value
+    return found
+
+
+def asked(body: bytes, chat: bool, tokenizer: PreTrainedTokenizerBase, models: list[str]) -> Asked:
+    """What the body of a request asks for.
+
+    Args:
+        body: As it came.
+        chat: Whether it was sent to /v1/chat/completions.
+        tokenizer: The models' own.
+        models: The names of those that are served; the first where none is named.
+
+    Raises:
+        ValueError: The body, a field or its value is wrong; one line.
+    """
+    fields = check(read(body), CHAT if chat else COMPLETION)
+    name = fields.get("model", models[0])
+    if name not in models:
+        raise ValueError(f"unknown model {name[:100]!r}. Served are {', '.join(models)}")
+    if chat:
+        if "messages" not in fields:
+            raise ValueError("messages is missing")
+        if not tokenizer.chat_template:
+            raise ValueError("this model has no chat template: ask /v1/completions")
+        prompts = [encode_prompt(tokenizer, fields["messages"])]
+    else:
+        if "prompt" not in fields:
+            raise ValueError("prompt is missing")
+        prompts = listed(fields["prompt"])
+        if fields.get("suffix"):
+            raise ValueError("suffix is for models that fill holes, which are not served yet")
+    most = fields.get("max_completion_tokens", fields.get("max_tokens"))
+    stop = fields.get("stop", ())
+    given = {
+        key: fields[key]
+        for key in (
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "repetition_penalty",
+            "ignore_eos",
+            "verify",
+        )
+        if key in fields
+    }
+    if any(isinstance(x, float) and not math.isfinite(x) for x in given.values()):
+        raise ValueError("a number is not finite")
+    given["top_k"] = max(0, given.get("top_k", 0))  # -1 is vLLM's word for off
+    params = SamplingParams(
+        max_new_tokens=16 if most is None and not chat else 256 if most is None else most,
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        **given,
+    )
+    n = fields.get("n", 1)
+    seed = fields.get("seed", fresh_seed())
+    prompts = [p for p in prompts for _ in range(n)]
+    return Asked(
+        model=name,
+        prompts=prompts,
+        seeds=request_seeds(seed, len(prompts)),
+        params=params,
+        stream=fields.get("stream", False),
+        usage=bool(fields.get("stream_options", {}).get("include_usage")),
+        chat=chat,
+    )
+
+
+def listed(prompt: str | list) -> list[str | list[int]]:
+    """The prompts of a completion's field `prompt`: one, or a list of them."""
+    if isinstance(prompt, str) or isinstance(prompt[0], int):
+        return [prompt]
+    return prompt
+
+
+def head(asked: Asked, number: int, part: bool) -> dict:
+    """What every answer begins with; part: of a stream."""
+    kind = ("chat.completion" + (".chunk" if part else "")) if asked.chat else "text_completion"
+    prefix = "chatcmpl" if asked.chat else "cmpl"
+    return {
+        "id": f"{prefix}-{number}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": asked.model,
+    }
+
+
+def choice(asked: Asked, index: int, result: Result) -> dict:
+    """A whole answer."""
+    reason = finish(result.finish_reason)
+    if asked.chat:
+        said = {"message": {"role": "assistant", "content": result.text}}
+    else:
+        said = {"text": result.text}
+    return {"index": index, **said, "logprobs": None, "finish_reason": reason}
+
+
+def delta(asked: Asked, index: int, text: str, tokens: int, reason: str | None) -> dict:
+    """A piece of an answer; `tokens` of it came with one pass of the target."""
+    said = {"delta": {"content": text}} if asked.chat else {"text": text}
+    ended = None if reason is None else finish(reason)
+    return {"index": index, **said, "logprobs": None, "finish_reason": ended, "tokens": tokens}
+
+
+def finish(reason: str) -> str:
+    """The protocol's word for why an answer ended."""
+    return "length" if reason == "length" else "stop"
+
+
+def usage(prompts: list[list[int]], results: list[Result]) -> dict:
+    """What answers cost; target passes and acceptance length are ours."""
+    prompt = sum(map(len, prompts))
+    tokens = sum(len(r.token_ids) for r in results)
+    passes = sum(len(r.stats.emitted) for r in results)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": tokens,
+        "total_tokens": prompt + tokens,
+        "target_passes": passes,
+        "acceptance_length": round(tokens / max(1, passes), 3),
+    }
+
+
+def failure(message: str, kind: str, code: int) -> dict:
+    """The body of an error."""
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}

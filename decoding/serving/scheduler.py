@@ -1,0 +1,233 @@
+"""The thread that decodes for all clients: those with equal sampling parameters as one batch."""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+
+from decoding.engine.params import Chunk, SamplingParams, accepted_counts
+from decoding.engine.running import Running
+from decoding.engine.sampler import Sampler
+
+
+class Full(Exception):
+    """As many requests wait as may."""
+
+
+@dataclass(eq=False)
+class Job:
+    """A request of a client.
+
+    Attributes:
+        number: In the order in which they came.
+        model: The name of the sampler that decodes it.
+        prompt: What `Sampler.encode` made of it.
+        params: Its own.
+        seed: Its own.
+        show: Called in the scheduler's thread with every chunk, or with what went wrong.
+    """
+
+    number: int
+    model: str
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    show: Callable[[Chunk | Exception], None]
+
+
+@dataclass
+class Counts:
+    """What has been served since the start.
+
+    Attributes:
+        requests: By how they ended: a finish reason, 'cancelled' or 'failed'.
+        prompt_tokens, tokens: Of the prompts and of the answers that have ended.
+        passes: Target passes of these answers.
+        drafts: Of these, those that verified a draft.
+        drafted: Tokens that these drafts had together.
+        accepted: How many drafts had at least i + 1 tokens accepted, for each position i.
+    """
+
+    requests: dict[str, int] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    tokens: int = 0
+    passes: int = 0
+    drafts: int = 0
+    drafted: int = 0
+    accepted: list[int] = field(default_factory=list)
+
+    def ended(self, reason: str) -> None:
+        """Count a request's end."""
+        self.requests[reason] = self.requests.get(reason, 0) + 1
+
+
+class Scheduler:
+    """Decodes requests that come and go, in a thread of its own.
+
+    Args:
+        samplers: By the name of the model that a client asks for.
+        at_once: Requests that are decoded together, at the most.
+        waiting: Further ones that may wait for their turn.
+        longest: Tokens that a prompt and its answer may have together.
+
+    Attributes:
+        counts: What has been served.
+    """
+
+    def __init__(self, samplers: dict[str, Sampler], at_once: int, waiting: int, longest: int):
+        self.samplers, self.at_once, self.most, self.longest = samplers, at_once, waiting, longest
+        self.counts = Counts()
+        self._numbers, self._changed = count(), threading.Condition()
+        self._waiting: deque[Job] = deque()
+        self._jobs: dict[int, Job] = {}  # that are decoded
+        self._groups: dict[tuple[str, SamplingParams], Running] = {}
+        self._cancelled: set[int] = set()
+        self._open = True
+        self._thread = threading.Thread(target=self._run, name="decoding", daemon=True)
+        self._thread.start()
+
+    @property
+    def running(self) -> int:
+        """Requests that are decoded."""
+        return len(self._jobs)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for their turn."""
+        return len(self._waiting)
+
+    def prepared(self, model: str, prompt: str | list[int], params: SamplingParams) -> list[int]:
+        """A prompt as `submit` takes it.
+
+        Raises:
+            ValueError: The model, the prompt or a parameter cannot be decoded with; one line.
+        """
+        sampler = self.samplers[model]
+        sampler.check_params(params)
+        ids = sampler.encode(prompt, params)
+        if len(ids) + params.max_new_tokens > self.longest:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens and max_tokens={params.max_new_tokens}, "
+                f"together more than the {self.longest} of this server: shorten one of them"
+            )
+        return ids
+
+    def submit(self, jobs: list[tuple[str, list[int], SamplingParams, int, Callable]]) -> list[Job]:
+        """Queue requests, all or none: (model, prepared prompt, parameters, seed, show) of each.
+
+        Raises:
+            Full: There is no room for them.
+        """
+        with self._changed:
+            if not self._open or self.waiting + self.running + len(jobs) > self.at_once + self.most:
+                raise Full
+            queued = [Job(next(self._numbers), *job) for job in jobs]
+            self._waiting += queued
+            self._changed.notify()
+        return queued
+
+    def cancel(self, job: Job) -> None:
+        """Give up a request; nothing happens if it has ended."""
+        with self._changed:
+            if job in self._waiting:
+                self._waiting.remove(job)
+                self.counts.ended("cancelled")
+            elif job.number in self._jobs:
+                self._cancelled.add(job.number)
+                self._changed.notify()
+
+    def close(self) -> None:
+        """Take no more requests, and return when those that were taken have ended."""
+        with self._changed:
+            self._open = False
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while self._open and not (self._waiting or self._jobs):
+                    self._changed.wait()
+                if not (self._waiting or self._jobs):
+                    return
+                new, cancelled = self._taken(), {*self._cancelled}
+                self._cancelled.clear()
+            self._leave(cancelled)
+            for key, jobs in new.items():
+                self._guarded(key, self._admit, jobs)
+            for key in [*self._groups]:
+                self._guarded(key, self._step)
+
+    def _taken(self) -> dict[tuple[str, SamplingParams], list[Job]]:
+        """Waiting requests that there is room for, in their order, by what they share."""
+        found, left = {}, deque()
+        room = self.at_once - self.running
+        while self._waiting and room:
+            job = self._waiting.popleft()
+            sampler = self.samplers[job.model]
+            key = job.model, sampler.shared(job.params)
+            if not sampler.joins and key in self._groups:
+                left.append(job)  # until those have ended
+                continue
+            found.setdefault(key, []).append(job)
+            self._jobs[job.number] = job
+            room -= 1
+        self._waiting = left + self._waiting
+        return found
+
+    def _admit(self, key: tuple[str, SamplingParams], jobs: list[Job]) -> None:
+        model, shared = key
+        sampler = self.samplers[model]
+        if key not in self._groups:
+            capacity = self.longest + sampler.margin(shared)
+            self._groups[key] = Running(sampler, shared, capacity)
+        columns = ([getattr(job, name) for job in jobs] for name in ("number", "prompt", "seed"))
+        self._groups[key].admit(*columns, params=[job.params for job in jobs])
+
+    def _step(self, key: tuple[str, SamplingParams]) -> None:
+        running = self._groups[key]
+        for chunk in running.step():
+            job = self._jobs[chunk.request]
+            if chunk.result is not None:
+                self._account(self._jobs.pop(chunk.request), chunk)
+            job.show(chunk)
+        if not running:
+            del self._groups[key]
+
+    def _guarded(self, key: tuple[str, SamplingParams], do: Callable, *given) -> None:
+        """Do it; where it fails, end the requests of this group alone."""
+        try:
+            do(key, *given)
+        except Exception as error:
+            numbers = {*(job.number for jobs in given for job in jobs)}
+            if (running := self._groups.pop(key, None)) is not None:
+                numbers |= {*running.answers}
+            for number in numbers & self._jobs.keys():
+                self.counts.ended("failed")
+                self._jobs.pop(number).show(error)
+
+    def _leave(self, numbers: set[int]) -> None:
+        """Drop requests that are decoded."""
+        for key, running in [*self._groups.items()]:
+            gone = numbers & running.answers.keys()
+            running.leave(gone)
+            for number in gone:
+                self._jobs.pop(number)
+                self.counts.ended("cancelled")
+            if not running:
+                del self._groups[key]
+
+    def _account(self, job: Job, chunk: Chunk) -> None:
+        c, stats = self.counts, chunk.result.stats
+        c.ended(chunk.result.finish_reason)
+        c.prompt_tokens += len(job.prompt)
+        c.tokens += len(chunk.result.token_ids)
+        c.passes += len(stats.emitted)
+        if stats.drafted:
+            positions = -(-stats.drafted // len(stats.emitted))
+            drafts, accepted = accepted_counts(stats.emitted, positions)
+            c.drafts, c.drafted = c.drafts + drafts, c.drafted + stats.drafted
+            c.accepted += [0] * (positions - len(c.accepted))
+            for i, number in enumerate(accepted):
+                c.accepted[i] += number

@@ -1,0 +1,241 @@
+"""Continuous batching: nobody's text depends on when a request came, or on who else is there."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from decoding.engine.batch import State
+from decoding.engine.cache import RaggedCache
+from decoding.engine.params import SamplingParams
+from decoding.engine.randomness import KeyedRandomness
+from decoding.engine.running import Running
+from decoding.samplers.asarm import AsarmSampler
+from decoding.samplers.deer import DeerSampler
+from decoding.samplers.dflash import DFlashSampler
+from decoding.samplers.jacobi import JacobiSampler
+from decoding.samplers.jacobi_mr import JacobiMRSampler
+from decoding.samplers.plain import PlainSampler
+from tests.support import tiny
+from tests.support.denoising import denoise, spiffy
+from tests.support.denoising import network as dllm
+
+V = 12
+PROMPTS = [[1], [2, 7, 1, 8], [3, 1, 4, 1, 5, 9, 2, 6], [11, 10], [6, 6, 6, 0, 9], [4, 4]]
+SEEDS = [5, 71, 3, 900, 12, -8]
+
+
+def deer(**form):
+    tokens = {"mask_id": V, "sep_id": V + 1, **form}
+    model, drafter = tiny.causal_lm(V), tiny.causal_lm(V + 2, seed=1, scale=3.0)
+    return DeerSampler(model, tiny.tokenizer(V), drafter, block_size=3, **tokens)
+
+
+def dflash():
+    model = tiny.causal_lm(V, layers=3)
+    return DFlashSampler(model, tiny.tokenizer(V), tiny.dflash(model), block_size=3, mask_id=V - 1)
+
+
+def ordinary(cls, **options):
+    return cls(tiny.causal_lm(V), tiny.tokenizer(V), **options)
+
+
+def drafts(attention):
+    from tests.decoding.samplers.test_spiffy import PAPER
+
+    return spiffy(dllm(), attention, PAPER)
+
+
+SAMPLERS = {
+    "plain": (lambda: ordinary(PlainSampler), {"verify": "rejection"}),
+    "deer, rejection": (deer, {"verify": "rejection"}),
+    "deer, block": (deer, {"verify": "block"}),
+    "deer, coupled": (deer, {"verify": "coupled"}),
+    "deer, tree": (deer, {"verify": "tree"}),
+    "deer, tree at T=0": (deer, {"verify": "tree", "temperature": 0.0}),
+    "deer, penalty": (deer, {"verify": "rejection", "repetition_penalty": 1.3}),
+    "deer, bidirectional": (lambda: deer(attention="bidirectional"), {"verify": "rejection"}),
+    "dflash, rejection": (dflash, {"verify": "rejection"}),
+    "dflash, tree": (dflash, {"verify": "tree"}),
+    "jacobi": (lambda: ordinary(JacobiSampler, block_size=4), {}),
+    "jacobi by blocks": (lambda: ordinary(JacobiSampler, block_size=4, running=False), {}),
+    "jacobi_mr": (lambda: ordinary(JacobiMRSampler, block_size=4, blocks=2, pool_size=2), {}),
+    "denoise": (lambda: denoise(dllm(), "block_causal"), {}),
+    "denoise, bidirectional": (lambda: denoise(dllm(), "bidirectional"), {}),
+    "spiffy": (lambda: drafts("block_causal"), {}),
+    "spiffy, batched": (lambda: drafts("bidirectional"), {}),
+}
+BUILT = {}
+
+
+def built(name):
+    """(sampler, parameters, [the text of each request alone])."""
+    if name not in BUILT:
+        make, options = SAMPLERS[name]
+        sampler, params = (
+            make(),
+            SamplingParams(**{"max_new_tokens": 12, "temperature": 1.0} | options),
+        )
+        alone = [sampler.generate([p], params, seeds=[s])[0] for p, s in zip(PROMPTS, SEEDS)]
+        BUILT[name] = sampler, params, [r.token_ids for r in alone]
+    return BUILT[name]
+
+
+def run(sampler, params, events):
+    """Texts by request of a run in which requests come and are cancelled between cycles.
+
+    events: in each cycle how many come first, and the number of one that is cancelled then (if it
+    is there). Those that are left at the end come together.
+    """
+    running = Running(sampler, params, sampler.capacity(PROMPTS, params))
+    waiting, found = [*range(len(PROMPTS))], {}
+    for come, cancelled in [*events, *[(len(PROMPTS), -1)] * 99]:
+        new, waiting = waiting[:come], waiting[come:]
+        if new:
+            running.admit(new, [PROMPTS[n] for n in new], [SEEDS[n] for n in new])
+        if cancelled in running.answers:
+            running.leave([cancelled])
+        if running:
+            chunks = running.step(text=False)
+            found |= {c.request: c.result.token_ids for c in chunks if c.result is not None}
+        elif not waiting:
+            return found
+    raise AssertionError("requests are left")
+
+
+EVENTS = st.lists(st.tuples(st.integers(0, 2), st.integers(-1, 5)), min_size=1, max_size=12)
+STAGGERED = [(2, -1), (1, -1), (0, -1), (1, 0), (1, -1)]
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+@given(events=EVENTS)
+@settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+def test_a_text_is_what_it_is_alone(name, events):
+    sampler, params, alone = built(name)
+    found = run(sampler, params, events)
+    assert {n: alone[n] for n in found} == found
+    assert {*range(len(PROMPTS))} - {*found} <= {n for _, n in events}
+
+
+def wrong_offset(monkeypatch):
+    """Draws are counted from when the batch began."""
+
+    def join(self, fresh):
+        right(self, fresh)
+        self.offset = torch.cat([self.offset[: -len(fresh.offset)], fresh.offset])
+        self._ahead = self._numbers(slice(None), self._ahead.shape[-1])
+
+    right = KeyedRandomness.join
+    monkeypatch.setattr(KeyedRandomness, "join", join)
+
+
+def wrong_cache_rows(monkeypatch):
+    """The new rows' keys and values are those of another."""
+
+    def join(self, fresh, count, new):
+        right(self, fresh, count, new)
+        for memory in self._memory.values():
+            memory[:, count : count + new] = memory[:, :1]
+
+    right = RaggedCache.join
+    monkeypatch.setattr(RaggedCache, "join", join)
+
+
+def wrong_state_order(monkeypatch):
+    """What a method keeps of the new rows comes first."""
+
+    def join(self, fresh):
+        kept = fresh.__class__(**vars(fresh))
+        right(kept, self)
+        vars(self).update(vars(kept))
+
+    right = State.join
+    monkeypatch.setattr(State, "join", join)
+
+
+def kept_rows(monkeypatch):
+    """A row that takes the place of one that has left keeps that one's keys and values."""
+    monkeypatch.setattr(RaggedCache, "select", lambda self, rows: None)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("deer, rejection", wrong_offset),
+        ("plain", wrong_cache_rows),
+        ("deer, rejection", wrong_state_order),
+        ("deer, coupled", kept_rows),
+    ],
+)
+def test_a_wrong_join_fails_the_same_test(monkeypatch, name, wrong):
+    sampler, params, alone = built(name)
+    assert all(alone[n] == ids for n, ids in run(sampler, params, STAGGERED).items())
+    wrong(monkeypatch)
+    assert any(alone[n] != ids for n, ids in run(sampler, params, STAGGERED).items())
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 4])
+def test_a_call_with_fewer_at_once(at_once):
+    sampler, params, alone = built("deer, rejection")
+    results = sampler.generate(PROMPTS, params, seeds=SEEDS, at_once=at_once)
+    assert [r.token_ids for r in results] == alone
+    batches = []
+    streamed = {n: [] for n in range(len(PROMPTS))}
+    for chunk in sampler.stream(PROMPTS, params, seeds=SEEDS, at_once=at_once):
+        streamed[chunk.request] += chunk.token_ids
+        batches.append(chunk.request)
+    assert [*streamed.values()] == alone
+
+
+def test_nobody_waits_for_the_slowest():
+    """Where a request ends early its place is taken at once: fewer cycles than whole batches."""
+    model = tiny.causal_lm(V, eos_token_id=3)
+    sampler = PlainSampler(model, tiny.tokenizer(V))
+    prompts = [[n % V] for n in range(24)]
+    params = SamplingParams(max_new_tokens=40, temperature=1.0, seed=2)
+
+    def cycles(groups, **options):
+        count, cycle = [0], sampler.cycle
+
+        def counting(batch, given):
+            count[0] += 1
+            assert len(batch.requests) <= 4
+            return cycle(batch, given)
+
+        sampler.cycle = counting
+        try:
+            texts = [r.token_ids for g in groups for r in sampler.generate(g, params, **options)]
+        finally:
+            del sampler.cycle
+        return count[0], texts
+
+    waited, _ = cycles([prompts[i : i + 4] for i in range(0, 24, 4)])
+    joined, texts = cycles([prompts], at_once=4)
+    assert joined < 0.8 * waited
+    assert max(map(len, texts)) > 2 * min(map(len, texts))
+
+
+def test_what_a_request_cost_is_counted_from_when_it_came():
+    sampler, params, _ = built("deer, coupled")
+    results = sampler.generate(PROMPTS, params, seeds=SEEDS, at_once=2)
+    for result in results:
+        stats = result.stats
+        assert stats.target_passes == stats.drafter_passes == len(stats.emitted)
+        assert min(stats.target_s, stats.drafter_s, stats.sampler_s) >= 0
+
+
+def test_infilling_waits_for_the_whole_batch():
+    """All rows of its pass verify equally many drafts, so nobody joins in the middle."""
+    model = tiny.causal_lm(V + 1)
+    sampler = AsarmSampler(model, tiny.tokenizer(V), mask_id=V, draft="assd_fused", block_size=3)
+    prompts = [[1, None, None, 2], [None, 3, None, None, None], [4, None], [None, 5, 6, None]]
+    params = SamplingParams(temperature=1.0, verify="rejection")
+    alone = [sampler.generate([p], params, seeds=[s])[0].token_ids for p, s in zip(prompts, SEEDS)]
+    results = sampler.generate(prompts, params, seeds=SEEDS[:4], at_once=2)
+    assert [r.token_ids for r in results] == alone
+
+
+def test_no_place_at_all():
+    sampler, params, _ = built("plain")
+    with pytest.raises(ValueError, match="at_once=0 is not allowed"):
+        sampler.generate(PROMPTS, params, at_once=0)

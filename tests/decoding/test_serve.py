@@ -1,0 +1,288 @@
+"""The server: a real process, real clients, and a seed's text whatever else is decoded."""
+
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import httpx
+import openai
+import pytest
+
+from decoding.engine.params import SamplingParams
+from decoding.engine.randomness import request_seeds
+from decoding.loading import load
+from decoding.serve import row_bytes, run
+from tests.support import browser, tiny
+
+PROMPTS = ["def area", "self return", "class name for", "if value in key", "x"]
+
+
+@pytest.fixture(scope="module")
+def export(lab):
+    return str(lab.fit("deer_stage1"))
+
+
+@pytest.fixture(scope="module")
+def sampler(export):
+    return load(export, dtype="float32")
+
+
+@contextmanager
+def serving(export, *options, **environment):
+    """(address, process) of a server on a free port."""
+    given = [f"model={export}", "port=0", "dtype=float32", *options]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "decoding.serve", *given],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        said = ""
+        while not (found := re.search(r"http://\S+/", said)):
+            line = process.stdout.readline()
+            assert line, f"the server has ended: {said}"
+            said += line
+        yield found[0], process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def address(export):
+    with serving(export, "at_once=4", "name=drafted") as (address, _):
+        yield address
+
+
+@pytest.fixture(scope="module")
+def client(address):
+    return openai.OpenAI(base_url=f"{address}v1", api_key="none", max_retries=0)
+
+
+def expected(sampler, prompt, seed, **params):
+    (result,) = sampler.generate([prompt], SamplingParams(**params), seeds=[seed])
+    return result
+
+
+def idle(address, seconds=20):
+    """Wait until the server decodes nothing."""
+    ends = time.monotonic() + seconds
+    while httpx.get(f"{address}health").json() != {"status": "ok", "running": 0, "waiting": 0}:
+        assert time.monotonic() < ends
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("model", ["drafted", "plain"])
+def test_a_seed_s_text_is_the_sampler_s(client, sampler, model):
+    given = {"max_tokens": 20, "temperature": 0.8, "seed": 7}
+    answer = client.completions.create(model=model, prompt=PROMPTS[0], **given)
+    result = expected(sampler, PROMPTS[0], 7, max_new_tokens=20, temperature=0.8)
+    assert answer.choices[0].text == result.text
+    assert answer.usage.completion_tokens == len(result.token_ids)
+    assert (answer.usage.target_passes < len(result.token_ids)) == (model == "drafted")
+    pieces = client.completions.create(
+        model=model, prompt=PROMPTS[0], stream=True, stream_options={"include_usage": True}, **given
+    )
+    *parts, last = pieces
+    assert "".join(p.choices[0].text for p in parts) == result.text
+    assert [p.choices[0].finish_reason for p in parts][-1] in ("length", "stop")
+    assert last.usage.completion_tokens == len(result.token_ids)
+
+
+def test_several_prompts_and_answers(client, sampler):
+    answer = client.completions.create(
+        model="drafted", prompt=PROMPTS[:2], n=2, max_tokens=8, temperature=1, seed=3
+    )
+    seeds, asked = request_seeds(3, 4), [p for p in PROMPTS[:2] for _ in range(2)]
+    wanted = [
+        expected(sampler, p, s, max_new_tokens=8, temperature=1).text for p, s in zip(asked, seeds)
+    ]
+    assert [c.text for c in answer.choices] == wanted
+    ids = sampler.tokenizer(PROMPTS[0]).input_ids
+    again = client.completions.create(model="drafted", prompt=ids, max_tokens=8, seed=3)
+    assert again.choices[0].text == wanted[0]
+
+
+def test_texts_do_not_depend_on_the_load(client, sampler):
+    """Requests of all kinds from many clients at once, some of them cut off on the way."""
+    draw = random.Random(0)
+    jobs = [
+        {
+            "prompt": draw.choice(PROMPTS),
+            "seed": n,
+            "max_tokens": draw.randint(1, 40),
+            "temperature": draw.choice([0, 0.7, 1]),
+            "extra_body": {"verify": draw.choice(["coupled", "rejection", "tree"])},
+        }
+        for n in range(40)
+    ]
+
+    def ask(n):
+        if n % 8 == 7:  # hangs up after the first piece
+            with client.completions.create(model="drafted", stream=True, **jobs[n]) as pieces:
+                next(iter(pieces))
+            return None
+        return client.completions.create(model="drafted", **jobs[n]).choices[0].text
+
+    with ThreadPoolExecutor(12) as pool:
+        texts = [*pool.map(ask, range(len(jobs)))]
+    for job, text in zip(jobs, texts):
+        if text is not None:
+            result = expected(
+                sampler, job["prompt"], job["seed"], max_new_tokens=job["max_tokens"],
+                temperature=job["temperature"], **job["extra_body"],
+            )  # fmt: skip
+            assert text == result.text
+    assert sum(text is None for text in texts) == 5
+
+
+def test_a_client_that_hangs_up_frees_its_place(address):
+    idle(address)
+    body = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": True, "n": 32}
+    with (
+        httpx.Client() as other,
+        httpx.stream("POST", f"{address}v1/completions", json=body) as reply,
+    ):
+        next(reply.iter_lines())
+        assert other.get(f"{address}health").json()["running"] == 4
+    idle(address, 5)
+    assert 'finished_reason="cancelled"' in httpx.get(f"{address}metrics").text
+
+
+def test_metrics_count_drafts_as_vllm_does(address, client):
+    def count(name):
+        text = httpx.get(f"{address}metrics").text
+        return sum(float(x) for x in re.findall(rf"^vllm:{name}(?:{{.*}})? (\S+)$", text, re.M))
+
+    idle(address)
+    names = ("generation_tokens_total", "spec_decode_num_drafts_total")
+    accepted = "spec_decode_num_accepted_tokens_total"
+    before = [count(name) for name in (*names, accepted)]
+    answer = client.completions.create(
+        model="drafted", prompt="x", max_tokens=30, seed=1, extra_body={"ignore_eos": True}
+    )
+    tokens, drafts, taken = (count(n) - b for n, b in zip((*names, accepted), before))
+    assert (tokens, drafts) == (30, answer.usage.target_passes)
+    assert taken == tokens - drafts
+
+
+WRONG = [
+    ("{", 400, "no JSON"),
+    ("[" * 100_000, 400, "no JSON"),
+    (b'{"prompt": "\xff"}', 400, "no JSON"),
+    ("[1]", 400, "no object but a list"),
+    ("{}", 400, "prompt is missing"),
+    ({"prompt": []}, 400, "it must be a text, token ids"),
+    ({"prompt": ""}, 400, "the prompt is empty"),
+    ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens=0 is not allowed"),
+    ({"prompt": "a", "max_tokens": 9999}, 400, "more than the"),
+    ({"prompt": "a", "max_tokens": True}, 400, "it must be an integer"),
+    ({"prompt": "a", "n": 1000}, 400, "an integer from 1 to 64"),
+    ({"prompt": "a", "temperature": -1}, 400, "temperature=-1 is not allowed"),
+    ('{"prompt": "a", "temperature": NaN}', 400, "not finite"),
+    ({"prompt": "a", "logprobs": 3}, 400, "logprobs=3 is not offered"),
+    ({"prompt": "a", "promt": "b"}, 400, "unknown field 'promt'"),
+    ({"prompt": "a", "model": "b"}, 400, "Served are drafted, plain"),
+    ({"prompt": "a", "suffix": "b"}, 400, "fill holes"),
+    ({"prompt": [999999]}, 400, "outside the target's vocabulary"),
+    ({"prompt": "a", "verify": "b"}, 400, "verify='b' is not allowed"),
+    ("a" * 5_000_000, 413, "more than 4000000 bytes"),
+]
+
+
+@pytest.mark.parametrize(("body", "code", "message"), WRONG)
+def test_a_wrong_request_is_one_line(address, body, code, message):
+    content = json.dumps(body) if isinstance(body, dict) else body
+    reply = httpx.post(f"{address}v1/completions", content=content)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"]) == (code, code)
+    assert message in error["message"]
+    assert "\n" not in error["message"]
+    assert len(error["message"]) < 500
+
+
+def test_a_chat_needs_a_template(address):
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    reply = httpx.post(f"{address}v1/chat/completions", json=body)
+    assert reply.status_code == 400
+    assert "no chat template" in reply.json()["error"]["message"]
+
+
+def test_bad_clients_do_not_keep_others_waiting(address, client):
+    host, port = address.split("/")[2].split(":")
+    open_ones = []
+    for _ in range(200):  # that say half a request and stay
+        one = socket.create_connection((host, int(port)))
+        one.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+        open_ones.append(one)
+    garbage = socket.create_connection((host, int(port)))
+    garbage.sendall(b"\x00\xff\xfe" * 1000)
+    answer = client.completions.create(model="drafted", prompt="x", max_tokens=4, timeout=20)
+    assert answer.usage.completion_tokens >= 1
+    for one in [*open_ones, garbage]:
+        one.close()
+    idle(address)
+
+
+def test_who_may_ask_and_how_many(export):
+    options = ("at_once=1", "waiting=0", "max_length=128")
+    with serving(export, *options, PARADE_API_KEY="secret") as (address, process):
+        url, key = f"{address}v1/completions", {"Authorization": "Bearer secret"}
+        body = {"prompt": "x", "max_tokens": 100, "ignore_eos": True, "temperature": 0}
+        assert httpx.get(f"{address}v1/models").status_code == 401
+        assert httpx.post(url, json=body).status_code == 401
+        wrong = httpx.post(url, json=body, headers={"Authorization": "Bearer public"})
+        assert "secret" not in wrong.text
+        with httpx.stream("POST", url, json={**body, "stream": True}, headers=key) as first:
+            lines = first.iter_lines()
+            next(lines)
+            full = httpx.post(url, json=body, headers=key)
+            assert (full.status_code, full.headers["Retry-After"]) == (429, "1")
+            # It ends when asked to, and answers first what it has taken.
+            process.send_signal(signal.SIGTERM)
+            assert [*lines][-2] == "data: [DONE]"
+        assert process.wait(20) == 0
+
+
+@pytest.mark.skipif(browser.BROWSER is None, reason="no chromium")
+def test_the_page_shows_both_texts(address):
+    ended = (
+        "(found => found.length == 2 && found.every(e => e.textContent.startsWith('24 tokens')))"
+        "([...document.querySelectorAll('.cost')])"
+    )
+    query = "?prompt=def%20area&max_tokens=24&temperature=1&seed=3"
+    text = browser.visit(f"{address}{query}", ended)
+    assert re.search(r"drafted\n24 tokens in \d+ passes", text)
+    assert "plain\n24 tokens in 24 passes (1.00 a pass)" in text
+    drafted, plain = (part.split("tokens/s")[1] for part in re.split(r"\nplain\n", text))
+    assert drafted.strip() == plain.strip()
+
+
+def test_what_a_request_needs():
+    network = tiny.causal_lm(12)  # 2 layers, 1 head of 8 for keys, float64
+    assert row_bytes(network, 100) == 2 * 2 * 1 * 8 * 100 * 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["port=99999"], "port=99999 is not allowed"),
+        (["at_once=0"], "at_once=0 is not allowed"),
+        (["max_length=100000"], "max_length=100000 is not allowed: the model's context"),
+        (["host=203.0.113.1"], "cannot listen on 203.0.113.1"),
+    ],
+)
+def test_wrong_options_are_one_line(export, arguments, message):
+    with pytest.raises(ValueError, match=message) as error:
+        run([f"model={export}", "port=0", *arguments])
+    assert "\n" not in str(error.value)
