@@ -104,6 +104,16 @@ class RaggedCache(Cache):
             for memory in self._memory.values():
                 memory[:, to] = memory[:, b]
 
+    @property
+    def allocated(self) -> int:
+        """Rows that there is memory for; those that have left keep theirs until `trim`."""
+        return max((memory.shape[1] for memory in self._memory.values()), default=0)
+
+    def trim(self, count: int) -> None:
+        """Give back the memory of all rows after the first `count`."""
+        self._memory = {of: m[:, :count].clone() for of, m in self._memory.items()}
+        self._layers.clear()
+
     def join(self, fresh: "RaggedCache", count: int, new: int) -> None:
         """Take in the `new` rows of another cache, after the `count` that are here."""
         assert fresh.capacity == self.capacity

@@ -55,6 +55,18 @@ class Running:
     def __len__(self) -> int:
         return len(self.answers)
 
+    @property
+    def rows(self) -> int:
+        """Rows of its caches, those of requests that have left included."""
+        networks = {} if self.batch is None else self.batch.networks
+        return max((network.cache.allocated for network in networks.values()), default=0)
+
+    def trim(self) -> None:
+        """Give back the memory of requests that have left."""
+        if self.batch is not None and self.rows > len(self):
+            for network in self.batch.networks.values():
+                network.cache.trim(len(self))
+
     def admit(
         self,
         requests: Sequence[int],

@@ -52,7 +52,10 @@ class WholeTexts(CountedNetwork):
         self.predicate = predicate_of(attention, span)
         self.later, self.shift = attention == "bidirectional", int(shifted)
         self.mask_id, self.guidance = mask_id, guidance
-        self.cache = self
+        self.cache, self.allocated = self, 0
+
+    def trim(self, count: int) -> None:
+        """Nothing is kept between passes."""
 
     def select(self, rows: Tensor) -> None:
         """Nothing is kept between passes."""

@@ -182,6 +182,11 @@ class Scheduler:
         if key not in self._groups:
             capacity = self.longest + sampler.margin(shared)
             self._groups[key] = Running(sampler, shared, capacity)
+        # The caches of all groups together have as many rows as requests may be decoded.
+        others = [running for other, running in self._groups.items() if other != key]
+        if sum(r.rows for r in others) + len(self._groups[key]) + len(jobs) > self.at_once:
+            for running in others:
+                running.trim()
         columns = ([getattr(job, name) for job in jobs] for name in ("number", "prompt", "seed"))
         self._groups[key].admit(*columns, params=[job.params for job in jobs])
 

@@ -235,6 +235,23 @@ def test_infilling_waits_for_the_whole_batch():
     assert [r.token_ids for r in results] == alone
 
 
+def test_memory_of_those_that_left_is_given_back():
+    """By `trim` alone, and those that stay go on as they would have."""
+    sampler, params, alone = built("deer, rejection")
+    running = Running(sampler, params, sampler.capacity(PROMPTS, params))
+    running.admit([*range(6)], PROMPTS, SEEDS)
+    running.step(text=False)
+    running.leave([0, 2, 3])
+    assert running.rows == 6
+    running.trim()
+    assert running.rows == 3
+    found = {}
+    while running:
+        chunks = running.step(text=False)
+        found |= {c.request: c.result.token_ids for c in chunks if c.result is not None}
+    assert found == {n: alone[n] for n in (1, 4, 5)}
+
+
 def test_no_place_at_all():
     sampler, params, _ = built("plain")
     with pytest.raises(ValueError, match="at_once=0 is not allowed"):

@@ -1,0 +1,151 @@
+"""The thread that decodes: who comes when, what memory all groups have, and what fails alone."""
+
+import threading
+
+import pytest
+
+from decoding.engine.params import SamplingParams
+from decoding.engine.running import Running
+from decoding.samplers.plain import PlainSampler
+from decoding.serving.scheduler import Full, Scheduler
+from tests.support import tiny
+
+V = 12
+
+
+class Watching(PlainSampler):
+    """Plain decoding that waits for a word before each cycle."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.go = threading.Semaphore(0)
+
+    def cycle(self, batch, params):
+        self.go.acquire()
+        if params.temperature == 0.125:
+            raise ValueError("the model's logits are no numbers")
+        return super().cycle(batch, params)
+
+
+@pytest.fixture
+def watched():
+    sampler = Watching(tiny.causal_lm(V), tiny.tokenizer(V))
+    scheduler = Scheduler({"m": sampler}, at_once=3, waiting=2, longest=32)
+    yield sampler, scheduler
+    for _ in range(10_000):
+        sampler.go.release()
+    scheduler.close()
+
+
+class Client:
+    """Collects what one request is shown."""
+
+    def __init__(self):
+        self.chunks, self.ended = [], threading.Event()
+
+    def __call__(self, chunk):
+        self.chunks.append(chunk)
+        if isinstance(chunk, Exception) or chunk.result is not None:
+            self.ended.set()
+
+    @property
+    def token_ids(self):
+        return self.chunks[-1].result.token_ids
+
+
+def ask(scheduler, seed=0, tokens=6, **params):
+    given = SamplingParams(max_new_tokens=tokens, ignore_eos=True, **params)
+    client = Client()
+    prompt = scheduler.prepared("m", [1, 2, 3], given)
+    [job] = scheduler.submit([("m", prompt, given, seed, client)])
+    return job, client
+
+
+def rows(scheduler):
+    return sum(running.rows for running in scheduler._groups.values())
+
+
+def most_rows(sampler, scheduler):
+    """Of all caches together, where one after the other leaves a group and another begins."""
+    clients = [ask(scheduler, n, 3 + 4 * n, temperature=1.0)[1] for n in range(3)]
+    clients += [ask(scheduler, n, 8, temperature=0.5)[1] for n in range(2)]
+    most = 0
+    for client in clients:
+        while not client.ended.wait(0.01):
+            most = max(most, rows(scheduler))
+            sampler.go.release()
+    return most
+
+
+def test_no_more_rows_than_requests_whatever_the_groups(watched):
+    assert most_rows(*watched) == 3
+
+
+def test_without_giving_memory_back_there_are_more(watched, monkeypatch):
+    monkeypatch.setattr(Running, "trim", lambda self: None)
+    assert most_rows(*watched) > 3
+
+
+def test_texts_of_all_groups(watched):
+    sampler, scheduler = watched
+    asked = [(n, 3 + n, {"temperature": t}) for n, t in enumerate((0.0, 1.0, 0.5))]
+    clients = [ask(scheduler, *a[:2], **a[2])[1] for a in asked]
+    for _ in range(200):
+        sampler.go.release()
+    plain = PlainSampler(sampler.target, sampler.tokenizer)
+    for client, (seed, tokens, given) in zip(clients, asked):
+        assert client.ended.wait(20)
+        params = SamplingParams(max_new_tokens=tokens, ignore_eos=True, **given)
+        (alone,) = plain.generate([[1, 2, 3]], params, seeds=[seed])
+        assert client.token_ids == alone.token_ids
+
+
+def test_full(watched):
+    _, scheduler = watched
+    for n in range(5):  # three are decoded and two wait
+        ask(scheduler, n)
+    with pytest.raises(Full):
+        ask(scheduler)
+
+
+def test_who_waits_can_be_cancelled_too(watched):
+    sampler, scheduler = watched
+    jobs = [ask(scheduler, n)[0] for n in range(5)]
+    scheduler.cancel(jobs[4])
+    scheduler.cancel(jobs[0])
+    _, client = ask(scheduler, 7)
+    for _ in range(200):
+        sampler.go.release()
+    assert client.ended.wait(20)
+    assert scheduler.counts.requests["cancelled"] == 2
+    scheduler.cancel(jobs[0])  # again, which does nothing
+    assert scheduler.counts.requests["cancelled"] == 2
+
+
+def test_what_fails_fails_alone(watched):
+    sampler, scheduler = watched
+    fine, broken = ask(scheduler, 1)[1], ask(scheduler, 2, temperature=0.125)[1]
+    for _ in range(200):
+        sampler.go.release()
+    assert fine.ended.wait(20)
+    assert broken.ended.wait(20)
+    assert "no numbers" in str(broken.chunks[-1])
+    assert len(fine.token_ids) == 6
+    assert scheduler.counts.requests == {"failed": 1, "length": 1}
+    assert (scheduler.running, scheduler.waiting) == (0, 0)
+
+
+def test_what_can_never_fit_is_refused(watched):
+    with pytest.raises(ValueError, match="together more than the 32 of this server"):
+        ask(watched[1], tokens=30)
+
+
+def test_closing_answers_what_was_taken(watched):
+    sampler, scheduler = watched
+    clients = [ask(scheduler, n)[1] for n in range(5)]
+    for _ in range(1000):
+        sampler.go.release()
+    scheduler.close()
+    assert all(client.ended.is_set() for client in clients)
+    with pytest.raises(Full):
+        ask(scheduler)
