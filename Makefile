@@ -3,7 +3,7 @@ PY := .venv/bin/python
 FIT := $(PY) -m trainers.fit
 RUNS ?= runs
 
-.PHONY: quickstart small-deer small-deer-scaling small-pard small-pcllm vllm test paper-scale chaos fuzz soak packed-step lint docs docs-serve lab-deer-stage1 lab-deer lab-deer-losses lab-deer-figures lab-pcllm lab-pcllm-ablations lab-pcllm-losses lab-asarm lab-asarm-trees lab-spiffy lab-cspd clean
+.PHONY: quickstart small-deer small-deer-scaling small-dflash small-pard small-pcllm vllm test paper-scale chaos fuzz soak packed-step lint docs docs-serve lab-deer-stage1 lab-deer lab-deer-losses lab-deer-figures lab-pcllm lab-pcllm-ablations lab-pcllm-losses lab-asarm lab-asarm-trees lab-spiffy lab-cspd clean
 
 .venv/installed: setup.cfg constraints.txt
 	test -x $(PY) || python3 -m venv .venv
@@ -58,6 +58,13 @@ small-deer-scaling: .venv/small  ## stage II with 256 to 4,096 prompts and with 
 	for n in 256 1024 4096; do $(MORE) name=prompts_$$n data.train.prompts=$$n trainer.max_steps=300 || exit 1; done
 	for n in 600 1200; do $(MORE) name=steps_$$n data.train.prompts=4096 trainer.max_steps=$$n || exit 1; done
 	$(PY) -m decoding.bench model=$(SCALED)/prompts_256/export 'also=[$(SCALED)/prompts_1024/export,$(SCALED)/prompts_4096/export,$(SCALED)/steps_600/export,$(SCALED)/steps_1200/export]' source=docstrings prompts=64 batch_sizes=[16] verify=[coupled,rejection] generate=false prompt_lookup=0 out=$(SCALED)/scaling
+
+# Beside DEER's drafter of as many steps on the same answers, of small-deer-scaling.
+DFLASH = $(RUNS)/small/dflash/export
+small-dflash: .venv/small  ## a drafter that reads its target (DFlash) beside DEER's on HumanEval: hours on 2 cores
+	$(PY) -m decoding.collect recipe=deer_answers $(SMALL) name=more prompts.count=4608
+	$(FIT) recipe=dflash $(SMALL) trainer.compile=true answers=$(RUNS)/small/deer_answers/more trainer.max_steps=1340
+	$(PY) -m decoding.bench model=$(DFLASH) also=$(SCALED)/steps_1200/export source=humaneval prompts=64 max_new_tokens=128 verify=[coupled,tree] 'sampler=[nodes=8,bigrams=false]' temperatures=[0] prompt_lookup=0 generate=false
 
 # vLLM pins its own torch, so it has an environment of its own; torchvision and others from PyPI do not fit torch for the CPU.
 VLLM = .venv-vllm/bin/python

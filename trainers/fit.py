@@ -356,7 +356,7 @@ def build_loaders(
     rows = partial(build, **with_tokenizer(module.tokenizer, folder=d.folder))
     train, held_out = rows(d.train), rows(d.validation)
     if d.stored_states is not None:
-        train = with_states(train, module, config.target, 1e9 * d.stored_states)
+        train = with_states(train, module, config.target, d.stored_states)
     size = (t.batch_size, t.micro_batch_size, trainer.global_rank, trainer.world_size)
     batches = BatchSchedule(range(first, t.max_steps), *size)
     loader = DataLoader(

@@ -290,8 +290,8 @@ def _of_every_run(command: str) -> DictConfig:
 
 def _override(config: DictConfig, argument: str) -> None:
     """Change one key of a config: `key=value`, `+key=value` or `~key`."""
-    if argument.lstrip("~+").partition("=")[0] in CHOSEN:
-        raise ValueError(f"{argument} is not allowed: recipe=, scale= and strategy= choose a file")
+    if (key := argument.lstrip("~+").partition("=")[0]) in CHOSEN:
+        raise ValueError(f"{key}= is not allowed here: recipe=, scale= and strategy= choose a file")
     if argument.startswith("~"):
         parent, leaf = _locate(config, argument[1:])
         if argument[1:] in paths(_of_every_run(config.command)):

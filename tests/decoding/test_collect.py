@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -138,7 +139,7 @@ def test_full_disk_leaves_nothing_half_written(lab, monkeypatch):
 
 def test_disk_estimate_comes_first(lab, monkeypatch):
     usage = type("Usage", (), {"free": 100})
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
     with pytest.raises(ValueError, match="are free"):
         lab.collect("name=small")
     assert not list((lab.runs / "deer_answers" / "small" / "shards").iterdir())

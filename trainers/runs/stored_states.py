@@ -21,15 +21,17 @@ def with_states(rows: Dataset, module: BaseModule, target: str, most: float) -> 
         rows: The packed training rows.
         module: Takes the rows as its `stored_states`.
         target: The target's folder or Hub id.
-        most: Bytes that the states may have on disk.
+        most: GB that the states may have on disk.
 
     Returns:
         The rows.
 
     Raises:
-        ValueError: The module reads no states, or reads the target in every step anyway; there is
-            no room.
+        ValueError: No number of GB is given; the module reads no states, or reads the target in
+            every step anyway; there is no room.
     """
+    if not isinstance(most, (int, float)) or isinstance(most, bool) or not most > 0:
+        raise ValueError(f"data.stored_states={most} is not allowed: give GB, a number above 0")
     needs = module.needs_target
     if HIDDEN_STATES not in needs or not isinstance(rows, PackedRows):
         raise ValueError(
@@ -45,7 +47,7 @@ def with_states(rows: Dataset, module: BaseModule, target: str, most: float) -> 
     size = module.target.config.get_text_config().hidden_size
     made_by = {"target": target, "layers": layers, "dtype": str(module.target.dtype)}
     module.stored_states = RowsWithStates(rows.folder, made_by, len(layers) * size)
-    module.stored_states.check_room(most)
+    module.stored_states.check_room(1e9 * most)
     return module.stored_states
 
 
