@@ -3,7 +3,7 @@ PY := .venv/bin/python
 FIT := $(PY) -m trainers.fit
 RUNS ?= runs
 
-.PHONY: quickstart small-deer small-deer-scaling small-dflash small-pard small-pcllm vllm test paper-scale chaos fuzz soak packed-step lint docs docs-serve lab-deer-stage1 lab-deer lab-deer-losses lab-deer-figures lab-pcllm lab-pcllm-ablations lab-pcllm-losses lab-asarm lab-asarm-trees lab-spiffy lab-cspd clean
+.PHONY: quickstart small-deer small-deer-scaling small-dflash small-pard small-pcllm vllm test paper-scale chaos fuzz soak load packed-step lint docs docs-serve lab-deer-stage1 lab-deer lab-deer-losses lab-deer-figures lab-pcllm lab-pcllm-ablations lab-pcllm-losses lab-asarm lab-asarm-trees lab-spiffy lab-cspd clean
 
 .venv/installed: setup.cfg constraints.txt
 	test -x $(PY) || python3 -m venv .venv
@@ -241,6 +241,9 @@ fuzz: .venv/installed  ## draw arguments of every command (INPUTS=10000): its wo
 
 soak: .venv/installed  ## train for an hour, then decode for one: no more memory, files or threads at the end
 	$(PY) -m tests.soak minutes=60
+
+load: .venv/installed  ## ten minutes of 32 clients on the server, with the quickstart's drafter: each text is its seed's
+	$(PY) -m tests.load model=$(RUNS)/deer_stage2/export minutes=10 clients=32
 
 packed-step: .venv/installed  ## time pcLLM's packed training step against separate passes (a minute)
 	$(PY) -m tests.packed_step
