@@ -1,6 +1,6 @@
 """`python -m decoding.serve model=runs/deer_stage2/export`: an OpenAI-compatible server.
 
-The same seed gives the same text, whatever else the server decodes.
+In float32 the same seed gives the same text, whatever else the server decodes.
 """
 
 import os
@@ -14,6 +14,7 @@ from typing import ClassVar
 from decoding.chat import end_of_turn
 from decoding.commands.cli import main, parse, quiet
 from decoding.commands.options import NEEDED, LoadOptions, option
+from decoding.engine.params import SamplingParams
 from decoding.engine.sampler import Sampler
 from decoding.loading import load
 from decoding.samplers.plain import PlainSampler
@@ -80,7 +81,9 @@ def run(argv: list[str]) -> None:
         plain = samplers[PLAIN] = PlainSampler(sampler.target, sampler.tokenizer)
         plain.eos = sampler.eos
     longest = length_of(sampler, s.max_length)
-    at_once = min(s.at_once, rooms(sampler, longest, s.cache_gb, s.at_once))
+    at_once = s.at_once
+    if s.cache_gb is not None:
+        at_once = min(at_once, requests_within(s.cache_gb, sampler, longest))
     scheduler = Scheduler(samplers, at_once, s.waiting, longest)
     key = s.api_key or os.environ.get("PARADE_API_KEY")
     server = Server(
@@ -108,16 +111,15 @@ def length_of(sampler: Sampler, given: int | None) -> int:
     return given or context or LONGEST
 
 
-def rooms(sampler: Sampler, longest: int, most: float | None, at_once: int) -> int:
-    """Requests whose keys and values fit into `most` GB together; None: `at_once`.
+def requests_within(most: float, sampler: Sampler, longest: int) -> int:
+    """Requests of `longest` tokens whose keys and values fit into `most` GB together.
 
     Raises:
         ValueError: Not even one does.
     """
-    if most is None:
-        return at_once
+    slots = longest + max(sampler.margin(SamplingParams(verify=rule)) for rule in sampler.rules)
     needed = sum(
-        row_bytes(network, longest)
+        row_bytes(network, slots)
         for network in (sampler.target, getattr(sampler, "drafter", None))
         if network is not None
     )
@@ -129,12 +131,12 @@ def rooms(sampler: Sampler, longest: int, most: float | None, at_once: int) -> i
     return found
 
 
-def row_bytes(network, longest: int) -> int:
+def row_bytes(network, slots: int) -> int:
     """Bytes of keys and values of one request."""
     config = network.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * size * longest * network.dtype.itemsize
+    return 2 * config.num_hidden_layers * heads * size * slots * network.dtype.itemsize
 
 
 if __name__ == "__main__":

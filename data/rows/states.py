@@ -55,8 +55,8 @@ class RowsWithStates(PackedRows):
         shards = range(-(-len(self) // SHARD))
         return [shard for shard in shards if not self.file(shard).is_file()]
 
-    def check_room(self, most: float) -> None:
-        """Check, before any is made, that the shards may take and find the room that they need.
+    def check_size(self, most: float) -> None:
+        """Check that all shards together are within a cap and fit on the disk, before any is made.
 
         Args:
             most: Bytes that all shards together may have.

@@ -142,6 +142,7 @@ class Sampler(ABC):
             raise ValueError(f"{len(seeds)} seeds were given for {len(prompts)} prompts")
         if at_once is not None and at_once < 1:
             raise ValueError(f"at_once={at_once} is not allowed: it must be at least 1")
+        assert randomness is None or at_once is None  # it is of one batch
         most = len(prompts) if at_once is None else at_once
         running = Running(self, params, self.capacity(prompts, params))
         waiting = deque(range(len(prompts)))

@@ -32,7 +32,8 @@ class Refused(Exception):
     """
 
     def __init__(self, message: str, code: int = 400, kind: str = "invalid_request_error"):
-        super().__init__(message)
+        # What a client has sent may be no text that can be sent back (lone surrogates).
+        super().__init__(message.encode("utf-8", "replace").decode())
         self.code, self.kind = code, kind
 
     @property
@@ -157,6 +158,10 @@ class Server:
             prepared = self.scheduler.prepared
             with self._tokenizing:
                 asked = protocol.asked(body, chat, self.tokenizer, self.models)
+                if len(asked.prompts) > (most := self.scheduler.at_once + self.scheduler.most):
+                    raise ValueError(
+                        f"{len(asked.prompts)} answers are asked for, and this server takes {most}"
+                    )
                 return asked, [prepared(asked.model, p, asked.params) for p in asked.prompts]
 
         try:
@@ -193,7 +198,7 @@ class Server:
             answers.give_up()
         choices = [protocol.choice(asked, i, result) for i, result in enumerate(results)]
         body = protocol.head(asked, answers.number, part=False)
-        return body | {"choices": choices, "usage": protocol.usage(prompts, results)}
+        return body | {"choices": choices, "usage": protocol.usage(asked, prompts, results)}
 
     async def events(
         self, asked: Asked, prompts: list[list[int]], answers: "Answers"
@@ -210,7 +215,9 @@ class Server:
                 yield event(protocol.head(asked, answers.number, part=True) | {"choices": [part]})
             if asked.usage:
                 head = protocol.head(asked, answers.number, part=True)
-                yield event(head | {"choices": [], "usage": protocol.usage(prompts, results)})
+                yield event(
+                    head | {"choices": [], "usage": protocol.usage(asked, prompts, results)}
+                )
             yield "data: [DONE]\n\n"
         except Refused as error:
             yield event(protocol.failure(str(error), error.kind, error.code))

@@ -27,13 +27,16 @@ def _texts(x: Any) -> bool:
     )
 
 
+def _ids(x: Any) -> bool:
+    return isinstance(x, list) and bool(x) and all(map(_is(int), x))
+
+
 def _prompts(x: Any) -> bool:
     if isinstance(x, str):
         return True
     if not isinstance(x, list) or not x:
         return False
-    ids = all(map(_is(int), x))
-    return ids or all(isinstance(p, str) or (p and _prompts(p)) for p in x)
+    return _ids(x) or all(isinstance(p, str) or _ids(p) for p in x)
 
 
 def _messages(x: Any) -> bool:
@@ -100,7 +103,8 @@ class Asked:
 
     Attributes:
         model: The name of the model.
-        prompts: Texts or token ids, one for each answer; n of each prompt.
+        prompts: Texts or token ids, one for each answer; n of each prompt, one after the other.
+        n: Answers to each prompt.
         seeds: One for each answer.
         params: Of all answers.
         stream: Whether answers are sent as they come.
@@ -110,6 +114,7 @@ class Asked:
 
     model: str
     prompts: list[str | list[int]]
+    n: int
     seeds: list[int]
     params: SamplingParams
     stream: bool
@@ -141,7 +146,12 @@ def check(asked: dict, fields: dict) -> dict:
     found = {}
     for key, value in asked.items():
         if key in NOT_THERE:
-            if value not in NOT_THERE[key]:
+            # false is no 0: `logprobs: 0` asks for something
+            same = (
+                value == x and isinstance(value, bool) == isinstance(x, bool)
+                for x in NOT_THERE[key]
+            )
+            if not any(same):
                 raise ValueError(f"{key}={json.dumps(value)[:60]} is not offered: leave {key} out")
             continue
         if key not in fields:
@@ -212,6 +222,7 @@ def asked(body: bytes, chat: bool, tokenizer: PreTrainedTokenizerBase, models: l
     return Asked(
         model=name,
         prompts=prompts,
+        n=n,
         seeds=request_seeds(seed, len(prompts)),
         params=params,
         stream=fields.get("stream", False),
@@ -261,9 +272,9 @@ def finish(reason: str) -> str:
     return "length" if reason == "length" else "stop"
 
 
-def usage(prompts: list[list[int]], results: list[Result]) -> dict:
+def usage(asked: Asked, prompts: list[list[int]], results: list[Result]) -> dict:
     """What answers cost; target passes and acceptance length are ours."""
-    prompt = sum(map(len, prompts))
+    prompt = sum(map(len, prompts[:: asked.n]))
     tokens = sum(len(r.token_ids) for r in results)
     passes = sum(len(r.stats.emitted) for r in results)
     return {

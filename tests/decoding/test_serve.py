@@ -108,6 +108,8 @@ def test_several_prompts_and_answers(client, sampler):
         expected(sampler, p, s, max_new_tokens=8, temperature=1).text for p, s in zip(asked, seeds)
     ]
     assert [c.text for c in answer.choices] == wanted
+    prompt_tokens = sum(len(sampler.tokenizer(p).input_ids) for p in PROMPTS[:2])
+    assert answer.usage.prompt_tokens == prompt_tokens  # each once
     ids = sampler.tokenizer(PROMPTS[0]).input_ids
     again = client.completions.create(model="drafted", prompt=ids, max_tokens=8, seed=3)
     assert again.choices[0].text == wanted[0]
@@ -191,6 +193,11 @@ WRONG = [
     ({"prompt": "a", "temperature": -1}, 400, "temperature=-1 is not allowed"),
     ('{"prompt": "a", "temperature": NaN}', 400, "not finite"),
     ({"prompt": "a", "logprobs": 3}, 400, "logprobs=3 is not offered"),
+    ({"prompt": "a", "logprobs": 0}, 400, "logprobs=0 is not offered"),
+    ({"prompt": [["a"]]}, 400, "it must be a text, token ids"),
+    ({"prompt": [[[1]]]}, 400, "it must be a text, token ids"),
+    ({"prompt": "a", "model": "\ud800"}, 400, "Served are drafted, plain"),
+    ({"prompt": ["a"] * 999}, 400, "999 answers are asked for"),
     ({"prompt": "a", "promt": "b"}, 400, "unknown field 'promt'"),
     ({"prompt": "a", "model": "b"}, 400, "Served are drafted, plain"),
     ({"prompt": "a", "suffix": "b"}, 400, "fill holes"),

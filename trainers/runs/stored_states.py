@@ -47,7 +47,7 @@ def with_states(rows: Dataset, module: BaseModule, target: str, most: float) -> 
     size = module.target.config.get_text_config().hidden_size
     made_by = {"target": target, "layers": layers, "dtype": str(module.target.dtype)}
     module.stored_states = RowsWithStates(rows.folder, made_by, len(layers) * size)
-    module.stored_states.check_room(1e9 * most)
+    module.stored_states.check_size(1e9 * most)
     return module.stored_states
 
 
@@ -63,7 +63,7 @@ def store_states(module: BaseModule, rows: RowsWithStates) -> None:
     """
     trainer = module.trainer
     missing = rows.missing()
-    if 0 not in missing and trainer.is_global_zero:
+    if 0 not in missing:  # all processes, so that none waits for one that has found an error
         _check_first(module, rows)
     trainer.strategy.barrier()  # no process writes what another still counts as missing
     for shard in track(missing[trainer.global_rank :: trainer.world_size], "states of the target"):

@@ -50,16 +50,16 @@ def test_others_states_are_elsewhere(rows):
 
 def test_room(rows, monkeypatch, capsys):
     needed = (SHARD + 3) * LENGTH * WIDTH * 2
-    rows.check_room(needed)
+    rows.check_size(needed)
     assert f"at most {needed / 1e6:.1f} MB to write" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"data\.stored_states allows") as error:
-        rows.check_room(needed - 1)
+        rows.check_size(needed - 1)
     assert "\n" not in str(error.value)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: namedtuple("U", "free")(needed - 1))
     with pytest.raises(ValueError, match="only 0 MB are free"):
-        rows.check_room(needed)
+        rows.check_size(needed)
     rows.write(0, of(rows, 0))
-    rows.check_room(needed)  # what is there needs no more room
+    rows.check_size(needed)  # what is there needs no more room
 
 
 def test_a_shard_is_there_whole_or_not_at_all(rows, monkeypatch):
