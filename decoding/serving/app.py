@@ -32,8 +32,7 @@ class Refused(Exception):
     """
 
     def __init__(self, message: str, code: int = 400, kind: str = "invalid_request_error"):
-        # What a client has sent may be no text that can be sent back (lone surrogates).
-        super().__init__(message.encode("utf-8", "replace").decode())
+        super().__init__(message)
         self.code, self.kind = code, kind
 
     @property

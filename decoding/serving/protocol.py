@@ -130,6 +130,7 @@ def read(body: bytes) -> dict:
     """
     try:
         asked = json.loads(body)
+        json.dumps(asked, ensure_ascii=False).encode()  # a lone surrogate is JSON, and no text
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested without end
         raise ValueError(f"the body is no JSON: {str(error)[:200]}") from error
     if not isinstance(asked, dict):
