@@ -45,6 +45,9 @@ class Serve(LoadOptions):
     cache_gb: float | None = option(
         None, "of keys and values at the most; lowers at_once", least=0.001
     )
+    prefill_tokens: int = option(
+        512, "of prompts that one pass prefills, before the others' next tokens", least=1
+    )
     body_mb: float = option(4.0, "of a request's body at the most", least=0.001)
     seconds: float = option(600.0, "that a request may take, waiting included", least=0.1)
     api_key: str | None = option(None, "that clients must send; null: PARADE_API_KEY, or none")
@@ -84,7 +87,7 @@ def run(argv: list[str]) -> None:
     at_once = s.at_once
     if s.cache_gb is not None:
         at_once = min(at_once, requests_within(s.cache_gb, sampler, longest))
-    scheduler = Scheduler(samplers, at_once, s.waiting, longest)
+    scheduler = Scheduler(samplers, at_once, s.waiting, longest, s.prefill_tokens)
     key = s.api_key or os.environ.get("PARADE_API_KEY")
     server = Server(
         scheduler, sampler.tokenizer, key=key, most=int(1e6 * s.body_mb), seconds=s.seconds

@@ -1,5 +1,6 @@
 """The unfinished requests of a batch, and what a method keeps of them between cycles."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -47,6 +48,8 @@ class Batch:
         networks: The method's cached networks by name ('target', 'drafter').
         state: The method's own `State`.
         drafted: Tokens a row that the last pass verified.
+        chunk: Tokens of a row that one pass prefills at the most; None: all.
+        between: Called after each of these passes.
     """
 
     def __init__(self, prompts: list[list[int]], capacity: int, randomness: Randomness, device):
@@ -59,6 +62,8 @@ class Batch:
         self.networks: dict[str, CountedNetwork] = {}
         self.state: Any = State()
         self.drafted = 0
+        self.chunk: int | None = None
+        self.between: Callable[[], None] = lambda: None
 
     def append(self, tokens: Tensor, counts: Tensor) -> None:
         """Commit the first counts [B] of tokens [B, m] to each row."""

@@ -5,7 +5,7 @@ no row of a pass attends to another, and draws are counted from when the row cam
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -42,10 +42,19 @@ class Running:
             (`Sampler.shared`).
         capacity: Slots of a row of the caches, for the longest request that may come
             (`Sampler.capacity`).
+        prefill_tokens: Tokens that one pass prefills at the most: a longer prompt takes several,
+            and prompts that have more together come one after another. None: any number.
     """
 
-    def __init__(self, sampler: "Sampler", params: SamplingParams, capacity: int):
+    def __init__(
+        self,
+        sampler: "Sampler",
+        params: SamplingParams,
+        capacity: int,
+        prefill_tokens: int | None = None,
+    ):
         self.sampler, self.params, self.capacity = sampler, params, capacity
+        self.prefill_tokens = prefill_tokens
         self.lossy = sampler.lossy(params)
         self.answers: dict[int, Answer] = {}
         self.batch: Batch | None = None
@@ -74,8 +83,12 @@ class Running:
         seeds: Sequence[int],
         params: Sequence[SamplingParams] | None = None,
         randomness: Randomness | None = None,
+        between: Callable[[], None] = lambda: None,
     ) -> None:
-        """Prefill new requests, as one pass, and let them join those that are running.
+        """Prefill new requests, and let them join those that are running.
+
+        In as many passes as `prefill_tokens` asks for. Where a prompt is cut depends on its own
+        length alone: one that is longer than a pass may be comes by itself.
 
         Args:
             requests: Their numbers, which nobody else here has.
@@ -83,24 +96,63 @@ class Running:
             seeds: One each.
             params: Their own; None: those of all.
             randomness: Replaces the keyed randomness, in tests, of a batch that nobody joins.
+            between: Called after each pass that prefills: it may `step`, so that those who are here
+                do not wait for a long prompt.
         """
-        started, sampler = time.perf_counter(), self.sampler
-        before = self._spent()
+        params = params or [self.params] * len(prompts)
+        for part in self._parts(prompts):
+            some = [of[part] for of in (requests, prompts, seeds, params)]
+            self._enter(*some, randomness, between)
+
+    def _parts(self, prompts: Sequence[Any]) -> Iterator[slice]:
+        """Which prompts are prefilled together, in their order."""
+        if self.prefill_tokens is None or not self.sampler.joins:
+            yield slice(0, len(prompts))
+            return
+        start, most = 0, self.prefill_tokens
+        for end in range(1, len(prompts) + 1):
+            together = prompts[start : end + 1]
+            if end == len(prompts) or len(together) * max(map(len, together)) > most:
+                yield slice(start, end)
+                start = end
+
+    def _enter(
+        self,
+        requests: Sequence[int],
+        prompts: Sequence[Any],
+        seeds: Sequence[int],
+        params: Sequence[SamplingParams],
+        randomness: Randomness | None,
+        between: Callable[[], None],
+    ) -> None:
+        """Prefill requests together, and let them join."""
+        started, sampler, paused = time.perf_counter(), self.sampler, 0.0
+
+        def pause() -> None:
+            nonlocal paused
+            paused -= time.perf_counter()
+            between()
+            paused += time.perf_counter()
+
         with torch.inference_mode():
             randomness = randomness or KeyedRandomness([*seeds], sampler.device)
             fresh = sampler.new_batch(prompts, self.params, randomness, self.capacity)
             fresh.requests = [*requests]
+            # Several together fit into one pass, so nobody's prompt is cut because of others.
+            fresh.chunk = self.prefill_tokens if len(prompts) == 1 else None
+            fresh.between = pause
             sampler.begin(fresh, self.params)
+            before = self._spent()
             if self.answers:
                 self.batch.join(fresh)
             else:
                 self.batch, before = fresh, dict.fromkeys(fresh.networks, 0.0)
         passes = {name: n.passes for name, n in self.batch.networks.items()}
-        for request, prompt, own in zip(requests, prompts, params or [self.params] * len(prompts)):
+        for request, prompt, own in zip(requests, prompts, params):
             stats, text = Stats(lossy=self.lossy), Detokenizer(sampler.tokenizer)
             self.answers[request] = Answer(prompt, own, [], stats, text)
             self._before[request] = passes, before, self._seconds
-        self._seconds += time.perf_counter() - started
+        self._seconds += time.perf_counter() - started - paused
 
     def step(self, text: bool = True) -> list[Chunk]:
         """One cycle of all requests; what each has to show. Finished ones leave.
@@ -145,6 +197,10 @@ class Running:
         keep = [b if b in stay else come.pop() for b in range(len(rows))]
         with torch.inference_mode():
             self.batch.select(keep)
+
+    def clear(self) -> None:
+        """Drop all requests, whatever state a failure has left them in."""
+        self.answers, self._before, self.batch = {}, {}, None
 
     def _spent(self) -> dict[str, float]:
         """Seconds in the forwards of each network so far."""

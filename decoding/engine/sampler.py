@@ -194,6 +194,9 @@ class Sampler(ABC):
     def prefill(self, batch: Batch, name: str, network: CachedNetwork) -> tuple[Tensor, ...]:
         """Give a network all prompt tokens but the last, which the first cycle brings.
 
+        Where the batch has a `chunk`, in passes of so many tokens of a row; `batch.between` is
+        called after each.
+
         Returns:
             The outputs [B, n - 1, H] of the network's `hidden_layers`, n the longest prompt; those
             of padding mean nothing. Empty where no layer is asked for, or no prompt has two tokens.
@@ -204,12 +207,12 @@ class Sampler(ABC):
             return ()
         positions = torch.arange(width, device=batch.tokens.device).expand(len(batch.requests), -1)
         padding = positions >= batch.lengths[:, None] - 1
-        return network(
-            batch.tokens[:, :width],
-            positions,
-            keep=1,
-            padding=padding if padding.any() else None,
-        ).hidden_states
+        found, whole = [], (batch.tokens[:, :width], positions, padding)
+        for tokens, at, pad in zip(*(x.split(batch.chunk or width, 1) for x in whole)):
+            output = network(tokens, at, keep=1, padding=pad if pad.any() else None)
+            found.append(output.hidden_states)
+            batch.between()
+        return tuple(torch.cat(layer, 1) for layer in zip(*found))
 
     def target_pass(self, batch: Batch, draft: Tensor, params: SamplingParams) -> TargetOutput:
         """One pass of the target over the last committed token and a draft.

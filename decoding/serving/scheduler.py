@@ -70,13 +70,23 @@ class Scheduler:
         at_once: Requests that are decoded together, at the most.
         waiting: Further ones that may wait for their turn.
         longest: Tokens that a prompt and its answer may have together.
+        prefill_tokens: Tokens of prompts that one pass prefills at the most, before the next cycle
+            of those that are decoded; None: any number.
 
     Attributes:
         counts: What has been served.
     """
 
-    def __init__(self, samplers: dict[str, Sampler], at_once: int, waiting: int, longest: int):
+    def __init__(
+        self,
+        samplers: dict[str, Sampler],
+        at_once: int,
+        waiting: int,
+        longest: int,
+        prefill_tokens: int | None = None,
+    ):
         self.samplers, self.at_once, self.most, self.longest = samplers, at_once, waiting, longest
+        self.prefill_tokens = prefill_tokens
         self.counts = Counts()
         self._numbers, self._changed = count(), threading.Condition()
         self._waiting: deque[Job] = deque()
@@ -151,13 +161,16 @@ class Scheduler:
                     self._changed.wait()
                 if not (self._waiting or self._jobs):
                     return
-                new, cancelled = self._taken(), {*self._cancelled}
-                self._cancelled.clear()
-            self._leave(cancelled)
+                new = self._taken()
             for key, jobs in new.items():
                 self._guarded(key, self._admit, jobs)
-            for key in [*self._groups]:
-                self._guarded(key, self._step)
+            self._cycle()
+
+    def _cycle(self) -> None:
+        """Drop who was given up, and one cycle of all others."""
+        self._leave()
+        for key in [*self._groups]:
+            self._guarded(key, self._step)
 
     def _taken(self) -> dict[tuple[str, SamplingParams], list[Job]]:
         """Waiting requests that there is room for, in their order, by what they share."""
@@ -181,14 +194,17 @@ class Scheduler:
         sampler = self.samplers[model]
         if key not in self._groups:
             capacity = self.longest + sampler.margin(shared)
-            self._groups[key] = Running(sampler, shared, capacity)
+            self._groups[key] = Running(sampler, shared, capacity, self.prefill_tokens)
+        running = self._groups[key]
         # The caches of all groups together have as many rows as requests may be decoded.
         others = [running for other, running in self._groups.items() if other != key]
-        if sum(r.rows for r in others) + len(self._groups[key]) + len(jobs) > self.at_once:
-            for running in others:
-                running.trim()
+        if sum(r.rows for r in others) + len(running) + len(jobs) > self.at_once:
+            for other in others:
+                other.trim()
         columns = ([getattr(job, name) for job in jobs] for name in ("number", "prompt", "seed"))
-        self._groups[key].admit(*columns, params=[job.params for job in jobs])
+        params = [job.params for job in jobs]
+        running.admit(*columns, params=params, between=self._cycle)
+        self._groups[key] = running  # all that were in it may have ended meanwhile
 
     def _step(self, key: tuple[str, SamplingParams]) -> None:
         running = self._groups[key]
@@ -208,12 +224,16 @@ class Scheduler:
             numbers = {*(job.number for jobs in given for job in jobs)}
             if (running := self._groups.pop(key, None)) is not None:
                 numbers |= {*running.answers}
+                running.clear()
             for number in numbers & self._jobs.keys():
                 self.counts.ended("failed")
                 self._jobs.pop(number).show(error)
 
-    def _leave(self, numbers: set[int]) -> None:
-        """Drop requests that are decoded."""
+    def _leave(self) -> None:
+        """Drop requests that were given up; one whose prompt is not prefilled yet leaves after."""
+        with self._changed:
+            self._cancelled &= self._jobs.keys()
+            numbers = {*self._cancelled}
         for key, running in [*self._groups.items()]:
             gone = numbers & running.answers.keys()
             running.leave(gone)

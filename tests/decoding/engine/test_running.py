@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from decoding.engine.batch import State
-from decoding.engine.cache import RaggedCache
+from decoding.engine.cache import CachedNetwork, RaggedCache
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import KeyedRandomness
 from decoding.engine.running import Running
@@ -81,23 +81,30 @@ def built(name):
     return BUILT[name]
 
 
-def run(sampler, params, events):
+def run(sampler, params, events, prefill_tokens=None):
     """Texts by request of a run in which requests come and are cancelled between cycles.
 
     events: in each cycle how many come first, and the number of one that is cancelled then (if it
-    is there). Those that are left at the end come together.
+    is there). Those that are left at the end come together. Between two passes that prefill, those
+    who are there go on.
     """
-    running = Running(sampler, params, sampler.capacity(PROMPTS, params))
+    running = Running(sampler, params, sampler.capacity(PROMPTS, params), prefill_tokens)
     waiting, found = [*range(len(PROMPTS))], {}
+
+    def step():
+        if running:
+            chunks = running.step(text=False)
+            found.update({c.request: c.result.token_ids for c in chunks if c.result is not None})
+
     for come, cancelled in [*events, *[(len(PROMPTS), -1)] * 99]:
         new, waiting = waiting[:come], waiting[come:]
         if new:
-            running.admit(new, [PROMPTS[n] for n in new], [SEEDS[n] for n in new])
+            of_new = ([of[n] for n in new] for of in (PROMPTS, SEEDS))
+            running.admit(new, *of_new, between=step if prefill_tokens else lambda: None)
         if cancelled in running.answers:
             running.leave([cancelled])
         if running:
-            chunks = running.step(text=False)
-            found |= {c.request: c.result.token_ids for c in chunks if c.result is not None}
+            step()
         elif not waiting:
             return found
     raise AssertionError("requests are left")
@@ -108,11 +115,11 @@ STAGGERED = [(2, -1), (1, -1), (0, -1), (1, 0), (1, -1)]
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-@given(events=EVENTS)
+@given(events=EVENTS, prefill_tokens=st.none() | st.integers(1, 9))
 @settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow], deadline=None)
-def test_a_text_is_what_it_is_alone(name, events):
+def test_a_text_is_what_it_is_alone(name, events, prefill_tokens):
     sampler, params, alone = built(name)
-    found = run(sampler, params, events)
+    found = run(sampler, params, events, prefill_tokens)
     assert {n: alone[n] for n in found} == found
     assert {*range(len(PROMPTS))} - {*found} <= {n for _, n in events}
 
@@ -156,6 +163,64 @@ def wrong_state_order(monkeypatch):
 def kept_rows(monkeypatch):
     """A row that takes the place of one that has left keeps that one's keys and values."""
     monkeypatch.setattr(RaggedCache, "select", lambda self, rows: None)
+
+
+def pieces_at_the_wrong_place(monkeypatch):
+    """Each further pass over a prompt begins one slot too early."""
+
+    def call(self, tokens, positions, keep, **options):
+        late = keep == 1 and positions.min() > 0
+        return right(self, tokens, positions - int(late), keep, **options)
+
+    right = CachedNetwork.__call__
+    monkeypatch.setattr(CachedNetwork, "__call__", call)
+
+
+def pieces_of_states_lost(monkeypatch):
+    """Of the target's states that a drafter reads, only those of the last pass arrive."""
+
+    def prefill(self, batch, name, network):
+        states, chunk = right(self, batch, name, network), batch.chunk
+        return tuple(s[:, -chunk:].repeat(1, 9, 1)[:, : s.shape[1]] for s in states)
+
+    right = DFlashSampler.prefill
+    monkeypatch.setattr(DFlashSampler, "prefill", prefill)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("deer, rejection", pieces_at_the_wrong_place),
+        ("jacobi", pieces_at_the_wrong_place),
+        ("dflash, rejection", pieces_of_states_lost),
+    ],
+)
+def test_a_prompt_in_wrong_pieces_fails_the_same_test(monkeypatch, name, wrong):
+    sampler, params, alone = built(name)
+    one_by_one = [(1, -1)] * len(PROMPTS)
+    assert all(alone[n] == ids for n, ids in run(sampler, params, one_by_one, 2).items())
+    wrong(monkeypatch)
+    assert any(alone[n] != ids for n, ids in run(sampler, params, one_by_one, 2).items())
+
+
+@pytest.mark.parametrize(
+    ("most", "tokens"),
+    [(None, [42]), (7, [3, 7, 1, 4, 1]), (2, [2, 1, 2, 2, 2, 1, 1, 2, 2, 1]), (16, [6, 14, 8])],
+)
+def test_passes_that_prefill(monkeypatch, most, tokens):
+    """They have at most so many tokens, and after each of them those who are there go on."""
+    sampler, params, _ = built("plain")
+    running = Running(sampler, params, sampler.capacity(PROMPTS, params), most)
+    seen, call = [], CachedNetwork.__call__
+
+    def counted(self, tokens, *args, **options):
+        seen.append(tokens.numel())
+        return call(self, tokens, *args, **options)
+
+    monkeypatch.setattr(CachedNetwork, "__call__", counted)
+    between = lambda: seen.append("between")  # noqa: E731
+    running.admit([*range(len(PROMPTS))], PROMPTS, SEEDS, between=between)
+    assert seen == [x for n in tokens for x in (n, "between")]
 
 
 @pytest.mark.parametrize(

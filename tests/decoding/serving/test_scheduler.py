@@ -1,6 +1,7 @@
 """The thread that decodes: who comes when, what memory all groups have, and what fails alone."""
 
 import threading
+import time
 
 import pytest
 
@@ -131,6 +132,113 @@ def test_what_fails_fails_alone(watched):
     assert broken.ended.wait(20)
     assert "no numbers" in str(broken.chunks[-1])
     assert len(fine.token_ids) == 6
+    assert scheduler.counts.requests == {"failed": 1, "length": 1}
+    assert (scheduler.running, scheduler.waiting) == (0, 0)
+
+
+class Reading(PlainSampler):
+    """Plain decoding that waits for a word before each pass, and keeps a log of them.
+
+    log: of a pass on a prompt its tokens, of a cycle its requests.
+    """
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.go, self.log, self.fails = threading.Semaphore(0), [], False
+
+    def _pass(self, what):
+        self.log.append(what)
+        assert self.go.acquire(timeout=20)
+
+    def prefill(self, batch, name, network):
+        run = network.run
+
+        def watched(tokens, *args):
+            self._pass(tokens.shape[1])
+            return run(tokens, *args)
+
+        network.run = watched
+        states = super().prefill(batch, name, network)
+        network.run = run
+        return states
+
+    def cycle(self, batch, params):
+        self._pass([*batch.requests])
+        if self.fails:
+            raise ValueError("the model's logits are no numbers")
+        return super().cycle(batch, params)
+
+    def until(self, what):
+        """Let passes be made until this one waits."""
+        deadline = time.monotonic() + 20
+        while self.log[-1:] != [what]:
+            assert time.monotonic() < deadline
+            if self.log:
+                self.go.release()
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def reading():
+    sampler = Reading(tiny.causal_lm(V), tiny.tokenizer(V))
+    scheduler = Scheduler({"m": sampler}, at_once=3, waiting=2, longest=32, prefill_tokens=4)
+    yield sampler, scheduler
+    for _ in range(1000):
+        sampler.go.release()
+    scheduler.close()
+
+
+LONG = [*range(1, 12)]
+
+
+def ask_for(scheduler, prompt, tokens):
+    params = SamplingParams(max_new_tokens=tokens, ignore_eos=True, temperature=0.0)
+    client = Client()
+    [job] = scheduler.submit([("m", prompt, params, 0, client)])
+    return job, client
+
+
+def ended(sampler, *clients):
+    for _ in range(100):
+        sampler.go.release()
+    assert all(client.ended.wait(20) for client in clients)
+
+
+def test_others_go_on_while_a_long_prompt_is_read(reading):
+    sampler, scheduler = reading
+    _, first = ask_for(scheduler, [1], 20)
+    sampler.until([0])
+    _, second = ask_for(scheduler, LONG, 2)
+    ended(sampler, first, second)
+    assert sampler.log[1:8] == [4, [0], 4, [0], 2, [0], [0, 1]]
+    plain = PlainSampler(sampler.target, sampler.tokenizer)
+    params = SamplingParams(max_new_tokens=2, ignore_eos=True, temperature=0.0)
+    assert second.token_ids == plain.generate([LONG], params)[0].token_ids
+
+
+def test_given_up_while_its_prompt_is_read(reading):
+    sampler, scheduler = reading
+    job, client = ask_for(scheduler, LONG, 9)
+    sampler.until(4)
+    scheduler.cancel(job)
+    _, other = ask_for(scheduler, [1], 3)
+    ended(sampler, other)
+    assert scheduler.counts.requests == {"cancelled": 1, "length": 1}
+    assert not client.chunks
+
+
+def test_those_beside_a_long_prompt_fail_alone(reading):
+    sampler, scheduler = reading
+    _, first = ask_for(scheduler, [1], 20)
+    sampler.until([0])
+    _, second = ask_for(scheduler, LONG, 2)
+    sampler.until(4)
+    sampler.fails = True
+    sampler.until([0])
+    sampler.until(4)
+    sampler.fails = False
+    ended(sampler, first, second)
+    assert "no numbers" in str(first.chunks[-1])
     assert scheduler.counts.requests == {"failed": 1, "length": 1}
     assert (scheduler.running, scheduler.waiting) == (0, 0)
 
