@@ -22,7 +22,6 @@ from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import request_seeds
 from decoding.engine.sampler import Sampler
 from decoding.loading import load
-from decoding.samplers.denoise import DenoiseSampler
 
 ASSUMED_CONTEXT = 2048  # of a model that names none, as lm-eval assumes it
 COPIED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -202,7 +201,7 @@ class ParadeLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[Pair], disable_tqdm: bool = False, **kwargs
     ) -> list[tuple[float, bool]]:
-        if isinstance(self.sampler, DenoiseSampler):
+        if not self.sampler.predicts_next:
             raise ValueError(
                 "a masked diffusion LM has no next-token likelihood: choose tasks that generate "
                 "(output_type: generate_until)"

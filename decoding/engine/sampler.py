@@ -37,6 +37,7 @@ class Sampler(ABC):
         drafts: Values of `draft`, where it drafts in several ways.
         joins: Whether requests may join others that are decoded already.
         continues: Whether the text goes on from the prompt, which is not part of it.
+        predicts_next: Whether the target gives the next token's distribution.
         bench: The command that measures it against its plain counterpart.
         hidden_layers: Target layers whose outputs its passes return (`TargetOutput`).
         device: Where the tokens of its batches are.
@@ -46,6 +47,7 @@ class Sampler(ABC):
     drafts: tuple[str, ...] = ()
     joins = True
     continues = True
+    predicts_next = True
     bench = "decoding.bench"
     hidden_layers: tuple[int, ...] = ()
 

@@ -84,6 +84,7 @@ class DenoiseSampler(Sampler):
 
     rules = ("coupled",)
     bench = "decoding.bench.denoise"
+    predicts_next = False  # it predicts masked tokens, of all others
 
     def __init__(
         self,

@@ -161,6 +161,11 @@ class Server:
                     raise ValueError(
                         f"{len(asked.prompts)} answers are asked for, and this server takes {most}"
                     )
+                if asked.best is not None and not self.scheduler.predicts_next(asked.model):
+                    raise ValueError(
+                        f"{asked.model} predicts masked tokens and not the next one, so it has no "
+                        "logprobs: leave them out"
+                    )
                 return asked, [prepared(asked.model, p, asked.params) for p in asked.prompts]
 
         try:
@@ -195,9 +200,20 @@ class Server:
             for task in tasks:
                 task.cancel()
             answers.give_up()
-        choices = [protocol.choice(asked, i, result) for i, result in enumerate(results)]
+        choices = await asyncio.to_thread(self.choices, asked, prompts, results, answers)
         body = protocol.head(asked, answers.number, part=False)
         return body | {"choices": choices, "usage": protocol.usage(asked, prompts, results)}
+
+    def choices(
+        self, asked: Asked, prompts: list[list[int]], results: list[Result], answers: "Answers"
+    ) -> list[dict]:
+        """The answers as they are sent."""
+        columns = zip(prompts, results, answers.jobs)
+        with self._tokenizing:
+            return [
+                protocol.choice(asked, i, prompt, result, job.scores, self.tokenizer)
+                for i, (prompt, result, job) in enumerate(columns)
+            ]
 
     async def events(
         self, asked: Asked, prompts: list[list[int]], answers: "Answers"
@@ -253,7 +269,7 @@ class Answers:
         self.deadline = loop.time() + seconds
         columns = zip(prompts, asked.seeds)
         jobs = [
-            (asked.model, prompt, asked.params, seed, shown(i))
+            (asked.model, prompt, asked.params, seed, shown(i), asked.best)
             for i, (prompt, seed) in enumerate(columns)
         ]
         try:

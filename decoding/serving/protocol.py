@@ -9,15 +9,21 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from data.text.chat import encode_prompt
+from decoding.engine.detokenize import Detokenizer
+from decoding.engine.likelihood import TokenScore
 from decoding.engine.params import Result, SamplingParams
 from decoding.engine.randomness import fresh_seed, request_seeds
 
-MOST_CHOICES, MOST_STOPS = 64, 16
+MOST_CHOICES, MOST_STOPS, MOST_BEST = 64, 16, 20
 
 
 def _is(kind: type | tuple[type, ...]):
     """Whether a value is of a type; true and false are no numbers."""
     return lambda x: isinstance(x, kind) and (kind is bool or not isinstance(x, bool))
+
+
+def _best(x: Any) -> bool:
+    return _is(int)(x) and 0 <= x <= MOST_BEST
 
 
 def _texts(x: Any) -> bool:
@@ -75,17 +81,18 @@ COMPLETION = {
     **COMMON,
     "prompt": ("a text, token ids, or a list of these", _prompts),
     "suffix": ("a text", _is(str)),
+    "logprobs": (f"an integer from 0 to {MOST_BEST}", _best),
+    "echo": ("true or false", _is(bool)),
 }
 CHAT = {
     **COMMON,
     "messages": ("a list of {role, content}, both texts", _messages),
     "max_completion_tokens": ("an integer", _is(int)),
+    "logprobs": ("true or false", _is(bool)),
+    "top_logprobs": (f"an integer from 0 to {MOST_BEST}", _best),
 }
 # Fields of the protocol that are not there, and the values with which they ask for nothing.
 NOT_THERE = {
-    "logprobs": (None, False),
-    "top_logprobs": (None,),
-    "echo": (None, False),
     "best_of": (None, 1),
     "logit_bias": (None, {}),
     "presence_penalty": (None, 0),
@@ -110,6 +117,9 @@ class Asked:
         stream: Whether answers are sent as they come.
         usage: Whether the last event of a stream has the usage.
         chat: Whether it is a chat.
+        echo: Whether the prompt comes before its answer.
+        best: How many of the most probable tokens come with each token's log probability; None:
+            no log probabilities.
     """
 
     model: str
@@ -120,6 +130,8 @@ class Asked:
     stream: bool
     usage: bool
     chat: bool
+    echo: bool
+    best: int | None
 
 
 def read(body: bytes) -> dict:
@@ -194,6 +206,14 @@ def asked(body: bytes, chat: bool, tokenizer: PreTrainedTokenizerBase, models: l
         prompts = listed(fields["prompt"])
         if fields.get("suffix"):
             raise ValueError("suffix is for models that fill holes, which are not served yet")
+    best = fields.get("logprobs")
+    if chat:
+        if fields.get("top_logprobs") is not None and not best:
+            raise ValueError("top_logprobs is for answers with logprobs=true")
+        best = fields.get("top_logprobs", 0) if best else None
+    stream, echo = fields.get("stream", False), fields.get("echo", False)
+    if stream and (echo or best is not None):
+        raise ValueError("a stream has no logprobs and no echo: leave out stream, or these")
     most = fields.get("max_completion_tokens", fields.get("max_tokens"))
     stop = fields.get("stop", ())
     given = {
@@ -226,9 +246,11 @@ def asked(body: bytes, chat: bool, tokenizer: PreTrainedTokenizerBase, models: l
         n=n,
         seeds=request_seeds(seed, len(prompts)),
         params=params,
-        stream=fields.get("stream", False),
+        stream=stream,
         usage=bool(fields.get("stream_options", {}).get("include_usage")),
         chat=chat,
+        echo=echo,
+        best=best,
     )
 
 
@@ -251,14 +273,72 @@ def head(asked: Asked, number: int, part: bool) -> dict:
     }
 
 
-def choice(asked: Asked, index: int, result: Result) -> dict:
-    """A whole answer."""
-    reason = finish(result.finish_reason)
+def choice(
+    asked: Asked,
+    index: int,
+    prompt: list[int],
+    result: Result,
+    scores: list[TokenScore] | None,
+    tokenizer: PreTrainedTokenizerBase,
+) -> dict:
+    """A whole answer.
+
+    Args:
+        asked: What was asked for.
+        index: The answer's number.
+        prompt: Token ids.
+        result: The answer.
+        scores: Of all tokens of prompt and answer but the first; None where none are wanted.
+        tokenizer: The models' own.
+    """
+    before, text, logprobs = "", result.text, None
+    if asked.echo:
+        given = asked.prompts[index]
+        before = given if isinstance(given, str) else tokenizer.decode(given)
+    if scores is not None:
+        ids, scores = prompt + result.token_ids, [None, *scores]
+        shown = slice(0 if asked.echo else len(prompt), None)
+        as_asked = chat_scores if asked.chat else text_scores
+        logprobs = as_asked(ids[shown], scores[shown], tokenizer)
     if asked.chat:
-        said = {"message": {"role": "assistant", "content": result.text}}
+        said = {"message": {"role": "assistant", "content": text}}
     else:
-        said = {"text": result.text}
-    return {"index": index, **said, "logprobs": None, "finish_reason": reason}
+        said = {"text": before + text}
+    reason = finish(result.finish_reason)
+    return {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
+
+
+def text_scores(
+    ids: list[int], scores: list[TokenScore | None], tokenizer: PreTrainedTokenizerBase
+) -> dict:
+    """The field `logprobs` of a completion; the first token of a text has no score."""
+    words, text, offsets = [tokenizer.decode([i]) for i in ids], Detokenizer(tokenizer), []
+    for i in ids:
+        offsets.append(len(text.text))
+        text.extend([i])
+    best = [
+        # The token itself is always among them; of two that read alike the first is the best.
+        score and {word: score.log_prob} | {tokenizer.decode([i]): p for i, p in score.best[::-1]}
+        for word, score in zip(words, scores)
+    ]
+    own = [score and score.log_prob for score in scores]
+    return {"tokens": words, "token_logprobs": own, "top_logprobs": best, "text_offset": offsets}
+
+
+def chat_scores(
+    ids: list[int], scores: list[TokenScore], tokenizer: PreTrainedTokenizerBase
+) -> dict:
+    """The field `logprobs` of a chat's answer."""
+
+    def one(token: int, log_prob: float) -> dict:
+        word = tokenizer.decode([token])
+        return {"token": word, "logprob": log_prob, "bytes": [*word.encode()]}
+
+    content = [
+        one(token, score.log_prob) | {"top_logprobs": [one(*other) for other in score.best]}
+        for token, score in zip(ids, scores)
+    ]
+    return {"content": content}
 
 
 def delta(asked: Asked, index: int, text: str, tokens: int, reason: str | None) -> dict:

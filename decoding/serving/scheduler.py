@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
+from decoding.engine.likelihood import TokenScore, token_scores
 from decoding.engine.params import Chunk, SamplingParams, accepted_counts
 from decoding.engine.running import Running
 from decoding.engine.sampler import Sampler
@@ -26,6 +27,9 @@ class Job:
         params: Its own.
         seed: Its own.
         show: Called in the scheduler's thread with every chunk, or with what went wrong.
+        best: How many of the most probable tokens are wanted with each token's score; None: no
+            scores.
+        scores: Of all tokens but the prompt's first, when the answer has ended.
     """
 
     number: int
@@ -34,6 +38,8 @@ class Job:
     params: SamplingParams
     seed: int
     show: Callable[[Chunk | Exception], None]
+    best: int | None = None
+    scores: list[TokenScore] | None = None
 
 
 @dataclass
@@ -93,6 +99,7 @@ class Scheduler:
         self._jobs: dict[int, Job] = {}  # that are decoded
         self._groups: dict[tuple[str, SamplingParams], Running] = {}
         self._cancelled: set[int] = set()
+        self._unscored: deque[tuple[Job, Chunk]] = deque()  # answers that have ended
         self._open = True
         self._thread = threading.Thread(target=self._run, name="decoding", daemon=True)
         self._thread.start()
@@ -106,6 +113,10 @@ class Scheduler:
     def waiting(self) -> int:
         """Requests that wait for their turn."""
         return len(self._waiting)
+
+    def predicts_next(self, model: str) -> bool:
+        """Whether a model's tokens have scores."""
+        return self.samplers[model].predicts_next
 
     def prepared(self, model: str, prompt: str | list[int], params: SamplingParams) -> list[int]:
         """A prompt as `submit` takes it.
@@ -123,8 +134,8 @@ class Scheduler:
             )
         return ids
 
-    def submit(self, jobs: list[tuple[str, list[int], SamplingParams, int, Callable]]) -> list[Job]:
-        """Queue requests, all or none: (model, prepared prompt, parameters, seed, show) of each.
+    def submit(self, jobs: list[tuple]) -> list[Job]:
+        """Queue requests, all or none: what a `Job` has after its number, of each.
 
         Raises:
             Full: There is no room for them.
@@ -157,14 +168,16 @@ class Scheduler:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while self._open and not (self._waiting or self._jobs):
+                while self._open and not (self._waiting or self._jobs or self._unscored):
                     self._changed.wait()
-                if not (self._waiting or self._jobs):
+                if not (self._waiting or self._jobs or self._unscored):
                     return
                 new = self._taken()
             for key, jobs in new.items():
                 self._guarded(key, self._admit, jobs)
             self._cycle()
+            if self._unscored:
+                self._score(*self._unscored.popleft())
 
     def _cycle(self) -> None:
         """Drop who was given up, and one cycle of all others."""
@@ -212,9 +225,24 @@ class Scheduler:
             job = self._jobs[chunk.request]
             if chunk.result is not None:
                 self._account(self._jobs.pop(chunk.request), chunk)
+                if job.best is not None:
+                    self._unscored.append((job, chunk))
+                    continue
             job.show(chunk)
         if not running:
             del self._groups[key]
+
+    def _score(self, job: Job, last: Chunk) -> None:
+        """Score an answer's tokens, and show its last chunk."""
+        ids = job.prompt + last.result.token_ids
+        try:
+            target = self.samplers[job.model].target
+            options = {"chunk": self.prefill_tokens or len(ids), "between": self._cycle}
+            job.scores = token_scores(target, ids, job.best, **options)
+        except Exception as error:
+            job.show(error)
+        else:
+            job.show(last)
 
     def _guarded(self, key: tuple[str, SamplingParams], do: Callable, *given) -> None:
         """Do it; where it fails, end the requests of this group alone."""

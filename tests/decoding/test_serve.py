@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,10 +16,14 @@ from contextlib import contextmanager
 import httpx
 import openai
 import pytest
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.registry import get_model
 
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import request_seeds
-from decoding.loading import load
+from decoding.harness import ParadeLM
+from decoding.loading import load, load_tokenizer
 from decoding.serve import row_bytes, run
 from tests.support import browser, tiny
 
@@ -192,8 +197,11 @@ WRONG = [
     ({"prompt": "a", "n": 1000}, 400, "an integer from 1 to 64"),
     ({"prompt": "a", "temperature": -1}, 400, "temperature=-1 is not allowed"),
     ('{"prompt": "a", "temperature": NaN}', 400, "not finite"),
-    ({"prompt": "a", "logprobs": 3}, 400, "logprobs=3 is not offered"),
-    ({"prompt": "a", "logprobs": 0}, 400, "logprobs=0 is not offered"),
+    ({"prompt": "a", "logprobs": 21}, 400, "an integer from 0 to 20"),
+    ({"prompt": "a", "logprobs": False}, 400, "an integer from 0 to 20"),
+    ({"prompt": "a", "logprobs": 1, "stream": True}, 400, "a stream has no logprobs"),
+    ({"prompt": "a", "top_logprobs": 1}, 400, "unknown field 'top_logprobs'"),
+    ({"prompt": "a", "presence_penalty": 1}, 400, "presence_penalty=1 is not offered"),
     ({"prompt": [["a"]]}, 400, "it must be a text, token ids"),
     ({"prompt": [[[1]]]}, 400, "it must be a text, token ids"),
     ({"prompt": "\ud800"}, 400, "no JSON"),
@@ -217,6 +225,100 @@ def test_a_wrong_request_is_one_line(address, body, code, message):
     assert message in error["message"]
     assert "\n" not in error["message"]
     assert len(error["message"]) < 500
+
+
+def forward(sampler, ids):
+    """log p [n - 1, V] of what follows each token, by one plain forward."""
+    with torch.no_grad():
+        return sampler.target(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+
+
+@pytest.mark.parametrize(("model", "echo"), [("drafted", False), ("plain", True)])
+def test_log_probabilities_are_a_forward_s(client, sampler, model, echo):
+    given = {"max_tokens": 12, "temperature": 1.0, "seed": 5}
+    answer = client.completions.create(
+        model=model, prompt=PROMPTS[2], logprobs=3, echo=echo, **given
+    ).choices[0]
+    result = expected(sampler, PROMPTS[2], 5, max_new_tokens=12, temperature=1.0)
+    prompt = sampler.tokenizer(PROMPTS[2]).input_ids
+    ids = prompt + result.token_ids
+    log_probs, start = forward(sampler, ids), 1 if echo else len(prompt)
+    found = answer.logprobs
+    assert answer.text == (PROMPTS[2] if echo else "") + result.text
+    assert found.tokens[-1] == sampler.tokenizer.decode(ids[-1:])
+    assert len(found.tokens) == len(found.token_logprobs) == len(ids) - start + echo
+    own = [float(log_probs[n - 1, ids[n]]) for n in range(start, len(ids))]
+    assert found.token_logprobs[echo:] == pytest.approx(own, abs=1e-4)
+    assert found.token_logprobs[0] is None or not echo
+    shifted = [float(log_probs[n - 2, ids[n]]) for n in range(start + 1, len(ids))]
+    assert max(abs(a - b) for a, b in zip(found.token_logprobs[echo + 1 :], shifted)) > 0.1
+    for n, best in zip(range(start, len(ids)), found.top_logprobs[echo:]):
+        top = log_probs[n - 1].topk(3).values.tolist()
+        assert max(best.values()) == pytest.approx(top[0], abs=1e-4)
+        assert len(best) <= 4  # of tokens that read alike, one
+        lowest = min(own[n - start], top[-1])
+        assert all(lowest - 1e-4 <= p <= top[0] + 1e-4 for p in best.values())
+    for word, at, after in zip(found.tokens, found.text_offset, [*found.text_offset[1:], None]):
+        assert answer.text[at:after].strip() == word.strip()
+
+
+def test_lm_eval_against_the_server(address, export, sampler, tmp_path):
+    """Its `local-completions` gives what its adapter of ours gives, likelihoods and texts."""
+    asked = [("def area", " self"), ("class name", " for"), ("x", " = 1")]
+    pairs = [Instance("loglikelihood", {}, x, n) for n, x in enumerate(asked)]
+    kwargs = {"until": ["zz"], "max_gen_toks": 8, "do_sample": False}
+    texts = [Instance("generate_until", {}, (p, kwargs), n) for n, p in enumerate(PROMPTS)]
+    served = get_model("local-completions")(
+        base_url=f"{address}v1/completions", model="drafted", tokenizer=export,
+        tokenizer_backend="huggingface", max_length=128, num_concurrent=2,
+    )  # fmt: skip
+    ours = ParadeLM(sampler, batch_size=2)
+    found = served.loglikelihood(pairs, disable_tqdm=True)
+    expected = ours.loglikelihood(pairs, disable_tqdm=True)
+    assert [x for x, _ in found] == pytest.approx([x for x, _ in expected], abs=1e-4)
+    assert [best for _, best in found] == [best for _, best in expected]
+    assert served.generate_until(texts, disable_tqdm=True) == ours.generate_until(texts)
+
+
+@pytest.fixture
+def chat_export(lab, tmp_path):
+    """A model with a chat template."""
+    folder = tmp_path / "export"
+    shutil.copytree(lab.fit("ar_target"), folder)
+    tokenizer = load_tokenizer(str(folder))
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_chats(chat_export):
+    messages = [{"role": "user", "content": "def area"}]
+    with serving(chat_export, "name=m") as (address, _):
+        client = openai.OpenAI(base_url=f"{address}v1", api_key="none", max_retries=0)
+        given = {"model": "m", "messages": messages, "seed": 2, "temperature": 1.0}
+        answer = client.chat.completions.create(
+            max_tokens=9, logprobs=True, top_logprobs=2, **given
+        )
+        pieces = client.chat.completions.create(max_completion_tokens=9, stream=True, **given)
+        streamed = "".join(p.choices[0].delta.content for p in pieces)
+        body = {"messages": messages, "top_logprobs": 2}
+        wrong = httpx.post(f"{address}v1/chat/completions", json=body)
+    sampler = load(chat_export, dtype="float32")
+    prompt = "user: def area\nassistant: "
+    result = expected(sampler, prompt, 2, max_new_tokens=9, temperature=1.0)
+    choice = answer.choices[0]
+    assert choice.message.content == result.text == streamed
+    ids = sampler.tokenizer(prompt).input_ids + result.token_ids
+    own = forward(sampler, ids)[-len(result.token_ids) :]
+    assert [t.logprob for t in choice.logprobs.content] == pytest.approx(
+        [float(row[i]) for row, i in zip(own, result.token_ids)], abs=1e-4
+    )
+    assert all(len(t.top_logprobs) == 2 for t in choice.logprobs.content)
+    assert wrong.status_code == 400
+    assert "top_logprobs is for answers with logprobs=true" in wrong.json()["error"]["message"]
 
 
 def test_a_chat_needs_a_template(address):
