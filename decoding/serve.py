@@ -73,8 +73,6 @@ def run(argv: list[str]) -> None:
             f"cannot listen on {s.host}:{s.port} ({error.strerror}): give another host= or port="
         ) from error
     sampler = load(s.model, **s.loading)
-    if not sampler.continues:
-        raise ValueError(f"{s.model} fills holes and goes on from no prompt: give a causal LM")
     sampler.eos |= end_of_turn(sampler) if sampler.tokenizer.chat_template else frozenset()
     name = s.name or Path(s.model).resolve().name
     if name == "export" and s.name is None:

@@ -37,6 +37,10 @@ class Template:
 
     ids: list[int | None]
 
+    def __len__(self) -> int:
+        """The number of given tokens."""
+        return len(self.ids) - self.holes
+
     @property
     def order(self) -> list[int]:
         """The order sigma: the prompt's positions, then those of the holes, from left to right."""
@@ -99,6 +103,7 @@ class Infiller(Sampler):
 
     joins = False  # all rows of a pass verify equally many drafts
     continues = False
+    predicts_next = False
     bench = "decoding.bench.infill"
 
     def __init__(
@@ -146,6 +151,19 @@ class Infiller(Sampler):
                 f"than the model's context of {context}: shorten one of them"
             )
         return template
+
+    def between(self, before: str | list[int], after: str, holes: int) -> list[int | None]:
+        """A prompt with one hole between two texts."""
+        ids = (
+            self.tokenizer(before, add_special_tokens=False)["input_ids"]
+            if isinstance(before, str)
+            else before
+        )
+        return [
+            *ids,
+            *[None] * holes,
+            *self.tokenizer(after, add_special_tokens=False)["input_ids"],
+        ]
 
     def _tokens(self, text: str) -> list[int | None]:
         """Token ids of a text, None in its holes; pieces between holes are tokenized one by one."""

@@ -3,7 +3,13 @@
 from collections.abc import Iterator, Sequence
 
 from data.text.tokenizer import fingerprint
-from decoding.collectors.teachers import ENGINES, Teacher, is_server, open_teacher
+from decoding.collectors.teachers import (
+    ENGINES,
+    Teacher,
+    check_at_once,
+    is_server,
+    open_teacher,
+)
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import derived_seed
 from decoding.loading import load_tokenizer
@@ -34,6 +40,8 @@ class TeacherAnswers:
         dtype: Of the weights.
         device: Where to run.
         device_map: Spreads the teacher over devices, as in `decoding.load`.
+        at_once: Prompts that a model decodes together, which bounds the memory of keys and values:
+            where an answer ends the next prompt begins. None: all of a shard.
         top_k: How many of the teacher's most probable tokens are stored with each token of an
             answer, with their probabilities (at temperature 1), so that training on the teacher's
             distributions needs no teacher; 0 stores none.
@@ -57,7 +65,9 @@ class TeacherAnswers:
         target: str | None = None,
         engine: str = "parade",
         options: dict | None = None,
+        at_once: int | None = None,
     ):
+        check_at_once(at_once)
         if top_k < 0:
             raise ValueError(f"top_k={top_k} is not allowed: it must be 0 (none) or more")
         if number < 1 or not temperatures:
@@ -80,6 +90,7 @@ class TeacherAnswers:
         self.dtype, self.top_k = dtype, top_k
         self.engine, self.options = engine, dict(options or {})
         self.placing = {"dtype": dtype, "device": device, "device_map": device_map}
+        self.at_once = at_once
         self._teacher: Teacher | None = None
 
     def made_with(self) -> dict:
@@ -135,6 +146,7 @@ class TeacherAnswers:
                 engine=self.engine,
                 placing=self.placing,
                 options=self.options,
+                at_once=self.at_once,
             )
         answers = [(i, j) for j in range(self.number) for i in range(len(prompts))]
         rows = {}

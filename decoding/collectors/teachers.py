@@ -51,14 +51,15 @@ class SamplerTeacher:
     Args:
         name: Folder or Hub id.
         top_k: Most probable tokens that are kept at each token.
+        at_once: Prompts that are decoded together; None: all that are given.
         **placing: Arguments of `decoding.load`: type and place of the weights.
 
     Raises:
         ValueError: The teacher does not continue text, or cannot be loaded.
     """
 
-    def __init__(self, name: str, top_k: int, **placing):
-        self.sampler, self.top_k = load(name, **placing), top_k
+    def __init__(self, name: str, top_k: int, at_once: int | None = None, **placing):
+        self.sampler, self.top_k, self.at_once = load(name, **placing), top_k, at_once
         if not self.sampler.continues:
             raise ValueError(
                 f"collector.teacher={name} does not continue text, so it cannot answer a prompt: "
@@ -70,8 +71,8 @@ class SamplerTeacher:
     def answer(
         self, prompts: list[list[int]], params: SamplingParams, seeds: list[int]
     ) -> list[Answer]:
-        """Decode the prompts as one batch."""
-        results = self.sampler.generate(prompts, params, seeds=seeds)
+        """Decode the prompts; where one ends the next one takes its place."""
+        results = self.sampler.generate(prompts, params, seeds=seeds, at_once=self.at_once)
         recorded = [self.sampler.recorded.pop(n) if self.top_k else {} for n in range(len(results))]
         return [
             Answer(
@@ -127,6 +128,7 @@ def open_teacher(
     engine: str,
     placing: dict,
     options: dict,
+    at_once: int | None = None,
 ) -> Teacher:
     """The teacher of a collection, ready to answer.
 
@@ -138,6 +140,7 @@ def open_teacher(
         engine: What decodes a model here, one of ENGINES.
         placing: Arguments of `decoding.load`: type and place of the weights.
         options: Of the server's client (`OpenAIClient`), or of `Vllm`.
+        at_once: Prompts that a model here decodes together; None: all that are given.
 
     Raises:
         ValueError: The teacher is not there, or has no such option; one line.
@@ -151,7 +154,7 @@ def open_teacher(
                 f"collector.options={options} is for a server or for collector.engine=vllm: leave "
                 "it out"
             )
-        return SamplerTeacher(name, top_k, **placing)
+        return SamplerTeacher(name, top_k, at_once, **placing)
     path = causal.local_path(target)
     eos = end_ids(path, tokenizer)
     if server:
@@ -160,6 +163,14 @@ def open_teacher(
     defaults = {"enforce_eager": placing["device"] == "cpu", "max_logprobs": max(top_k, 1)}
     vllm = Vllm(path, **{"dtype": placing["dtype"], **defaults, **options})
     return EngineTeacher(vllm, top_k, eos)
+
+
+def check_at_once(at_once: int | None) -> None:
+    """Raise ValueError for a number of prompts that cannot be decoded together."""
+    if at_once is not None and at_once < 1:
+        raise ValueError(
+            f"collector.at_once={at_once} is not allowed: it must be at least 1, or null (all)"
+        )
 
 
 def is_server(name: str) -> bool:

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from data.rows.trajectories import CHANGES, weights_fingerprint
 from data.text.tokenizer import fingerprint
+from decoding.collectors.teachers import check_at_once
 from decoding.engine.batch import Batch
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import derived_seed
@@ -26,6 +27,8 @@ class JacobiTrajectories:
         dtype: Of the weights.
         device: Where to run.
         device_map: Spreads the teacher over devices, as in `decoding.load`.
+        at_once: Prompts that are decoded together, which bounds the memory of keys and values;
+            None: all of a shard.
 
     Raises:
         ValueError: `block_size` is not in 1..max_new_tokens.
@@ -40,7 +43,9 @@ class JacobiTrajectories:
         dtype: str = "bfloat16",
         device: str = "cpu",
         device_map: str | None = None,
+        at_once: int | None = None,
     ):
+        check_at_once(at_once)
         if not 1 <= block_size <= max_new_tokens:
             raise ValueError(
                 f"block_size={block_size} is not allowed: it must be in 1..{max_new_tokens} "
@@ -49,7 +54,7 @@ class JacobiTrajectories:
         self.teacher, self.block_size, self.seed = teacher, block_size, seed
         self.params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0)
         self.tokenizer = load_tokenizer(teacher)
-        self.dtype = dtype
+        self.dtype, self.at_once = dtype, at_once
         self.placing = {"dtype": dtype, "device": device, "device_map": device_map}
         self._sampler: Recorder | None = None
 
@@ -93,7 +98,7 @@ class JacobiTrajectories:
             )
         seeds = [self.seed_of(p["id"]) for p in prompts]
         results = self._sampler.generate(
-            [p["prompt_ids"] for p in prompts], self.params, seeds=seeds
+            [p["prompt_ids"] for p in prompts], self.params, seeds=seeds, at_once=self.at_once
         )
         return [
             {

@@ -65,8 +65,8 @@ class Sampler(ABC):
     def context(self) -> int | None:
         """The most tokens that a prompt and its answer may have together; None: any number."""
         config = self.target.config.get_text_config()
-        names = ("max_position_embeddings", "sliding_window")
-        return min((n for x in names if (n := getattr(config, x, None)) is not None), default=None)
+        limits = (getattr(config, x, None) for x in ("max_position_embeddings", "sliding_window"))
+        return min((n for n in limits if n is not None and n > 0), default=None)  # XLNet says -1
 
     @abstractmethod
     def begin(self, batch: Batch, params: SamplingParams) -> None:

@@ -166,7 +166,9 @@ class Server:
                         f"{asked.model} predicts masked tokens and not the next one, so it has no "
                         "logprobs: leave them out"
                     )
-                return asked, [prepared(asked.model, p, asked.params) for p in asked.prompts]
+                return asked, [
+                    prepared(asked.model, p, asked.params, asked.suffix) for p in asked.prompts
+                ]
 
         try:
             return await asyncio.to_thread(read)  # a long text takes a while to tokenize

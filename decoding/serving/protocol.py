@@ -118,6 +118,7 @@ class Asked:
         usage: Whether the last event of a stream has the usage.
         chat: Whether it is a chat.
         echo: Whether the prompt comes before its answer.
+        suffix: What comes after the answer; None: nothing.
         best: How many of the most probable tokens come with each token's log probability; None:
             no log probabilities.
     """
@@ -131,6 +132,7 @@ class Asked:
     usage: bool
     chat: bool
     echo: bool
+    suffix: str | None
     best: int | None
 
 
@@ -204,8 +206,6 @@ def asked(body: bytes, chat: bool, tokenizer: PreTrainedTokenizerBase, models: l
         if "prompt" not in fields:
             raise ValueError("prompt is missing")
         prompts = listed(fields["prompt"])
-        if fields.get("suffix"):
-            raise ValueError("suffix is for models that fill holes, which are not served yet")
     best = fields.get("logprobs")
     if chat:
         if fields.get("top_logprobs") is not None and not best:
@@ -216,6 +216,10 @@ def asked(body: bytes, chat: bool, tokenizer: PreTrainedTokenizerBase, models: l
         raise ValueError("a stream has no logprobs and no echo: leave out stream, or these")
     most = fields.get("max_completion_tokens", fields.get("max_tokens"))
     stop = fields.get("stop", ())
+    room = 16 if most is None and not chat else 256 if most is None else most
+    suffix = fields.get("suffix") or None
+    if stream and suffix:
+        raise ValueError("what stands before a suffix comes whole: leave out stream")
     given = {
         key: fields[key]
         for key in (
@@ -233,7 +237,7 @@ def asked(body: bytes, chat: bool, tokenizer: PreTrainedTokenizerBase, models: l
         raise ValueError("a number is not finite")
     given["top_k"] = max(0, given.get("top_k", 0))  # -1 is vLLM's word for off
     params = SamplingParams(
-        max_new_tokens=16 if most is None and not chat else 256 if most is None else most,
+        max_new_tokens=room,
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         **given,
     )
@@ -250,6 +254,7 @@ def asked(body: bytes, chat: bool, tokenizer: PreTrainedTokenizerBase, models: l
         usage=bool(fields.get("stream_options", {}).get("include_usage")),
         chat=chat,
         echo=echo,
+        suffix=suffix,
         best=best,
     )
 
@@ -292,6 +297,8 @@ def choice(
         tokenizer: The models' own.
     """
     before, text, logprobs = "", result.text, None
+    if asked.suffix is not None:  # the result's text is the whole one
+        text = tokenizer.decode(result.token_ids, skip_special_tokens=True)
     if asked.echo:
         given = asked.prompts[index]
         before = given if isinstance(given, str) else tokenizer.decode(given)

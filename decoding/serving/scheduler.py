@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 from decoding.engine.likelihood import TokenScore, token_scores
 from decoding.engine.params import Chunk, SamplingParams, accepted_counts
@@ -34,7 +35,7 @@ class Job:
 
     number: int
     model: str
-    prompt: list[int]
+    prompt: Any
     params: SamplingParams
     seed: int
     show: Callable[[Chunk | Exception], None]
@@ -118,21 +119,37 @@ class Scheduler:
         """Whether a model's tokens have scores."""
         return self.samplers[model].predicts_next
 
-    def prepared(self, model: str, prompt: str | list[int], params: SamplingParams) -> list[int]:
+    def prepared(
+        self,
+        model: str,
+        prompt: str | list[int],
+        params: SamplingParams,
+        suffix: str | None = None,
+    ) -> Any:
         """A prompt as `submit` takes it.
+
+        suffix: What comes after the answer, of a model that fills holes.
 
         Raises:
             ValueError: The model, the prompt or a parameter cannot be decoded with; one line.
         """
-        sampler = self.samplers[model]
+        sampler, most = self.samplers[model], params.max_new_tokens
         sampler.check_params(params)
-        ids = sampler.encode(prompt, params)
-        if len(ids) + params.max_new_tokens > self.longest:
+        if suffix is not None:
+            if sampler.continues:
+                raise ValueError(
+                    f"suffix is for models that fill holes, and {model} goes on from a prompt: "
+                    "leave it out"
+                )
+            prompt = sampler.between(prompt, suffix, min(most, self.longest))
+        found = sampler.encode(prompt, params)
+        most = most if sampler.continues else found.holes
+        if len(found) + most > self.longest:
             raise ValueError(
-                f"the prompt has {len(ids)} tokens and max_tokens={params.max_new_tokens}, "
+                f"the prompt has {len(found)} tokens and max_tokens={most}, "
                 f"together more than the {self.longest} of this server: shorten one of them"
             )
-        return ids
+        return found
 
     def submit(self, jobs: list[tuple]) -> list[Job]:
         """Queue requests, all or none: what a `Job` has after its number, of each.

@@ -12,8 +12,11 @@ import pytest
 
 from data.corpora.answers import read_answers, shard_path
 from decoding import collect as module
+from decoding.collectors.answers import TeacherAnswers
+from decoding.collectors.trajectories import JacobiTrajectories
 from decoding.commands.cli import one_line
 from decoding.commands.recipes import compose
+from decoding.engine.batch import Batch
 from decoding.engine.params import SamplingParams
 from decoding.loading import load
 from decoding.samplers.denoise import DenoiseSampler
@@ -63,6 +66,39 @@ def test_killed_and_started_again_is_the_collection_that_was_not(lab):
     assert rows(folder) == rows(lab.runs / "deer_answers")
     for name, written in kept.items():
         assert (folder / "shards" / name).stat().st_mtime_ns == written, "collected twice"
+
+
+@pytest.mark.parametrize("recipe", ["deer_answers", "pcllm_trajectories"])
+def test_fewer_at_once_give_the_same_rows(lab, recipe):
+    """In float32; and no pass has more of them."""
+    few = {"dtype": "float32", "seed": 3, "device": "cpu"}
+    if recipe == "deer_answers":
+        few |= {"number": 2, "temperatures": [0.0, 1.0], "max_new_tokens": 12, "top_k": 2}
+        kind = TeacherAnswers
+    else:
+        few |= {"block_size": 4, "max_new_tokens": 12}
+        kind = JacobiTrajectories
+    prompts = [{"id": str(n), "prompt_ids": [5 + n] * (1 + n % 4)} for n in range(7)]
+    teacher, widths = str(lab.fit("ar_target")), []
+
+    def collected(at_once):
+        collector = kind(teacher, **few, at_once=at_once)
+        found = collector.collect(prompts)
+        return [{k: [*v] if hasattr(v, "__len__") else v for k, v in row.items()} for row in found]
+
+    whole = collected(None)
+    cycle = Batch.append
+
+    def watched(self, *args):
+        widths.append(len(self.requests))
+        return cycle(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Batch, "append", watched)
+        assert collected(3) == whole
+    assert max(widths) == 3
+    with pytest.raises(ValueError, match=r"collector\.at_once=0 is not allowed"):
+        kind(teacher, **few, at_once=0)
 
 
 def test_another_seed_gives_other_answers(lab):

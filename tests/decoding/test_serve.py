@@ -209,7 +209,7 @@ WRONG = [
     ({"prompt": ["a"] * 999}, 400, "999 answers are asked for"),
     ({"prompt": "a", "promt": "b"}, 400, "unknown field 'promt'"),
     ({"prompt": "a", "model": "b"}, 400, "Served are drafted, plain"),
-    ({"prompt": "a", "suffix": "b"}, 400, "fill holes"),
+    ({"prompt": "a", "suffix": "b"}, 400, "is for models that fill holes"),
     ({"prompt": [999999]}, 400, "outside the target's vocabulary"),
     ({"prompt": "a", "verify": "b"}, 400, "verify='b' is not allowed"),
     ("a" * 5_000_000, 413, "more than 4000000 bytes"),
@@ -319,6 +319,42 @@ def test_chats(chat_export):
     assert all(len(t.top_logprobs) == 2 for t in choice.logprobs.content)
     assert wrong.status_code == 400
     assert "top_logprobs is for answers with logprobs=true" in wrong.json()["error"]["message"]
+
+
+def test_an_infilling_model_writes_between(lab):
+    export = str(lab.fit("asarm_joint"))
+    with serving(export, "name=m", "at_once=3") as (address, _):
+        client = openai.OpenAI(base_url=f"{address}v1", api_key="none", max_retries=0)
+        given = {"model": "m", "max_tokens": 7, "temperature": 1.0}
+
+        def ask(seed):
+            return client.completions.create(
+                prompt="def area", suffix=" return self", seed=seed, echo=seed == 3, **given
+            ).choices[0]
+
+        with ThreadPoolExecutor(6) as pool:
+            answers = [*pool.map(ask, range(6))]
+        url = f"{address}v1/completions"
+        body = {"prompt": "def area", "suffix": "x", "max_tokens": 5}
+        bodies = [
+            ({"prompt": "x"}, "the prompt has no hole"),
+            ({**body, "max_tokens": 10**6}, "shorten one of them"),
+            ({**body, "logprobs": 1}, "has no logprobs"),
+            ({**body, "stream": True}, "leave out stream"),
+            ({**body, "stop": "x"}, "stop= is not allowed here"),
+        ]
+        replies = [(httpx.post(url, json=b), message) for b, message in bodies]
+        hole = client.completions.create(prompt="a <hole:3> b", seed=1, **given).choices[0]
+    sampler = load(export, dtype="float32")
+    for seed, answer in enumerate(answers):
+        prompt = "def area<hole:7> return self"
+        result = expected(sampler, prompt, seed, temperature=1.0)
+        middle = sampler.tokenizer.decode(result.token_ids, skip_special_tokens=True)
+        assert answer.text == ("def area" if seed == 3 else "") + middle
+    for reply, message in replies:
+        assert reply.status_code == 400
+        assert message in reply.json()["error"]["message"]
+    assert hole.text == expected(sampler, "a <hole:3> b", 1, temperature=1.0).text
 
 
 def test_a_chat_needs_a_template(address):
