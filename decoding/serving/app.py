@@ -131,11 +131,11 @@ class Server:
             return refused
         try:
             asked, prompts = await self.understood(await self.body(request), chat)
-            stream = Answers(self.scheduler, asked, prompts, self.seconds)
+            answers = Answers(self.scheduler, request, asked, prompts, self.seconds)
             if asked.stream:
-                events = self.events(asked, prompts, stream)
+                events = self.events(asked, prompts, answers)
                 return StreamingResponse(events, media_type="text/event-stream")
-            return JSONResponse(await self.whole(request, asked, prompts, stream))
+            return JSONResponse(await self.whole(asked, prompts, answers))
         except Refused as refused:
             return refused.response
         except ClientDisconnect:
@@ -176,32 +176,16 @@ class Server:
             message = " ".join(str(error).split()).replace("max_new_tokens", "max_tokens")
             raise Refused(message) from error
 
-    async def whole(
-        self, request: Request, asked: Asked, prompts: list[list[int]], answers: "Answers"
-    ) -> dict:
-        """The answers once all have ended; they are given up where the client hangs up."""
-
-        async def finished():
-            results: dict[int, Result] = {}
+    async def whole(self, asked: Asked, prompts: list[list[int]], answers: "Answers") -> dict:
+        """The answers once all have ended."""
+        found: dict[int, Result] = {}
+        try:
             async for index, chunk in answers:
                 if chunk.result is not None:
-                    results[index] = chunk.result
-            return [results[i] for i in range(len(prompts))]
-
-        async def hung_up():
-            while (await request.receive())["type"] != "http.disconnect":
-                pass
-
-        tasks = [asyncio.create_task(do()) for do in (finished, hung_up)]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if not tasks[0].done():
-                raise ClientDisconnect
-            results = tasks[0].result()
+                    found[index] = chunk.result
         finally:
-            for task in tasks:
-                task.cancel()
             answers.give_up()
+        results = [found[i] for i in range(len(prompts))]
         choices = await asyncio.to_thread(self.choices, asked, prompts, results, answers)
         body = protocol.head(asked, answers.number, part=False)
         return body | {"choices": choices, "usage": protocol.usage(asked, prompts, results)}
@@ -236,6 +220,8 @@ class Server:
                     head | {"choices": [], "usage": protocol.usage(asked, prompts, results)}
                 )
             yield "data: [DONE]\n\n"
+        except ClientDisconnect:
+            pass
         except Refused as error:
             yield event(protocol.failure(str(error), error.kind, error.code))
         finally:  # also where the client has hung up
@@ -247,18 +233,25 @@ class Answers:
 
     Args:
         scheduler: Decodes.
+        request: The client's, which is watched: it may hang up before there is anything to send.
         asked: What is asked for.
         prompts: Token ids, one list for each answer.
         seconds: That all of it may take.
 
     Raises:
         Refused: There is no room; while it is read: it takes too long, or decoding fails.
+        ClientDisconnect: While it is read: the client has hung up.
     """
 
     def __init__(
-        self, scheduler: Scheduler, asked: Asked, prompts: list[list[int]], seconds: float
+        self,
+        scheduler: Scheduler,
+        request: Request,
+        asked: Asked,
+        prompts: list[list[int]],
+        seconds: float,
     ):
-        self.scheduler, self.seconds = scheduler, seconds
+        self.scheduler, self.request, self.seconds = scheduler, request, seconds
         self.queue: asyncio.Queue[tuple[int, Chunk | Exception]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -281,6 +274,13 @@ class Answers:
             raise Refused(message, 429, "rate_limit_error") from None
         self.left = len(self.jobs)
         self.number = self.jobs[0].number
+        self.watch = asyncio.create_task(self._until_hung_up())
+
+    async def _until_hung_up(self) -> None:
+        while (await self.request.receive())["type"] != "http.disconnect":
+            pass
+        self.give_up()  # a stream that nothing is sent on would not notice
+        self.queue.put_nowait((0, ClientDisconnect()))
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Chunk]]:
         while self.left:
@@ -290,6 +290,8 @@ class Answers:
             except TimeoutError:
                 message = f"not ended within {self.seconds:g} seconds"
                 raise Refused(message, 504, "timeout_error") from None
+            if isinstance(chunk, ClientDisconnect):
+                raise chunk
             if isinstance(chunk, Exception):
                 message = " ".join(str(chunk).split())[:300]
                 raise Refused(f"decoding failed: {message}", 500, "server_error")
@@ -298,6 +300,8 @@ class Answers:
 
     def give_up(self) -> None:
         """Cancel what has not ended."""
+        if asyncio.current_task() is not self.watch:
+            self.watch.cancel()
         for job in self.jobs:
             self.scheduler.cancel(job)
 

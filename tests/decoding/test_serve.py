@@ -160,10 +160,41 @@ def test_a_client_that_hangs_up_frees_its_place(address):
         httpx.Client() as other,
         httpx.stream("POST", f"{address}v1/completions", json=body) as reply,
     ):
-        next(reply.iter_lines())
+        lines = reply.iter_lines()  # it hangs up where nobody holds it
+        next(lines)
         assert other.get(f"{address}health").json()["running"] == 4
     idle(address, 5)
     assert 'finished_reason="cancelled"' in httpx.get(f"{address}metrics").text
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_hangs_up_while_it_waits_leaves_the_queue(address, stream):
+    idle(address)
+    long = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": True, "n": 64}
+    with (
+        httpx.Client() as other,
+        httpx.stream("POST", f"{address}v1/completions", json=long) as first,
+    ):
+        lines = first.iter_lines()  # it hangs up where nobody holds it
+        next(lines)
+
+        def now(pattern):
+            return sum(map(int, re.findall(pattern, other.get(f"{address}metrics").text)))
+
+        waiting, cancelled = r"requests_waiting (\d+)", r'"cancelled"} (\d+)'
+        before = now(waiting), now(cancelled)
+        host, port = address.split("/")[2].split(":")
+        body = json.dumps({"prompt": "x", "n": 32, "stream": stream}).encode()
+        ends = time.monotonic() + 20
+        with socket.create_connection((host, int(port))) as gone:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}"
+            gone.sendall(f"{head}\r\n\r\n".encode() + body)
+            while now(waiting) <= before[0]:
+                assert time.monotonic() < ends
+        while now(cancelled) < before[1] + 32:
+            assert time.monotonic() < ends
+        assert now(waiting)  # the others are there still
+    idle(address)
 
 
 def test_metrics_count_drafts_as_vllm_does(address, client):
