@@ -4,6 +4,7 @@ The same prompts by batches that begin together and wait for their slowest reque
 at once where the next prompt takes the place of one that has ended. The texts are the same.
 """
 
+import random
 from dataclasses import dataclass
 from operator import itemgetter
 from time import perf_counter
@@ -23,16 +24,29 @@ from decoding.samplers.plain import PlainSampler
 
 @dataclass(frozen=True, kw_only=True)
 class Batching(PromptOptions, LoadOptions):
-    """Decode held-out prompts in batches that wait for their slowest request, and without."""
+    """Decode held-out prompts in batches that wait for their slowest request, and without.
+
+    The requests' max_new_tokens are spread evenly from `shortest` to `max_new_tokens`, in an order
+    drawn from the seed.
+    """
 
     EXAMPLE: ClassVar[str] = "model=runs/deer_stage2/export source=humaneval at_once=16"
 
     prompts: int = option(64, "how many held-out prompts", least=1)
     at_once: int = option(16, "prompts that are decoded together", least=1)
+    shortest: int = option(8, "max_new_tokens of the shortest request", least=1)
     temperatures: tuple[float, ...] = option((0.0, 1.0), "of the sampling; 0 is greedy", least=0)
     verify: str = option("tree", "how the export's drafts are verified", choices=KEYED)
     dtype: str = option("bfloat16", "of the weights in memory", choices=DTYPES)
     repeats: int = option(1, "times that all is measured; the fastest counts", least=1)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.shortest > self.max_new_tokens:
+            raise ValueError(
+                f"shortest={self.shortest} is not allowed: at most max_new_tokens="
+                f"{self.max_new_tokens}"
+            )
 
 
 def run(argv: list[str]) -> None:
@@ -55,7 +69,8 @@ def run(argv: list[str]) -> None:
         for t, name, waits in track(cases * b.repeats, "batching"):
             found[t, name, waits].append(measure(b, ways[name], ids, t, waits))
         lines = [line(found, t, name) for t in b.temperatures for name in ways]
-        title = f"{b.prompts} prompts of {b.source}, {b.at_once} at once, {b.dtype}"
+        asked = f"{b.shortest} to {b.max_new_tokens} new tokens"
+        title = f"{b.prompts} prompts of {b.source}, {asked}, {b.at_once} at once, {b.dtype}"
         write_table(lines, out / "batching.csv", title, "decoding.bench.batching")
 
 
@@ -63,12 +78,8 @@ def measure(
     b: Batching, sampler: Sampler, prompts: list[list[int]], temperature: float, waits: bool
 ) -> tuple[float, list[Result]]:
     """Seconds and results of all prompts."""
-    params = SamplingParams(
-        max_new_tokens=b.max_new_tokens,
-        temperature=temperature,
-        ignore_eos=b.ignore_eos,
-        verify=b.verify,
-    )
+    shared = {"temperature": temperature, "ignore_eos": b.ignore_eos, "verify": b.verify}
+    params = [SamplingParams(max_new_tokens=n, **shared) for n in lengths(b)]
     seeds = [b.seed + i for i in range(len(prompts))]
     started = perf_counter()
     if not waits:
@@ -77,8 +88,16 @@ def measure(
     found = []
     for start in range(0, len(prompts), b.at_once):
         some = slice(start, start + b.at_once)
-        found += sampler.generate(prompts[some], params, seeds=seeds[some])
+        found += sampler.generate(prompts[some], params[some], seeds=seeds[some])
     return perf_counter() - started, found
+
+
+def lengths(b: Batching) -> list[int]:
+    """max_new_tokens of each request."""
+    step = (b.max_new_tokens - b.shortest) / max(1, b.prompts - 1)
+    spread = [round(b.shortest + i * step) for i in range(b.prompts)]
+    random.Random(b.seed).shuffle(spread)
+    return spread
 
 
 def line(found: dict, temperature: float, name: str) -> dict:

@@ -79,7 +79,7 @@ class Sampler(ABC):
     def generate(
         self,
         prompts: Sequence[str | list[int]],
-        params: SamplingParams | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         seeds: list[int] | None = None,
         randomness: Randomness | None = None,
@@ -89,7 +89,8 @@ class Sampler(ABC):
 
         Args:
             prompts: Texts, or token ids.
-            params: How to sample; None takes the defaults of `SamplingParams`.
+            params: How to sample; a list has one a prompt, which may differ in how answers end
+                (max_new_tokens, stop, ignore_eos). None: the defaults of `SamplingParams`.
             seeds: One a prompt, in place of those derived from params.seed.
             randomness: Replaces the keyed randomness, in tests.
             at_once: Prompts that are decoded together at the most: where one ends the next one
@@ -111,7 +112,7 @@ class Sampler(ABC):
     def stream(
         self,
         prompts: Sequence[str | list[int]],
-        params: SamplingParams | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         seeds: list[int] | None = None,
         randomness: Randomness | None = None,
@@ -131,11 +132,20 @@ class Sampler(ABC):
         Raises:
             ValueError: As `generate`; also where the model's logits are not numbers.
         """
-        params = params or SamplingParams()
-        self.check_params(params)
-        prompts = [self.encode(p, params) for p in prompts]
         if not prompts:
             raise ValueError("no prompt was given")
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(f"{len(params)} parameters were given for {len(prompts)} prompts")
+        own, params = params, params[0]
+        if any(self.shared(p) != self.shared(params) for p in own):
+            raise ValueError(
+                "parameters that differ in more than max_new_tokens, stop and ignore_eos cannot be "
+                "decoded in one call: make one for each"
+            )
+        self.check_params(params)
+        prompts = [self.encode(p, each) for p, each in zip(prompts, own)]
         if seeds is None:
             seeds = request_seeds(
                 fresh_seed() if params.seed is None else params.seed, len(prompts)
@@ -146,13 +156,14 @@ class Sampler(ABC):
             raise ValueError(f"at_once={at_once} is not allowed: it must be at least 1")
         assert randomness is None or at_once is None  # it is of one batch
         most = len(prompts) if at_once is None else at_once
-        running = Running(self, params, self.capacity(prompts, params))
+        capacity = max(self.capacity([p], each) for p, each in zip(prompts, own))
+        running = Running(self, params, capacity)
         waiting = deque(range(len(prompts)))
         while waiting or running:
             room = most - len(running) if self.joins or not running else 0
             new = [waiting.popleft() for _ in range(min(room, len(waiting)))]
             if new:
-                given = [[of[n] for n in new] for of in (prompts, seeds)]
+                given = [[of[n] for n in new] for of in (prompts, seeds, own)]
                 running.admit(new, *given, randomness=randomness)
             # Nothing of torch's modes is changed across a yield: they are the thread's.
             yield from running.step(text)

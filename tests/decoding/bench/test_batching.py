@@ -11,7 +11,7 @@ def test_both_ways_have_one_text(lab, tmp_path, capsys):
     export = lab.fit("deer_stage1")
     arguments = [
         f"model={export}", f"source={lab.corpus}", "prompts=6", "prompt_length=8", "at_once=2",
-        "max_new_tokens=8", "dtype=float32", "repeats=2", f"out={tmp_path / 'out'}",
+        "max_new_tokens=8", "shortest=2", "dtype=float32", "repeats=2", f"out={tmp_path / 'out'}",
     ]  # fmt: skip
     run(arguments)
     rows = [*csv.DictReader((tmp_path / "out" / "batching.csv").open())]
@@ -24,7 +24,11 @@ def test_both_ways_have_one_text(lab, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("argument", "message"),
-    [("at_once=0", "at_once=0 is not allowed"), ("verify=block", "unknown verify 'block'")],
+    [
+        ("at_once=0", "at_once=0 is not allowed"),
+        ("verify=block", "unknown verify 'block'"),
+        ("shortest=999", "shortest=999 is not allowed: at most max_new_tokens"),
+    ],
 )
 def test_mistakes_are_one_line(argument, message):
     with pytest.raises(ValueError, match=message) as error:

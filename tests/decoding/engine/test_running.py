@@ -1,5 +1,7 @@
 """Continuous batching: nobody's text depends on when a request came, or on who else is there."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -250,6 +252,20 @@ def test_a_call_with_fewer_at_once(at_once):
         streamed[chunk.request] += chunk.token_ids
         batches.append(chunk.request)
     assert [*streamed.values()] == alone
+
+
+def test_requests_of_different_lengths():
+    """Each is the start of what it is with more tokens."""
+    sampler, params, alone = built("deer, rejection")
+    most = [3, 12, 1, 7, 5, 9]
+    own = [replace(params, max_new_tokens=n) for n in most]
+    for at_once in (None, 2):
+        results = sampler.generate(PROMPTS, own, seeds=SEEDS, at_once=at_once)
+        assert [r.token_ids for r in results] == [ids[:n] for ids, n in zip(alone, most)]
+    with pytest.raises(ValueError, match="5 parameters were given for 6 prompts"):
+        sampler.generate(PROMPTS, own[:5])
+    with pytest.raises(ValueError, match="cannot be decoded in one call"):
+        sampler.generate(PROMPTS[:2], [params, replace(params, temperature=0.5)])
 
 
 def test_nobody_waits_for_the_slowest():
