@@ -80,4 +80,6 @@ class DFlash(TaughtModule):
         return entry
 
     def export_files(self) -> dict[str, str | bytes]:
-        return {}
+        files = super().export_files()
+        files.pop(vocabulary.FILE, None)
+        return files

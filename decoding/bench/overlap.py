@@ -6,7 +6,8 @@ first i tokens are accepted. No coupling makes that likelier than
 coupling lemma, position by position). It does not hold for several paths, as in a tree.
 
 Symbols: N draws after one prefix, k drafted positions, p_1:i = prod_j p_j(x_j | x_<j) the target's
-distribution of i tokens, q_1:i = prod_j q_j(x_j) that of a drafter with independent positions.
+distribution of i tokens, q_1:i = prod_j q_j(x_j) that of a drafter with independent positions
+(prod_j q_j(x_j | x_j-1) with a Markov head).
 """
 
 import torch
@@ -85,8 +86,7 @@ def accepted(sampler: Sampler, batch: Batch, k: int, params: SamplingParams) -> 
 
 def drafted_paths(sampler: Sampler, batch: Batch, k: int, params: SamplingParams) -> Tensor:
     """The `overlap` of target and drafter at paths that the drafter draws, [N, k]."""
-    q = sampler.draft_pass(batch, k, params).softmax(-1)
-    draft = batch.randomness.categorical(q)
+    draft, q = sampler.draft_chain(batch, k, None, params)
     p = sampler.target_pass(batch, draft, params).logits[:, :-1].softmax(-1)
     return overlap(_log_chosen(p, draft), _log_chosen(q, draft))
 
