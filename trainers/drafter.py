@@ -158,13 +158,17 @@ class DrafterModule(BaseModule):
             raise ValueError(
                 f"{refused}lora.rank adds adapters to the drafter, so give lora.rank=0"
             )
-        entry = getattr(self.network.config, "parade", None) or {}
-        if entry.get("method") != self.method:
+        if not self.is_trained():
             raise ValueError(
                 f"{refused}the network to start from is no trained drafter of "
                 f"method={self.method}; give the folder of one's export"
             )
         self.network.requires_grad_(False)
+
+    def is_trained(self) -> bool:
+        """Whether the network to start from is a trained drafter of this method."""
+        entry = getattr(self.network.config, "parade", None) or {}
+        return entry.get("method") == self.method
 
     def configure_model(self) -> None:
         if self.head is not None and hasattr(self.trainer.strategy, "shard"):

@@ -17,7 +17,9 @@ from decoding.samplers.deer import DeerSampler
 from decoding.samplers.plain import PlainSampler
 from models.diffusion import draft_logits, from_causal_lm
 from models.markov import MarkovHead
+from tests import chaos
 from tests.support import tiny
+from tests.support.runs import curve, cut, same_run
 from tests.trainers.test_dflash import module as dflash_module
 from trainers import drafter
 from trainers.base import Optimization
@@ -287,6 +289,27 @@ def test_a_recipe_s_export_decodes_with_its_head(lab, frozen):
     )
     (greedy,) = sampler.generate(["def value"], SamplingParams(12, 0.0))
     assert stock[0, ids.shape[1] :].tolist() == greedy.token_ids
+
+
+def test_a_killed_run_goes_on_as_if_it_had_not_been(lab):
+    form = ("trainer.max_steps=6", "trainer.log_every=1", "module.markov_rank=5")
+    whole = lab.fit("deer_stage2", *form, "name=head_whole").parent
+    killed = cut(whole, "head_killed", 2)
+    lab.fit("deer_stage2", *form, "name=head_killed")
+    assert same_run(whole, killed)
+    heads = [markov.read(run / "export" / markov.FILE).before.weight for run in (whole, killed)]
+    assert torch.equal(*heads)
+
+
+def test_two_processes_give_the_loss_curve_of_one(lab):
+    form = ["module.markov_rank=5", "trainer.max_steps=8", "trainer.log_every=1"]
+    form += ["trainer.micro_batch_size=2", "optimization.lr=0.03"]
+    one = lab.fit("deer_stage2", *form, "name=head_one").parent
+    two = ("trainer.devices=2", "strategy=ddp", "name=head_two")
+    chaos.finish(lab.start("deer_stage2", *form, *two))
+    ours, theirs = curve(one), curve(one.with_name("head_two"))
+    assert ours.keys() == theirs.keys()
+    assert max(abs(ours[s] - theirs[s]) for s in ours) < 1e-5
 
 
 def test_an_export_whose_head_is_another_is_refused(lab, monkeypatch):
