@@ -11,6 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from decoding.engine.vocabulary import check_vocabulary
 from models.markov import MarkovHead
 
 FILE = "markov_head.tensors"  # in an export's folder; engines read every *.safetensors as weights
@@ -35,6 +36,7 @@ class MarkovScores:
     ):
         self.head, n = head.to(device), len(head.before.weight)
         if draft_ids is None:
+            check_vocabulary(n, vocabulary)
             draft_ids = torch.arange(min(n, vocabulary), device=device)
         elif len(draft_ids) != n:
             raise ValueError(

@@ -188,6 +188,8 @@ def test_a_batch_is_row_for_row_a_batch_of_one(rule, temperature):
     alone = [sampler.generate([p], params, seeds=[s])[0] for p, s in zip(PROMPTS, SEEDS)]
     assert ids(together) == ids(alone)
     assert [r.stats.emitted for r in together] == [r.stats.emitted for r in alone]
+    joined = sampler.generate(PROMPTS, params, seeds=SEEDS, at_once=2)
+    assert ids(joined) == ids(alone)
 
 
 def picked(table, candidates):
@@ -254,6 +256,8 @@ def test_pairs_are_what_following_says():
     assert found[0, 1, 0, 1] == 0
     with pytest.raises(ValueError, match="head is of 5 tokens and the drafter of 4"):
         MarkovScores(head, V, DRAFT_IDS[:4], torch.device("cpu"))
+    with pytest.raises(ValueError, match="more than padding"):
+        MarkovScores(head, 5000, None, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
