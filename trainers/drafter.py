@@ -82,7 +82,7 @@ class DrafterModule(BaseModule):
             must be a trained drafter.
 
     Attributes:
-        head: The Markov head, or None.
+        markov_head: The Markov head, or None.
         target_layers: The target's decoder layers whose hidden states the drafter reads, 0-based
             (`models.hidden_states`).
     """
@@ -125,7 +125,14 @@ class DrafterModule(BaseModule):
             if draft_ids is not None:
                 silence_others(network, draft_ids)
         drafter_attention(attention)
-        before = (getattr(network.config, "parade", None) or {}).get("attention", attention)
+        entry = getattr(network.config, "parade", None) or {}
+        if entry.get("markov_head"):
+            warnings.warn(
+                "the drafter to start from has a Markov head, which is left behind: one of "
+                "module.markov_rank begins anew",
+                stacklevel=2,
+            )
+        before = entry.get("attention", attention)
         if before != attention:
             warnings.warn(
                 f"the drafter to start from was trained with attention={before}, and is now "
@@ -137,7 +144,7 @@ class DrafterModule(BaseModule):
         if not train_embeddings:
             freeze_embeddings(network)
         self.method, self.block_size, self.target_name = method, block_size, target_name
-        self.head = None
+        self.markov_head = None
         if markov_rank is not None:
             if optimization.ema is not None:
                 raise ValueError(
@@ -145,14 +152,14 @@ class DrafterModule(BaseModule):
                     f"module.markov_rank={markov_rank}, of whose head no average is kept"
                 )
             size = network.config.vocab_size if draft_ids is None else len(draft_ids)
-            self.head = MarkovHead(size, markov_rank)
+            self.markov_head = MarkovHead(size, markov_rank)
         if not train_drafter:
             self._freeze_drafter()
 
     def _freeze_drafter(self) -> None:
         """Train the Markov head alone; ValueError where there is none, or no trained drafter."""
         refused = "module.train_drafter=false is not allowed: "
-        if self.head is None:
+        if self.markov_head is None:
             raise ValueError(f"{refused}nothing is left to train without module.markov_rank")
         if hasattr(self.network, "peft_config"):
             raise ValueError(
@@ -171,7 +178,7 @@ class DrafterModule(BaseModule):
         return entry.get("method") == self.method
 
     def configure_model(self) -> None:
-        if self.head is not None and hasattr(self.trainer.strategy, "shard"):
+        if self.markov_head is not None and hasattr(self.trainer.strategy, "shard"):
             raise ValueError(
                 "module.markov_rank needs its head whole in every process: give strategy=ddp, or "
                 "module.markov_rank=null"
@@ -269,8 +276,8 @@ class DrafterModule(BaseModule):
         if needs:
             states = self.target_states(batch, self.target_layers, DISTRIBUTIONS in needs)
         logits = self.draft_logits(batch, states)
-        if self.head is not None:
-            logits = logits + self.head(batch[PREVIOUS])
+        if self.markov_head is not None:
+            logits = logits + self.markov_head(batch[PREVIOUS])
         return logits, *self.block_losses(logits, batch, states)
 
     def losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -358,8 +365,8 @@ class DrafterModule(BaseModule):
         entry = self.export_config()
         if self.draft_ids is not None:
             entry["draft_ids"] = self.draft_ids
-        if self.head is not None:
-            entry["markov"] = self.head
+        if self.markov_head is not None:
+            entry["markov"] = self.markov_head
         return sampler_of(entry, self.target, self.tokenizer, self.network)
 
     def export_config(self) -> dict:
@@ -373,15 +380,15 @@ class DrafterModule(BaseModule):
             "mask_id": self.mask_id,
             **({} if self.sep_id is None else {"sep_id": self.sep_id}),
             **({} if self.draft_ids is None else {vocabulary.KEY: vocabulary.FILE}),
-            **({} if self.head is None else {"markov_head": True}),
+            **({} if self.markov_head is None else {"markov_head": True}),
         }
 
     def export_files(self) -> dict[str, str | bytes]:
         files = {}
         if self.draft_ids is not None:
             files[vocabulary.FILE] = vocabulary.stored(self.draft_ids)
-        if self.head is not None:
-            files[markov_file.FILE] = markov_file.stored(self.head)
+        if self.markov_head is not None:
+            files[markov_file.FILE] = markov_file.stored(self.markov_head)
         return files
 
     def check_vocabulary(self, network: PreTrainedModel) -> None:
@@ -404,9 +411,9 @@ class DrafterModule(BaseModule):
             super().check_export(folder, network)
         again = load_drafter(entry, str(folder), network.dtype).to(network.device).eval()
         export_check.check_weights(network, again)
-        if self.head is not None:
+        if self.markov_head is not None:
             head = markov_file.read(folder / markov_file.FILE).to(network.device)
-            export_check.check_weights(self.head, head)
+            export_check.check_weights(self.markov_head, head)
         if (sampler := self.sampler()) is not None:
             export_check.check_drafts(sampler, network, again)
 

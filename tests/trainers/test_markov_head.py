@@ -130,7 +130,7 @@ def acceptance(tokenizer, head, rule):
 
 
 def trained_head(tokenizer):
-    return train(module_of(tokenizer, IdealDrafter, markov_rank=8), tokenizer, 100, 0.1).head
+    return train(module_of(tokenizer, IdealDrafter, markov_rank=8), tokenizer, 100, 0.1).markov_head
 
 
 @pytest.fixture(scope="module")
@@ -158,8 +158,8 @@ def test_a_trained_drafter_gains_and_stays_as_it_is(tokenizer):
     before = {name: x.clone() for name, x in network.state_dict().items()}
     frozen = module_of(tokenizer, network=network, markov_rank=8, train_drafter=False)
     assert [name for name, p in frozen.named_parameters() if p.requires_grad] == [
-        "head.before.weight",
-        "head.after.weight",
+        "markov_head.before.weight",
+        "markov_head.after.weight",
     ]
     train(frozen, tokenizer, 100, 3e-2)
     assert all(torch.equal(x, before[name]) for name, x in network.state_dict().items())
@@ -183,7 +183,7 @@ def test_the_token_before_is_the_answer_s_own(tokenizer):
     assert (found[..., 0] == -1).all()
     ids = torch.tensor([7, 3, 1, 0])
     module = module_of(tokenizer, markov_rank=2, draft_ids=ids)
-    assert module.head.before.weight.shape == (4, 2)
+    assert module.markov_head.before.weight.shape == (4, 2)
     found = module.in_draft_vocabulary(batch)[drafter.PREVIOUS]
     for before, token in zip(found[..., 1:].flatten(), batch["target"][..., :-1].flatten()):
         assert ids[before] == token if token in ids else before == -1
@@ -194,16 +194,16 @@ def test_a_new_head_leaves_the_losses_as_they_are(tokenizer):
     without, new = (module_of(tokenizer, markov_rank=rank) for rank in (None, 3))
     expected, found = without.losses(batch), new.losses(batch)
     assert all(torch.equal(a, b) for a, b in zip(found, expected))
-    torch.nn.init.normal_(new.head.before.weight)
+    torch.nn.init.normal_(new.markov_head.before.weight)
     loss, _ = new.losses(batch)
     assert torch.equal(loss[..., 0], expected[0][..., 0])  # of the first token it says nothing
     assert (loss - expected[0])[..., 1:].abs().max() > 1e-2
-    logits = draft_logits(new.network, batch) + new.head(
+    logits = draft_logits(new.network, batch) + new.markov_head(
         torch.nn.functional.pad(batch["target"], (1, -1), value=-1)
     )
     torch.testing.assert_close(loss, token_nll(logits, batch["target"]))
     loss.sum().backward()  # jointly: both learn
-    assert new.head.after.weight.grad.abs().sum() > 0
+    assert new.markov_head.after.weight.grad.abs().sum() > 0
     assert new.network.lm_head.weight.grad.abs().sum() > 0
 
 
@@ -226,6 +226,13 @@ def test_a_head_alone_needs_a_trained_drafter(tokenizer, entry):
     network.config.parade = entry
     with pytest.raises(ValueError, match=r"no trained drafter of method=deer"):
         module_of(tokenizer, network=network, markov_rank=2, train_drafter=False)
+
+
+def test_a_head_that_is_left_behind_is_said(tokenizer):
+    network = from_causal_lm(tiny.causal_lm(V).float(), tokenizer)
+    network.config.parade = {"method": "deer", "markov_head": True}
+    with pytest.warns(UserWarning, match="has a Markov head, which is left behind"):
+        module_of(tokenizer, network=network, markov_rank=2)
 
 
 def test_what_a_head_does_not_go_with(tokenizer):
