@@ -118,7 +118,10 @@ def fastest_tree(
     timed, others = prompts[: c.prompts], prompts[c.prompts :]
     seen = {t: observed(sampler, others, params_of(c, t, verify="tree")) for t in c.temperatures}
     shapes = {**shapes_of(c, seen, None), **(shapes_of(c, seen, table) if table else {})}
-    config = {**parade_config(c.model), "table": table}
+    found = {"table": table, "draft_ids": sampler.draft_ids}
+    if sampler.markov is not None:
+        found["markov"] = sampler.markov.head
+    config = {**parade_config(c.model), **found}
     parts = (sampler.target, sampler.tokenizer, sampler.drafter)
     ways = {
         shape: (sampler_of({**config, **knobs}, *parts), {"verify": "tree"})

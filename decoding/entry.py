@@ -89,6 +89,7 @@ KEYS = {
     "attention": TEXT,
     "shifted": FLAG,
     "draft_vocabulary": FILE,
+    "markov_head": FLAG,
     "nodes": COUNT | by_number(COUNT),
     "lengths": by_number(by_number(COUNT)),
     "sharpness": NUMBER | by_number(listed(NUMBER)),

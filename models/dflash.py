@@ -378,6 +378,25 @@ def load(path: str, dtype: str | torch.dtype = "auto") -> DFlashDraftModel:
     return network
 
 
+def pretrained(tokenizer: PreTrainedTokenizerBase, path: str) -> DFlashDraftModel:
+    """A trained drafter, for a head that is trained for it.
+
+    Args:
+        tokenizer: Its target's.
+        path: A folder or Hub id.
+
+    Raises:
+        ValueError: The tokenizer has more tokens than the drafter's target, or as `load` raises.
+    """
+    network = load(path, "float32")
+    if network.config.vocab_size < len(tokenizer):
+        raise ValueError(
+            f"{path!r} is for a target of {network.config.vocab_size} tokens, and the tokenizer "
+            f"has {len(tokenizer)}"
+        )
+    return network
+
+
 def load_assistant(path: str) -> PreTrainedModel:
     """A drafter as transformers' own `generate(assistant_model=...)` takes it.
 

@@ -23,7 +23,8 @@ class DFlash(TaughtModule):
             (`adaptive_weight`), in place of gamma's; as published 0.5. None: gamma's.
 
     Raises:
-        ValueError: A gamma that is not positive, or an alpha outside of (0, 1].
+        ValueError: A gamma that is not positive, an alpha outside of (0, 1], or a trained drafter
+            with another mask token.
     """
 
     def __init__(
@@ -44,10 +45,19 @@ class DFlash(TaughtModule):
             raise ValueError(f"gamma={gamma} is not allowed: it must be positive")
         if dpace is not None and not 0 < dpace <= 1:
             raise ValueError(f"dpace={dpace} is not allowed: it must be in (0, 1], or null")
+        trained = network.config.dflash_config["mask_token_id"]
+        if trained not in (None, self.mask_id):
+            raise ValueError(
+                f"the drafter to start from reads token {trained} as its mask, and the tokenizer "
+                f"has {self.mask_id}: give that token as tokenizer.mask_token"
+            )
         self.gamma, self.dpace = gamma, dpace
         self.target_layers = network.target_layer_ids
         network.config.dflash_config["mask_token_id"] = self.mask_id
         network.config.block_size = 1 + self.block_size  # with the last committed token
+
+    def is_trained(self) -> bool:
+        return bool(self.network.name_or_path)  # it was loaded: a new one comes from no folder
 
     def attach_target(self, target) -> None:
         if target is not None:
@@ -80,4 +90,6 @@ class DFlash(TaughtModule):
         return entry
 
     def export_files(self) -> dict[str, str | bytes]:
-        return {}
+        files = super().export_files()
+        files.pop(vocabulary.FILE, None)
+        return files

@@ -7,11 +7,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from data.corruption.draft_blocks import STATES
 from data.rows.states import RowsWithStates
 from data.text.tokenizer import draft_token_ids, fingerprint
+from decoding.drafting import markov as markov_file
 from decoding.engine import vocabulary
 from decoding.engine.sampler import Sampler
 from decoding.loading import load_drafter, loads_drafter, sampler_of
@@ -19,10 +21,13 @@ from models import diffusion
 from models.attention import attention_mask
 from models.head import freeze_embeddings, silence_others
 from models.hidden_states import capture
+from models.markov import MarkovHead
 from models.masks import Layout, block_width, causal, drafter_attention
 from trainers.base import DISTRIBUTIONS, HIDDEN_STATES, BaseModule, Optimization
 from trainers.publishing import export_check
 from trainers.runs.stored_states import store_states
+
+PREVIOUS = "previous"  # of a batch: the token before each drafted one, in the drafter's vocabulary
 
 
 class TargetStates(NamedTuple):
@@ -70,8 +75,14 @@ class DrafterModule(BaseModule):
             rows are set to 0, so that an engine which computes all logits drafts them hardly ever.
         train_embeddings: Whether embeddings and head are trained with the layers. Frozen ones are
             the target's, and a step of a small drafter costs much less.
+        markov_rank: Of a head that conditions each drafted token on the one before it
+            (`models.markov`), trained on the answers' own tokens; None: there is none. It is in
+            every process whole, so strategies that shard are refused.
+        train_drafter: Whether the drafter is trained; False: its Markov head alone, so `network`
+            must be a trained drafter.
 
     Attributes:
+        markov_head: The Markov head, or None.
         target_layers: The target's decoder layers whose hidden states the drafter reads, 0-based
             (`models.hidden_states`).
     """
@@ -99,6 +110,8 @@ class DrafterModule(BaseModule):
         shifted: bool = False,
         layout: str = "separator",
         train_embeddings: bool = True,
+        markov_rank: int | None = None,
+        train_drafter: bool = True,
     ):
         super().__init__(network, tokenizer, optimization, target)
         self.mask_id, self.sep_id = draft_token_ids(tokenizer, layout)
@@ -112,7 +125,14 @@ class DrafterModule(BaseModule):
             if draft_ids is not None:
                 silence_others(network, draft_ids)
         drafter_attention(attention)
-        before = (getattr(network.config, "parade", None) or {}).get("attention", attention)
+        entry = getattr(network.config, "parade", None) or {}
+        if entry.get("markov_head"):
+            warnings.warn(
+                "the drafter to start from has a Markov head, which is left behind: one of "
+                "module.markov_rank begins anew",
+                stacklevel=2,
+            )
+        before = entry.get("attention", attention)
         if before != attention:
             warnings.warn(
                 f"the drafter to start from was trained with attention={before}, and is now "
@@ -124,6 +144,46 @@ class DrafterModule(BaseModule):
         if not train_embeddings:
             freeze_embeddings(network)
         self.method, self.block_size, self.target_name = method, block_size, target_name
+        self.markov_head = None
+        if markov_rank is not None:
+            if optimization.ema is not None:
+                raise ValueError(
+                    f"optimization.ema={optimization.ema} is not allowed with "
+                    f"module.markov_rank={markov_rank}, of whose head no average is kept"
+                )
+            size = network.config.vocab_size if draft_ids is None else len(draft_ids)
+            self.markov_head = MarkovHead(size, markov_rank)
+        if not train_drafter:
+            self._freeze_drafter()
+
+    def _freeze_drafter(self) -> None:
+        """Train the Markov head alone; ValueError where there is none, or no trained drafter."""
+        refused = "module.train_drafter=false is not allowed: "
+        if self.markov_head is None:
+            raise ValueError(f"{refused}nothing is left to train without module.markov_rank")
+        if hasattr(self.network, "peft_config"):
+            raise ValueError(
+                f"{refused}lora.rank adds adapters to the drafter, so give lora.rank=0"
+            )
+        if not self.is_trained():
+            raise ValueError(
+                f"{refused}the network to start from is no trained drafter of "
+                f"method={self.method}; give the folder of one's export"
+            )
+        self.network.requires_grad_(False)
+
+    def is_trained(self) -> bool:
+        """Whether the network to start from is a trained drafter of this method."""
+        entry = getattr(self.network.config, "parade", None) or {}
+        return entry.get("method") == self.method
+
+    def configure_model(self) -> None:
+        if self.markov_head is not None and hasattr(self.trainer.strategy, "shard"):
+            raise ValueError(
+                "module.markov_rank needs its head whole in every process: give strategy=ddp, or "
+                "module.markov_rank=null"
+            )
+        super().configure_model()
 
     @property
     def needs_target(self) -> frozenset[str]:
@@ -153,12 +213,14 @@ class DrafterModule(BaseModule):
         Returns:
             The batch with `target` mapped; a token that the drafter does not have becomes 0 and is
             not in `masked` [B, A, K], so it has no weight. Of stored distributions the
-            probability of such a token becomes 0.
+            probability of such a token becomes 0. Added is `previous` [B, A, K], the drafted token
+            before each; -1 for the first, and for one that the drafter does not have.
         """
         if self.draft_ids is None:
-            return batch
+            return {**batch, PREVIOUS: _before(batch["target"])}
         target, known = self._mapped(batch["target"])
         mapped = {**batch, "target": target, "masked": batch["masked"] & known}
+        mapped[PREVIOUS] = _before(target.masked_fill(~known, -1))
         if "teacher_ids" in batch:
             ids, known = self._mapped(batch["teacher_ids"])
             mapped |= {"teacher_ids": ids, "teacher_probs": batch["teacher_probs"] * known}
@@ -204,15 +266,18 @@ class DrafterModule(BaseModule):
         """The drafter's logits and their loss, after one forward of the target at most.
 
         Args:
-            batch: Packed draft blocks, their targets as indices of the drafter's logits.
+            batch: What `in_draft_vocabulary` returned.
 
         Returns:
-            (logits [B, A, K, V], loss [B, A, K], weight [B, A, K]).
+            (logits [B, A, K, V], loss [B, A, K], weight [B, A, K]); with a Markov head the logits
+            are conditioned on the batch's own tokens.
         """
         states, needs = None, self.needs_target
         if needs:
             states = self.target_states(batch, self.target_layers, DISTRIBUTIONS in needs)
         logits = self.draft_logits(batch, states)
+        if self.markov_head is not None:
+            logits = logits + self.markov_head(batch[PREVIOUS])
         return logits, *self.block_losses(logits, batch, states)
 
     def losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -300,6 +365,8 @@ class DrafterModule(BaseModule):
         entry = self.export_config()
         if self.draft_ids is not None:
             entry["draft_ids"] = self.draft_ids
+        if self.markov_head is not None:
+            entry["markov"] = self.markov_head
         return sampler_of(entry, self.target, self.tokenizer, self.network)
 
     def export_config(self) -> dict:
@@ -313,12 +380,16 @@ class DrafterModule(BaseModule):
             "mask_id": self.mask_id,
             **({} if self.sep_id is None else {"sep_id": self.sep_id}),
             **({} if self.draft_ids is None else {vocabulary.KEY: vocabulary.FILE}),
+            **({} if self.markov_head is None else {"markov_head": True}),
         }
 
     def export_files(self) -> dict[str, str | bytes]:
-        if self.draft_ids is None:
-            return {}
-        return {vocabulary.FILE: vocabulary.stored(self.draft_ids)}
+        files = {}
+        if self.draft_ids is not None:
+            files[vocabulary.FILE] = vocabulary.stored(self.draft_ids)
+        if self.markov_head is not None:
+            files[markov_file.FILE] = markov_file.stored(self.markov_head)
+        return files
 
     def check_vocabulary(self, network: PreTrainedModel) -> None:
         """Check the network's vocabulary against the target's.
@@ -340,5 +411,13 @@ class DrafterModule(BaseModule):
             super().check_export(folder, network)
         again = load_drafter(entry, str(folder), network.dtype).to(network.device).eval()
         export_check.check_weights(network, again)
+        if self.markov_head is not None:
+            head = markov_file.read(folder / markov_file.FILE).to(network.device)
+            export_check.check_weights(self.markov_head, head)
         if (sampler := self.sampler()) is not None:
             export_check.check_drafts(sampler, network, again)
+
+
+def _before(tokens: Tensor) -> Tensor:
+    """The token before each of a block's tokens [..., K]; -1 for the first."""
+    return pad(tokens, (1, -1), value=-1)

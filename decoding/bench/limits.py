@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from decoding.bench.options import results_folder
-from decoding.bench.overlap import accepted, copies, drafted_paths, own_paths
+from decoding.bench.overlap import accepted, copies, drafted_paths, own_paths, own_trees
 from decoding.bench.text import Bench, measure
 from decoding.bench.text_report import Row, cycle
 from decoding.commands.cli import main, parse, quiet
@@ -27,6 +27,7 @@ from decoding.engine.randomness import KeyedRandomness
 from decoding.loading import is_drafter, parade_config
 
 LIMIT, MARGINALS = "limit of one path", "target's own marginals"
+TREE = "tree of the target's own marginals"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +96,8 @@ def probe(c: Limits, rows: list[Row], prompts: list[list[int]]) -> dict[str, Ten
     of_one_path = replace(rows[0].params, verify="rejection", max_new_tokens=k)
     ways = [(rule, accepted, params[rule]) for rule in params]
     ways += [(LIMIT, drafted_paths, of_one_path), (MARGINALS, own_paths, of_one_path)]
+    if "tree" in params:
+        ways.append((TREE, own_trees, params["tree"]))
     prefixes = [*cycle_starts(rows[0], prompts, c.cycles)]
     found = {name: [] for name, _, _ in ways}
     with torch.inference_mode():
@@ -121,7 +124,8 @@ def report(c: Limits, rows: list[Row], found: dict[str, Tensor], out: Path) -> N
     k = found[LIMIT].shape[-1]
     where = f"{c.prompts} held-out prompts, {c.cycles} cycles each, {c.draws} draws"
     title = f"accepted drafted tokens of {k}, T={c.temperature:g}, {c.dtype}: {where}"
-    write_table(tokens(found), out / "limits.csv", title, "decoding.bench.limits")
+    dependent = getattr(rows[0].sampler, "markov", None) is not None
+    write_table(tokens(found, dependent), out / "limits.csv", title, "decoding.bench.limits")
     print("accepted: drafted tokens of a cycle, without the target's own; ±: standard error over")
     print("prompts. The limit is that of any verification of one path; a tree has several.")
     title = "share of drafts of which the first tokens are accepted"
@@ -134,13 +138,24 @@ def report(c: Limits, rows: list[Row], found: dict[str, Tensor], out: Path) -> N
     draw(found, out / "limits.png")
 
 
-def tokens(found: dict[str, Tensor]) -> list[dict]:
-    """Lines of limits.csv: accepted tokens of each rule, the limit, and both losses."""
+def tokens(found: dict[str, Tensor], dependent: bool = False) -> list[dict]:
+    """Lines of limits.csv: accepted tokens of each rule, the limits, and both losses.
+
+    Args:
+        found: What `probe` returned.
+        dependent: Whether the drafter has a Markov head. What it loses is not told apart then: the
+            target's own marginals are those of a drafter with independent positions.
+    """
     limit, marginals, k = found[LIMIT].sum(-1), found[MARGINALS].sum(-1), found[LIMIT].shape[-1]
     parts = {f"accepted, {rule}": found[rule].sum(-1) for rule in rules(found)}
+    if TREE in found:
+        parts[TREE] = found[TREE].sum(-1)
     parts[LIMIT] = limit
-    parts["lost to the drafter's error, at least"] = marginals - limit
-    parts["lost to independent positions, at most"] = k - marginals
+    if dependent:
+        parts[MARGINALS] = marginals
+    else:
+        parts["lost to the drafter's error, at least"] = marginals - limit
+        parts["lost to independent positions, at most"] = k - marginals
     return [
         {
             "of a cycle": name,
@@ -198,7 +213,7 @@ def speed(row: Row, most: float) -> dict:
 
 def rules(found: dict[str, Tensor]) -> list[str]:
     """The verification rules among the names of `found`."""
-    return [name for name in found if name not in (LIMIT, MARGINALS)]
+    return [name for name in found if name not in (LIMIT, MARGINALS, TREE)]
 
 
 def draw(found: dict[str, Tensor], file: Path) -> None:
@@ -208,7 +223,7 @@ def draw(found: dict[str, Tensor], file: Path) -> None:
         k, names = found[LIMIT].shape[-1], rules(found)
         for name, x in found.items():
             style = {} if name in names else {"linestyle": "--", "color": "#555555"}
-            marker = {LIMIT: "o", MARGINALS: "^"}.get(name, ".")
+            marker = {LIMIT: "o", MARGINALS: "^", TREE: "s"}.get(name, ".")
             rates = x.mean((0, 1)).tolist()
             curves.plot(range(1, k + 1), rates, marker=marker, markersize=4, label=name, **style)
         curves.set_xlabel("position in the draft")

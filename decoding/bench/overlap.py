@@ -3,19 +3,24 @@
 However one path Y ~ q is verified, the output X has the distribution p, and X_1:i = Y_1:i where the
 first i tokens are accepted. No coupling makes that likelier than
 1 - TV(p_1:i, q_1:i) = sum_y min(p, q)(y_1:i), so E[accepted] <= sum_i 1 - TV(p_1:i, q_1:i) (the
-coupling lemma, position by position). It does not hold for several paths, as in a tree.
+coupling lemma, position by position). It does not hold for several paths, as in a tree, of which
+`own_trees` simulates the best drafter with independent positions.
 
 Symbols: N draws after one prefix, k drafted positions, p_1:i = prod_j p_j(x_j | x_<j) the target's
-distribution of i tokens, q_1:i = prod_j q_j(x_j) that of a drafter with independent positions.
+distribution of i tokens, q_1:i = prod_j q_j(x_j) that of a drafter with independent positions
+(prod_j q_j(x_j | x_j-1) with a Markov head).
 """
 
 import torch
 from torch import Tensor
 
+from decoding.drafting.block_sampler import BlockSampler
+from decoding.drafting.tree import ROOT, Tree, draft_trees
 from decoding.engine.batch import Batch
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import KeyedRandomness, Randomness
 from decoding.engine.sampler import Sampler
+from decoding.engine.verify import choose
 
 
 def overlap(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -85,8 +90,7 @@ def accepted(sampler: Sampler, batch: Batch, k: int, params: SamplingParams) -> 
 
 def drafted_paths(sampler: Sampler, batch: Batch, k: int, params: SamplingParams) -> Tensor:
     """The `overlap` of target and drafter at paths that the drafter draws, [N, k]."""
-    q = sampler.draft_pass(batch, k, params).softmax(-1)
-    draft = batch.randomness.categorical(q)
+    draft, q = sampler.draft_chain(batch, k, None, params)
     p = sampler.target_pass(batch, draft, params).logits[:, :-1].softmax(-1)
     return overlap(_log_chosen(p, draft), _log_chosen(q, draft))
 
@@ -111,6 +115,47 @@ def own_paths(sampler: Sampler, batch: Batch, k: int, params: SamplingParams) ->
         log_m.append(mean_of_others(p.double(), token).log())
         batch.append(token[:, None], torch.ones_like(batch.lengths))
     return overlap(torch.stack(log_m, 1), torch.stack(log_p, 1))
+
+
+def own_trees(sampler: BlockSampler, batch: Batch, k: int, params: SamplingParams) -> Tensor:
+    """Whether trees of the target's own marginals hold the first i tokens: 0 or 1, [N, k].
+
+    The tokens are committed to the batch.
+
+    Under `tree` the target's tokens are those that it chooses with the keyed noise, whatever is
+    drafted, so no tree has to be verified. Each draw's tree is ranked with its noise by the mean of
+    the others' conditionals (`own_paths`): that of a drafter without any error whose positions are
+    independent. It is a simulation of one ranking, and no bound of all trees.
+
+    Args:
+        sampler: Gives the number of nodes, that of a batch of one.
+        batch: N requests with the same prefix and noise of their own.
+        k: Depth of the trees.
+        params: How to decode, with verify='tree'.
+    """
+    noise, tokens, marginals = sampler.noise(batch, k, params), [], []
+    for i in range(k):
+        logits = sampler.target_pass(batch, batch.tokens[:, :0], params).logits
+        p = logits[:, 0].softmax(-1)
+        tokens.append(choose(logits, noise[:, i:]))
+        others = p.sum(0, dtype=torch.double) - p
+        marginals.append((others.clamp_min(0) / (len(p) - 1)).to(p.dtype))
+        batch.append(tokens[-1], torch.ones_like(batch.lengths))
+    ranked = torch.stack(marginals, 1).log() + noise[:, :k]
+    trees = draft_trees(ranked, sampler.nodes[min(sampler.nodes)])
+    paths = torch.cat(tokens, 1).tolist()
+    depth = batch.lengths.new_tensor([_held(tree, path) for tree, path in zip(trees.rows, paths)])
+    return (depth[:, None] > torch.arange(k, device=depth.device)).double()
+
+
+def _held(tree: Tree, path: list[int]) -> int:
+    """How many of a path's first tokens a tree holds."""
+    at = ROOT
+    for depth, token in enumerate(path):
+        at = tree.child.get((at, token), ROOT)
+        if at == ROOT:
+            return depth
+    return len(path)
 
 
 def _log_chosen(probs: Tensor, tokens: Tensor) -> Tensor:

@@ -102,9 +102,11 @@ def observed(
             randomness = KeyedRandomness([seed] * len(starts), device)
             batch = Batch([text[:n] for n in starts], capacity, randomness, device)
             sampler.begin_drafting(batch, sampler.states_before(batch))
-            q, noise = sampler.draft_pass(batch, k, params), sampler.noise(batch, k, params)
+            chosen = [text[n : n + k] for n in starts]
+            q = sampler.forced_pass(batch, torch.tensor(chosen, device=device), params)
+            noise = sampler.noise(batch, k, params)
             z.append(q.log_softmax(-1) + (0 if noise is None else noise))
-            choice += [text[n : n + k] for n in starts]
+            choice += chosen
     if not z:
         raise ValueError(
             f"no answer has {k} tokens, the length of a draft block: raise max_new_tokens="

@@ -1,1 +1,1 @@
-"""What ranks drafts: draft trees, bigram scores, prompt lookup."""
+"""What ranks drafts: draft trees, bigram scores, Markov heads, prompt lookup."""

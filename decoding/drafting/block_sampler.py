@@ -3,7 +3,8 @@
 A method's drafter gives k distributions, independent given the prefix; what happens to them is the
 same for all such methods. They are verified as a chain (`rejection`, `block`, `coupled`), after
 which a rejection ends the block, as the target's distributions after it were conditioned on the
-rejected token; or they rank a tree of drafts (`tree`).
+rejected token; or they rank a tree of drafts (`tree`). With a Markov head each is conditioned on
+the drafted token before it.
 """
 
 from abc import abstractmethod
@@ -18,7 +19,9 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.drafting import bigrams as bigram_file
+from decoding.drafting import markov as markov_file
 from decoding.drafting.bigrams import Bigrams
+from decoding.drafting.markov import MarkovScores
 from decoding.drafting.prompt_lookup import Lookup
 from decoding.drafting.tree import LIMIT, BigramScores, check_tree, draft_trees, verify_trees
 from decoding.engine import verify, vocabulary
@@ -28,19 +31,23 @@ from decoding.engine.params import VERIFY, SamplingParams
 from decoding.engine.sampler import Sampler
 from decoding.engine.verify import choose
 from decoding.engine.warp import fit_vocabulary, seen_tokens, warp
+from models.markov import MarkovHead
 from models.masks import causal, tree
 
 KEPT_TOKENS = 2**14  # whose bigrams are kept as dictionaries
 # Of a method's module that decodes with such a drafter: see `decoding.loading`.
-KNOBS = {"nodes": int, "sharpness": float, "bigrams": bool, "lookup": bool}
-ARTEFACTS = (bigram_file.FILE, vocabulary.FILE)  # beside the weights of an export
+KNOBS = {
+    "nodes": int, "sharpness": float, "bigrams": bool, "lookup": bool, "markov_head": bool
+}  # fmt: skip
+# Files beside the weights of an export.
+ARTEFACTS = (bigram_file.FILE, markov_file.FILE, vocabulary.FILE)
 NEEDED = ("target", "tokenizer_fingerprint", "mask_id", "block_size")  # keys of an export's entry
 
 
 class BlockSampler(Sampler):
     """Speculative decoding with a drafter that gives k distributions in one pass.
 
-    A method supplies `begin_drafting` and `draft_pass`, and `follow` where its drafter reads the
+    A method supplies `begin_drafting` and `draft_logits`, and `follow` where its drafter reads the
     target's hidden states.
 
     Args:
@@ -61,6 +68,8 @@ class BlockSampler(Sampler):
         draft_ids: [Vd], the target's tokens that are drafted, where these are not all of them
             (`decoding.engine.vocabulary`): those of which the drafter has logits, or of whose
             logits it computes no others.
+        markov: The Markov head of the drafter, over the tokens that it has logits of; None: the
+            positions of a block are independent.
     """
 
     rules = VERIFY
@@ -78,12 +87,15 @@ class BlockSampler(Sampler):
         bigram_weights: dict[str, list[float]] | None = None,
         lookup: bool = True,
         draft_ids: Tensor | None = None,
+        markov: MarkovHead | None = None,
     ):
         super().__init__(target, tokenizer)
         if draft_ids is not None:
             vocabulary.check_vocabulary(None, self.vocabulary, draft_ids)
             draft_ids = draft_ids.to(self.device)
-        self.draft_ids = draft_ids
+        self.draft_ids, self.markov = draft_ids, None
+        if markov is not None:
+            self.markov = MarkovScores(markov, self.vocabulary, draft_ids, self.device)
         nodes = nodes if isinstance(nodes, dict) else {1: nodes}
         for number in nodes.values():
             check_tree(number, sharpness)
@@ -103,7 +115,7 @@ class BlockSampler(Sampler):
 
     @abstractmethod
     def begin_drafting(self, batch: Batch, states: tuple[Tensor, ...]) -> None:
-        """Prefill the drafter, and set `batch.state`: all that `draft_pass` needs.
+        """Prefill the drafter, and set `batch.state`: all that `draft_logits` needs.
 
         Args:
             batch: The requests; the target has all tokens of their prompts but the last.
@@ -117,8 +129,70 @@ class BlockSampler(Sampler):
         return self.prefill(batch, "target", self.cached_target(batch))
 
     @abstractmethod
+    def draft_logits(self, batch: Batch, k: int) -> Tensor:
+        """One pass of the drafter.
+
+        Args:
+            batch: The requests.
+            k: Tokens to draft.
+
+        Returns:
+            Logits [B, k, V] at the next k positions, independent given the prefix; -inf for tokens
+            that are never drafted (`fit_vocabulary`).
+        """
+
     def draft_pass(self, batch: Batch, k: int, params: SamplingParams) -> Tensor:
         """Warped drafter logits [B, k, V] at the next k positions, independent given the prefix."""
+        return self.warped_draft(self.draft_logits(batch, k), batch, params)
+
+    def forced_pass(self, batch: Batch, tokens: Tensor, params: SamplingParams) -> Tensor:
+        """Warped drafter logits [B, k, V] at known tokens [B, k].
+
+        With a Markov head each position is conditioned on the known token before it.
+        """
+        k = tokens.shape[1]
+        if self.markov is None:
+            return self.draft_pass(batch, k, params)
+        logits = self.draft_logits(batch, k)
+        added = pad(self.markov.following(tokens[:, :-1]), (0, 0, 1, 0))
+        return self.warped_draft(logits + added, batch, params)
+
+    def draft_chain(
+        self, batch: Batch, k: int, noise: Tensor | None, params: SamplingParams
+    ) -> tuple[Tensor, Tensor | None]:
+        """Draft k tokens in one pass of the drafter; a Markov head then draws them one by one.
+
+        Args:
+            batch: The requests.
+            k: Tokens to draft.
+            noise: Keyed noise of the next positions, [B, k or more, V]; None at temperature 0, or
+                where drafts are accepted by chance.
+            params: How to decode.
+
+        Returns:
+            The draft [B, k], and q [B, k, V], the probabilities that it was drawn from; None where
+            it was chosen with keyed noise.
+        """
+        if self.markov is None:
+            return self._drawn(self.draft_pass(batch, k, params), noise, batch, params)
+        logits, draft, q = self.draft_logits(batch, k).split(1, 1), [], []
+        for i, at in enumerate(logits):
+            if i:  # the network has read the token before the first
+                at = at + self.markov.following(draft[-1])
+            g = None if noise is None else noise[:, i:]
+            token, probs = self._drawn(self.warped_draft(at, batch, params), g, batch, params)
+            draft.append(token)
+            q.append(probs)
+        return torch.cat(draft, 1), None if params.keyed else torch.cat(q, 1)
+
+    def _drawn(
+        self, logits: Tensor, noise: Tensor | None, batch: Batch, params: SamplingParams
+    ) -> tuple[Tensor, Tensor | None]:
+        """Tokens [B, n] of warped logits [B, n, V], and the probabilities they were drawn from."""
+        if params.keyed:
+            return choose(logits, noise), None
+        q = logits.softmax(-1)
+        return batch.randomness.categorical(q), q
 
     def follow(
         self, batch: Batch, states: tuple[Tensor, ...], path: Tensor, counts: Tensor
@@ -166,18 +240,13 @@ class BlockSampler(Sampler):
     def cycle(self, batch: Batch, params: SamplingParams) -> tuple[Tensor, Tensor]:
         """Draft k tokens, verify them, emit the accepted ones and one of the target's own."""
         k = self.length(len(batch.requests), params)
-        q_logits = self.draft_pass(batch, k, params)
-        keyed = params.keyed
-        if keyed:
-            noise = self.noise(batch, k + 1, params)  # drafter and target share it
-            if params.verify == "tree":
-                return self.tree_cycle(batch, q_logits, noise, params)
-            draft = choose(q_logits, noise)
-        else:
-            q = q_logits.softmax(-1)
-            draft = batch.randomness.categorical(q)
+        # Where it is keyed, drafter and target share it.
+        noise = self.noise(batch, k + 1, params) if params.keyed else None
+        if params.verify == "tree":
+            return self.tree_cycle(batch, self.draft_pass(batch, k, params), noise, params)
+        draft, q = self.draft_chain(batch, k, noise, params)
         output = self.target_pass(batch, draft, params)
-        if keyed:
+        if params.keyed:
             accepted, following = verify.coupled(draft, choose(output.logits, noise))
         else:
             rule = {"rejection": verify.rejection, "block": verify.block}[params.verify]
@@ -200,7 +269,9 @@ class BlockSampler(Sampler):
         sharpness, bigrams = self.ranking_at(params.temperature)
         lookups = batch.state.lookups
         nodes = nearest(self.nodes, len(batch.requests))
-        trees = draft_trees(noisy, nodes, sharpness, bigrams, lookups)
+        trees = draft_trees(
+            noisy, nodes, sharpness, bigrams, lookups, self.pair_scores(params.temperature)
+        )
         batch.drafted = trees.token.shape[1]
         last, depth = batch.lengths[:, None] - 1, pad(trees.depth, (1, 0))
         target = batch.networks["target"]
@@ -220,23 +291,23 @@ class BlockSampler(Sampler):
                 lookup.extend(new[:count])
         return tokens, counts
 
-    def drafted(
-        self, logits: Tensor, excluded: list[int], batch: Batch, params: SamplingParams
-    ) -> Tensor:
-        """A drafter's logits [B, k, Vd] as they are drafted from: warped, of the target's V tokens.
+    def fitted(self, logits: Tensor, excluded: list[int]) -> Tensor:
+        """A drafter's logits [B, k, Vd] over the target's V tokens; -inf for those `excluded`."""
+        return fit_vocabulary(logits, self.vocabulary, excluded, self.draft_ids)
 
-        Args:
-            logits: Over the drafter's vocabulary.
-            excluded: Tokens that are never drafted.
-            batch: The requests.
-            params: How the target's logits are warped.
-        """
-        logits = fit_vocabulary(logits, self.vocabulary, excluded, self.draft_ids)
+    def warped_draft(self, logits: Tensor, batch: Batch, params: SamplingParams) -> Tensor:
+        """Drafter logits [B, n, V] as they are drafted from: warped as the target's are."""
         seen = None
         if params.repetition_penalty != 1.0:
             nothing = batch.tokens[:, :0]
             seen = seen_tokens(batch.tokens, batch.lengths, nothing, self.vocabulary)
         return warp(logits, params, seen)
+
+    def pair_scores(self, temperature: float) -> Callable[[Tensor], Tensor] | None:
+        """`pairs` of `draft_trees`: the Markov head's, warped by the temperature."""
+        if self.markov is None:
+            return None
+        return lambda candidates: self.markov.pairs(candidates) / (temperature or 1)
 
     def ranking_at(self, temperature: float) -> tuple[float | Tensor, BigramScores | None]:
         """`sharpness` and `bigrams` of `draft_trees`: those of the nearest temperature."""
@@ -261,7 +332,7 @@ def knobs_of(config: dict, *keys: str) -> dict:
         config: The entry, with what `read_artefacts` found.
         keys: Further arguments, of the method's own.
     """
-    keys += ("block_size", "nodes", "sharpness", "lengths", "lookup", "draft_ids")
+    keys += ("block_size", "nodes", "sharpness", "lengths", "lookup", "draft_ids", "markov")
     knobs = {key: config[key] for key in keys if key in config}
     if config.get("bigrams") and "table" in config:
         knobs |= {"bigrams": config["table"], "bigram_weights": config["bigrams"]}
@@ -276,7 +347,7 @@ def read_artefacts(fetch: Callable[[str], Path], config: dict) -> dict:
         config: The export's `parade` entry, with the user's knobs.
 
     Returns:
-        {'table': bigrams} and {'draft_ids': [Vd]}, each where the entry names it.
+        {'table': bigrams}, {'draft_ids': [Vd]} and {'markov': head}, each where the entry names it.
 
     Raises:
         ValueError: A file that is missing or damaged; bigrams=true for an export without any.
@@ -284,6 +355,8 @@ def read_artefacts(fetch: Callable[[str], Path], config: dict) -> dict:
     found = {}
     if config.get(vocabulary.KEY):
         found["draft_ids"] = vocabulary.read(fetch(config[vocabulary.KEY]))
+    if config.get("markov_head"):
+        found["markov"] = markov_file.read(fetch(markov_file.FILE))
     if config.get("bigrams"):
         if not isinstance(config["bigrams"], dict):
             raise ValueError(

@@ -1,4 +1,7 @@
-"""Draft trees: best-first prefixes under a product of marginals, verified in one target pass."""
+"""Draft trees: best-first prefixes under a product of marginals, verified in one target pass.
+
+With a Markov head (`models.markov`) the product is of conditionals.
+"""
 
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -195,11 +198,12 @@ def draft_trees(
     sharpness: float | Tensor = 1.0,
     bigrams: BigramScores | None = None,
     lookups: list[Lookup] | None = None,
+    pairs: Callable[[Tensor], Tensor] | None = None,
 ) -> Trees:
-    """Best-first trees under softmax(sharpness * logits + bigram scores).
+    """Best-first trees under softmax(sharpness * (logits + pair scores) + bigram scores).
 
-    Without bigram scores and lookups the depths are independent. With either, only the CANDIDATES
-    most probable tokens of each depth, and the token that a lookup guesses, can become nodes.
+    Without the scores and lookups the depths are independent. With any, only the CANDIDATES most
+    probable tokens of each depth, and the token that a lookup guesses, can become nodes.
 
     Args:
         logits: The drafter's logits, with the noise added if there is any, [B, k, V].
@@ -209,18 +213,29 @@ def draft_trees(
             would be too deep and narrow.
         bigrams: Scores that depths 2 to k add, by the token before.
         lookups: The text of each sequence, mixed into the ranking (`prompt_lookup`).
+        pairs: Maps candidates [B, k, C] to what each of a depth adds to the logits of each of the
+            next, [B, k - 1, C, C] (`decoding.drafting.markov`).
     """
     logits = logits[:, :nodes]  # a tree is no deeper
     if isinstance(sharpness, Tensor):
         sharpness = sharpness[: logits.shape[1], None]
     marginals = (sharpness * logits).log_softmax(-1)
-    independent = bigrams is None and lookups is None
+    independent = bigrams is None and lookups is None and pairs is None
     best = marginals.topk(min(nodes if independent else CANDIDATES, logits.shape[-1]))
     lookups = lookups or [None] * len(marginals)
-    candidates = zip(best.indices.tolist(), best.values.tolist(), lookups)
+    conditionals = [None] * len(marginals)
+    if pairs is not None:
+        added = pairs(best.indices)
+        if isinstance(sharpness, Tensor):
+            sharpness = sharpness[1:, :, None]
+        conditionals = conditioned(best.values, sharpness * added).tolist()
+    candidates = zip(best.indices.tolist(), best.values.tolist(), lookups, conditionals)
     rankings = [
-        (child_ranking([*zip(tokens, scores)], bigrams, lookup), lookup.suffix if lookup else ())
-        for tokens, scores, lookup in candidates
+        (
+            child_ranking([*zip(tokens, scores)], bigrams, lookup, after),
+            lookup.suffix if lookup else (),
+        )
+        for tokens, scores, lookup, after in candidates
     ]
     rows = [best_first(children, nodes, suffix) for children, suffix in rankings]
     fewest, most = (f(len(row.token) for row in rows) for f in (min, max))
@@ -229,8 +244,28 @@ def draft_trees(
     return Trees(rows, *torch.tensor([*zip(*(t[:3] for t in rows))], device=logits.device))
 
 
+def conditioned(marginals: Tensor, added: Tensor) -> Tensor:
+    """Log-probabilities of the candidates of a depth after each candidate of the one before.
+
+    The conditional distribution over all tokens would need a row of V numbers for each parent. Here
+    the candidates of a depth keep their joint probability, and divide it anew.
+
+    Args:
+        marginals: Log-probabilities of the candidates, [B, k, C].
+        added: What each candidate adds to the logits of those of the next depth, [B, k - 1, C, C].
+
+    Returns:
+        [B, k - 1, C, C]: by depth from the second on, the token before, the token.
+    """
+    after = marginals[:, 1:, None]
+    return (after + added).log_softmax(-1) + after.logsumexp(-1, keepdim=True)
+
+
 def child_ranking(
-    depths: list[Ranked], bigrams: BigramScores | None = None, lookup: Lookup | None = None
+    depths: list[Ranked],
+    bigrams: BigramScores | None = None,
+    lookup: Lookup | None = None,
+    conditionals: list[list[list[float]]] | None = None,
 ) -> Callable[[int, Suffix], Ranked]:
     """The function `children` of `best_first` for one sequence.
 
@@ -242,6 +277,8 @@ def child_ranking(
         depths: The most probable tokens of each depth, with log-probabilities, independent.
         bigrams: Scores to add from the second depth on.
         lookup: The text of this sequence, mixed into the ranking.
+        conditionals: Log-probabilities that take the place of those of `depths` from the second
+            depth on: of each token by its depth and its parent (`conditioned`).
     """
     indices = [{token: i for i, token in enumerate(tokens)} for tokens, _ in depths]
 
@@ -249,7 +286,11 @@ def child_ranking(
     def children(depth: int, suffix: Suffix) -> Ranked:
         drafted = depth < len(depths)
         tokens, marginal = depths[depth] if drafted else ([], [])
-        scores, index = marginal, indices[depth] if drafted else {}
+        index = indices[depth] if drafted else {}
+        if conditionals and drafted and depth:
+            parent = indices[depth - 1].get(suffix[-1])  # a lookup's guess may be no candidate
+            marginal = marginal if parent is None else conditionals[depth - 1][parent]
+        scores = marginal
         known = bigrams.after(suffix[-1]) if bigrams and depth else {}
         if both := known.keys() & index.keys():
             added = {index[v]: bigrams.weight[depth] * known[v] for v in both}
@@ -264,8 +305,8 @@ def child_ranking(
                 scores[index[guess]] = log(exp(scores[index[guess]]) + weight)
             else:
                 tokens, scores = [*tokens, guess], [*scores, log(weight)]
-        if scores is marginal:
-            return tokens, marginal
+        if drafted and scores is depths[depth][1]:  # best first already
+            return tokens, scores
         order = sorted(range(len(tokens)), key=scores.__getitem__, reverse=True)
         return [tokens[i] for i in order], [scores[i] for i in order]
 

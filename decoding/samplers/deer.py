@@ -15,7 +15,6 @@ from decoding.drafting.block_sampler import BlockSampler
 from decoding.drafting.prompt_lookup import Lookup
 from decoding.engine.batch import Batch, State
 from decoding.engine.cache import CachedNetwork
-from decoding.engine.params import SamplingParams
 from models.masks import drafter_attention
 
 KNOBS = block_sampler.KNOBS
@@ -85,8 +84,8 @@ class DeerSampler(BlockSampler):
             self.prefill(batch, "drafter", drafter)
             batch.state.drafter_cached = batch.lengths - 1
 
-    def draft_pass(self, batch: Batch, k: int, params: SamplingParams) -> Tensor:
-        """Warped drafter logits [B, k, V] at the next k positions, independent given the prefix.
+    def draft_logits(self, batch: Batch, k: int) -> Tensor:
+        """Drafter logits [B, k, V] at the next k positions, independent given the prefix.
 
         One pass over the tokens committed since the last one (without a cache over all of them),
         the separator and k masks; without a separator k - 1 masks, as the last committed token
@@ -113,7 +112,7 @@ class DeerSampler(BlockSampler):
         if self.drafter_caches:
             batch.state.drafter_cached = batch.lengths
         excluded = [self.mask_id] if self.sep_id is None else [self.mask_id, self.sep_id]
-        return self.drafted(logits, excluded, batch, params)
+        return self.fitted(logits, excluded)
 
 
 def from_export(target, tokenizer, drafter, config: dict) -> DeerSampler:

@@ -16,7 +16,6 @@ from decoding.drafting.block_sampler import BlockSampler
 from decoding.drafting.prompt_lookup import Lookup
 from decoding.engine.batch import Batch, State
 from decoding.engine.cache import CountedNetwork, RaggedCache
-from decoding.engine.params import SamplingParams
 from models import dflash
 from models.dflash import DFlashDraftModel
 from models.masks import Layout, dense, draft_blocks
@@ -144,8 +143,8 @@ class DFlashSampler(BlockSampler):
             found = torch.zeros(len(missing), 0, width, device=missing.device)
         batch.state = DFlashState(found, missing)
 
-    def draft_pass(self, batch: Batch, k: int, params: SamplingParams) -> Tensor:
-        """Warped drafter logits [B, k, V] at the next k positions, independent given the prefix.
+    def draft_logits(self, batch: Batch, k: int) -> Tensor:
+        """Drafter logits [B, k, V] at the next k positions, independent given the prefix.
 
         One pass over the states of the tokens that were committed since the last one, and the block
         of the last committed token and k masks.
@@ -155,7 +154,7 @@ class DFlashSampler(BlockSampler):
         drafter = batch.networks["drafter"]
         logits = drafter(state.states, state.missing, block, batch.lengths)
         state.states, state.missing = state.states[:, :0], torch.zeros_like(state.missing)
-        return self.drafted(logits, [self.mask_id], batch, params)
+        return self.fitted(logits, [self.mask_id])
 
     def follow(
         self, batch: Batch, states: tuple[Tensor, ...], path: Tensor, counts: Tensor

@@ -7,11 +7,14 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+import torch
 
 from decoding import calibrate
 from decoding.calibrate import run
+from decoding.drafting import markov
 from decoding.engine.params import VERIFY, SamplingParams
 from decoding.loading import load
+from models.markov import MarkovHead
 
 RATES = ("tokens/s", "tokens/s, T=0", "tokens/s, T=1")
 
@@ -47,6 +50,27 @@ def test_the_fastest_shape_is_kept(lab, export):
     for temperature, depths in load(str(export)).sharpness.items():
         assert depths == pytest.approx([2 * s for s in served.sharpness[temperature]], abs=0.03)
     assert all(float(line["acceptance length, T=1"]) >= 1 for line in lines)
+
+
+def test_a_markov_head_ranks_the_trees_that_are_tried_and_stays(lab, export, monkeypatch):
+    head = MarkovHead(load(str(export)).drafter.config.vocab_size, 2)
+    (export / markov.FILE).write_bytes(markov.stored(head))
+    config = json.loads((export / "config.json").read_text())
+    config["parade"]["markov_head"] = True
+    (export / "config.json").write_text(json.dumps(config))
+    tried = []
+    measure = calibrate.measure
+
+    def measured(c, ways, *more):
+        tried.extend(sampler.markov for sampler, _ in ways.values())
+        return measure(c, ways, *more)
+
+    monkeypatch.setattr(calibrate, "measure", measured)
+    run(arguments(lab, export, "nodes=[3]", "sharpness=[1.0]", "lengths=[]"))
+    assert None not in tried
+    assert len(tried) >= 2  # a tree, a chain
+    assert config_of(export)["markov_head"] is True
+    assert torch.equal(load(str(export)).markov.head.after.weight, head.after.weight)
 
 
 def test_bigrams_come_into_the_export_if_they_are_faster(lab, export, monkeypatch):

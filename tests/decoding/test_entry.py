@@ -21,6 +21,7 @@ DEER = {
     "sharpness": {"0": [1.0, 0.9], "0.7": [1]},
     "bigrams": {"0": [0.5]},
     "draft_vocabulary": "draft_vocabulary.tensors",
+    "markov_head": True,
     "something_new": [1],
 }
 
@@ -65,6 +66,7 @@ def test_an_entry_without_a_method(tmp_path, entry):
         ("lengths", {"1": 3}),
         ("draft_vocabulary", "../secret.safetensors"),
         ("draft_vocabulary", ".."),
+        ("markov_head", "markov_head.tensors"),
         ("version", VERSION - 1),
     ],
 )

@@ -97,6 +97,7 @@ class Lab:
                 "network.states=2",
                 "module.block_size=4",
             ],
+            "dflash_markov": [*rows, "data.corruption.anchors=4", "module.block_size=4"],
             "deer_stage2": [*rows, *BLOCKS, "data.corruption.schedule.shortest=1"],
         }[recipe]
         source = f"acceptance.source={self.corpus}"

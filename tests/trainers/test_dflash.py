@@ -4,9 +4,12 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from decoding import SamplingParams
 from decoding.loading import load
 from decoding.samplers.dflash import DFlashSampler
+from decoding.samplers.plain import PlainSampler
 from tests import chaos
 from tests.support import tiny
 from tests.support.lab import Lab
@@ -130,6 +133,37 @@ def test_it_learns_and_its_export_decodes(prepared, head):
     assert "draft_vocabulary" not in entry  # the weights say which tokens
     # Engines read every file of weights that they find.
     assert [f.name for f in export.glob("*.safetensors")] == ["model.safetensors"]
+
+
+def test_a_head_for_a_finished_drafter(prepared):
+    """Also for one of others with a head of its own: weights stay, the export decodes with it."""
+    own = OWN_HEAD % (prepared.runs / "deer_answers")
+    steps = ["trainer.max_steps=4", "optimization.lr=0.1"]
+    drafter = prepared.fit("dflash", "name=finished", *steps, own)
+    config = json.loads((drafter / "config.json").read_text())
+    del config["parade"]  # as published: no word of ours
+    (drafter / "config.json").write_text(json.dumps(config))
+    export = prepared.fit("dflash_markov", "module.markov_rank=4", f"drafter={drafter}", *steps)
+    ours, theirs = (load_file(f / "model.safetensors") for f in (export, drafter))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    sampler = load(str(export), dtype="float32")
+    assert sampler.markov.head.before.weight.shape == (len(sampler.draft_ids), 4)
+    params = SamplingParams(24, 1.0, verify="tree", seed=3)
+    plain = PlainSampler(sampler.target, sampler.tokenizer)
+    texts = [s.generate(["def value"], params)[0].token_ids for s in (sampler, plain)]
+    assert texts[0] == texts[1]
+
+
+def test_a_new_drafter_cannot_be_frozen_nor_one_with_another_mask():
+    model = tiny.causal_lm(V)
+    with pytest.raises(ValueError, match="no trained drafter of method=dflash"):
+        module(model, markov_rank=2, train_drafter=False)
+    tokenizer, network = tiny.tokenizer(V), tiny.dflash(model)
+    tokenizer.mask_token = tokenizer.convert_ids_to_tokens(V - 2)
+    given = {"method": "dflash", "block_size": 3, "target_name": "x"}
+    with pytest.raises(ValueError, match=rf"token {V - 1} as its mask, and the tokenizer has"):
+        DFlash(network, tokenizer, Optimization(1e-3), model, **given)
 
 
 def test_a_killed_run_goes_on_as_if_it_had_not_been(prepared):

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from data.text.tokenizer import fingerprint
@@ -31,8 +31,8 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, model_type
         )
 
 
-def check_weights(network: PreTrainedModel, again: PreTrainedModel) -> None:
-    """Check that a loaded network has the weights of the trained one, bit for bit.
+def check_weights(network: nn.Module, again: nn.Module) -> None:
+    """Check that a loaded network, or a head, has the weights of the trained one, bit for bit.
 
     Args:
         network: The trained one.

@@ -17,11 +17,13 @@ from decoding.bench.overlap import (
     mean_of_others,
     overlap,
     own_paths,
+    own_trees,
 )
 from decoding.engine import verify
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import KeyedRandomness
 from models.diffusion import from_causal_lm
+from tests.decoding.drafting.test_markov import head_of
 from tests.decoding.test_exact_distribution import deer, first_cycle, go_on_after_a_rejection
 from tests.support import tiny
 from tests.support.enumerating import EnumeratingRandomness
@@ -208,6 +210,46 @@ def test_keyed_cycles_and_the_limit():
     assert sums["tree"].mean() > limit + 4 * error
 
 
+def test_a_drafters_conditionals_give_the_limit_exactly():
+    """With a Markov head q of a token is conditioned on the one before it."""
+    sampler, V, k = deer(3, 3, markov=head_of(5)), 3, 3
+    p = conditionals(sampler, k)
+    with torch.inference_mode():
+        rows = copies(sampler, PREFIX, ONE_PATH, V**k, KeyedRandomness([0] * V**k))
+        paths = torch.tensor([*product(range(V), repeat=k)])
+        q = sampler.forced_pass(rows, paths, ONE_PATH).softmax(-1)
+    q = q.gather(-1, paths[..., None])[..., 0].cumprod(-1)
+    expected = torch.zeros(k, dtype=torch.float64)
+    for n, path in enumerate(paths.tolist()):
+        for i in range(k):
+            if not any(path[i + 1 :]):  # each prefix once
+                expected[i] += min(joint(p, tuple(path[: i + 1])), q[n, i].item())
+    found = enumerated(sampler, k, drafted_paths)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+    marginals = exact_overlap(p, drafter_marginals(sampler, k), k)
+    assert (found - marginals).abs().max() > 1e-2  # negative control: they are not its marginals
+
+
+def test_trees_of_the_targets_own_marginals():
+    """They hold at least a coupled draft of the same marginals, and all of the text if they can."""
+    sampler, draws = deer(3, 3), 512
+    params = SamplingParams(max_new_tokens=3, verify="tree")
+    held = {}
+    for nodes in (1, 6, 39):  # all 3 + 9 + 27 prefixes
+        sampler.nodes = {1: nodes}
+        with torch.inference_mode():
+            rows = copies(sampler, PREFIX, params, draws, KeyedRandomness([*range(draws)]))
+            held[nodes] = own_trees(sampler, rows, 3, params)
+    assert (held[39] == 1).all()
+    assert 0 < held[6].mean() < 1
+    assert (held[6].diff(dim=1) <= 0).all()
+    # One node: the likeliest choice under the noise, which is the coupled draft's first token.
+    q = true_marginals(conditionals(sampler, 3), 3, 3)[0]
+    assert (held[1][:, 0] == 1).double().mean() > 0.99  # m_1 = p_1: the very choice
+    assert q.max() < 0.99
+    assert (held[1][:, 1:] == 0).all()
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     """A target, a drafter of its own first layer, a corpus."""
@@ -253,6 +295,7 @@ def test_the_command(world, capsys):
     assert [name for name in found if name.startswith("accepted")] == [
         f"accepted, {rule}" for rule in rules
     ]
+    assert 0 <= found[limits.TREE] <= 4
     limit, error, independence = list(found.values())[-3:]
     assert limit + error + independence == pytest.approx(4, abs=2e-3)  # the block, rounded thrice
     where = lines(out / "positions.csv")
@@ -271,6 +314,18 @@ def test_the_command(world, capsys):
     assert "accepted" in capsys.readouterr().out
 
 
+def test_a_dependent_drafter_s_losses_are_not_told_apart():
+    found = {
+        name: torch.rand(3, 2, 4).double() for name in ("block", limits.LIMIT, limits.MARGINALS)
+    }
+    names = [line["of a cycle"] for line in limits.tokens(found, dependent=True)]
+    assert names == ["accepted, block", limits.LIMIT, limits.MARGINALS]
+    assert [line["of a cycle"] for line in limits.tokens(found)][2:] == [
+        "lost to the drafter's error, at least",
+        "lost to independent positions, at most",
+    ]
+
+
 def test_prompts_of_a_benchmark_and_short_answers(world, tmp_path, monkeypatch):
     """Answers of a single cycle have no other prefix than their prompt."""
     rows = [{"question_id": n, "category": "qa", "turns": [f"self {n}"]} for n in range(3)]
@@ -285,7 +340,7 @@ def test_prompts_of_a_benchmark_and_short_answers(world, tmp_path, monkeypatch):
     monkeypatch.setattr(limits, "measure", measure)
     more = [f"source={source}", "subset=qa", "chat=false", "max_new_tokens=1"]
     run(arguments(world, *more, f"out={tmp_path / 'out'}"))
-    assert len(lines(tmp_path / "out" / "limits.csv")) == 7
+    assert len(lines(tmp_path / "out" / "limits.csv")) == 8
     (bench,) = measured
     assert (bench.source, bench.subset, bench.chat) == (str(source), "qa", False)
     with pytest.raises(ValueError, match="subset='tales'"):

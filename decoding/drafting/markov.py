@@ -1,0 +1,103 @@
+"""Markov heads in decoding: a drafter's head (`models.markov`) over the target's tokens.
+
+Chains are drafted token by token from the conditional distributions, which are those that they are
+verified with; in a draft tree the parent of a node is known, so its children are ranked by them.
+"""
+
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from decoding.engine.vocabulary import check_vocabulary
+from models.markov import MarkovHead
+
+FILE = "markov_head.tensors"  # in an export's folder; engines read every *.safetensors as weights
+
+
+class MarkovScores:
+    """What a Markov head adds to a drafter's logits, by the target's token ids.
+
+    Args:
+        head: The head, of n tokens.
+        vocabulary: V, number of the target's tokens.
+        draft_ids: [n], the target's token of each of the head's; None: token i is the target's i,
+            and either side may have padding that the other lacks.
+        device: Where tokens and logits are.
+
+    Raises:
+        ValueError: The head is of another number of tokens than the drafter.
+    """
+
+    def __init__(
+        self, head: MarkovHead, vocabulary: int, draft_ids: Tensor | None, device: torch.device
+    ):
+        self.head, n = head.to(device), len(head.before.weight)
+        if draft_ids is None:
+            check_vocabulary(n, vocabulary)
+            draft_ids = torch.arange(min(n, vocabulary), device=device)
+        elif len(draft_ids) != n:
+            raise ValueError(
+                f"the Markov head is of {n} tokens and the drafter of {len(draft_ids)}: they are "
+                "not of one export"
+            )
+        self.ids = draft_ids
+        self._row = torch.full((vocabulary,), -1, device=device)
+        self._row[draft_ids] = torch.arange(len(draft_ids), device=device)
+
+    def following(self, tokens: Tensor) -> Tensor:
+        """What each token adds to the logits of the next one: [...] -> [..., V]."""
+        scores = self.head(self._row[tokens])[..., : len(self.ids)]
+        everywhere = scores.new_zeros(*tokens.shape, len(self._row))
+        return everywhere.index_copy_(-1, self.ids, scores)
+
+    def pairs(self, candidates: Tensor) -> Tensor:
+        """What each candidate of a depth adds to the logits of each of the next depth's.
+
+        Args:
+            candidates: Tokens, int64 [B, k, C].
+
+        Returns:
+            [B, k - 1, C, C]: by depth, the token before, the token.
+        """
+        rows = self._row[candidates]
+        known = (rows >= 0).unsqueeze(-1)
+        before, after = (
+            torch.where(known, matrix[rows.clamp_min(0)], 0.0)
+            for matrix in (self.head.before.weight, self.head.after.weight)
+        )
+        return before[:, :-1] @ after[:, 1:].mT
+
+
+def stored(head: MarkovHead) -> bytes:
+    """The bytes of the file of a Markov head."""
+    tensors = {"before": head.before.weight, "after": head.after.weight}
+    return save({name: x.detach().cpu().contiguous() for name, x in tensors.items()})
+
+
+def read(file: Path) -> MarkovHead:
+    """The Markov head of an export.
+
+    Args:
+        file: A file with the bytes of `stored`.
+
+    Raises:
+        ValueError: The file is missing, damaged or of something else.
+    """
+    try:
+        with safe_open(file, "pt") as tensors:
+            before, after = (tensors.get_tensor(name) for name in ("before", "after"))
+        with torch.device("meta"):  # without drawing numbers
+            head = MarkovHead(*before.shape)
+        head.load_state_dict({"before.weight": before, "after.weight": after}, assign=True)
+        if not all(x.isfinite().all() for x in (before, after)):
+            raise ValueError("it has numbers that are not finite")
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"cannot read the Markov head {file} ({reason}): decode without it, "
+            "sampler=[markov_head=false], or train one, module.markov_rank=64"
+        ) from error
+    return head.eval().requires_grad_(False)
