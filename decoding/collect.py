@@ -8,11 +8,10 @@ processes (torchrun) share the shards.
 import inspect
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from data.corpora.answers import shard_path
 from data.corpora.sources import load_documents
@@ -22,8 +21,7 @@ from decoding.commands.claim import claimed
 from decoding.commands.cli import main, quiet
 from decoding.commands.inputs import prepare_inputs
 from decoding.commands.progress import track
-from decoding.commands.recipes import build, compose, run_folder
-from decoding.commands.values import unknown
+from decoding.commands.recipes import build, check_arguments, compose, run_folder
 
 
 def run(argv: list[str]) -> None:
@@ -44,7 +42,7 @@ def collect(config: DictConfig) -> Path:
     Raises:
         ValueError: The folder was collected with other settings, or the disk is too small.
     """
-    _check_prompt_keys(config.prompts)
+    _check_prompt_keys(OmegaConf.to_container(config.prompts, resolve=True))
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if config.device_map is not None and world > 1:
         raise ValueError(
@@ -95,17 +93,20 @@ def _collect(config: DictConfig, folder: Path, rank: int, world: int) -> None:
         _write_text(folder / "complete.json", json.dumps({"shards": len(shards)}))
 
 
-def _check_prompt_keys(prompts: Mapping[str, object]) -> None:
-    """Refuse wrong and missing keys of a prompt set, before hours go into building an input."""
-    takers = (prompt_set, load_documents)
-    known = {name for taker in takers for name in inspect.signature(taker).parameters}
+def _check_prompt_keys(prompts: dict) -> None:
+    """Refuse wrong and missing keys of a prompt set, before hours go into building an input.
+
+    Args:
+        prompts: Its values by name, without references.
+    """
+    known = {}
+    for taker in (prompt_set, load_documents):
+        known = {**inspect.signature(taker).parameters, **known}
+    del known["tokenizer"], known["options"]
     for p in inspect.signature(prompt_set).parameters.values():
-        needed = p.default is p.empty and p.kind != p.VAR_KEYWORD and p.name != "tokenizer"
-        if needed and p.name not in prompts:
+        if p.name in known and p.default is p.empty and p.name not in prompts:
             raise ValueError(f"prompts.{p.name} is missing")
-    for key in prompts:
-        if key not in known - {"tokenizer", "options"}:
-            raise unknown("key", f"prompts.{key}", [f"prompts.{name}" for name in known])
+    check_arguments(prompts, known.values(), "prompts.")
 
 
 def _claim(folder: Path, manifest: dict) -> None:

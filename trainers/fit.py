@@ -1,5 +1,6 @@
 """`python -m trainers.fit recipe=NAME [scale=paper] [key=value ...]`: train, then export."""
 
+import inspect
 import logging
 import math
 import sys
@@ -20,7 +21,7 @@ from data.rows.stream import BatchSchedule, Stream
 from decoding.commands.claim import claimed
 from decoding.commands.cli import main, quiet
 from decoding.commands.inputs import prepare_inputs
-from decoding.commands.recipes import build, compose, run_folder
+from decoding.commands.recipes import build, check_arguments, compose, run_folder
 from models.attention import WRITTEN_OUT, fused_attention, switch_attention
 from trainers.base import BaseModule, Optimization, WholeSteps
 from trainers.lora import add_lora
@@ -73,7 +74,9 @@ def fit(config: DictConfig) -> Path:
     """
     check_logger(config.logger)
     check_trainer(config.trainer)
-    optimization = Optimization(**config.optimization)
+    given = OmegaConf.to_container(config.optimization, resolve=True)
+    check_arguments(given, inspect.signature(Optimization).parameters.values(), "optimization.")
+    optimization = Optimization(**given)
     if config.trainer.max_steps is not None:
         optimization.warmup(config.trainer.max_steps)  # raises now, not after the inputs are made
     folder = run_folder(config)
@@ -95,10 +98,10 @@ def _fit(config: DictConfig, folder: Path, optimization: Optimization) -> Path:
     steps = counted.trainer.max_steps
     warmup = optimization.warmup(steps)
     trainer = build_trainer(counted, folder, module)
+    loaders = build_loaders(counted, trainer, module, first)  # a mistake in it leaves no files
     set_aside(folder, first, checkpoint)
     describe(config, folder)
     trainer.loggers = build_loggers(config, folder, first)
-    loaders = build_loaders(counted, trainer, module, first)
     rows = {"train": loaders[0].loader.dataset.rows, "validation": loaders[1].dataset.rows}
     start = provenance(config, trainer, rows, first)
     write_provenance(folder / "provenance.json", start, resumed=checkpoint is not None)

@@ -4,13 +4,19 @@ The dataclasses here hold the options that several commands share, so that a key
 default and one check in every command.
 """
 
+import functools
 import math
 from dataclasses import MISSING, dataclass, field, fields
+from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from decoding.commands.values import show, unknown
 from models.placement import check_device, loading_options
 
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 LARGEST, SEEDS = 2**31 - 1, 2**64 - 1  # integers; those of seeds
 NEEDED = MISSING  # the default of an option that must be given
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -49,11 +55,12 @@ def option(
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Base of a command's dataclass: checks every field by the metadata of its `option`."""
+    """Base of a command's dataclass: checks every field by its `option` and by `limits`."""
 
     def __post_init__(self):
         for f in fields(self):
             check(f.name, getattr(self, f.name), **f.metadata)
+            check_limits(getattr(self, f.name), f.name)
 
 
 def check(
@@ -97,6 +104,35 @@ def check(
             raise ValueError(f"{key}={show(value)} is not allowed: {each}at least {least}")
         if limit is not None and abs(item) > limit:
             raise ValueError(f"{key}={show(value)} is not allowed: {each}at most {limit}")
+
+
+@functools.cache
+def limits() -> dict[str, tuple[float | None, float | None]]:
+    """The least and the most value of the keys that a pattern fits (`recipes/limits.yaml`)."""
+    file = RECIPES / "limits.yaml"
+    return {k: tuple(v) for k, v in yaml.safe_load(file.read_text("utf-8")).items()}
+
+
+def check_limits(values: Any, key: str = "") -> None:
+    """Check the numbers of a config, or of a command's option, against `limits`.
+
+    Args:
+        values: Nodes, lists and values.
+        key: The dotted path of `values`.
+
+    Raises:
+        ValueError: A number is too small or too large; the line names its key.
+    """
+    if isinstance(values, dict):
+        for name, value in values.items():
+            check_limits(value, f"{key}.{name}" if key else str(name))
+        return
+    several = isinstance(values, (list, tuple))
+    numbers = [v for v in (values if several else [values]) if type(v) in (int, float)]
+    if numbers:
+        for pattern, (least, most) in limits().items():
+            if fnmatchcase(key, pattern) or fnmatchcase(f".{key}", pattern):
+                check(key, numbers if several else numbers[0], least=least, most=most)
 
 
 def check_batch_sizes(batch_sizes: tuple[int, ...], prompts: int) -> None:

@@ -13,8 +13,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Iterator, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,10 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from decoding.commands.cli import Line, asked, help_page
-from decoding.commands.options import check
+from decoding.commands.options import RECIPES, check, check_limits
 from decoding.commands.values import convert, fits, read, show, split, type_name, unknown
 from models.placement import loading_options
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 MODULES = {"fit": "trainers.fit", "collect": "decoding.collect"}
 GROUPS = {"fit": ("recipe", "scale", "strategy"), "collect": ("recipe", "scale")}
 # Keys that may be null, and what they are otherwise.
@@ -180,34 +178,6 @@ def check_targets(node: DictConfig) -> None:
             raise unknown(key, target, targets())
 
 
-@functools.cache
-def limits() -> dict[str, tuple[float | None, float | None]]:
-    """The least and the most value of the keys that a pattern fits (`recipes/limits.yaml`)."""
-    return {k: tuple(v) for k, v in OmegaConf.load(RECIPES / "limits.yaml").items()}
-
-
-def check_limits(values: Any, key: str = "") -> None:
-    """Check the numbers of a config against `limits`.
-
-    Args:
-        values: Nodes, lists and values.
-        key: The dotted path of `values`.
-
-    Raises:
-        ValueError: A number is too small or too large; the line names its key.
-    """
-    if isinstance(values, dict):
-        for name, value in values.items():
-            check_limits(value, f"{key}.{name}" if key else str(name))
-        return
-    several = isinstance(values, list)
-    numbers = [v for v in (values if several else [values]) if type(v) in (int, float)]
-    if numbers:
-        for pattern, (least, most) in limits().items():
-            if fnmatchcase(key, pattern):
-                check(key, numbers if several else numbers[0], least=least, most=most)
-
-
 def _check_types(node: dict, known: dict | None, key: str = "") -> None:
     """Check the values of a node, also those that a reference leads to or that are left out.
 
@@ -216,16 +186,13 @@ def _check_types(node: dict, known: dict | None, key: str = "") -> None:
         known: The same node of the command's defaults, or None.
         key: Its dotted path, with a dot at its end.
     """
-    parameters = _signature(OmegaConf.create(node)) if "_target_" in node else []
-    for p in parameters:
-        if p.default is p.empty and p.name not in node and p.name not in GIVEN:
-            raise ValueError(f"{key}{p.name} is missing: {node['_target_']} needs it")
-        # null is for the maker to refuse, who knows what it would be.
-        if node.get(p.name) is not None and not fits(node[p.name], _hint(p.annotation)):
-            raise ValueError(
-                f"{key}{p.name}={show(node[p.name])} is of type {type(node[p.name]).__name__}, "
-                f"but {type_name(_hint(p.annotation))} is needed"
-            )
+    if "_target_" in node:
+        parameters, more = _signature(OmegaConf.create(node))
+        for p in parameters:
+            if p.default is p.empty and p.name not in node and p.name not in GIVEN:
+                raise ValueError(f"{key}{p.name} is missing: {node['_target_']} needs it")
+        hydra = [name for name in node if name.startswith("_")]
+        check_arguments(node, parameters, key, None if more else hydra)
     for name in known or ():
         if name not in node:
             raise ValueError(f"{key}{name} is missing: every run has this key")
@@ -239,6 +206,36 @@ def _check_types(node: dict, known: dict | None, key: str = "") -> None:
             raise ValueError(f"{key}{name}={show(value)} is not allowed: it is a list")
         if isinstance(value, dict):
             _check_types(value, below if isinstance(below, dict) else None, f"{key}{name}.")
+
+
+def check_arguments(
+    node: Mapping[str, Any],
+    parameters: Iterable[inspect.Parameter],
+    key: str = "",
+    more: Container[str] | None = (),
+) -> None:
+    """Check that a callable takes the values of a node.
+
+    Args:
+        node: Its arguments by name, without references.
+        parameters: What it takes.
+        key: The node's dotted path, with a dot at its end.
+        more: Further names that are allowed; None: any.
+
+    Raises:
+        ValueError: A value has a wrong type, or a name is unknown.
+    """
+    taken = {p.name: _hint(p.annotation) for p in parameters}
+    for name, value in node.items():
+        if name not in taken and more is not None and name not in more:
+            raise unknown("key", f"{key}{name}", [f"{key}{x}" for x in taken])
+        # null is for the maker to refuse, who knows what it would be.
+        hint = taken.get(name, Any)
+        if value is not None and not fits(value, hint):
+            raise ValueError(
+                f"{key}{name}={show(value)} is of type {type(value).__name__}, "
+                f"but {type_name(hint)} is needed"
+            )
 
 
 def _targets_of(node: Any, key: str = "") -> dict[str, str]:
@@ -391,25 +388,27 @@ def _hint(annotation: Any) -> Any:
 
 def _parameters(node: DictConfig) -> dict[str, Any]:
     """The annotations of what a `_target_` takes, by name."""
-    return {p.name: p.annotation for p in _signature(node)}
+    return {p.name: p.annotation for p in _signature(node)[0]}
 
 
-def _signature(node: DictConfig) -> list[inspect.Parameter]:
+def _signature(node: DictConfig) -> tuple[list[inspect.Parameter], bool]:
+    """What a `_target_` takes, and whether it takes anything else too."""
     if "_target_" not in node:
-        return []
+        return [], True
     check_targets(OmegaConf.create({"_target_": node._target_}))
     target = get_object(node._target_)
     makers = [target]
     if inspect.isclass(target):  # one that passes **kwargs on takes what its base takes
         makers = [c for c in target.__mro__ if "__init__" in vars(c)] or [target]
-    found = {}
+    found, more = {}, True
     for maker in makers:
         parameters = inspect.signature(maker).parameters.values()
         named = (p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
         found = {**{p.name: p for p in named}, **found}
         if all(p.kind != p.VAR_KEYWORD for p in parameters):
+            more = False
             break
-    return list(found.values())
+    return list(found.values()), more
 
 
 def _is_node(item: Any) -> bool:
@@ -467,7 +466,7 @@ def _lines(config: DictConfig, notes: dict[str, str], prefix: str = "") -> Itera
         )  # fmt: skip
         hint = _type(config, key)
         yield Line(path, value, hint if value is None else _without_null(hint), notes.get(path, ""))
-    for p in _signature(config):
+    for p in _signature(config)[0]:
         if p.name not in config and p.default is not p.empty and _hint(p.annotation) is not Any:
             yield Line(f"{prefix}{p.name}", p.default, _hint(p.annotation))
 

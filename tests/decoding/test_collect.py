@@ -186,3 +186,18 @@ def test_a_prompt_key_that_nobody_takes_is_refused_before_inputs_are_built(tmp_p
     with pytest.raises(ValueError, match=r"'prompts.lenght'. Did you mean 'prompts.length'"):
         module.collect(compose(recipe, "collect"))
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["++prompts.source=${seed}"], "prompts.source=0 is of type int, but str is needed"),
+        (["prompts.count=${x}", "+x=[1,a]"], "prompts.count=.*is of type list"),
+        (["+prompts.chat=${seed}"], "prompts.chat=0 is of type int"),
+    ],
+)
+def test_a_prompt_key_of_a_wrong_type(tmp_path, given, said):
+    given = [f"runs={tmp_path / 'runs'}", *given]
+    with pytest.raises(ValueError, match=said):
+        module.collect(compose(["recipe=deer_answers", *given], "collect"))
+    assert not (tmp_path / "runs").exists()

@@ -226,3 +226,18 @@ class TestMistakes:
         (copy / "config.json").write_text("{")
         with pytest.raises(ValueError, match=r"config\.json"):
             load(str(copy))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("optimization={a: 1}", "unknown key 'optimization.a'"),
+        ("+data.train.source=-1", "source='-1' is not a local path"),
+    ],
+)
+def test_a_mistake_before_the_first_step_leaves_no_files(tmp_path, monkeypatch, given, said):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    runs = tmp_path / "runs"
+    with pytest.raises(ValueError, match=said):
+        fit(compose(["recipe=ar_target", f"runs={runs}", given], "fit"))
+    assert not [file for file in runs.rglob("*") if file.is_file()]

@@ -107,3 +107,19 @@ def test_recipes(recipe, data):
     ]
     problem = one_line(lambda: run_folder(compose(argv, command)))
     assert problem is None or (problem and "\n" not in problem)
+
+
+@pytest.mark.parametrize(
+    ("module", "given"),
+    [
+        ("jacobi_picture", ["prompt=x", "block_size=1000000000"]),
+        ("jacobi_sweep", ["block_sizes=[8,1000000000]"]),
+        ("images", ["gamma=1000000000"]),
+        ("images", ["gammas=[1,1000000000]"]),
+    ],
+)
+def test_what_would_fill_the_memory_is_refused(module, given):
+    """The limits of recipes hold for the options of commands."""
+    key = given[-1].partition("=")[0]
+    with pytest.raises(ValueError, match=f"^{key}=.*at most"):
+        importlib.import_module(f"decoding.bench.{module}").run(["model=x", *given])

@@ -1,22 +1,16 @@
 """A config builds what the recipes name, and nothing else."""
 
 import subprocess
+from dataclasses import fields
 from fnmatch import fnmatchcase
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
-from decoding.commands.recipes import (
-    RECIPES,
-    build,
-    compose,
-    defaults,
-    limits,
-    names,
-    run_folder,
-    targets,
-)
+from decoding.commands.options import RECIPES, limits
+from decoding.commands.recipes import build, compose, defaults, names, run_folder, targets
+from tests.decoding.commands.test_fuzz import commands
 
 
 def test_what_recipes_name_is_there():
@@ -105,9 +99,11 @@ def test_every_number_has_limits_and_no_limit_is_dead():
         file = OmegaConf.load(RECIPES / "recipe" / f"{recipe}.yaml")
         for scale in file.scales:
             keys |= numbers(OmegaConf.to_container(defaults(file.command, recipe, scale)))
+    options = {f".{f.name}" for c in commands() for f in fields(c)}
     fitting = {key: [p for p in limits() if fnmatchcase(key, p)] for key in keys}
     assert {key for key, found in fitting.items() if not found} <= by_class
-    assert {*limits()} == {p for found in fitting.values() for p in found}
+    of_options = {p for key in options for p in limits() if fnmatchcase(key, p)}
+    assert {*limits()} == {p for found in fitting.values() for p in found} | of_options
 
 
 @pytest.mark.parametrize(
@@ -141,6 +137,8 @@ def test_a_value_outside_its_limits_is_one_line(given, allowed):
         ("fit ar_target", ["needs=${seed}"], "needs=0 is not allowed: it is a list"),
         ("fit deer_stage1", ["drafter={a: 1}"], "path=.*is of type dict, but str is needed"),
         ("collect deer_answers", ["~collector.seed"], "collector.seed is missing"),
+        ("collect deer_answers", ["collector={a: 1}"], "unknown key 'collector.a'"),
+        ("fit deer_stage2", ["module={alhpa: 1}"], "unknown key 'module.alhpa'"),
         (
             "collect deer_answers",
             ["teacher=${seed}"],
