@@ -3,7 +3,7 @@ PY := .venv/bin/python
 FIT := $(PY) -m trainers.fit
 RUNS ?= runs
 
-.PHONY: quickstart small-deer small-deer-scaling small-dflash small-pard small-pcllm vllm test paper-scale chaos fuzz soak load packed-step lint docs docs-serve lab-deer-stage1 lab-deer lab-deer-losses lab-deer-figures lab-pcllm lab-pcllm-ablations lab-pcllm-losses lab-asarm lab-asarm-trees lab-spiffy lab-cspd clean
+.PHONY: quickstart markov-head small-deer small-deer-scaling small-dflash small-pard small-pcllm vllm test paper-scale chaos fuzz soak load packed-step lint docs docs-serve lab-deer-stage1 lab-deer lab-deer-losses lab-deer-figures lab-pcllm lab-pcllm-ablations lab-pcllm-losses lab-asarm lab-asarm-trees lab-spiffy lab-cspd clean
 
 .venv/installed: setup.cfg constraints.txt
 	test -x $(PY) || python3 -m venv .venv
@@ -14,6 +14,17 @@ RUNS ?= runs
 quickstart: .venv/installed  ## train and decode with DEER at lab scale, from nothing (minutes)
 	$(FIT) recipe=deer_stage2 runs=$(RUNS)
 	$(PY) -m decoding.bench model=$(RUNS)/deer_stage2/export also=$(RUNS)/deer_stage1/export prompts=8 max_new_tokens=64
+
+# A Markov head on the quickstart's drafter, beside as many more steps of the drafter itself.
+STAGE2 = $(RUNS)/deer_stage2
+HEAD = $(FIT) recipe=deer_stage2 runs=$(RUNS) drafter=$(STAGE2)/export trainer.max_steps=300 trainer.compile=true
+CALIBRATE = $(PY) -m decoding.calibrate answers=$(RUNS)/deer_answers nodes=[16] sharpness=[1.0] prompts=16 max_new_tokens=64 ignore_eos=true
+markov-head: quickstart  ## what drafts that know the token before bring at lab scale (half an hour)
+	$(HEAD) name=more
+	$(HEAD) name=head module.markov_rank=64 module.train_drafter=false optimization.lr=1.0e-2
+	$(CALIBRATE) model=$(STAGE2)/more/export
+	$(CALIBRATE) model=$(STAGE2)/head/export
+	$(BENCH) model=$(STAGE2)/more/export also=$(STAGE2)/head/export prompts=64 max_new_tokens=64 sampler=[nodes=16] verify=[coupled,block,tree] prompt_lookup=0 generate=false out=$(STAGE2)/bench_head
 
 LAB = runs=$(RUNS)/lab trainer.compile=true
 # The figures of docs/results count answers of max_new_tokens, whether or not their text ends before.
