@@ -55,12 +55,15 @@ def option(
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Base of a command's dataclass: checks every field by its `option` and by `limits`."""
+    """Base of a command's dataclass: checks every field by its `option`.
+
+    Where that names no largest value, `limits` of the keys of recipes holds: names are the same.
+    """
 
     def __post_init__(self):
         for f in fields(self):
             check(f.name, getattr(self, f.name), **f.metadata)
-            check_limits(getattr(self, f.name), f.name)
+            check_limits(getattr(self, f.name), f.name, least=False)
 
 
 def check(
@@ -113,26 +116,28 @@ def limits() -> dict[str, tuple[float | None, float | None]]:
     return {k: tuple(v) for k, v in yaml.safe_load(file.read_text("utf-8")).items()}
 
 
-def check_limits(values: Any, key: str = "") -> None:
+def check_limits(values: Any, key: str = "", least: bool = True) -> None:
     """Check the numbers of a config, or of a command's option, against `limits`.
 
     Args:
         values: Nodes, lists and values.
         key: The dotted path of `values`.
+        least: Whether the smallest values hold, too.
 
     Raises:
         ValueError: A number is too small or too large; the line names its key.
     """
     if isinstance(values, dict):
         for name, value in values.items():
-            check_limits(value, f"{key}.{name}" if key else str(name))
+            check_limits(value, f"{key}.{name}" if key else str(name), least)
         return
     several = isinstance(values, (list, tuple))
     numbers = [v for v in (values if several else [values]) if type(v) in (int, float)]
     if numbers:
-        for pattern, (least, most) in limits().items():
+        for pattern, (smallest, most) in limits().items():
             if fnmatchcase(key, pattern) or fnmatchcase(f".{key}", pattern):
-                check(key, numbers if several else numbers[0], least=least, most=most)
+                given = numbers if several else numbers[0]
+                check(key, given, least=smallest if least else None, most=most)
 
 
 def check_batch_sizes(batch_sizes: tuple[int, ...], prompts: int) -> None:
