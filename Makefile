@@ -99,7 +99,7 @@ small-pard: .venv/small vllm  ## a drafter that vLLM serves, verified there, and
 
 small-pcllm: .venv/small  ## pcLLM's first round on a real model: hours on 2 cores
 	$(PY) -m decoding.collect recipe=pcllm_trajectories $(SMALL)
-	$(FIT) recipe=pcllm_round1 $(SMALL)
+	$(FIT) recipe=pcllm_round1 $(SMALL) trainer.compile=true
 	$(PY) -m decoding.bench model=$(RUNS)/small/pcllm_round1/export source=humaneval prompts=64 max_new_tokens=128 temperatures=[0] 'sampler=[method=jacobi_mr]'
 
 LOSS = $(FIT) recipe=deer_stage2 $(DEEP) trainer.max_steps=300
