@@ -17,13 +17,16 @@ from models.hidden_states import capture
 from models.masks import Layout, Predicate, dense
 from models.placement import input_device, layers_by_device
 
+STEP = 256  # slots by which the memory of a cache grows
+
 
 class RaggedCache(Cache):
     """Keys and values [B, heads, capacity, head size] a layer, written at each row's own slots.
 
     Slot s of a row holds the token at position s. A rollback moves and clears nothing: it is only
     the caller's lower row length, because the mask hides every slot after it, and the next forward
-    writes over it. The last slot is scratch, for the padding of ragged rows.
+    writes over it. The last slot is scratch, for the padding of ragged rows. There is memory for
+    the slots that texts have reached, and it grows with them.
 
     layers: how many a forward comes by. What they keep of one kind, shape and device is one
     tensor, [layers, B, heads, capacity, head size], so a move is one operation and not one a layer.
@@ -33,6 +36,7 @@ class RaggedCache(Cache):
     def __init__(self, capacity: int, layers: int, on: Mapping[torch.device, int] | None = None):
         super().__init__(layers=[])
         self.capacity, self.depth, self.depth_on = capacity, layers, dict(on or {})
+        self._room = 0  # slots that there is memory for, the last of which is scratch
         self._memory: dict[tuple, Tensor] = {}
         # Its slices by layer, in the order in which a forward comes by.
         self._layers: defaultdict[tuple, dict[int, Tensor]] = defaultdict(dict)
@@ -40,11 +44,30 @@ class RaggedCache(Cache):
 
     def place(self, slots: Tensor, visible: int) -> None:
         """Where the next forward writes, [B, Q], and how many slots it reads."""
+        self._grow(visible)
+        slots = slots.clamp_max(max(self._room - 1, 0))  # the scratch slot
         self.slots, self.visible = slots, visible
         # One row is contiguous, and a slice is written twice as fast.
         self.start = int(slots[0, 0]) if len(slots) == 1 else None
         self.rows = torch.arange(len(slots), device=slots.device)[:, None]
         self._index = {slots.device: (self.rows, slots)}  # what is written to, by device
+
+    def _grow(self, visible: int) -> None:
+        """Make room for so many slots, and for scratch."""
+        if not visible or visible < self._room or self._room == self.capacity:
+            return
+        self._room = min(self.capacity, STEP * -(-(visible + 1) // STEP))
+        for of, memory in self._memory.items():
+            self._memory[of] = self._resized(memory, memory.shape[1])
+        self._layers.clear()
+
+    def _resized(self, memory: Tensor, rows: int) -> Tensor:
+        """The memory of a kind with room for so many rows, with what may be read of its own."""
+        depth, old, heads, _, size = memory.shape
+        new = memory.new_zeros(depth, rows, heads, self._room, size)
+        kept = slice(min(old, rows))
+        new[:, kept, :, : self.visible] = memory[:, kept, :, : self.visible]
+        return new
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
@@ -78,7 +101,7 @@ class RaggedCache(Cache):
         if of not in self._memory:
             B, heads, _, size = states.shape
             depth = self.depth_on.get(states.device, self.depth)
-            self._memory[of] = states.new_zeros(depth, B, heads, self.capacity, size)
+            self._memory[of] = states.new_zeros(depth, B, heads, self._room, size)
         return self._memory[of][len(self._layers[of])]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -87,6 +110,7 @@ class RaggedCache(Cache):
 
     def move(self, source: Tensor, to: Tensor) -> None:
         """Copy the contents of slots source [B, m] to slots to [B, m]."""
+        source, to = (slots.clamp_max(self._room - 1) for slots in (source, to))
         rows = torch.arange(len(source), device=source.device)[:, None]
         for memory in self._memory.values():
             r, here, there = (x.to(memory.device) for x in (rows, source, to))
@@ -102,7 +126,7 @@ class RaggedCache(Cache):
         elif moved:
             to, b = map(list, zip(*moved))
             for memory in self._memory.values():
-                memory[:, to] = memory[:, b]
+                memory[:, to, :, : self.visible] = memory[:, b, :, : self.visible]
 
     @property
     def allocated(self) -> int:
@@ -111,25 +135,31 @@ class RaggedCache(Cache):
 
     def trim(self, count: int) -> None:
         """Give back the memory of all rows after the first `count`."""
-        self._memory = {of: m[:, :count].clone() for of, m in self._memory.items()}
+        self._memory = {of: self._resized(m, count) for of, m in self._memory.items()}
         self._layers.clear()
 
     def join(self, fresh: "RaggedCache", count: int, new: int) -> None:
         """Take in the `new` rows of another cache, after the `count` that are here."""
         assert fresh.capacity == self.capacity
+        if not self._room:
+            self._room = fresh._room
+        self._grow(fresh._room - 1)
         # Where no forward has come by yet, there is nothing to take in, but room to make.
         for of in self._memory.keys() | fresh._memory.keys():
             theirs = fresh._memory.get(of)
             ours = self._memory.get(of)
-            if ours is None or ours.shape[1] < count + new:
-                depth, _, *row = (theirs if ours is None else ours).shape
-                grown = (theirs if ours is None else ours).new_zeros(depth, count + new, *row)
-                if ours is not None:
-                    grown[:, :count] = ours[:, :count]
-                self._memory[of] = ours = grown
+            if ours is None:
+                depth, _, heads, _, size = theirs.shape
+                self._memory[of] = ours = theirs.new_zeros(
+                    depth, count + new, heads, self._room, size
+                )
+            elif ours.shape[1] < count + new:
+                self._memory[of] = ours = self._resized(ours, count + new)
                 self._layers.pop(of, None)
             if theirs is not None:
-                ours[:, count : count + new] = theirs[:, :new]
+                read = fresh.visible
+                ours[:, count : count + new, :, :read] = theirs[:, :new, :, :read]
+        self.visible = max(self.visible, fresh.visible)
 
 
 class CountedNetwork:

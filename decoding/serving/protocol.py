@@ -52,10 +52,29 @@ def _messages(x: Any) -> bool:
         and all(
             isinstance(m, dict)
             and isinstance(m.get("role"), str)
-            and isinstance(m.get("content"), str)
+            and (isinstance(m.get("content"), str) or _parts(m.get("content")))
             for m in x
         )
     )
+
+
+def _parts(x: Any) -> bool:
+    return (
+        isinstance(x, list)
+        and bool(x)
+        and all(
+            isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str)
+            for p in x
+        )
+    )
+
+
+def _joined(message: dict) -> dict:
+    """A message whose content is one text, where it came in parts."""
+    content = message["content"]
+    if isinstance(content, list):
+        content = "".join(part["text"] for part in content)
+    return {**message, "content": content}
 
 
 NUMBER = (int, float)
@@ -86,7 +105,10 @@ COMPLETION = {
 }
 CHAT = {
     **COMMON,
-    "messages": ("a list of {role, content}, both texts", _messages),
+    "messages": (
+        "a list of {role, content}, both texts (content also as parts of type text)",
+        _messages,
+    ),
     "max_completion_tokens": ("an integer", _is(int)),
     "logprobs": ("true or false", _is(bool)),
     "top_logprobs": (f"an integer from 0 to {MOST_BEST}", _best),
@@ -201,7 +223,7 @@ def asked(body: bytes, chat: bool, tokenizer: PreTrainedTokenizerBase, models: l
             raise ValueError("messages is missing")
         if not tokenizer.chat_template:
             raise ValueError("this model has no chat template: ask /v1/completions")
-        prompts = [encode_prompt(tokenizer, fields["messages"])]
+        prompts = [encode_prompt(tokenizer, [_joined(m) for m in fields["messages"]])]
     else:
         if "prompt" not in fields:
             raise ValueError("prompt is missing")

@@ -327,15 +327,22 @@ def chat_export(lab, tmp_path):
 
 def test_chats(chat_export):
     messages = [{"role": "user", "content": "def area"}]
+    in_parts = [{"type": "text", "text": "def "}, {"type": "text", "text": "area"}]
     with serving(chat_export, "name=m") as (address, _):
         client = openai.OpenAI(base_url=f"{address}v1", api_key="none", max_retries=0)
         given = {"model": "m", "messages": messages, "seed": 2, "temperature": 1.0}
         answer = client.chat.completions.create(
             max_tokens=9, logprobs=True, top_logprobs=2, **given
         )
+        given["messages"] = [{"role": "user", "content": in_parts}]
         pieces = client.chat.completions.create(max_completion_tokens=9, stream=True, **given)
         streamed = "".join(p.choices[0].delta.content for p in pieces)
         body = {"messages": messages, "top_logprobs": 2}
+        picture = [{"type": "image_url", "image_url": {"url": "x"}}]
+        seen = httpx.post(
+            f"{address}v1/chat/completions",
+            json={"messages": [{"role": "user", "content": picture}]},
+        )
         wrong = httpx.post(f"{address}v1/chat/completions", json=body)
     sampler = load(chat_export, dtype="float32")
     prompt = "user: def area\nassistant: "
@@ -348,7 +355,8 @@ def test_chats(chat_export):
         [float(row[i]) for row, i in zip(own, result.token_ids)], abs=1e-4
     )
     assert all(len(t.top_logprobs) == 2 for t in choice.logprobs.content)
-    assert wrong.status_code == 400
+    assert (wrong.status_code, seen.status_code) == (400, 400)
+    assert "parts of type text" in seen.json()["error"]["message"]
     assert "top_logprobs is for answers with logprobs=true" in wrong.json()["error"]["message"]
 
 
