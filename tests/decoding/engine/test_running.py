@@ -7,6 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from decoding.engine import cache
 from decoding.engine.batch import State
 from decoding.engine.cache import CachedNetwork, RaggedCache
 from decoding.engine.params import SamplingParams
@@ -239,6 +240,45 @@ def test_a_wrong_join_fails_the_same_test(monkeypatch, name, wrong):
     assert all(alone[n] == ids for n, ids in run(sampler, params, STAGGERED).items())
     wrong(monkeypatch)
     assert any(alone[n] != ids for n, ids in run(sampler, params, STAGGERED).items())
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_caches_grow_with_their_texts(monkeypatch, name):
+    """Slot by slot, a few at a time, while requests come and go."""
+    sampler, params, alone = built(name)
+    grown, resized = [], RaggedCache._resized
+
+    def watched(self, memory, rows):
+        grown.append(self._room)
+        return resized(self, memory, rows)
+
+    monkeypatch.setattr(cache, "STEP", 3)
+    monkeypatch.setattr(RaggedCache, "_resized", watched)
+    assert all(alone[n] == ids for n, ids in run(sampler, params, STAGGERED, 2).items())
+    assert (len({*grown}) > 2) == (name not in ("denoise, bidirectional", "spiffy, batched"))
+
+
+@pytest.mark.parametrize("name", ["plain", "deer, tree"])
+def test_a_cache_that_forgets_as_it_grows_fails_the_same_test(monkeypatch, name):
+    sampler, params, alone = built(name)
+    monkeypatch.setattr(cache, "STEP", 3)
+
+    def forgets(self, memory, rows):
+        depth, _, heads, _, size = memory.shape
+        return memory.new_zeros(depth, rows, heads, self._room, size)
+
+    monkeypatch.setattr(RaggedCache, "_resized", forgets)
+    assert any(alone[n] != ids for n, ids in run(sampler, params, STAGGERED).items())
+
+
+def test_memory_is_that_of_the_text():
+    """A server's requests may have the model's whole context, and seldom do."""
+    sampler, params, _ = built("plain")
+    running = Running(sampler, params, capacity=100_000)
+    running.admit([0], [PROMPTS[2]], [1])
+    running.step()
+    sizes = [m.shape[3] for m in running.batch.networks["target"].cache._memory.values()]
+    assert {*sizes} == {cache.STEP}
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 4])
