@@ -154,23 +154,18 @@ class Infiller(Sampler):
 
     def between(self, before: str | list[int], after: str, holes: int) -> list[int | None]:
         """A prompt with one hole between two texts."""
-        ids = (
-            self.tokenizer(before, add_special_tokens=False)["input_ids"]
-            if isinstance(before, str)
-            else before
-        )
-        return [
-            *ids,
-            *[None] * holes,
-            *self.tokenizer(after, add_special_tokens=False)["input_ids"],
-        ]
+        given = self._piece(before) if isinstance(before, str) else before
+        return [*given, *[None] * holes, *self._piece(after)]
+
+    def _piece(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _tokens(self, text: str) -> list[int | None]:
         """Token ids of a text, None in its holes; pieces between holes are tokenized one by one."""
         ids: list[int | None] = []
         for i, piece in enumerate(HOLE.split(text)):
             if i % 2 == 0:
-                ids += self.tokenizer(piece, add_special_tokens=False)["input_ids"]
+                ids += self._piece(piece)
             elif int(piece) == 0:
                 raise ValueError("<hole:0> is not allowed: a hole has at least 1 token")
             else:

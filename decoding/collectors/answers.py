@@ -3,13 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from data.text.tokenizer import fingerprint
-from decoding.collectors.teachers import (
-    ENGINES,
-    Teacher,
-    check_at_once,
-    is_server,
-    open_teacher,
-)
+from decoding.collectors.teachers import ENGINES, Teacher, is_server, open_teacher
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import derived_seed
 from decoding.loading import load_tokenizer
@@ -41,7 +35,8 @@ class TeacherAnswers:
         device: Where to run.
         device_map: Spreads the teacher over devices, as in `decoding.load`.
         at_once: Prompts that a model decodes together, which bounds the memory of keys and values:
-            where an answer ends the next prompt begins. None: all of a shard.
+            where an answer ends the next prompt begins. None: all of a shard. Servers and other
+            engines make batches of their own.
         top_k: How many of the teacher's most probable tokens are stored with each token of an
             answer, with their probabilities (at temperature 1), so that training on the teacher's
             distributions needs no teacher; 0 stores none.
@@ -67,7 +62,6 @@ class TeacherAnswers:
         options: dict | None = None,
         at_once: int | None = None,
     ):
-        check_at_once(at_once)
         if top_k < 0:
             raise ValueError(f"top_k={top_k} is not allowed: it must be 0 (none) or more")
         if number < 1 or not temperatures:

@@ -165,14 +165,6 @@ def open_teacher(
     return EngineTeacher(vllm, top_k, eos)
 
 
-def check_at_once(at_once: int | None) -> None:
-    """Raise ValueError for a number of prompts that cannot be decoded together."""
-    if at_once is not None and at_once < 1:
-        raise ValueError(
-            f"collector.at_once={at_once} is not allowed: it must be at least 1, or null (all)"
-        )
-
-
 def is_server(name: str) -> bool:
     """Whether a teacher's name is a server's address."""
     return name.startswith(("http://", "https://"))

@@ -4,7 +4,6 @@ from torch import Tensor
 
 from data.rows.trajectories import CHANGES, weights_fingerprint
 from data.text.tokenizer import fingerprint
-from decoding.collectors.teachers import check_at_once
 from decoding.engine.batch import Batch
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import derived_seed
@@ -45,7 +44,6 @@ class JacobiTrajectories:
         device_map: str | None = None,
         at_once: int | None = None,
     ):
-        check_at_once(at_once)
         if not 1 <= block_size <= max_new_tokens:
             raise ValueError(
                 f"block_size={block_size} is not allowed: it must be in 1..{max_new_tokens} "

@@ -38,9 +38,10 @@ class Refused(Exception):
     @property
     def response(self) -> JSONResponse:
         """The error as it is sent."""
-        headers = {"Retry-After": str(RETRY_AFTER)} if self.code == 429 else None
+        # What is left of a body that is too long is not read: it may have no end.
+        headers = {429: {"Retry-After": str(RETRY_AFTER)}, 413: {"Connection": "close"}}
         body = protocol.failure(str(self), self.kind, self.code)
-        return JSONResponse(body, self.code, headers=headers)
+        return JSONResponse(body, self.code, headers=headers.get(self.code))
 
 
 class Server:
@@ -279,7 +280,7 @@ class Answers:
     async def _until_hung_up(self) -> None:
         while (await self.request.receive())["type"] != "http.disconnect":
             pass
-        self.give_up()  # a stream that nothing is sent on would not notice
+        self.give_up()  # nobody else watches while a whole answer, or a place, is waited for
         self.queue.put_nowait((0, ClientDisconnect()))
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Chunk]]:

@@ -98,7 +98,7 @@ def test_fewer_at_once_give_the_same_rows(lab, recipe):
         assert collected(3) == whole
     assert max(widths) == 3
     with pytest.raises(ValueError, match=r"collector\.at_once=0 is not allowed"):
-        kind(teacher, **few, at_once=0)
+        compose([f"recipe={recipe}", "collector.at_once=0"], "collect")
 
 
 def test_another_seed_gives_other_answers(lab):

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import httpx
 import openai
@@ -417,6 +417,20 @@ def test_bad_clients_do_not_keep_others_waiting(address, client):
     for one in [*open_ones, garbage]:
         one.close()
     idle(address)
+
+
+def test_a_body_without_end_is_cut(address):
+    host, port = address.split("/")[2].split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as one:
+        one.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
+        sent, piece = 0, b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
+        with suppress(OSError):  # the server has hung up
+            while sent < 4e8:
+                one.sendall(piece)
+                sent += len(piece)
+        assert 4e6 <= sent < 4e8
 
 
 def test_who_may_ask_and_how_many(export):
