@@ -102,14 +102,14 @@ class PackedLinear(nn.Linear):
         return self._product(input)[..., self._columns]
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether this machine's CPU has bfloat16 products (AVX-512, AMX), and this torch uses them."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 def packs() -> bool:
     """Whether this machine and this torch have oneDNN's bfloat16 products with packed weights."""
-    ops = torch.ops.mkldnn
-    return (
-        torch.backends.mkldnn.is_available()
-        and hasattr(ops, "_linear_pointwise")
-        and ops._is_mkldnn_bf16_supported()
-    )
+    return multiplies_bfloat16() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def pack(network: PreTrainedModel) -> None:

@@ -38,7 +38,7 @@ from trainers.runs.randomness import RandomStates
 from trainers.runs.resume import checkpoint_to_resume
 from trainers.runs.set_aside import drop_set_aside, set_aside
 from trainers.runs.stored_states import with_states
-from trainers.strategies import needs_gpu, strategy_of, whole_network
+from trainers.strategies import needs_gpu, precision_of, strategy_of, whole_network
 
 
 def run(argv: list[str]) -> None:
@@ -74,6 +74,7 @@ def fit(config: DictConfig) -> Path:
     """
     check_logger(config.logger)
     check_trainer(config.trainer)
+    config = of_this_device(config)
     given = OmegaConf.to_container(config.optimization, resolve=True)
     check_arguments(given, inspect.signature(Optimization).parameters.values(), "optimization.")
     optimization = Optimization(**given)
@@ -153,6 +154,16 @@ def check_trainer(t: DictConfig) -> None:
         )
     if t.max_epochs is not None and t.max_epochs <= 0:
         raise ValueError(f"trainer.max_epochs={t.max_epochs} must be above 0")
+
+
+def of_this_device(config: DictConfig) -> DictConfig:
+    """The recipe with its precision, and the target's, where they follow the device ('auto')."""
+    config = config.copy()
+    trainer, acceptance = config.trainer, config.acceptance
+    trainer.precision = precision_of(trainer.precision, trainer.accelerator)
+    if acceptance.dtype == "auto":
+        acceptance.dtype = "bfloat16" if trainer.precision.startswith("bf16") else "float32"
+    return config
 
 
 def in_steps(config: DictConfig, module: BaseModule) -> DictConfig:

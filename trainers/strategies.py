@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytorch_lightning as pl
 import torch
 from omegaconf import DictConfig
+from pytorch_lightning.accelerators import CUDAAccelerator
 from pytorch_lightning.strategies import DeepSpeedStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -20,6 +21,25 @@ from torch.distributed.fsdp import (
 from transformers import PreTrainedModel
 
 from decoding.commands.recipes import build
+from models.packed import multiplies_bfloat16
+
+
+def precision_of(name: str, accelerator: str) -> str:
+    """Lightning's name of a precision; 'auto' is bfloat16 where the device multiplies in it.
+
+    A CPU without such instructions emulates them, several times slower than float32.
+
+    Args:
+        name: 'auto', or one of Lightning's, such as 'bf16-mixed'.
+        accelerator: Lightning's name of the device, or 'auto'.
+    """
+    if name != "auto":
+        return name
+    if accelerator in ("auto", "gpu", "cuda") and CUDAAccelerator.is_available():
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        native = multiplies_bfloat16()
+    return "bf16-mixed" if native else "32-true"
 
 
 class FSDP2(ModelParallelStrategy):

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, modeling_utils
 from decoding.commands.recipes import build, compose, names
 from tests.chaos import finish
 from tests.support import runs, tiny
-from trainers import export
+from trainers import export, strategies
+from trainers.fit import of_this_device
 from trainers.strategies import DeepSpeed, strategy_of, with_weights, without_weights
 
 WEIGHTS = "model.safetensors"
@@ -182,6 +183,18 @@ class TestDeepSpeed:
             lab.fit("deer_stage2", given, "name=no_gpu")
         assert str(error.value).startswith(given.removeprefix("trainer."))
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_precision_follows_the_device(monkeypatch, native):
+    monkeypatch.setattr(strategies, "multiplies_bfloat16", lambda: native)
+    config = of_this_device(compose(["recipe=ar_target", "trainer.accelerator=cpu"], "fit"))
+    found = config.trainer.precision, config.acceptance.dtype
+    assert found == (("bf16-mixed", "bfloat16") if native else ("32-true", "float32"))
+    # What is given stays.
+    given = ["trainer.precision=64-true", "acceptance.dtype=bfloat16"]
+    config = of_this_device(compose(["recipe=ar_target", *given], "fit"))
+    assert (config.trainer.precision, config.acceptance.dtype) == ("64-true", "bfloat16")
 
 
 def test_an_unknown_strategy_lists_the_known():
