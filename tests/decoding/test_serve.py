@@ -168,6 +168,19 @@ def test_a_client_that_hangs_up_frees_its_place(address):
 
 
 @pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_is_killed_frees_its_place(address, stream):
+    idle(address)
+    body = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": stream, "n": 32}
+    code = f"import httpx\nhttpx.post({address + 'v1/completions'!r}, json={body})"
+    with subprocess.Popen([sys.executable, "-c", code]) as client:
+        ends = time.monotonic() + 20
+        while httpx.get(f"{address}health").json()["running"] < 4:
+            assert time.monotonic() < ends
+        client.kill()
+    idle(address, 5)
+
+
+@pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_hangs_up_while_it_waits_leaves_the_queue(address, stream):
     idle(address)
     long = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": True, "n": 64}
