@@ -101,7 +101,7 @@ class Infiller(Sampler):
         ValueError: A mask token that the model does not have, or a model that cannot be decoded.
     """
 
-    joins = False  # all rows of a pass verify equally many drafts
+    prefills = False  # the queries of the first cycle go with the prompt
     continues = False
     predicts_next = False
     bench = "decoding.bench.infill"
