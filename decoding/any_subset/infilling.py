@@ -101,7 +101,7 @@ class Infiller(Sampler):
         ValueError: A mask token that the model does not have, or a model that cannot be decoded.
     """
 
-    prefills = False  # the queries of the first cycle go with the prompt
+    starts_alone = True  # that pass brings the prompt, and has no drafts to verify yet
     continues = False
     predicts_next = False
     bench = "decoding.bench.infill"

@@ -98,9 +98,8 @@ class Running:
         """Prefill new requests, and let them join those that are running.
 
         In as many passes as `prefill_tokens` asks for. Where a prompt is cut depends on its own
-        length alone: one that is longer than a pass may be comes by itself. Where the first cycle
-        prefills (`Sampler.prefills`) new requests have it here, and the next `step` shows its
-        tokens.
+        length alone: one that is longer than a pass may be comes by itself. Of a sampler that
+        `starts_alone` they have their first cycle here, and the next `step` shows its tokens.
 
         Args:
             requests: Their numbers, which nobody else here has.
@@ -156,7 +155,7 @@ class Running:
             sampler.begin(fresh, self.params)
             prefilled = {name: n.passes for name, n in fresh.networks.items()}
             first = []
-            if not sampler.prefills:  # a pass over their prompts is of them alone
+            if sampler.starts_alone:
                 first = self._cycle(fresh)
                 pause()
             taken = {name: n.passes - prefilled[name] for name, n in fresh.networks.items()}

@@ -35,8 +35,7 @@ class Sampler(ABC):
     Attributes:
         rules: Values of `verify` that this sampler tells apart.
         drafts: Values of `draft`, where it drafts in several ways.
-        prefills: Whether `begin` gives the prompts to the networks. Else the first cycle's pass
-            brings them, and new requests have that cycle before they join others.
+        starts_alone: Whether new requests have their first cycle before they join others.
         continues: Whether the text goes on from the prompt, which is not part of it.
         predicts_next: Whether the target gives the next token's distribution.
         bench: The command that measures it against its plain counterpart.
@@ -46,7 +45,7 @@ class Sampler(ABC):
 
     rules: tuple[str, ...] = ("coupled", "rejection")
     drafts: tuple[str, ...] = ()
-    prefills = True
+    starts_alone = False
     continues = True
     predicts_next = True
     bench = "decoding.bench"

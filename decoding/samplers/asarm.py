@@ -22,6 +22,7 @@ Every pass emits at least one token, so passes never exceed the tokens filled in
 """
 
 import warnings
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +32,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from data.corruption.orders import binary_lattice, order_index, two_streams
 from decoding.any_subset.infilling import Infiller, InfillState
-from decoding.any_subset.two_stream_cache import Branches, TwoStreamNetwork
+from decoding.any_subset.two_stream_cache import Branches, TwoStreamNetwork, two_stream
 from decoding.drafting.tree import Trees, check_tree, draft_trees, verify_trees
 from decoding.engine import verify
 from decoding.engine.batch import Batch
@@ -107,6 +108,7 @@ class AsarmSampler(Infiller):
         self.tolerance = tolerance
         check_tree(nodes, sharpness)
         self.nodes, self.sharpness = nodes, sharpness
+        self._forward = lambda: None
 
     def lossy(self, params: SamplingParams) -> str:
         # Where nothing is drafted a tolerance has no effect.
@@ -141,7 +143,10 @@ class AsarmSampler(Infiller):
             )
         check_prompt(self.target, batch.state.given > 0)
         capacity = batch.tokens.shape[1]
-        batch.networks["target"] = TwoStreamNetwork(self.target, capacity, self.mask_id)
+        # Those who join share XLNet's table of distances with those who are there.
+        forward = self._forward() or two_stream(self.target, self.mask_id)
+        self._forward = weakref.ref(forward)
+        batch.networks["target"] = TwoStreamNetwork(forward, capacity, self.mask_id)
         # Of `assd` every pass takes k - 1 drafts, so that a request may draft beside others that
         # verify; `assd_fused` has them from its first cycle on, which no other request shares.
         none = torch.full_like(batch.tokens[:, : k - 1 if way == "assd" else 0], self.mask_id)
@@ -155,52 +160,73 @@ class AsarmSampler(Infiller):
             return self.tree_cycle(batch, k, params)
         if way == "assd_ngram":
             self.draft_ngrams(batch, k, params)
-        draft, q = batch.state.draft, batch.state.q
+        state, draft = batch.state, batch.state.draft
         d, ahead = draft.shape[1], k if way == "assd_fused" else 0
         drafted = draft != self.mask_id
-        batch.drafted = drafted.sum(1)
+        batch.drafted, drafting = drafted.sum(1), ~drafted.any(1)
         # Algorithm 1 has no query for the token after the drafts: the next pass begins with it.
         with_bonus = way != "assd" or d == 0
-        drafting = ~drafted.any(1)
         A = d + 1 if with_bonus or drafting.any() else d
         logits = self.target_logits(batch, draft, A, ahead, params)  # [B, A, 1 + ahead, V]
         p_logits = logits[:, :, 0]
-        if d >= A:  # all verify, and emit no token after the drafts
+        if d == A:
             p_logits = torch.cat([p_logits, surely(0, p_logits[:, :1])], 1)
         noise = self.order_noise(batch, d + 1 + ahead, params) if params.keyed else None
-        if params.keyed:
-            accepted, following = verify.coupled(draft, choose(p_logits, noise))
-        elif d and params.verify == "block":
-            accepted, following = verify.block(draft, q, p_logits.softmax(-1), batch.randomness)
-        elif d:
-            p, tolerance = p_logits.softmax(-1), self.tolerance * drafted
-            accepted, following = verify.rejection(draft, q, p, batch.randomness, tolerance)
-        else:
-            accepted = torch.zeros_like(batch.lengths)
-            following = batch.randomness.categorical(p_logits[:, 0].softmax(-1))
+        accepted, following = self.accept(batch, p_logits, noise, params)
         tokens = torch.cat([draft, following[:, None]], 1)
         tokens.scatter_(1, accepted[:, None], following[:, None])
-        left = batch.state.size - batch.lengths
-        counts = (accepted + 1).clamp_max(d + with_bonus).minimum(left)
-        batch.state.cached = batch.lengths + accepted.clamp_max(A - 1)
-        row = torch.arange(len(accepted), device=accepted.device)[:, None]
-        if way == "assd":  # of those that draft; the others have their drafts in the next pass
+        counts = (accepted + 1).clamp_max(d + with_bonus).minimum(state.size - batch.lengths)
+        known = accepted.clamp_max(A - 1)
+        state.cached = batch.lengths + known
+        if way == "assd":  # who has verified drafts anew in the next pass
             next_logits, none = p_logits[:, 1:], surely(self.mask_id, p_logits[:, 1:])
             next_logits = next_logits.where(drafting[:, None, None], none)
         else:
-            next_logits = logits[row[:, 0], accepted.clamp_max(A - 1), 1:]
-        if params.verify == "tree":
-            batch.state.ahead = next_logits
-        elif params.keyed:
-            at = accepted[:, None] + torch.arange(1, 1 + next_logits.shape[1], device=row.device)
-            next_noise = None if noise is None else noise[row, at.clamp_max(d + ahead)]
-            batch.state.draft = choose(next_logits, next_noise)
-        elif next_logits.shape[1]:
-            batch.state.q = next_logits.softmax(-1)
-            batch.state.draft = batch.randomness.categorical(batch.state.q)
-        else:
-            batch.state.draft = draft[:, :0]
+            next_logits = logits[torch.arange(len(known), device=known.device), known, 1:]
+        self.draft_next(batch, next_logits, accepted, noise, params)
         return tokens, counts
+
+    def accept(
+        self, batch: Batch, p_logits: Tensor, noise: Tensor | None, params: SamplingParams
+    ) -> tuple[Tensor, Tensor]:
+        """How many drafts are accepted [B], and the token after them [B]: `engine.verify`."""
+        draft, q = batch.state.draft, batch.state.q
+        if params.keyed:
+            return verify.coupled(draft, choose(p_logits, noise))
+        p = p_logits.softmax(-1)
+        if not draft.shape[1]:
+            return torch.zeros_like(batch.lengths), batch.randomness.categorical(p[:, 0])
+        if params.verify == "block":
+            return verify.block(draft, q, p, batch.randomness)
+        tolerance = self.tolerance * (draft != self.mask_id)
+        return verify.rejection(draft, q, p, batch.randomness, tolerance)
+
+    def draft_next(
+        self,
+        batch: Batch,
+        logits: Tensor,
+        accepted: Tensor,
+        noise: Tensor | None,
+        params: SamplingParams,
+    ) -> None:
+        """Set the next drafts, from logits [B, k, V] of the tokens after the next.
+
+        noise: Of the last decoded token's successor and all after it, or None.
+        """
+        state, k = batch.state, logits.shape[1]
+        if params.verify == "tree":
+            state.ahead = logits
+        elif params.keyed:
+            if noise is not None:
+                at = accepted[:, None] + torch.arange(1, 1 + k, device=accepted.device)
+                row = torch.arange(len(at), device=at.device)[:, None]
+                noise = noise[row, at.clamp_max(noise.shape[1] - 1)]
+            state.draft = choose(logits, noise)
+        elif k:
+            state.q = logits.softmax(-1)
+            state.draft = batch.randomness.categorical(state.q)
+        else:
+            state.draft = state.draft[:, :0]
 
     def tree_cycle(self, batch: Batch, k: int, params: SamplingParams) -> tuple[Tensor, Tensor]:
         """Verify a tree of the last pass's drafts and draft the next ones, in one pass.
