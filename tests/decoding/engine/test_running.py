@@ -349,7 +349,7 @@ def test_passes_that_prefill(monkeypatch, most, tokens):
         ("assd, block", wrong_offset),
         ("assd_fused, rejection", wrong_offset),
         ("assd_fused, rejection", drafts_of_another),
-        ("assd_fused, tree", wrong_cache_rows),
+        ("infilling", wrong_cache_rows),
         ("assd_fused, tree", kept_rows),
         ("infilling", whole_prompts_are_known),
         ("assd of XLNet", wrong_cache_rows),
