@@ -173,7 +173,7 @@ class Running:
         self._seconds += time.perf_counter() - started - paused
 
     def step(self, text: bool = True) -> list[Chunk]:
-        """One cycle of all requests; what each has to show. Finished ones leave.
+        """One cycle of all requests; what each has to show of it, and of its first one.
 
         Args:
             text: False shows finished requests only, and detokenises nothing on the way.
