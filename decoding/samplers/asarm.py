@@ -178,7 +178,7 @@ class AsarmSampler(Infiller):
         counts = (accepted + 1).clamp_max(d + with_bonus).minimum(state.size - batch.lengths)
         known = accepted.clamp_max(A - 1)
         state.cached = batch.lengths + known
-        if way == "assd":  # who has verified drafts anew in the next pass
+        if way == "assd":  # those that have verified draft in the next pass
             next_logits, none = p_logits[:, 1:], surely(self.mask_id, p_logits[:, 1:])
             next_logits = next_logits.where(drafting[:, None, None], none)
         else:
@@ -403,9 +403,9 @@ def surely(token: int, logits: Tensor) -> Tensor:
     a request has no draft: the target never draws it, so it is never accepted, and the residual is
     the target's own distribution.
     """
-    return torch.full_like(logits, float("-inf")).index_fill_(
-        -1, torch.tensor(token, device=logits.device), 0.0
-    )
+    logits = torch.full_like(logits, float("-inf"))
+    logits[..., token] = 0
+    return logits
 
 
 def from_export(target, tokenizer, drafter, config: dict) -> AsarmSampler:
