@@ -101,7 +101,7 @@ class Infiller(Sampler):
         ValueError: A mask token that the model does not have, or a model that cannot be decoded.
     """
 
-    joins = False  # all rows of a pass verify equally many drafts
+    starts_alone = True  # its pass brings the prompt, and has no drafts to verify yet
     continues = False
     predicts_next = False
     bench = "decoding.bench.infill"

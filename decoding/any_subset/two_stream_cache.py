@@ -26,6 +26,11 @@ class Branches(NamedTuple):
     seen: Tensor
 
 
+def two_stream(network: PreTrainedModel, mask_id: int) -> PreTrainedModel | CachedXLNet:
+    """An any-subset model as `TwoStreamNetwork` runs it."""
+    return CachedXLNet(network, mask_id) if is_xlnet(network) else network
+
+
 class TwoStreamNetwork(CachedNetwork):
     """An any-subset network with a cache of its content stream.
 
@@ -33,15 +38,14 @@ class TwoStreamNetwork(CachedNetwork):
     never changes once they are fixed. The slots after a row's content hold the queries of one pass.
 
     Args:
-        network: A causal LM that was trained with two streams, or XLNet.
+        network: What `two_stream` made of a model.
         capacity: Slots of the cache, the scratch slot included.
         mask_id: The token that a query carries.
     """
 
-    def __init__(self, network: PreTrainedModel, capacity: int, mask_id: int):
-        self.own_keys = not is_xlnet(network)  # no query of XLNet has a key
-        forward = network if self.own_keys else CachedXLNet(network, mask_id)
-        super().__init__(forward, draft_blocks, capacity)
+    def __init__(self, network: PreTrainedModel | CachedXLNet, capacity: int, mask_id: int):
+        super().__init__(network, draft_blocks, capacity)
+        self.own_keys = not isinstance(network, CachedXLNet)  # no query of XLNet has a key
         self.mask_id = mask_id
 
     def ask(

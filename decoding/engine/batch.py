@@ -47,7 +47,7 @@ class Batch:
         randomness: Where all draws come from.
         networks: The method's cached networks by name ('target', 'drafter').
         state: The method's own `State`.
-        drafted: Tokens a row that the last pass verified.
+        drafted: Tokens that the last pass verified: of every row, or of each [B].
         chunk: Tokens of a row that one pass prefills at the most; None: all.
         between: Called after each of these passes.
     """
@@ -61,7 +61,7 @@ class Batch:
         self.randomness = randomness
         self.networks: dict[str, CountedNetwork] = {}
         self.state: Any = State()
-        self.drafted = 0
+        self.drafted: int | Tensor = 0
         self.chunk: int | None = None
         self.between: Callable[[], None] = lambda: None
 

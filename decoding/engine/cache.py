@@ -172,9 +172,9 @@ class CountedNetwork:
         self._queues = input_device(network).type == "cuda"
 
     def join(self, fresh: "CountedNetwork", count: int, new: int) -> None:
-        """Take in another batch's rows, after the `count` that are here, and what they cost."""
+        """Take in another batch's rows, after the `count` that are here, and their seconds."""
         self.cache.join(fresh.cache, count, new)
-        self.passes, self.seconds = self.passes + fresh.passes, self.seconds + fresh.seconds
+        self.seconds += fresh.seconds
 
     @contextmanager
     def counted(self) -> Iterator[None]:

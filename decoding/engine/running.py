@@ -7,9 +7,10 @@ no row of a pass attends to another, and draws are counted from when the row cam
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from decoding.engine.batch import Batch
 from decoding.engine.detokenize import Detokenizer
@@ -31,6 +32,14 @@ class Answer:
     text: Detokenizer
     printed: int = 0  # characters already streamed
     sent: int = 0  # tokens already streamed
+
+
+class Emitted(NamedTuple):
+    """What a request has of a cycle: its new tokens, and how many drafts the pass verified."""
+
+    request: int
+    tokens: list[int]
+    drafted: int
 
 
 class Running:
@@ -60,6 +69,7 @@ class Running:
         self.batch: Batch | None = None
         self._seconds = 0.0
         self._before: dict[int, tuple[dict[str, int], dict[str, float], float]] = {}
+        self._first: list[Emitted] = []  # of cycles that no step has shown yet
 
     def __len__(self) -> int:
         return len(self.answers)
@@ -88,7 +98,8 @@ class Running:
         """Prefill new requests, and let them join those that are running.
 
         In as many passes as `prefill_tokens` asks for. Where a prompt is cut depends on its own
-        length alone: one that is longer than a pass may be comes by itself.
+        length alone: one that is longer than a pass may be comes by itself. Of a sampler that
+        `starts_alone` they have their first cycle here, and the next `step` shows its tokens.
 
         Args:
             requests: Their numbers, which nobody else here has.
@@ -106,7 +117,7 @@ class Running:
 
     def _parts(self, prompts: Sequence[Any]) -> Iterator[slice]:
         """Which prompts are prefilled together, in their order."""
-        if self.prefill_tokens is None or not self.sampler.joins:
+        if self.prefill_tokens is None:
             yield slice(0, len(prompts))
             return
         start, most = 0, self.prefill_tokens
@@ -142,34 +153,58 @@ class Running:
             fresh.chunk = self.prefill_tokens if len(prompts) == 1 else None
             fresh.between = pause
             sampler.begin(fresh, self.params)
+            prefilled = {name: n.passes for name, n in fresh.networks.items()}
+            first = []
+            if sampler.starts_alone:
+                first = self._cycle(fresh)
+                pause()
+            taken = {name: n.passes - prefilled[name] for name, n in fresh.networks.items()}
             before = self._spent()
             if self.answers:
                 self.batch.join(fresh)
             else:
                 self.batch, before = fresh, dict.fromkeys(fresh.networks, 0.0)
-        passes = {name: n.passes for name, n in self.batch.networks.items()}
+        passes = {name: n.passes - taken[name] for name, n in self.batch.networks.items()}
         for request, prompt, own in zip(requests, prompts, params):
             stats, text = Stats(lossy=self.lossy), Detokenizer(sampler.tokenizer)
             self.answers[request] = Answer(prompt, own, [], stats, text)
             self._before[request] = passes, before, self._seconds
+        self._first += first
         self._seconds += time.perf_counter() - started - paused
 
     def step(self, text: bool = True) -> list[Chunk]:
-        """One cycle of all requests; what each has to show. Finished ones leave.
+        """One cycle of all requests; what each has to show of it, and of its first one.
 
         Args:
             text: False shows finished requests only, and detokenises nothing on the way.
         """
-        started, batch = time.perf_counter(), self.batch
-        with torch.inference_mode():
-            tokens, counts = self.sampler.cycle(batch, self.params)
-            batch.append(tokens, counts)
-            emitted = zip(tokens.tolist(), counts.tolist())
-        chunks = []
-        for request, (new, count) in zip(batch.requests, emitted):
+        first, self._first = self._first, []
+        chunks = self._shown(first, text)
+        if self.batch is not None:
+            started = time.perf_counter()
+            with torch.inference_mode():
+                emitted = self._cycle(self.batch)
+            self._seconds += time.perf_counter() - started
+            chunks += self._shown(emitted, text)
+        return chunks
+
+    def _cycle(self, batch: Batch) -> list[Emitted]:
+        """One cycle of a batch, whose tokens are committed."""
+        tokens, counts = self.sampler.cycle(batch, self.params)
+        batch.append(tokens, counts)
+        drafted = batch.drafted
+        if not isinstance(drafted, Tensor):
+            drafted = counts.new_tensor(drafted).expand_as(counts)
+        rows = zip(batch.requests, tokens.tolist(), counts.tolist(), drafted.tolist())
+        return [Emitted(request, new[:count], drafts) for request, new, count, drafts in rows]
+
+    def _shown(self, emitted: list[Emitted], text: bool) -> list[Chunk]:
+        """What requests have to show of their new tokens. Finished ones leave."""
+        started, chunks = time.perf_counter(), []
+        for request, new, drafted in emitted:
             answer = self.answers[request]
-            answer.stats.drafted += batch.drafted
-            chunk = self.sampler.commit(request, answer, new[:count], text)
+            answer.stats.drafted += drafted
+            chunk = self.sampler.commit(request, answer, new, text)
             if chunk is not None:
                 chunks.append(chunk)
         self._seconds += time.perf_counter() - started
@@ -187,6 +222,7 @@ class Running:
         for request in gone:
             self.answers.pop(request)
             self._before.pop(request)
+        self._first = [e for e in self._first if e.request not in gone]
         # The last rows come to where one is free: the others' caches stay where they are.
         rows = [b for b, request in enumerate(self.batch.requests) if request not in gone]
         if not rows:
@@ -200,7 +236,7 @@ class Running:
 
     def clear(self) -> None:
         """Drop all requests, whatever state a failure has left them in."""
-        self.answers, self._before, self.batch = {}, {}, None
+        self.answers, self._before, self._first, self.batch = {}, {}, [], None
 
     def _spent(self) -> dict[str, float]:
         """Seconds in the forwards of each network so far."""

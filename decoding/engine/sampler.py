@@ -35,7 +35,7 @@ class Sampler(ABC):
     Attributes:
         rules: Values of `verify` that this sampler tells apart.
         drafts: Values of `draft`, where it drafts in several ways.
-        joins: Whether requests may join others that are decoded already.
+        starts_alone: Whether new requests have their first cycle before they join others.
         continues: Whether the text goes on from the prompt, which is not part of it.
         predicts_next: Whether the target gives the next token's distribution.
         bench: The command that measures it against its plain counterpart.
@@ -45,7 +45,7 @@ class Sampler(ABC):
 
     rules: tuple[str, ...] = ("coupled", "rejection")
     drafts: tuple[str, ...] = ()
-    joins = True
+    starts_alone = False
     continues = True
     predicts_next = True
     bench = "decoding.bench"
@@ -160,7 +160,7 @@ class Sampler(ABC):
         running = Running(self, params, capacity)
         waiting = deque(range(len(prompts)))
         while waiting or running:
-            room = most - len(running) if self.joins or not running else 0
+            room = most - len(running)
             new = [waiting.popleft() for _ in range(min(room, len(waiting)))]
             if new:
                 given = [[of[n] for n in new] for of in (prompts, seeds, own)]

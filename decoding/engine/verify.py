@@ -15,14 +15,15 @@ from decoding.engine.randomness import Randomness
 
 
 def rejection(
-    draft: Tensor, q: Tensor, p: Tensor, randomness: Randomness, tolerance: float = 0.0
+    draft: Tensor, q: Tensor, p: Tensor, randomness: Randomness, tolerance: float | Tensor = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Token by token: accept with min(1, p/q), stop at the first rejection, sample (p-q)+ there.
 
     Source: Leviathan et al., arXiv 2211.17192, Algorithm 1; DEER, arXiv 2512.15176, Eq. 5-6.
     The later p's were conditioned on the rejected token, so nothing after it is accepted.
-    tolerance: added to p/q, which is lossy (AS-ARM, arXiv 2504.20456, F.5): the distribution of
-        each position moves towards q by at most so much in total variation.
+    tolerance: added to p/q, of each drafted token [B, k] or of all, which is lossy (AS-ARM, arXiv
+        2504.20456, F.5): the distribution of each position moves towards q by at most so much in
+        total variation.
     """
     accept = (acceptance_probability(draft, q, p) + tolerance).clamp_max(1)
     accepted = _leading(randomness.accept(accept))

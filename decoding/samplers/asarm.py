@@ -7,9 +7,9 @@ the tokens that the pass has queries for:
 
     draft        queries of a pass
     sequential   the next token
-    assd         two passes take turns (Algorithm 1). One has the next k tokens: the first is
-                 always accepted (Lemma 1), the others are drafts. The other has the drafts, each
-                 conditioned on the drafts before it
+    assd         two passes of a request take turns (Algorithm 1). One has the next k tokens: the
+                 first is always accepted (Lemma 1), the others are drafts. The other has the
+                 drafts, each conditioned on the drafts before it
     assd_ngram   drafts from bigram counts of the context, and the token after them (Algorithm 2;
                  the paper leaves out that last token, which costs nothing)
     assd_fused   the drafts and the token after them; also, for each number a of drafts that may
@@ -22,16 +22,17 @@ Every pass emits at least one token, so passes never exceed the tokens filled in
 """
 
 import warnings
+import weakref
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import one_hot, pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from data.corruption.orders import binary_lattice, order_index, two_streams
 from decoding.any_subset.infilling import Infiller, InfillState
-from decoding.any_subset.two_stream_cache import Branches, TwoStreamNetwork
+from decoding.any_subset.two_stream_cache import Branches, TwoStreamNetwork, two_stream
 from decoding.drafting.tree import Trees, check_tree, draft_trees, verify_trees
 from decoding.engine import verify
 from decoding.engine.batch import Batch
@@ -52,7 +53,7 @@ class AsarmState(InfillState):
     """The orders of a batch, and what the last pass drafted.
 
     Attributes:
-        draft: The drafted tokens, int64 [B, d].
+        draft: The drafted tokens, int64 [B, d]; the mask token where a request has none.
         q: The distributions that they were drawn from, [B, d, V]; None under keyed noise.
         ahead: Warped logits of the next drafts, [B, k, V]; None unless verify=tree.
     """
@@ -107,6 +108,7 @@ class AsarmSampler(Infiller):
         self.tolerance = tolerance
         check_tree(nodes, sharpness)
         self.nodes, self.sharpness = nodes, sharpness
+        self._forward = lambda: None
 
     def lossy(self, params: SamplingParams) -> str:
         # Where nothing is drafted a tolerance has no effect.
@@ -121,7 +123,7 @@ class AsarmSampler(Infiller):
         return 2 * k + drafts + (drafts + 1) * (k + 1) + 2
 
     def begin(self, batch: Batch, params: SamplingParams) -> None:
-        """Make the target's cache; the prompt goes through the first cycle's pass."""
+        """Make the target's cache; the first cycle's pass brings the prompt."""
         way, k = params.draft or self.draft, params.block_size or self.block_size
         if self.lossy(params) and (params.verify != "rejection" or params.temperature == 0):
             raise ValueError(
@@ -141,58 +143,90 @@ class AsarmSampler(Infiller):
             )
         check_prompt(self.target, batch.state.given > 0)
         capacity = batch.tokens.shape[1]
-        batch.networks["target"] = TwoStreamNetwork(self.target, capacity, self.mask_id)
-        batch.state = AsarmState(**vars(batch.state), draft=batch.tokens[:, :0])
+        # Those who join share XLNet's table of distances with those who are there.
+        forward = self._forward() or two_stream(self.target, self.mask_id)
+        self._forward = weakref.ref(forward)
+        batch.networks["target"] = TwoStreamNetwork(forward, capacity, self.mask_id)
+        # Of `assd` every pass takes k - 1 drafts, so that a request may draft beside others that
+        # verify; `assd_fused` has them from its first cycle on, which no other request shares.
+        none = torch.full_like(batch.tokens[:, : k - 1 if way == "assd" else 0], self.mask_id)
+        q = None if params.keyed else one_hot(none, self.vocabulary).float()
+        batch.state = AsarmState(**vars(batch.state), draft=none, q=q)
 
     def cycle(self, batch: Batch, params: SamplingParams) -> tuple[Tensor, Tensor]:
         """Verify the last pass's drafts and draft the next ones, in one pass."""
         way, k = params.draft or self.draft, params.block_size or self.block_size
-        keyed = params.keyed
         if batch.state.ahead is not None:
             return self.tree_cycle(batch, k, params)
         if way == "assd_ngram":
             self.draft_ngrams(batch, k, params)
-        draft, q = batch.state.draft, batch.state.q
-        d = batch.drafted = draft.shape[1]
-        # Algorithm 1 has no query for the token after the drafts: its next pass begins with it.
+        state, draft = batch.state, batch.state.draft
+        d, ahead = draft.shape[1], k if way == "assd_fused" else 0
+        drafted = draft != self.mask_id
+        batch.drafted, drafting = drafted.sum(1), ~drafted.any(1)
+        # Algorithm 1 has no query for the token after the drafts: the next pass begins with it.
         with_bonus = way != "assd" or d == 0
-        ahead = {"assd": 0 if d else k - 1, "assd_fused": k}.get(way, 0)
-        logits = self.target_logits(
-            batch, draft, d + with_bonus, ahead, params
-        )  # [B, A, 1 + ahead, V]
+        A = d + 1 if with_bonus or drafting.any() else d
+        logits = self.target_logits(batch, draft, A, ahead, params)  # [B, A, 1 + ahead, V]
         p_logits = logits[:, :, 0]
-        if not with_bonus:
-            p_logits = torch.cat([p_logits, nothing(p_logits[:, :1])], 1)
-        if keyed:
-            noise = self.order_noise(batch, d + 1 + ahead, params)
-            accepted, following = verify.coupled(draft, choose(p_logits, noise))
-        elif d and params.verify == "block":
-            accepted, following = verify.block(draft, q, p_logits.softmax(-1), batch.randomness)
-        elif d:
-            p = p_logits.softmax(-1)
-            accepted, following = verify.rejection(draft, q, p, batch.randomness, self.tolerance)
-        else:
-            accepted = torch.zeros_like(batch.lengths)
-            following = batch.randomness.categorical(p_logits[:, 0].softmax(-1))
+        if d == A:
+            p_logits = torch.cat([p_logits, surely(0, p_logits[:, :1])], 1)
+        noise = self.order_noise(batch, d + 1 + ahead, params) if params.keyed else None
+        accepted, following = self.accept(batch, p_logits, noise, params)
         tokens = torch.cat([draft, following[:, None]], 1)
         tokens.scatter_(1, accepted[:, None], following[:, None])
-        left = batch.state.size - batch.lengths
-        counts = (accepted + 1).clamp_max(d + with_bonus).minimum(left)
-        batch.state.cached = batch.lengths + accepted.clamp_max(d + with_bonus - 1)
-        here = torch.arange(len(accepted), device=accepted.device)
-        next_logits = logits[here, accepted.clamp_max(d + with_bonus - 1), 1:]
-        if params.verify == "tree":
-            batch.state.ahead = next_logits
-        elif keyed:
-            at = accepted[:, None] + torch.arange(1, 1 + ahead, device=accepted.device)
-            next_noise = None if noise is None else noise[here[:, None], at]
-            batch.state.draft = choose(next_logits, next_noise)
-        elif ahead:
-            batch.state.q = next_logits.softmax(-1)
-            batch.state.draft = batch.randomness.categorical(batch.state.q)
+        counts = (accepted + 1).clamp_max(d + with_bonus).minimum(state.size - batch.lengths)
+        known = accepted.clamp_max(A - 1)
+        state.cached = batch.lengths + known
+        if way == "assd":  # those that have verified draft in the next pass
+            next_logits, none = p_logits[:, 1:], surely(self.mask_id, p_logits[:, 1:])
+            next_logits = next_logits.where(drafting[:, None, None], none)
         else:
-            batch.state.draft = draft[:, :0]
+            next_logits = logits[torch.arange(len(known), device=known.device), known, 1:]
+        self.draft_next(batch, next_logits, accepted, noise, params)
         return tokens, counts
+
+    def accept(
+        self, batch: Batch, p_logits: Tensor, noise: Tensor | None, params: SamplingParams
+    ) -> tuple[Tensor, Tensor]:
+        """How many drafts are accepted [B], and the token after them [B]: `engine.verify`."""
+        draft, q = batch.state.draft, batch.state.q
+        if params.keyed:
+            return verify.coupled(draft, choose(p_logits, noise))
+        p = p_logits.softmax(-1)
+        if not draft.shape[1]:
+            return torch.zeros_like(batch.lengths), batch.randomness.categorical(p[:, 0])
+        if params.verify == "block":
+            return verify.block(draft, q, p, batch.randomness)
+        tolerance = self.tolerance * (draft != self.mask_id)
+        return verify.rejection(draft, q, p, batch.randomness, tolerance)
+
+    def draft_next(
+        self,
+        batch: Batch,
+        logits: Tensor,
+        accepted: Tensor,
+        noise: Tensor | None,
+        params: SamplingParams,
+    ) -> None:
+        """Set the next drafts, from logits [B, k, V] of the tokens after the next.
+
+        noise: Of the last decoded token's successor and all after it, or None.
+        """
+        state, k = batch.state, logits.shape[1]
+        if params.verify == "tree":
+            state.ahead = logits
+        elif params.keyed:
+            if noise is not None:
+                at = accepted[:, None] + torch.arange(1, 1 + k, device=accepted.device)
+                row = torch.arange(len(at), device=at.device)[:, None]
+                noise = noise[row, at.clamp_max(noise.shape[1] - 1)]
+            state.draft = choose(logits, noise)
+        elif k:
+            state.q = logits.softmax(-1)
+            state.draft = batch.randomness.categorical(state.q)
+        else:
+            state.draft = state.draft[:, :0]
 
     def tree_cycle(self, batch: Batch, k: int, params: SamplingParams) -> tuple[Tensor, Tensor]:
         """Verify a tree of the last pass's drafts and draft the next ones, in one pass.
@@ -225,7 +259,7 @@ class AsarmSampler(Infiller):
 
         Args:
             batch: The unfinished requests, with n [B] decoded tokens.
-            draft: Drafted tokens, int64 [B, d].
+            draft: Drafted tokens, int64 [B, d]; the mask token where a request has none.
             A: How many prefixes of the draft are conditioned on: those of 0 to A - 1 tokens.
             ahead: Further tokens asked for after each prefix.
             params: The request's sampling parameters.
@@ -234,24 +268,28 @@ class AsarmSampler(Infiller):
 
         Returns:
             Warped logits [B, A, 1 + ahead, V]. Entry (a, j) is about index n + a + j of the order
-            (n + depth + j in a tree), conditioned on the n decoded tokens and on prefix a. At an
-            index that does not exist: `nothing`.
+            (n + depth + j in a tree), conditioned on the n decoded tokens and on prefix a, or on
+            none of the draft where a request has none. At an index that does not exist: token 0,
+            `surely`.
         """
         n = batch.lengths[:, None]
         batch.tokens.scatter_(1, n + torch.arange(draft.shape[1], device=n.device), draft)
         a = torch.arange(A, device=n.device).repeat_interleave(1 + ahead)
-        depth, branches = a, None
-        if trees is not None:
+        prefix, branches = a.expand(len(n), -1), None
+        if trees is None:
+            after, prefix = a, prefix.minimum((draft != self.mask_id).sum(1, keepdim=True))
+            depth = prefix
+        else:
             depth, path = (pad(t, (1, 0))[:, a] for t in (trees.depth, trees.path))
-            branches = Branches(trees.depth, trees.path, path)
-        at = n + depth + torch.arange(1 + ahead, device=n.device).repeat(A)
+            after, branches = depth, Branches(trees.depth, trees.path, path)
+        at = n + after + torch.arange(1 + ahead, device=n.device).repeat(A)
         order, cached = batch.state.order, batch.state.cached
         logits = batch.networks["target"].ask(
             batch.tokens,
             order,
             batch.state.given,
             cached if self.cache else torch.zeros_like(cached),
-            batch.lengths + A - 1,
+            batch.lengths + prefix.amax(1),
             order.gather(1, at),
             n + depth,
             branches,
@@ -262,10 +300,11 @@ class AsarmSampler(Infiller):
             before = None if trees is None else trees.before()
             seen = seen_tokens(
                 batch.tokens, batch.lengths, draft[:, : A - 1], self.vocabulary, before
-            )[:, a]
+            )
+            seen = seen[torch.arange(len(n), device=n.device)[:, None], prefix]
         logits = warp(logits, params, seen)
         inside = (at < batch.state.size[:, None])[..., None]
-        return logits.where(inside, nothing(logits)).unflatten(1, (A, 1 + ahead))
+        return logits.where(inside, surely(0, logits)).unflatten(1, (A, 1 + ahead))
 
     def order_noise(self, batch: Batch, count: int, params: SamplingParams) -> Tensor | None:
         """Keyed noise [B, count, V] of the next positions in the order; None at temperature 0."""
@@ -287,7 +326,7 @@ class AsarmSampler(Infiller):
         for i in range(k):
             at = order.gather(1, n + i)
             c = bigram_counts(text, known, at, self.vocabulary, self.mask_id).log()[:, None]
-            c = c.where((n + i < batch.state.size[:, None])[..., None], nothing(c))
+            c = c.where((n + i < batch.state.size[:, None])[..., None], surely(0, c))
             if params.keyed:
                 drafts.append(choose(c, None if noise is None else noise[:, i : i + 1]))
             else:
@@ -357,9 +396,16 @@ def bigram_counts(text: Tensor, known: Tensor, at: Tensor, vocabulary: int, mask
     return c / c.sum(-1, keepdim=True)
 
 
-def nothing(logits: Tensor) -> Tensor:
-    """Logits for an index that does not exist: token 0 with probability 1, like its draft."""
-    return pad(torch.full_like(logits[..., 1:], float("-inf")), (1, 0))
+def surely(token: int, logits: Tensor) -> Tensor:
+    """Logits of this shape [..., V] that give one token the probability 1.
+
+    Of token 0 where an index does not exist, so that its draft is accepted; of the mask token where
+    a request has no draft: the target never draws it, so it is never accepted, and the residual is
+    the target's own distribution.
+    """
+    logits = torch.full_like(logits, float("-inf"))
+    logits[..., token] = 0
+    return logits
 
 
 def from_export(target, tokenizer, drafter, config: dict) -> AsarmSampler:

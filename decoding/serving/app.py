@@ -253,12 +253,12 @@ class Answers:
         seconds: float,
     ):
         self.scheduler, self.request, self.seconds = scheduler, request, seconds
-        self.queue: asyncio.Queue[tuple[int, Chunk | Exception]] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[tuple[int, Chunk | Exception]] = asyncio.Queue()
+        self.queue, loop = queue, asyncio.get_running_loop()
 
         def shown(index: int):
             def show(chunk: Chunk | Exception) -> None:  # in the thread that decodes
-                loop.call_soon_threadsafe(self.queue.put_nowait, (index, chunk))
+                loop.call_soon_threadsafe(queue.put_nowait, (index, chunk))
 
             return show
 
@@ -278,8 +278,11 @@ class Answers:
         self.watch = asyncio.create_task(self._until_hung_up())
 
     async def _until_hung_up(self) -> None:
-        while (await self.request.receive())["type"] != "http.disconnect":
-            pass
+        try:
+            while (await self.request.receive())["type"] != "http.disconnect":
+                pass
+        except asyncio.CancelledError:
+            return  # kept by the task, its traceback would be a cycle with this object
         self.give_up()  # nobody else watches while a whole answer, or a place, is waited for
         self.queue.put_nowait((0, ClientDisconnect()))
 

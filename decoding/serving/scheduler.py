@@ -204,19 +204,12 @@ class Scheduler:
 
     def _taken(self) -> dict[tuple[str, SamplingParams], list[Job]]:
         """Waiting requests that there is room for, in their order, by what they share."""
-        found, left = {}, deque()
-        room = self.at_once - self.running
-        while self._waiting and room:
+        found: dict[tuple[str, SamplingParams], list[Job]] = {}
+        while self._waiting and self.running < self.at_once:
             job = self._waiting.popleft()
-            sampler = self.samplers[job.model]
-            key = job.model, sampler.shared(job.params)
-            if not sampler.joins and key in self._groups:
-                left.append(job)  # until those have ended
-                continue
+            key = job.model, self.samplers[job.model].shared(job.params)
             found.setdefault(key, []).append(job)
             self._jobs[job.number] = job
-            room -= 1
-        self._waiting = left + self._waiting
         return found
 
     def _admit(self, key: tuple[str, SamplingParams], jobs: list[Job]) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.nn.functional import one_hot
 
 from decoding.engine import cache
 from decoding.engine.batch import State
@@ -19,12 +20,21 @@ from decoding.samplers.dflash import DFlashSampler
 from decoding.samplers.jacobi import JacobiSampler
 from decoding.samplers.jacobi_mr import JacobiMRSampler
 from decoding.samplers.plain import PlainSampler
-from tests.support import tiny
+from tests.support import subsets, tiny
 from tests.support.denoising import denoise, spiffy
 from tests.support.denoising import network as dllm
 
 V = 12
 PROMPTS = [[1], [2, 7, 1, 8], [3, 1, 4, 1, 5, 9, 2, 6], [11, 10], [6, 6, 6, 0, 9], [4, 4]]
+_ = None
+HOLES = [
+    [3, _, _, _, 7, _, _, _],
+    [2, 7, 1, 8, _, _, _, _, _, _, _, _, _],
+    [_, 5, 0, 5, 0, 5],
+    [_, 4, _, 4, _, 4, _, 4, _, 4],
+    [11, _, _],
+    [6, 6, 6, 0, 9, _, _, _, _, _, 1],
+]
 SEEDS = [5, 71, 3, 900, 12, -8]
 
 
@@ -41,6 +51,16 @@ def dflash():
 
 def ordinary(cls, **options):
     return cls(tiny.causal_lm(V), tiny.tokenizer(V), **options)
+
+
+def infill(draft, model=None, **options):
+    if model is None:
+        model = subsets.network(V).float()
+        with torch.no_grad():
+            for layer in model.model.layers:  # what a token is depends on the others
+                layer.self_attn.o_proj.weight.mul_(6)
+    options = {"mask_id": V, "draft": draft, "block_size": 4} | options
+    return AsarmSampler(model, tiny.tokenizer(V), **options)
 
 
 def drafts(attention):
@@ -67,8 +87,36 @@ SAMPLERS = {
     "denoise, bidirectional": (lambda: denoise(dllm(), "bidirectional"), {}),
     "spiffy": (lambda: drafts("block_causal"), {}),
     "spiffy, batched": (lambda: drafts("bidirectional"), {}),
+    "infilling": (lambda: infill("sequential"), {"verify": "rejection"}),
+    "assd, rejection": (lambda: infill("assd"), {"verify": "rejection"}),
+    "assd, block": (lambda: infill("assd"), {"verify": "block"}),
+    "assd, coupled": (lambda: infill("assd"), {"verify": "coupled"}),
+    "assd at T=0": (lambda: infill("assd"), {"temperature": 0.0}),
+    "assd, penalty": (
+        lambda: infill("assd", cache=False),
+        {"verify": "rejection", "repetition_penalty": 1.3, "top_p": 0.9},
+    ),
+    "assd, tolerance": (
+        lambda: infill("assd", tolerance=0.3),
+        {"verify": "rejection", "lossy": True},
+    ),
+    "assd of XLNet": (lambda: infill("assd", subsets.xlnet(V)), {"verify": "rejection"}),
+    "assd_ngram, rejection": (lambda: infill("assd_ngram"), {"verify": "rejection"}),
+    "assd_ngram, coupled": (lambda: infill("assd_ngram"), {"verify": "coupled"}),
+    "assd_fused, rejection": (lambda: infill("assd_fused"), {"verify": "rejection"}),
+    "assd_fused, block": (lambda: infill("assd_fused"), {"verify": "block"}),
+    "assd_fused, coupled": (lambda: infill("assd_fused", cache=False), {"verify": "coupled"}),
+    "assd_fused, tree": (lambda: infill("assd_fused"), {"verify": "tree"}),
+    "assd_fused of XLNet, tree": (
+        lambda: infill("assd_fused", subsets.xlnet(V)),
+        {"verify": "tree"},
+    ),
 }
 BUILT = {}
+
+
+def prompts_of(sampler):
+    return PROMPTS if sampler.continues else HOLES
 
 
 def built(name):
@@ -79,7 +127,8 @@ def built(name):
             make(),
             SamplingParams(**{"max_new_tokens": 12, "temperature": 1.0} | options),
         )
-        alone = [sampler.generate([p], params, seeds=[s])[0] for p, s in zip(PROMPTS, SEEDS)]
+        prompts = prompts_of(sampler)
+        alone = [sampler.generate([p], params, seeds=[s])[0] for p, s in zip(prompts, SEEDS)]
         BUILT[name] = sampler, params, [r.token_ids for r in alone]
     return BUILT[name]
 
@@ -91,8 +140,9 @@ def run(sampler, params, events, prefill_tokens=None):
     is there). Those that are left at the end come together. Between two passes that prefill, those
     who are there go on.
     """
-    running = Running(sampler, params, sampler.capacity(PROMPTS, params), prefill_tokens)
-    waiting, found = [*range(len(PROMPTS))], {}
+    prompts = [sampler.encode(p, params) for p in prompts_of(sampler)]
+    running = Running(sampler, params, sampler.capacity(prompts, params), prefill_tokens)
+    waiting, found = [*range(len(prompts))], {}
 
     def step():
         if running:
@@ -102,7 +152,7 @@ def run(sampler, params, events, prefill_tokens=None):
     for come, cancelled in [*events, *[(len(PROMPTS), -1)] * 99]:
         new, waiting = waiting[:come], waiting[come:]
         if new:
-            of_new = ([of[n] for n in new] for of in (PROMPTS, SEEDS))
+            of_new = ([of[n] for n in new] for of in (prompts, SEEDS))
             running.admit(new, *of_new, between=step if prefill_tokens else lambda: None)
         if cancelled in running.answers:
             running.leave([cancelled])
@@ -166,6 +216,66 @@ def wrong_state_order(monkeypatch):
 def kept_rows(monkeypatch):
     """A row that takes the place of one that has left keeps that one's keys and values."""
     monkeypatch.setattr(RaggedCache, "select", lambda self, rows: None)
+
+
+def fewest_drafts(monkeypatch):
+    """A pass verifies as many drafts as the request that has the fewest."""
+
+    def cycle(self, batch, params):
+        draft, q = batch.state.draft, batch.state.q
+        fewest = int((draft != self.mask_id).sum(1).min())
+        draft[:, fewest:] = self.mask_id
+        q[:, fewest:] = one_hot(draft[:, fewest:], self.vocabulary).to(q.dtype)
+        return right(self, batch, params)
+
+    right = AsarmSampler.cycle
+    monkeypatch.setattr(AsarmSampler, "cycle", cycle)
+
+
+def drafts_of_another(monkeypatch):
+    """Those who join verify the drafts of one who is there."""
+
+    def join(self, fresh):
+        fresh.draft = self.draft[:1].expand_as(fresh.draft)
+        right(self, fresh)
+
+    right = State.join
+    monkeypatch.setattr(State, "join", join)
+
+
+def padding_is_seen(monkeypatch):
+    """Who has no drafts is conditioned on the others' number of them."""
+
+    def target_logits(self, batch, draft, A, ahead, params, trees=None):
+        return right(self, batch, draft.where(draft != self.mask_id, 0), A, ahead, params, trees)
+
+    right = AsarmSampler.target_logits
+    monkeypatch.setattr(AsarmSampler, "target_logits", target_logits)
+
+
+def no_draw_where_none_drafts(monkeypatch):
+    """The next drafts cost a draw only where somebody drafts."""
+
+    def draft_next(self, batch, logits, accepted, noise, params):
+        if (logits.argmax(-1) == self.mask_id).all():
+            batch.state.q = logits.softmax(-1)
+            batch.state.draft = logits.argmax(-1)
+        else:
+            right(self, batch, logits, accepted, noise, params)
+
+    right = AsarmSampler.draft_next
+    monkeypatch.setattr(AsarmSampler, "draft_next", draft_next)
+
+
+def whole_prompts_are_known(monkeypatch):
+    """Those who join are believed to have keys and values of all of their tokens."""
+
+    def join(self, fresh):
+        fresh.cached = fresh.cached + 1
+        right(self, fresh)
+
+    right = State.join
+    monkeypatch.setattr(State, "join", join)
 
 
 def pieces_at_the_wrong_place(monkeypatch):
@@ -233,6 +343,16 @@ def test_passes_that_prefill(monkeypatch, most, tokens):
         ("plain", wrong_cache_rows),
         ("deer, rejection", wrong_state_order),
         ("deer, coupled", kept_rows),
+        ("assd, rejection", fewest_drafts),
+        ("assd, rejection", padding_is_seen),
+        ("assd, rejection", no_draw_where_none_drafts),
+        ("assd, block", wrong_offset),
+        ("assd_fused, rejection", wrong_offset),
+        ("assd_fused, rejection", drafts_of_another),
+        ("infilling", wrong_cache_rows),
+        ("assd_fused, tree", kept_rows),
+        ("infilling", whole_prompts_are_known),
+        ("assd of XLNet", wrong_cache_rows),
     ],
 )
 def test_a_wrong_join_fails_the_same_test(monkeypatch, name, wrong):
@@ -345,15 +465,22 @@ def test_what_a_request_cost_is_counted_from_when_it_came():
         assert min(stats.target_s, stats.drafter_s, stats.sampler_s) >= 0
 
 
-def test_infilling_waits_for_the_whole_batch():
-    """All rows of its pass verify equally many drafts, so nobody joins in the middle."""
-    model = tiny.causal_lm(V + 1)
-    sampler = AsarmSampler(model, tiny.tokenizer(V), mask_id=V, draft="assd_fused", block_size=3)
-    prompts = [[1, None, None, 2], [None, 3, None, None, None], [4, None], [None, 5, 6, None]]
-    params = SamplingParams(temperature=1.0, verify="rejection")
-    alone = [sampler.generate([p], params, seeds=[s])[0].token_ids for p, s in zip(prompts, SEEDS)]
-    results = sampler.generate(prompts, params, seeds=SEEDS[:4], at_once=2)
-    assert [r.token_ids for r in results] == alone
+def test_passes_that_prefill_others_are_not_counted():
+    """Of those who are there when another one comes."""
+    sampler, params, _ = built("deer, coupled")
+    own = [replace(params, max_new_tokens=n) for n in (12, 2, 3, 12, 1, 4)]
+    for result in sampler.generate(PROMPTS, own, seeds=SEEDS, at_once=2):
+        assert result.stats.target_passes == len(result.stats.emitted)
+
+
+@pytest.mark.parametrize("name", [n for n in SAMPLERS if n.startswith(("assd", "infill"))])
+def test_infilling_costs_what_it_does_alone(name):
+    """The passes and drafts of a request are its own, beside whomever it is decoded."""
+    sampler, params, _ = built(name)
+    alone = [sampler.generate([p], params, seeds=[s])[0].stats for p, s in zip(HOLES, SEEDS)]
+    for result, stats in zip(sampler.generate(HOLES, params, seeds=SEEDS, at_once=2), alone):
+        assert result.stats.target_passes == len(result.stats.emitted)
+        assert (result.stats.emitted, result.stats.drafted) == (stats.emitted, stats.drafted)
 
 
 def test_memory_of_those_that_left_is_given_back():

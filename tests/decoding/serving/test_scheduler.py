@@ -4,12 +4,15 @@ import threading
 import time
 
 import pytest
+import torch
 
 from decoding.engine.params import SamplingParams
+from decoding.engine.randomness import KeyedRandomness
 from decoding.engine.running import Running
+from decoding.samplers.asarm import AsarmSampler
 from decoding.samplers.plain import PlainSampler
 from decoding.serving.scheduler import Full, Scheduler
-from tests.support import tiny
+from tests.support import subsets, tiny
 
 V = 12
 
@@ -145,6 +148,7 @@ class Reading(PlainSampler):
     def __init__(self, *args):
         super().__init__(*args)
         self.go, self.log, self.fails = threading.Semaphore(0), [], False
+        self.gone = 0  # passes that `until` let be made
 
     def _pass(self, what):
         self.log.append(what)
@@ -173,7 +177,8 @@ class Reading(PlainSampler):
         deadline = time.monotonic() + 20
         while self.log[-1:] != [what]:
             assert time.monotonic() < deadline
-            if self.log:
+            if len(self.log) > self.gone:
+                self.gone += 1
                 self.go.release()
             time.sleep(0.01)
 
@@ -241,6 +246,72 @@ def test_those_beside_a_long_prompt_fail_alone(reading):
     assert "no numbers" in str(first.chunks[-1])
     assert scheduler.counts.requests == {"failed": 1, "length": 1}
     assert (scheduler.running, scheduler.waiting) == (0, 0)
+
+
+class Filling(AsarmSampler):
+    """Infilling that waits for a word before each cycle, and keeps a log of their requests."""
+
+    def __init__(self):
+        model, options = subsets.network(V).float(), {"draft": "assd", "block_size": 3}
+        super().__init__(model, tiny.tokenizer(V), mask_id=V, **options)
+        self.go, self.log = threading.Semaphore(0), []
+
+    def cycle(self, batch, params):
+        self.log.append([*batch.requests])
+        assert self.go.acquire(timeout=20)
+        return super().cycle(batch, params)
+
+
+def fill_two():
+    """(log of the cycles, texts, texts alone) of two requests, of which one comes later."""
+    sampler = Filling()
+    scheduler = Scheduler({"m": sampler}, at_once=3, waiting=2, longest=32, prefill_tokens=4)
+    params = SamplingParams(verify="rejection", temperature=1.0)
+    prompts, clients = [[1, *[None] * 9, 2], [5, None, 4, *[None] * 6]], [Client(), Client()]
+
+    def ask(n):
+        scheduler.submit(
+            [("m", scheduler.prepared("m", prompts[n], params), params, n, clients[n])]
+        )
+
+    ask(0)
+    for _ in range(3):
+        sampler.go.release()
+    deadline = time.monotonic() + 20
+    while len(sampler.log) < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    ask(1)
+    ended(sampler, *clients)
+    scheduler.close()
+    texts, log = [client.token_ids for client in clients], [*sampler.log]
+    for _ in range(100):
+        sampler.go.release()
+    alone = [sampler.generate([p], params, seeds=[n])[0] for n, p in enumerate(prompts)]
+    return log, texts, [r.token_ids for r in alone]
+
+
+def test_holes_of_requests_that_come_one_after_the_other_are_filled_together():
+    log, texts, alone = fill_two()
+    assert texts == alone
+    joined = log.index([1])  # its first cycle, with its prompt
+    assert log[:joined] == [[0]] * joined
+    assert joined >= 4
+    assert [0, 1] in log[joined:]
+
+
+def test_draws_counted_from_the_batch_s_begin_fail_the_same_test(monkeypatch):
+    join = KeyedRandomness.join
+
+    def wrong(self, fresh):
+        join(self, fresh)
+        self.offset = torch.zeros_like(self.offset)
+        self._ahead = self._numbers(slice(None), self._ahead.shape[-1])
+
+    monkeypatch.setattr(KeyedRandomness, "join", wrong)
+    _, texts, alone = fill_two()
+    assert texts[0] == alone[0]
+    assert texts[1] != alone[1]
 
 
 def test_what_can_never_fit_is_refused(watched):
