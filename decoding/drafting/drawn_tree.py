@@ -124,22 +124,36 @@ def traversal(drawn: DrawnTrees, p: Tensor, randomness: Randomness) -> Accepted:
     p, q, r = p.clone(), drawn.q.clone(), torch.ones_like(p[..., 0])
     for n, (u, x) in enumerate(zip(drawn.parent.unbind(1), drawn.trees.token.unbind(1)), 1):
         p_u, q_u, r_u = p[row, u], q[row, u], r[row, u]
-        possible = q_u[row, x] > 0  # otherwise it is no draw: see `draw_trees`
+        drawable = q_u[row, x] > 0  # otherwise its siblings have used up q: see `draw_trees`
         ratio = r_u * p_u[row, x] / q_u[row, x]
-        r[:, n] = torch.where(possible, ratio.clamp_max(1), 0.0)
-        rest = (r_u[:, None] * p_u - q_u).clamp_min(0)
-        s = rest.sum(-1)
-        left = s + 1 - r_u
-        # Where r_u = 1 and p = q there is no mass either way: the child is surely accepted.
-        r[row, u] = torch.where(possible & (left > 0), s / left, r_u)
-        known = (possible & (s > 0))[:, None]
-        p[row, u] = torch.where(known, rest / s[:, None], p_u)
-        q[row, u] = torch.where(possible[:, None], without(q_u, x), q_u)
+        r[:, n] = torch.where(drawable, ratio.clamp_max(1), 0.0)
+        p_rest, r_rest = after_rejection(p_u, q_u, r_u)
+        p[row, u] = torch.where(drawable[:, None], p_rest, p_u)
+        q[row, u] = torch.where(drawable[:, None], without(q_u, x), q_u)
+        r[row, u] = torch.where(drawable, r_rest, r_u)
     order = drawn.parent.new_tensor([leaves_first(parents) for parents in drawn.parent.tolist()])
     accept = r.gather(1, order)
-    none_before = (1 - accept).cumprod(1).roll(1, 1).index_fill(1, order.new_tensor([0]), 1.0)
+    none_before = pad((1 - accept[:, :-1]).cumprod(1), (1, 0), value=1.0)
     node = order[row, randomness.categorical(accept * none_before)]
     return _accepted(drawn.trees, node, randomness.categorical(p[row, node]))
+
+
+def after_rejection(p: Tensor, q: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """What a node goes on with after a child of it, drawn from q, was rejected.
+
+    Args:
+        p, q: The target's and the drafter's distribution of the child, [B, V].
+        weight: r of the node, [B].
+
+    Returns:
+        (r p - q)+ normalised, the new p [B, V], and the new weight s / (s + 1 - r) [B].
+    """
+    rest = (weight[:, None] * p - q).clamp_min(0)
+    s = rest.sum(-1)
+    left = s + 1 - weight
+    # Where r = 1 and p = q there is no mass either way: the child was surely accepted.
+    weight = torch.where(left > 0, s / left, weight)
+    return torch.where(s[:, None] > 0, rest / s[:, None], p), weight
 
 
 def leaves_first(parents: list[int]) -> list[int]:
@@ -166,14 +180,13 @@ def multipath(drawn: DrawnTrees, p: Tensor, randomness: Randomness) -> Accepted:
 
     Source: greedy multi-path block verification, Thomas and Pal, arXiv 2602.16961: a rule selects
     one of K i.i.d. paths, and `block` verifies it with the distribution of the selected path. Here
-    the rule takes the path whose first token has the largest p/q, among those with the same first
-    token the one whose second has it, and so on; equal ratios by the token's number. We know the
-    paper's construction from its summaries and not the order that it selects by: any strict order
-    is exact.
+    the rule takes the path whose first token is the first in the order `by_ratio`, among those with
+    the same first token the one whose second is, and so on. We know the paper's construction from
+    summaries, and not which order it selects by: any strict order is exact.
 
     With G the probability under q of a path that is preferred to all with a given prefix, and w
     that of the prefix, the selected path begins with it with probability
-    (1 - G)^K - (1 - G - w)^K = w S(1 - G, 1 - G - w), S(a, b) = sum_j a^j b^(K-1-j).
+    (1 - G)^K - (1 - G - w)^K = w S(1 - G, 1 - G - w), where S is `difference`.
 
     Args:
         drawn: Trees of the shape `chains`.
@@ -185,33 +198,45 @@ def multipath(drawn: DrawnTrees, p: Tensor, randomness: Randomness) -> Accepted:
     rows, paths, _ = tokens.shape
     row = torch.arange(rows, device=p.device)
 
-    def powers(a: Tensor, b: Tensor) -> Tensor:
-        return sum(a**j * b.clamp_min(0) ** (paths - 1 - j) for j in range(paths))
-
     at, best = torch.zeros_like(row), torch.ones_like(tokens[..., 0], dtype=torch.bool)
     preferred, weight = p.new_zeros(rows, 1).double(), p.new_ones(rows, 1).double()
-    along, selected, chosen = [at], [], []
+    along, draft, q = [at], [], []
     for i in range(length):
         p_i, q_i = p[row, at].double(), drawn.q[row, at].double()
-        ratio = torch.where(q_i > 0, p_i / q_i, -1.0)
-        order = ratio.argsort(descending=True, stable=True)
+        order = by_ratio(p_i, q_i)
         ranked = q_i.gather(1, order)
         before = torch.zeros_like(q_i).scatter(1, order, ranked.cumsum(1) - ranked)
         above, mass = preferred + weight * before, weight * q_i
-        of_all = powers(1 - preferred, 1 - preferred - weight)
-        selected.append(q_i * powers(1 - above, 1 - above - mass) / of_all)
+        of_all = difference(1 - preferred, 1 - preferred - weight, paths)
+        q.append(q_i * difference(1 - above, 1 - above - mass, paths) / of_all)
         rank = order.argsort().gather(1, tokens[..., i]).masked_fill(~best, order.shape[1])
-        best = best & (rank == rank.amin(1, keepdim=True))
+        best = rank == rank.amin(1, keepdim=True)
         path = best.int().argmax(1)
         at = path * length + i + 1
-        chosen.append(tokens[row, path, i])
-        preferred, weight = (x.gather(1, chosen[-1][:, None]) for x in (above, mass))
+        draft.append(tokens[row, path, i])
+        preferred, weight = (x.gather(1, draft[-1][:, None]) for x in (above, mass))
         along.append(at)
-    along = torch.stack(along, 1)
-    accepted, following = block(
-        torch.stack(chosen, 1), torch.stack(selected, 1), p[row[:, None], along], randomness
-    )
+    draft, q, along = (torch.stack(x, 1) for x in (draft, q, along))
+    accepted, following = block(draft, q, p[row[:, None], along], randomness)
     return _accepted(drawn.trees, along[row, accepted], following)
+
+
+def by_ratio(p: Tensor, q: Tensor) -> Tensor:
+    """Tokens in the order of falling p/q, equal ones by their number; those without q are last.
+
+    Args:
+        p, q: Distributions [B, V].
+
+    Returns:
+        Tokens, int64 [B, V].
+    """
+    return torch.where(q > 0, p / q, -1.0).argsort(descending=True, stable=True)
+
+
+def difference(a: Tensor, b: Tensor, exponent: int) -> Tensor:
+    """(a^K - b^K) / (a - b) = sum_j a^j b^(K-1-j) for K = exponent, without cancellation."""
+    b = b.clamp_min(0)  # it is a probability, up to rounding
+    return sum(a**j * b ** (exponent - 1 - j) for j in range(exponent))
 
 
 def _accepted(trees: Trees, node: Tensor, following: Tensor) -> Accepted:
