@@ -44,7 +44,7 @@ def test_the_plain_distribution(name, rule):
     [
         lambda: deer(3, 2, attention="causal"),
         lambda: deer(3, 2, markov=head_of(5)),
-        lambda: deer(4, 2, drafter_vocabulary=9),
+        lambda: deer(3, 2, drafter_vocabulary=7),
         lambda: dflash(tiny.causal_lm(3), 2),
     ],
     ids=["PARD's layout", "Markov head", "padded vocabulary", "DFlash"],
