@@ -22,7 +22,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from decoding.drafting import bigrams as bigram_file
 from decoding.drafting import markov as markov_file
 from decoding.drafting.bigrams import Bigrams
-from decoding.drafting.drawn_tree import DrawnTrees, chains, draw_trees, multipath, traversal
+from decoding.drafting.drawn_tree import (
+    DrawnTrees,
+    chains,
+    draw_trees,
+    equally_likely,
+    multipath,
+    traversal,
+)
 from decoding.drafting.markov import MarkovScores
 from decoding.drafting.prompt_lookup import Lookup
 from decoding.drafting.tree import (
@@ -30,7 +37,6 @@ from decoding.drafting.tree import (
     Accepted,
     BigramScores,
     Trees,
-    batched,
     check_tree,
     draft_trees,
     verify_trees,
@@ -310,14 +316,13 @@ class BlockSampler(Sampler):
         return self.accept(batch, output, rule(drawn, output.logits.softmax(-1), batch.randomness))
 
     def drawn_trees(self, batch: Batch, k: int, params: SamplingParams) -> DrawnTrees:
-        """Trees whose shape depends on the drafter's distributions, and whose tokens are drawn.
+        """Trees of a fixed shape whose tokens are drawn.
 
-        For `traversal` the shape is that of the tree of the most probable prefixes; for `multipath`
-        it is as many paths of k tokens as there are nodes for.
+        For `traversal` a tree of paths of up to k tokens, for `multipath` as many paths of k tokens
+        as there are nodes for.
         """
-        logits = self.draft_logits(batch, k)
-        marginals = self.warped_draft(logits, batch, params)
-        nodes, q = nearest(self.nodes, 1), marginals.softmax(-1)
+        logits, nodes = self.draft_logits(batch, k), nearest(self.nodes, 1)
+        q = self.warped_draft(logits, batch, params).softmax(-1)
         row = torch.arange(len(q), device=q.device)
 
         def following(depth: Tensor, token: Tensor) -> Tensor:
@@ -327,12 +332,12 @@ class BlockSampler(Sampler):
             at = logits[row, depth] + self.markov.following(token)
             return self.warped_draft(at[:, None], batch, params)[:, 0].softmax(-1)
 
-        if params.verify == "traversal":
-            shape = draft_trees(marginals, nodes, self.ranking_at(params.temperature)[0])
+        distinct = params.verify == "traversal"
+        if distinct:
+            shape = equally_likely(nodes, k, self.vocabulary)
         else:
             length = min(k, nodes)
-            shape = batched([chains(nodes // length, length)] * len(q), q.device)
-        distinct = params.verify == "traversal"
+            shape = chains(nodes // length, length)
         return draw_trees(shape, q[:, 0], following, batch.randomness, distinct)
 
     def tree_pass(self, batch: Batch, trees: Trees, params: SamplingParams) -> TargetOutput:

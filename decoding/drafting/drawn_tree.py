@@ -3,7 +3,7 @@
 They are the baselines of `verify=tree`. Each is exact if a node's token is drawn from the very q
 that verifies it, given all that is looked at before it. So
 
-- a tree's shape is a function of the drafter's distributions, never of the tokens drawn;
+- a tree's shape is fixed before a token is drawn;
 - the children of different nodes are drawn independently: siblings of one depth that share a draw,
   as in a noise-ranked tree, would tell of each other;
 - verification has draws of its own, of which the drafter knows nothing.
@@ -14,15 +14,18 @@ each node, and those that its first child was drawn from.
 """
 
 from collections.abc import Callable
+from math import log, log1p
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from decoding.drafting.tree import Accepted, Tree, Trees, padded
+from decoding.drafting.tree import Accepted, Tree, Trees, batched, best_first, padded
 from decoding.engine.randomness import Randomness
 from decoding.engine.verify import block
+
+ACCEPT = 0.8  # of `equally_likely`
 
 
 class DrawnTrees(NamedTuple):
@@ -56,8 +59,28 @@ def chains(paths: int, length: int) -> Tree:
     return Tree([0] * len(depth), depth, path, child)
 
 
+def equally_likely(nodes: int, depth: int, siblings: int, accept: float = ACCEPT) -> Tree:
+    """The shape with most accepted nodes if every draw is accepted with the same probability.
+
+    The i-th sibling then is with probability accept (1 - accept)^(i-1), whatever its parent.
+    Sequoia (arXiv 2402.12374) does the same with probabilities that it measures.
+
+    Args:
+        nodes: Nodes of the tree.
+        depth: The most nodes of a path.
+        siblings: The most children of a node.
+        accept: The probability.
+
+    >>> equally_likely(4, 3, 9, accept=0.8).depth, equally_likely(4, 3, 9, accept=0.3).depth
+    ([1, 2, 3, 1], [1, 1, 1, 1])
+    """
+    ranks = [*range(min(nodes, siblings))]
+    ranked = ranks, [log(accept) + i * log1p(-accept) for i in ranks]
+    return best_first(lambda at, _: ranked if at < depth else ([], []), nodes)
+
+
 def draw_trees(
-    shape: Trees,
+    shape: Tree,
     first: Tensor,
     following: Callable[[Tensor, Tensor], Tensor],
     randomness: Randomness,
@@ -69,21 +92,21 @@ def draw_trees(
     accepted.
 
     Args:
-        shape: Trees of N nodes each, whose tokens are not used; parents precede children.
+        shape: Of all trees: N nodes, of which parents precede children. Its tokens are not used.
         first: What the children of the root are drawn from, [B, V].
         following: Maps depths and tokens of nodes, [B] each, to what their children are drawn from,
             [B, V].
         randomness: Draws one token for each node.
         distinct: Whether siblings are drawn without replacement.
     """
-    parent = torch.tensor(
-        [[before + 1 for before, _ in row.child] for row in shape.rows], device=first.device
-    )
+    trees = batched([shape] * len(first), first.device)
+    parent = torch.tensor([before + 1 for before, _ in shape.child], device=first.device)
+    parent = parent.expand(len(first), -1)
     rows, nodes = parent.shape
     row = torch.arange(rows, device=first.device)
     q = first.new_zeros(rows, nodes + 1, first.shape[-1])
     q[:, 0] = first
-    left, token = q.clone(), torch.zeros_like(parent)
+    left, token = q.clone(), torch.zeros_like(trees.token)
     for n in range(nodes):
         of = left[row, parent[:, n]]
         spent = of.sum(-1, keepdim=True) == 0
@@ -91,8 +114,8 @@ def draw_trees(
         token[:, n] = randomness.categorical(torch.where(spent, certain, of))
         if distinct:
             left[row, parent[:, n]] = without(of, token[:, n])
-        q[:, n + 1] = left[:, n + 1] = following(shape.depth[:, n], token[:, n])
-    return DrawnTrees(shape._replace(token=token), parent, q)
+        q[:, n + 1] = left[:, n + 1] = following(trees.depth[:, n], token[:, n])
+    return DrawnTrees(trees._replace(token=token), parent, q)
 
 
 def without(q: Tensor, token: Tensor) -> Tensor:

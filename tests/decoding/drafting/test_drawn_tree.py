@@ -1,9 +1,12 @@
 """Trees that are drawn: exact output distributions by enumeration, and wrong rules that fail."""
 
+import math
+from itertools import product
+
 import pytest
 import torch
 
-from decoding.drafting import block_sampler, drawn_tree, tree
+from decoding.drafting import block_sampler, drawn_tree
 from decoding.engine.params import DRAWN_TREES, SamplingParams
 from decoding.engine.randomness import KeyedRandomness
 from decoding.samplers.deer import DeerSampler
@@ -67,9 +70,9 @@ class Shaped(DeerSampler):
     paths = 2
 
     def drawn_trees(self, batch, k, params):
-        shape = tree.batched([drawn_tree.chains(self.paths, 2)] * len(batch.requests), "cpu")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(block_sampler, "draft_trees", lambda *_: shape)
+            shape = drawn_tree.chains(self.paths, 2)
+            patch.setattr(block_sampler, "equally_likely", lambda *_: shape)
             return super().drawn_trees(batch, k, params)
 
 
@@ -209,29 +212,34 @@ def test_one_path_is_block_verification(rule):
     assert min(gains) > 0
 
 
-def first_of_depths(drawn):
-    """The root and a node of each depth that has children: what they are drawn from."""
-    depths = [0, *drawn.trees.depth[0].tolist()]
-    return [depths.index(depth) for depth in range(max(depths))]
+@pytest.mark.parametrize("accept", [0.3, 0.8])
+def test_the_shape_holds_most_accepted_nodes(accept):
+    """Of all trees of five nodes with up to three siblings a node, two deep or three."""
+    for depth in (2, 3):
+        chances = [
+            math.prod(accept * (1 - accept) ** rank for rank in path)
+            for length in range(1, depth + 1)
+            for path in product(range(3), repeat=length)
+        ]
+        shape = drawn_tree.equally_likely(5, depth, 3, accept)
+        ranks = [
+            [shape.token[i] for i in range(node + 1) if path >> i & 1]
+            for node, path in enumerate(shape.path)
+        ]
+        found = [math.prod(accept * (1 - accept) ** rank for rank in path) for path in ranks]
+        assert sorted(found) == pytest.approx(sorted(chances)[-5:])
 
 
-def test_no_draw_decides_the_shape():
-    """It is that of the tree that is ranked without noise; siblings differ."""
+def test_siblings_differ():
     sampler = texts.deer(texts.target(), texts.random_drafter(), 4, nodes=12)
-    params, drawn = SamplingParams(max_new_tokens=5, verify="traversal"), []
-    for seed in (1, 2):
-        batch = sampler.new_batch([[3, 1, 4]], params, KeyedRandomness([seed]), 40)
-        with torch.inference_mode():
-            sampler.begin(batch, params)
-            drawn.append(sampler.drawn_trees(batch, 4, params))
-    logits = torch.stack([drawn[0].q[0, node] for node in first_of_depths(drawn[0])]).log()
-    (of_q,) = tree.draft_trees(logits[None], 12, sampler.sharpness).rows
-    for each in drawn:
-        tokens, parents = each.trees.token[0].tolist(), each.parent[0].tolist()
-        assert each.trees.depth[0].tolist() == of_q.depth
-        assert each.trees.path[0].tolist() == of_q.path
+    params = SamplingParams(max_new_tokens=5, verify="traversal")
+    batch = sampler.new_batch([[3, 1, 4]] * 3, params, KeyedRandomness([1, 2, 3]), 40)
+    with torch.inference_mode():
+        sampler.begin(batch, params)
+        drawn = sampler.drawn_trees(batch, 4, params)
+    for tokens, parents in zip(drawn.trees.token.tolist(), drawn.parent.tolist()):
         assert len({*zip(parents, tokens)}) == 12
-    assert drawn[0].trees.token.tolist() != drawn[1].trees.token.tolist()
+    assert len({*map(tuple, drawn.trees.token.tolist())}) == 3
 
 
 def test_ranking_without_noise_is_the_same_text_in_more_passes():
