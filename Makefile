@@ -3,7 +3,7 @@ PY := .venv/bin/python
 FIT := $(PY) -m trainers.fit
 RUNS ?= runs
 
-.PHONY: quickstart markov-head small-deer small-deer-scaling small-dflash small-pard small-pcllm vllm test paper-scale chaos fuzz soak load packed-step lint docs docs-serve lab-deer-stage1 lab-deer lab-deer-losses lab-deer-figures lab-pcllm lab-pcllm-ablations lab-pcllm-losses lab-asarm lab-asarm-trees lab-spiffy lab-cspd clean
+.PHONY: quickstart markov-head noise-ranked-trees small-deer small-deer-scaling small-dflash small-pard small-pcllm vllm test paper-scale chaos fuzz soak load packed-step lint docs docs-serve lab-deer-stage1 lab-deer lab-deer-losses lab-deer-figures lab-pcllm lab-pcllm-ablations lab-pcllm-losses lab-asarm lab-asarm-trees lab-spiffy lab-cspd clean
 
 .venv/installed: setup.cfg constraints.txt
 	test -x $(PY) || python3 -m venv .venv
@@ -25,6 +25,19 @@ markov-head: quickstart  ## what drafts that know the token before bring at lab 
 	$(CALIBRATE) model=$(STAGE2)/more/export
 	$(CALIBRATE) model=$(STAGE2)/head/export
 	$(BENCH) model=$(STAGE2)/more/export also=$(STAGE2)/head/export prompts=64 max_new_tokens=64 sampler=[nodes=16] verify=[coupled,block,tree] prompt_lookup=0 generate=false out=$(STAGE2)/bench_head
+
+# Noise-ranked trees, with and without noise and bigrams, beside their baselines. Acceptance lengths do not depend on the batch.
+RANKED = $(BENCH) model=$(STAGE2)/export prompts=64 max_new_tokens=64 batch_sizes=[16] temperatures=[0.3,0.7,1.0,1.5] generate=false prompt_lookup=0
+define NODES_OF
+	$(RANKED) verify=[tree,traversal,multipath] 'sampler=[nodes=$(1),sharpness=1.0,bigrams=false]' out=$(STAGE2)/ranked/$(1)
+	$(RANKED) verify=[tree] 'sampler=[nodes=$(1),sharpness=1.0,bigrams=false,rank_noise=false]' out=$(STAGE2)/ranked/$(1)_without_noise
+	$(RANKED) verify=[tree] 'sampler=[nodes=$(1)]' out=$(STAGE2)/ranked/$(1)_bigrams
+
+endef
+noise-ranked-trees: quickstart  ## the ablation of docs/explanation/noise_ranked_trees.md: an hour
+	$(CALIBRATE) model=$(STAGE2)/export lengths=[] temperatures=[0.3,0.7,1.0,1.5]
+	$(RANKED) verify=[coupled,rejection,block] out=$(STAGE2)/ranked/chains
+	$(foreach n,4 8 16 32,$(call NODES_OF,$(n)))
 
 LAB = runs=$(RUNS)/lab trainer.compile=true
 # The figures of docs/results count answers of max_new_tokens, whether or not their text ends before.

@@ -93,6 +93,7 @@ KEYS = {
     "nodes": COUNT | by_number(COUNT),
     "lengths": by_number(by_number(COUNT)),
     "sharpness": NUMBER | by_number(listed(NUMBER)),
+    "rank_noise": FLAG,
     "bigrams": FLAG | by_number(listed(NUMBER)),
     "lookup": FLAG,
     "draft": TEXT,

@@ -27,9 +27,10 @@ from decoding.commands.cli import main, parse, quiet, unknown
 from decoding.commands.options import SourceOptions, option
 from decoding.commands.progress import track
 from decoding.commands.report import results, write_table
-from decoding.engine.params import VERIFY, Result, SamplingParams
+from decoding.engine.params import Result, SamplingParams
 from decoding.engine.sampler import Sampler
 from decoding.loading import load, load_tokenizer, sampler_of, sampling_config
+from decoding.samplers.asarm import AsarmSampler
 from models import causal
 
 HIDE = ("random", "middle", "lines", "suffix")
@@ -73,7 +74,7 @@ class InfillBench(SourceOptions, ProgramOptions):
     lossy: bool = option(False, "allow knobs that are not lossless, as tolerance=0.05 (Table 8)")
     batch_size: int = option(8, "windows that are filled together", least=1)
     temperature: float = option(1.0, "of the sampling; 0 is greedy", least=0)
-    verify: str = option("rejection", "how drafts are verified", choices=VERIFY)
+    verify: str = option("rejection", "how drafts are verified", choices=AsarmSampler.rules)
 
 
 @dataclass

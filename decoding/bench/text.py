@@ -55,7 +55,9 @@ class Bench(PromptBenchOptions, ScoreOptions):
     )
     batch_sizes: tuple[int, ...] = option((1,), "prompts that are decoded together")
     verify: tuple[str, ...] = option(
-        VERIFY, "how drafts are verified; those that a sampler has are rows", choices=VERIFY
+        ("coupled", "rejection", "block", "tree"),
+        "how drafts are verified; those that a sampler has are rows",
+        choices=VERIFY,
     )
     block_size: int | None = option(None, "tokens drafted a cycle; null: the export's own", least=1)
     profile: bool = option(False, "show where a cycle's time goes, and a pass's cost by its width")

@@ -4,7 +4,8 @@ A method's drafter gives k distributions, independent given the prefix; what hap
 same for all such methods. They are verified as a chain (`rejection`, `block`, `coupled`), after
 which a rejection ends the block, as the target's distributions after it were conditioned on the
 rejected token; or they rank a tree of drafts (`tree`). With a Markov head each is conditioned on
-the drafted token before it.
+the drafted token before it. Baselines of `tree` verify trees that are drawn (`traversal`,
+`multipath`).
 """
 
 from abc import abstractmethod
@@ -21,12 +22,28 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from decoding.drafting import bigrams as bigram_file
 from decoding.drafting import markov as markov_file
 from decoding.drafting.bigrams import Bigrams
+from decoding.drafting.drawn_tree import (
+    DrawnTrees,
+    chains,
+    draw_trees,
+    equally_likely,
+    multipath,
+    traversal,
+)
 from decoding.drafting.markov import MarkovScores
 from decoding.drafting.prompt_lookup import Lookup
-from decoding.drafting.tree import LIMIT, BigramScores, check_tree, draft_trees, verify_trees
+from decoding.drafting.tree import (
+    LIMIT,
+    Accepted,
+    BigramScores,
+    Trees,
+    check_tree,
+    draft_trees,
+    verify_trees,
+)
 from decoding.engine import verify, vocabulary
 from decoding.engine.batch import Batch
-from decoding.engine.cache import CachedNetwork
+from decoding.engine.cache import CachedNetwork, TargetOutput
 from decoding.engine.params import VERIFY, SamplingParams
 from decoding.engine.sampler import Sampler
 from decoding.engine.verify import choose
@@ -37,7 +54,8 @@ from models.masks import causal, tree
 KEPT_TOKENS = 2**14  # whose bigrams are kept as dictionaries
 # Of a method's module that decodes with such a drafter: see `decoding.loading`.
 KNOBS = {
-    "nodes": int, "sharpness": float, "bigrams": bool, "lookup": bool, "markov_head": bool
+    "nodes": int, "sharpness": float, "rank_noise": bool, "bigrams": bool, "lookup": bool,
+    "markov_head": bool,
 }  # fmt: skip
 # Files beside the weights of an export.
 ARTEFACTS = (bigram_file.FILE, markov_file.FILE, vocabulary.FILE)
@@ -54,10 +72,13 @@ class BlockSampler(Sampler):
         target, tokenizer: See `Sampler`.
         block_size: k, tokens drafted a cycle unless a request asks for others.
         nodes: Of the tree that `verify=tree` drafts instead of a block: a number, or
-            {requests: number} by how many requests are decoded together.
+            {requests: number} by how many requests are decoded together. Trees that are drawn have
+            those of one request, whatever the batch.
         sharpness: Inverse temperature of the drafter in a tree's ranking (`draft_trees`): a number,
             or a number for each depth by temperature, {temperature: [...]}, of which a request
             takes the nearest.
+        rank_noise: Whether trees are ranked with the target's keyed noise; without (for comparison)
+            by the drafter's distributions alone.
         lengths: k of drafts that are no tree, {requests: {temperature: k}}, of which a cycle takes
             the nearest; None: block_size. Drafts that are accepted by chance take those of one
             request, whatever the batch (see `length`).
@@ -82,6 +103,7 @@ class BlockSampler(Sampler):
         block_size: int,
         nodes: int | dict[str, int] = 16,
         sharpness: float | dict[str, list[float]] = 1.5,
+        rank_noise: bool = True,
         lengths: dict[str, dict[str, int]] | None = None,
         bigrams: Bigrams | None = None,
         bigram_weights: dict[str, list[float]] | None = None,
@@ -101,6 +123,7 @@ class BlockSampler(Sampler):
             check_tree(number, sharpness)
         self.block_size = block_size
         self.nodes, self.sharpness = {int(rows): n for rows, n in nodes.items()}, sharpness
+        self.rank_noise = rank_noise
         self.lengths = {
             int(rows): {float(t): k for t, k in by_temperature.items()}
             for rows, by_temperature in (lengths or {}).items()
@@ -211,7 +234,7 @@ class BlockSampler(Sampler):
         """A cycle may overshoot by what it drafts; separator and scratch need a slot each."""
         most = [params.block_size or self.block_size]
         most += [k for by_temperature in self.lengths.values() for k in by_temperature.values()]
-        if params.verify == "tree":
+        if params.tree:
             most += self.nodes.values()
         return max(most) + 3
 
@@ -221,14 +244,14 @@ class BlockSampler(Sampler):
         What is drawn depends on how many tokens are drafted, and a request's text must not depend
         on its neighbours: only where the noise is keyed may their number decide.
         """
-        if params.block_size or params.verify == "tree" or not self.lengths:
+        if params.block_size or params.tree or not self.lengths:
             return params.block_size or self.block_size
         by_temperature = nearest(self.lengths, requests if params.keyed else 1)
         return nearest(by_temperature, params.temperature)
 
     def begin(self, batch: Batch, params: SamplingParams) -> None:
         """Prefill both networks."""
-        predicate = tree if params.verify == "tree" else causal
+        predicate = tree if params.tree else causal
         capacity = batch.tokens.shape[1]
         target = CachedNetwork(self.target, predicate, capacity, self.hidden_layers)
         self.begin_drafting(batch, self.prefill(batch, "target", target))
@@ -244,6 +267,8 @@ class BlockSampler(Sampler):
         noise = self.noise(batch, k + 1, params) if params.keyed else None
         if params.verify == "tree":
             return self.tree_cycle(batch, self.draft_pass(batch, k, params), noise, params)
+        if params.tree:
+            return self.drawn_tree_cycle(batch, k, params)
         draft, q = self.draft_chain(batch, k, noise, params)
         output = self.target_pass(batch, draft, params)
         if params.keyed:
@@ -265,31 +290,82 @@ class BlockSampler(Sampler):
         So the tree may know the noise: a token's chance to be the target's choice is about
         softmax(log q + g), and of that the tree is the best.
         """
-        noisy = q_logits if noise is None else q_logits + noise[:, :-1]
+        noisy = q_logits
+        if noise is not None and self.rank_noise:
+            noisy = q_logits + noise[:, :-1]
         sharpness, bigrams = self.ranking_at(params.temperature)
         lookups = batch.state.lookups
         nodes = nearest(self.nodes, len(batch.requests))
         trees = draft_trees(
             noisy, nodes, sharpness, bigrams, lookups, self.pair_scores(params.temperature)
         )
+        output = self.tree_pass(batch, trees, params)
+        tokens, counts = self.accept(batch, output, verify_trees(trees, output.logits, noise))
+        if lookups:
+            for lookup, new, count in zip(lookups, tokens.tolist(), counts.tolist()):
+                lookup.extend(new[:count])
+        return tokens, counts
+
+    def drawn_tree_cycle(
+        self, batch: Batch, k: int, params: SamplingParams
+    ) -> tuple[Tensor, Tensor]:
+        """Verify a tree that was drawn from the drafter, in one pass and by chance."""
+        drawn = self.drawn_trees(batch, k, params)
+        output = self.tree_pass(batch, drawn.trees, params)
+        rule = {"traversal": traversal, "multipath": multipath}[params.verify]
+        return self.accept(batch, output, rule(drawn, output.logits.softmax(-1), batch.randomness))
+
+    def drawn_trees(self, batch: Batch, k: int, params: SamplingParams) -> DrawnTrees:
+        """Trees of a fixed shape whose tokens are drawn.
+
+        For `traversal` a tree of paths of up to k tokens, for `multipath` as many paths of k tokens
+        as there are nodes for.
+        """
+        logits, nodes = self.draft_logits(batch, k), nearest(self.nodes, 1)
+        q = self.warped_draft(logits, batch, params).softmax(-1)
+        row = torch.arange(len(q), device=q.device)
+
+        def following(depth: Tensor, token: Tensor) -> Tensor:
+            depth = depth.clamp_max(k - 1)  # the last depth has no children
+            if self.markov is None:
+                return q[row, depth]
+            at = logits[row, depth] + self.markov.following(token)
+            return self.warped_draft(at[:, None], batch, params)[:, 0].softmax(-1)
+
+        distinct = params.verify == "traversal"
+        if distinct:
+            shape = equally_likely(nodes, k, self.vocabulary)
+        else:
+            length = min(k, nodes)
+            shape = chains(nodes // length, length)
+        return draw_trees(shape, q[:, 0], following, batch.randomness, distinct)
+
+    def tree_pass(self, batch: Batch, trees: Trees, params: SamplingParams) -> TargetOutput:
+        """One pass of the target over the last committed token and N nodes of each tree.
+
+        Returns:
+            Warped logits [B, N + 1, V] after the root and after each node, and the outputs
+            [B, N + 1, H] of `hidden_layers` there.
+        """
         batch.drafted = trees.token.shape[1]
         last, depth = batch.lengths[:, None] - 1, pad(trees.depth, (1, 0))
-        target = batch.networks["target"]
-        output = target(
+        output = batch.networks["target"](
             torch.cat([batch.tokens.gather(1, last), trees.token], 1),
             last + depth,
             keep=depth.shape[1],
             branch=pad(trees.path, (1, 0), value=-1),
         )
         logits = self.warped(output.logits, batch, trees.token, params, trees.before())
-        accepted = verify_trees(trees, logits, noise)
-        target.keep_path(batch.lengths, accepted.node)
-        tokens, counts = accepted.tokens, accepted.count + 1
-        self.follow(batch, output.hidden_states, pad(accepted.node + 1, (1, 0)), counts)
-        if lookups:
-            for lookup, new, count in zip(lookups, tokens.tolist(), counts.tolist()):
-                lookup.extend(new[:count])
-        return tokens, counts
+        return output._replace(logits=logits)
+
+    def accept(
+        self, batch: Batch, output: TargetOutput, accepted: Accepted
+    ) -> tuple[Tensor, Tensor]:
+        """Keep what a pass over trees has accepted: the output of `cycle`."""
+        batch.networks["target"].keep_path(batch.lengths, accepted.node)
+        counts = accepted.count + 1
+        self.follow(batch, output.hidden_states, accepted.along, counts)
+        return accepted.tokens, counts
 
     def fitted(self, logits: Tensor, excluded: list[int]) -> Tensor:
         """A drafter's logits [B, k, Vd] over the target's V tokens; -inf for those `excluded`."""
@@ -332,7 +408,8 @@ def knobs_of(config: dict, *keys: str) -> dict:
         config: The entry, with what `read_artefacts` found.
         keys: Further arguments, of the method's own.
     """
-    keys += ("block_size", "nodes", "sharpness", "lengths", "lookup", "draft_ids", "markov")
+    keys += ("block_size", "nodes", "sharpness", "rank_noise", "lengths", "lookup")
+    keys += ("draft_ids", "markov")
     knobs = {key: config[key] for key in keys if key in config}
     if config.get("bigrams") and "table" in config:
         knobs |= {"bigrams": config["table"], "bigram_weights": config["bigrams"]}

@@ -149,11 +149,15 @@ def accepted_paths(trees: Trees, choice: Tensor) -> tuple[Tensor, Tensor]:
         node [B, m]: the i-th node of each path; after a path's end, i itself.
         count [B]: nodes of each path.
     """
-    paths = [walk(*row) for row in zip(trees.rows, choice.tolist())]
+    return padded([walk(*row) for row in zip(trees.rows, choice.tolist())], choice)
+
+
+def padded(paths: list[list[int]], like: Tensor) -> tuple[Tensor, Tensor]:
+    """Paths of nodes as tensors of the type and device of `like`: see `accepted_paths`."""
     count = [len(path) for path in paths]
     positions = range(max(count))
     node = [[*path, *positions[len(path) :]] for path in paths]
-    return choice.new_tensor(node).view(len(paths), -1), choice.new_tensor(count)
+    return like.new_tensor(node).view(len(paths), -1), like.new_tensor(count)
 
 
 class Accepted(NamedTuple):
@@ -241,7 +245,12 @@ def draft_trees(
     fewest, most = (f(len(row.token) for row in rows) for f in (min, max))
     if fewest < most:  # a row has no more prefixes: a smaller tree is the first nodes of a larger
         rows = [best_first(children, fewest, suffix) for children, suffix in rankings]
-    return Trees(rows, *torch.tensor([*zip(*(t[:3] for t in rows))], device=logits.device))
+    return batched(rows, logits.device)
+
+
+def batched(rows: list[Tree], device: torch.device) -> Trees:
+    """Trees of as many nodes each, together."""
+    return Trees(rows, *torch.tensor([*zip(*(t[:3] for t in rows))], device=device))
 
 
 def conditioned(marginals: Tensor, added: Tensor) -> Tensor:

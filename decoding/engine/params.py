@@ -4,7 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
-VERIFY = ("coupled", "rejection", "block", "tree")
+DRAWN_TREES = ("traversal", "multipath")  # published ways to verify a tree that is drawn
+VERIFY = ("coupled", "rejection", "block", "tree", *DRAWN_TREES)
 LONGEST_ANSWER, LONGEST_DRAFT = 2**20, 2**10  # tokens: more is a slip, and would take all memory
 KEYED = ("coupled", "tree")  # every choice is argmax(log p + g), with the noise g of its position
 
@@ -88,6 +89,11 @@ class SamplingParams:
     def keyed(self) -> bool:
         """Whether every token is the keyed choice, as in plain decoding with the same seed."""
         return self.temperature == 0 or self.verify in KEYED
+
+    @property
+    def tree(self) -> bool:
+        """Whether a block drafter drafts a tree; at temperature 0 only `tree` does."""
+        return self.verify == "tree" or (self.temperature > 0 and self.verify in DRAWN_TREES)
 
 
 @dataclass

@@ -36,7 +36,7 @@ from decoding.any_subset.two_stream_cache import Branches, TwoStreamNetwork, two
 from decoding.drafting.tree import Trees, check_tree, draft_trees, verify_trees
 from decoding.engine import verify
 from decoding.engine.batch import Batch
-from decoding.engine.params import VERIFY, SamplingParams
+from decoding.engine.params import SamplingParams
 from decoding.engine.verify import choose
 from decoding.engine.warp import fit_vocabulary, seen_tokens, warp
 from models.twostream import check_prompt, joint_logits
@@ -81,7 +81,7 @@ class AsarmSampler(Infiller):
         ValueError: An option outside its range, or a target that cannot be decoded with.
     """
 
-    rules = VERIFY
+    rules = ("coupled", "rejection", "block", "tree")
     drafts = DRAFTS
 
     def __init__(

@@ -75,6 +75,8 @@ SAMPLERS = {
     "deer, block": (deer, {"verify": "block"}),
     "deer, coupled": (deer, {"verify": "coupled"}),
     "deer, tree": (deer, {"verify": "tree"}),
+    "deer, traversal": (deer, {"verify": "traversal"}),
+    "deer, multipath": (deer, {"verify": "multipath"}),
     "deer, tree at T=0": (deer, {"verify": "tree", "temperature": 0.0}),
     "deer, penalty": (deer, {"verify": "rejection", "repetition_penalty": 1.3}),
     "deer, bidirectional": (lambda: deer(attention="bidirectional"), {"verify": "rejection"}),

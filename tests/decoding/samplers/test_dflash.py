@@ -5,7 +5,7 @@ import torch
 
 from decoding.engine import verify
 from decoding.engine.batch import Batch
-from decoding.engine.params import KEYED, SamplingParams
+from decoding.engine.params import KEYED, VERIFY, SamplingParams
 from decoding.engine.randomness import KeyedRandomness
 from decoding.samplers.dflash import DFlashSampler
 from decoding.samplers.plain import PlainSampler
@@ -111,7 +111,7 @@ def worst(cls, rule, temperature):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("rule", ["rejection", "block", "coupled", "tree"])
+@pytest.mark.parametrize("rule", VERIFY)
 def test_the_context_follows_the_accepted_tokens(rule, temperature):
     assert worst(Recording, rule, temperature) < 1e-9
 

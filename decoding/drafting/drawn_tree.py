@@ -1,0 +1,272 @@
+"""Draft trees drawn from the drafter, and two published ways to verify them by chance.
+
+They are the baselines of `verify=tree`. Each is exact if a node's token is drawn from the very q
+that verifies it, given all that is looked at before it. So
+
+- a tree's shape is fixed before a token is drawn;
+- the children of different nodes are drawn independently: siblings of one depth that share a draw,
+  as in a noise-ranked tree, would tell of each other;
+- verification has draws of its own, of which the drafter knows nothing.
+
+Symbols: B sequences, N nodes of each tree, V tokens; nodes are numbered from 1, 0 is the root, the
+last committed token. p and q [B, N + 1, V] are the target's distributions after the root and after
+each node, and those that its first child was drawn from.
+"""
+
+from collections.abc import Callable
+from math import log, log1p
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from decoding.drafting.tree import Accepted, Tree, Trees, batched, best_first, padded
+from decoding.engine.randomness import Randomness
+from decoding.engine.verify import block
+
+ACCEPT = 0.8  # of `equally_likely`
+
+
+class DrawnTrees(NamedTuple):
+    """Draft trees whose tokens were drawn.
+
+    Attributes:
+        trees: The trees of a batch, with the drawn tokens.
+        parent: The number of each node's parent, int64 [B, N].
+        q: What the first child of the root and of each node was drawn from, [B, N + 1, V].
+    """
+
+    trees: Trees
+    parent: Tensor
+    q: Tensor
+
+
+def chains(paths: int, length: int) -> Tree:
+    """The shape of several paths without common nodes.
+
+    Args:
+        paths: K; path i has the nodes from i * length on.
+        length: Nodes of each path.
+
+    >>> chains(2, 3).depth, [f"{path:b}" for path in chains(2, 3).path]
+    ([1, 2, 3, 1, 2, 3], ['1', '11', '111', '1000', '11000', '111000'])
+    """
+    depth = [*range(1, length + 1)] * paths
+    path = [((1 << d) - 1) << i * length for i in range(paths) for d in range(1, length + 1)]
+    parent = [node - 1 if d > 1 else -1 for node, d in enumerate(depth)]
+    child = {(before, node): node for node, before in enumerate(parent)}
+    return Tree([0] * len(depth), depth, path, child)
+
+
+def equally_likely(nodes: int, depth: int, siblings: int, accept: float = ACCEPT) -> Tree:
+    """The shape with most accepted nodes if every draw is accepted with the same probability.
+
+    The i-th sibling then is with probability accept (1 - accept)^(i-1), whatever its parent.
+    Sequoia (arXiv 2402.12374) does the same with probabilities that it measures.
+
+    Args:
+        nodes: Nodes of the tree.
+        depth: The most nodes of a path.
+        siblings: The most children of a node.
+        accept: The probability.
+
+    >>> equally_likely(4, 3, 9, accept=0.8).depth, equally_likely(4, 3, 9, accept=0.3).depth
+    ([1, 2, 3, 1], [1, 1, 1, 1])
+    """
+    ranks = [*range(min(nodes, siblings))]
+    ranked = ranks, [log(accept) + i * log1p(-accept) for i in ranks]
+    return best_first(lambda at, _: ranked if at < depth else ([], []), nodes)
+
+
+def draw_trees(
+    shape: Tree,
+    first: Tensor,
+    following: Callable[[Tensor, Tensor], Tensor],
+    randomness: Randomness,
+    distinct: bool,
+) -> DrawnTrees:
+    """Draw the tokens of trees of a given shape, node by node.
+
+    A node whose siblings have used up all tokens that q gives a chance is token 0, and is never
+    accepted.
+
+    Args:
+        shape: Of all trees: N nodes, of which parents precede children. Its tokens are not used.
+        first: What the children of the root are drawn from, [B, V].
+        following: Maps depths and tokens of nodes, [B] each, to what their children are drawn from,
+            [B, V].
+        randomness: Draws one token for each node.
+        distinct: Whether siblings are drawn without replacement.
+    """
+    trees = batched([shape] * len(first), first.device)
+    parent = torch.tensor([before + 1 for before, _ in shape.child], device=first.device)
+    parent = parent.expand(len(first), -1)
+    rows, nodes = parent.shape
+    row = torch.arange(rows, device=first.device)
+    q = first.new_zeros(rows, nodes + 1, first.shape[-1])
+    q[:, 0] = first
+    left, token = q.clone(), torch.zeros_like(trees.token)
+    for n in range(nodes):
+        of = left[row, parent[:, n]]
+        spent = of.sum(-1, keepdim=True) == 0
+        certain = torch.zeros_like(of).index_fill_(-1, parent.new_tensor([0]), 1.0)
+        token[:, n] = randomness.categorical(torch.where(spent, certain, of))
+        if distinct:
+            left[row, parent[:, n]] = without(of, token[:, n])
+        q[:, n + 1] = left[:, n + 1] = following(trees.depth[:, n], token[:, n])
+    return DrawnTrees(trees._replace(token=token), parent, q)
+
+
+def without(q: Tensor, token: Tensor) -> Tensor:
+    """q [B, V] given that it is not this token [B]; zero everywhere where nothing else is left."""
+    rest = q.scatter(-1, token[:, None], 0.0)
+    total = rest.sum(-1, keepdim=True)
+    return torch.where(total > 0, rest / total, 0.0)
+
+
+def traversal(drawn: DrawnTrees, p: Tensor, randomness: Randomness) -> Accepted:
+    """Verification `traversal`: whole prefixes are accepted or rejected, leaves first.
+
+    Source: Weng et al., arXiv 2505.12398. A node x with parent u has the weight
+    r_x = min(1, r_u p_u(x) / q_u(x)), r = 1 at the root. Nodes are visited after their descendants;
+    x is accepted with its weight, and all of its prefix with it. Otherwise its parent goes on with
+
+        p_u <- (r_u p_u - q_u)+ / s,   r_u <- s / (s + 1 - r_u),   s = sum (r_u p_u - q_u)+,
+
+    and q_u without x. A path without siblings is `block`'s. An update of u looks neither at which
+    child was rejected nor at its subtree, so all weights are known before any coin is tossed, and
+    one draw says which node is the first to be accepted.
+
+    Args:
+        drawn: Trees whose siblings are distinct.
+        p: The target's distributions, [B, N + 1, V].
+        randomness: Draws the accepted node, and the token after it.
+    """
+    row = torch.arange(len(p), device=p.device)
+    p, q, r = p.clone(), drawn.q.clone(), torch.ones_like(p[..., 0])
+    for n, (u, x) in enumerate(zip(drawn.parent.unbind(1), drawn.trees.token.unbind(1)), 1):
+        p_u, q_u, r_u = p[row, u], q[row, u], r[row, u]
+        drawable = q_u[row, x] > 0  # otherwise its siblings have used up q: see `draw_trees`
+        ratio = r_u * p_u[row, x] / q_u[row, x]
+        r[:, n] = torch.where(drawable, ratio.clamp_max(1), 0.0)
+        p_rest, r_rest = after_rejection(p_u, q_u, r_u)
+        p[row, u] = torch.where(drawable[:, None], p_rest, p_u)
+        q[row, u] = torch.where(drawable[:, None], without(q_u, x), q_u)
+        r[row, u] = torch.where(drawable, r_rest, r_u)
+    order = drawn.parent.new_tensor([leaves_first(parents) for parents in drawn.parent.tolist()])
+    accept = r.gather(1, order)
+    none_before = pad((1 - accept[:, :-1]).cumprod(1), (1, 0), value=1.0)
+    node = order[row, randomness.categorical(accept * none_before)]
+    return _accepted(drawn.trees, node, randomness.categorical(p[row, node]))
+
+
+def after_rejection(p: Tensor, q: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """What a node goes on with after a child of it, drawn from q, was rejected.
+
+    Args:
+        p, q: The target's and the drafter's distribution of the child, [B, V].
+        weight: r of the node, [B].
+
+    Returns:
+        (r p - q)+ normalised, the new p [B, V], and the new weight s / (s + 1 - r) [B].
+    """
+    rest = (weight[:, None] * p - q).clamp_min(0)
+    s = rest.sum(-1)
+    left = s + 1 - weight
+    # Where r = 1 and p = q there is no mass either way: the child was surely accepted.
+    weight = torch.where(left > 0, s / left, weight)
+    return torch.where(s[:, None] > 0, rest / s[:, None], p), weight
+
+
+def leaves_first(parents: list[int]) -> list[int]:
+    """The numbers of a tree's nodes, each after those of its descendants; the root is last.
+
+    Args:
+        parents: The number of the parent of node 1, of node 2 and so on.
+
+    >>> leaves_first([0, 1, 1, 0])
+    [2, 3, 1, 4, 0]
+    """
+    children = [[] for _ in range(len(parents) + 1)]
+    for node, parent in enumerate(parents, 1):
+        children[parent].append(node)
+
+    def subtree(node: int) -> list[int]:
+        return [*(below for child in children[node] for below in subtree(child)), node]
+
+    return subtree(0)
+
+
+def multipath(drawn: DrawnTrees, p: Tensor, randomness: Randomness) -> Accepted:
+    """Verification `multipath`: the best of K independent paths, then `block` on it alone.
+
+    Source: greedy multi-path block verification, Thomas and Pal, arXiv 2602.16961: a rule selects
+    one of K i.i.d. paths, and `block` verifies it with the distribution of the selected path. Here
+    the rule takes the path whose first token is the first in the order `by_ratio`, among those with
+    the same first token the one whose second is, and so on. We know the paper's construction from
+    summaries, and not which order it selects by: any strict order is exact.
+
+    With G the probability under q of a path that is preferred to all with a given prefix, and w
+    that of the prefix, the selected path begins with it with probability
+    (1 - G)^K - (1 - G - w)^K = w S(1 - G, 1 - G - w), where S is `difference`.
+
+    Args:
+        drawn: Trees of the shape `chains`.
+        p: The target's distributions, [B, N + 1, V].
+        randomness: Draws what `block` draws.
+    """
+    length = int(drawn.trees.depth.max())
+    tokens = drawn.trees.token.unflatten(1, (-1, length))  # [B, K, length]
+    rows, paths, _ = tokens.shape
+    row = torch.arange(rows, device=p.device)
+
+    at, best = torch.zeros_like(row), torch.ones_like(tokens[..., 0], dtype=torch.bool)
+    preferred, weight = p.new_zeros(rows, 1).double(), p.new_ones(rows, 1).double()
+    along, draft, q = [at], [], []
+    for i in range(length):
+        p_i, q_i = p[row, at].double(), drawn.q[row, at].double()
+        order = by_ratio(p_i, q_i)
+        ranked = q_i.gather(1, order)
+        before = torch.zeros_like(q_i).scatter(1, order, ranked.cumsum(1) - ranked)
+        above, mass = preferred + weight * before, weight * q_i
+        of_all = difference(1 - preferred, 1 - preferred - weight, paths)
+        q.append(q_i * difference(1 - above, 1 - above - mass, paths) / of_all)
+        rank = order.argsort().gather(1, tokens[..., i]).masked_fill(~best, order.shape[1])
+        best = rank == rank.amin(1, keepdim=True)
+        path = best.int().argmax(1)
+        at = path * length + i + 1
+        draft.append(tokens[row, path, i])
+        preferred, weight = (x.gather(1, draft[-1][:, None]) for x in (above, mass))
+        along.append(at)
+    draft, q, along = (torch.stack(x, 1) for x in (draft, q, along))
+    accepted, following = block(draft, q, p[row[:, None], along], randomness)
+    return _accepted(drawn.trees, along[row, accepted], following)
+
+
+def by_ratio(p: Tensor, q: Tensor) -> Tensor:
+    """Tokens in the order of falling p/q, equal ones by their number; those without q are last.
+
+    Args:
+        p, q: Distributions [B, V].
+
+    Returns:
+        Tokens, int64 [B, V].
+    """
+    return torch.where(q > 0, p / q, -1.0).argsort(descending=True, stable=True)
+
+
+def difference(a: Tensor, b: Tensor, exponent: int) -> Tensor:
+    """(a^K - b^K) / (a - b) = sum_j a^j b^(K-1-j) for K = exponent, without cancellation."""
+    b = b.clamp_min(0)  # it is a probability, up to rounding
+    return sum(a**j * b ** (exponent - 1 - j) for j in range(exponent))
+
+
+def _accepted(trees: Trees, node: Tensor, following: Tensor) -> Accepted:
+    """The path to each accepted node [B], by its number, and the token [B] that follows it."""
+    bits = pad(trees.path, (1, 0)).gather(1, node[:, None]).flatten().tolist()
+    paths = [[i for i in range(path.bit_length()) if path >> i & 1] for path in bits]
+    nodes, count = padded(paths, node)
+    tokens = torch.cat([trees.token.gather(1, nodes), following[:, None]], 1)
+    tokens.scatter_(1, count[:, None], following[:, None])
+    return Accepted(tokens, count, nodes, pad(nodes + 1, (1, 0)))
