@@ -94,6 +94,11 @@ def _fit(config: DictConfig, folder: Path, optimization: Optimization) -> Path:
     prepare_inputs(config)
     pl.seed_everything(config.seed, verbose=False)
     module = build_module(config)
+    if config.trainer.compile and not module.compiles:
+        raise ValueError(
+            "trainer.compile=true is not allowed with module.noise_layers: a compiled drafter "
+            "cannot read the noise of a step"
+        )
     counted = in_steps(config, module)
     steps = counted.trainer.max_steps
     warmup = optimization.warmup(steps)

@@ -9,6 +9,7 @@ the drafted token before it.
 
 from abc import abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -141,19 +142,42 @@ class BlockSampler(Sampler):
             that are never drafted (`fit_vocabulary`).
         """
 
-    def draft_pass(self, batch: Batch, k: int, params: SamplingParams) -> Tensor:
-        """Warped drafter logits [B, k, V] at the next k positions, independent given the prefix."""
-        return self.warped_draft(self.draft_logits(batch, k), batch, params)
+    def reading_noise(
+        self, batch: Batch, k: int, noise: Tensor | None, params: SamplingParams
+    ) -> AbstractContextManager:
+        """A context in which `draft_logits` reads keyed noise, of a drafter that can.
 
-    def forced_pass(self, batch: Batch, tokens: Tensor, params: SamplingParams) -> Tensor:
-        """Warped drafter logits [B, k, V] at known tokens [B, k].
+        Args:
+            batch: The requests.
+            k: Tokens to draft.
+            noise: Keyed noise of the next positions, [B, k or more, V]; None at temperature 0.
+            params: How to decode; where drafts are accepted by chance no noise is read.
+        """
+        return nullcontext()
+
+    def draft_pass(
+        self, batch: Batch, k: int, params: SamplingParams, noise: Tensor | None = None
+    ) -> Tensor:
+        """Warped drafter logits [B, k, V] at the next k positions, without a Markov head's terms.
+
+        They are independent given the prefix and the noise, [B, k or more, V].
+        """
+        with self.reading_noise(batch, k, noise, params):
+            logits = self.draft_logits(batch, k)
+        return self.warped_draft(logits, batch, params)
+
+    def forced_pass(
+        self, batch: Batch, tokens: Tensor, params: SamplingParams, noise: Tensor | None = None
+    ) -> Tensor:
+        """Warped drafter logits [B, k, V] at known tokens [B, k], with the noise as `draft_pass`.
 
         With a Markov head each position is conditioned on the known token before it.
         """
         k = tokens.shape[1]
         if self.markov is None:
-            return self.draft_pass(batch, k, params)
-        logits = self.draft_logits(batch, k)
+            return self.draft_pass(batch, k, params, noise)
+        with self.reading_noise(batch, k, noise, params):
+            logits = self.draft_logits(batch, k)
         added = pad(self.markov.following(tokens[:, :-1]), (0, 0, 1, 0))
         return self.warped_draft(logits + added, batch, params)
 
@@ -174,9 +198,11 @@ class BlockSampler(Sampler):
             it was chosen with keyed noise.
         """
         if self.markov is None:
-            return self._drawn(self.draft_pass(batch, k, params), noise, batch, params)
-        logits, draft, q = self.draft_logits(batch, k).split(1, 1), [], []
-        for i, at in enumerate(logits):
+            return self._drawn(self.draft_pass(batch, k, params, noise), noise, batch, params)
+        with self.reading_noise(batch, k, noise, params):
+            logits = self.draft_logits(batch, k)
+        draft, q = [], []
+        for i, at in enumerate(logits.split(1, 1)):
             if i:  # the network has read the token before the first
                 at = at + self.markov.following(draft[-1])
             g = None if noise is None else noise[:, i:]
@@ -243,7 +269,7 @@ class BlockSampler(Sampler):
         # Where it is keyed, drafter and target share it.
         noise = self.noise(batch, k + 1, params) if params.keyed else None
         if params.verify == "tree":
-            return self.tree_cycle(batch, self.draft_pass(batch, k, params), noise, params)
+            return self.tree_cycle(batch, self.draft_pass(batch, k, params, noise), noise, params)
         draft, q = self.draft_chain(batch, k, noise, params)
         output = self.target_pass(batch, draft, params)
         if params.keyed:
