@@ -104,7 +104,8 @@ def observed(
             sampler.begin_drafting(batch, sampler.states_before(batch))
             chosen = [text[n : n + k] for n in starts]
             noise = sampler.noise(batch, k, params)
-            q = sampler.forced_pass(batch, torch.tensor(chosen, device=device), params, noise)
+            with sampler.reading_noise(batch, k, noise, params):
+                q = sampler.forced_pass(batch, torch.tensor(chosen, device=device), params)
             z.append(q.log_softmax(-1) + (0 if noise is None else noise))
             choice += chosen
     if not z:

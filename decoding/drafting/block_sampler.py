@@ -145,7 +145,7 @@ class BlockSampler(Sampler):
     def reading_noise(
         self, batch: Batch, k: int, noise: Tensor | None, params: SamplingParams
     ) -> AbstractContextManager:
-        """A context in which `draft_logits` reads keyed noise, of a drafter that can.
+        """A context in which the drafter's passes read the keyed noise, of a drafter that can.
 
         Args:
             batch: The requests.
@@ -155,29 +155,19 @@ class BlockSampler(Sampler):
         """
         return nullcontext()
 
-    def draft_pass(
-        self, batch: Batch, k: int, params: SamplingParams, noise: Tensor | None = None
-    ) -> Tensor:
-        """Warped drafter logits [B, k, V] at the next k positions, without a Markov head's terms.
+    def draft_pass(self, batch: Batch, k: int, params: SamplingParams) -> Tensor:
+        """Warped drafter logits [B, k, V] at the next k positions, independent given the prefix."""
+        return self.warped_draft(self.draft_logits(batch, k), batch, params)
 
-        They are independent given the prefix and the noise, [B, k or more, V].
-        """
-        with self.reading_noise(batch, k, noise, params):
-            logits = self.draft_logits(batch, k)
-        return self.warped_draft(logits, batch, params)
-
-    def forced_pass(
-        self, batch: Batch, tokens: Tensor, params: SamplingParams, noise: Tensor | None = None
-    ) -> Tensor:
-        """Warped drafter logits [B, k, V] at known tokens [B, k], with the noise as `draft_pass`.
+    def forced_pass(self, batch: Batch, tokens: Tensor, params: SamplingParams) -> Tensor:
+        """Warped drafter logits [B, k, V] at known tokens [B, k].
 
         With a Markov head each position is conditioned on the known token before it.
         """
         k = tokens.shape[1]
         if self.markov is None:
-            return self.draft_pass(batch, k, params, noise)
-        with self.reading_noise(batch, k, noise, params):
-            logits = self.draft_logits(batch, k)
+            return self.draft_pass(batch, k, params)
+        logits = self.draft_logits(batch, k)
         added = pad(self.markov.following(tokens[:, :-1]), (0, 0, 1, 0))
         return self.warped_draft(logits + added, batch, params)
 
@@ -198,11 +188,9 @@ class BlockSampler(Sampler):
             it was chosen with keyed noise.
         """
         if self.markov is None:
-            return self._drawn(self.draft_pass(batch, k, params, noise), noise, batch, params)
-        with self.reading_noise(batch, k, noise, params):
-            logits = self.draft_logits(batch, k)
-        draft, q = [], []
-        for i, at in enumerate(logits.split(1, 1)):
+            return self._drawn(self.draft_pass(batch, k, params), noise, batch, params)
+        logits, draft, q = self.draft_logits(batch, k).split(1, 1), [], []
+        for i, at in enumerate(logits):
             if i:  # the network has read the token before the first
                 at = at + self.markov.following(draft[-1])
             g = None if noise is None else noise[:, i:]
@@ -268,9 +256,13 @@ class BlockSampler(Sampler):
         k = self.length(len(batch.requests), params)
         # Where it is keyed, drafter and target share it.
         noise = self.noise(batch, k + 1, params) if params.keyed else None
+        with self.reading_noise(batch, k, noise, params):
+            if params.verify == "tree":
+                q_logits = self.draft_pass(batch, k, params)
+            else:
+                draft, q = self.draft_chain(batch, k, noise, params)
         if params.verify == "tree":
-            return self.tree_cycle(batch, self.draft_pass(batch, k, params, noise), noise, params)
-        draft, q = self.draft_chain(batch, k, noise, params)
+            return self.tree_cycle(batch, q_logits, noise, params)
         output = self.target_pass(batch, draft, params)
         if params.keyed:
             accepted, following = verify.coupled(draft, choose(output.logits, noise))
