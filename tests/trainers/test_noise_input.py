@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from data.corruption.draft_blocks import DraftBlocks, SuffixNoise
 from data.text.tokenizer import with_draft_tokens
@@ -17,7 +18,7 @@ from decoding.samplers.plain import PlainSampler
 from models.diffusion import from_causal_lm
 from models.noise import NoiseInput
 from tests.support import tiny
-from tests.support.runs import cut, same_run
+from tests.support.runs import curve, cut, same_run
 from tests.trainers.test_dflash import module as dflash_module
 from tests.trainers.test_markov_head import weights
 from trainers.base import Optimization
@@ -150,3 +151,186 @@ def test_it_knows_what_independent_positions_cannot(tokenizer):
     print(found, limit, other)
     assert found > limit + 0.2
     assert other < limit - 0.2
+
+
+def test_it_conditions_on_greedy_candidates_at_temperature_0(tokenizer):
+    """Without noise the loss is of texts that the target says at temperature 0."""
+    module = module_of(tokenizer, noise_layers=[0])
+    batch = module.in_draft_vocabulary(next(batches(tokenizer, temperature=0.0)))
+    noise = module.noise_of(batch, module.target_states(batch))
+    assert (noise[..., :V] == 0).all()
+    assert (noise[..., V:] == -torch.inf).all()  # mask and separator
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+@pytest.mark.parametrize("teacher", ["target", "answers"])
+def test_the_noise_chooses_the_text(tokenizer, temperature, teacher):
+    """argmax(log p / T + g) is the batch's token, at its temperature; with a row's own seed."""
+    module = module_of(tokenizer, noise_layers=[0], teacher=teacher)
+    batch = next(batches(tokenizer, temperature=temperature))
+    before = batch["input_ids"].gather(1, (batch["start"] - 1))[..., None]
+    p = P[torch.cat([before, batch["target"][..., :-1]], -1)]
+    if teacher == "answers":
+        probs, ids = p.topk(V)
+        batch |= {"teacher_ids": ids, "teacher_probs": probs}
+    batch = module.in_draft_vocabulary(batch)
+    states = module.target_states(batch)
+    read = module.noise_of(batch, states)
+    chosen = (p.log() + read[..., :V]).argmax(-1)  # of log p / T + g, times T
+    assert torch.equal(chosen, batch["target"])
+    other = (p.log() + read[..., :V].roll(1, 1)).argmax(-1)  # negative control
+    assert (other != batch["target"]).float().mean() > 0.2
+    alone = {name: x[2:3] for name, x in batch.items()}
+    found = module.noise_of(alone, states._replace(logits=states.logits[2:3]))
+    assert torch.equal(found[0], read[2])
+
+
+def test_a_smaller_vocabulary_reads_its_own_tokens(tokenizer):
+    """Noise of a text's token that the drafter does not have chooses none of its own."""
+    ids = torch.tensor([*range(20, 30), 3])
+    module = module_of(tokenizer, noise_layers=[0], draft_ids=ids)
+    batch = module.in_draft_vocabulary(next(batches(tokenizer)))
+    noise = module.noise_of(batch, module.target_states(batch))
+    assert noise.shape[-1] == len(ids)
+    assert noise.isfinite().all()
+    p = module.target_states(batch).logits.log_softmax(-1)
+    known = batch["masked"]
+    assert 0.1 < known.float().mean() < 0.9
+    assert torch.equal((p + noise).argmax(-1)[known], batch["target"][known])
+    module.losses(next(batches(tokenizer)))[0].sum().backward()
+    assert module.noise_input.project[0].weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("layout", ["separator", "pard"])
+def test_a_new_one_adds_the_early_losses_alone(tokenizer, layout):
+    """The drafter's own logits are as they were; of the layer before there is a loss, too."""
+    tokens = tokenizer
+    if layout == "pard":  # its mask is a token that the target has, and text does not
+        tokens = tiny.tokenizer(V)
+        tokens.add_special_tokens({"additional_special_tokens": ["<spare>"]})
+        tokens = with_draft_tokens(tokens, layout)
+    batch = next(batches(tokens, layout))
+    networks = [drafter(tokens) for _ in range(2)]
+    without = module_of(tokens, network=networks[0], layout=layout)
+    new = module_of(tokens, network=networks[1], layout=layout, noise_layers=[1])
+    known = new.in_draft_vocabulary(batch)
+    (logits, loss, _), (expected, nll, _) = new.forward_pass(known), without.forward_pass(known)
+    assert torch.equal(logits, expected)
+    early = loss - nll
+    assert (early > 0).all()
+    teacher = new.target_states(known).logits
+    torch.testing.assert_close(nll, soft_nll(expected, teacher))
+    loss.sum().backward()
+    assert new.noise_input.project[0].weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"noise_layers": []}, r"noise_layers=\[\] is not allowed: .* from 0 to 1"),
+        ({"noise_layers": [2]}, r"noise_layers=\[2\] is not allowed: .* from 0 to 1"),
+        ({"noise_layers": [1, 0]}, r"noise_layers=\[1, 0\] is not allowed"),
+        ({"noise_layers": [0], "soft": 0.9}, r"soft=0\.9 is not allowed .*module\.soft=1"),
+        ({"noise_layers": [0], "ema": 0.9}, r"optimization\.ema=0\.9 .*module\.noise_layers"),
+        ({"noise_layers": [0], "cls": Distillation}, "Distillation .*whose noise it does not know"),
+        ({"noise_layers": [0], "train_drafter": False}, "no trained drafter of method=deer"),
+        ({"train_drafter": False}, "module.markov_rank or module.noise_layers"),
+    ],
+)
+def test_bad_settings(tokenizer, options, message):
+    with pytest.raises(ValueError, match=message):
+        module_of(tokenizer, **options)
+
+
+def test_what_it_does_not_go_with(tokenizer):
+    with pytest.raises(ValueError, match=r"DFlash .*whose noise it does not know"):
+        dflash_module(tiny.causal_lm(V), noise_layers=[0])
+    module = module_of(tokenizer, noise_layers=[0], markov_rank=2)
+    module._trainer = SimpleNamespace(strategy=SimpleNamespace(shard=None))
+    with pytest.raises(ValueError, match=r"markov_rank and module\.noise_layers .*strategy=ddp"):
+        module.configure_model()
+    batch = next(batches(tokenizer))
+    del batch["temperature"]
+    with pytest.raises(ValueError, match="temperature that each text was drawn at"):
+        module.losses(batch)
+    network = drafter(tokenizer)
+    network.config.parade = {"method": "deer", "noise_input": True}
+    with pytest.warns(UserWarning, match="has a noise input, which is left behind"):
+        module_of(tokenizer, network=network)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_recipe_s_export_decodes_with_it(lab, frozen):
+    """Trained with the drafter, or on the finished one, whose weights stay."""
+    finished = lab.runs / "deer_stage2" / "export"
+    form = [f"name=noise_{frozen}", "module.noise_layers=[0]", "module.soft=1.0"]
+    form += ["optimization.lr=0.05"]
+    if frozen:
+        form += ["module.train_drafter=false", f"drafter={finished}"]
+    export = lab.fit("deer_stage2", *form)
+    entry = json.loads((export / "config.json").read_text())["parade"]
+    assert entry["noise_input"] is True
+    ours, theirs = weights(export), weights(finished)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs) is frozen
+    found = noise_file.read(export / noise_file.FILE)
+    assert found.layers == (0,)
+    assert found.project[0].weight.abs().sum() > 0
+    # Engines read every file of weights that they find.
+    assert [f.name for f in export.glob("*.safetensors")] == ["model.safetensors"]
+    sampler = load(str(export), dtype="float32")
+    assert torch.equal(sampler.noise_input.project[0].weight, found.project[0].weight)
+    without = load(str(export), dtype="float32", sampler=["noise_input=false"])
+    assert without.noise_input is None
+    for rule in ("coupled", "tree"):
+        params = SamplingParams(24, 1.0, verify=rule, seed=3)
+        plain = PlainSampler(sampler.target, sampler.tokenizer).generate(["def value"], params)
+        for s in (sampler, without):
+            assert s.generate(["def value"], params)[0].token_ids == plain[0].token_ids
+    ids = sampler.tokenizer(["def value"], return_tensors="pt").input_ids
+    stock = custom_generate.generate(
+        deer,
+        AutoModelForCausalLM.from_pretrained(lab.runs / "ar_target" / "export"),
+        drafter=str(export),
+        input_ids=ids,
+        max_new_tokens=12,
+        do_sample=False,
+    )
+    (greedy,) = sampler.generate(["def value"], SamplingParams(12, 0.0))
+    assert stock[0, ids.shape[1] :].tolist() == greedy.token_ids
+
+
+FORM = ("trainer.max_steps=6", "trainer.log_every=1", "module.noise_layers=[0]", "module.soft=1.0")
+
+
+def test_a_killed_run_goes_on_as_if_it_had_not_been(lab):
+    whole = lab.fit("deer_stage2", *FORM, "name=noise_whole").parent
+    killed = cut(whole, "noise_killed", 2)
+    lab.fit("deer_stage2", *FORM, "name=noise_killed")
+    assert same_run(whole, killed)
+    found = [noise_file.read(run / "export" / noise_file.FILE) for run in (whole, killed)]
+    assert torch.equal(*(noise_input.project[0].weight for noise_input in found))
+
+
+def test_the_loss_does_not_depend_on_how_a_step_is_split(lab):
+    form = [*FORM, "optimization.lr=0.01"]
+    whole = lab.fit("deer_stage2", *form, "name=noise_one").parent
+    split = ["trainer.micro_batch_size=2", "name=noise_split"]
+    lab.fit("deer_stage2", *form, *split)
+    ours, theirs = curve(whole), curve(whole.with_name("noise_split"))
+    assert ours.keys() == theirs.keys()
+    assert max(abs(ours[s] - theirs[s]) for s in ours) < 1e-5
+
+
+def test_an_export_whose_noise_input_is_another_is_refused(lab, monkeypatch):
+    stored = noise_file.stored
+    monkeypatch.setattr(noise_file, "stored", lambda found: stored(NoiseInput(32, [0])))
+    with pytest.raises(ValueError, match="weights are not the trainer's"):
+        lab.fit("deer_stage2", *FORM, "name=other_noise")
+    assert not (lab.runs / "deer_stage2" / "other_noise" / "export").exists()
+
+
+def test_a_compiled_drafter_and_a_missing_file_are_one_line(lab):
+    with pytest.raises(ValueError, match=r"trainer\.compile=true .*module\.noise_layers"):
+        lab.fit("deer_stage2", *FORM, "name=compiled", "trainer.compile=true")
+    with pytest.raises(ValueError, match=r"noise_input\.tensors .*module\.noise_layers"):
+        load(str(lab.runs / "deer_stage2" / "export"), sampler=["noise_input=true"])
