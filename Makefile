@@ -33,6 +33,8 @@ NOISE = $(ON_IT) module.noise_layers=[0,1] module.soft=1.0
 noise-input: markov-head  ## what drafters that read the noise of decoding bring, beside those of markov-head
 	$(NOISE) name=noise
 	$(NOISE) name=noise_head module.markov_rank=64
+	$(CALIBRATE) model=$(STAGE2)/noise/export
+	$(CALIBRATE) model=$(STAGE2)/noise_head/export
 	$(DEPENDENT) 'also=[$(STAGE2)/noise/export,$(STAGE2)/head/export,$(STAGE2)/noise_head/export]' verify=[coupled,tree] out=$(STAGE2)/bench_noise
 
 LAB = runs=$(RUNS)/lab trainer.compile=true

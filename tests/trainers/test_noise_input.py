@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from data.corruption.draft_blocks import DraftBlocks, SuffixNoise
 from data.text.tokenizer import with_draft_tokens
 from decoding import SamplingParams, custom_generate, load
+from decoding.bench import limits
 from decoding.drafting import noise as noise_file
 from decoding.engine.randomness import KeyedRandomness
 from decoding.samplers import deer
@@ -286,6 +287,8 @@ def test_a_recipe_s_export_decodes_with_it(lab, frozen):
         plain = PlainSampler(sampler.target, sampler.tokenizer).generate(["def value"], params)
         for s in (sampler, without):
             assert s.generate(["def value"], params)[0].token_ids == plain[0].token_ids
+    with pytest.raises(ValueError, match=r"reads the noise of decoding, .* no such limit"):
+        limits.run([f"model={export}"])
     ids = sampler.tokenizer(["def value"], return_tensors="pt").input_ids
     stock = custom_generate.generate(
         deer,
