@@ -188,8 +188,8 @@ class DrafterModule(BaseModule):
         depth = self.network.config.num_hidden_layers
         if not self.knows_noise:
             raise ValueError(
-                f"{given}{type(self).__name__} trains on texts whose noise it does not know; "
-                "DEER's stage II knows it"
+                f"{given}{type(self).__name__} trains on texts whose noise it does not know, so it "
+                "must be null"
             )
         # The last layer's own candidates are what is drafted.
         if not layers or [*layers] != sorted({*layers} & {*range(depth - 1)}):
