@@ -13,10 +13,11 @@ by its own head, and the hidden state h_i of each position takes up the candidat
 
     h_i <- h_i + W e(c_{i-1}),
 
-with the drafter's embedding e and one matrix W for each such layer. The first position of a block
-takes up nothing: the drafter has read the token before it. What it drafts in the end is chosen as
-without: argmax(log q_i / T + g_i), with the log q of the last layer. At temperature 0 the noise is
-nothing, and the candidates are those of greedy decoding.
+with e the drafter's embedding, divided by its root mean square (embeddings of language models are
+small beside hidden states, and W would learn slowly), and one matrix W for each such layer. The
+first position of a block takes up nothing: the drafter has read the token before it. What it drafts
+in the end is chosen as without: argmax(log q_i / T + g_i), with the log q of the last layer. At
+temperature 0 the noise is nothing, and the candidates are those of greedy decoding.
 
 Parallel token prediction (arXiv 2512.21323) feeds a drafter the uniform numbers of its sampling;
 ours are the Gumbel noise that drafter and verifier share, and are read as the tokens they lead to.
@@ -27,7 +28,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Generator, Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import pad, rms_norm
 from transformers import PreTrainedModel
 
 from models.hidden_states import decoder_layer
@@ -112,7 +113,8 @@ class NoiseInput(nn.Module):
         candidates = (logits.detach() + noise).argmax(-1)[:, :, :-1]
         if ids is not None:
             candidates = ids[candidates]
-        read = project(network.get_input_embeddings()(candidates))
+        embedded = network.get_input_embeddings()(candidates).to(project.weight.dtype)
+        read = project(rms_norm(embedded, embedded.shape[-1:])).to(hidden.dtype)
         before, _, _ = span.indices(width)
         read = pad(read, (0, 0, before + 1, width - before - 1 - read.shape[2]))
         return torch.cat([rest, blocks + read.reshape(blocks.shape)], 1), logits

@@ -128,6 +128,7 @@ def test_the_candidates_are_the_choices_by_hand():
             torch.testing.assert_close(early[:, 0], expected)
             for i in range(1, K):
                 read = network.model.embed_tokens.weight[candidates[:, i - shift]]
+                read = read / read.pow(2).mean(-1, keepdim=True).sqrt()
                 hidden[:, 3 + i] += read @ noise_input.project[0].weight.T
             return hidden
 
