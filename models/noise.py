@@ -104,9 +104,8 @@ class NoiseInput(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """The hidden states after a layer with the candidates' embeddings, and their logits."""
         B, A, _, n = noise.shape
-        rest, blocks = hidden.split_with_sizes(
-            [hidden.shape[1] - B * A * width // len(hidden), B * A * width // len(hidden)], 1
-        )
+        start = hidden.shape[1] - B * A * width // len(hidden)
+        rest, blocks = hidden[:, :start], hidden[:, start:]
         drafted = blocks.reshape(B, A, width, -1)[:, :, span]
         logits = network.get_output_embeddings()(network.get_decoder().norm(drafted))
         logits = logits[..., :n]

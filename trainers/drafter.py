@@ -173,9 +173,9 @@ class DrafterModule(BaseModule):
             self._freeze_drafter()
 
     @property
-    def compiles(self) -> bool:
-        """Whether the network may be compiled: not where hooks of each step read noise."""
-        return self.noise_input is None
+    def hooked(self) -> bool:
+        """Whether hooks of each step change the network's forward: those that read noise."""
+        return self.noise_input is not None
 
     @property
     def beside(self) -> list[str]:
@@ -342,7 +342,8 @@ class DrafterModule(BaseModule):
         noise = self.noise_of(batch, states)
         K = noise.shape[2]
         span = diffusion.drafting(K, self.attention, self.shifted)
-        form = span, block_width(self.attention, K), self.draft_ids
+        ids = None if self.draft_ids is None else self.draft_ids.to(noise.device)
+        form = span, block_width(self.attention, K), ids
         with self.noise_input.reading(self.network, noise, *form) as early:
             yield early
 

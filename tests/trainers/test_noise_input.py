@@ -333,7 +333,8 @@ def test_an_export_whose_noise_input_is_another_is_refused(lab, monkeypatch):
 
 
 def test_a_compiled_drafter_and_a_missing_file_are_one_line(lab):
-    with pytest.raises(ValueError, match=r"trainer\.compile=true .*module\.noise_layers"):
-        lab.fit("deer_stage2", *FORM, "name=compiled", "trainer.compile=true")
+    for key in ("compile", "checkpoint_activations"):
+        with pytest.raises(ValueError, match=rf"trainer\.{key}=true .*module\.noise_layers"):
+            lab.fit("deer_stage2", *FORM, f"name={key}", f"trainer.{key}=true")
     with pytest.raises(ValueError, match=r"noise_input\.tensors .*module\.noise_layers"):
         load(str(lab.runs / "deer_stage2" / "export"), sampler=["noise_input=true"])
