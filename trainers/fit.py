@@ -97,7 +97,7 @@ def _fit(config: DictConfig, folder: Path, optimization: Optimization) -> Path:
     for key in ("compile", "checkpoint_activations"):
         if config.trainer[key] and module.hooked:
             raise ValueError(
-                f"trainer.{key}=true is not allowed with module.noise_layers: the drafter reads the "
+                f"trainer.{key}=true is not allowed with module.noise_layers: the drafter reads "
                 "noise by hooks of each step, which would not run"
             )
     counted = in_steps(config, module)
