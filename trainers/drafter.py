@@ -90,6 +90,7 @@ class DrafterModule(BaseModule):
     Attributes:
         markov_head: The Markov head, or None.
         noise_input: What the drafter reads noise with, or None.
+        beside: The settings of what is trained beside the network, {name: value}.
         knows_noise: Whether training knows the noise that its texts were chosen with (`noise_of`).
         target_layers: The target's decoder layers whose hidden states the drafter reads, 0-based
             (`models.hidden_states`).
@@ -164,10 +165,13 @@ class DrafterModule(BaseModule):
             self.markov_head = MarkovHead(size, markov_rank)
         if noise_layers is not None:
             self.noise_input = self._new_noise_input(noise_layers)
+        given = {"module.markov_rank": markov_rank, "module.noise_layers": noise_layers}
+        self.beside = {name: value for name, value in given.items() if value is not None}
         if self.beside and optimization.ema is not None:
+            values = " and ".join(f"{name}={value}" for name, value in self.beside.items())
             raise ValueError(
-                f"optimization.ema={optimization.ema} is not allowed with "
-                f"{' and '.join(self.beside)}, of which no average is kept"
+                f"optimization.ema={optimization.ema} is not allowed with {values}, of which no "
+                "average is kept"
             )
         if not train_drafter:
             self._freeze_drafter()
@@ -176,12 +180,6 @@ class DrafterModule(BaseModule):
     def hooked(self) -> bool:
         """Whether hooks of each step change the network's forward: those that read noise."""
         return self.noise_input is not None
-
-    @property
-    def beside(self) -> list[str]:
-        """The settings of what is trained beside the network."""
-        parts = {"markov_rank": self.markov_head, "noise_layers": self.noise_input}
-        return [f"module.{name}" for name, part in parts.items() if part is not None]
 
     def _new_noise_input(self, layers: Sequence[int]) -> NoiseInput:
         given = f"module.noise_layers={list(layers)} is not allowed: "
