@@ -3,7 +3,7 @@ PY := .venv/bin/python
 FIT := $(PY) -m trainers.fit
 RUNS ?= runs
 
-.PHONY: quickstart markov-head noise-ranked-trees small-deer small-deer-scaling small-dflash small-pard small-pcllm vllm test paper-scale chaos fuzz soak load packed-step lint docs docs-serve lab-deer-stage1 lab-deer lab-deer-losses lab-deer-figures lab-pcllm lab-pcllm-ablations lab-pcllm-losses lab-asarm lab-asarm-trees lab-spiffy lab-cspd clean
+.PHONY: quickstart markov-head noise-input noise-ranked-trees small-deer small-deer-scaling small-dflash small-pard small-pcllm vllm test paper-scale chaos fuzz soak load packed-step lint docs docs-serve lab-deer-stage1 lab-deer lab-deer-losses lab-deer-figures lab-pcllm lab-pcllm-ablations lab-pcllm-losses lab-asarm lab-asarm-trees lab-spiffy lab-cspd clean
 
 .venv/installed: setup.cfg constraints.txt
 	test -x $(PY) || python3 -m venv .venv
@@ -17,14 +17,25 @@ quickstart: .venv/installed  ## train and decode with DEER at lab scale, from no
 
 # A Markov head on the quickstart's drafter, beside as many more steps of the drafter itself.
 STAGE2 = $(RUNS)/deer_stage2
-HEAD = $(FIT) recipe=deer_stage2 runs=$(RUNS) drafter=$(STAGE2)/export trainer.max_steps=300 trainer.compile=true
+ON_IT = $(FIT) recipe=deer_stage2 runs=$(RUNS) drafter=$(STAGE2)/export trainer.max_steps=300
+HEAD = $(ON_IT) trainer.compile=true
 CALIBRATE = $(PY) -m decoding.calibrate answers=$(RUNS)/deer_answers nodes=[16] sharpness=[1.0] prompts=16 max_new_tokens=64 ignore_eos=true
 markov-head: quickstart  ## what drafts that know the token before bring at lab scale (half an hour)
 	$(HEAD) name=more
 	$(HEAD) name=head module.markov_rank=64 module.train_drafter=false optimization.lr=1.0e-2
 	$(CALIBRATE) model=$(STAGE2)/more/export
 	$(CALIBRATE) model=$(STAGE2)/head/export
-	$(BENCH) model=$(STAGE2)/more/export also=$(STAGE2)/head/export prompts=64 max_new_tokens=64 sampler=[nodes=16] verify=[coupled,block,tree] prompt_lookup=0 generate=false out=$(STAGE2)/bench_head
+	$(DEPENDENT) also=$(STAGE2)/head/export verify=[coupled,block,tree] out=$(STAGE2)/bench_head
+DEPENDENT = $(BENCH) model=$(STAGE2)/more/export prompts=64 max_new_tokens=64 sampler=[nodes=16] prompt_lookup=0 generate=false
+
+# Not compiled: the drafter reads the noise of a step by hooks.
+NOISE = $(ON_IT) module.noise_layers=[0,1] module.soft=1.0
+noise-input: markov-head  ## what drafters that read the noise of decoding bring, beside those of markov-head
+	$(NOISE) name=noise
+	$(NOISE) name=noise_head module.markov_rank=64
+	$(CALIBRATE) model=$(STAGE2)/noise/export
+	$(CALIBRATE) model=$(STAGE2)/noise_head/export
+	$(DEPENDENT) 'also=[$(STAGE2)/noise/export,$(STAGE2)/head/export,$(STAGE2)/noise_head/export]' verify=[coupled,tree] out=$(STAGE2)/bench_noise
 
 # Noise-ranked trees, with and without noise and bigrams, beside their baselines. Acceptance lengths do not depend on the batch.
 RANKED = $(BENCH) model=$(STAGE2)/export prompts=64 max_new_tokens=64 batch_sizes=[16] temperatures=[0.3,0.7,1.0,1.5] generate=false prompt_lookup=0

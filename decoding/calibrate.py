@@ -121,6 +121,8 @@ def fastest_tree(
     found = {"table": table, "draft_ids": sampler.draft_ids}
     if sampler.markov is not None:
         found["markov"] = sampler.markov.head
+    if getattr(sampler, "noise_input", None) is not None:
+        found["noise"] = sampler.noise_input
     config = {**parade_config(c.model), **found}
     parts = (sampler.target, sampler.tokenizer, sampler.drafter)
     ways = {

@@ -90,6 +90,7 @@ KEYS = {
     "shifted": FLAG,
     "draft_vocabulary": FILE,
     "markov_head": FLAG,
+    "noise_input": FLAG,
     "nodes": COUNT | by_number(COUNT),
     "lengths": by_number(by_number(COUNT)),
     "sharpness": NUMBER | by_number(listed(NUMBER)),

@@ -128,8 +128,19 @@ def draft_logits(
         use_cache=False,
         logits_to_keep=keep,
     )
-    logits = logits.view(B, A, width, -1)
-    return logits[:, :, :K] if shifted or width == K else logits[:, :, 1:]
+    return logits.view(B, A, width, -1)[:, :, drafting(K, attention, shifted)]
+
+
+def drafting(length: int, attention: str, shifted: bool) -> slice:
+    """Of the tokens of a draft block in the drafter's input, those whose outputs draft it.
+
+    Args:
+        length: K, drafted tokens.
+        attention: The drafter's, one of `models.masks.DRAFTERS`.
+        shifted: Whether outputs predict the token after their position.
+    """
+    first = 0 if shifted or attention == "causal" else 1
+    return slice(first, first + length)
 
 
 def blocks_apart(batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -31,7 +31,7 @@ def capture(network: PreTrainedModel, layers: Sequence[int]) -> Iterator[list[Te
         ValueError: A layer that the network does not have, or no such decoder.
     """
     states: list[Tensor] = []
-    modules = [_layer(network, i) for i in layers]
+    modules = [decoder_layer(network, i) for i in layers]
 
     def keep(position: int):
         def hook(module: nn.Module, arguments: tuple, output: Tensor | tuple) -> None:
@@ -60,10 +60,15 @@ def check_layers(network: PreTrainedModel, layers: Sequence[int]) -> None:
         ValueError: A layer that the network does not have, or no list of decoder layers.
     """
     for i in layers:
-        _layer(network, i)
+        decoder_layer(network, i)
 
 
-def _layer(network: PreTrainedModel, i: int) -> nn.Module:
+def decoder_layer(network: PreTrainedModel, i: int) -> nn.Module:
+    """Decoder layer i of a causal LM, 0-based.
+
+    Raises:
+        ValueError: The network does not have it, or no list of decoder layers.
+    """
     blocks = getattr(network.get_decoder(), "layers", None)
     if not isinstance(blocks, nn.ModuleList):
         raise ValueError(f"{type(network).__name__} has no list of decoder layers to read")

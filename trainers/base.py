@@ -99,6 +99,8 @@ class BaseModule(pl.LightningModule):
         target: The model that a drafter drafts for (None for others); it is not trained or saved.
 
     Attributes:
+        hooked: Whether hooks of each step change the network's forward, so that it may neither be
+            compiled nor computed again; a property where it depends on settings.
         exports_weights: False where an export only names the model that it is for, as its target.
         needs_target: What training reads of the target, of DISTRIBUTIONS and HIDDEN_STATES; a
             property where it depends on settings. Empty: the target is loaded only to decode with
@@ -106,6 +108,7 @@ class BaseModule(pl.LightningModule):
     """
 
     exports_weights = True
+    hooked = False
     needs_target: frozenset[str] = frozenset()
 
     def __init__(

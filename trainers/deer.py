@@ -34,6 +34,8 @@ class Refinement(TaughtModule):
         ValueError: An alpha below 1.
     """
 
+    knows_noise = True
+
     def __init__(self, *args, alpha: float, **kwargs):
         super().__init__(*args, **kwargs)
         if alpha < 1:

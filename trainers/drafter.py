@@ -1,7 +1,8 @@
 """`DrafterModule`, the Lightning module that every block drafter's module extends."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,15 +15,17 @@ from data.corruption.draft_blocks import STATES
 from data.rows.states import RowsWithStates
 from data.text.tokenizer import draft_token_ids, fingerprint
 from decoding.drafting import markov as markov_file
+from decoding.drafting import noise as noise_file
 from decoding.engine import vocabulary
 from decoding.engine.sampler import Sampler
 from decoding.loading import load_drafter, loads_drafter, sampler_of
 from models import diffusion
 from models.attention import attention_mask
 from models.head import freeze_embeddings, silence_others
-from models.hidden_states import capture
+from models.hidden_states import capture, check_layers
 from models.markov import MarkovHead
 from models.masks import Layout, block_width, causal, drafter_attention
+from models.noise import NoiseInput
 from trainers.base import DISTRIBUTIONS, HIDDEN_STATES, BaseModule, Optimization
 from trainers.publishing import export_check
 from trainers.runs.stored_states import store_states
@@ -78,16 +81,23 @@ class DrafterModule(BaseModule):
         markov_rank: Of a head that conditions each drafted token on the one before it
             (`models.markov`), trained on the answers' own tokens; None: there is none. It is in
             every process whole, so strategies that shard are refused.
-        train_drafter: Whether the drafter is trained; False: its Markov head alone, so `network`
-            must be a trained drafter.
+        noise_layers: The drafter's decoder layers, 0-based, after which it reads candidates that
+            are chosen with the noise of decoding (`models.noise`); None: it reads none. The
+            matrices that take them up are in every process whole, too.
+        train_drafter: Whether the drafter is trained; False: its Markov head and what it reads
+            noise with alone, so `network` must be a trained drafter.
 
     Attributes:
         markov_head: The Markov head, or None.
+        noise_input: What the drafter reads noise with, or None.
+        beside: The settings of what is trained beside the network, {name: value}.
+        knows_noise: Whether training knows the noise that its texts were chosen with (`noise_of`).
         target_layers: The target's decoder layers whose hidden states the drafter reads, 0-based
             (`models.hidden_states`).
     """
 
     target_layers: tuple[int, ...] = ()
+    knows_noise = False
     stored_states: RowsWithStates | None = None  # training's rows, where states are read from disk
 
     def on_fit_start(self) -> None:
@@ -111,6 +121,7 @@ class DrafterModule(BaseModule):
         layout: str = "separator",
         train_embeddings: bool = True,
         markov_rank: int | None = None,
+        noise_layers: Sequence[int] | None = None,
         train_drafter: bool = True,
     ):
         super().__init__(network, tokenizer, optimization, target)
@@ -126,12 +137,16 @@ class DrafterModule(BaseModule):
                 silence_others(network, draft_ids)
         drafter_attention(attention)
         entry = getattr(network.config, "parade", None) or {}
-        if entry.get("markov_head"):
-            warnings.warn(
-                "the drafter to start from has a Markov head, which is left behind: one of "
-                "module.markov_rank begins anew",
-                stacklevel=2,
-            )
+        for key, name, begins in (
+            ("markov_head", "a Markov head", "one of module.markov_rank"),
+            ("noise_input", "a noise input", "one of module.noise_layers"),
+        ):
+            if entry.get(key):
+                warnings.warn(
+                    f"the drafter to start from has {name}, which is left behind: {begins} begins "
+                    "anew",
+                    stacklevel=2,
+                )
         before = entry.get("attention", attention)
         if before != attention:
             warnings.warn(
@@ -144,23 +159,52 @@ class DrafterModule(BaseModule):
         if not train_embeddings:
             freeze_embeddings(network)
         self.method, self.block_size, self.target_name = method, block_size, target_name
-        self.markov_head = None
+        self.markov_head = self.noise_input = None
         if markov_rank is not None:
-            if optimization.ema is not None:
-                raise ValueError(
-                    f"optimization.ema={optimization.ema} is not allowed with "
-                    f"module.markov_rank={markov_rank}, of whose head no average is kept"
-                )
             size = network.config.vocab_size if draft_ids is None else len(draft_ids)
             self.markov_head = MarkovHead(size, markov_rank)
+        if noise_layers is not None:
+            self.noise_input = self._new_noise_input(noise_layers)
+        given = {"module.markov_rank": markov_rank, "module.noise_layers": noise_layers}
+        self.beside = {name: value for name, value in given.items() if value is not None}
+        if self.beside and optimization.ema is not None:
+            values = " and ".join(f"{name}={value}" for name, value in self.beside.items())
+            raise ValueError(
+                f"optimization.ema={optimization.ema} is not allowed with {values}, of which no "
+                "average is kept"
+            )
         if not train_drafter:
             self._freeze_drafter()
 
+    @property
+    def hooked(self) -> bool:
+        """Whether hooks of each step change the network's forward: those that read noise."""
+        return self.noise_input is not None
+
+    def _new_noise_input(self, layers: Sequence[int]) -> NoiseInput:
+        given = f"module.noise_layers={list(layers)} is not allowed: "
+        depth = self.network.config.num_hidden_layers
+        if not self.knows_noise:
+            raise ValueError(
+                f"{given}{type(self).__name__} trains on texts whose noise it does not know, so it "
+                "must be null"
+            )
+        # The last layer's own candidates are what is drafted.
+        if not layers or [*layers] != sorted({*layers} & {*range(depth - 1)}):
+            raise ValueError(
+                f"{given}give layers of the drafter in their order, from 0 to {depth - 2}"
+            )
+        check_layers(self.network, layers)
+        return NoiseInput(self.network.config.hidden_size, layers)
+
     def _freeze_drafter(self) -> None:
-        """Train the Markov head alone; ValueError where there is none, or no trained drafter."""
+        """Train what is beside it alone; ValueError where that is nothing, or it is untrained."""
         refused = "module.train_drafter=false is not allowed: "
-        if self.markov_head is None:
-            raise ValueError(f"{refused}nothing is left to train without module.markov_rank")
+        if not self.beside:
+            raise ValueError(
+                f"{refused}nothing is left to train without module.markov_rank or "
+                "module.noise_layers"
+            )
         if hasattr(self.network, "peft_config"):
             raise ValueError(
                 f"{refused}lora.rank adds adapters to the drafter, so give lora.rank=0"
@@ -178,10 +222,10 @@ class DrafterModule(BaseModule):
         return entry.get("method") == self.method
 
     def configure_model(self) -> None:
-        if self.markov_head is not None and hasattr(self.trainer.strategy, "shard"):
+        if self.beside and hasattr(self.trainer.strategy, "shard"):
             raise ValueError(
-                "module.markov_rank needs its head whole in every process: give strategy=ddp, or "
-                "module.markov_rank=null"
+                f"what {' and '.join(self.beside)} train beside the drafter must be whole in every "
+                "process: give strategy=ddp, or null for them"
             )
         super().configure_model()
 
@@ -270,15 +314,48 @@ class DrafterModule(BaseModule):
 
         Returns:
             (logits [B, A, K, V], loss [B, A, K], weight [B, A, K]); with a Markov head the logits
-            are conditioned on the batch's own tokens.
+            are conditioned on the batch's own tokens. Of a drafter that reads noise the loss is the
+            sum of the last layer's and of those of all layers that candidates are read after.
         """
         states, needs = None, self.needs_target
         if needs:
             states = self.target_states(batch, self.target_layers, DISTRIBUTIONS in needs)
-        logits = self.draft_logits(batch, states)
+        with self._reading_noise(batch, states) as early:
+            logits = self.draft_logits(batch, states)
         if self.markov_head is not None:
             logits = logits + self.markov_head(batch[PREVIOUS])
-        return logits, *self.block_losses(logits, batch, states)
+        loss, weight = self.block_losses(logits, batch, states)
+        for read in early:
+            loss = loss + self.block_losses(read, batch, states)[0]
+        return logits, loss, weight
+
+    @contextmanager
+    def _reading_noise(
+        self, batch: dict[str, Tensor], states: TargetStates | None
+    ) -> Iterator[list[Tensor]]:
+        """A context in which the drafter reads the noise of a batch (`NoiseInput.reading`)."""
+        if self.noise_input is None:
+            yield []
+            return
+        noise = self.noise_of(batch, states)
+        K = noise.shape[2]
+        span = diffusion.drafting(K, self.attention, self.shifted)
+        ids = None if self.draft_ids is None else self.draft_ids.to(noise.device)
+        form = span, block_width(self.attention, K), ids
+        with self.noise_input.reading(self.network, noise, *form) as early:
+            yield early
+
+    def noise_of(self, batch: dict[str, Tensor], states: TargetStates | None) -> Tensor:
+        """Noise that the target may have chosen a batch's tokens with, times their temperatures.
+
+        Args:
+            batch: What `in_draft_vocabulary` returned.
+            states: The outputs of the target that `needs_target` names.
+
+        Returns:
+            [B, A, K, V], -inf for tokens that are never drafted.
+        """
+        raise NotImplementedError
 
     def losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         _, loss, weight = self.forward_pass(self.in_draft_vocabulary(batch))
@@ -367,6 +444,8 @@ class DrafterModule(BaseModule):
             entry["draft_ids"] = self.draft_ids
         if self.markov_head is not None:
             entry["markov"] = self.markov_head
+        if self.noise_input is not None:
+            entry["noise"] = self.noise_input
         return sampler_of(entry, self.target, self.tokenizer, self.network)
 
     def export_config(self) -> dict:
@@ -381,6 +460,7 @@ class DrafterModule(BaseModule):
             **({} if self.sep_id is None else {"sep_id": self.sep_id}),
             **({} if self.draft_ids is None else {vocabulary.KEY: vocabulary.FILE}),
             **({} if self.markov_head is None else {"markov_head": True}),
+            **({} if self.noise_input is None else {"noise_input": True}),
         }
 
     def export_files(self) -> dict[str, str | bytes]:
@@ -389,6 +469,8 @@ class DrafterModule(BaseModule):
             files[vocabulary.FILE] = vocabulary.stored(self.draft_ids)
         if self.markov_head is not None:
             files[markov_file.FILE] = markov_file.stored(self.markov_head)
+        if self.noise_input is not None:
+            files[noise_file.FILE] = noise_file.stored(self.noise_input)
         return files
 
     def check_vocabulary(self, network: PreTrainedModel) -> None:
@@ -414,6 +496,9 @@ class DrafterModule(BaseModule):
         if self.markov_head is not None:
             head = markov_file.read(folder / markov_file.FILE).to(network.device)
             export_check.check_weights(self.markov_head, head)
+        if self.noise_input is not None:
+            read = noise_file.read(folder / noise_file.FILE).to(network.device)
+            export_check.check_weights(self.noise_input, read)
         if (sampler := self.sampler()) is not None:
             export_check.check_drafts(sampler, network, again)
 

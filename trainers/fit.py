@@ -95,6 +95,12 @@ def _fit(config: DictConfig, folder: Path, optimization: Optimization) -> Path:
     prepare_inputs(config)
     pl.seed_everything(config.seed, verbose=False)
     module = build_module(config)
+    for key in ("compile", "checkpoint_activations"):
+        if config.trainer[key] and module.hooked:
+            raise ValueError(
+                f"trainer.{key}=true is not allowed with module.noise_layers: the drafter reads "
+                "noise by hooks of each step, which would not run"
+            )
     counted = in_steps(config, module)
     steps = counted.trainer.max_steps
     warmup = optimization.warmup(steps)

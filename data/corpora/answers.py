@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 # Columns of the teacher's distributions, [n * top_k] a row.
 TEACHER = ("teacher_ids", "teacher_probs")
+TEMPERATURE = "temperature"  # at which each token of an answer was drawn
 
 
 def shard_path(folder: str | Path, shard: int) -> Path:
@@ -75,9 +76,9 @@ class AnsweredPrompt(NamedTuple):
     Attributes:
         ids: Token ids of both.
         trained: For each token whether it is a training target: True for the answer only.
-        columns: Further values of each token, {name: [n, ...]}: with `collector.top_k`,
-            `teacher_ids` and `teacher_probs`, the teacher's most probable tokens there and their
-            probabilities (of the prompt all 0).
+        columns: Further values of each token, {name: [n, ...]}: `temperature`, at which it was
+            drawn, and with `collector.top_k`, `teacher_ids` and `teacher_probs`, the teacher's most
+            probable tokens there and their probabilities (of the prompt all 0).
         prompt: The prompt's id.
     """
 
@@ -128,6 +129,8 @@ def read_answers(
                     for name, column in stored.items()
                 }
                 trained = [False] * len(prompt) + [True] * len(answer)
+                if TEMPERATURE in row:
+                    columns[TEMPERATURE] = np.full(len(trained), row[TEMPERATURE], np.float32)
                 yield AnsweredPrompt(prompt + answer, trained, columns, row["id"])
 
 

@@ -19,10 +19,11 @@ import torch
 from torch import Generator, Tensor
 from transformers import PreTrainedTokenizerBase
 
-from data.corpora.answers import TEACHER
+from data.corpora.answers import TEACHER, TEMPERATURE
 from data.corruption.schedules import masked_at, suffix_lengths, uniform_times
 from data.text.tokenizer import draft_token_ids
 
+SEED = "seed"  # of a sample: of what a module draws for it
 STATES = "states"  # a column of rows: a target's hidden states at their tokens (data.rows.states)
 
 
@@ -110,12 +111,14 @@ class DraftBlocks:
             `models.masks.draft_blocks`, or of `causal_blocks(K)`; target, masked: [A, K], the clean
             tokens and the positions that the loss counts; rate: [A]; size: [A], tokens of the
             continuation (L of DEER's Eq. 1); start: [A], the anchors. A row without trained tokens
-            has no masked ones. Of rows with a teacher's distributions also teacher_ids,
-            teacher_probs: [A, K, top_k], and of rows with a target's states these: [S, width].
+            has no masked ones. seed: a number for whatever else is drawn. Of teacher answers also
+            temperature: [A, K], with their distributions teacher_ids, teacher_probs: [A, K, top_k],
+            and of rows with a target's states these: [S, width].
         """
         anchor = draw_anchors(row, self.anchors, generator)
         noise = self.schedule(self.anchors, self.length, generator)
-        return self.lay_out(row, anchor, noise)
+        sample = self.lay_out(row, anchor, noise)
+        return sample | {SEED: torch.randint(2**62, (), generator=generator)}
 
     def lay_out(self, row: dict[str, Tensor], anchor: Tensor, noise: Noise) -> dict[str, Tensor]:
         """The sample of given anchors [A] and noise; deterministic. Returns: see `__call__`."""
@@ -155,7 +158,7 @@ class DraftBlocks:
             "rate": noise.rate,
             "size": size,
             "start": anchor,
-            **{name: row[name][at] for name in TEACHER if name in row},
+            **{name: row[name][at] for name in (*TEACHER, TEMPERATURE) if name in row},
             **({STATES: row[STATES]} if STATES in row else {}),
         }
 

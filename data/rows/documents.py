@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from data.corpora.answers import AnsweredPrompt, read_answers, read_manifest
+from data.corpora.answers import TEMPERATURE, AnsweredPrompt, read_answers, read_manifest
 from data.corpora.sources import load_documents
 from data.rows.packing import PackedRows, pack
 from data.text.chat import encode_document
@@ -128,7 +128,7 @@ def answers(
     sources = [source] if isinstance(source, str) else list(source)
     manifests = [checked_manifest(s, tokenizer) for s in sources]
     made_from = {"answers": manifests if len(sources) > 1 else manifests[0], "split": split}
-    made_from["length"] = length
+    made_from |= {"length": length, "columns": [TEMPERATURE]}
     for name, value in (("prompts", prompts), ("where", where)):
         if value is not None:
             made_from[name] = value

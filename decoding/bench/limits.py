@@ -61,6 +61,11 @@ def run(argv: list[str]) -> None:
     config = parade_config(c.model)
     if not is_drafter(config):
         raise ValueError(f"{c.model} is no drafter: without drafts there is no limit to measure")
+    if config.get("noise_input"):
+        raise ValueError(
+            f"{c.model} is a drafter that reads the noise of decoding, for which there is no such "
+            "limit: measure the drafter that it was trained from"
+        )
     # One length for all rules and both limits.
     c = replace(c, block_size=c.block_size or config.get("block_size"))
     bench = Bench(

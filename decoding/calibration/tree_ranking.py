@@ -103,8 +103,9 @@ def observed(
             batch = Batch([text[:n] for n in starts], capacity, randomness, device)
             sampler.begin_drafting(batch, sampler.states_before(batch))
             chosen = [text[n : n + k] for n in starts]
-            q = sampler.forced_pass(batch, torch.tensor(chosen, device=device), params)
             noise = sampler.noise(batch, k, params)
+            with sampler.reading_noise(batch, k, noise, params):
+                q = sampler.forced_pass(batch, torch.tensor(chosen, device=device), params)
             z.append(q.log_softmax(-1) + (0 if noise is None else noise))
             choice += chosen
     if not z:

@@ -10,6 +10,7 @@ the drafted token before it. Baselines of `tree` verify trees that are drawn (`t
 
 from abc import abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,19 @@ class BlockSampler(Sampler):
             that are never drafted (`fit_vocabulary`).
         """
 
+    def reading_noise(
+        self, batch: Batch, k: int, noise: Tensor | None, params: SamplingParams
+    ) -> AbstractContextManager:
+        """A context in which the drafter's passes read the keyed noise, of a drafter that can.
+
+        Args:
+            batch: The requests.
+            k: Tokens to draft.
+            noise: Keyed noise of the next positions, [B, k or more, V]; None at temperature 0.
+            params: How to decode; where drafts are accepted by chance no noise is read.
+        """
+        return nullcontext()
+
     def draft_pass(self, batch: Batch, k: int, params: SamplingParams) -> Tensor:
         """Warped drafter logits [B, k, V] at the next k positions, independent given the prefix."""
         return self.warped_draft(self.draft_logits(batch, k), batch, params)
@@ -266,10 +280,13 @@ class BlockSampler(Sampler):
         # Where it is keyed, drafter and target share it.
         noise = self.noise(batch, k + 1, params) if params.keyed else None
         if params.verify == "tree":
-            return self.tree_cycle(batch, self.draft_pass(batch, k, params), noise, params)
+            with self.reading_noise(batch, k, noise, params):
+                q_logits = self.draft_pass(batch, k, params)
+            return self.tree_cycle(batch, q_logits, noise, params)
         if params.tree:
             return self.drawn_tree_cycle(batch, k, params)
-        draft, q = self.draft_chain(batch, k, noise, params)
+        with self.reading_noise(batch, k, noise, params):
+            draft, q = self.draft_chain(batch, k, noise, params)
         output = self.target_pass(batch, draft, params)
         if params.keyed:
             accepted, following = verify.coupled(draft, choose(output.logits, noise))

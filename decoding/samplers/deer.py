@@ -4,23 +4,29 @@ Source: arXiv 2512.15176, section 3.2 and Algorithm 1 (a rejection ends the bloc
 after it were conditioned on the rejected token).
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.drafting import block_sampler
+from decoding.drafting import noise as noise_file
 from decoding.drafting.block_sampler import BlockSampler
 from decoding.drafting.prompt_lookup import Lookup
 from decoding.engine.batch import Batch, State
 from decoding.engine.cache import CachedNetwork
-from models.masks import drafter_attention
+from decoding.engine.params import SamplingParams
+from models.diffusion import drafting
+from models.masks import block_width, drafter_attention
+from models.noise import NoiseInput
 
-KNOBS = block_sampler.KNOBS
-ARTEFACTS = block_sampler.ARTEFACTS
+KNOBS = block_sampler.KNOBS | {"noise_input": bool}
+ARTEFACTS = (*block_sampler.ARTEFACTS, noise_file.FILE)
 NEEDED = block_sampler.NEEDED
-read_artefacts = block_sampler.read_artefacts
 
 
 @dataclass
@@ -50,6 +56,8 @@ class DeerSampler(BlockSampler):
             committed token and k - 1 masks draft the k tokens after them.
         shifted: Whether the drafter's output at a position predicts the token after it, as a causal
             LM's does, and not that position's own.
+        noise: What the drafter reads keyed noise with (`models.noise`), which it does under
+            `coupled` and `tree`; None: it does not.
         knobs: See `BlockSampler`.
     """
 
@@ -63,6 +71,7 @@ class DeerSampler(BlockSampler):
         sep_id: int | None = None,
         attention: str = "prefix_causal",
         shifted: bool = False,
+        noise: NoiseInput | None = None,
         **knobs,
     ):
         super().__init__(target, tokenizer, **knobs)
@@ -73,7 +82,9 @@ class DeerSampler(BlockSampler):
                 "attention='causal' there is no separator, otherwise there is one"
             )
         self.drafter_caches, self.shifted = attention != "bidirectional", shifted
-        self.mask_id, self.sep_id = mask_id, sep_id
+        self.attention, self.mask_id, self.sep_id = attention, mask_id, sep_id
+        self.never = [mask_id] if sep_id is None else [mask_id, sep_id]
+        self.noise_input = None if noise is None else noise.to(self.device)
 
     def begin_drafting(self, batch: Batch, states: tuple[Tensor, ...]) -> None:
         capacity = batch.tokens.shape[1]
@@ -111,11 +122,33 @@ class DeerSampler(BlockSampler):
         ).logits[:, :k]
         if self.drafter_caches:
             batch.state.drafter_cached = batch.lengths
-        excluded = [self.mask_id] if self.sep_id is None else [self.mask_id, self.sep_id]
-        return self.fitted(logits, excluded)
+        return self.fitted(logits, self.never)
+
+    def reading_noise(
+        self, batch: Batch, k: int, noise: Tensor | None, params: SamplingParams
+    ) -> AbstractContextManager:
+        if self.noise_input is None or not params.keyed:
+            return nullcontext()
+        ids = self.draft_ids
+        tokens = self.drafter.config.vocab_size if ids is None else len(ids)
+        shape = len(batch.requests), k, tokens
+        read = noise_file.for_drafter(
+            noise, params.temperature, shape, ids, self.never, self.device
+        )
+        span = drafting(k, self.attention, self.shifted)
+        width = block_width(self.attention, k)
+        return self.noise_input.reading(self.drafter, read, span, width, ids)
 
 
 def from_export(target, tokenizer, drafter, config: dict) -> DeerSampler:
     """The sampler of an exported drafter; config: its `parade` entry."""
-    knobs = block_sampler.knobs_of(config, "mask_id", "sep_id", "attention", "shifted")
+    knobs = block_sampler.knobs_of(config, "mask_id", "sep_id", "attention", "shifted", "noise")
     return DeerSampler(target, tokenizer, drafter, **knobs)
+
+
+def read_artefacts(fetch: Callable[[str], Path], config: dict) -> dict:
+    """What lies beside a drafter's weights (`block_sampler.read_artefacts`), and {'noise': ...}."""
+    found = block_sampler.read_artefacts(fetch, config)
+    if config.get("noise_input"):
+        found["noise"] = noise_file.read(fetch(noise_file.FILE))
+    return found

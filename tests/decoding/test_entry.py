@@ -22,6 +22,7 @@ DEER = {
     "bigrams": {"0": [0.5]},
     "draft_vocabulary": "draft_vocabulary.tensors",
     "markov_head": True,
+    "noise_input": True,
     "something_new": [1],
 }
 
@@ -67,6 +68,7 @@ def test_an_entry_without_a_method(tmp_path, entry):
         ("draft_vocabulary", "../secret.safetensors"),
         ("draft_vocabulary", ".."),
         ("markov_head", "markov_head.tensors"),
+        ("noise_input", 1),
         ("version", VERSION - 1),
     ],
 )
