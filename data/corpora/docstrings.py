@@ -1,14 +1,17 @@
 """Instructions made from docstrings: "Write a Python function `name(args)`. <docstring>".
 
-They come from the functions of the standard library and of the installed packages, so they need
-no network; which ones there are depends on what is installed.
+Or "Complete this function", with its head up to the docstring. They come from the functions of the
+standard library and of the installed packages, so they need no network; which ones there are
+depends on what is installed.
 """
 
 import ast
 import re
 import sysconfig
 import warnings
+import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -21,6 +24,14 @@ LONGEST = 2000  # characters of a prompt; longer ones are manuals, which leave n
 _FUNCTION = re.compile(
     r"^(?:async[ \t]+)?def[ \t]+\w+[ \t]*\(.*\n(?:(?:[ \t)#].*)?\n)*", re.MULTILINE
 )
+
+
+@dataclass(frozen=True)
+class _Function:
+    id: str
+    words: str  # the instruction in words
+    head: str  # the source up to the end of the docstring
+    source: str
 
 
 def docstring_documents(split: Split) -> list[dict[str, str]]:
@@ -37,30 +48,57 @@ def docstring_documents(split: Split) -> list[dict[str, str]]:
     Raises:
         ValueError: for an unknown split, or if there are no source files.
     """
+    functions = _of_split(split, "docstrings")
+    return [{"id": f.id, "prompt": f.words, "answer": f.source} for f in functions]
+
+
+def function_documents(split: Split) -> list[dict[str, str]]:
+    """The same, but every second function is asked for by its head, which is to be completed.
+
+    People ask for code in words and by code. An answer to the latter begins as the prompt ends,
+    and a drafter learns to copy only from such prompts.
+
+    Returns, Raises:
+        As `docstring_documents`. A hash of its id chooses how a function is asked for.
+    """
+    return [
+        {"id": f.id, "prompt": _by_code(f) if _hash(f.id) % 2 else f.words, "answer": f.source}
+        for f in _of_split(split, "functions")
+    ]
+
+
+def _by_code(function: _Function) -> str:
+    return f"Complete this function:\n\n```python\n{function.head}\n```"
+
+
+def _hash(id: str) -> int:
+    return zlib.crc32(f"{id} by code".encode())  # not the hash that separates the splits
+
+
+def _of_split(split: Split, source: str) -> list[_Function]:
     check_split(split)
     roots = {name: sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
-    documents = _documents(tuple(dict.fromkeys(roots.values())))
-    if not documents:
+    functions = _functions(tuple(dict.fromkeys(roots.values())))
+    if not functions:
         raise ValueError(
-            f"source='docstrings' found no functions in {sorted(set(roots.values()))}: this "
+            f"source={source!r} found no functions in {sorted(set(roots.values()))}: this "
             "Python was installed without sources. Use another Python, or give a file of prompts."
         )
     held_out = split == "heldout"
-    return [document for document in documents if is_held_out(document["id"]) == held_out]
+    return [function for function in functions if is_held_out(function.id) == held_out]
 
 
 @cache
-def _documents(roots: tuple[str, ...]) -> tuple[dict[str, str], ...]:
-    """The documents of all files below some folders: unique prompts, and unique ids."""
-    by_prompt, ids = {}, set()
+def _functions(roots: tuple[str, ...]) -> tuple[_Function, ...]:
+    """The functions of all files below some folders: unique instructions, and unique ids."""
+    by_words, ids = {}, set()
     for root in roots:
         for path, file in source_files(Path(root)).items():
-            for name, prompt, answer in _functions(_text(file)):
-                id = f"{path}:{name}"
-                if prompt not in by_prompt and id not in ids:
-                    ids.add(id)
-                    by_prompt[prompt] = {"id": id, "prompt": prompt, "answer": answer}
-    return tuple(by_prompt.values())
+            for function in _of_module(_text(file), path):
+                if function.words not in by_words and function.id not in ids:
+                    ids.add(function.id)
+                    by_words[function.words] = function
+    return tuple(by_words.values())
 
 
 def _text(file: Path) -> str:
@@ -71,16 +109,17 @@ def _text(file: Path) -> str:
         return ""
 
 
-def _functions(text: str) -> Iterator[tuple[str, str, str]]:
-    """Name, instruction and source of the functions of a file that become documents."""
+def _of_module(text: str, path: str) -> Iterator[_Function]:
+    """The functions of a file that become documents."""
     for match in _FUNCTION.finditer(text):
         source = match[0].rstrip()
         node = _parsed(source) if '"""' in source or "'''" in source else None
         docstring = ast.get_docstring(node) if node else None
         if docstring:
-            prompt = f"Write a Python function `{node.name}({ast.unparse(node.args)})`. {docstring}"
-            if len(prompt) <= LONGEST:
-                yield node.name, prompt, source
+            words = f"Write a Python function `{node.name}({ast.unparse(node.args)})`. {docstring}"
+            head = "\n".join(source.splitlines()[: node.body[0].end_lineno])
+            if len(words) <= LONGEST:
+                yield _Function(f"{path}:{node.name}", words, head, source)
 
 
 def _parsed(source: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:

@@ -8,9 +8,15 @@ from itertools import chain, islice
 from pathlib import Path
 
 from data.corpora.conditions import Condition, conditions, keeps
-from data.corpora.docstrings import docstring_documents
+from data.corpora.docstrings import docstring_documents, function_documents
 from data.corpora.stdlib import check_split, is_held_out, stdlib_documents
 
+# Corpora of the installed Python, by the name of their source.
+INSTALLED = {
+    "stdlib": stdlib_documents,
+    "docstrings": docstring_documents,
+    "functions": function_documents,
+}
 TEXT_SUFFIXES = (".txt", ".py", ".md")
 
 _CHAT_COLUMNS = ("messages", "conversations")
@@ -47,7 +53,8 @@ def load_documents(
 
     Args:
         source: `stdlib`; `docstrings` (the functions of the standard library and of installed
-            packages that have one, as prompt-answer pairs); a file or folder of .txt, .py, .md
+            packages that have one, as prompt-answer pairs); `functions` (the same, every second
+            one asked for by its head, to be completed); a file or folder of .txt, .py, .md
             (one document a file), .jsonl or .parquet; a folder written by
             `Dataset.save_to_disk`; else a Hub data set id.
         split: `train` or `heldout`, separated by a hash of the document's id. For a Hub data set
@@ -91,12 +98,9 @@ def _documents(
     subset: str | None,
     asked: list[Condition],
 ) -> Iterator[dict]:
-    if source in ("stdlib", "docstrings"):
+    if source in INSTALLED:
         _check_columns(source, asked)
-    if source == "stdlib":
-        return iter(stdlib_documents(split))
-    if source == "docstrings":
-        return iter(docstring_documents(split))
+        return iter(INSTALLED[source](split))
     path = Path(source).expanduser()
     if path.exists():
         check_split(split)
@@ -104,8 +108,8 @@ def _documents(
     if _looks_like_a_path(source):
         raise ValueError(
             f"source={source!r} does not exist (looked in {Path.cwd()}). "
-            "Give 'stdlib', 'docstrings', a local file or folder, or a Hub data set id such as "
-            "'org/name'."
+            f"Give one of {', '.join(map(repr, INSTALLED))}, a local file or folder, or a Hub data "
+            "set id such as 'org/name'."
         )
     rows = _hub_rows(source, "train" if split == "heldout" else split, streaming, subset)
     documents = _table_documents(rows, field, source, asked)

@@ -15,7 +15,7 @@ from data.corpora.benchmarks import (
     is_benchmark,
     read_benchmark,
 )
-from data.corpora.sources import load_documents
+from data.corpora.sources import INSTALLED, load_documents
 from data.corpora.stdlib import is_held_out
 from data.spool import Spool
 from data.text.chat import encode_prompt, encode_text, start_ids
@@ -190,7 +190,7 @@ def problem_ids(problem: Problem, tokenizer: PreTrainedTokenizerBase, chat: bool
 
 
 def _check_subset(source: str, subset: str | None) -> None:
-    local = source in ("stdlib", "docstrings") or Path(source).expanduser().exists()
+    local = source in INSTALLED or Path(source).expanduser().exists()
     if local and subset is not None:
         raise ValueError(
             f"source={source!r} has no problem with subset={subset!r}: only a benchmark's file or "

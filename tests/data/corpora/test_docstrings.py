@@ -104,8 +104,27 @@ def test_functions_with_docstrings_become_unique_documents(installed):
 def test_a_duplicate_counts_once_it_differs(installed):
     file = installed / "pack" / "b.py"
     file.write_text(file.read_text().replace("The sum.", "Another sum."))
-    docstrings._documents.cache_clear()
+    docstrings._functions.cache_clear()
     assert "Another sum." in everything()["pack/b.py:add"]["prompt"]
+
+
+def test_every_second_function_is_asked_for_by_its_head(installed):
+    lines = [f'def f{i}():\n    """Number {i}."""\n    return {i}\n\n' for i in range(200)]
+    (installed / "many.py").write_text("\n".join(lines))
+    found = []
+    for split in ("train", "heldout"):
+        in_words = {d["id"]: d for d in load_documents("docstrings", split)}
+        either = {d["id"]: d for d in load_documents("functions", split)}
+        assert either.keys() == in_words.keys()
+        assert all(d["answer"] == in_words[id]["answer"] for id, d in either.items())
+        by_head = [id for id, d in either.items() if d["prompt"] != in_words[id]["prompt"]]
+        found += by_head
+        for id in by_head:
+            before, head = either[id]["prompt"].removesuffix("\n```").split("```python\n")
+            assert before == "Complete this function:\n\n"
+            assert in_words[id]["answer"].startswith(head)
+            assert head.endswith('"""')
+    assert 80 < len(found) < 120  # of 203
 
 
 def test_splits_are_by_the_hash_of_the_id(installed):
@@ -138,8 +157,9 @@ def test_prompts_are_chats_where_there_is_a_template(installed, tokenizer, chat_
 
 def test_a_python_without_sources(monkeypatch, tmp_path):
     monkeypatch.setattr(docstrings.sysconfig, "get_path", lambda name: str(tmp_path / "none"))
-    with pytest.raises(ValueError, match=r"'docstrings'.*none"):
-        docstring_documents("train")
+    for source in ("docstrings", "functions"):
+        with pytest.raises(ValueError, match=rf"'{source}'.*none"):
+            load_documents(source)
 
 
 def test_the_standard_library_has_some(monkeypatch):
