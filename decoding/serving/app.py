@@ -202,6 +202,11 @@ class Server:
                 for i, (prompt, result, job) in enumerate(columns)
             ]
 
+    def logprobs(self, asked: Asked, prompt: list[int], result: Result, job: Job) -> dict | None:
+        """The log probabilities of an answer as they are sent; None where none are asked for."""
+        with self._tokenizing:
+            return protocol.logprobs(asked, prompt, result, job.scores, self.tokenizer)
+
     async def events(
         self, asked: Asked, prompts: list[list[int]], answers: "Answers"
     ) -> AsyncIterator[str]:
@@ -209,11 +214,14 @@ class Server:
         results = []
         try:
             async for index, chunk in answers:
-                reason = None
+                reason, scores = None, None
                 if chunk.result is not None:
                     results.append(chunk.result)
                     reason = chunk.result.finish_reason
-                part = protocol.delta(asked, index, chunk.text, len(chunk.token_ids), reason)
+                    given = asked, prompts[index], chunk.result, answers.jobs[index]
+                    scores = await asyncio.to_thread(self.logprobs, *given)
+                size = len(chunk.token_ids)
+                part = protocol.delta(asked, index, chunk.text, size, reason, scores)
                 yield event(protocol.head(asked, answers.number, part=True) | {"choices": [part]})
             if asked.usage:
                 head = protocol.head(asked, answers.number, part=True)

@@ -234,8 +234,8 @@ def asked(body: bytes, chat: bool, tokenizer: PreTrainedTokenizerBase, models: l
             raise ValueError("top_logprobs is for answers with logprobs=true")
         best = fields.get("top_logprobs", 0) if best else None
     stream, echo = fields.get("stream", False), fields.get("echo", False)
-    if stream and (echo or best is not None):
-        raise ValueError("a stream has no logprobs and no echo: leave out stream, or these")
+    if stream and echo:
+        raise ValueError("a stream has no echo: leave out one of them")
     most = fields.get("max_completion_tokens", fields.get("max_tokens"))
     stop = fields.get("stop", ())
     room = 16 if most is None and not chat else 256 if most is None else most
@@ -318,23 +318,35 @@ def choice(
         scores: Of all tokens of prompt and answer but the first; None where none are wanted.
         tokenizer: The models' own.
     """
-    before, text, logprobs = "", result.text, None
+    before, text = "", result.text
     if asked.suffix is not None:  # the result's text is the whole one
         text = tokenizer.decode(result.token_ids, skip_special_tokens=True)
     if asked.echo:
         given = asked.prompts[index]
         before = given if isinstance(given, str) else tokenizer.decode(given)
-    if scores is not None:
-        ids, scores = prompt + result.token_ids, [None, *scores]
-        shown = slice(0 if asked.echo else len(prompt), None)
-        as_asked = chat_scores if asked.chat else text_scores
-        logprobs = as_asked(ids[shown], scores[shown], tokenizer)
+    found = logprobs(asked, prompt, result, scores, tokenizer)
     if asked.chat:
         said = {"message": {"role": "assistant", "content": text}}
     else:
         said = {"text": before + text}
     reason = finish(result.finish_reason)
-    return {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
+    return {"index": index, **said, "logprobs": found, "finish_reason": reason}
+
+
+def logprobs(
+    asked: Asked,
+    prompt: list[int],
+    result: Result,
+    scores: list[TokenScore] | None,
+    tokenizer: PreTrainedTokenizerBase,
+) -> dict | None:
+    """The field `logprobs` of an answer; see `choice`."""
+    if scores is None:
+        return None
+    ids, scores = prompt + result.token_ids, [None, *scores]
+    shown = slice(0 if asked.echo else len(prompt), None)
+    as_asked = chat_scores if asked.chat else text_scores
+    return as_asked(ids[shown], scores[shown], tokenizer)
 
 
 def text_scores(
@@ -370,11 +382,16 @@ def chat_scores(
     return {"content": content}
 
 
-def delta(asked: Asked, index: int, text: str, tokens: int, reason: str | None) -> dict:
-    """A piece of an answer; `tokens` of it came with one pass of the target."""
+def delta(
+    asked: Asked, index: int, text: str, tokens: int, reason: str | None, scores: dict | None
+) -> dict:
+    """A piece of an answer; `tokens` of it came with one pass of the target.
+
+    The last piece has the `logprobs` of the whole answer, which are computed when it has ended.
+    """
     said = {"delta": {"content": text}} if asked.chat else {"text": text}
     ended = None if reason is None else finish(reason)
-    return {"index": index, **said, "logprobs": None, "finish_reason": ended, "tokens": tokens}
+    return {"index": index, **said, "logprobs": scores, "finish_reason": ended, "tokens": tokens}
 
 
 def finish(reason: str) -> str:

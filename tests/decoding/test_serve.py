@@ -243,7 +243,7 @@ WRONG = [
     ('{"prompt": "a", "temperature": NaN}', 400, "not finite"),
     ({"prompt": "a", "logprobs": 21}, 400, "an integer from 0 to 20"),
     ({"prompt": "a", "logprobs": False}, 400, "an integer from 0 to 20"),
-    ({"prompt": "a", "logprobs": 1, "stream": True}, 400, "a stream has no logprobs"),
+    ({"prompt": "a", "echo": True, "stream": True}, 400, "a stream has no echo"),
     ({"prompt": "a", "top_logprobs": 1}, 400, "unknown field 'top_logprobs'"),
     ({"prompt": "a", "presence_penalty": 1}, 400, "presence_penalty=1 is not offered"),
     ({"prompt": [["a"]]}, 400, "it must be a text, token ids"),
@@ -324,6 +324,20 @@ def test_lm_eval_against_the_server(address, export, sampler, tmp_path):
     assert served.generate_until(texts, disable_tqdm=True) == ours.generate_until(texts)
 
 
+def test_the_last_piece_of_a_stream_has_the_log_probabilities(client):
+    given = {"model": "drafted", "prompt": PROMPTS[2], "max_tokens": 12, "temperature": 1.0}
+    given |= {"seed": 5, "n": 2, "logprobs": 3}
+    whole = client.completions.create(**given).choices
+    pieces = [piece.choices[0] for piece in client.completions.create(stream=True, **given)]
+    for index in (0, 1):
+        own = [piece for piece in pieces if piece.index == index]
+        assert "".join(piece.text for piece in own) == whole[index].text
+        assert own[-1].logprobs == whole[index].logprobs
+        assert len(own) > 1
+        assert all(piece.logprobs is None for piece in own[:-1])
+    assert whole[0].logprobs != whole[1].logprobs
+
+
 @pytest.fixture
 def chat_export(lab, tmp_path):
     """A model with a chat template."""
@@ -350,6 +364,10 @@ def test_chats(chat_export):
         given["messages"] = [{"role": "user", "content": in_parts}]
         pieces = client.chat.completions.create(max_completion_tokens=9, stream=True, **given)
         streamed = "".join(p.choices[0].delta.content for p in pieces)
+        given["messages"] = messages
+        *_, last = client.chat.completions.create(
+            max_tokens=9, logprobs=True, top_logprobs=2, stream=True, **given
+        )
         body = {"messages": messages, "top_logprobs": 2}
         picture = [{"type": "image_url", "image_url": {"url": "x"}}]
         seen = httpx.post(
@@ -368,6 +386,7 @@ def test_chats(chat_export):
         [float(row[i]) for row, i in zip(own, result.token_ids)], abs=1e-4
     )
     assert all(len(t.top_logprobs) == 2 for t in choice.logprobs.content)
+    assert last.choices[0].logprobs.model_dump() == choice.logprobs.model_dump()
     assert (wrong.status_code, seen.status_code) == (400, 400)
     assert "parts of type text" in seen.json()["error"]["message"]
     assert "top_logprobs is for answers with logprobs=true" in wrong.json()["error"]["message"]
