@@ -24,19 +24,31 @@ class HuggingFace:
         self.target.register_forward_pre_hook(self._count)
 
     def generate(
-        self, prompts: list[list[int]], params: SamplingParams, *, seeds: list[int]
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        *,
+        seeds: list[int],
+        at_once: int | None = None,
     ) -> list[Result]:
-        """Decode a batch with transformers' own cache and loop.
+        """Decode prompts with transformers' own cache and loop; a batch waits for its longest.
 
         Args:
             prompts: Token ids.
             params: Of which the length, temperature, top_k and ignore_eos are used.
-            seeds: The first one seeds torch's generator.
+            seeds: The first one of a batch seeds torch's generator.
+            at_once: Prompts of a batch; None: all.
 
         Returns:
             The result of each prompt; of its statistics only the target's passes.
         """
-        torch.manual_seed(seeds[0])
+        size, found = at_once or len(prompts), []
+        for start in range(0, len(prompts), size):
+            torch.manual_seed(seeds[start])
+            found += self._batch(prompts[start : start + size], params)
+        return found
+
+    def _batch(self, prompts: list[list[int]], params: SamplingParams) -> list[Result]:
         width, device = max(map(len, prompts)), self.device
         ids = [[0] * (width - len(p)) + p for p in prompts]
         seen = [[0] * (width - len(p)) + [1] * len(p) for p in prompts]

@@ -1,9 +1,9 @@
 """`python -m decoding.bench model=runs/deer_stage2/export`: samplers side by side, one run.
 
 After a warm-up every prompt goes through every sampler in turn (interleaved, so that a slow minute
-of the machine hits them all). Where the prompts are a benchmark's with scores, the table has each
-sampler's score beside its speed (`decoding/bench/scores.py`). `decoding/bench/text_report.py` lists
-the files that are written.
+of the machine hits them all). In a batch the next prompt takes the place of one that has ended.
+Where the prompts are a benchmark's with scores, the table has each sampler's score beside its speed
+(`decoding/bench/scores.py`). `decoding/bench/text_report.py` lists the files that are written.
 """
 
 from dataclasses import dataclass
@@ -125,13 +125,13 @@ def measure(bench: Bench) -> tuple[list[Row], list[dict]]:
     for row in every:  # warm-up: allocations, kernels' first calls
         row.sampler.generate(ids[: row.batch], row.params, seeds=[*range(row.batch)])
     # In the order of the prompts: a slow minute of the machine hits all temperatures and batches.
-    steps = [(start, rows) for rows in groups for start in range(0, len(ids), rows[0].batch)]
+    steps = [(start, rows) for rows in groups for start in range(0, len(ids), rows[0].turn)]
     for start, rows in track(sorted(steps, key=lambda step: step[0]), "bench"):
         for row in rows:
-            batch = ids[start : start + row.batch]
-            seeds = [bench.seed + start + b for b in range(len(batch))]
+            turn = ids[start : start + row.turn]
+            given = {"seeds": [bench.seed + start + b for b in range(len(turn))]}
             started = perf_counter()
-            row.results += row.sampler.generate(batch, row.params, seeds=seeds)
+            row.results += row.sampler.generate(turn, row.params, **given, at_once=row.batch)
             row.seconds.append(perf_counter() - started)
     return every, prompts
 

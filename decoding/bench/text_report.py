@@ -32,6 +32,7 @@ from models.masks import causal
 
 WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # of the passes whose cost is measured
 CONTEXT = 128  # tokens in front of them
+REFILLED = 4  # prompts for each place of a batch, in the time between two readings of the clock
 RESAMPLES = 2000  # of the prompts, for standard errors
 ERROR = " ±"  # ends the name of a column of standard errors
 
@@ -49,7 +50,7 @@ class Row:
         plain: Plain decoding of the same weights at the same temperature and batch size, or None
             where this row is that itself.
         results: One for each prompt.
-        seconds: One for each batch.
+        seconds: One for each turn.
         metric: What the mean of the scores is called, '' without scores.
         scores: Whether each answer is right.
     """
@@ -71,9 +72,9 @@ class Row:
         return [r.stats for r in self.results]
 
     @property
-    def batches(self) -> list[Stats]:
-        """The statistics of each batch: those of its longest request, which was in every pass."""
-        return [max(chunk, key=lambda s: s.target_passes) for chunk in self._chunks(self.stats)]
+    def turn(self) -> int:
+        """Prompts that are timed together: one alone, or several for each place of a batch."""
+        return self.batch if self.batch == 1 else REFILLED * self.batch
 
     @property
     def lengths(self) -> list[int]:
@@ -82,12 +83,12 @@ class Row:
 
     @property
     def rate(self) -> float:
-        """Tokens/s over all batches."""
+        """Tokens/s over all turns."""
         return sum(self.lengths) / sum(self.seconds)
 
     @property
     def speedups(self) -> list[float]:
-        """Tokens/s of each batch over those of plain decoding.
+        """Tokens/s of each turn over those of plain decoding.
 
         Not seconds over seconds: answers with the same distribution may differ in length.
         """
@@ -98,7 +99,7 @@ class Row:
         return [sum(n) / s for n, s in zip(self._chunks(self.lengths), self.seconds)]
 
     def _chunks(self, values: list) -> list[list]:
-        return [values[i : i + self.batch] for i in range(0, len(values), self.batch)]
+        return [values[i : i + self.turn] for i in range(0, len(values), self.turn)]
 
     @property
     def drafts(self) -> bool:
@@ -120,6 +121,10 @@ def report(out: Path, rows: list[Row], prompts: list[dict], title: str, seed: in
     write_table(lines, out / "bench.csv", title, "decoding.bench", [*map(on_screen, lines)])
     print("acceptance length: tokens emitted per target pass, bonus or correction included;")
     print("speed-up: tokens/s against plain, median over prompts; ±: standard error over prompts;")
+    if any(row.batch > 1 for row in rows):
+        print(
+            f"batches: {REFILLED} prompts for each place are timed together; passes: of each prompt"
+        )
     print("same distribution: other draws")
     if rows[0].scores and (cut := sum(r.finish_reason == "length" for r in rows[0].results)):
         print(f"{cut} of {len(prompts)} answers of {rows[0].name} are cut off at max_new_tokens")
@@ -143,8 +148,8 @@ def summary(row: Row) -> dict:
     Acceptance length is tokens per target pass, the bonus or correction token included.
     """
     passes = [s.target_passes for s in row.stats]
-    forwards = sum(s.target_s + s.drafter_s for s in row.batches)
-    total = forwards + sum(s.sampler_s for s in row.batches)
+    forwards = sum(s.target_s + s.drafter_s for s in row.stats)
+    total = forwards + sum(s.sampler_s for s in row.stats)
     plain = row.plain or row
     same = sum(a.token_ids == b.token_ids for a, b in zip(row.results, plain.results))
     share = sum(row.scores) / max(1, len(row.scores))
@@ -163,8 +168,8 @@ def summary(row: Row) -> dict:
         "acceptance length": round(sum(row.lengths) / sum(passes), 2),
         f"acceptance length{ERROR}": ratio_error(row.lengths, passes),
         **(scored if row.scores else {}),
-        "target passes": sum(s.target_passes for s in row.batches),
-        "drafter passes": sum(s.drafter_passes for s in row.batches),
+        "target passes": sum(passes),
+        "drafter passes": sum(s.drafter_passes for s in row.stats),
         "outside forwards": f"{100 * (1 - forwards / total):.1f}%" if forwards else "",
         "identical to plain": f"{same}/{len(row.stats)}"
         if row.guarantee == "same text"
@@ -206,10 +211,13 @@ def _resampled(count: int) -> Tensor:
 
 
 def cycle(row: Row) -> dict[str, float]:
-    """Milliseconds per cycle (one target pass) in the drafter, the target and everything else."""
+    """Milliseconds per cycle (one target pass) in the drafter, the target and everything else.
+
+    A cycle of several requests counts once for each of them.
+    """
     parts = {"drafter": "drafter_s", "target": "target_s", "rest": "sampler_s"}
-    passes = sum(s.target_passes for s in row.batches)
-    spent = {name: sum(getattr(s, key) for s in row.batches) for name, key in parts.items()}
+    passes = sum(s.target_passes for s in row.stats)
+    spent = {name: sum(getattr(s, key) for s in row.stats) for name, key in parts.items()}
     return {name: round(1000 * seconds / passes, 3) for name, seconds in spent.items()}
 
 

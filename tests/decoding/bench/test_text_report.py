@@ -37,8 +37,9 @@ def test_the_speed_up_is_of_tokens_a_second():
 
 
 def test_batches_are_rated_together():
-    plain = row([10, 2, 6], [2.0, 3.0], batch=2)
-    assert row([10, 2, 6], [1.0, 1.0], plain, batch=2).speedups == [2, 3]
+    lengths = [10, 2, 6, 4, 1, 1, 3, 9, 7]  # eight of them for two places, and one is left
+    plain = row(lengths, [2.0, 3.0], batch=2)
+    assert row(lengths, [1.0, 1.0], plain, batch=2).speedups == [2, 3]
 
 
 def test_the_acceptance_length_is_of_all_tokens():
