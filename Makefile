@@ -3,7 +3,7 @@ PY := .venv/bin/python
 FIT := $(PY) -m trainers.fit
 RUNS ?= runs
 
-.PHONY: quickstart markov-head noise-input noise-ranked-trees small-deer small-deer-scaling small-dflash small-pard small-pcllm vllm test paper-scale chaos fuzz soak load packed-step lint docs docs-serve lab-deer-stage1 lab-deer lab-deer-losses lab-deer-figures lab-pcllm lab-pcllm-ablations lab-pcllm-losses lab-asarm lab-asarm-trees lab-spiffy lab-cspd clean
+.PHONY: quickstart markov-head noise-input noise-ranked-trees small-deer small-deer-scaling small-dflash small-pard small-pcllm vllm test paper-scale chaos fuzz soak load packed-step lint docs docs-serve lab-deer-stage1 lab-deer lab-deer-losses lab-deer-figures lab-deer-layouts lab-pcllm lab-pcllm-ablations lab-pcllm-losses lab-asarm lab-asarm-trees lab-spiffy lab-cspd clean
 
 .venv/installed: setup.cfg constraints.txt
 	test -x $(PY) || python3 -m venv .venv
@@ -149,6 +149,16 @@ lab-deer-figures: lab-deer-stage1  ## DEER's Figures 6 and 8: the base of stage 
 	$(LOSS) name=block_16 module.block_size=16 data.corruption.length=16 data.corruption.schedule.shortest=16
 	$(LOSS) name=block_32 module.block_size=32 data.corruption.length=32 data.corruption.schedule.shortest=32
 	$(BENCH) model=$(DEER)2/block_4/export 'also=[$(BLOCKS)]' prompts=64 max_new_tokens=64 prompt_lookup=0 out=$(DEER)2/blocks
+
+# The same steps on the same answers, of blocks that attend both ways and of causal ones.
+LAYOUTS = $(RUNS)/lab-layouts
+DRAFTS_OF = $(FIT) recipe=deer_stage2 layout=$(1) runs=$(LAYOUTS)/$(1) target=$(RUNS)/lab/ar_target/export answers=$(LAYOUTS)/deer_answers trainer.compile=true trainer.max_steps=600
+lab-deer-layouts: .venv/installed  ## DEER's bidirectional draft blocks beside PARD's causal ones
+	$(FIT) recipe=ar_target $(LAB) trainer.max_steps=2400
+	$(PY) -m decoding.collect recipe=deer_answers runs=$(LAYOUTS) target=$(RUNS)/lab/ar_target/export prompts.count=768
+	$(call DRAFTS_OF,separator)
+	$(call DRAFTS_OF,pard)
+	$(BENCH) model=$(LAYOUTS)/separator/deer_stage2/export also=$(LAYOUTS)/pard/deer_stage2/export prompts=64 max_new_tokens=64 verify=[coupled,rejection,block] generate=false prompt_lookup=0 out=$(LAYOUTS)/bench
 
 PCLLM = $(RUNS)/lab/pcllm_round
 HELDOUT = $(PY) -m decoding.bench.heldout_loss model=$(RUNS)/lab/ar_target/export answers=$(RUNS)/lab/pcllm_trajectories runs=$(RUNS)/lab

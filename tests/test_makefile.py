@@ -45,6 +45,7 @@ LABS = (
     "lab-deer",
     "lab-deer-losses",
     "lab-deer-figures",
+    "lab-deer-layouts",
     "lab-pcllm",
     "lab-pcllm-ablations",
     "lab-pcllm-losses",
