@@ -265,8 +265,8 @@ def _hub_rows(source: str, split: str, streaming: bool, subset: str | None) -> I
         # The error of datasets lists the allowed splits and configurations over several lines.
         reason = " ".join(str(error).split())
         raise ValueError(
-            f"source={source!r} is not a local path and none of {', '.join(INSTALLED)}, and loading "
-            f"it from the Hub failed (split={split!r}, subset={subset!r}): {reason}"
+            f"source={source!r} is not a local path and none of {', '.join(INSTALLED)}, and "
+            f"loading it from the Hub failed (split={split!r}, subset={subset!r}): {reason}"
         ) from error
 
 
