@@ -82,14 +82,14 @@ small-deer: .venv/small  ## DEER on a real model, from nothing to its figures on
 	$(FIT) recipe=diffusion_adapt $(SMALL)
 	$(FIT) recipe=deer_stage1 $(SMALL) trainer.compile=true
 	$(FIT) recipe=deer_stage2 $(SMALL) trainer.compile=true
-	$(PY) -m decoding.calibrate model=$(DRAFTER) answers=$(RUNS)/small/deer_answers source=docstrings nodes=[5,8,12,16] sharpness=[1.0]
+	$(PY) -m decoding.calibrate model=$(DRAFTER) answers=$(RUNS)/small/deer_answers source=functions nodes=[5,8,12,16] sharpness=[1.0]
 	$(PY) -m decoding.bench model=$(DRAFTER) source=humaneval prompts=64 max_new_tokens=128
 
 # What more prompts, and what more steps, bring: the tables and the picture of docs/results/small.md.
 MORE = $(FIT) recipe=deer_stage2 $(SMALL) trainer.compile=true answers=$(RUNS)/small/deer_answers/more
 SCALED = $(RUNS)/small/deer_stage2
 small-deer-scaling: .venv/small  ## stage II with 256 to 4,096 prompts and with 1, 2 and 4 times the steps: hours
-	$(PY) -m decoding.collect recipe=deer_answers $(SMALL) name=more prompts.count=4608
+	$(PY) -m decoding.collect recipe=deer_answers $(SMALL) name=more prompts.source=docstrings prompts.count=4608
 	for n in 256 1024 4096; do $(MORE) name=prompts_$$n data.train.prompts=$$n trainer.max_steps=300 || exit 1; done
 	for n in 600 1200; do $(MORE) name=steps_$$n data.train.prompts=4096 trainer.max_steps=$$n || exit 1; done
 	$(PY) -m decoding.bench model=$(SCALED)/prompts_256/export 'also=[$(SCALED)/prompts_1024/export,$(SCALED)/prompts_4096/export,$(SCALED)/steps_600/export,$(SCALED)/steps_1200/export]' source=docstrings prompts=64 batch_sizes=[16] verify=[coupled,rejection] generate=false prompt_lookup=0 out=$(SCALED)/scaling
@@ -97,7 +97,7 @@ small-deer-scaling: .venv/small  ## stage II with 256 to 4,096 prompts and with 
 # Beside DEER's drafter of as many steps on the same answers, of small-deer-scaling.
 DFLASH = $(RUNS)/small/dflash/export
 small-dflash: .venv/small  ## a drafter that reads its target (DFlash) beside DEER's on HumanEval: hours on 2 cores
-	$(PY) -m decoding.collect recipe=deer_answers $(SMALL) name=more prompts.count=4608
+	$(PY) -m decoding.collect recipe=deer_answers $(SMALL) name=more prompts.source=docstrings prompts.count=4608
 	$(FIT) recipe=dflash $(SMALL) trainer.compile=true answers=$(RUNS)/small/deer_answers/more trainer.max_steps=1340
 	$(PY) -m decoding.bench model=$(DFLASH) also=$(SCALED)/steps_1200/export source=humaneval prompts=64 max_new_tokens=128 verify=[coupled,tree] 'sampler=[nodes=8,bigrams=false]' temperatures=[0] prompt_lookup=0 generate=false
 
@@ -110,14 +110,14 @@ vllm: .venv-vllm/installed  ## the serving engine that decoding.bench.engine com
 	$(VLLM) -m pip uninstall -q -y torchvision torchaudio torchcodec
 	touch $@
 
-# The same drafter in the layout that vLLM runs, on the same answers.
+# In the layout that vLLM runs, on the answers of small-deer. Its whole head costs as much as eight layers, so it has six.
 PARD = layout=pard scale=small runs=$(RUNS)/small-pard answers=$(RUNS)/small/deer_answers
 PARD_RUN = $(RUNS)/small-pard/deer_stage2
 small-pard: .venv/small vllm  ## a drafter that vLLM serves, verified there, and its bench: hours on 2 cores
 	$(PY) -m decoding.collect recipe=deer_answers $(SMALL)
-	$(FIT) recipe=diffusion_adapt layout=pard scale=small runs=$(RUNS)/small-pard
+	$(FIT) recipe=diffusion_adapt layout=pard scale=small runs=$(RUNS)/small-pard network.layers=6 trainer.max_steps=150
 	$(FIT) recipe=deer_stage1 $(PARD) trainer.compile=true
-	$(FIT) recipe=deer_stage2 $(PARD) trainer.compile=true
+	$(FIT) recipe=deer_stage2 $(PARD) trainer.compile=true trainer.max_steps=1800 trainer.validate_every=600
 	$(PY) -m trainers.export run=$(PARD_RUN) verify=[transformers,vllm]
 	$(PY) -m decoding.bench.engine model=$(PARD_RUN)/export source=humaneval prompts=64
 
