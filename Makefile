@@ -117,7 +117,7 @@ small-pard: .venv/small vllm  ## a drafter that vLLM serves, verified there, and
 	$(PY) -m decoding.collect recipe=deer_answers $(SMALL)
 	$(FIT) recipe=diffusion_adapt layout=pard scale=small runs=$(RUNS)/small-pard network.layers=6 trainer.max_steps=150
 	$(FIT) recipe=deer_stage1 $(PARD) trainer.compile=true
-	$(FIT) recipe=deer_stage2 $(PARD) trainer.compile=true trainer.max_steps=1350 trainer.validate_every=600
+	$(FIT) recipe=deer_stage2 $(PARD) trainer.compile=true trainer.max_steps=1350
 	$(PY) -m trainers.export run=$(PARD_RUN) verify=[transformers,vllm]
 	$(PY) -m decoding.bench.engine model=$(PARD_RUN)/export source=humaneval prompts=64
 

@@ -202,8 +202,8 @@ class Server:
                 for i, (prompt, result, job) in enumerate(columns)
             ]
 
-    def logprobs(self, asked: Asked, prompt: list[int], result: Result, job: Job) -> dict | None:
-        """The log probabilities of an answer as they are sent; None where none are asked for."""
+    def logprobs(self, asked: Asked, prompt: list[int], result: Result, job: Job) -> dict:
+        """The log probabilities of an answer as they are sent."""
         with self._tokenizing:
             return protocol.logprobs(asked, prompt, result, job.scores, self.tokenizer)
 
@@ -218,8 +218,9 @@ class Server:
                 if chunk.result is not None:
                     results.append(chunk.result)
                     reason = chunk.result.finish_reason
-                    given = asked, prompts[index], chunk.result, answers.jobs[index]
-                    scores = await asyncio.to_thread(self.logprobs, *given)
+                    if asked.best is not None:
+                        given = asked, prompts[index], chunk.result, answers.jobs[index]
+                        scores = await asyncio.to_thread(self.logprobs, *given)
                 size = len(chunk.token_ids)
                 part = protocol.delta(asked, index, chunk.text, size, reason, scores)
                 yield event(protocol.head(asked, answers.number, part=True) | {"choices": [part]})

@@ -13,6 +13,7 @@ from data.text.tokenizer import train_tokenizer
 from decoding.bench import scores
 from decoding.bench.text import Bench, measure, run
 from decoding.bench.text_report import at_positions, explain_divergence, margin, report, summary
+from decoding.engine.running import Running
 from tests.support import tiny
 from tests.support.lab import write_corpus
 
@@ -116,6 +117,21 @@ def test_batches_an_assistant_and_a_profile(bench, lab, tmp_path):
     assert (tmp_path / "pass_cost.png").stat().st_size > 5000
     with pytest.raises(ValueError, match=r"batch_sizes=\[4\] with prompts=3 is not allowed"):
         run([*arguments, "batch_sizes=[4]"])
+
+
+def test_a_batch_is_refilled(bench, monkeypatch):
+    together, step = [], Running.step
+
+    def counted(running, text=True):
+        together.append(len(running))
+        return step(running, text)
+
+    monkeypatch.setattr(Running, "step", counted)
+    uneven = replace(bench, prompts=5, batch_sizes=(2,), ignore_eos=False, also=())
+    rows, _ = measure(replace(uneven, temperatures=(1.0,), generate=False, prompt_lookup=0))
+    assert {len(row.seconds) for row in rows} == {1}  # one turn, and five prompts in it
+    assert {len(row.results) for row in rows} == {5}
+    assert set(together) == {1, 2}
 
 
 def test_a_difference_is_reported(bench, capsys):
