@@ -152,12 +152,15 @@ lab-deer-figures: lab-deer-stage1  ## DEER's Figures 6 and 8: the base of stage 
 
 # The same steps on the same answers, of blocks that attend both ways and of causal ones.
 LAYOUTS = $(RUNS)/lab-layouts
-DRAFTS_OF = $(FIT) recipe=deer_stage2 layout=$(1) runs=$(LAYOUTS)/$(1) target=$(RUNS)/lab/ar_target/export answers=$(LAYOUTS)/deer_answers trainer.compile=true trainer.max_steps=600
+define DRAFTS_OF
+	$(FIT) recipe=deer_stage1 layout=$(1) runs=$(LAYOUTS)/$(1) target=$(RUNS)/lab/ar_target/export answers=$(LAYOUTS)/deer_answers trainer.compile=true
+	$(FIT) recipe=deer_stage2 layout=$(1) runs=$(LAYOUTS)/$(1) target=$(RUNS)/lab/ar_target/export answers=$(LAYOUTS)/deer_answers trainer.compile=true trainer.max_steps=600
+
+endef
 lab-deer-layouts: .venv/installed  ## DEER's bidirectional draft blocks beside PARD's causal ones
 	$(FIT) recipe=ar_target $(LAB) trainer.max_steps=2400
 	$(PY) -m decoding.collect recipe=deer_answers runs=$(LAYOUTS) target=$(RUNS)/lab/ar_target/export prompts.count=768
-	$(call DRAFTS_OF,separator)
-	$(call DRAFTS_OF,pard)
+	$(foreach l,separator pard,$(call DRAFTS_OF,$(l)))
 	$(BENCH) model=$(LAYOUTS)/separator/deer_stage2/export also=$(LAYOUTS)/pard/deer_stage2/export prompts=64 max_new_tokens=64 verify=[coupled,rejection,block] generate=false prompt_lookup=0 out=$(LAYOUTS)/bench
 
 PCLLM = $(RUNS)/lab/pcllm_round

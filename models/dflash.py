@@ -31,7 +31,6 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from models.causal import why
-from models.diffusion import ends
 from models.hidden_states import check_layers
 from models.masks import Layout, dense, draft_blocks
 
@@ -283,6 +282,20 @@ def from_target(
         with torch.no_grad():
             network.lm_head.weight.copy_(source.get_output_embeddings().weight[ids])
     return network
+
+
+def ends(count: int, depth: int) -> list[int]:
+    """The first count - 1 layers and the last of a model of `depth` layers.
+
+    Raises:
+        ValueError: for a count that the model does not have.
+
+    >>> ends(3, 30)
+    [0, 1, 29]
+    """
+    if not 1 <= count <= depth:
+        raise ValueError(f"layers={count} is not allowed: the model has {depth}, give 1 to {depth}")
+    return [*range(count - 1), depth - 1]
 
 
 def spread(count: int, depth: int) -> list[int]:

@@ -159,8 +159,14 @@ def open_teacher(
     eos = end_ids(path, tokenizer)
     if server:
         return EngineTeacher(OpenAIClient(name, tokenizer, **options), top_k, eos)
-    # Compiling takes minutes on a CPU, and a collection hardly gains by it.
-    defaults = {"enforce_eager": placing["device"] == "cpu", "max_logprobs": max(top_k, 1)}
+    on_cpu = placing["device"] == "cpu"
+    defaults = {
+        "max_logprobs": max(top_k, 1),
+        "enforce_eager": on_cpu,  # compiling takes minutes, and a collection hardly gains by it
+        # vLLM 0.32.0 rewinds the generator of a request whose prompt was read in part, which a
+        # generator of the CPU cannot.
+        "enable_chunked_prefill": not on_cpu,
+    }
     vllm = Vllm(path, **{"dtype": placing["dtype"], **defaults, **options})
     return EngineTeacher(vllm, top_k, eos)
 

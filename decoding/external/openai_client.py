@@ -138,6 +138,8 @@ class OpenAIClient:
         ended = choice.finish_reason == "stop"
         ids = getattr(choice, "token_ids", None)
         if ids is None:
+            if "\ufffd" in choice.text:
+                return None  # it stands for any bytes that are no character
             ids = self.tokenizer(choice.text, add_special_tokens=False).input_ids
             # Servers differ in whether they count the end of the text.
             if found.usage is None or found.usage.completion_tokens - len(ids) not in (0, ended):
@@ -146,13 +148,21 @@ class OpenAIClient:
         return ids
 
     def _check_text(self, ids: list[int], text: str, eos: list[int]) -> None:
-        """Check that returned token ids are the returned text; a character may be cut in two."""
+        """Check that returned token ids are the returned text.
+
+        Only up to bytes that are no character: from there on servers that decode token by token
+        write U+FFFD as often as they like, or nothing more at all.
+        """
         said = ids[:-1] if ids and ids[-1] in eos else ids
         here = self.tokenizer.decode(said, clean_up_tokenization_spaces=False)
-        if here.rstrip("\ufffd") != text.rstrip("\ufffd"):
+        sure, cut, _ = here.partition("\ufffd")
+        if not sure.startswith(text[: len(sure)]) if cut else here != text:
+            shorter = min(len(here), len(text))
+            same = next((i for i in range(shorter) if here[i] != text[i]), shorter)
+            shown = slice(max(same - 20, 0), same + 20)
             raise ValueError(
-                f"{self.url} returns token ids {said[:8]}, here {here[:40]!r}, as {text[:40]!r}: "
-                "it has another tokenizer. Give target= the model that it serves"
+                f"{self.url} returns token ids {said[:8]}, here {here[shown]!r}, as "
+                f"{text[shown]!r}: it has another tokenizer. Give target= the model that it serves"
             )
 
 

@@ -101,6 +101,63 @@ def test_layers_that_are_not_there(layers):
     assert "\n" not in str(error.value)
 
 
+def second_reading(network, once):
+    """The loss of random tokens at their second reading."""
+    with torch.no_grad():
+        logits = network(once.repeat(1, 2)).logits[:, once.shape[1] : -1]
+    return torch.nn.functional.cross_entropy(logits.mT, once[:, 1:]).item()
+
+
+def test_a_number_of_layers_are_those_that_copy():
+    source = tiny.causal_lm(16, layers=4, hidden=64).float().train()
+    for i in (1, 3):  # these do nothing, whatever is learned
+        layer = source.model.layers[i]
+        for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
+            weight.data.zero_()
+            weight.requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in source.parameters() if p.requires_grad], lr=3e-3)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(160):
+        once = torch.randint(16, (32, 16), generator=generator)
+        logits = source(once.repeat(1, 2), use_cache=False, logits_to_keep=16).logits
+        torch.nn.functional.cross_entropy(logits[:, :-1].mT, once[:, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    source.eval()
+    assert diffusion.copying(source, 2, length=16) == [0, 2]
+    once, tokens = torch.randint(16, (8, 16), generator=generator), tiny.tokenizer(16)
+    whole = second_reading(source, once)
+    chosen, first_and_last = (
+        second_reading(diffusion.from_causal_lm(source, tokens, layers), once)
+        for layers in (diffusion.copying(source, 2, length=16), [0, 3])
+    )
+    assert chosen == pytest.approx(whole, rel=1e-3)
+    assert whole < 0.5 < first_and_last
+
+
+@KINDS
+def test_a_layer_counts_as_much_as_is_lost_without_it(kind):
+    source = tiny.causal_lm(V, kind=kind, layers=4)
+    once = torch.randint(V, (4, 48), generator=torch.Generator().manual_seed(0))
+    lost = [
+        second_reading(
+            diffusion.from_causal_lm(source, PLAIN, [j for j in range(4) if j != i]), once
+        )
+        for i in range(4)
+    ]
+    best = sorted(range(4), key=lost.__getitem__)
+    for count in (1, 2, 3, 4):
+        assert diffusion.copying(source, count) == sorted(best[-count:])
+        drafter = diffusion.from_causal_lm(source, TOKENIZER, count)
+        assert drafter.config.num_hidden_layers == count
+
+
+@pytest.mark.parametrize("count", [0, -1, 5])
+def test_more_layers_than_there_are(count):
+    with pytest.raises(ValueError, match=f"layers={count} is not allowed: the model has 4"):
+        diffusion.from_causal_lm(tiny.causal_lm(V, layers=4), TOKENIZER, count)
+
+
 def test_a_model_of_another_build_is_refused():
     class Other(torch.nn.Module):
         config = tiny.CLASSES["llama"][0]()

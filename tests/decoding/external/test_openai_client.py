@@ -88,6 +88,36 @@ def test_text_only_is_tokenised_again_where_the_count_agrees():
     assert reply.token_ids[2] in ((TEXT * 9)[:8], None)
 
 
+class Decoding:
+    """A tokenizer that decodes token by token, or that stops where bytes are no character."""
+
+    eos_token_id = EOS
+
+    def __init__(self, stops):
+        self.stops = stops
+
+    def decode(self, ids):
+        if self.stops:  # as vLLM 0.32.0, which waits for more bytes with the token before them
+            return TOKENIZER.decode(ids).partition("\ufffd")[0][:-1]
+        return "".join(TOKENIZER.decode([i]) for i in ids)
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_bytes_that_are_no_character(stops):
+    *cut, _ = TOKENIZER("\U0001f600").input_ids  # three bytes of four
+    answers = {1: [*TEXT[:2], *cut, TEXT[0], EOS], 2: [*TEXT[:2], EOS]}
+    with serving(Decoding(stops), lambda prompt, seed: answers[prompt[0]]) as server:
+        client = OpenAIClient(server.url, TOKENIZER)
+        assert client.generate([[1]], PARAMS, eos=[EOS]).token_ids == [answers[1]]
+        if stops:  # of a whole text every character counts
+            with pytest.raises(ValueError, match="has another tokenizer"):
+                client.generate([[2]], PARAMS, eos=[EOS])
+    # As many tokens as U+FFFD itself has, but others.
+    with serving(TOKENIZER, lambda prompt, seed: answers[1], ids=False) as server:
+        client = OpenAIClient(server.url, TOKENIZER)
+        assert client.generate([[1]], PARAMS, eos=[EOS]).token_ids == [None]
+
+
 def test_another_tokenizer_is_told():
     other = train_tokenizer(["def f(x): yield x"], 270)
     with serving(other, lambda prompt, seed: [*range(60, 68)]) as server:
