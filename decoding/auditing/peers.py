@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from decoding.auditing.reference import DRAFTER, save, tiny_model
 from decoding.engine.params import SamplingParams
-from decoding.external.vllm_engine import Vllm
+from decoding.external.vllm_engine import ON_CPU, Vllm
 
 DRAFTED = 2  # tokens a cycle
 
@@ -77,7 +77,7 @@ def vllm_draft_model(path, prompt, *, seeds, max_new_tokens, temperature) -> lis
 
 def _vllm(path, prompt, seeds, new: int, temperature: float, speculative: dict | None):
     options = {} if speculative is None else {"speculative_config": speculative}
-    options |= {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True}
+    options |= {"dtype": "float32", "skip_tokenizer_init": True, **ON_CPU}
     params = SamplingParams(max_new_tokens=new, temperature=temperature, ignore_eos=True)
     with Vllm(path, threads=1, max_model_len=64, max_num_seqs=64, **options) as engine:
         prompts = [list(prompt)] * len(seeds)

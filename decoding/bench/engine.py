@@ -25,7 +25,7 @@ from decoding.commands.progress import track
 from decoding.commands.report import results, write_table
 from decoding.engine.params import SamplingParams, accepted_counts
 from decoding.engine.sampler import Sampler
-from decoding.external.vllm_engine import Vllm, interpreter, speculative_config
+from decoding.external.vllm_engine import ON_CPU, Vllm, interpreter, speculative_config
 from decoding.fetch import fetch
 from decoding.loading import load, parade_config, target_of
 from decoding.samplers.plain import PlainSampler
@@ -196,8 +196,8 @@ def measure(bench: EngineBench) -> list[Way]:
         "max_model_len": context,
         "max_num_seqs": bench.batch_size,
         "seed": bench.seed,
-        "enforce_eager": bench.device == "cpu",
         "enable_prefix_caching": False,
+        **(ON_CPU if bench.device == "cpu" else {}),
     }
     plain = Way("ours, plain")
     ours = [(plain, PlainSampler(sampler.target, sampler.tokenizer))]

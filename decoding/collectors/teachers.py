@@ -13,7 +13,7 @@ from decoding.engine.batch import Batch
 from decoding.engine.params import SamplingParams
 from decoding.engine.sampler import Sampler
 from decoding.external.openai_client import OpenAIClient
-from decoding.external.vllm_engine import Vllm
+from decoding.external.vllm_engine import ON_CPU, Vllm
 from decoding.loading import load
 from decoding.samplers.plain import PlainSampler
 from models import causal
@@ -159,15 +159,9 @@ def open_teacher(
     eos = end_ids(path, tokenizer)
     if server:
         return EngineTeacher(OpenAIClient(name, tokenizer, **options), top_k, eos)
-    on_cpu = placing["device"] == "cpu"
-    defaults = {
-        "max_logprobs": max(top_k, 1),
-        "enforce_eager": on_cpu,  # compiling takes minutes, and a collection hardly gains by it
-        # vLLM 0.32.0 rewinds the generator of a request whose prompt was read in part, which a
-        # generator of the CPU cannot.
-        "enable_chunked_prefill": not on_cpu,
-    }
-    vllm = Vllm(path, **{"dtype": placing["dtype"], **defaults, **options})
+    defaults = {"dtype": placing["dtype"], "max_logprobs": max(top_k, 1)}
+    device = ON_CPU if placing["device"] == "cpu" else {}
+    vllm = Vllm(path, **{**defaults, **device, **options})
     return EngineTeacher(vllm, top_k, eos)
 
 

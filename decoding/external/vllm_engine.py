@@ -23,6 +23,12 @@ from decoding.external.reply import Reply, first_line, request_options
 FORMATS = {"pard": "draft_model", "dflash": "dflash"}  # of drafters, and vLLM's methods for them
 WORKER = Path(__file__).with_name("vllm_worker.py")
 OWN_ENVIRONMENT = Path(".venv-vllm/bin/python")  # of `make vllm`
+ON_CPU = {  # arguments of `Vllm` where the engine runs on a CPU
+    "enforce_eager": True,  # compiling takes minutes, and little is gained by it
+    # vLLM 0.32.0 rewinds the generator of a request whose prompt was read in part, which a
+    # generator of the CPU cannot.
+    "enable_chunked_prefill": False,
+}
 KV_CACHE_GB = 2  # of the CPU's memory; vLLM's own default is half of all
 
 

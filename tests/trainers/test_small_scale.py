@@ -38,7 +38,7 @@ def gemma(kind, vocabulary):
     """A Gemma-style model: scaled and tied embeddings, and sliding windows in the third version."""
     configuration, network = GEMMAS[kind]
     torch.manual_seed(1)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "head_dim": 8}
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 8, "head_dim": 8}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     return network(configuration(vocab_size=vocabulary, eos_token_id=0, **sizes, **heads))
 
@@ -59,7 +59,7 @@ OWN = [(kind, "separator") for kind in ("qwen2", "qwen3", *GEMMAS)] + [("llama",
 @pytest.mark.parametrize(("kind", "layout"), OWN)
 def test_a_target_of_one_s_own_is_one_key(kind, layout, pairs, tmp_path):
     target = tmp_path / "target"
-    make = gemma if kind in GEMMAS else lambda kind, v: tiny.causal_lm(v, kind=kind, layers=4)
+    make = gemma if kind in GEMMAS else lambda kind, v: tiny.causal_lm(v, kind=kind, layers=8)
     size = 304 if layout == "separator" else 300
     make(kind, size).float().save_pretrained(target)
     train_tokenizer(TEXTS, 300).save_pretrained(target)
@@ -77,7 +77,7 @@ def test_a_target_of_one_s_own_is_one_key(kind, layout, pairs, tmp_path):
     schedule = "data.corruption.schedule.shortest=4"
     export = fit(compose(["recipe=deer_stage2", *few, schedule], "fit"))
     sampler = load(str(export), dtype="float32")
-    assert sampler.drafter.config.num_hidden_layers == 3
+    assert sampler.drafter.config.num_hidden_layers == 7
     assert sampler.draft_ids is not None
     assert len(sampler.draft_ids) <= 300
     if layout == "pard":  # an ordinary causal LM over the target's tokens, and its mask

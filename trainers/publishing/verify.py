@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from decoding.bench.engine import Way, measure_engine
 from decoding.collectors.teachers import end_ids
 from decoding.engine.params import SamplingParams, accepted_counts
-from decoding.external.vllm_engine import Vllm, interpreter, speculative_config
+from decoding.external.vllm_engine import ON_CPU, Vllm, interpreter, speculative_config
 from decoding.fetch import fetch
 from decoding.loading import load_tokenizer, parade_config
 from trainers.publishing import stranger
@@ -169,7 +169,7 @@ def in_vllm(
         interpreter(python),
         torch.get_num_threads(),
         speculative_config=settings,
-        enforce_eager=not torch.cuda.is_available(),
+        **({} if torch.cuda.is_available() else ON_CPU),
         **options,
     ) as engine:
         for prompt in prompts:  # one by one, so that the errors are those over prompts
