@@ -59,7 +59,7 @@ def from_causal_lm(
 
 
 def copying(network: PreTrainedModel, count: int, rows: int = 4, length: int = 48) -> list[int]:
-    """The `count` layers without which a causal LM copies worst, in their order.
+    """The first and the last layer of a causal LM, and those without which it copies worst.
 
     Answers repeat the names and phrases of their prompts. A model copies them by its induction
     heads (arXiv 2209.11895), which are in few layers, often in the middle of a deep model, and
@@ -69,9 +69,12 @@ def copying(network: PreTrainedModel, count: int, rows: int = 4, length: int = 4
 
     Args:
         network: The causal LM.
-        count: Of the layers.
+        count: Of the layers. One is the last.
         rows: Of random tokens.
         length: Tokens of a row, before they come again.
+
+    Returns:
+        The layers, 0-based, in their order.
 
     Raises:
         ValueError: The model has fewer layers.
@@ -79,20 +82,22 @@ def copying(network: PreTrainedModel, count: int, rows: int = 4, length: int = 4
     depth = network.config.num_hidden_layers
     if not 1 <= count <= depth:
         raise ValueError(f"layers={count} is not allowed: the model has {depth}, give 1 to {depth}")
+    ends = {depth - 1} if count == 1 else {0, depth - 1}
     generator = torch.Generator().manual_seed(0)
     once = torch.randint(network.config.vocab_size, (rows, length), generator=generator)
     once = once.to(network.device)
-    lost = []
-    for layer in network.model.layers:
-        hook = layer.register_forward_hook(_pass_by, with_kwargs=True)
+    lost = {}
+    for i in {*range(depth)} - ends:
+        hook = network.model.layers[i].register_forward_hook(_pass_by, with_kwargs=True)
         try:
             with torch.inference_mode():
                 ids = once.repeat(1, 2)
                 logits = network(ids, use_cache=False, logits_to_keep=length).logits
         finally:
             hook.remove()
-        lost.append(functional.cross_entropy(logits[:, :-1].mT.float(), once[:, 1:]).item())
-    return sorted(sorted(range(depth), key=lost.__getitem__)[-count:])
+        lost[i] = functional.cross_entropy(logits[:, :-1].mT.float(), once[:, 1:]).item()
+    most = sorted(lost, key=lost.__getitem__, reverse=True)
+    return sorted([*ends, *most[: count - len(ends)]])
 
 
 def _pass_by(layer: nn.Module, arguments: tuple, named: dict, output: Tensor | tuple):

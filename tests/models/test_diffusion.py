@@ -109,8 +109,8 @@ def second_reading(network, once):
 
 
 def test_a_number_of_layers_are_those_that_copy():
-    source = tiny.causal_lm(16, layers=4, hidden=64).float().train()
-    for i in (1, 3):  # these do nothing, whatever is learned
+    source = tiny.causal_lm(16, layers=6, hidden=64).float().train()
+    for i in (1, 2, 4):  # these do nothing, whatever is learned
         layer = source.model.layers[i]
         for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
             weight.data.zero_()
@@ -124,12 +124,12 @@ def test_a_number_of_layers_are_those_that_copy():
         optimizer.step()
         optimizer.zero_grad()
     source.eval()
-    assert diffusion.copying(source, 2, length=16) == [0, 2]
+    assert diffusion.copying(source, 3, length=16) == [0, 3, 5]
     once, tokens = torch.randint(16, (8, 16), generator=generator), tiny.tokenizer(16)
     whole = second_reading(source, once)
     chosen, first_and_last = (
         second_reading(diffusion.from_causal_lm(source, tokens, layers), once)
-        for layers in (diffusion.copying(source, 2, length=16), [0, 3])
+        for layers in (diffusion.copying(source, 3, length=16), [0, 1, 5])
     )
     assert chosen == pytest.approx(whole, rel=1e-3)
     assert whole < 0.5 < first_and_last
@@ -137,19 +137,18 @@ def test_a_number_of_layers_are_those_that_copy():
 
 @KINDS
 def test_a_layer_counts_as_much_as_is_lost_without_it(kind):
-    source = tiny.causal_lm(V, kind=kind, layers=4)
+    source = tiny.causal_lm(V, kind=kind, layers=5)
     once = torch.randint(V, (4, 48), generator=torch.Generator().manual_seed(0))
-    lost = [
-        second_reading(
-            diffusion.from_causal_lm(source, PLAIN, [j for j in range(4) if j != i]), once
-        )
-        for i in range(4)
-    ]
-    best = sorted(range(4), key=lost.__getitem__)
-    for count in (1, 2, 3, 4):
-        assert diffusion.copying(source, count) == sorted(best[-count:])
-        drafter = diffusion.from_causal_lm(source, TOKENIZER, count)
-        assert drafter.config.num_hidden_layers == count
+    lost = {}
+    for i in (1, 2, 3):
+        rest = [j for j in range(5) if j != i]
+        lost[i] = second_reading(diffusion.from_causal_lm(source, PLAIN, rest), once)
+    most = sorted(lost, key=lost.__getitem__, reverse=True)
+    expected = [[4], [0, 4], *(sorted([0, 4, *most[:n]]) for n in (1, 2, 3))]
+    assert [diffusion.copying(source, n) for n in (1, 2, 3, 4, 5)] == expected
+    drafter = diffusion.from_causal_lm(source, TOKENIZER, 3)
+    kept = weights(drafter.model.layers[1])
+    assert torch.equal(kept["mlp.up_proj.weight"], source.model.layers[most[0]].mlp.up_proj.weight)
 
 
 @pytest.mark.parametrize("count", [0, -1, 5])
