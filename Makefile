@@ -110,12 +110,12 @@ vllm: .venv-vllm/installed  ## the serving engine that decoding.bench.engine com
 	$(VLLM) -m pip uninstall -q -y torchvision torchaudio torchcodec
 	touch $@
 
-# In the layout that vLLM runs, on the answers of small-deer. Its whole head costs as much as eight layers, so it has seven.
+# In the layout that vLLM runs, on the answers of small-deer.
 PARD = layout=pard scale=small runs=$(RUNS)/small-pard answers=$(RUNS)/small/deer_answers
 PARD_RUN = $(RUNS)/small-pard/deer_stage2
 small-pard: .venv/small vllm  ## a drafter that vLLM serves, verified there, and its bench: hours on 2 cores
 	$(PY) -m decoding.collect recipe=deer_answers $(SMALL)
-	$(FIT) recipe=diffusion_adapt layout=pard scale=small runs=$(RUNS)/small-pard network.layers=7 trainer.max_steps=50
+	$(FIT) recipe=diffusion_adapt layout=pard scale=small runs=$(RUNS)/small-pard trainer.max_steps=50
 	$(FIT) recipe=deer_stage1 $(PARD) trainer.compile=true
 	$(FIT) recipe=deer_stage2 $(PARD) trainer.compile=true trainer.max_steps=1000
 	$(PY) -m trainers.export run=$(PARD_RUN) verify=[transformers,vllm]
