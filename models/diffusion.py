@@ -86,13 +86,12 @@ def copying(network: PreTrainedModel, count: int, rows: int = 4, length: int = 4
     generator = torch.Generator().manual_seed(0)
     once = torch.randint(network.config.vocab_size, (rows, length), generator=generator)
     once = once.to(network.device)
-    lost = {}
+    twice, lost = once.repeat(1, 2), {}
     for i in {*range(depth)} - ends:
         hook = network.model.layers[i].register_forward_hook(_pass_by, with_kwargs=True)
         try:
             with torch.inference_mode():
-                ids = once.repeat(1, 2)
-                logits = network(ids, use_cache=False, logits_to_keep=length).logits
+                logits = network(twice, use_cache=False, logits_to_keep=length).logits
         finally:
             hook.remove()
         lost[i] = functional.cross_entropy(logits[:, :-1].mT.float(), once[:, 1:]).item()

@@ -156,7 +156,8 @@ class OpenAIClient:
         said = ids[:-1] if ids and ids[-1] in eos else ids
         here = self.tokenizer.decode(said, clean_up_tokenization_spaces=False)
         sure, cut, _ = here.partition("\ufffd")
-        if not sure.startswith(text[: len(sure)]) if cut else here != text:
+        agrees = sure.startswith(text[: len(sure)]) if cut else here == text
+        if not agrees:
             shorter = min(len(here), len(text))
             same = next((i for i in range(shorter) if here[i] != text[i]), shorter)
             shown = slice(max(same - 20, 0), same + 20)

@@ -24,7 +24,7 @@ FORMATS = {"pard": "draft_model", "dflash": "dflash"}  # of drafters, and vLLM's
 WORKER = Path(__file__).with_name("vllm_worker.py")
 OWN_ENVIRONMENT = Path(".venv-vllm/bin/python")  # of `make vllm`
 ON_CPU = {  # arguments of `Vllm` where the engine runs on a CPU
-    "enforce_eager": True,  # compiling takes minutes, and little is gained by it
+    "enforce_eager": True,  # compiling takes minutes
     # vLLM 0.32.0 rewinds the generator of a request whose prompt was read in part, which a
     # generator of the CPU cannot.
     "enable_chunked_prefill": False,
