@@ -6,6 +6,7 @@ or at the export.
 """
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -14,12 +15,11 @@ from torch import Tensor, nn
 
 from data.corpora.fingerprints import input_fingerprint
 from decoding.calibration.draft_graphs import (
-    ABSENT,
     OBJECTIVES,
-    Chain,
+    TracedBlock,
     Tracer,
+    blocks_of,
     candidates_of,
-    chains_of,
     fewest_passes,
     optimum,
     passes,
@@ -28,8 +28,8 @@ from decoding.calibration.traces import read_trace, write_trace
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import derived_seed
 from decoding.loading import sampling_config
-from decoding.masked.draft_graph import DraftGraph, graph_of, show
-from decoding.samplers import denoise
+from decoding.masked.draft_graph import DraftGraph, Formula, graph_of, reach_of, show
+from decoding.samplers import denoise, spiffy
 from models import public
 from models.blockwise import is_foreign
 from trainers.base import BaseModule
@@ -98,6 +98,11 @@ class Calibration(BaseModule):
                 "configuration does not tell, +module.sampling.attention=bidirectional "
                 "+module.sampling.mask_id=..."
             ) from error
+        threshold = self.entry.get("threshold") is not None
+        self.rate = None if threshold else self.entry.get("tokens_per_step", 1)
+        # As the export's sampler has it.
+        sampled = {**self.entry, "graph": "chain:1"}
+        self.next_block = spiffy.from_export(self.network, self.tokenizer, None, sampled).next_block
         if is_foreign(self.network) or public.layout_of(model):
             self.exports_weights = False  # it is there for everyone: the export refers to it
         self.nodes, self.objective, self.lookahead, self.top = nodes, objective, lookahead, top
@@ -177,35 +182,33 @@ class Calibration(BaseModule):
             `nfe_speedup`, its inverse.
         """
         blocks = self.blocks([self.trace(batch)])
-        found = passes(self.graph().nodes, blocks), passes([], blocks)
+        found = self.passes(self.graph().nodes, blocks), passes([], blocks)
         spiffy, vanilla = (torch.tensor(float(n), device=self.device) for n in found)
         return {"loss": (spiffy, vanilla), "nfe_speedup": (vanilla, spiffy)}
 
-    def blocks(self, traces: list[Tensor]) -> list[list[Chain]]:
-        """The chains of every block that was decoded."""
-        flat = (block for trace in traces for block in trace.flatten(0, 1))
-        return [chains_of(b, self.lookahead) for b in flat if int(b[0, 0]) != ABSENT]
+    def passes(self, nodes: Collection[Formula], blocks: list[TracedBlock]) -> int:
+        """The passes of decoding with a graph of these nodes."""
+        return passes(nodes, blocks, reach_of(nodes, self.rate) if self.next_block else 0)
+
+    def blocks(self, traces: list[Tensor]) -> list[TracedBlock]:
+        """Every block that was decoded, answer by answer."""
+        answers = (answer for batch in traces for answer in batch)
+        return [block for answer in answers for block in blocks_of(answer, self.lookahead)]
 
     def graph(self) -> DraftGraph:
         """The best graph for all traces so far; prints its value and whether it is optimal."""
         if self._graph is None:
-            threshold = self.entry.get("threshold") is not None
-            rate = None if threshold else self.entry.get("tokens_per_step", 1)
-            nodes = self.best(self.blocks(self.traces), rate)
-            self._graph = graph_of(self.entry["block_size"], rate, nodes)
+            nodes = self.best(self.blocks(self.traces))
+            self._graph = graph_of(self.entry["block_size"], self.rate, nodes)
         return self._graph
 
-    def best(self, blocks: list[list[Chain]], rate: int | None) -> list:
-        """The nodes of the graph that the objective prefers.
+    def best(self, blocks: list[TracedBlock]) -> list[Formula]:
+        """The nodes of the graph that the objective prefers, `nodes` of them at most.
 
         Args:
-            blocks: The chains of every decoded block.
-            rate: Tokens unmasked a step; None with a threshold.
-
-        Returns:
-            The graph's nodes, `nodes` of them at most.
+            blocks: Every decoded block, answer by answer.
         """
-        candidates = candidates_of(blocks, rate, self.top)
+        candidates = candidates_of(blocks, self.rate, self.top)
         wanted = optimum(self.objective, self.nodes, candidates)
         proof = "proved" if wanted.proved else "not proved"
         say(
@@ -214,10 +217,11 @@ class Calibration(BaseModule):
         )
         nodes = wanted.nodes
         if self.objective == "replay":
-            published = candidates_of(blocks, rate, min(3, self.top))
+            published = candidates_of(blocks, self.rate, min(3, self.top))
             others = [optimum(o, self.nodes, published).nodes for o in OBJECTIVES]
-            nodes = fewest_passes([nodes, *others], self.nodes, candidates, blocks)
-        before, after = passes([], blocks), passes(nodes, blocks)
+            found = [nodes, *others]
+            nodes = fewest_passes(found, self.nodes, candidates, blocks, self.next_block)
+        before, after = passes([], blocks), self.passes(nodes, blocks)
         say(
             f"{after} passes for {before} on the traces (a factor of {before / max(1, after):.3f}) "
             f"with {', '.join(map(show, nodes))}"

@@ -2,20 +2,20 @@
 
 Source: Spiffy, arXiv 2509.18085, Algorithm 2, appendices C and E. For each state of a block but the
 first, a trace gives the *chain* of formulas of the states that followed, in the ranks of that
-state. The passes that any draft graph would have taken over a trace are therefore known exactly,
-without the model: `passes`.
+state. The passes that any draft graph would have taken over the traces of an answer are therefore
+known exactly, without the model: `passes`.
 """
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from decoding.engine.batch import Batch
 from decoding.engine.params import SamplingParams
-from decoding.masked.draft_graph import Formula, graph_of, may_follow
+from decoding.masked.draft_graph import Formula, graph_of, may_follow, reach_of
 from decoding.samplers.spiffy import SpiffySampler, SpiffyState
 
 Chain = tuple[Formula, ...]
@@ -52,7 +52,8 @@ class Tracer(SpiffySampler):
 
     def __init__(self, *args, width: int, **options):
         L = options["block_size"]
-        super().__init__(*args, graph=graph_of(L, None, [[(L, width)]]), **options)
+        graph = graph_of(L, None, [[(L, width)]])
+        super().__init__(*args, graph=graph, next_block=False, **options)
         self.formulas = tuple(x[:0] for x in self.formulas)  # it ranks, but drafts nothing
 
     def trace(self, prompts: list[list[int]], params: SamplingParams, seeds: list[int]) -> Tensor:
@@ -132,20 +133,62 @@ def chains_of(trace: Tensor, lookahead: int) -> list[Chain]:
     return chains
 
 
-def passes(graph: Iterable[Formula], blocks: list[list[Chain]]) -> int:
+@dataclass(frozen=True)
+class TracedBlock:
+    """What the drafts of a block depend on: entry s is of its state after s + 1 steps.
+
+    Attributes:
+        chains: As of `chains_of`.
+        left: Masks of the state.
+        certain: Whether the most probable tokens of that state end the block as it ended.
+        followed: Whether the answer has a next block.
+    """
+
+    chains: list[Chain]
+    left: list[int]
+    certain: list[bool]
+    followed: bool
+
+
+def blocks_of(traces: Tensor, lookahead: int) -> list[TracedBlock]:
+    """The blocks of an answer, in their order.
+
+    Args:
+        traces: [blocks, 1 + 2 L, L], as of `Tracer.trace` (see `chains_of`).
+        lookahead: The longest chain.
+    """
+    decoded, L = [t for t in traces if int(t[0, 0]) != ABSENT], traces.shape[-1]
+    blocks = []
+    for n, trace in enumerate(decoded, 1):
+        decided, tokens = trace[0], trace[1 + L :]
+        chains = chains_of(trace, lookahead)
+        later = [decided >= s for s in range(1, len(chains) + 1)]
+        certain = [bool((tokens[s][m] == 1).all()) for s, m in enumerate(later, 1)]
+        left = [int(m.sum()) for m in later]
+        blocks.append(TracedBlock(chains, left, certain, followed=n < len(decoded)))
+    return blocks
+
+
+def passes(graph: Iterable[Formula], blocks: Iterable[TracedBlock], reach: float = 0) -> int:
     """The network passes that Spiffy takes over traced blocks, exact.
 
     Args:
         graph: The nodes of the draft graph; none gives vanilla decoding.
-        blocks: The chains of each block (`chains_of`).
+        blocks: The blocks of whole answers.
+        reach: Masks of a state at most after whose end the next block's first state is drafted
+            (`DraftGraph.reach`); 0: it never is.
     """
-    nodes, count = {*graph}, 0
-    for chains in blocks:
+    nodes, count, known = {*graph}, 0, False
+    for block in blocks:
+        chains = block.chains
         s = 0  # the chain of the state after s + 1 steps; the first pass leads there
-        count += 1
+        # A step that fills the block at once is not taken before its own pass.
+        count += not (known and chains)
+        known = False
         while s < len(chains):
-            s += 1 + accepted(nodes, chains[s])
+            at, s = s, s + 1 + accepted(nodes, chains[s])
             count += 1
+            known = block.followed and block.certain[at] and block.left[at] <= reach
     return count
 
 
@@ -181,16 +224,16 @@ class Candidates:
         return may_follow((), node, self.tokens_per_step)
 
 
-def candidates_of(blocks: list[list[Chain]], tokens_per_step: int | None, top: int) -> Candidates:
+def candidates_of(blocks: list[TracedBlock], tokens_per_step: int | None, top: int) -> Candidates:
     """The `top` most frequent formulas of each level that the current state can reach.
 
     Args:
-        blocks: The chains of each block.
+        blocks: The blocks of whole answers.
         tokens_per_step: S, or None with a threshold.
         top: Candidates of each level.
     """
     levels: dict[int, Counter[Formula]] = {}
-    whole = Counter(chain for chains in blocks for chain in chains)
+    whole = Counter(chain for block in blocks for chain in block.chains)
     for chain, n in whole.items():
         for level, formula in enumerate(chain):
             levels.setdefault(level, Counter())[formula] += n
@@ -364,7 +407,8 @@ def fewest_passes(
     starts: Iterable[Iterable[Formula]],
     size: int,
     candidates: Candidates,
-    blocks: list[list[Chain]],
+    blocks: list[TracedBlock],
+    next_block: bool = False,
 ) -> list[Formula]:
     """The graph of the fewest passes, by local search from given graphs.
 
@@ -376,18 +420,21 @@ def fewest_passes(
         starts: The nodes of each graph to start from.
         size: D, the most nodes.
         candidates: The formulas to choose from.
-        blocks: The chains of each block.
+        blocks: The blocks of whole answers.
+        next_block: Whether the first state of the next block is drafted too.
     """
     # Numbers instead of formulas, which are slow to hash.
     number = {q: n for n, q in enumerate(candidates.counts)}
     known = {*number}
-    cut = [
-        [tuple(number[q] for q in chain[: accepted(known, chain)]) for chain in chains]
-        for chains in blocks
-    ]
 
-    def cost(nodes: Iterable[Formula]) -> int:
-        return passes([number[q] for q in nodes], cut)
+    def cut(chain: Chain) -> tuple[int, ...]:
+        return tuple(number[q] for q in chain[: accepted(known, chain)])
+
+    numbered = [replace(b, chains=[cut(chain) for chain in b.chains]) for b in blocks]
+
+    def cost(nodes: Collection[Formula]) -> int:
+        reach = reach_of(nodes, candidates.tokens_per_step) if next_block else 0
+        return passes([number[q] for q in nodes], numbered, reach)
 
     best = min((sorted({*nodes}) for nodes in starts), key=cost)
     fewest = cost(best)

@@ -2,9 +2,10 @@
 
 Each class has a method `ask(batch, states)`. `states` [B, M, L] are M states of the block of L
 tokens that begins at position `batch.state.start` of each sequence; the result [B, M, L, V] has the
-logits of the sequence with each state as its block. Of `batch.state` they read `start`, `given`
-(tokens of the prompt), `end` (where the masks of later blocks end) and `cached` (tokens in the
-cache), all [B].
+logits of the sequence with each state as its block. The exact ones take `ended` [B, L] too, a full
+block: the result then has one more entry, the logits of the next block as masks after it. Of
+`batch.state` they read `start`, `given` (tokens of the prompt), `end` (where the masks of later
+blocks end) and `cached` (tokens in the cache), all [B].
 
     WholeTexts      each state is a whole sequence of the batch: exact for any attention
     CachedBlocks    the states are appended to the cached text, side by side: exact for block-causal
@@ -15,6 +16,7 @@ cache), all [B].
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from decoding.engine.batch import Batch
@@ -64,13 +66,15 @@ class WholeTexts(CountedNetwork):
         """Nothing is kept between passes, but their seconds."""
         self.seconds += fresh.seconds
 
-    def ask(self, batch: Batch, states: Tensor) -> Tensor:
+    def ask(self, batch: Batch, states: Tensor, ended: Tensor | None = None) -> Tensor:
         """The logits [B, M, L, V] of states [B, M, L]; see the module's docstring."""
         M, L = states.shape[1:]
-        texts, at, end = self.texts(batch, L)
-        given = batch.state.given[:, None]
-        texts, at, end, given = (x.repeat_interleave(M, 0) for x in (texts, at, end, given))
+        texts, at, end = (x.repeat_interleave(M, 0) for x in self.texts(batch, L))
         texts = texts.scatter(1, at, states.flatten(0, 1))
+        if ended is not None:
+            texts, at, end = self.with_next(batch, ended, texts, at, end)
+            M += 1
+        given = batch.state.given[:, None].repeat_interleave(M, 0)
         if not self.guidance:
             return self.block_logits(texts, at, end).unflatten(0, (-1, M))
         positions = torch.arange(texts.shape[1], device=texts.device)
@@ -82,9 +86,40 @@ class WholeTexts(CountedNetwork):
         guided = unconditional + (1 + self.guidance) * (conditional - unconditional)
         return guided.unflatten(0, (-1, M))
 
-    def texts(self, batch: Batch, L: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens [B, W] with masks from the block on, the block's positions [B, L], ends [B]."""
-        start = batch.state.start
+    def with_next(
+        self, batch: Batch, ended: Tensor, texts: Tensor, at: Tensor, end: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Add each sequence's text with a full block and the next one as masks, after its others.
+
+        Args:
+            batch: The unfinished requests.
+            ended: The full blocks [B, L].
+            texts: [B M, W].
+            at: Positions of the blocks, [B M, L].
+            end: [B M].
+
+        Returns:
+            The same three of B (M + 1) texts. After a last block there is no next one: that text
+            means nothing.
+        """
+        B, L = ended.shape
+        start = (batch.state.start + L).minimum(batch.state.end - L)
+        more, more_at, more_end = self.texts(batch, L, start)
+        more = more.scatter(1, (more_at - L).clamp_min(0), ended)
+        width = more.shape[1] - texts.shape[1]
+        return tuple(
+            torch.cat([x.unflatten(0, (B, -1)), y[:, None]], 1).flatten(0, 1)
+            for x, y in ((pad(texts, (0, width)), more), (at, more_at), (end, more_end))
+        )
+
+    def texts(
+        self, batch: Batch, L: int, start: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens [B, W] with masks from the block on, the block's positions [B, L], ends [B].
+
+        The block begins at `start` [B]; None: where the current one does.
+        """
+        start = batch.state.start if start is None else start
         end = batch.state.end if self.later else start + L
         texts = batch.tokens[:, : int(end.max())]
         positions = torch.arange(texts.shape[1], device=texts.device)
@@ -221,35 +256,48 @@ class CachedBlocks(CachedNetwork):
     Args:
         network: A masked diffusion LM with block-causal attention.
         span: Tokens of a block.
+        mask_id: The mask token.
         capacity: Slots of the cache.
     """
 
-    def __init__(self, network: PreTrainedModel, span: int, capacity: int):
+    def __init__(self, network: PreTrainedModel, span: int, mask_id: int, capacity: int):
         super().__init__(network, predicate_of("block_causal", span), capacity)
+        self.mask_id = mask_id
 
-    def ask(self, batch: Batch, states: Tensor) -> Tensor:
+    def ask(self, batch: Batch, states: Tensor, ended: Tensor | None = None) -> Tensor:
         """The logits [B, M, L, V] of states [B, M, L]; see the module's docstring."""
         M, L = states.shape[1:]
+        if ended is not None:  # as text, which the states of its own block do not attend to
+            masks = torch.full_like(ended, self.mask_id)
+            states = torch.cat([states, torch.stack([ended, masks], 1)], 1)
+        N = states.shape[1]
+        number = torch.arange(N, device=states.device)
+        copy_of = number.where(number != M, -1)
+        block_of = (number - M).clamp_min(0)  # 0: the current one
         start, cached = batch.state.start[:, None], batch.state.cached[:, None]
         width = int((start - cached).max())
         finished = start + torch.arange(-width, 0, device=start.device)
         # Batch with less new text are padded on the left.
         padding = finished < cached
-        lent = torch.arange(M * L, device=start.device).expand(len(start), -1)
-        positions = torch.cat([finished.where(~padding, start), start + lent % L], 1)
-        copy = torch.cat([padding.long() - 1, lent // L], 1)
+        lent = torch.arange(N * L, device=start.device).expand(len(start), -1)
+        of = lent // L
+        at = start + lent % L + block_of[of] * L
+        positions = torch.cat([finished.where(~padding, start), at], 1)
+        copy = torch.cat([padding.long() - 1, copy_of[of]], 1)
         slots = torch.cat([finished.where(~padding, self.cache.capacity - 1), start + lent], 1)
-        keys = self._slots[:, : int(start.max()) + M * L]
+        keys = self._slots[:, : int(start.max()) + N * L]
         offset = keys - start
+        of = (offset // L).clamp(0, N - 1)
         k = Layout(
             # Slots after a row's states are stale; they exist because another row reaches further.
-            (offset >= M * L).long(),
-            torch.where(offset < 0, keys, start + offset % L),
-            torch.where(offset < 0, -1, offset // L),
+            (offset >= N * L).long(),
+            torch.where(offset < 0, keys, start + offset % L + block_of[of] * L),
+            torch.where(offset < 0, -1, copy_of[of]),
         )
         q = Layout(torch.zeros_like(copy), positions, copy)
         tokens = batch.tokens.gather(1, finished.clamp_min(0))
         tokens = torch.cat([tokens, states.flatten(1)], 1)
-        logits = self.run(tokens, positions, slots, dense(self.predicate, q, k), keep=M * L).logits
+        asked = (width + lent[0]).unflatten(0, (N, L))[number != M].flatten()
+        logits = self.run(tokens, positions, slots, dense(self.predicate, q, k), keep=asked).logits
         batch.state.cached = batch.state.start
-        return logits.unflatten(1, (M, L))
+        return logits.unflatten(1, (-1, L))

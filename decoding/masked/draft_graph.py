@@ -7,6 +7,7 @@ denoising step may lead from the first to the second. Node 0 is the current stat
 empty.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -80,6 +81,11 @@ class DraftGraph:
             levels[n] = 1 + min(levels[p] for p in self.parents[n - 1])
         return [levels[n] for n in range(1, len(self.nodes) + 1)]
 
+    @property
+    def reach(self) -> float:
+        """The most masks of a current state from whose drafts one step may fill the block."""
+        return reach_of(self.nodes, self.tokens_per_step)
+
     def for_blocks(self, block_size: int) -> "DraftGraph":
         """The graph itself.
 
@@ -132,6 +138,17 @@ def may_follow(parent: Formula, node: Formula, tokens_per_step: int | None) -> b
     """Whether one denoising step may lead from one state to another (Eq. 7-8)."""
     added = len(node) - len(parent)
     return {*parent} < {*node} and (added == tokens_per_step or tokens_per_step is None)
+
+
+def reach_of(nodes: Iterable[Formula], tokens_per_step: int | None) -> float:
+    """`DraftGraph.reach` of a graph of these nodes: the tokens of the largest one, and a step's.
+
+    >>> reach_of([((1, 1),), ((1, 1), (2, 1))], 1), reach_of([], None)
+    (3, inf)
+    """
+    if tokens_per_step is None:
+        return math.inf
+    return max(map(len, nodes), default=0) + tokens_per_step
 
 
 def chain_graph(block_size: int, tokens_per_step: int | None, length: int) -> DraftGraph:

@@ -189,7 +189,8 @@ class DenoiseSampler(Sampler):
         if self.cache:
             return self.frozen(batch, CACHES[self.cache])
         if self.causal and not self.guidance:
-            return CachedBlocks(self.target, self.block_size, batch.tokens.shape[1])
+            capacity = batch.tokens.shape[1]
+            return CachedBlocks(self.target, self.block_size, self.mask_id, capacity)
         return self.whole()
 
     def whole(self) -> WholeTexts:

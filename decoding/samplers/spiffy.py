@@ -10,6 +10,10 @@ determine which states are evaluated early.
     a calibrated graph                                the last evaluated state's ranking (Spiffy)
     graph=chain:N                                     the same, as FreeDave (arXiv 2510.00294)
     draft_cache=prefix or dual, draft_steps=N         passes with a cache of Fast-dLLM
+
+Every block begins as masks, after a text that is known once the block before it has ended. Where it
+may end within a pass, that pass also evaluates the next block's first state, after the most likely
+end (ours: `next_block`); with a graph alone every block begins with a pass that has no drafts.
 """
 
 from dataclasses import dataclass
@@ -32,6 +36,7 @@ KNOBS = {
     **denoise.KNOBS,
     "graph": str,
     "pass": str,
+    "next_block": bool,
     "draft_cache": str | None,
     "draft_steps": int,
 }
@@ -68,6 +73,8 @@ class SpiffySampler(DenoiseSampler):
         tokenizer: Its tokenizer.
         graph: The draft graph.
         pass_: 'appended' or 'batched'; None takes 'appended' where it is exact.
+        next_block: Whether the first state of the next block is drafted too, where the pass is
+            exact.
         **options: Of `DenoiseSampler`.
 
     Raises:
@@ -81,6 +88,7 @@ class SpiffySampler(DenoiseSampler):
         *,
         graph: DraftGraph,
         pass_: str | None = None,
+        next_block: bool = True,
         **options,
     ):
         super().__init__(target, tokenizer, **options)
@@ -103,7 +111,10 @@ class SpiffySampler(DenoiseSampler):
                 "prompt is a sequence of its own"
             )
         self.graph = graph.for_blocks(self.block_size)
-        self.reach = max((i for node in graph.nodes for i, _ in node), default=1)
+        self.next_block = next_block and (self.causal or not self.appended)
+        self.reach = graph.reach if self.next_block else 0
+        ranks = max((i for node in graph.nodes for i, _ in node), default=1)
+        self.simulated = AHEAD if self.next_block else min(AHEAD, ranks)  # steps
         self.width = max((j for node in graph.nodes for _, j in node), default=1)
         if self.width >= self.vocabulary:
             raise ValueError(
@@ -123,8 +134,8 @@ class SpiffySampler(DenoiseSampler):
         if not self.appended:
             return self.whole()
         if self.causal:
-            capacity = batch.tokens.shape[1] + nodes * self.block_size
-            return CachedBlocks(self.target, self.block_size, capacity)
+            capacity = batch.tokens.shape[1] + (nodes + 2) * self.block_size
+            return CachedBlocks(self.target, self.block_size, self.mask_id, capacity)
         region = CACHES[self.cache] if self.cache else "block"
         return self.frozen(batch, region, 1 + nodes, always=self.cache is None)
 
@@ -142,9 +153,47 @@ class SpiffySampler(DenoiseSampler):
     def cycle(self, batch: Batch, params: SamplingParams) -> tuple[Tensor, Tensor]:
         """One pass over the current state and the drafts, and as many steps as are verified."""
         states = torch.cat([batch.state.block[:, None], self.drafts(batch, params)], 1)
-        logits = batch.networks["target"].ask(batch, states)
-        self.verify(batch, states, logits, params)
-        return self.finished(batch)
+        end, there = self.block_end(batch)
+        begins = there.any()
+        logits = batch.networks["target"].ask(batch, states, *([end] if begins else []))
+        self.verify(batch, states, logits[:, : states.shape[1]], params)
+        right = there & (batch.state.block == end).all(1)
+        found = self.finished(batch)
+        if begins:
+            self.begin_next(batch, right, logits[:, -1], params)
+        return found
+
+    def block_end(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """How each block will most likely end [B, L], and where a next one is drafted after it [B].
+
+        Where one step may lead to the full block from a state of this pass (`DraftGraph.reach`).
+        """
+        s, L = batch.state, self.block_size
+        there = (s.left > 0) & (s.left <= self.reach) & (s.start + 2 * L <= s.end)
+        return s.block.where(s.block != self.mask_id, s.best[..., 0]), there
+
+    def begin_next(
+        self, batch: Batch, rows: Tensor, logits: Tensor, params: SamplingParams
+    ) -> None:
+        """Take the first step of the next block, and rank, where its first state was evaluated.
+
+        Args:
+            batch: The unfinished requests, whose full blocks have been emitted.
+            rows: Where the block before ended as drafted, [B].
+            logits: Of the next block's first state, [B, L, V].
+            params: The request's parameters.
+        """
+        s = batch.state
+        scores, confidence = self.judge(batch, logits, params)
+        new = next_state(s.block, scores, confidence, self.mask_id, self.rule)
+        # A cycle emits one block: a step that fills the next one waits for the next pass.
+        rows = rows & (new == self.mask_id).any(1)
+        s.block, s.step = new.where(rows[:, None], s.block), s.step + rows
+        order, best, left = s.order, s.best, s.left
+        self.rank(batch, logits, params)
+        s.order = s.order.where(rows[:, None], order)
+        s.best = s.best.where(rows[:, None, None], best)
+        s.left = s.left.where(rows, left)
 
     def drafts(self, batch: Batch, params: SamplingParams) -> Tensor:
         """The draft states [B, D', L], of the nodes that fit at least one sequence.
@@ -202,7 +251,7 @@ class SpiffySampler(DenoiseSampler):
         left = (state == self.mask_id).sum(1)
         when, sure = torch.full_like(state, L), logits.new_zeros(state.shape, dtype=torch.float64)
         best = state[..., None].expand(-1, -1, self.width)
-        for step in range(min(AHEAD, self.reach) if self.rule.noisy(params) else 1):
+        for step in range(self.simulated if self.rule.noisy(params) else 1):
             scores, confidence = self.judge(batch, logits, params, step)
             new = next_state(state, scores, confidence, self.mask_id, self.rule)
             decided, masked = new != state, state == self.mask_id
@@ -260,7 +309,9 @@ class CacheDraftedSampler(SpiffySampler):
         **options,
     ):
         nothing = graph_of(options["block_size"], None, [])
-        super().__init__(target, tokenizer, graph=nothing, pass_="batched", **options)
+        super().__init__(
+            target, tokenizer, graph=nothing, pass_="batched", next_block=False, **options
+        )
         self.check_cache("draft_cache", draft_cache)
         if draft_steps < 1:
             raise ValueError(f"draft_steps={draft_steps} is not allowed: it must be at least 1")
@@ -312,7 +363,7 @@ def from_export(target, tokenizer, drafter, config: dict) -> SpiffySampler:
         )
     return SpiffySampler(
         target, tokenizer, graph=graph_for(config["graph"], options), pass_=config.get("pass"),
-        **options,
+        next_block=config.get("next_block", True), **options,
     )  # fmt: skip
 
 

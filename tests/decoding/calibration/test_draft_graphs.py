@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 
 from decoding.calibration.draft_graphs import (
     OBJECTIVES,
+    TracedBlock,
     Tracer,
+    blocks_of,
     candidates_of,
     chains_of,
     closed,
@@ -29,7 +32,12 @@ SEEDS = [5, 71, 3, 900]
 def traces(model, attention, params, lookahead=L, **rule):
     tracer = denoise(model, attention, Tracer, width=3, **rule)
     found = tracer.trace(PROMPTS, params, SEEDS)
-    return [chains_of(t, lookahead) for t in found.flatten(0, 1) if int(t[0, 0]) != -2]
+    return [block for answer in found for block in blocks_of(answer, lookahead)]
+
+
+def alone(chains):
+    """A block of which nothing but its chains is known."""
+    return TracedBlock(chains, [0] * len(chains), [False] * len(chains), False)
 
 
 def random_blocks(seed, count=12, length=6, S=1):
@@ -45,7 +53,7 @@ def random_blocks(seed, count=12, length=6, S=1):
                     formula.append((position, draw.choice((1, 1, 1, 2))))
                 chain.append(tuple(sorted(formula)))
             chains.append(tuple(chain))
-        blocks.append(chains)
+        blocks.append(alone(chains))
     return blocks
 
 
@@ -59,13 +67,19 @@ def test_replayed_passes_are_those_of_decoding(attention, temperature, rule):
     S = None if "threshold" in rule else rule.get("tokens_per_step", 1)
     nodes = [*candidates_of(blocks, S, top=2).counts]
     assert nodes or rule
+    saved = 0
     for graph in (graph_of(L, S, nodes), graph_of(L, S, [])):
-        done = spiffy(model, attention, graph, **rule)
-        found = [
-            done.generate([p], params, seeds=[x])[0].stats.target_passes
-            for p, x in zip(PROMPTS, SEEDS)
-        ]
-        assert sum(found) == passes(graph.nodes, blocks)
+        replayed = []
+        for next_block in (False, True):
+            done = spiffy(model, attention, graph, next_block=next_block, **rule)
+            found = [
+                done.generate([p], params, seeds=[x])[0].stats.target_passes
+                for p, x in zip(PROMPTS, SEEDS)
+            ]
+            replayed.append(passes(graph.nodes, blocks, graph.reach if next_block else 0))
+            assert sum(found) == replayed[-1]
+        saved += replayed[0] - replayed[1]
+    assert saved > 0 or rule == {"tokens_per_step": 2}  # two at once are never guessed here
 
 
 def test_a_trace_by_hand():
@@ -79,9 +93,35 @@ def test_a_trace_by_hand():
     assert chains_of(trace, 4) == [(), ()]
 
 
+def test_blocks_by_hand():
+    """The trace above twice, then a block that was not decoded: two blocks, the first followed."""
+    trace = torch.full((9, 4), 0, dtype=torch.int16)
+    trace[0] = torch.tensor([0, 2, 1, -1])
+    trace[2], trace[3] = torch.tensor([0, 2, 1, 0]), torch.tensor([0, 1, 0, 0])
+    trace[6], trace[7] = torch.tensor([0, 1, 3, 0]), torch.tensor([0, 1, 0, 0])
+    first, second = blocks_of(torch.stack([trace, trace, torch.full_like(trace, -2)]), 4)
+    assert (first.followed, second.followed) == (True, False)
+    assert first.left == [2, 1]
+    assert first.certain == [False, True]  # position 2 ended as the third most probable token
+
+
+def test_the_next_blocks_first_pass_by_hand():
+    one = TracedBlock([(), ()], [2, 1], [False, True], followed=True)  # three passes alone
+    wrong, last = replace(one, certain=[True, False]), replace(one, followed=False)
+    full = TracedBlock([], [], [], followed=True)  # a step fills it: no pass is saved
+    assert passes([], [one, one, last]) == 9
+    assert passes([], [one, one, last], reach=1) == 7
+    assert passes([], [one, one, last], reach=0) == 9
+    assert passes([], [wrong, wrong, last], reach=2) == 9
+    assert passes([], [one, full, last], reach=1) == 7
+    chained = replace(one, chains=[(((1, 1),),), ()], certain=[True, False])
+    assert passes([((1, 1),)], [chained, last], reach=2) == 4
+    assert passes([((1, 1),)], [chained, last], reach=1) == 5
+
+
 def test_passes_by_hand():
     chain = (((1, 1),), ((1, 1), (2, 1)))
-    block = [chain, chain[:1], ()]
+    block = alone([chain, chain[:1], ()])
     assert passes([], [block]) == 4
     assert passes([chain[0]], [block]) == 3
     assert passes(chain, [block]) == 2
@@ -116,7 +156,7 @@ def test_the_optimum_is_that_of_brute_force(objective, S):
 def test_the_objectives_by_hand():
     """c11 three times, c11 c21 twice after it and once after c21, c21 once."""
     a, b, ab = ((1, 1),), ((2, 1),), ((1, 1), (2, 1))
-    blocks = [[(a, ab), (a, ab)], [(a,)], [(b, ab)]]
+    blocks = [alone([(a, ab), (a, ab)]), alone([(a,)]), alone([(b, ab)])]
     candidates = candidates_of(blocks, 1, top=3)
     assert candidates.counts == {a: 3, b: 1, ab: 3}
     found = {o: value(o, [a, b, ab], candidates) for o in OBJECTIVES}
@@ -125,7 +165,7 @@ def test_the_objectives_by_hand():
     for objective in OBJECTIVES:
         assert {*optimum(objective, 2, candidates).nodes} == {a, ab}
     three = (((1, 1), (2, 1), (3, 1)),)
-    longer = candidates_of([[(a, ab, *three)], [(b,)]], 1, top=3)
+    longer = candidates_of([alone([(a, ab, *three)]), alone([(b,)])], 1, top=3)
     assert value("total", [a, b, ab, *three], longer) == 1 + 1 + 3 + 4
 
 
@@ -146,11 +186,11 @@ def test_exchanging_nodes_never_makes_more_passes(S):
 
 def test_candidates_are_the_most_frequent_that_can_be_reached():
     a, b, ab, bc = ((1, 1),), ((2, 1),), ((1, 1), (2, 1)), ((2, 1), (3, 1))
-    blocks = [[(a, ab)] * 3, [(b, bc)] * 2]
+    blocks = [alone([(a, ab)] * 3), alone([(b, bc)] * 2)]
     assert candidates_of(blocks, 1, top=1).counts == {a: 3, ab: 3}
     assert candidates_of(blocks, 1, top=2).counts == {a: 3, b: 2, ab: 3, bc: 2}
     assert candidates_of(blocks, 1, top=1).chains == Counter({(a, ab): 3})
-    assert candidates_of([[(a, ((4, 1), (5, 1)))]], 1, top=2).counts == {a: 1}
+    assert candidates_of([alone([(a, ((4, 1), (5, 1)))])], 1, top=2).counts == {a: 1}
 
 
 def test_degree1_of_the_papers_size_is_solved_and_proved():

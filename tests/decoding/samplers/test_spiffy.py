@@ -95,6 +95,22 @@ def test_accepting_without_looking_fails_the_same_test(attention):
     assert ids(wrong.generate(PROMPTS, params)) != expected
 
 
+class Hasty(SpiffySampler):
+    """Wrong: begins the next block without looking whether the one before ended as drafted."""
+
+    def begin_next(self, batch, rows, logits, params):
+        begun = (batch.state.block == self.mask_id).all(1) & (batch.state.step == 0)
+        super().begin_next(batch, rows | begun, logits, params)
+
+
+@pytest.mark.parametrize("attention", KINDS)
+def test_the_next_block_after_another_end_fails_the_same_test(attention):
+    model, params = network(), SamplingParams(max_new_tokens=NEW, temperature=0)
+    expected = ids(denoise(model, attention).generate(PROMPTS, params))
+    assert ids(spiffy(model, attention, PAPER).generate(PROMPTS, params)) == expected
+    assert ids(denoise(model, attention, Hasty, graph=PAPER).generate(PROMPTS, params)) != expected
+
+
 class StepBlind(SpiffySampler):
     """Wrong: the noise of a drafted state is that of the step at which the pass began."""
 
@@ -165,8 +181,8 @@ def test_a_cached_block_is_the_block_in_its_final_state():
 def test_a_model_that_looks_at_nothing_is_guessed_at_once(temperature, rule):
     """Its logits do not depend on the state, so all drafts are right, noise included.
 
-    A block takes the pass that ranks and one more, which verifies the three masks that are left;
-    the full block is no draft.
+    The first block takes the pass that ranks and one more, which verifies the three masks that are
+    left and evaluates the next block's first state, and so on.
     """
     model = network()
     with torch.no_grad():
@@ -175,7 +191,9 @@ def test_a_model_that_looks_at_nothing_is_guessed_at_once(temperature, rule):
     params = SamplingParams(max_new_tokens=NEW, temperature=temperature, seed=1)
     for attention in KINDS:
         (result,) = spiffy(model, attention, CHAIN, **rule).generate([[1] * L], params)
-        assert result.stats.emitted == [0, 4] * 3
+        assert result.stats.emitted == [0, 4, 4, 4]
+        alone = spiffy(model, attention, CHAIN, next_block=False, **rule)
+        assert alone.generate([[1] * L], params)[0].stats.emitted == [0, 4] * 3
     assert passes(denoise(model, "block_causal").generate([[1] * L], params)) == NEW
 
 
