@@ -211,7 +211,8 @@ def from_target(
         source: The target, a Llama, Qwen2 or Qwen3 style causal LM; not changed.
         tokenizer: Its tokenizer. Mask token and block size come into the config in training.
         layers: Decoder layers of the target to begin with, in this order; a number n: the first
-            n - 1 and the last. Norms of queries, where the target has none, begin at 1.
+            n - 1 and the last. Norms of queries, where the target has none, begin with weights by
+            which attention is as sharp as the target's (`sharpness`).
         states: Target layers whose outputs are read, 0-based, without the last; a number n:
             `spread`.
         draft_ids: [Vd], tokens that the drafter has a head of its own for; None: it borrows the
@@ -264,7 +265,8 @@ def from_target(
     with torch.random.fork_rng(devices=[]):  # independent of the caller's random state
         torch.manual_seed(0)
         network = DFlashDraftModel(config)
-    for ours, i in zip(network.layers, layers):
+    scales = sharpness(source, layers)
+    for ours, i, scale in zip(network.layers, layers, scales):
         known = source.model.layers[i].state_dict()
         own = ours.state_dict()
         ours.load_state_dict({**own, **{k: t for k, t in known.items() if k in own}})
@@ -273,7 +275,7 @@ def from_target(
         # export_and_serve.md), and so with equal weights is right everywhere.
         queries, keys = ours.self_attn.q_norm.weight, ours.self_attn.k_norm.weight
         with torch.no_grad():
-            queries.mul_(keys)
+            queries.mul_(keys).mul_(scale)
             keys.fill_(1).requires_grad_(False)
     network.norm.load_state_dict(source.model.norm.state_dict())
     if draft_ids is not None:
@@ -282,6 +284,42 @@ def from_target(
         with torch.no_grad():
             network.lm_head.weight.copy_(source.get_output_embeddings().weight[ids])
     return network
+
+
+def sharpness(source: PreTrainedModel, layers: Sequence[int]) -> list[float]:
+    """What the norms of queries are to be multiplied by, so that attention is as sharp as before.
+
+    A drafter norms queries and keys. Those of a target that does not (Llama) are longer: with
+    weights of 1, copies of its heads would look almost evenly at everything.
+
+    Args:
+        source: The target.
+        layers: Some of its decoder layers.
+
+    Returns:
+        For each layer the root mean squares of its queries and of its keys, multiplied, over
+        random tokens; 1 where the target has such norms.
+    """
+    attentions = [source.model.layers[i].self_attn for i in layers]
+    if any(hasattr(attention, "q_norm") for attention in attentions):
+        return [1.0] * len(layers)
+    found: dict[nn.Module, float] = {}
+
+    def keep(module: nn.Linear, given: tuple, output: Tensor) -> None:
+        heads = output[:, 1:].float().unflatten(-1, (-1, attentions[0].head_dim))
+        found[module] = heads.square().mean(-1).sqrt().mean().item()  # the first token is no text
+
+    projections = [(a.q_proj, a.k_proj) for a in attentions]
+    hooks = [p.register_forward_hook(keep) for pair in projections for p in pair]
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(source.config.get_text_config().vocab_size, (4, 96), generator=generator)
+    try:
+        with torch.inference_mode():
+            source(tokens.to(source.device), use_cache=False, logits_to_keep=1)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [found[query] * found[key] for query, key in projections]
 
 
 def ends(count: int, depth: int) -> list[int]:

@@ -188,6 +188,41 @@ def test_layers_begin_as_the_target_s():
             assert torch.equal(ours.double().state_dict()[name], tensor)
 
 
+def attention_logits(attention, x, norms=False):
+    """Queries times keys of a layer [B, heads, N, N], of what it is given, without positions."""
+    B, N = x.shape[:2]
+    query, key = (
+        project(x).view(B, N, -1, attention.head_dim).transpose(1, 2)
+        for project in (attention.q_proj, attention.k_proj)
+    )
+    if norms:
+        query, key = attention.q_norm(query), attention.k_norm(key)
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+    return query @ key.mT * attention.scaling
+
+
+def test_attention_begins_as_sharp_as_the_target_s():
+    """With norms of weight 1 the logits would be a ninth of the target's."""
+    model = target().float()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for project in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+                project.weight.mul_(3 / project.weight.std() / project.in_features**0.5)
+    drafter = from_target(model, tiny.tokenizer(V), 2, 2)
+    tokens = torch.randint(V, (4, 64), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad(), capture(model, [2]) as states:
+        model(tokens)
+        given = model.model.layers[3].input_layernorm(states[0])
+        theirs = attention_logits(model.model.layers[3].self_attn, given)
+        ours = drafter.layers[1].self_attn
+        found = attention_logits(ours, given, norms=True)
+        ours.q_norm.weight.fill_(1)
+        flat = attention_logits(ours, given, norms=True)
+    assert theirs.std() > 5
+    assert found.std() == pytest.approx(theirs.std().item(), rel=0.15)
+    assert flat.std() < theirs.std() / 5
+
+
 def test_norms_of_keys_stay_1():
     """Those of queries take them over, so that engines need not tell layers apart."""
     model = target("qwen3")
