@@ -29,7 +29,8 @@ from decoding.masked.draft_graph import DraftGraph, show
 from decoding.samplers.denoise import DenoiseSampler
 from decoding.samplers.spiffy import SpiffySampler
 
-STAGES = ("drafts", "verify", "rank")
+# And the methods of a sampler whose seconds they are; ranking is part of verifying.
+STAGES = {"drafts": ("drafts",), "verify": ("verify", "begin_next"), "rank": ("rank",)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,8 @@ class Watch:
 
     Attributes:
         blocks: Of the request being decoded: by the position where a block begins, how many steps
-            each pass over it took, which is one more than the drafts that the pass accepted.
+            each pass over it took, which is one more than the drafts that the pass accepted. A
+            first step that was taken on the pass before counts as a draft of the block's first.
         seconds: By stage, over all decodes.
     """
 
@@ -59,9 +61,10 @@ class Watch:
         self.blocks: dict[int, list[int]] = {}
         self.seconds: Counter[str] = Counter()
         self._finished, sampler.finished = sampler.finished, self._note
-        for stage in STAGES:
-            if hasattr(sampler, stage):
-                setattr(sampler, stage, self._timed(stage, getattr(sampler, stage)))
+        for stage, methods in STAGES.items():
+            for name in methods:
+                if hasattr(sampler, name):
+                    setattr(sampler, name, self._timed(stage, getattr(sampler, name)))
 
     def take(self) -> list[list[int]]:
         """The steps of the finished decode by block, the first block first; then forget them."""
