@@ -110,16 +110,18 @@ vllm: .venv-vllm/installed  ## the serving engine that decoding.bench.engine com
 	$(VLLM) -m pip uninstall -q -y torchvision torchaudio torchcodec
 	touch $@
 
-# In the layout that vLLM runs, on the answers of small-deer.
-PARD = layout=pard scale=small runs=$(RUNS)/small-pard answers=$(RUNS)/small/deer_answers
+# In the layout that vLLM runs. The first 1,994 prompts are those of small-deer that are trained on; then all of them, in shorter chains.
+PARD = layout=pard scale=small runs=$(RUNS)/small-pard answers=$(RUNS)/small-pard/deer_answers
 PARD_RUN = $(RUNS)/small-pard/deer_stage2
+CHAINS_OF_4 = drafter=$(PARD_RUN)/export module.block_size=4 data.corruption.length=4 data.corruption.schedule.shortest=4 data.corruption.anchors=112
 small-pard: .venv/small vllm  ## a drafter that vLLM serves, verified there, and its bench: hours on 2 cores
-	$(PY) -m decoding.collect recipe=deer_answers $(SMALL)
+	$(PY) -m decoding.collect recipe=deer_answers scale=small runs=$(RUNS)/small-pard collector.engine=vllm prompts.count=5120
 	$(FIT) recipe=diffusion_adapt layout=pard scale=small runs=$(RUNS)/small-pard trainer.max_steps=50
-	$(FIT) recipe=deer_stage1 $(PARD) trainer.compile=true
-	$(FIT) recipe=deer_stage2 $(PARD) trainer.compile=true trainer.max_steps=1000
-	$(PY) -m trainers.export run=$(PARD_RUN) verify=[transformers,vllm]
-	$(PY) -m decoding.bench.engine model=$(PARD_RUN)/export source=humaneval prompts=64
+	$(FIT) recipe=deer_stage1 $(PARD) data.train.prompts=1994 trainer.compile=true
+	$(FIT) recipe=deer_stage2 $(PARD) data.train.prompts=1994 trainer.compile=true trainer.max_steps=1000
+	$(FIT) recipe=deer_stage2 $(PARD) $(CHAINS_OF_4) name=chains_of_4 trainer.compile=true trainer.max_steps=1000 optimization.lr=1.0e-3
+	$(PY) -m trainers.export run=$(PARD_RUN)/chains_of_4 verify=[transformers,vllm]
+	$(PY) -m decoding.bench.engine model=$(PARD_RUN)/chains_of_4/export source=humaneval prompts=64
 
 small-pcllm: .venv/small  ## pcLLM's first round on a real model: hours on 2 cores
 	$(PY) -m decoding.collect recipe=pcllm_trajectories $(SMALL)
