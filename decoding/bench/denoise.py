@@ -26,6 +26,7 @@ from decoding.engine.batch import Batch
 from decoding.engine.params import Result, SamplingParams
 from decoding.loading import load, parade_config, sampler_of, sampling_config
 from decoding.masked.draft_graph import DraftGraph, show
+from decoding.samplers import denoise, spiffy
 from decoding.samplers.denoise import DenoiseSampler
 from decoding.samplers.spiffy import SpiffySampler
 
@@ -165,10 +166,16 @@ def decode(bench: DenoiseBench, row: Row, prompt: list[int], seed: int) -> None:
 
 
 def _rows(bench: DenoiseBench, loaded: DenoiseSampler, temperature: float) -> list[Row]:
-    configs = {"denoise": sampling_config(bench.model, ("method=denoise", *bench.sampler))}
+    drafting = {*spiffy.KNOBS} - {*denoise.KNOBS}
+    common = [knob for knob in bench.sampler if knob.partition("=")[0] not in drafting]
+    # Knobs of drafts change nothing of vanilla denoising, which does not know them.
+    configs = {"denoise": sampling_config(bench.model, ("method=denoise", *common))}
     for way, knob in itertools.product(bench.caches, ("cache", "draft_cache")):
-        method = {"cache": "denoise", "draft_cache": "spiffy"}[knob]
-        knobs = (*bench.sampler, f"method={method}", f"{knob}={way}")
+        method, given = {
+            "cache": ("denoise", common),
+            "draft_cache": ("spiffy", bench.sampler),
+        }[knob]
+        knobs = (*given, f"method={method}", f"{knob}={way}")
         configs[f"{method} ({knob}={way})"] = sampling_config(bench.model, knobs)
     for path in (bench.model, *bench.also):
         if "graph" not in parade_config(path):

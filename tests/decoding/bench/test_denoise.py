@@ -86,6 +86,20 @@ def test_the_report(lab, tmp_path, capsys):
         assert (Path(bench.out) / name).stat().st_size > 5000
 
 
+def test_knobs_of_drafts_are_for_those_who_draft(lab, tmp_path):
+    lab.fit("dllm_block")
+    bench = DenoiseBench(
+        model=str(lab.fit("spiffy_calibrate")), source=str(lab.corpus), prompts=3, prompt_length=8,
+        max_new_tokens=24, ignore_eos=True, dtype="float32", out=str(tmp_path),
+    )  # fmt: skip
+    plain, drafted = measure(bench)
+    again, alone = measure(replace(bench, sampler=("next_block=false",)))
+    assert again.nfe == plain.nfe
+    assert sum(drafted.nfe) < sum(alone.nfe) < sum(plain.nfe)
+    with pytest.raises(ValueError, match="unknown knob"):
+        measure(replace(bench, sampler=("next_blok=false",)))
+
+
 def test_answers_end_at_the_end_token(lab, tmp_path, monkeypatch):
     lab.fit("dllm_block")
     bench = DenoiseBench(
