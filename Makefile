@@ -256,10 +256,12 @@ lab-spiffy: .venv/installed  ## a masked diffusion LM, draft graphs by each obje
 	$(foreach o,degree0 degree1 total,$(call OBJECTIVE,$(o)))
 	$(foreach d,3 5 8,$(call NODES,$(d)))
 	$(SPIFFY) name=threshold +module.sampling.threshold=0.9
+	$(SPIFFY) name=threshold_alone +module.sampling.threshold=0.9 +module.sampling.next_block=false
 	$(DENOISE)/export also=[$(DRAFTED)/few/export]
 	$(DENOISE)/export also=[$(DRAFTED)/degree0/export,$(DRAFTED)/degree1/export,$(DRAFTED)/total/export] prompts=24 out=$(DRAFTED)/bench_objectives
 	$(DENOISE)/replay-3/export also=[$(DRAFTED)/degree1-3/export,$(DRAFTED)/replay-5/export,$(DRAFTED)/degree1-5/export,$(DRAFTED)/replay-8/export,$(DRAFTED)/degree1-8/export] prompts=24
-	$(DENOISE)/threshold/export
+	$(DENOISE)/threshold/export also=[$(DRAFTED)/threshold_alone/export]
+	$(DENOISE)/export 'sampler=[next_block=false]' out=$(DRAFTED)/bench_alone
 
 # The mixture's target is deep, so that a drafter of two layers is cheap in comparison.
 CSPD = recipe=cspd_draft runs=$(RUNS)/lab
