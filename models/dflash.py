@@ -298,7 +298,8 @@ def sharpness(source: PreTrainedModel, layers: Sequence[int]) -> list[float]:
 
     Returns:
         For each layer the root mean squares of its queries and of its keys, multiplied, over
-        random tokens; 1 where the target has such norms.
+        random tokens, and at least 1: flat attention would take long to learn, as the weight of a
+        norm moves by about the learning rate a step. 1 where the target has such norms.
     """
     attentions = [source.model.layers[i].self_attn for i in layers]
     if any(hasattr(attention, "q_norm") for attention in attentions):
@@ -319,7 +320,7 @@ def sharpness(source: PreTrainedModel, layers: Sequence[int]) -> list[float]:
     finally:
         for hook in hooks:
             hook.remove()
-    return [found[query] * found[key] for query, key in projections]
+    return [max(1.0, found[query] * found[key]) for query, key in projections]
 
 
 def ends(count: int, depth: int) -> list[int]:
