@@ -308,7 +308,9 @@ def sharpness(source: PreTrainedModel, layers: Sequence[int]) -> list[float]:
 
     def keep(module: nn.Linear, given: tuple, output: Tensor) -> None:
         heads = output[:, 1:].float().unflatten(-1, (-1, attentions[0].head_dim))
-        found[module] = heads.square().mean(-1).sqrt().mean().item()  # the first token is no text
+        found[module] = (
+            heads.square().mean(-1).sqrt().mean().item()
+        )  # without the first token, an attention sink
 
     projections = [(a.q_proj, a.k_proj) for a in attentions]
     hooks = [p.register_forward_hook(keep) for pair in projections for p in pair]

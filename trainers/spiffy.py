@@ -183,8 +183,8 @@ class Calibration(BaseModule):
         """
         blocks = self.blocks([self.trace(batch)])
         found = self.passes(self.graph().nodes, blocks), passes([], blocks)
-        spiffy, vanilla = (torch.tensor(float(n), device=self.device) for n in found)
-        return {"loss": (spiffy, vanilla), "nfe_speedup": (vanilla, spiffy)}
+        drafted, vanilla = (torch.tensor(float(n), device=self.device) for n in found)
+        return {"loss": (drafted, vanilla), "nfe_speedup": (vanilla, drafted)}
 
     def passes(self, nodes: Collection[Formula], blocks: list[TracedBlock]) -> int:
         """The passes of decoding with a graph of these nodes."""

@@ -171,10 +171,7 @@ def _rows(bench: DenoiseBench, loaded: DenoiseSampler, temperature: float) -> li
     # Knobs of drafts change nothing of vanilla denoising, which does not know them.
     configs = {"denoise": sampling_config(bench.model, ("method=denoise", *common))}
     for way, knob in itertools.product(bench.caches, ("cache", "draft_cache")):
-        method, given = {
-            "cache": ("denoise", common),
-            "draft_cache": ("spiffy", bench.sampler),
-        }[knob]
+        method, given = ("denoise", common) if knob == "cache" else ("spiffy", bench.sampler)
         knobs = (*given, f"method={method}", f"{knob}={way}")
         configs[f"{method} ({knob}={way})"] = sampling_config(bench.model, knobs)
     for path in (bench.model, *bench.also):

@@ -155,7 +155,8 @@ class SpiffySampler(DenoiseSampler):
         states = torch.cat([batch.state.block[:, None], self.drafts(batch, params)], 1)
         end, there = self.block_end(batch)
         begins = there.any()
-        logits = batch.networks["target"].ask(batch, states, *([end] if begins else []))
+        asked = (states, end) if begins else (states,)
+        logits = batch.networks["target"].ask(batch, *asked)
         self.verify(batch, states, logits[:, : states.shape[1]], params)
         right = there & (batch.state.block == end).all(1)
         found = self.finished(batch)
@@ -183,6 +184,8 @@ class SpiffySampler(DenoiseSampler):
             logits: Of the next block's first state, [B, L, V].
             params: The request's parameters.
         """
+        if not rows.any():
+            return
         s = batch.state
         scores, confidence = self.judge(batch, logits, params)
         new = next_state(s.block, scores, confidence, self.mask_id, self.rule)
