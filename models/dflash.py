@@ -307,10 +307,9 @@ def sharpness(source: PreTrainedModel, layers: Sequence[int]) -> list[float]:
     found: dict[nn.Module, float] = {}
 
     def keep(module: nn.Linear, given: tuple, output: Tensor) -> None:
+        # Without the first token, at which every head looks that has nothing to look at.
         heads = output[:, 1:].float().unflatten(-1, (-1, attentions[0].head_dim))
-        found[module] = (
-            heads.square().mean(-1).sqrt().mean().item()
-        )  # without the first token, an attention sink
+        found[module] = heads.square().mean(-1).sqrt().mean().item()
 
     projections = [(a.q_proj, a.k_proj) for a in attentions]
     hooks = [p.register_forward_hook(keep) for pair in projections for p in pair]
