@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import (
     AttentionInterface,
     Cache,
@@ -31,6 +32,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from models.causal import why
+from models.diffusion import copying
 from models.hidden_states import check_layers
 from models.masks import Layout, dense, draft_blocks
 
@@ -45,6 +47,7 @@ ASSISTANT_KEYS = (
     "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "rope_parameters",
     "max_position_embeddings", "block_size", "layer_types",
 )  # fmt: skip
+RIDGE = 0.01  # of the regression on the states: share of each one's own square
 UNREAD = 2  # last layers of a target that `spread` leaves out: they are about the next token alone
 
 
@@ -204,23 +207,26 @@ def from_target(
     layers: Sequence[int] | int,
     states: Sequence[int] | int,
     draft_ids: Tensor | None = None,
+    text: Sequence[Sequence[int]] | None = None,
 ) -> DFlashDraftModel:
     """A new drafter for a target, with layers that begin as copies of the target's.
 
     Args:
         source: The target, a Llama, Qwen2 or Qwen3 style causal LM; not changed.
         tokenizer: Its tokenizer. Mask token and block size come into the config in training.
-        layers: Decoder layers of the target to begin with, in this order; a number n: the first
-            n - 1 and the last. Norms of queries, where the target has none, begin with weights by
-            which attention is as sharp as the target's (`sharpness`).
+        layers: Decoder layers of the target to begin with, in this order; a number of them for
+            those that `models.diffusion.copying` chooses. Norms of queries, where the target has
+            none, begin with weights by which attention is as sharp as the target's (`sharpness`).
         states: Target layers whose outputs are read, 0-based, without the last; a number n:
             `spread`.
         draft_ids: [Vd], tokens that the drafter has a head of its own for; None: it borrows the
             target's, with all tokens.
+        text: Sequences of token ids like those that will be decoded, by which the projection of the
+            states is fitted (`fitted_context`); None: it is random.
 
     Raises:
-        ValueError: Layers that the target lacks, a target of another style, or a token outside of
-            its vocabulary.
+        ValueError: Layers that the target lacks, a target of another style, a token outside of its
+            vocabulary, or text without two tokens in a row.
     """
     theirs = source.config.get_text_config()
     if not hasattr(source, "model") or not hasattr(theirs, "num_key_value_heads"):
@@ -229,7 +235,7 @@ def from_target(
             "a Llama, Qwen2 or Qwen3 style causal LM is needed"
         )
     depth = theirs.num_hidden_layers
-    layers = ends(layers, depth) if isinstance(layers, int) else [*layers]
+    layers = copying(source, layers) if isinstance(layers, int) else [*layers]
     states = spread(states, depth) if isinstance(states, int) else [*states]
     check_layers(source, [*layers, *states])
     if depth - 1 in states:
@@ -277,6 +283,12 @@ def from_target(
         with torch.no_grad():
             queries.mul_(keys).mul_(scale)
             keys.fill_(1).requires_grad_(False)
+        _fold(ours.input_layernorm, ours.self_attn)
+    if text is not None:
+        weight, scale = fitted_context(source, layers, states, text)
+        with torch.no_grad():
+            network.fc.weight.copy_(weight)
+            network.hidden_norm.weight.fill_(scale)
     network.norm.load_state_dict(source.model.norm.state_dict())
     if draft_ids is not None:
         ids = draft_ids.sort().values
@@ -284,6 +296,66 @@ def from_target(
         with torch.no_grad():
             network.lm_head.weight.copy_(source.get_output_embeddings().weight[ids])
     return network
+
+
+@torch.no_grad()
+def _fold(norm: Qwen3RMSNorm, attention: DFlashAttention) -> None:
+    """Move a norm's weights into the projections after it, which the context meets without it."""
+    for project in (attention.q_proj, attention.k_proj, attention.v_proj):
+        project.weight.mul_(norm.weight)
+    norm.weight.fill_(1)
+
+
+@torch.no_grad()
+def fitted_context(
+    source: PreTrainedModel,
+    layers: Sequence[int],
+    states: Sequence[int],
+    text: Sequence[Sequence[int]],
+) -> tuple[Tensor, float]:
+    """The projection of the target's states from which copied layers read most nearly its own keys.
+
+    A target's layer i takes keys and values K_i x_i and V_i x_i of its normed input x_i; its copy
+    in a drafter takes them of one context c for all layers. So c is to be near the c* whose keys
+    and values are, in all of the layers together, the nearest to the target's (least squares,
+    each matrix at its norm), and the projection is the ridge regression of c* on the states.
+
+    Args:
+        source: The target.
+        layers: Its L layers that the drafter copies.
+        states: Its J layers whose outputs are read.
+        text: Sequences of token ids. At the first token of each, where target and drafter have
+            nothing else to look at, states are of another kind: it is left out.
+
+    Returns:
+        The projection's weight [H, J H], and the root mean square of its contexts.
+
+    Raises:
+        ValueError: No sequence has two tokens.
+    """
+    text = [tokens for tokens in text if len(tokens) > 1]
+    if not text:
+        raise ValueError("text has no sequence of two tokens or more to fit the projection to")
+    matrices = []  # of each layer, keys' and values' together [2 KV heads D, H]
+    for i in layers:
+        layer = source.model.layers[i]
+        gain = layer.input_layernorm.weight.float()
+        pair = [p.weight.float() * gain for p in (layer.self_attn.k_proj, layer.self_attn.v_proj)]
+        matrices.append(torch.cat([matrix / matrix.norm() for matrix in pair]))
+    H = matrices[0].shape[1]
+    inverse = torch.linalg.pinv(torch.cat(matrices)).split([len(m) for m in matrices], 1)
+    to_best = [p @ m for p, m in zip(inverse, matrices)]  # c* = sum of to_best[i] x_i
+    gram, products = 0, 0
+    for tokens in text:
+        ids = torch.tensor([[*tokens]], device=source.device)
+        hidden = source.model(ids, use_cache=False, output_hidden_states=True).hidden_states
+        inputs = (hidden[i][0, 1:].float() for i in layers)
+        best = sum(functional.rms_norm(x, (H,)) @ m.T for x, m in zip(inputs, to_best))
+        read = torch.cat([hidden[i + 1][0, 1:].float() for i in states], -1)
+        gram, products = gram + read.T @ read, products + read.T @ best
+    gram = gram + RIDGE * gram.diagonal().diag()
+    weight = torch.linalg.solve(gram, products).T
+    return weight, (read @ weight.T).square().mean().sqrt().item()
 
 
 def sharpness(source: PreTrainedModel, layers: Sequence[int]) -> list[float]:
@@ -322,20 +394,6 @@ def sharpness(source: PreTrainedModel, layers: Sequence[int]) -> list[float]:
         for hook in hooks:
             hook.remove()
     return [max(1.0, found[query] * found[key]) for query, key in projections]
-
-
-def ends(count: int, depth: int) -> list[int]:
-    """The first count - 1 layers and the last of a model of `depth` layers.
-
-    Raises:
-        ValueError: for a count that the model does not have.
-
-    >>> ends(3, 30)
-    [0, 1, 29]
-    """
-    if not 1 <= count <= depth:
-        raise ValueError(f"layers={count} is not allowed: the model has {depth}, give 1 to {depth}")
-    return [*range(count - 1), depth - 1]
 
 
 def spread(count: int, depth: int) -> list[int]:

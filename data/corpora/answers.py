@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -164,3 +165,19 @@ def frequent_tokens(source: str, count: int) -> Tensor:
         answers.update(ids[start:])
     ranked = sorted(answers | prompts, key=lambda t: (-answers[t], -prompts[t], t))
     return torch.tensor(sorted(ranked[:count]))
+
+
+def sequences(source: str, count: int, length: int) -> list[list[int]]:
+    """The first prompts of a collection with their training answers, as plain token ids.
+
+    Args:
+        source: The collection's folder.
+        count: Of the sequences; fewer where there are fewer.
+        length: Tokens of each at most.
+
+    Raises:
+        ValueError: As `read_answers` does, or for a count or a length below 1.
+    """
+    if min(count, length) < 1:
+        raise ValueError(f"count={count}, length={length} is not allowed: give at least 1 of each")
+    return [answered.ids[:length] for answered in islice(read_answers(source, "train"), count)]

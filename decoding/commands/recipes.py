@@ -231,7 +231,7 @@ def check_arguments(
             raise unknown("key", f"{key}{name}", [f"{key}{x}" for x in taken])
         # null is for the maker to refuse, who knows what it would be.
         hint = taken.get(name, Any)
-        if value is not None and not fits(value, hint):
+        if value is not None and not fits(value, hint) and not _builds(value, hint):
             raise ValueError(
                 f"{key}{name}={show(value)} is of type {type(value).__name__}, "
                 f"but {type_name(hint)} is needed"
@@ -384,6 +384,15 @@ def _hint(annotation: Any) -> Any:
         (item, *_) = typing.get_args(annotation)
         return tuple[_hint(item), ...]
     return annotation if annotation in (str, int, float, bool) else Any
+
+
+def _builds(value: Any, hint: Any) -> bool:
+    """Whether a value is a node whose `_target_` says that it returns what `_hint` gave."""
+    if not isinstance(value, dict) or "_target_" not in value:
+        return False
+    check_targets(OmegaConf.create({"_target_": value["_target_"]}))
+    built = _hint(inspect.signature(get_object(value["_target_"])).return_annotation)
+    return built in (hint, *typing.get_args(hint))
 
 
 def _parameters(node: DictConfig) -> dict[str, Any]:

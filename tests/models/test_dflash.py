@@ -83,11 +83,11 @@ def swapped(states):
     return [*states][::-1]
 
 
-def normed(states):
+def all_normed(states):
     return [torch.nn.functional.layer_norm(s, s.shape[-1:]) for s in states]
 
 
-@pytest.mark.parametrize("wrong", [shifted, swapped, normed])
+@pytest.mark.parametrize("wrong", [shifted, swapped, all_normed])
 def test_wrong_states_change_what_is_drafted(wrong):
     """Positions off by one, layers exchanged, a norm too many: the negative controls."""
     model = target()
@@ -180,12 +180,64 @@ def test_the_published_sizes():
     assert len(shapes) == 5 * 11 + 3
 
 
+def normed(x):
+    """What a context and, with norms of weight 1, a block's tokens are before the projections."""
+    return torch.nn.functional.rms_norm(x, x.shape[-1:])
+
+
 def test_layers_begin_as_the_target_s():
-    model = target()
-    drafter = from_target(model, tiny.tokenizer(V), [0, 3], 2)
+    """With the weights of the norm before them in the projections, which the context needs too."""
+    model = varied_norms(target())
+    drafter = from_target(model, tiny.tokenizer(V), [0, 3], 2).double()
+    x = torch.randn(7, 16, dtype=torch.double, generator=torch.Generator().manual_seed(0))
     for ours, theirs in zip(drafter.layers, (model.model.layers[0], model.model.layers[3])):
-        for name, tensor in theirs.double().state_dict().items():
-            assert torch.equal(ours.double().state_dict()[name], tensor)
+        given = theirs.input_layernorm(x)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            expected = getattr(theirs.self_attn, name)(given)
+            found = getattr(ours.self_attn, name)(ours.input_layernorm(x))
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+            assert not torch.allclose(getattr(theirs.self_attn, name)(normed(x)), expected)
+        for name in ("mlp", "post_attention_layernorm"):
+            expected = getattr(theirs, name)(x)
+            torch.testing.assert_close(getattr(ours, name)(x), expected, rtol=1e-6, atol=1e-6)
+
+
+def varied_norms(model):
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.input_layernorm.weight.uniform_(0.5, 1.5)
+    return model
+
+
+def unexplained(drafter, model, layers, text):
+    """Shares of the variance of the target's own keys and values that its copies miss."""
+    states = drafter.target_layer_ids
+    found, shares = [], []
+    for tokens in text:
+        hidden = model.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+        context = drafter.hidden_norm(drafter.fc(torch.cat([hidden[s + 1] for s in states], -1)))
+        found.append((context[0, 1:], [hidden[i][0, 1:] for i in layers]))
+    for n, i in enumerate(layers):
+        theirs, ours = model.model.layers[i], drafter.layers[n].self_attn
+        for name in ("k_proj", "v_proj"):
+            of = getattr(theirs.self_attn, name)
+            expected = torch.cat([of(theirs.input_layernorm(x[n])) for _, x in found])
+            error = torch.cat([getattr(ours, name)(c) for c, _ in found]) - expected
+            shares.append((error.var(0).sum() / expected.var(0).sum()).item())
+    return shares
+
+
+@torch.no_grad()
+def test_copied_layers_begin_with_nearly_the_target_s_keys_and_values():
+    """Of text that the projection was not fitted to; a random one begins with worse than none."""
+    model = varied_norms(target()).float()
+    draws = torch.randint(V, (60, 24), generator=torch.Generator().manual_seed(0)).tolist()
+    fitted = from_target(model, tiny.tokenizer(V), [1, 3], [0, 2], text=draws[:40])
+    random = from_target(model, tiny.tokenizer(V), [1, 3], [0, 2])
+    assert max(unexplained(fitted, model, [1, 3], draws[40:])) < 0.6
+    assert min(unexplained(random, model, [1, 3], draws[40:])) > 1
+    alone = from_target(model, tiny.tokenizer(V), [3], [2], text=draws[:40])
+    assert max(unexplained(alone, model, [3], draws[40:])) < 0.1
 
 
 def attention_logits(attention, x, norms=False):
@@ -215,9 +267,9 @@ def test_attention_begins_as_sharp_as_the_target_s():
         given = model.model.layers[3].input_layernorm(states[0])
         theirs = attention_logits(model.model.layers[3].self_attn, given)
         ours = drafter.layers[1].self_attn
-        found = attention_logits(ours, given, norms=True)
+        found = attention_logits(ours, normed(states[0]), norms=True)
         ours.q_norm.weight.fill_(1)
-        flat = attention_logits(ours, given, norms=True)
+        flat = attention_logits(ours, normed(states[0]), norms=True)
     assert theirs.std() > 5
     assert found.std() == pytest.approx(theirs.std().item(), rel=0.15)
     assert flat.std() < theirs.std() / 5
@@ -246,6 +298,7 @@ def test_norms_of_keys_stay_1():
         ({"states": [1, 3]}, "before the final norm"),
         ({"states": 4}, "states=4 is not allowed"),
         ({"tokenizer": tiny.tokenizer(V + 1)}, "no token of its own"),
+        ({"text": [[3], []]}, "no sequence of two tokens"),
     ],
 )
 def test_what_does_not_fit_the_target(changes, message):

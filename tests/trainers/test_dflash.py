@@ -122,8 +122,9 @@ def prepared(tmp_path_factory):
 def test_it_learns_and_its_export_decodes(prepared, head):
     own = [OWN_HEAD % (prepared.runs / "deer_answers")] if head == "its own" else []
     steps = ["trainer.max_steps=60", "trainer.validate_every=30", "optimization.lr=3.0e-3"]
-    name = f"name={head[:3]}"
-    export = prepared.fit("dflash", name, *steps, "trainer.log_every=1", *own)
+    # A fitted projection would begin where this target, which hardly reads its context, ends.
+    steps += ["trainer.log_every=1", "network.text=null"]
+    export = prepared.fit("dflash", f"name={head[:3]}", *steps, *own)
     loss = curve(export.parent)
     assert max(loss[s] for s in range(50, 61)) < 0.9 * min(loss[s] for s in range(1, 6))
     sampler = load(str(export), dtype="float32")
@@ -133,6 +134,13 @@ def test_it_learns_and_its_export_decodes(prepared, head):
     assert "draft_vocabulary" not in entry  # the weights say which tokens
     # Engines read every file of weights that they find.
     assert [f.name for f in export.glob("*.safetensors")] == ["model.safetensors"]
+
+
+def test_a_fitted_projection_begins_lower(prepared):
+    steps = ["trainer.max_steps=1", "trainer.log_every=1"]
+    fitted = prepared.fit("dflash", "name=fitted", *steps)
+    random = prepared.fit("dflash", "name=random", *steps, "network.text=null")
+    assert curve(fitted.parent)[1] < 0.5 * curve(random.parent)[1]
 
 
 def test_a_head_for_a_finished_drafter(prepared):

@@ -136,6 +136,11 @@ def test_a_value_outside_its_limits_is_one_line(given, allowed):
         ("fit ar_target", ["needs=abc"], "needs='abc'.*list of a node"),
         ("fit ar_target", ["needs=${seed}"], "needs=0 is not allowed: it is a list"),
         ("fit deer_stage1", ["drafter={a: 1}"], "path=.*is of type dict, but str is needed"),
+        (  # what gives lists of numbers is no list of numbers
+            "fit dflash",
+            ["network.states={_target_: data.corpora.answers.sequences, source: x}"],
+            "network.states=.*is of type dict, but list of int or int is needed",
+        ),
         ("collect deer_answers", ["~collector.seed"], "collector.seed is missing"),
         ("collect deer_answers", ["collector={a: 1}"], "unknown key 'collector.a'"),
         ("fit deer_stage2", ["module={alhpa: 1}"], "unknown key 'module.alhpa'"),
