@@ -156,6 +156,32 @@ def put_in_place(temporary: Path, path: Path, sync: bool = False) -> None:
         _sync(path.parent)
 
 
+def same_setting(a: Any, b: Any) -> bool:
+    """Whether two values of a key are the same: equal, or spellings of one path that exists.
+
+    Args:
+        a: A value as JSON has them: also lists and dictionaries, whose values may be such paths.
+        b: Another.
+
+    >>> same_setting({"teacher": "."}, {"teacher": "../" + Path.cwd().name})
+    True
+    >>> same_setting("no/such", "./no/such"), same_setting(1, 2)
+    (False, False)
+    """
+    if a == b:
+        return True
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same_setting(a[k], b[k]) for k in a)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(same_setting, a, b))
+    if not (isinstance(a, str) and isinstance(b, str)):
+        return False
+    try:
+        return Path(a).samefile(b)
+    except (OSError, ValueError):  # none is there, or such a name cannot be
+        return False
+
+
 def delete(path: Path) -> None:
     """Remove a file or a folder, if it is there."""
     if path.is_dir() and not path.is_symlink():

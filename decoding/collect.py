@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from data.corpora.answers import shard_path
 from data.corpora.sources import load_documents
-from data.files import atomic_write, check_space, read_json
+from data.files import atomic_write, check_space, read_json, same_setting
 from data.text.prompts import prompt_set
 from decoding.commands.claim import claimed
 from decoding.commands.cli import main, quiet
@@ -119,7 +119,8 @@ def _claim(folder: Path, manifest: dict) -> None:
     manifest = json.loads(json.dumps(manifest))
     if file.exists() and any((folder / "shards").glob("[0-9]*")):
         stored = read_json(file)
-        changed = sorted(k for k in {*stored, *manifest} if stored.get(k) != manifest.get(k))
+        keys = sorted({*stored, *manifest})
+        changed = [k for k in keys if not same_setting(stored.get(k), manifest.get(k))]
         if changed:
             k = changed[0]
             raise ValueError(

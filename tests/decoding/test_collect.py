@@ -158,6 +158,14 @@ def test_other_settings_are_refused(lab):
         lab.collect("collector.max_new_tokens=8")
 
 
+def test_a_teacher_may_be_spelled_otherwise(lab, monkeypatch):
+    monkeypatch.chdir(lab.runs)
+    lab.collect("target=./ar_target/export")  # nothing is missing, so nothing is collected
+    shutil.copytree("ar_target/export", "a_copy")
+    with pytest.raises(ValueError, match=r"other settings \(.*ar_target/export, now a_copy\)"):
+        lab.collect("target=a_copy")
+
+
 def test_full_disk_leaves_nothing_half_written(lab, monkeypatch):
     def full(table, path):
         path.write_bytes(b"half")

@@ -7,6 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
+from data.files import same_setting
 from trainers.publishing.export_folder import is_export
 from trainers.runs.checkpoint_files import Damaged, checkpoint_files, step_of
 
@@ -115,8 +116,9 @@ def _difference(stored: DictConfig, config: DictConfig) -> tuple | None:
         flat.append(dict(_flatten(OmegaConf.to_container(c, resolve=True))))
     for key in sorted({*flat[0], *flat[1]}):
         free = any(key == f or key.startswith(f"{f}.") for f in FREE)
-        if not free and flat[0].get(key) != flat[1].get(key):
-            return key, flat[0].get(key), flat[1].get(key)
+        was, now = (settings.get(key) for settings in flat)
+        if not free and not same_setting(was, now):
+            return key, was, now
     return None
 
 

@@ -53,6 +53,16 @@ class TestRestored:
         lab.fit("ar_target", *DROPOUT, "name=dropout")
         assert same_run(copy, whole)
 
+    def test_a_path_may_be_spelled_otherwise(self, lab, whole, monkeypatch):
+        copy = cut(whole, "spelled", 6)
+        monkeypatch.chdir(lab.corpus.parent)
+        run = ("ar_target", *DROPOUT, "name=spelled")
+        shutil.copytree("corpus", "another", dirs_exist_ok=True)
+        with pytest.raises(ValueError, match=r"other settings \(data\.train\.source: .*another\)"):
+            lab.fit(*run, "data.train.source=another")
+        lab.fit(*run, "data.train.source=./corpus")
+        assert same_run(copy, whole)
+
     def test_without_the_random_states_it_does_not(self, lab, whole, monkeypatch):
         """Negative control."""
         monkeypatch.setattr(RandomStates, "on_load_checkpoint", lambda *a: None)
