@@ -342,7 +342,7 @@ def fitted_context(
         gain = layer.input_layernorm.weight.float()
         pair = [p.weight.float() * gain for p in (layer.self_attn.k_proj, layer.self_attn.v_proj)]
         matrices.append(torch.cat([matrix / matrix.norm() for matrix in pair]))
-    H = matrices[0].shape[1]
+    H, eps = matrices[0].shape[1], source.config.get_text_config().rms_norm_eps
     inverse = torch.linalg.pinv(torch.cat(matrices)).split([len(m) for m in matrices], 1)
     to_best = [p @ m for p, m in zip(inverse, matrices)]  # c* = sum of to_best[i] x_i
     gram, products = 0, 0
@@ -350,7 +350,8 @@ def fitted_context(
         ids = torch.tensor([[*tokens]], device=source.device)
         hidden = source.model(ids, use_cache=False, output_hidden_states=True).hidden_states
         inputs = (hidden[i][0, 1:].float() for i in layers)
-        best = sum(functional.rms_norm(x, (H,)) @ m.T for x, m in zip(inputs, to_best))
+        normed = (functional.rms_norm(x, (H,), eps=eps) for x in inputs)
+        best = sum(x @ m.T for x, m in zip(normed, to_best))
         read = torch.cat([hidden[i + 1][0, 1:].float() for i in states], -1)
         gram, products = gram + read.T @ read, products + read.T @ best
     gram = gram + RIDGE * gram.diagonal().diag()

@@ -115,8 +115,7 @@ def network_of(recipe, config):
         return source
     with torch.device("meta"):
         n = config.network
-        layers = range(n.layers)  # which ones does not matter here, and to choose takes weights
-        return from_target(source, tiny.tokenizer(2), layers, n.states)
+        return from_target(source, tiny.tokenizer(2), n.layers, n.states)
 
 
 def source_of(config):
