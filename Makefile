@@ -94,12 +94,18 @@ small-deer-scaling: .venv/small  ## stage II with 256 to 4,096 prompts and with 
 	for n in 600 1200; do $(MORE) name=steps_$$n data.train.prompts=4096 trainer.max_steps=$$n || exit 1; done
 	$(PY) -m decoding.bench model=$(SCALED)/prompts_256/export 'also=[$(SCALED)/prompts_1024/export,$(SCALED)/prompts_4096/export,$(SCALED)/steps_600/export,$(SCALED)/steps_1200/export]' source=docstrings prompts=64 batch_sizes=[16] verify=[coupled,rejection] generate=false prompt_lookup=0 out=$(SCALED)/scaling
 
-# Beside DEER's drafter of as many steps on the same answers, of small-deer-scaling.
-DFLASH = $(RUNS)/small/dflash/export
-small-dflash: .venv/small  ## a drafter that reads its target (DFlash) beside DEER's on HumanEval: hours on 2 cores
-	$(PY) -m decoding.collect recipe=deer_answers $(SMALL) name=more prompts.source=docstrings prompts.count=4608
-	$(FIT) recipe=dflash $(SMALL) trainer.compile=true answers=$(RUNS)/small/deer_answers/more trainer.max_steps=1340
-	$(PY) -m decoding.bench model=$(DFLASH) also=$(SCALED)/steps_1200/export source=humaneval prompts=64 max_new_tokens=128 verify=[coupled,tree] 'sampler=[nodes=8,bigrams=false]' temperatures=[0] prompt_lookup=0 generate=false
+# gsm8k.jsonl and mt_bench.jsonl are files of those benchmarks in this folder.
+# A drafter that reads its target beside DEER's, of as many steps on the same answers (those of small-pard) and nearly as many weights.
+BESIDE = scale=small runs=$(RUNS)/small-dflash answers=$(RUNS)/small-pard/deer_answers trainer.compile=true
+DFLASH = $(PY) -m decoding.bench model=$(RUNS)/small-dflash/dflash/export also=$(RUNS)/small-dflash/deer_stage2/export prompts=64 max_new_tokens=128 verify=[coupled,tree] 'sampler=[nodes=8,bigrams=false]' generate=false
+small-dflash: .venv/small vllm  ## a drafter that reads its target (DFlash) beside DEER's on three benchmarks: hours on 2 cores
+	$(PY) -m decoding.collect recipe=deer_answers scale=small runs=$(RUNS)/small-pard collector.engine=vllm prompts.count=5120
+	$(FIT) recipe=diffusion_adapt scale=small runs=$(RUNS)/small-dflash trainer.max_steps=40
+	$(FIT) recipe=deer_stage1 $(BESIDE) trainer.max_steps=100
+	$(FIT) recipe=deer_stage2 $(BESIDE) trainer.max_steps=500
+	$(FIT) recipe=dflash $(BESIDE) trainer.max_steps=640
+	$(DFLASH) source=humaneval temperatures=[0] prompt_lookup=0
+	for s in humaneval gsm8k.jsonl mt_bench.jsonl; do $(DFLASH) source=$$s temperatures=[0,1] batch_sizes=[16] prompt_lookup=0 out=$(RUNS)/small-dflash/$$s || exit 1; done
 
 # vLLM pins its own torch, so it has an environment of its own; torchvision and others from PyPI do not fit torch for the CPU.
 VLLM = .venv-vllm/bin/python

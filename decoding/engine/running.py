@@ -5,7 +5,7 @@ no row of a pass attends to another, and draws are counted from when the row cam
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +19,11 @@ from decoding.engine.randomness import KeyedRandomness, Randomness
 
 if TYPE_CHECKING:
     from decoding.engine.sampler import Sampler
+
+
+# What a pass costs besides its tokens, above all for reading the weights, as tokens that a device
+# computes in that time. Of the CPU alone it is known; others make as few passes as may be.
+PASS_COSTS, FEW_PASSES = {"cpu": 128}, 2**40
 
 
 @dataclass
@@ -40,6 +45,37 @@ class Emitted(NamedTuple):
     request: int
     tokens: list[int]
     drafted: int
+
+
+def prefill_groups(lengths: Sequence[int], cost: int, most: int | None = None) -> list[list[int]]:
+    """Prompts that are prefilled together, so that all passes cost the least together.
+
+    A pass over some prompts computes as many tokens of each as the longest has: the others are
+    padded.
+
+    Args:
+        lengths: Of the prompts, in tokens.
+        cost: Of a pass besides its tokens, in tokens.
+        most: Tokens of a pass of several prompts at the most, padding included; None: any number.
+
+    Returns:
+        The prompts' numbers, pass by pass, in the order of their lengths.
+
+    >>> prefill_groups([90, 10, 95, 12], cost=20), prefill_groups([90, 10, 95, 12], cost=200)
+    ([[1, 3], [0, 2]], [[1, 3, 0, 2]])
+    """
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    best = [(0, 0)]  # of the first prompts in that order: what they cost, the last pass's first
+    for end, longest in enumerate(order, 1):
+        tokens = {start: (end - start) * lengths[longest] for start in range(end)}
+        fits = (s for s, n in tokens.items() if most is None or n <= most or s == end - 1)
+        best.append(min((best[start][0] + cost + tokens[start], start) for start in fits))
+    groups, end = [], len(order)
+    while end:
+        start = best[end][1]
+        groups.append(order[start:end])
+        end = start
+    return groups[::-1]
 
 
 class Running:
@@ -97,8 +133,8 @@ class Running:
     ) -> None:
         """Prefill new requests, and let them join those that are running.
 
-        In as many passes as `prefill_tokens` asks for. Where a prompt is cut depends on its own
-        length alone: one that is longer than a pass may be comes by itself. Of a sampler that
+        In the passes of `prefill_groups`. Where a prompt is cut depends on its own length alone:
+        one that is longer than a pass may be comes by itself. Of a sampler that
         `starts_alone` they have their first cycle here, and the next `step` shows its tokens.
 
         Args:
@@ -111,21 +147,13 @@ class Running:
                 do not wait for a long prompt.
         """
         params = params or [self.params] * len(prompts)
-        for part in self._parts(prompts):
-            some = [of[part] for of in (requests, prompts, seeds, params)]
+        groups = [[*range(len(prompts))]]
+        if randomness is None:  # else it is of all of them
+            cost = PASS_COSTS.get(self.sampler.device.type, FEW_PASSES)
+            groups = prefill_groups([*map(len, prompts)], cost, self.prefill_tokens)
+        for group in groups:
+            some = [[of[n] for n in group] for of in (requests, prompts, seeds, params)]
             self._enter(*some, randomness, between)
-
-    def _parts(self, prompts: Sequence[Any]) -> Iterator[slice]:
-        """Which prompts are prefilled together, in their order."""
-        if self.prefill_tokens is None:
-            yield slice(0, len(prompts))
-            return
-        start, most = 0, self.prefill_tokens
-        for end in range(1, len(prompts) + 1):
-            together = prompts[start : end + 1]
-            if end == len(prompts) or len(together) * max(map(len, together)) > most:
-                yield slice(start, end)
-                start = end
 
     def _enter(
         self,

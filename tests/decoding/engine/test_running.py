@@ -1,6 +1,7 @@
 """Continuous batching: nobody's text depends on when a request came, or on who else is there."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from decoding.engine.batch import State
 from decoding.engine.cache import CachedNetwork, RaggedCache
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import KeyedRandomness
-from decoding.engine.running import Running
+from decoding.engine.running import PASS_COSTS, Running, prefill_groups
 from decoding.samplers.asarm import AsarmSampler
 from decoding.samplers.deer import DeerSampler
 from decoding.samplers.dflash import DFlashSampler
@@ -320,7 +321,7 @@ def test_a_prompt_in_wrong_pieces_fails_the_same_test(monkeypatch, name, wrong):
 
 @pytest.mark.parametrize(
     ("most", "tokens"),
-    [(None, [42]), (7, [3, 7, 1, 4, 1]), (2, [2, 1, 2, 2, 2, 1, 1, 2, 2, 1]), (16, [6, 14, 8])],
+    [(None, [42]), (7, [3, 3, 4, 7]), (2, [1, 1, 2, 1, 2, 2, 2, 2, 2, 1]), (16, [12, 14])],
 )
 def test_passes_that_prefill(monkeypatch, most, tokens):
     """They have at most so many tokens, and after each of them those who are there go on."""
@@ -336,6 +337,55 @@ def test_passes_that_prefill(monkeypatch, most, tokens):
     between = lambda: seen.append("between")  # noqa: E731
     running.admit([*range(len(PROMPTS))], PROMPTS, SEEDS, between=between)
     assert seen == [x for n in tokens for x in (n, "between")]
+
+
+def computed(lengths, groups):
+    return sum(len(group) * max(lengths[n] for n in group) for group in groups)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    cost=st.integers(0, 12),
+    most=st.none() | st.integers(1, 30),
+)
+def test_no_other_groups_cost_less(lengths, cost, most):
+    """Of all ways to put the prompts into passes, not only those in the order of their lengths."""
+    groups = prefill_groups(lengths, cost, most)
+    assert sorted(n for group in groups for n in group) == [*range(len(lengths))]
+
+    def allowed(groups):
+        of_several = [[group] for group in groups if len(group) > 1]
+        return most is None or all(computed(lengths, group) <= most for group in of_several)
+
+    ways = product(range(len(lengths)), repeat=len(lengths))
+    others = [[[n for n, g in enumerate(way) if g == i] for i in {*way}] for way in ways]
+    least = min(computed(lengths, o) + cost * len(o) for o in others if allowed(o))
+    assert allowed(groups)
+    assert computed(lengths, groups) + cost * len(groups) == least
+
+
+@pytest.mark.parametrize("name", ["plain", "deer, coupled", "dflash, rejection", "infilling"])
+def test_prompts_of_other_lengths_are_prefilled_apart(monkeypatch, name):
+    """A pass of its own for each length: the texts are the same, and fewer tokens are computed."""
+    sampler, params, alone = built(name)
+    tokens, call = [], CachedNetwork.__call__
+
+    def counted(self, given, *args, **options):
+        tokens.append(given.numel())
+        return call(self, given, *args, **options)
+
+    monkeypatch.setattr(CachedNetwork, "__call__", counted)
+
+    def found():
+        tokens.clear()
+        everybody = run(sampler, params, [(len(PROMPTS), -1)])
+        return everybody, sum(tokens)
+
+    together, padded = found()
+    monkeypatch.setitem(PASS_COSTS, "cpu", 0)
+    apart, needed = found()
+    assert together == apart == dict(enumerate(alone))
+    assert needed < padded or name == "infilling"  # its passes are counted elsewhere
 
 
 @pytest.mark.parametrize(
