@@ -7,8 +7,9 @@ of it but the two matrix products. It needs more memory: one float for every hea
 tokens, in every layer.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, finfo, float32, nn, promote_types
@@ -65,6 +66,7 @@ def grouped(
     attention_mask: Tensor,
     scaling: float | None = None,
     dropout: float = 0.0,
+    key_groups: Sequence[tuple[slice, int]] | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """The fused kernel over groups of heads, in the interface of transformers' attention functions.
@@ -80,6 +82,8 @@ def grouped(
         attention_mask: bool or additive, [B, 1, Q, K].
         scaling: Factor of the scores; D^-1/2 by default.
         dropout: Not used: decoding has none.
+        key_groups: Rows of the batch, one after the other, and how many first keys the mask lets
+            them read at the most: each has a call of its own. None: one call that reads all.
         **kwargs: Ignored.
 
     Returns:
@@ -89,7 +93,14 @@ def grouped(
     groups = heads // key.shape[1]
     rows = query.reshape(B, key.shape[1], groups * Q, D)
     mask = torch.cat([attention_mask] * groups, 2)
-    found = nn.functional.scaled_dot_product_attention(rows, key, value, mask, scale=scaling)
+    attend = partial(nn.functional.scaled_dot_product_attention, scale=scaling)
+    if key_groups is None:
+        found = attend(rows, key, value, mask)
+    else:
+        calls = (
+            attend(rows[r], key[r, :, :n], value[r, :, :n], mask[r, ..., :n]) for r, n in key_groups
+        )
+        found = torch.cat([*calls])
     return found.reshape(B, heads, Q, D).transpose(1, 2), None
 
 

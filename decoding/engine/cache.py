@@ -3,7 +3,7 @@
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from decoding.engine.grouping import key_groups
 from models.attention import GROUPED
 from models.head import ReducedHead
 from models.hidden_states import capture
@@ -255,7 +256,8 @@ class CachedNetwork(CountedNetwork):
         slots = positions
         if branch is not None:
             slots = positions[:, :1] + self._slots[:, : tokens.shape[1]]
-        visible = int(slots[:, -1].max()) + 1
+        ends = (slots[:, -1] + 1).tolist()
+        visible = max(ends)
         q = self._layout(positions, block_start)
         k = self._layout(self._slots[:, :visible], block_start)
         if branch is not None:
@@ -267,7 +269,8 @@ class CachedNetwork(CountedNetwork):
         mask = dense(self.predicate, q, k)
         if padding is not None:
             slots = positions.masked_fill(padding, self.cache.capacity - 1)
-        return self.run(tokens, positions, slots, mask, keep)
+        groups = key_groups(ends) if self._adds else None
+        return self.run(tokens, positions, slots, mask, keep, groups)
 
     def keep_path(self, lengths: Tensor, node: Tensor) -> None:
         """Of a tree after the first lengths [B] slots, its nodes [B, m] move to the front."""
@@ -276,11 +279,19 @@ class CachedNetwork(CountedNetwork):
             self.cache.move(lengths[:, None] + node, lengths[:, None] + steps)
 
     def run(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, mask: Tensor, keep: int | Tensor
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        mask: Tensor,
+        keep: int | Tensor,
+        groups: Sequence[tuple[slice, int]] | None = None,
     ) -> TargetOutput:
         """One forward: tokens at positions, written to slots, under a mask over the first slots.
 
         keep: The logits of the last `keep` tokens are returned, or of those with these numbers.
+        groups: Rows that may read fewer slots than the mask has (`key_groups`), of a network whose
+            attention is `models.attention.grouped`.
         """
         self.cache.place(slots, mask.shape[-1])
         if self._several:  # the head may have another device
@@ -300,6 +311,7 @@ class CachedNetwork(CountedNetwork):
                 # As indices, which copy: on a view of a longer row the CPU's bfloat16 product with
                 # the head is five times slower.
                 logits_to_keep=keep,
+                **({} if groups is None else {"key_groups": groups}),
             )
         return TargetOutput(logits, tuple(state.to(tokens.device) for state in states))
 

@@ -14,16 +14,12 @@ from torch import Tensor
 
 from decoding.engine.batch import Batch
 from decoding.engine.detokenize import Detokenizer
+from decoding.engine.grouping import FEW_PASSES, PASS_COSTS, prefill_groups
 from decoding.engine.params import Chunk, SamplingParams, Stats
 from decoding.engine.randomness import KeyedRandomness, Randomness
 
 if TYPE_CHECKING:
     from decoding.engine.sampler import Sampler
-
-
-# What a pass costs besides its tokens, above all for reading the weights, as tokens that a device
-# computes in that time. Of the CPU alone it is known; others make as few passes as may be.
-PASS_COSTS, FEW_PASSES = {"cpu": 128}, 2**40
 
 
 @dataclass
@@ -45,37 +41,6 @@ class Emitted(NamedTuple):
     request: int
     tokens: list[int]
     drafted: int
-
-
-def prefill_groups(lengths: Sequence[int], cost: int, most: int | None = None) -> list[list[int]]:
-    """Prompts that are prefilled together, so that all passes cost the least together.
-
-    A pass over some prompts computes as many tokens of each as the longest has: the others are
-    padded.
-
-    Args:
-        lengths: Of the prompts, in tokens.
-        cost: Of a pass besides its tokens, in tokens.
-        most: Tokens of a pass of several prompts at the most, padding included; None: any number.
-
-    Returns:
-        The prompts' numbers, pass by pass, in the order of their lengths.
-
-    >>> prefill_groups([90, 10, 95, 12], cost=20), prefill_groups([90, 10, 95, 12], cost=200)
-    ([[1, 3], [0, 2]], [[1, 3, 0, 2]])
-    """
-    order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    best = [(0, 0)]  # of the first prompts in that order: what they cost, the last pass's first
-    for end, longest in enumerate(order, 1):
-        tokens = {start: (end - start) * lengths[longest] for start in range(end)}
-        fits = (s for s, n in tokens.items() if most is None or n <= most or s == end - 1)
-        best.append(min((best[start][0] + cost + tokens[start], start) for start in fits))
-    groups, end = [], len(order)
-    while end:
-        start = best[end][1]
-        groups.append(order[start:end])
-        end = start
-    return groups[::-1]
 
 
 class Running:

@@ -1,7 +1,6 @@
 """Continuous batching: nobody's text depends on when a request came, or on who else is there."""
 
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
@@ -12,9 +11,10 @@ from torch.nn.functional import one_hot
 from decoding.engine import cache
 from decoding.engine.batch import State
 from decoding.engine.cache import CachedNetwork, RaggedCache
+from decoding.engine.grouping import PASS_COSTS
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import KeyedRandomness
-from decoding.engine.running import PASS_COSTS, Running, prefill_groups
+from decoding.engine.running import Running
 from decoding.samplers.asarm import AsarmSampler
 from decoding.samplers.deer import DeerSampler
 from decoding.samplers.dflash import DFlashSampler
@@ -337,31 +337,6 @@ def test_passes_that_prefill(monkeypatch, most, tokens):
     between = lambda: seen.append("between")  # noqa: E731
     running.admit([*range(len(PROMPTS))], PROMPTS, SEEDS, between=between)
     assert seen == [x for n in tokens for x in (n, "between")]
-
-
-def computed(lengths, groups):
-    return sum(len(group) * max(lengths[n] for n in group) for group in groups)
-
-
-@given(
-    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
-    cost=st.integers(0, 12),
-    most=st.none() | st.integers(1, 30),
-)
-def test_no_other_groups_cost_less(lengths, cost, most):
-    """Of all ways to put the prompts into passes, not only those in the order of their lengths."""
-    groups = prefill_groups(lengths, cost, most)
-    assert sorted(n for group in groups for n in group) == [*range(len(lengths))]
-
-    def allowed(groups):
-        of_several = [[group] for group in groups if len(group) > 1]
-        return most is None or all(computed(lengths, group) <= most for group in of_several)
-
-    ways = product(range(len(lengths)), repeat=len(lengths))
-    others = [[[n for n, g in enumerate(way) if g == i] for i in {*way}] for way in ways]
-    least = min(computed(lengths, o) + cost * len(o) for o in others if allowed(o))
-    assert allowed(groups)
-    assert computed(lengths, groups) + cost * len(groups) == least
 
 
 @pytest.mark.parametrize("name", ["plain", "deer, coupled", "dflash, rejection", "infilling"])
