@@ -85,7 +85,7 @@ def judge(
     if rule.order == "random":
         return scores, noise[..., V]
     p = logits.to(scores.dtype).softmax(-1)
-    return scores, p.gather(-1, scores.argmax(-1, keepdim=True))[..., 0]
+    return scores, p.gather(-1, scores.max(-1, keepdim=True).indices)[..., 0]
 
 
 def position_order(confidence: Tensor, masked: Tensor) -> Tensor:
@@ -120,4 +120,4 @@ def next_state(
         chosen = rank < rule.tokens_per_step
     else:
         chosen = (rank == 0) | (confidence >= rule.threshold)
-    return torch.where(chosen & masked, scores.argmax(-1), state)
+    return torch.where(chosen & masked, scores.max(-1).indices, state)
