@@ -17,7 +17,7 @@ from time import perf_counter
 from typing import ClassVar
 
 from data.text.prompts import heldout_prompts
-from decoding.bench.options import PromptBenchOptions, results_folder
+from decoding.bench.options import PromptBenchOptions, results_folder, told_apart
 from decoding.commands.cli import main, parse, quiet
 from decoding.commands.options import option
 from decoding.commands.progress import track
@@ -174,7 +174,7 @@ def _rows(bench: DenoiseBench, loaded: DenoiseSampler, temperature: float) -> li
         method, given = ("denoise", common) if knob == "cache" else ("spiffy", bench.sampler)
         knobs = (*given, f"method={method}", f"{knob}={way}")
         configs[f"{method} ({knob}={way})"] = sampling_config(bench.model, knobs)
-    for path in (bench.model, *bench.also):
+    for path, name in told_apart((bench.model, *bench.also)).items():
         if "graph" not in parade_config(path):
             if bench.caches and path == bench.model:
                 continue
@@ -182,13 +182,9 @@ def _rows(bench: DenoiseBench, loaded: DenoiseSampler, temperature: float) -> li
                 f"{path} has no draft graph: python -m trainers.fit recipe=spiffy_calibrate "
                 "makes an export with one"
             )
-        configs[_name(path)] = sampling_config(path, bench.sampler)
+        configs[f"spiffy ({name})"] = sampling_config(path, bench.sampler)
     samplers = {n: sampler_of(c, loaded.target, loaded.tokenizer) for n, c in configs.items()}
     return [Row(name, s, Watch(s), temperature) for name, s in samplers.items()]
-
-
-def _name(path: str) -> str:
-    return f"spiffy ({Path(path).parent.name})"
 
 
 def summary(row: Row, plain: Row) -> dict:

@@ -1,5 +1,7 @@
 """Options that benches share."""
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,3 +58,34 @@ def results_folder(options: MeasureOptions, name: str) -> Path:
     """Where results go: `out=`, or the folder `name` beside a local export, or here."""
     model = Path(options.model)
     return Path(options.out or (model.parent / name if model.exists() else name))
+
+
+def told_apart(paths: Iterable[str]) -> dict[str, str]:
+    """Short names of models, no two the same.
+
+    Args:
+        paths: Exported folders or Hub ids.
+
+    Returns:
+        By path, the name of its run, with as many folders above it as tell it from the others.
+
+    >>> told_apart(["runs/a/export", "runs/b/export", "old/b/export", "org/c"]).values()
+    dict_values(['a', 'runs/b', 'old/b', 'c'])
+    """
+    paths = [*dict.fromkeys(paths)]
+    parts = {path: _run(Path(path).parts) for path in paths}
+    depths = dict.fromkeys(paths, 1)
+    while True:
+        names = {path: "/".join(parts[path][-depths[path] :]) for path in paths}
+        shared = {name for name, count in Counter(names.values()).items() if count > 1}
+        longer = [p for p in paths if names[p] in shared and depths[p] < len(parts[p])]
+        if not longer:
+            # The same folder, spelled in two ways.
+            return {path: path if names[path] in shared else names[path] for path in paths}
+        for path in longer:
+            depths[path] += 1
+
+
+def _run(parts: tuple[str, ...]) -> tuple[str, ...]:
+    """The parts of a path, but for the `export` of a run."""
+    return parts[:-1] if len(parts) > 1 and parts[-1] == "export" else parts

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from data.text.prompts import heldout_prompts
 from decoding.bench.baselines import HuggingFace
-from decoding.bench.options import PromptBenchOptions, ScoreOptions, results_folder
+from decoding.bench.options import PromptBenchOptions, ScoreOptions, results_folder, told_apart
 from decoding.bench.scores import scorer
 from decoding.bench.text_report import Row, profile, report
 from decoding.commands.cli import main, parse, quiet
@@ -165,9 +165,9 @@ def _rows(
             block_size=bench.block_size,
         )
 
-    rows, plain = [], {}
+    rows, plain, names = [], {}, told_apart(samplers)
     for path, sampler in samplers.items():
-        other = "" if path == bench.model else f" ({Path(path).parent.name})"
+        other = "" if path == bench.model else f" ({names[path]})"
         config = parade_config(path)
         target = target_of(path, config, bench.target) or path
         if target not in plain:
