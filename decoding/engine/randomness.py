@@ -114,10 +114,16 @@ class KeyedRandomness(ContinuousRandomness):
         key = _mix(self.keys[:, :1] + positions * _STRIDE)
         if len(self._tokens) != vocabulary:
             self._tokens = torch.arange(1, vocabulary + 1, device=positions.device) * _STRIDE
-        bits = _shift(_mix(key.unsqueeze(-1) + self._tokens), 11).bitwise_or_(1)  # odd: never 0
-        v = bits.float().mul_(2.0**-53).clamp_max_(1 - 2**-24)
-        # Exponential noise first: log1p keeps full precision where it matters, at large g.
-        return v.neg_().log1p_().neg_().log_().neg_()
+        keys = key.flatten()
+        made = torch.empty(len(keys), vocabulary, device=key.device)
+        # A CPU makes few positions at a time: then what lies between stays in the core's cache.
+        few = max(1, _CACHED // vocabulary) if key.device.type == "cpu" else len(keys)
+        for part, out in zip(keys.split(few), made.split(few)):
+            bits = _shift(_mix(part[:, None] + self._tokens), 11).bitwise_or_(1)  # odd: never 0
+            v = out.copy_(bits).mul_(2.0**-53).clamp_max_(1 - 2**-24)
+            # Exponential noise first: log1p keeps full precision where it matters, at large g.
+            v.neg_().log1p_().neg_().log_().neg_()
+        return made.view(*key.shape, vocabulary)
 
     def normal(self, shape: tuple[int, ...]) -> Tensor:
         # Inverse of the cumulative distribution, in float64.
@@ -209,6 +215,7 @@ def request_seeds(seed: int, count: int) -> list[int]:
 
 
 _AHEAD = 32  # draws made at once
+_CACHED = 2**16  # numbers of keyed noise made at once on a CPU
 
 # The odd constant of splitmix64 (2^64 / golden ratio), as a signed 64-bit number.
 _STRIDE = 0x9E3779B97F4A7C15 - (1 << 64)

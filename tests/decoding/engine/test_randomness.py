@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from decoding.engine.params import SamplingParams
-from decoding.engine.randomness import KeyedRandomness
+from decoding.engine.randomness import _CACHED, KeyedRandomness
 from decoding.samplers.plain import PlainSampler
 from tests.support import tiny
 
@@ -113,6 +113,16 @@ def test_noise_is_keyed_by_position_and_token_only():
     assert torch.equal(block[0, 2], later[0, 0, :9])
     assert torch.equal(block[1, 1], later[1, 0, :9])
     assert not torch.equal(block[0, 1], later[0, 0, :9])
+
+
+@pytest.mark.parametrize("vocabulary", [_CACHED // 3, _CACHED + 5])
+def test_noise_made_in_parts_is_that_of_each_position(vocabulary):
+    randomness = KeyedRandomness([3, 4])
+    made = randomness.gumbel(torch.tensor([[5, 6, 7, 8], [1, 2, 3, 4]]), vocabulary)
+    for row, seed in enumerate([3, 4]):
+        for i, position in enumerate([[5, 6, 7, 8], [1, 2, 3, 4]][row]):
+            alone = KeyedRandomness([seed]).gumbel(torch.tensor([[position]]), vocabulary)
+            assert torch.equal(made[row, i], alone[0, 0])
 
 
 def differs(randomness, calls):
