@@ -103,13 +103,14 @@ def check_space(folder: Path, needed: int) -> None:
     """Print what is about to be written and what is free, and check that it is enough.
 
     Args:
-        folder: Where it will be; it exists.
+        folder: Where it will be.
         needed: Bytes, at the most.
 
     Raises:
         ValueError: The disk has less.
     """
-    free = shutil.disk_usage(folder).free
+    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    free = shutil.disk_usage(there).free
     print(f"at most {needed / 1e6:.1f} MB to write, {free / 1e9:.1f} GB free")
     if needed > free:
         raise ValueError(

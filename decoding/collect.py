@@ -23,6 +23,8 @@ from decoding.commands.inputs import prepare_inputs
 from decoding.commands.progress import track
 from decoding.commands.recipes import build, check_arguments, compose, run_folder
 
+MANIFEST = "manifest.json"  # the settings of a collection, in its folder
+
 
 def run(argv: list[str]) -> None:
     """Run the command with its arguments `key=value`."""
@@ -71,7 +73,7 @@ def _collect(config: DictConfig, folder: Path, rank: int, world: int) -> None:
     }
     size = config.shard_size
     shards = range(0, len(prompts), size)  # the first prompt of each
-    _claim(folder, manifest)
+    _check_settings(folder, manifest)
     missing = [i for i in range(len(shards)) if not shard_path(folder, i).exists()]
     done = len(shards) - len(missing)
     print(
@@ -87,8 +89,9 @@ def _collect(config: DictConfig, folder: Path, rank: int, world: int) -> None:
         ),
     )
     for i in track(missing, config.recipe):
-        shard = prompts[shards[i] : shards[i] + size]
-        _write_shard(shard_path(folder, i), collector.collect(shard))
+        rows = collector.collect(prompts[shards[i] : shards[i] + size])
+        _write_manifest(folder, manifest)
+        _write_shard(shard_path(folder, i), rows)
     if all(shard_path(folder, i).exists() for i in range(len(shards))):
         _write_text(folder / "complete.json", json.dumps({"shards": len(shards)}))
 
@@ -109,27 +112,31 @@ def _check_prompt_keys(prompts: dict) -> None:
     check_arguments(prompts, known.values(), "prompts.")
 
 
-def _claim(folder: Path, manifest: dict) -> None:
-    """Write the manifest, or check that the folder's own is the same.
+def _check_settings(folder: Path, manifest: dict) -> None:
+    """Check that a folder's shards were collected with the same settings."""
+    if not _has_shards(folder):
+        return
+    stored, manifest = read_json(folder / MANIFEST), json.loads(json.dumps(manifest))
+    keys = sorted({*stored, *manifest})
+    changed = [k for k in keys if not same_setting(stored.get(k), manifest.get(k))]
+    if changed:
+        k = changed[0]
+        raise ValueError(
+            f"{folder} was collected with other settings ({k}: {stored.get(k)}, now "
+            f"{manifest.get(k)}): give another name=..., or remove the folder"
+        )
 
-    A manifest without any shard is replaced: its collection ended before the first one, for example
-    because the teacher did not load.
-    """
-    file = folder / "manifest.json"
-    manifest = json.loads(json.dumps(manifest))
-    if file.exists() and any((folder / "shards").glob("[0-9]*")):
-        stored = read_json(file)
-        keys = sorted({*stored, *manifest})
-        changed = [k for k in keys if not same_setting(stored.get(k), manifest.get(k))]
-        if changed:
-            k = changed[0]
-            raise ValueError(
-                f"{folder} was collected with other settings ({k}: {stored.get(k)}, now "
-                f"{manifest.get(k)}): give another name=..., or remove the folder"
-            )
+
+def _write_manifest(folder: Path, manifest: dict) -> None:
+    """Write the settings before the first shard: a teacher that never answers leaves no folder."""
+    if _has_shards(folder):
         return
     (folder / "shards").mkdir(parents=True, exist_ok=True)
-    _write_text(file, json.dumps(manifest, indent=1))
+    _write_text(folder / MANIFEST, json.dumps(manifest, indent=1))
+
+
+def _has_shards(folder: Path) -> bool:
+    return (folder / MANIFEST).exists() and any((folder / "shards").glob("[0-9]*"))
 
 
 def _write_shard(file: Path, rows: list[dict]) -> None:

@@ -186,7 +186,7 @@ def test_disk_estimate_comes_first(lab, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
     with pytest.raises(ValueError, match="are free"):
         lab.collect("name=small")
-    assert not list((lab.runs / "deer_answers" / "small" / "shards").iterdir())
+    assert not (lab.runs / "deer_answers" / "small").exists()
 
 
 def test_a_prompt_key_that_nobody_takes_is_refused_before_inputs_are_built(tmp_path):

@@ -88,4 +88,4 @@ NOBODY = "teacher=http://127.0.0.1:9/v1"
 def test_bad_input(lab, target, keys, message):
     with pytest.raises(ValueError, match=message):
         lab.collect("name=bad", *keys, *GREEDY)
-    assert not [*(lab.runs / "deer_answers" / "bad").rglob("*.parquet")]
+    assert not (lab.runs / "deer_answers" / "bad").exists()
