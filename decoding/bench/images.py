@@ -156,7 +156,7 @@ def ways(bench: ImageBench, sampler: CspdSampler) -> list[dict]:
         judged = accepted(results, bench.gamma, prefilled(bench, sampler))
         line |= {**judged, "acceptance rate": ""} if options is None else judged
         for size in bench.batch_sizes:
-            line[f"images/s, batch {size}"] = round(speed(bench, way, params, size), 2)
+            line |= speed(bench, way, params, size)
         if reference is not None:
             sets = flat(results), flat(reference)
             distance, p = permutation_test(*sets, bench.permutations, bench.seed)
@@ -169,13 +169,25 @@ def ways(bench: ImageBench, sampler: CspdSampler) -> list[dict]:
     return lines
 
 
-def speed(bench: ImageBench, sampler: SequentialSampler, params: ImageParams, size: int) -> float:
-    """Images a second with `size` at once, over several batches: the number of passes is random."""
+def speed(bench: ImageBench, sampler: SequentialSampler, params: ImageParams, size: int) -> dict:
+    """Images a second with `size` at once, and what a cycle of them takes.
+
+    Over several batches: the number of passes is random. A cycle is a pass of the target, those of
+    the drafter before it, and the rest: the denoising chains of both and the rule.
+    """
     sampler.generate(classes(sampler, size), params)  # warms up
     labels = classes(sampler, bench.batches * size)
     started = perf_counter()
-    sampler.generate(labels, replace(params, seed=bench.seed), at_once=size)
-    return len(labels) / (perf_counter() - started)
+    results = sampler.generate(labels, replace(params, seed=bench.seed), at_once=size)
+    rate = len(labels) / (perf_counter() - started)
+    stats = [result.stats for result in results]
+    passes = sum(s.target_passes for s in stats)
+    parts = ("target_s", "drafter_s", "sampler_s")
+    cycle = (1e3 * sum(getattr(s, part) for s in stats) / passes for part in parts)
+    return {
+        f"images/s, batch {size}": round(rate, 2),
+        f"ms: target, drafter, rest, batch {size}": ", ".join(f"{ms:.1f}" for ms in cycle),
+    }
 
 
 def drawn(

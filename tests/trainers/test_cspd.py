@@ -244,6 +244,8 @@ def test_the_bench_reports(exports, tmp_path):
     assert "relaxed (lossy)" in ways
     assert 0 < float(ways["exact"]["p"]) <= 1
     assert float(ways["exact"]["Fréchet"]) > 0
+    drafting = {w: ways[w]["ms: target, drafter, rest, batch 4"].split(", ")[1] for w in ways}
+    assert float(drafting["sequential"]) == 0 < float(drafting["exact"])
     assert all((tmp_path / f"{n}.png").exists() for n in ("acceptance", "accepted", "samples"))
 
 
