@@ -25,13 +25,14 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from data.files import atomic_write
+from decoding.engine import tensor_file
 
-FILE = "bigrams.tensors"  # in an export's folder; engines read every *.safetensors as weights
+FILE = "bigrams.tensors"  # in an export's folder
+INSTEAD = "decode without them, sampler=[bigrams=false], or run python -m decoding.calibrate"
 
 
 class Bigrams(NamedTuple):
@@ -131,12 +132,8 @@ def read(file: Path) -> Bigrams:
     Raises:
         ValueError: The file is missing or damaged.
     """
-    try:
-        with safe_open(file, "pt") as stored:
-            vocabulary = int(stored.metadata()["vocabulary"])
-            return Bigrams(stored.get_tensor("pairs"), stored.get_tensor("scores"), vocabulary)
-    except Exception as error:
-        raise ValueError(
-            f"cannot read {file} ({error}): run python -m decoding.calibrate to write it again, or "
-            "decode without it, sampler=[bigrams=false]"
-        ) from error
+    with tensor_file.opened(file, "the bigrams", INSTEAD) as stored:
+        vocabulary = int(stored.metadata()["vocabulary"])
+        pairs, scores = stored.get_tensor("pairs"), stored.get_tensor("scores")
+        tensor_file.finite(scores)
+    return Bigrams(pairs, scores, vocabulary)

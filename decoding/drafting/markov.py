@@ -7,14 +7,15 @@ verified with; in a draft tree the parent of a node is known, so its children ar
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from decoding.engine import tensor_file
 from decoding.engine.vocabulary import check_vocabulary
 from models.markov import MarkovHead
 
-FILE = "markov_head.tensors"  # in an export's folder; engines read every *.safetensors as weights
+FILE = "markov_head.tensors"  # in an export's folder
+INSTEAD = "decode without it, sampler=[markov_head=false], or train one, module.markov_rank=64"
 
 
 class MarkovScores:
@@ -86,18 +87,10 @@ def read(file: Path) -> MarkovHead:
     Raises:
         ValueError: The file is missing, damaged or of something else.
     """
-    try:
-        with safe_open(file, "pt") as tensors:
-            before, after = (tensors.get_tensor(name) for name in ("before", "after"))
+    with tensor_file.opened(file, "the Markov head", INSTEAD) as tensors:
+        before, after = (tensors.get_tensor(name) for name in ("before", "after"))
         with torch.device("meta"):  # without drawing numbers
             head = MarkovHead(*before.shape)
         head.load_state_dict({"before.weight": before, "after.weight": after}, assign=True)
-        if not all(x.isfinite().all() for x in (before, after)):
-            raise ValueError("it has numbers that are not finite")
-    except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ValueError(
-            f"cannot read the Markov head {file} ({reason}): decode without it, "
-            "sampler=[markov_head=false], or train one, module.markov_rank=64"
-        ) from error
+        tensor_file.finite(before, after)
     return head.eval().requires_grad_(False)

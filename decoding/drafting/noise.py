@@ -8,13 +8,14 @@ a draft was drawn from: there the noise says nothing, and the drafter does not r
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from decoding.engine import tensor_file
 from models.noise import NoiseInput
 
-FILE = "noise_input.tensors"  # in an export's folder; engines read every *.safetensors as weights
+FILE = "noise_input.tensors"  # in an export's folder
+INSTEAD = "decode without it, sampler=[noise_input=false], or train one, module.noise_layers=[0,1]"
 
 
 def for_drafter(
@@ -64,21 +65,13 @@ def read(file: Path) -> NoiseInput:
     Raises:
         ValueError: The file is missing, damaged or of something else.
     """
-    try:
-        with safe_open(file, "pt") as tensors:
-            names = tensors.keys()
-            found = {int(name): tensors.get_tensor(name) for name in names}
+    with tensor_file.opened(file, "the noise input", INSTEAD) as tensors:
+        names = tensors.keys()
+        found = {int(name): tensors.get_tensor(name) for name in names}
         layers = sorted(found)
         with torch.device("meta"):  # without drawing numbers
             noise_input = NoiseInput(len(found[layers[0]]), layers)
         state = {f"project.{n}.weight": found[i] for n, i in enumerate(layers)}
         noise_input.load_state_dict(state, assign=True)
-        if not all(x.isfinite().all() for x in found.values()):
-            raise ValueError("it has numbers that are not finite")
-    except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ValueError(
-            f"cannot read the noise input {file} ({reason}): decode without it, "
-            "sampler=[noise_input=false], or train one, module.noise_layers=[0,1]"
-        ) from error
+        tensor_file.finite(*found.values())
     return noise_input.eval().requires_grad_(False)

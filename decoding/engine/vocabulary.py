@@ -3,13 +3,14 @@
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from decoding.engine import tensor_file
+
 KEY = "draft_vocabulary"  # in a `parade` entry: the name of the file beside the weights
-# No name of weights: engines read every *.safetensors of a folder.
 FILE = "draft_vocabulary.tensors"
+INSTEAD = "fetch the export again"
 # More tokens than any vocabulary is padded by (to multiples of 512 at most, usually).
 PADDING = 1024
 
@@ -38,13 +39,10 @@ def read(file: Path) -> Tensor:
     Raises:
         ValueError: A file that is missing, damaged or of something else.
     """
-    try:
-        with safe_open(file, "pt") as tensors:
-            ids = tensors.get_tensor("ids")
-    except Exception as error:
-        raise ValueError(f"cannot read the drafter's vocabulary {file}: {error}") from error
-    if ids.ndim != 1 or ids.dtype != torch.long:
-        raise ValueError(f"{file} holds no list of token ids: {ids.dtype} {list(ids.shape)}")
+    with tensor_file.opened(file, "the drafter's vocabulary", INSTEAD) as tensors:
+        ids = tensors.get_tensor("ids")
+        if ids.ndim != 1 or ids.dtype != torch.long:
+            raise ValueError(f"it holds no list of token ids: {ids.dtype} {list(ids.shape)}")
     return ids
 
 

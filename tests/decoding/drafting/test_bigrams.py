@@ -61,6 +61,9 @@ def test_a_file_keeps_them_and_a_damaged_one_is_one_line(tmp_path):
     assert torch.equal(read.scores, found.scores)
     assert read.vocabulary == 4
     assert [f.name for f in tmp_path.iterdir()] == [bigrams.FILE]
+    bigrams.write(found._replace(scores=found.scores * torch.nan), tmp_path)
+    with pytest.raises(ValueError, match="not finite"):
+        bigrams.read(tmp_path / bigrams.FILE)
     (tmp_path / bigrams.FILE).write_bytes(b"no tensors")
     with pytest.raises(ValueError, match=r"bigrams\.tensors .*python -m decoding\.calibrate"):
         bigrams.read(tmp_path / bigrams.FILE)
