@@ -134,7 +134,8 @@ class SpiffySampler(DenoiseSampler):
         if not self.appended:
             return self.whole()
         if self.causal:
-            capacity = batch.tokens.shape[1] + (nodes + 2) * self.block_size
+            states = nodes + 2 * self.next_block
+            capacity = batch.tokens.shape[1] + states * self.block_size
             return CachedBlocks(self.target, self.block_size, self.mask_id, capacity)
         region = CACHES[self.cache] if self.cache else "block"
         return self.frozen(batch, region, 1 + nodes, always=self.cache is None)
