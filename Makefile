@@ -246,6 +246,11 @@ define NODES
 	$(SPIFFY) name=degree1-$(1) module.objective=degree1 module.top=3 module.nodes=$(1)
 
 endef
+define RATE
+	$(SPIFFY) name=rate_$(1) +module.sampling.tokens_per_step=$(1)
+	$(DENOISE)/rate_$(1)/export
+
+endef
 DRAFTED = $(RUNS)/lab/spiffy_calibrate
 DENOISE = $(PY) -m decoding.bench.denoise ignore_eos=true model=$(DRAFTED)
 lab-spiffy: .venv/installed  ## a masked diffusion LM, draft graphs by each objective and for a threshold, and their bench
@@ -267,6 +272,7 @@ lab-spiffy: .venv/installed  ## a masked diffusion LM, draft graphs by each obje
 	$(DENOISE)/export also=[$(DRAFTED)/degree0/export,$(DRAFTED)/degree1/export,$(DRAFTED)/total/export] prompts=24 out=$(DRAFTED)/bench_objectives
 	$(DENOISE)/replay-3/export also=[$(DRAFTED)/degree1-3/export,$(DRAFTED)/replay-5/export,$(DRAFTED)/degree1-5/export,$(DRAFTED)/replay-8/export,$(DRAFTED)/degree1-8/export] prompts=24
 	$(DENOISE)/threshold/export also=[$(DRAFTED)/threshold_alone/export]
+	$(foreach s,2 4,$(call RATE,$(s)))
 	$(DENOISE)/export 'sampler=[next_block=false]' out=$(DRAFTED)/bench_alone
 
 # The mixture's target is deep, so that a drafter of two layers is cheap in comparison.
