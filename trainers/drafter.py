@@ -132,6 +132,8 @@ class DrafterModule(BaseModule):
                     f"module.attention={attention} and module.shifted={shifted} are not allowed "
                     "with layout=pard, whose attention and outputs are a causal LM's"
                 )
+            if target is not None:
+                _check_as_many(network, target)
             attention, network.config.pard_token = "causal", self.mask_id  # what vLLM reads
             if draft_ids is not None:
                 silence_others(network, draft_ids)
@@ -506,3 +508,13 @@ class DrafterModule(BaseModule):
 def _before(tokens: Tensor) -> Tensor:
     """The token before each of a block's tokens [..., K]; -1 for the first."""
     return pad(tokens, (1, -1), value=-1)
+
+
+def _check_as_many(network: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Refuse a PARD drafter without exactly its target's vocabulary: no engine would run it."""
+    ours, theirs = (n.config.get_text_config().vocab_size for n in (network, target))
+    if ours != theirs:
+        raise ValueError(
+            f"layout=pard: the drafter has {ours} tokens and its target {theirs}, and engines want "
+            "as many: begin with layers of the target, recipe=diffusion_adapt layout=pard"
+        )

@@ -158,7 +158,7 @@ def open_teacher(
     path = causal.local_path(target)
     eos = end_ids(path, tokenizer)
     if server:
-        return EngineTeacher(OpenAIClient(name, tokenizer, **options), top_k, eos)
+        return EngineTeacher(OpenAIClient(name, tokenizer, target=target, **options), top_k, eos)
     defaults = {"dtype": placing["dtype"], "max_logprobs": max(top_k, 1)}
     device = ON_CPU if placing["device"] == "cpu" else {}
     vllm = Vllm(path, **{**defaults, **device, **options})

@@ -10,6 +10,7 @@ import asyncio
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import PurePath
 
 from transformers import PreTrainedTokenizerBase
 
@@ -26,6 +27,8 @@ class OpenAIClient:
         url: Of the server's API, such as http://localhost:8000/v1. The key is OPENAI_API_KEY.
         tokenizer: The model's.
         model: Its name on the server; None: the only one that it serves.
+        target: The model whose answers are wanted, a path or Hub id. Without `model`, what is
+            served must have its name (its last part); None: any name.
         concurrency: Requests that are under way at once, at the most.
         retries: How often a request is sent again after an answer that says the server is not well
             (408, 409, 429, 5xx), a cut one or none; the waits grow from half a second to eight.
@@ -40,6 +43,7 @@ class OpenAIClient:
         url: str,
         tokenizer: PreTrainedTokenizerBase,
         model: str | None = None,
+        target: str | None = None,
         concurrency: int = 16,
         retries: int = 5,
         timeout: float = 600,
@@ -59,10 +63,18 @@ class OpenAIClient:
         }
         served = asyncio.run(self._served())
         if model is None and len(served) != 1:
-            raise ValueError(f"{url} serves {served}: name one, collector.options={{model: ...}}")
+            raise ValueError(
+                f"{url} serves {[*served]}: name one, collector.options={{model: ...}}"
+            )
         if model is not None and model not in served:
-            raise ValueError(f"{url} does not serve {model!r}. Choose from {served}")
-        self.model = model or served[0]
+            raise ValueError(f"{url} does not serve {model!r}. Choose from {[*served]}")
+        self.model = model or next(iter(served))
+        named = {_last_part(name) for name in (self.model, served[self.model])}
+        if model is None and target is not None and _last_part(target) not in named:
+            raise ValueError(
+                f"{url} serves {self.model!r}, and the target is {target!r}: if that is the same "
+                f"model, say so, collector.options={{model: {self.model}}}"
+            )
 
     def _client(self):
         try:
@@ -73,10 +85,12 @@ class OpenAIClient:
             ) from None
         return AsyncOpenAI(**self._options)
 
-    async def _served(self) -> list[str]:
+    async def _served(self) -> dict[str, str]:
+        """The path of each model that is served (vLLM says it, as `root`), or its name."""
         async with self._client() as client:
             with one_line(self.url):
-                return [model.id async for model in client.models.list()]
+                models = [model async for model in client.models.list()]
+        return {model.id: getattr(model, "root", None) or model.id for model in models}
 
     def generate(
         self,
@@ -196,6 +210,11 @@ def _problem(found, ids: list[int] | None, top: list | None, most: int) -> str:
     if ids is not None and top is not None and len(top) != len(ids):
         return f"{len(ids)} tokens and {len(top)} distributions"
     return ""
+
+
+def _last_part(name: str) -> str:
+    """'smollm2' of 'HuggingFaceTB/SmolLM2' and of '/models/SmolLM2/'."""
+    return PurePath(name).name.lower()
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import time
 
 import pyarrow.parquet as parquet
 import pytest
+import torch
 
 from data.corpora.answers import read_answers, shard_path
 from decoding import collect as module
@@ -151,6 +152,16 @@ def test_processes_share_the_shards(lab, monkeypatch):
     lab.collect("name=two")
     assert (folder / "complete.json").exists()
     assert rows(folder) == rows(lab.runs / "deer_answers")
+
+
+def test_a_process_takes_the_gpu_of_its_local_rank(lab, monkeypatch):
+    taken = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    lab.collect()  # nothing is missing, so nothing is collected
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    lab.collect()
+    assert taken == [0, 2]
 
 
 def test_other_settings_are_refused(lab):

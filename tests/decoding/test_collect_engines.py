@@ -9,6 +9,7 @@ from tests.decoding.test_collect import rows
 from tests.support.openai_server import serving
 
 GREEDY = ("collector.temperatures=[0.0]", "collector.number=1", "prompts.count=12", "shard_size=4")
+SERVED = ("ar_target/export",)  # the name of the lab's target
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def answers(found):
 
 
 def test_a_server_gives_the_collection_of_its_model(lab, own, said):
-    with serving(*said) as server:
+    with serving(*said, models=SERVED) as server:
         lab.collect("name=served", f"teacher={server.url}", *GREEDY)
         seeds = {(tuple(r["prompt"]), r["seed"]) for r in server.requests}
     assert answers(rows(lab.runs / "deer_answers" / "served")) == answers(own)
@@ -49,12 +50,13 @@ def test_a_server_gives_the_collection_of_its_model(lab, own, said):
 def test_a_server_that_breaks_off_loses_one_shard_at_the_most(lab, own, said):
     folder = lab.runs / "deer_answers" / "broken"
     key = "collector.options={retries: 1, concurrency: 1}"
-    with serving(*said, failures=["none"] * 6 + [500, "hang up"] * 2) as server:
+    failures = ["none"] * 6 + [500, "hang up"] * 2
+    with serving(*said, failures=failures, models=SERVED) as server:
         with pytest.raises(ValueError, match=r"cannot be reached|answered 500"):
             lab.collect("name=broken", f"teacher={server.url}", key, *GREEDY)
         first = len(server.requests)
     assert len(rows(folder)) == 4  # the first shard; of the second nothing
-    with serving(*said) as server:  # on another port
+    with serving(*said, models=SERVED) as server:  # on another port
         lab.collect("name=broken", f"teacher={server.url}", key, *GREEDY)
         assert len(server.requests) == 8
     assert first >= 7

@@ -16,6 +16,7 @@ class Server(ThreadingHTTPServer):
         failures: Taken in turn by completions: an HTTP status, 'cut' (half an answer), 'hang up',
             'short' (a token less than it says), 'none' (as it should be).
         key: What it takes as the API key; None: any.
+        models: Names of what it serves, or a dict of them and their paths, which it tells as vLLM.
         requests: The bodies of all completions that were asked for.
         most: Requests that were under way at once, at the most.
     """
@@ -75,6 +76,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         if self.allowed():
             models = [{"id": m, "object": "model"} for m in self.server.models]
+            if isinstance(self.server.models, dict):
+                models = [m | {"root": self.server.models[m["id"]]} for m in models]
             self.reply(200, {"object": "list", "data": models})
 
     def do_POST(self):

@@ -1,6 +1,7 @@
 """Block drafters: the target's distribution is taken at the right positions."""
 
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -296,6 +297,21 @@ def test_an_export_names_and_holds_the_reduced_vocabulary(tokenizer, tmp_path):
     with pytest.raises(ValueError, match="twice"):
         module.check_vocabulary(module.network)
     assert "draft_vocabulary" not in module_of(tokenizer, 0.0).export_config()
+
+
+@pytest.mark.parametrize(("size", "allowed"), [(257, True), (258, False), (256, False)])
+def test_a_pard_drafter_has_exactly_its_targets_vocabulary(size, allowed):
+    tokens = tiny.tokenizer(200)
+    tokens.add_special_tokens({"additional_special_tokens": ["<spare>"]})
+    tokens = with_draft_tokens(tokens, "pard")
+    networks = [tiny.causal_lm(n) for n in (size, 257)]
+    given = {"method": "deer", "block_size": 3, "target_name": "x", "alpha": 1.5, "layout": "pard"}
+    make = partial(Refinement, networks[0], tokens, Optimization(lr=1e-3), networks[1], **given)
+    if allowed:
+        assert make().network.config.pard_token == 200
+        return
+    with pytest.raises(ValueError, match=rf"layout=pard: the drafter has {size} tokens and its"):
+        make()
 
 
 def test_soft_targets_of_a_certain_teacher_are_the_tokens(tokenizer):

@@ -66,8 +66,10 @@ def module_of(tokenizer, cls=Refinement, network=None, ema=None, **options):
     given = {"method": "deer", "block_size": K, "target_name": "x"}
     if cls is Refinement:
         given |= {"alpha": 1.0, "soft": 1.0}
-    network = network or drafter(tokenizer)
-    return cls(network, tokenizer, Optimization(1e-3, ema=ema), target(), **given | options)
+    network, teacher = network or drafter(tokenizer), target()
+    if options.get("layout") == "pard":  # whose mask is a token of the target
+        teacher.resize_token_embeddings(network.config.vocab_size)
+    return cls(network, tokenizer, Optimization(1e-3, ema=ema), teacher, **given | options)
 
 
 def batches(tokenizer, layout="separator", temperature=1.0):

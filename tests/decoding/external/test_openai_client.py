@@ -142,6 +142,20 @@ def test_a_key_and_a_model(monkeypatch):
             OpenAIClient(server.url, TOKENIZER, model="b")
 
 
+def test_a_server_of_another_model():
+    with serving(TOKENIZER, said, models=("/models/Right",)) as server:
+        assert OpenAIClient(server.url, TOKENIZER, target="org/right").model == "/models/Right"
+        with pytest.raises(ValueError, match=r"serves '/models/Right', and the target is 'org/it'"):
+            OpenAIClient(server.url, TOKENIZER, target="org/it")
+        named = OpenAIClient(server.url, TOKENIZER, target="org/it", model="/models/Right")
+        assert named.model == "/models/Right"
+    roots = {"another-name": "/models/it"}
+    with serving(TOKENIZER, said, models=roots) as server:
+        assert OpenAIClient(server.url, TOKENIZER, target="org/it").model == "another-name"
+        with pytest.raises(ValueError, match="serves 'another-name'"):
+            OpenAIClient(server.url, TOKENIZER, target="org/right")
+
+
 def test_nobody_there_and_bad_numbers():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
