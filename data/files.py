@@ -10,10 +10,12 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 LARGEST_TEXT = 2**28  # characters; a device has no end
 
@@ -35,17 +37,55 @@ def read_text(file: Path) -> str:
         raise ValueError(f"{file} is damaged: no UTF-8 text (byte {error.start})") from None
 
 
-def read_json(file: Path) -> Any:
-    """The value that a JSON file holds.
+def read_json(file: Path, needed: Iterable[str] = ()) -> dict:
+    """The object that a JSON file holds.
+
+    Args:
+        file: The file.
+        needed: Keys that it has.
 
     Raises:
-        ValueError: It holds none; the line names it.
+        ValueError: It holds no object, or one without these keys; the line names the file.
         OSError: It cannot be read.
     """
     try:
-        return json.loads(read_text(file))
+        found = json.loads(read_text(file))
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{file} is damaged: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} is damaged: it holds no object but {shortened(found)}")
+    for key in needed:
+        if key not in found:
+            raise ValueError(f"{file} is damaged: it has no {key!r}")
+    return found
+
+
+def read_array(file: Path, mmap: bool = True) -> np.ndarray:
+    """The array that a .npy file holds.
+
+    Args:
+        file: The file.
+        mmap: Whether its numbers stay on the disk until they are read.
+
+    Raises:
+        ValueError: It is missing or damaged; the line names it.
+    """
+    try:
+        return np.load(file, mmap_mode="r" if mmap else None, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise ValueError(
+            f"{file} is damaged ({' '.join(str(error).split())}): remove {file.parent}, and it is "
+            "made again"
+        ) from None
+
+
+def shortened(value: Any) -> str:
+    """A JSON value as an error shows it."""
+    try:
+        text = json.dumps(value)
+    except RecursionError:
+        text = type(value).__name__
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 @contextmanager

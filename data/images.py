@@ -11,7 +11,7 @@ from torch.nn.functional import fold, unfold
 from torch.utils.data import Dataset
 
 from data.corpora.stdlib import check_split
-from data.files import atomic_write
+from data.files import atomic_write, read_array
 from data.vae import FILES, from_file
 
 SUFFIXES = (".jpeg", ".jpg", ".png", ".webp")
@@ -173,9 +173,9 @@ def _cached(source: Path, folder: Path, size: int, vae: str | None, scale: float
         manifest = {"images": len(images), "skipped": skipped, "vae": vae, "scale": scale}
         with atomic_write(cache / "manifest.json") as temporary:
             temporary.write_text(json.dumps(manifest, indent=2))
-    images = np.load(cache / "images.npy", mmap_mode="r")
-    mirrored = np.load(cache / "mirrored.npy", mmap_mode="r") if flips else None
-    return images, mirrored, torch.from_numpy(np.load(cache / "labels.npy"))
+    images = read_array(cache / "images.npy")
+    mirrored = read_array(cache / "mirrored.npy") if flips else None
+    return images, mirrored, torch.from_numpy(read_array(cache / "labels.npy", mmap=False))
 
 
 def _stored(pixels: Tensor, vae: str | None, scale: float):

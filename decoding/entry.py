@@ -4,13 +4,12 @@ An export may come from anybody, so nothing of it is used before it is checked. 
 meaning in all methods; a method may have keys of its own, which its sampler checks.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data.files import read_json
+from data.files import read_json, shortened
 
 VERSION = 1  # of the entry; one without is of version 1
 # How models without an entry are decoded, by their type; all others plainly.
@@ -134,12 +133,10 @@ def read_config(file: Path) -> dict:
             line that names the file, the key and what is allowed.
     """
     config = read_json(file)
-    if not isinstance(config, dict):
-        raise ValueError(f"{file} is damaged: it holds no object but {_shown(config)}")
     if "parade" in config:
         entry = config["parade"]
         if not isinstance(entry, dict) or "method" not in entry:
-            raise ValueError(f"{file}: parade={_shown(entry)} is not allowed: it needs a method")
+            raise ValueError(f"{file}: parade={shortened(entry)} is not allowed: it needs a method")
         check_entry(entry, str(file))
         if entry.get("version", VERSION) > VERSION:
             raise ValueError(
@@ -171,8 +168,9 @@ def entry_of(config: dict, file: Path) -> dict:
     mask_id, size = published.get("mask_token_id"), config.get("block_size")
     if not TOKEN.fits(mask_id) or not _integer(size, 2, MOST):
         raise ValueError(
-            f"{file} is of no whole DFlash drafter: {DFLASH}.mask_token_id={_shown(mask_id)} and "
-            f"block_size={_shown(size)}; it needs {TOKEN.name} and an integer from 2 to {MOST}"
+            f"{file} is of no whole DFlash drafter: {DFLASH}.mask_token_id={shortened(mask_id)} "
+            f"and block_size={shortened(size)}; it needs {TOKEN.name} and an integer from 2 to "
+            f"{MOST}"
         )
     # Its blocks begin with the last committed token, which is not drafted.
     return {"method": "dflash", "mask_id": mask_id, "block_size": size - 1}
@@ -192,18 +190,11 @@ def check_entry(entry: dict, where: str, needed: Iterable[str] = ()) -> None:
     for key, value in entry.items():
         if key in KEYS and not KEYS[key].fits(value):
             raise ValueError(
-                f"{where}: parade.{key}={_shown(value)} is not allowed: it must be {KEYS[key].name}"
+                f"{where}: parade.{key}={shortened(value)} is not allowed: it must be "
+                f"{KEYS[key].name}"
             )
     for key in needed:
         if key not in entry:
             raise ValueError(
                 f"{where}: parade.{key} is missing, which method={entry['method']} needs"
             )
-
-
-def _shown(value: Any) -> str:
-    try:
-        text = json.dumps(value)
-    except RecursionError:
-        text = type(value).__name__
-    return text if len(text) <= 60 else f"{text[:57]}..."

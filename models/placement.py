@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")  # of weights
+
 STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 _LIMIT = re.compile(r"(cpu|\d+):(\d+(?:\.\d+)?)(KB|MB|GB|KiB|MiB|GiB)")
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -68,6 +70,19 @@ def parsed(device_map: str) -> dict[int | str, int]:
             )
         limits[device] = int(float(limit[2]) * _UNITS[limit[3]])
     return limits
+
+
+def check_dtype(dtype: torch.dtype | str) -> None:
+    """Check that weights can be of a type.
+
+    Args:
+        dtype: A type, the name of one, or 'auto'.
+
+    Raises:
+        ValueError: There is no such type.
+    """
+    if isinstance(dtype, str) and dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype} is no type of weights. Choose from {[*DTYPES]}")
 
 
 def check_device(device: torch.device | str) -> None:

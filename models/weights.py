@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 SHOWN = 3  # keys that a message names
+DEEPEST = 10_000  # layers
 
 
 @contextmanager
@@ -31,6 +32,20 @@ def one_line(what: str, path: str) -> Iterator[None]:
         if not Path(path).exists():
             reason = f"there is no such folder or file. {reason}"
         raise ValueError(f"cannot load {what} from {path!r}: {reason}") from error
+
+
+def check_depth(config: Mapping) -> None:
+    """Check the layers of a configuration, which are made before any weight is read.
+
+    Args:
+        config: What a config.json holds.
+
+    Raises:
+        ValueError: More than any network has, or none.
+    """
+    depth = config.get("num_hidden_layers", 1)
+    if type(depth) is not int or not 0 < depth <= DEEPEST:
+        raise ValueError(f"num_hidden_layers={depth} is not allowed: at least 1, at most {DEEPEST}")
 
 
 def check_complete(network: nn.Module, found: Mapping[str, Collection]) -> None:

@@ -9,6 +9,7 @@ from data.text.tokenizer import fingerprint, mask_token_id
 from decoding.bench.generated_text import entropy, generative_perplexity
 from decoding.engine.params import SamplingParams
 from decoding.loading import load_tokenizer, sampler_of
+from decoding.samplers.asarm import check_draft
 from models import causal
 from models.attention import fused_attention
 from models.twostream import joint_logits
@@ -33,6 +34,7 @@ class JointDensity(BaseModule):
 
     def __init__(self, *args, draft: str, block_size: int, judge: str | None = None, **kwargs):
         super().__init__(*args, **kwargs)
+        check_draft(draft, block_size)
         self.draft, self.block_size = draft, block_size
         self._judge = None  # a tuple, so that it is no submodule
         if judge is not None:

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import ClassVar
 
 from omegaconf import OmegaConf
+from omegaconf.errors import ConfigAttributeError
 
 from data.files import atomic_folder, atomic_write, read_text
 from decoding.commands.cli import main, parse, quiet
 from decoding.commands.options import NEEDED, Options, option
+from decoding.external.reply import first_line
 from decoding.external.vllm_engine import FORMATS as ENGINE_FORMATS
 from decoding.external.vllm_engine import speculative_config
 from decoding.loading import load_assistant, parade_config
@@ -24,6 +26,7 @@ from trainers.publishing.private import public
 from trainers.publishing.verify import PROGRAMS, verify
 from trainers.runs.checkpoint_files import load_weights, step_of
 from trainers.runs.curve import latest
+from trainers.runs.resume import stored_config
 
 FORMATS = ("transformers", *ENGINE_FORMATS)
 
@@ -199,14 +202,19 @@ def export_checkpoint(run: Path, checkpoint: Path, trust_remote_code: bool = Fal
     if not checkpoint.exists():
         raise ValueError(f"checkpoint={str(checkpoint)!r} does not exist")
     step = step_of(checkpoint)
-    config = OmegaConf.load(run / "config.yaml")
+    config = stored_config(run / "config.yaml")
+    if config is None:
+        raise ValueError(f"{run / 'config.yaml'} is damaged: it is no recipe's")
     asks = re.search(r"trust_remote_code: (?!false$)", OmegaConf.to_yaml(config), re.MULTILINE)
     if asks and not trust_remote_code:
         raise ValueError(
             f"{run / 'config.yaml'} asks to run code that a model brings: read it, and allow it "
             "with trust_remote_code=true"
         )
-    module = build_module(config)
+    try:
+        module = build_module(config)
+    except ConfigAttributeError as error:
+        raise ValueError(f"{run / 'config.yaml'} is damaged: {first_line(str(error))}") from error
     load_weights(module, checkpoint)
     # Not <run>/export: a run that is not finished must not look as if it were.
     folder = run / f"export-step-{step}"

@@ -27,7 +27,7 @@ from trainers.base import BaseModule, Optimization, WholeSteps
 from trainers.lora import add_lora
 from trainers.publishing.export_folder import is_export, write_export
 from trainers.runs.callbacks import AcceptanceLength, validation_prompts
-from trainers.runs.checkpoint_files import DirectIO, reading
+from trainers.runs.checkpoint_files import DirectIO, check_fits, reading
 from trainers.runs.checkpoints import Checkpoints, Preempted
 from trainers.runs.curve import latest
 from trainers.runs.guards import LossGuard, with_memory_advice
@@ -95,6 +95,8 @@ def _fit(config: DictConfig, folder: Path, optimization: Optimization) -> Path:
     prepare_inputs(config)
     pl.seed_everything(config.seed, verbose=False)
     module = build_module(config)
+    if config.resume not in ("auto", "never"):
+        check_fits(module, checkpoint)
     for key in ("compile", "checkpoint_activations"):
         if config.trainer[key] and module.hooked:
             raise ValueError(
@@ -314,7 +316,8 @@ def build_trainer(config: DictConfig, folder: Path, module: BaseModule) -> pl.Tr
         callbacks.append(AcceptanceLength(prompts, list(a.temperatures), a.max_new_tokens))
     try:
         trainer = _trainer(config, callbacks)
-    except MisconfigurationException as error:  # a strategy or device that is not to be had here
+    except (MisconfigurationException, ImportError, TypeError) as error:
+        # A strategy or device that is not to be had here; Lightning has an error for each.
         raise ValueError(" ".join(str(error).split())) from error
     if needs_gpu(trainer.strategy) and not isinstance(trainer.accelerator, CUDAAccelerator):
         given = t.strategy if config.strategy == "auto" else config.strategy

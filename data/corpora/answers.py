@@ -34,7 +34,7 @@ def read_manifest(folder: str | Path) -> dict:
         ValueError: if `folder` holds no collection.
     """
     try:
-        return read_json(Path(folder) / "manifest.json")
+        return read_json(Path(folder) / "manifest.json", ("recipe", "tokenizer"))
     except FileNotFoundError:
         raise ValueError(
             f"no collection at {folder}: python -m decoding.collect recipe=... writes one"
@@ -58,7 +58,7 @@ def read_shards(folder: str | Path) -> Iterator[tuple[Path, "pyarrow.Table"]]:
     if not shards:
         raise ValueError(f"{folder} holds no answers: python -m decoding.collect writes them")
     complete = Path(folder) / "complete.json"
-    expected = read_json(complete)["shards"] if complete.exists() else len(shards)
+    expected = read_json(complete).get("shards") if complete.exists() else len(shards)
     if len(shards) != expected:
         raise ValueError(
             f"{folder} had {expected} shards when it was complete and has {len(shards)} now: "

@@ -35,15 +35,14 @@ class AnySubset:
         batch_size: int = 1,
         order: str = "lattice",
     ):
-        low, high = rates
-        if not 0 < low <= high <= 1 or not 0 < start <= 1:
+        if len(rates) != 2 or not 0 < rates[0] <= rates[1] <= 1 or not 0 < start <= 1:
             raise ValueError(
-                f"rates={list(rates)} and start={start} are not allowed: they are masked fractions "
-                "in (0, 1], the lower rate first"
+                f"rates={list(rates)} and start={start} are not allowed: rates are two masked "
+                "fractions in (0, 1], the lower one first, and start is one"
             )
         if order not in ("lattice", "any"):
             raise ValueError(f"unknown order {order!r}. Choose from ['any', 'lattice']")
-        self.rates, self.start, self.order = (low, high), start, order
+        self.rates, self.start, self.order = (rates[0], rates[1]), start, order
         self.curriculum = curriculum * batch_size
         self.mask_id = mask_token_id(tokenizer)
 

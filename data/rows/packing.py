@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from data.files import delete, hidden_sibling, put_in_place, read_json
+from data.files import delete, hidden_sibling, put_in_place, read_array, read_json
 
 COLUMNS = ("input_ids", "document", "position", "trained")
 _DTYPE = "<i4"
@@ -115,7 +115,7 @@ class PackedRows(Dataset):
                 "Build them first with PackedRows.build(folder, documents, ...)."
             )
         self._columns = {
-            column: np.load(self.folder / f"{column}.npy", mmap_mode="r")
+            column: read_array(self.folder / f"{column}.npy")
             for column in [*COLUMNS, *self.manifest.get("columns", [])]
         }
 
@@ -188,7 +188,7 @@ def _key(length: int, pad_id: int) -> dict[str, int]:
 
 def _read_manifest(folder: Path) -> dict | None:
     try:
-        return read_json(folder / "manifest.json")
+        return read_json(folder / "manifest.json", ("rows", "tokens", "length"))
     except (FileNotFoundError, NotADirectoryError):
         return None
 

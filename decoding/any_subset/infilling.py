@@ -19,6 +19,7 @@ from decoding.engine.batch import Batch, State
 from decoding.engine.params import Chunk, SamplingParams
 from decoding.engine.randomness import Randomness
 from decoding.engine.sampler import Sampler
+from decoding.engine.vocabulary import check_known
 from models.twostream import is_xlnet
 
 HOLE = re.compile(r"<hole:(\d+)>")
@@ -110,11 +111,7 @@ class Infiller(Sampler):
         self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, mask_id: int
     ):
         super().__init__(target, tokenizer)
-        if not 0 <= mask_id < self.vocabulary:
-            raise ValueError(
-                f"mask_id={mask_id} is not allowed: the model's tokens are 0 to "
-                f"{self.vocabulary - 1}"
-            )
+        check_known(self.vocabulary, mask_id=mask_id)
         self.mask_id = mask_id
 
     def check(self, target: PreTrainedModel) -> None:

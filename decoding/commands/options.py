@@ -14,12 +14,11 @@ from typing import Any
 import yaml
 
 from decoding.commands.values import show, unknown
-from models.placement import check_device, loading_options
+from models.placement import DTYPES, check_device, loading_options
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 LARGEST, SEEDS = 2**31 - 1, 2**64 - 1  # integers; those of seeds
 NEEDED = MISSING  # the default of an option that must be given
-DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 DEVICES = ("cpu", "cuda", "mps", "xpu")  # also with a number, as cuda:1
 
 

@@ -71,3 +71,20 @@ def check_vocabulary(
             f"the drafter has {drafter} tokens, the target {target}: more than padding "
             f"explains{names}"
         )
+
+
+def check_known(size: int, **tokens: int | None) -> None:
+    """Check that a network knows special tokens, such as a mask.
+
+    Args:
+        size: Tokens that the network knows.
+        tokens: Token ids by the names of their knobs; None: there is none.
+
+    Raises:
+        ValueError: It does not know one.
+    """
+    for name, token in tokens.items():
+        if token is not None and not 0 <= token < size:
+            raise ValueError(
+                f"{name}={token} is not allowed: the network's tokens are 0 to {size - 1}"
+            )

@@ -98,10 +98,7 @@ class AsarmSampler(Infiller):
         sharpness: float = 1.0,
     ):
         super().__init__(target, tokenizer, mask_id=mask_id)
-        if draft not in DRAFTS:
-            raise ValueError(f"unknown draft {draft!r}. Choose from {list(DRAFTS)}")
-        if block_size < 1:
-            raise ValueError(f"block_size={block_size} is not allowed: it must be at least 1")
+        check_draft(draft, block_size)
         if not 0 <= tolerance <= 1:
             raise ValueError(f"tolerance={tolerance} is not allowed: it must be in [0, 1]")
         self.draft, self.block_size, self.cache = draft, block_size, cache
@@ -366,6 +363,14 @@ class AsarmSampler(Infiller):
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         chosen = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
         return chosen.where(masked, 0).sum(-1)
+
+
+def check_draft(draft: str, block_size: int) -> None:
+    """Refuse a way to draft that there is not, or blocks without a token."""
+    if draft not in DRAFTS:
+        raise ValueError(f"unknown draft {draft!r}. Choose from {list(DRAFTS)}")
+    if block_size < 1:
+        raise ValueError(f"block_size={block_size} is not allowed: it must be at least 1")
 
 
 def bigram_counts(text: Tensor, known: Tensor, at: Tensor, vocabulary: int, mask_id: int) -> Tensor:

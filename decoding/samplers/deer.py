@@ -20,6 +20,7 @@ from decoding.drafting.prompt_lookup import Lookup
 from decoding.engine.batch import Batch, State
 from decoding.engine.cache import CachedNetwork
 from decoding.engine.params import SamplingParams
+from decoding.engine.vocabulary import check_known
 from models.diffusion import drafting
 from models.masks import block_width, drafter_attention
 from models.noise import NoiseInput
@@ -81,6 +82,8 @@ class DeerSampler(BlockSampler):
                 f"a drafter with attention={attention} and sep_id={sep_id} is not allowed: with "
                 "attention='causal' there is no separator, otherwise there is one"
             )
+        known = drafter.get_input_embeddings().num_embeddings
+        check_known(known, mask_id=mask_id, sep_id=sep_id)
         self.drafter_caches, self.shifted = attention != "bidirectional", shifted
         self.attention, self.mask_id, self.sep_id = attention, mask_id, sep_id
         self.never = [mask_id] if sep_id is None else [mask_id, sep_id]

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from decoding.engine.batch import Batch, State
 from decoding.engine.params import SamplingParams
 from decoding.engine.sampler import Sampler
+from decoding.engine.vocabulary import check_known
 from decoding.masked.block_evaluators import CachedBlocks, FrozenTexts, WholeTexts
 from decoding.masked.unmasking import Unmasking, judge, next_state
 from models.blockwise import is_foreign, predicate_of, told
@@ -102,10 +103,7 @@ class DenoiseSampler(Sampler):
         cache: str | None = None,
     ):
         super().__init__(target, tokenizer)
-        if not 0 <= mask_id < self.vocabulary:
-            raise ValueError(
-                f"mask_id={mask_id} is outside the model's vocabulary of {self.vocabulary}"
-            )
+        check_known(self.vocabulary, mask_id=mask_id)
         if block_size < 1:
             raise ValueError(f"block_size={block_size} is not allowed: it must be at least 1")
         predicate_of(attention, block_size)

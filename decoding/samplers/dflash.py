@@ -16,6 +16,7 @@ from decoding.drafting.block_sampler import BlockSampler
 from decoding.drafting.prompt_lookup import Lookup
 from decoding.engine.batch import Batch, State
 from decoding.engine.cache import CountedNetwork, RaggedCache
+from decoding.engine.vocabulary import check_known
 from models import dflash
 from models.dflash import DFlashDraftModel
 from models.masks import Layout, dense, draft_blocks
@@ -128,6 +129,7 @@ class DFlashSampler(BlockSampler):
         knobs.setdefault("draft_ids", drafter.draft_ids)
         super().__init__(target, tokenizer, **knobs)
         dflash.check_fits(drafter.config, target)
+        check_known(target.get_input_embeddings().num_embeddings, mask_id=mask_id)
         self.drafter, self.mask_id = drafter.eval(), mask_id
         self.hidden_layers = drafter.target_layer_ids
 

@@ -7,10 +7,11 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from data import files
-from data.files import atomic_folder, atomic_write, put_in_place, read_json
+from data.files import atomic_folder, atomic_write, put_in_place, read_array, read_json
 
 
 def names(folder):
@@ -232,7 +233,7 @@ def test_several_writers_of_a_folder_leave_one_whole(tmp_path):
     assert names(folder) == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize("content", [b"{", b"", b"\xff", b"[" * 100_000])
+@pytest.mark.parametrize("content", [b"{", b"", b"\xff", b"[" * 100_000, b"[]", b"null", b"3"])
 def test_a_damaged_json_file_is_named(tmp_path, content):
     file = tmp_path / "a.json"
     file.write_bytes(b'{"a": [1]}')
@@ -240,3 +241,23 @@ def test_a_damaged_json_file_is_named(tmp_path, content):
     file.write_bytes(content)
     with pytest.raises(ValueError, match=r"a\.json is damaged: "):
         read_json(file)
+
+
+def test_a_json_file_without_what_is_needed(tmp_path):
+    file = tmp_path / "a.json"
+    file.write_text('{"a": 1}')
+    assert read_json(file, ["a"]) == {"a": 1}
+    with pytest.raises(ValueError, match=r"a\.json is damaged: it has no 'b'"):
+        read_json(file, ["a", "b"])
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_a_cut_array_is_named(tmp_path, mmap):
+    file = tmp_path / "a.npy"
+    np.save(file, np.arange(30))
+    assert read_array(file, mmap).tolist() == [*range(30)]
+    whole = file.read_bytes()
+    for length in (0, 40, 200):
+        file.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match=r"a\.npy is damaged .*: remove "):
+            read_array(file, mmap)

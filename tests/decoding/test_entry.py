@@ -1,6 +1,7 @@
 """The `parade` entry of a stranger's export: one line, or a sampler's settings; nothing else."""
 
 import json
+import shutil
 
 import pytest
 from hypothesis import given
@@ -78,6 +79,39 @@ def test_a_value_that_is_not_allowed(tmp_path, key, value):
         ValueError, match=rf"config\.json: parade\.{key}=.* is not allowed: it must be"
     ):
         load(folder)
+
+
+@pytest.mark.parametrize("key", ["mask_id", "sep_id"])
+def test_a_token_that_the_network_does_not_know(lab, tmp_path, key):
+    folder = tmp_path / "export"
+    shutil.copytree(lab.runs / "deer_stage2" / "export", folder)
+    config = json.loads((folder / "config.json").read_text())
+    size = config["vocab_size"]
+    for token in (size - 1, size):
+        config["parade"][key] = token
+        (folder / "config.json").write_text(json.dumps(config))
+        if token < size:
+            load(str(folder))
+    message = rf"{key}={size} is not allowed: the network's tokens are 0 to {size - 1}"
+    with pytest.raises(ValueError, match=message):
+        load(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("num_hidden_layers", 10**9, "num_hidden_layers=1000000000 is not allowed"),
+        ("num_hidden_layers", "x", "num_hidden_layers=x is not allowed"),
+        ("vocab_size", 10**12, "its config.json and its weights are of different sizes"),
+    ],
+)
+def test_sizes_that_are_not_those_of_the_weights(lab, tmp_path, key, value, message):
+    folder = tmp_path / "export"
+    shutil.copytree(lab.runs / "ar_target" / "export", folder)
+    config = json.loads((folder / "config.json").read_text()) | {key: value}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        load(str(folder))
 
 
 @pytest.mark.parametrize("key", ["mask_id", "block_size", "tokenizer_fingerprint"])

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from huggingface_hub import hf_hub_download
 
 from data.text.tokenizer import train_tokenizer
@@ -63,6 +64,20 @@ def test_the_hub_out_of_reach_is_one_line(monkeypatch):
 def generate(*arguments):
     command = [sys.executable, "-m", "decoding.generate", *arguments]
     return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_an_unknown_type_of_weights(lab):
+    with pytest.raises(ValueError, match="dtype=float33 is no type of weights"):
+        load(str(lab.runs / "ar_target" / "export"), dtype="float33")
+
+
+def test_a_pickle_that_asks_for_more_than_tensors(lab, tmp_path):
+    folder = tmp_path / "export"
+    shutil.copytree(lab.runs / "ar_target" / "export", folder)
+    (folder / "model.safetensors").unlink()
+    torch.save({"model.norm.weight": print}, folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="its weights are a pickle that asks for more than tensor"):
+        load(str(folder))
 
 
 def test_generate_prints_the_text_and_its_cost(lab):

@@ -82,6 +82,13 @@ def export(lab):
     return lab.fit("asarm_joint")
 
 
+@pytest.mark.parametrize("setting", ["draft=foo", "block_size=0"])
+def test_an_export_that_could_not_be_decoded_is_not_trained(lab, setting):
+    with pytest.raises(ValueError, match=r"unknown draft 'foo'|block_size=0"):
+        lab.fit("asarm_joint", "name=refused", f"module.{setting}")
+    assert not (lab.runs / "asarm_joint" / "refused").exists()
+
+
 def test_the_recipe_trains_exports_and_fills_holes(lab, export):
     config = json.loads((export / "config.json").read_text())
     assert config["model_type"] == "llama"

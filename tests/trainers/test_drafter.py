@@ -269,6 +269,12 @@ def test_stored_distributions_in_a_reduced_vocabulary(tokenizer):
     torch.testing.assert_close(loss, expected)  # renormalised over the tokens that it has
 
 
+def test_tokens_that_the_network_does_not_have_are_refused(tokenizer):
+    assert module_of(tokenizer, 0.0, draft_ids=[5, 1]).draft_ids.tolist() == [5, 1]
+    with pytest.raises(ValueError, match="the drafter's tokens are not among the target's"):
+        module_of(tokenizer, 0.0, draft_ids=[999_999])
+
+
 def test_a_whole_head_computes_the_reduced_vocabulary_alone(tokenizer):
     _, batch = batch_of(tokenizer)
     ids = torch.tensor([7, 3, 200])

@@ -1,4 +1,4 @@
-"""What of a text may leave this machine: no absolute path, user's name, password or token.
+"""What of a text may leave this machine: no absolute path, name of user or host, no token.
 
 A model card and the settings beside it name folders, and a command line may hold a token. They are
 written as `public` returns them; a run's own folder keeps them whole.
@@ -7,6 +7,7 @@ written as `public` returns them; a run's own folder keeps them whole.
 import getpass
 import os
 import re
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from huggingface_hub import get_token
 NAMES = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_KEY", re.IGNORECASE)
 TOKENS = re.compile(r"\b(hf_[A-Za-z0-9]{16,}|gh[pousr]_\w{20,}|sk-[\w-]{20,}|AKIA[A-Z0-9]{16})\b")
 LOGIN = re.compile(r"(?<=://)[^/\s@]+@")  # of an address
+# Of an address that is no public one: a bare name, a number, or whatever has a port.
+HOST = re.compile(r"(?<=://)([\w-]+|[\d.]+|[\w.-]+(?=:\d))(?=[:/\s]|$)")
+FILE = re.compile(r"\bfile://(?=/)")
 # From the root, and no part of an address or of a relative path.
 ABSOLUTE = re.compile(r"(?<![\w.~/:*-])/(?!/)[^\s'\"`,;:|)\]}]*[^\s'\"`,;:|)\]}.]")
 SHORTEST = 8  # characters of a secret: shorter values of the environment are words and numbers
@@ -38,14 +42,17 @@ def public(value: Any) -> Any:
         return value
     for secret in _secrets():
         value = value.replace(secret, "[secret]")
-    value = LOGIN.sub("", TOKENS.sub("[secret]", value))
+    value = FILE.sub("", HOST.sub("host", LOGIN.sub("", TOKENS.sub("[secret]", value))))
     value = re.sub(re.escape(f"{Path.cwd()}") + r"(/|(?![\w.-]))", "", value)
     home = str(Path.home())
     if len(Path(home).parts) > 1:  # a machine's / is nobody's
         value = re.sub(re.escape(home) + r"(?![\w.-])", "~", value)
     value = ABSOLUTE.sub(lambda found: f".../{Path(found[0]).name}", value)
-    user = re.escape(_user())
-    return re.sub(rf"(?<=/){user}(?![\w.-])", "user", value) if user else value
+    names = ((_user(), "user", "(?<=/)"), (socket.gethostname(), "host", r"(?<![\w./-])"))
+    for name, instead, before in names:
+        if name:
+            value = re.sub(rf"{before}{re.escape(name)}(?![\w.-])", instead, value)
+    return value
 
 
 def _user() -> str:

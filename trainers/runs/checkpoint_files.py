@@ -168,13 +168,40 @@ def step_of(path: Path) -> int:
         ) from None  # as a cause it would be taken for a step that got no memory
 
 
+def check_fits(module: nn.Module, path: Path) -> None:
+    """Check that a checkpoint is one of a module's; a folder of shards says so when it is read.
+
+    Args:
+        module: The module.
+        path: The checkpoint, that `step_of` has read.
+
+    Raises:
+        ValueError: It lacks tensors of the module, or has others; one line names the first.
+    """
+    if path.is_dir():
+        return
+    own, stored = module.state_dict(), read_file(path)["state_dict"]
+    sizes = [{name: tuple(tensor.shape) for name, tensor in of.items()} for of in (own, stored)]
+    other = sorted({name for name, _ in sizes[0].items() ^ sizes[1].items()})
+    if other:
+        here, there = (of.get(other[0], "none") for of in sizes)
+        raise ValueError(
+            f"the checkpoint {path} is of another recipe, or of other settings: {len(other)} "
+            f"tensors differ from the network's ({other[0]}: there {there}, here {here})"
+        )
+
+
 def load_weights(module: nn.Module, path: Path) -> None:
     """Fill a module with a checkpoint's weights, however many processes have written them.
 
     Args:
         module: The module of the run's recipe, on one process.
         path: The checkpoint, of any strategy, that `step_of` has read.
+
+    Raises:
+        ValueError: It is of another recipe.
     """
+    check_fits(module, path)
     if path.is_file():
         module.load_state_dict(read_file(path)["state_dict"])
     elif (path / ENGINE).is_dir():  # DeepSpeed's: bfloat16 weights, float32 masters

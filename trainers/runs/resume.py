@@ -35,7 +35,7 @@ def checkpoint_to_resume(config: DictConfig, folder: Path) -> tuple[Path | None,
         ValueError: A folder of another recipe or of other settings, or one whose config.yaml is
             lost; no checkpoint at PATH; only damaged ones, or one that cannot be read.
     """
-    before = _stored_config(folder / "config.yaml")
+    before = stored_config(folder / "config.yaml")
     if before is not None and before.recipe != config.recipe:
         raise ValueError(
             f"{folder} holds a run of recipe {before.recipe!r}, not of {config.recipe!r}: "
@@ -79,7 +79,7 @@ def checkpoint_to_resume(config: DictConfig, folder: Path) -> tuple[Path | None,
     return None, 0
 
 
-def _stored_config(file: Path) -> DictConfig | None:
+def stored_config(file: Path) -> DictConfig | None:
     """The config of a run; None where it is lost: no file, an empty one, or something else."""
     try:
         stored = OmegaConf.load(file)

@@ -20,6 +20,7 @@ def alice(monkeypatch):
     monkeypatch.setattr(Path, "home", lambda: Path("/home/alice"))
     monkeypatch.setattr(Path, "cwd", lambda: Path("/home/alice/work"))
     monkeypatch.setattr("getpass.getuser", lambda: "alice")
+    monkeypatch.setattr("socket.gethostname", lambda: "wonderland")
     monkeypatch.setenv("WANDB_API_KEY", WORD)
     monkeypatch.setenv("SOME_TOKENS", "7")  # no secret, though its name is one's
 
@@ -39,6 +40,11 @@ def alice(monkeypatch):
         (f"python -m x token={HUB}", "python -m x token=[secret]"),
         (f"logger={WORD}7", "logger=[secret]7"),
         ("https://alice:pw@host.org/v1", "https://host.org/v1"),
+        ("teacher=http://gpu-1:8000/v1", "teacher=http://host:8000/v1"),
+        ("http://llm.corp.example:8000/v1", "http://host:8000/v1"),
+        ("http://10.0.0.7/v1", "http://host/v1"),
+        ("made on wonderland", "made on host"),
+        ("file:///home/alice/x", "~/x"),
     ],
 )  # fmt: skip
 def test_what_is_private_goes(text, expected):
@@ -48,7 +54,8 @@ def test_what_is_private_goes(text, expected):
 @pytest.mark.parametrize(
     "text",
     ["HuggingFaceTB/SmolLM2-135M", "runs/x/export", "data.rows.documents", "a / b", "1/2", "// 3",
-     "https://huggingface.co/Qwen/Qwen3-8B", "tokens/s", "[0, 1]", "alice", "seed=7", "0:60GiB"],
+     "https://huggingface.co/Qwen/Qwen3-8B", "tokens/s", "[0, 1]", "alice", "seed=7", "0:60GiB",
+     "wonderland-7B", "org/wonderland", "wonderlands"],
 )  # fmt: skip
 def test_what_is_not_stays(text):
     assert public(text) == text

@@ -12,10 +12,12 @@ from zipfile import ZipFile
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from pytorch_lightning.callbacks import Callback
 
 from tests.support.runs import curve, cut, kept, same_run, same_weights
 from trainers import fit as fit_module
+from trainers.export import export_checkpoint
 from trainers.runs import checkpoints as checkpoints_module
 from trainers.runs.checkpoint_files import (
     Damaged,
@@ -423,6 +425,33 @@ class TestMistakes:
         assert "'diffusion_adapt'" in message
         assert "'ar_target'" in message
 
+    def test_checkpoint_of_another_recipe(self, lab):
+        lab.fit("ar_target", "name=first", "trainer.max_steps=2")
+        (checkpoint,) = (folder(lab, "first") / "checkpoints").iterdir()
+        other = ("ar_target", "name=other", "network.num_hidden_layers=2")
+        message = self.refused(lab, *other, f"resume={checkpoint}")
+        assert "is of another recipe, or of other settings: " in message
+        assert not folder(lab, "other").exists()
+        lab.fit("ar_target", "name=same", f"resume={checkpoint}", "trainer.max_steps=2")
+
+    @pytest.mark.parametrize("text", ["[", "[]", "null", "recipe: x", "recipe: [}"])
+    def test_export_of_a_run_whose_config_is_damaged(self, lab, tmp_path, text):
+        lab.fit("ar_target", "name=first", "trainer.max_steps=2")
+        (checkpoint,) = (folder(lab, "first") / "checkpoints").iterdir()
+        (tmp_path / "config.yaml").write_text(text)
+        with pytest.raises(ValueError, match=r"config\.yaml is damaged: "):
+            export_checkpoint(tmp_path, checkpoint)
+
+    def test_export_of_another_run_s_checkpoint(self, lab, tmp_path):
+        lab.fit("ar_target", "name=first", "trainer.max_steps=2")
+        (checkpoint,) = (folder(lab, "first") / "checkpoints").iterdir()
+        config = OmegaConf.load(folder(lab, "first") / "config.yaml")
+        config.network.num_hidden_layers = 2
+        OmegaConf.save(config, tmp_path / "config.yaml")
+        with pytest.raises(ValueError, match="is of another recipe, or of other settings: "):
+            export_checkpoint(tmp_path, checkpoint)
+        assert [f.name for f in tmp_path.iterdir()] == ["config.yaml"]
+
     @pytest.mark.parametrize(
         "setting",
         ["checkpoint_every=0", "keep_last=0", "keep_best=-1", "max_steps=0", "batch_size=0",
@@ -432,6 +461,11 @@ class TestMistakes:
         message = self.refused(lab, "ar_target", "name=small", f"trainer.{setting}")
         assert message.startswith(f"trainer.{setting} ")
         assert not folder(lab, "small").exists()
+
+    @pytest.mark.parametrize("setting", ["accelerator=tpu", "accelerator=gpu", "devices=-1"])
+    def test_device_that_is_not_here(self, lab, setting):
+        self.refused(lab, "ar_target", "name=elsewhere", f"trainer.{setting}")
+        assert not folder(lab, "elsewhere").exists()
 
     def test_name_of_a_folder_of_the_run(self, lab):
         assert "name=export" in self.refused(lab, "ar_target", "name=export")
