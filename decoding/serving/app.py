@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.engine.params import Chunk, Result
 from decoding.serving import protocol
+from decoding.serving.accepted import AcceptedText
 from decoding.serving.protocol import Asked
 from decoding.serving.scheduler import Full, Job, Scheduler
 
@@ -211,18 +212,18 @@ class Server:
         self, asked: Asked, prompts: list[list[int]], answers: "Answers"
     ) -> AsyncIterator[str]:
         """Server-sent events of answers as they come."""
-        results = []
+        results, texts = [], [AcceptedText(self.tokenizer) for _ in prompts]
         try:
             async for index, chunk in answers:
-                reason, scores = None, None
+                scores, accepted, job = None, None, answers.jobs[index]
                 if chunk.result is not None:
                     results.append(chunk.result)
-                    reason = chunk.result.finish_reason
                     if asked.best is not None:
-                        given = asked, prompts[index], chunk.result, answers.jobs[index]
+                        given = asked, prompts[index], chunk.result, job
                         scores = await asyncio.to_thread(self.logprobs, *given)
-                size = len(chunk.token_ids)
-                part = protocol.delta(asked, index, chunk.text, size, reason, scores)
+                if self.scheduler.predicts_next(asked.model):
+                    accepted = texts[index].of(chunk, job.stats)
+                part = protocol.delta(asked, index, chunk, accepted, scores)
                 yield event(protocol.head(asked, answers.number, part=True) | {"choices": [part]})
             if asked.usage:
                 head = protocol.head(asked, answers.number, part=True)

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from data.text.chat import encode_prompt
 from decoding.engine.detokenize import Detokenizer
 from decoding.engine.likelihood import TokenScore
-from decoding.engine.params import Result, SamplingParams
+from decoding.engine.params import Chunk, Result, SamplingParams
 from decoding.engine.randomness import fresh_seed, request_seeds
 
 MOST_CHOICES, MOST_STOPS, MOST_BEST = 64, 16, 20
@@ -383,15 +383,23 @@ def chat_scores(
 
 
 def delta(
-    asked: Asked, index: int, text: str, tokens: int, reason: str | None, scores: dict | None
+    asked: Asked, index: int, chunk: Chunk, accepted: list[list[int]] | None, scores: dict | None
 ) -> dict:
-    """A piece of an answer; `tokens` of it came with one pass of the target.
+    """A piece of an answer; how many tokens it has and which of its text was drafted are ours.
 
     The last piece has the `logprobs` of the whole answer, which are computed when it has ended.
+
+    Args:
+        asked: What was asked for.
+        index: The answer's number.
+        chunk: The piece.
+        accepted: Its accepted drafts (`AcceptedText`); None of a model that predicts masked tokens.
+        scores: The field `logprobs`.
     """
-    said = {"delta": {"content": text}} if asked.chat else {"text": text}
-    ended = None if reason is None else finish(reason)
-    return {"index": index, **said, "logprobs": scores, "finish_reason": ended, "tokens": tokens}
+    said = {"delta": {"content": chunk.text}} if asked.chat else {"text": chunk.text}
+    reason = None if chunk.result is None else finish(chunk.result.finish_reason)
+    ours = {"tokens": len(chunk.token_ids), "accepted": accepted}
+    return {"index": index, **said, "logprobs": scores, "finish_reason": reason, **ours}
 
 
 def finish(reason: str) -> str:

@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any
 
 from decoding.engine.likelihood import TokenScore, token_scores
-from decoding.engine.params import Chunk, SamplingParams, accepted_counts
+from decoding.engine.params import Chunk, SamplingParams, Stats, accepted_counts
 from decoding.engine.running import Running
 from decoding.engine.sampler import Sampler
 
@@ -31,6 +31,7 @@ class Job:
         best: How many of the most probable tokens are wanted with each token's score; None: no
             scores.
         scores: Of all tokens but the prompt's first, when the answer has ended.
+        stats: Of the answer, once it has begun; they grow with it.
     """
 
     number: int
@@ -41,6 +42,7 @@ class Job:
     show: Callable[[Chunk | Exception], None]
     best: int | None = None
     scores: list[TokenScore] | None = None
+    stats: Stats | None = None
 
 
 @dataclass
@@ -231,6 +233,8 @@ class Scheduler:
 
     def _step(self, key: tuple[str, SamplingParams]) -> None:
         running = self._groups[key]
+        for number, answer in running.answers.items():
+            self._jobs[number].stats = answer.stats
         for chunk in running.step():
             job = self._jobs[chunk.request]
             if chunk.result is not None:

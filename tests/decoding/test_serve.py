@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -22,9 +23,11 @@ from lm_eval.api.registry import get_model
 
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import request_seeds
+from decoding.engine.running import Running
 from decoding.harness import ParadeLM
 from decoding.loading import load, load_tokenizer
-from decoding.serve import row_bytes, run
+from decoding.serve import requests_within, row_bytes, run
+from decoding.serving.scheduler import Scheduler
 from tests.support import browser, tiny
 
 PROMPTS = ["def area", "self return", "class name for", "if value in key", "x"]
@@ -415,7 +418,9 @@ def test_an_infilling_model_writes_between(lab):
             ({**body, "stop": "x"}, "stop= is not allowed here"),
         ]
         replies = [(httpx.post(url, json=b), message) for b, message in bodies]
-        hole = client.completions.create(prompt="a <hole:3> b", seed=1, **given).choices[0]
+        hole = {"prompt": "a <hole:3> b", "seed": 1, **given}
+        whole = client.completions.create(**hole).choices[0]
+        pieces = [piece.choices[0] for piece in client.completions.create(stream=True, **hole)]
     sampler = load(export, dtype="float32")
     for seed, answer in enumerate(answers):
         prompt = "def area<hole:7> return self"
@@ -425,7 +430,10 @@ def test_an_infilling_model_writes_between(lab):
     for reply, message in replies:
         assert reply.status_code == 400
         assert message in reply.json()["error"]["message"]
-    assert hole.text == expected(sampler, "a <hole:3> b", 1, temperature=1.0).text
+    text = expected(sampler, "a <hole:3> b", 1, temperature=1.0).text
+    assert whole.text == text == "".join(piece.text for piece in pieces)
+    # Drafts are accepted in another order than the text's, so none of its parts is one.
+    assert {piece.accepted for piece in pieces} == {None}
 
 
 def test_a_chat_needs_a_template(address):
@@ -485,23 +493,169 @@ def test_who_may_ask_and_how_many(export):
         assert process.wait(20) == 0
 
 
-@pytest.mark.skipif(browser.BROWSER is None, reason="no chromium")
-def test_the_page_shows_both_texts(address):
-    ended = (
-        "(found => found.length == 2 && found.every(e => e.textContent.startsWith('24 tokens')))"
-        "([...document.querySelectorAll('.cost')])"
-    )
-    query = "?prompt=def%20area&max_tokens=24&temperature=1&seed=3"
-    text = browser.visit(f"{address}{query}", ended)
-    assert re.search(r"drafted\n24 tokens in \d+ passes", text)
-    assert "plain\n24 tokens in 24 passes (1.00 a pass)" in text
-    drafted, plain = (part.split("tokens/s")[1] for part in re.split(r"\nplain\n", text))
-    assert drafted.strip() == plain.strip()
+def drafted_text(sampler, result):
+    """The characters of an answer that were drafted: of every pass all tokens but the last."""
+
+    def length(count):  # half a character is none
+        return len(sampler.tokenizer.decode(result.token_ids[:count]).rstrip("\ufffd"))
+
+    found, at = "", 0
+    for n in result.stats.passes:
+        found, at = found + result.text[length(at) : length(at + n - 1)], at + n
+    return found
+
+
+@pytest.mark.parametrize("model", ["drafted", "plain"])
+def test_a_stream_says_which_text_was_drafted(client, sampler, model):
+    given = {"max_tokens": 24, "temperature": 1.0}
+    pieces = client.completions.create(model=model, prompt="def area", seed=3, stream=True, **given)
+    found = [piece.choices[0] for piece in pieces]
+    drafted = "".join(c.text[a:b] for c in found for a, b in c.accepted)
+    result = expected(sampler, "def area", 3, max_new_tokens=24, temperature=1.0)
+    assert drafted == (drafted_text(sampler, result) if model == "drafted" else "")
+    assert (0 < len(drafted) < len(result.text)) == (model == "drafted")
+
+
+needs_browser = pytest.mark.skipif(browser.BROWSER is None, reason="no chromium")
+ENDED = (
+    "(found => found.length == 2 && found.every(e => e.textContent.startsWith('24 tokens')))"
+    "([...document.querySelectorAll('.cost')])"
+)
+QUERY = "?prompt=def%20area&max_tokens=24&temperature=1&seed=3"
+
+
+@needs_browser
+def test_the_page_shows_both_texts_and_colours_accepted_drafts(address, sampler):
+    with browser.opened(f"{address}{QUERY}") as page:
+        page.until(ENDED)
+        costs, texts, drafts, coloured = (
+            page.value(f"[...document.querySelectorAll('section')].map({what})")
+            for what in (
+                "e => e.querySelector('h2').textContent + ': ' + "
+                "e.querySelector('.cost').textContent",
+                "e => e.querySelector('pre').textContent",
+                "e => [...e.querySelectorAll('mark')].map(m => m.textContent).join('')",
+                "e => new Set([...e.querySelectorAll('pre, pre *')]"
+                ".map(m => getComputedStyle(m).backgroundColor)).size",
+            )
+        )
+        assert page.value("document.querySelector('#access').checkVisibility()") is False
+        shown = "(out => (show(out, '😀ab', [[1, 2]]), out.innerHTML))(document.createElement('p'))"
+        assert page.value(shown) == "😀<mark>a</mark>b"  # where JavaScript counts two
+    result = expected(sampler, "def area", 3, max_new_tokens=24, temperature=1.0)
+    assert re.match(r"drafted: 24 tokens in \d+ passes", costs[0])
+    assert costs[1].startswith("plain: 24 tokens in 24 passes (1.00 a pass)")
+    assert texts == [result.text, result.text]
+    assert drafts == [drafted_text(sampler, result), ""]
+    assert coloured == [2, 1]
+
+
+@needs_browser
+def test_the_page_asks_for_the_key(export):
+    with (
+        serving(export, "name=drafted", PARADE_API_KEY="secret") as (address, _),
+        browser.opened(f"{address}{QUERY}") as page,
+    ):
+        typing = "document.activeElement.matches('input[type=password]')"
+        said = "document.querySelector('#access').innerText"
+        panes = "document.querySelectorAll('section').length"
+        page.until(typing)
+        assert "wrong" not in page.value(said)
+        page.enter("public")
+        page.until(f"{said}.includes('This API key is wrong.')")
+        assert page.value(panes) == 0
+        page.enter("secret")
+        page.until(ENDED)
+        assert page.value("document.querySelector('#access').checkVisibility()") is False
+        assert page.value("localStorage.length + document.cookie.length") == 0
+        page.value("window.before = true")
+        page.ask("Page.reload")  # the tab knows the key
+        page.until(f"!window.before && {ENDED}")
+
+
+def test_a_request_past_its_time_gets_504_and_frees_its_place(export):
+    with serving(export, "at_once=1", "seconds=1") as (address, _):
+        url, body = f"{address}v1/completions", {"prompt": "x", "ignore_eos": True, "n": 64}
+        late = httpx.post(url, json={**body, "max_tokens": 200}, timeout=60)
+        assert late.status_code == 504
+        assert late.json()["error"]["message"] == "not ended within 1 seconds"
+        ends = time.monotonic() + 20  # on a busy machine the next one may be late, too
+        while httpx.post(url, json={"prompt": "x", "max_tokens": 1}).status_code != 200:
+            assert time.monotonic() < ends
 
 
 def test_what_a_request_needs():
     network = tiny.causal_lm(12)  # 2 layers, 1 head of 8 for keys, float64
     assert row_bytes(network, 100) == 2 * 2 * 1 * 8 * 100 * 8
+
+
+def cache_bytes(sampler, at_once, longest):
+    """The most bytes that all caches have after a cycle, of requests as long as they may be."""
+    step, found, ended = Running.step, [], threading.Semaphore(0)
+
+    def watched(running):
+        networks, chunks = running.batch.networks.values(), step(running)
+        found.append(sum(m.nbytes for n in networks for m in n.cache._memory.values()))
+        return chunks
+
+    def show(chunk):
+        if isinstance(chunk, Exception) or chunk.result is not None:
+            ended.release()
+
+    params = SamplingParams(max_new_tokens=longest - 2, ignore_eos=True, verify="tree")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Running, "step", watched)
+        scheduler = Scheduler({"m": sampler}, at_once, waiting=9, longest=longest)
+        prompt = scheduler.prepared("m", [5, 6], params)
+        scheduler.submit([("m", prompt, params, seed, show) for seed in range(4)])
+        assert all(ended.acquire(timeout=60) for _ in range(4))
+        scheduler.close()
+    assert scheduler.counts.requests == {"length": 4}
+    return max(found)
+
+
+def test_keys_and_values_fit_into_the_budget(sampler):
+    assert requests_within(2e-4, sampler, 100) == 2
+    assert cache_bytes(sampler, 2, 100) <= 2e5
+    assert cache_bytes(sampler, 3, 100) > 2e5  # one more does not
+
+
+@pytest.fixture
+def wide_target(lab, tmp_path):
+    """The target with a context of 2,000 tokens, whose keys and values take megabytes."""
+    folder = tmp_path / "target"
+    shutil.copytree(lab.fit("ar_target"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2000}))
+    return str(folder)
+
+
+@pytest.mark.parametrize(("budget", "most"), [(["cache_gb=0.003"], 2), ([], 4)])
+def test_a_budget_for_two_requests_admits_two(export, wide_target, sampler, budget, most):
+    given = {"max_tokens": 80, "ignore_eos": True, "temperature": 1.0}
+    body = {"prompt": "x", "seed": 3, "n": 5, "stream": True, **given}
+    texts, running = [""] * 5, []
+    options = [f"target={wide_target}", "at_once=4", *budget]
+    with (
+        serving(export, *options) as (address, _),
+        httpx.Client() as other,
+        httpx.stream("POST", f"{address}v1/completions", json=body, timeout=60) as reply,
+    ):
+        for line in reply.iter_lines():
+            if line.startswith("data: {"):
+                (piece,) = json.loads(line.removeprefix("data: "))["choices"]
+                texts[piece["index"]] += piece["text"]
+                running.append(other.get(f"{address}health").json()["running"])
+    assert max(running) == most
+    given["max_new_tokens"] = given.pop("max_tokens")
+    assert texts == [expected(sampler, "x", s, **given).text for s in request_seeds(3, 5)]
+
+
+def test_a_budget_too_small_for_one_request_is_one_line(export, wide_target):
+    message = "cache_gb=0.001 is too little: one request of 2000 tokens needs 0.00129. Give more"
+    with pytest.raises(ValueError, match=message) as error:
+        run([f"model={export}", f"target={wide_target}", "port=0", "cache_gb=0.001"])
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

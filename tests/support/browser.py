@@ -1,11 +1,12 @@
 """A headless browser on a page, driven through its debugging port; Debian's chromium."""
 
 import asyncio
-import base64
 import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import aiohttp
@@ -13,11 +14,58 @@ import aiohttp
 BROWSER = shutil.which("chromium")
 
 
-def visit(address: str, until: str, seconds: float = 60, picture: Path | None = None) -> str:
-    """The text of a page once the JavaScript expression `until` is true; a picture of it, if asked.
+class Page:
+    """A page that is open in a browser.
 
-    Raises AssertionError where it is not within `seconds`.
+    Args:
+        port: The browser's debugging port.
+        ends: When waiting ends, on the monotonic clock.
     """
+
+    def __init__(self, port: str, ends: float):
+        self._port, self._ends = port, ends
+
+    def ask(self, method: str, **params) -> dict:
+        """The result of a command of the DevTools protocol."""
+        return asyncio.run(self._asked({"id": 1, "method": method, "params": params}))
+
+    async def _asked(self, command: dict) -> dict:
+        async with aiohttp.ClientSession() as session:
+            while True:
+                async with session.get(f"http://127.0.0.1:{self._port}/json") as reply:
+                    pages = [p for p in await reply.json() if p["type"] == "page"]
+                if pages:
+                    break
+                assert time.monotonic() < self._ends, "the browser opens no page"
+                await asyncio.sleep(0.1)
+            address = pages[0]["webSocketDebuggerUrl"]
+            async with session.ws_connect(address, max_msg_size=0) as socket:
+                await socket.send_json(command)
+                while (answer := await socket.receive_json()).get("id") != command["id"]:
+                    pass
+                return answer["result"]
+
+    def value(self, expression: str):
+        """The value of a JavaScript expression, as JSON has it."""
+        found = self.ask("Runtime.evaluate", expression=expression, returnByValue=True)
+        return found["result"].get("value")
+
+    def until(self, expression: str) -> None:
+        """Wait until a JavaScript expression is true; AssertionError where it takes too long."""
+        while not self.value(expression):
+            assert time.monotonic() < self._ends, self.value("document.body.innerText")
+            time.sleep(0.1)
+
+    def enter(self, text: str) -> None:
+        """Type a text where the focus is, and press Enter."""
+        self.ask("Input.insertText", text=text)
+        for kind in ("keyDown", "keyUp"):
+            self.ask("Input.dispatchKeyEvent", type=kind, key="Enter", text="\r")
+
+
+@contextmanager
+def opened(address: str, seconds: float = 60) -> Iterator[Page]:
+    """A page in a browser of its own, for so many seconds at the most."""
     with tempfile.TemporaryDirectory() as profile:
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1200,800"]
         process = subprocess.Popen(
@@ -30,38 +78,8 @@ def visit(address: str, until: str, seconds: float = 60, picture: Path | None = 
             while not (port_file.exists() and port_file.read_text().count("\n")):
                 assert time.monotonic() < ends, "the browser does not start"
                 time.sleep(0.1)
-            port = port_file.read_text().split()[0]
-            return asyncio.run(_read(port, until, ends, picture))
+            yield Page(port_file.read_text().split()[0], ends)
         finally:
             process.kill()
             process.wait()
             time.sleep(0.2)  # its helpers still write into the profile
-
-
-async def _read(port: str, until: str, ends: float, picture: Path | None) -> str:
-    async with aiohttp.ClientSession() as session:
-        while True:
-            async with session.get(f"http://127.0.0.1:{port}/json") as reply:
-                pages = [p for p in await reply.json() if p["type"] == "page"]
-            if pages:
-                break
-            await asyncio.sleep(0.1)
-        async with session.ws_connect(pages[0]["webSocketDebuggerUrl"], max_msg_size=0) as socket:
-
-            async def ask(method, **params):
-                await socket.send_json({"id": 1, "method": method, "params": params})
-                while (answer := await socket.receive_json()).get("id") != 1:
-                    pass
-                return answer["result"]
-
-            async def value(expression):
-                found = await ask("Runtime.evaluate", expression=expression)
-                return found["result"].get("value")
-
-            while not await value(until):
-                assert time.monotonic() < ends, await value("document.body.innerText")
-                await asyncio.sleep(0.2)
-            if picture is not None:
-                shot = await ask("Page.captureScreenshot")
-                picture.write_bytes(base64.b64decode(shot["data"]))
-            return await value("document.body.innerText")

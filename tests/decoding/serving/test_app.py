@@ -1,8 +1,11 @@
-"""What a request leaves behind in the server."""
+"""What a request leaves behind in the server, and what one that takes too long does."""
 
 import gc
+import json
+import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from starlette.testclient import TestClient
@@ -58,3 +61,64 @@ def test_a_cycle_of_references_fails_the_same_test(monkeypatch, wrong):
 
     monkeypatch.setattr(Answers, "_until_hung_up", until_hung_up)
     assert answers_left(monkeypatch, seconds=1) > 0
+
+
+class Held(PlainSampler):
+    """Plain decoding that waits for a word before each cycle."""
+
+    def __init__(self):
+        super().__init__(tiny.causal_lm(V), tiny.tokenizer(V))
+        self.go = threading.Semaphore(0)
+
+    def cycle(self, batch, params):
+        assert self.go.acquire(timeout=60)
+        return super().cycle(batch, params)
+
+
+def late(stream):
+    """What clients get of a server with one place, where nothing is decoded in time.
+
+    Returns:
+        ([(status, error) of one that has the place and of one that waits for it], the status of one
+        that comes after them, when so many cycles are made as it needs, how the requests ended)
+    """
+    sampler = Held()
+    scheduler = Scheduler({"m": sampler}, at_once=1, waiting=1, longest=32)
+    server = Server(scheduler, sampler.tokenizer, key=None, most=10_000, seconds=0.3)
+
+    def ask(tokens):
+        body = {"prompt": "abc", "max_tokens": tokens, "ignore_eos": True, "stream": stream}
+        reply = client.post("/v1/completions", json=body)
+        first = reply.text.split("\n\n")[0].removeprefix("data: ")
+        return reply.status_code, json.loads(first).get("error")
+
+    with TestClient(server.app()) as client, ThreadPoolExecutor(2) as pool:
+        try:
+            both = [*pool.map(ask, (16, 16))]
+            for _ in range(1 + 4):  # the cycle that had begun, and four of the third request
+                sampler.go.release()
+            server.seconds = 60.0
+            third, _ = ask(4)
+            ended = {**scheduler.counts.requests}
+        finally:
+            for _ in range(100):
+                sampler.go.release()
+    return both, third, ended
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_takes_too_long_gets_504_and_frees_its_place(stream):
+    both, third, ended = late(stream)
+    for status, error in both:
+        assert status == (200 if stream else 504)  # a stream has begun with its status
+        assert (error["code"], error["type"]) == (504, "timeout_error")
+        assert error["message"] == "not ended within 0.3 seconds"
+    assert third == 200
+    assert ended == {"cancelled": 2, "length": 1}
+
+
+def test_a_place_that_is_not_given_up_fails_the_same_test(monkeypatch):
+    monkeypatch.setattr(Answers, "give_up", lambda self: self.watch.cancel())
+    both, third, ended = late(stream=False)
+    assert [status for status, _ in both] == [504, 504]
+    assert (third, ended) == (429, {})

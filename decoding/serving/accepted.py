@@ -1,0 +1,54 @@
+"""The parts of an answer's text that are accepted drafts."""
+
+from transformers import PreTrainedTokenizerBase
+
+from decoding.engine.detokenize import Detokenizer
+from decoding.engine.params import Chunk, Stats
+
+
+class AcceptedText:
+    """Finds the accepted drafts in one answer's text, chunk by chunk.
+
+    The last token of a pass is the target's own (the bonus token, or a correction), all before it
+    are accepted drafts. A character that several tokens spell counts as the last one's.
+
+    Args:
+        tokenizer: The model's.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self._text = Detokenizer(tokenizer)
+        self._new: list[int] = []  # tokens that the text lacks still
+        self._passes = self._shown = 0  # passes and characters of the chunks so far
+        # [start, end] in the whole text: a chunk's text may lag behind its tokens.
+        self._found: list[list[int]] = []
+
+    def of(self, chunk: Chunk, stats: Stats) -> list[list[int]]:
+        """[start, end] of each accepted part, in characters of the chunk's text.
+
+        Args:
+            chunk: The answer's next one.
+            stats: Of the answer; further passes may have been counted already.
+        """
+        ids = chunk.token_ids
+        while ids:
+            size = stats.emitted[self._passes]
+            self._passes += 1
+            # Where the answer's end has cut the last pass, its own token is not there.
+            cut = size == len(ids) and chunk.result is not None and stats.beyond > 0
+            drafts = size if cut else size - 1
+            if drafts:
+                start = self._length(self._new)
+                self._found.append([start, self._length(ids[:drafts])])
+                self._new = []
+            self._new += ids[drafts:size]
+            ids = ids[size:]
+        begin, self._shown = self._shown, self._shown + len(chunk.text)
+        parts = [[max(a, begin) - begin, min(b, self._shown) - begin] for a, b in self._found]
+        self._found = [part for part in self._found if part[1] > self._shown]
+        return [[a, b] for a, b in parts if a < b]
+
+    def _length(self, ids: list[int]) -> int:
+        """Characters of the text after these tokens; half of one is none."""
+        self._text.extend(ids)
+        return len(self._text.text.rstrip("\ufffd"))
