@@ -47,6 +47,13 @@ ASSISTANT_KEYS = (
     "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "rope_parameters",
     "max_position_embeddings", "block_size", "layer_types",
 )  # fmt: skip
+# Keys of the package `speculators` alone, in the layout of its version.
+SPECULATORS = (
+    "speculators_model_type", "speculators_version", "speculators_config",
+    "transformer_layer_config", "aux_hidden_state_layer_ids", "mask_token_id", "sample_from_anchor",
+    "sliding_window_non_causal",
+)  # fmt: skip
+SPECULATORS_VERSION = "0.9.0"
 RIDGE = 0.01  # of the regression on the states: share of each one's own square
 UNREAD = 2  # last layers of a target that `spread` leaves out: they are about the next token alone
 
@@ -121,6 +128,7 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
     base_model_prefix = ""
     main_input_name = "noise_embeds"
     _no_split_modules = ("DFlashLayer",)
+    _keys_to_ignore_on_load_unexpected = ("t2d",)  # speculators' other table of the same tokens
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
@@ -154,6 +162,54 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
         if self.lm_head is None:
             return None
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def add_speculators(self, target: str, architectures: Sequence[str]) -> None:
+        """Add to the config the keys by which speculators knows it, and to a reduced head `t2d`.
+
+        Args:
+            target: The folder or Hub id of its target.
+            architectures: Of the target's config.json.
+
+        Raises:
+            ValueError: It has a head of its own for all tokens.
+        """
+        config, chosen = self.config, self.draft_ids
+        vocabulary, size = config.vocab_size, config.block_size
+        if chosen is not None and len(chosen) == vocabulary:
+            raise ValueError(
+                "format=speculators is not allowed: the drafter has a head of its own for all "
+                f"{vocabulary} tokens, and the package takes the target's for such a one"
+            )
+        known = Qwen3Config().to_diff_dict().keys() - {"transformers_version"}
+        layer = {key: x for key, x in config.to_diff_dict().items() if key in known}
+        config.update(
+            {
+                "speculators_model_type": "dflash",
+                "speculators_version": SPECULATORS_VERSION,
+                "speculators_config": {
+                    "algorithm": "dflash",
+                    "default_proposal_method": "greedy",
+                    # A block's first token is the last committed one.
+                    "proposal_methods": [
+                        {"proposal_type": "greedy", "speculative_tokens": size - 1}
+                    ],
+                    "verifier": {"name_or_path": target, "architectures": [*architectures]},
+                },
+                "transformer_layer_config": layer,
+                # Here 0 is the embeddings' output, so a layer's is one higher.
+                "aux_hidden_state_layer_ids": [i + 1 for i in self.target_layer_ids],
+                "mask_token_id": config.dflash_config["mask_token_id"],
+                "draft_vocab_size": vocabulary if chosen is None else len(chosen),
+                "sample_from_anchor": False,
+                # There are no windows, but by the package's default, false, vLLM 0.32 makes the
+                # blocks of all layers causal.
+                "sliding_window_non_causal": True,
+            }
+        )
+        if chosen is not None:
+            t2d = torch.zeros(vocabulary, dtype=torch.bool)
+            t2d[chosen] = True
+            self.register_buffer("t2d", t2d)
 
     def forward(
         self,
@@ -467,8 +523,13 @@ def load(path: str, dtype: str | torch.dtype = "auto") -> DFlashDraftModel:
             blocks.
     """
     try:
+        check_depth(Qwen3Config.get_config_dict(path)[0])
         network, found = DFlashDraftModel.from_pretrained(
-            path, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
+            path,
+            config=_in_one_layout(Qwen3Config.from_pretrained(path)),
+            dtype=dtype,
+            attn_implementation="sdpa",
+            output_loading_info=True,
         )
     except Exception as error:
         raise ValueError(
@@ -488,6 +549,16 @@ def load(path: str, dtype: str | torch.dtype = "auto") -> DFlashDraftModel:
                 f"{', '.join(tensors[:5])}"
             )
     return network
+
+
+def _in_one_layout(config: Qwen3Config) -> Qwen3Config:
+    """A drafter's config without speculators' keys: a drafter trained from it has others."""
+    if hasattr(config, "speculators_config"):
+        for key in SPECULATORS:
+            vars(config).pop(key, None)
+        if config.draft_vocab_size == config.vocab_size:  # its way to say that there is no head
+            config.draft_vocab_size = None
+    return config
 
 
 def pretrained(tokenizer: PreTrainedTokenizerBase, path: str) -> DFlashDraftModel:

@@ -128,7 +128,9 @@ class DrafterModule(BaseModule):
         self.mask_id, self.sep_id = draft_token_ids(tokenizer, layout)
         if draft_ids is not None:
             draft_ids = torch.as_tensor(draft_ids)
-            vocabulary.check_vocabulary(None, network.config.vocab_size, draft_ids)
+            if target is not None:
+                known = target.config.get_text_config().vocab_size
+                vocabulary.check_vocabulary(None, known, draft_ids)
         if layout == "pard":
             if attention != "prefix_causal" or shifted:
                 raise ValueError(

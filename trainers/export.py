@@ -23,12 +23,14 @@ from trainers.publishing.bundle import BUNDLE
 from trainers.publishing.card import SECTIONS, model_card, with_bench
 from trainers.publishing.export_folder import is_export, write_entry, write_export
 from trainers.publishing.private import public
+from trainers.publishing.speculators import write_speculators
 from trainers.publishing.verify import PROGRAMS, verify
 from trainers.runs.checkpoint_files import load_weights, step_of
 from trainers.runs.curve import latest
 from trainers.runs.resume import stored_config
 
-FORMATS = ("transformers", *ENGINE_FORMATS)
+SPECULATORS = "speculators"
+FORMATS = ("transformers", *ENGINE_FORMATS, SPECULATORS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,8 @@ class Export(Options):
     format: str | None = option(
         None,
         "refuse an export that is not in it: 'transformers' brings its sampler (custom_generate=), "
-        "the others are what vLLM serves",
+        "others are what vLLM serves; 'speculators' adds that package's entry, where it has a type "
+        "for the drafter, by which vLLM serves it by its name alone",
         choices=FORMATS,
     )
     assistant: bool = option(
@@ -93,7 +96,9 @@ def run(argv: list[str]) -> None:
             f"{e.run!r} holds no export: a finished run of python -m trainers.fit writes one, "
             "and checkpoint=... makes one of a run that is not finished"
         )
-    if e.format is not None:
+    if e.format == SPECULATORS:
+        write_speculators(folder, e.dry_run)
+    elif e.format is not None:
         _check_format(folder, e.format)
     if e.assistant and not e.dry_run:
         write_assistant(folder, Path(e.run) / "assistant")

@@ -5,17 +5,19 @@ import json
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, Qwen3Config
+from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 
 from data.corruption.draft_blocks import DraftBlocks, SuffixNoise
+from decoding.commands.recipes import build, compose
 from decoding.engine.batch import Batch
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import KeyedRandomness
 from decoding.samplers.dflash import DFlashSampler
 from models import dflash
-from models.dflash import DFlashDraftModel, draft_states, from_target, spread
+from models.dflash import draft_states, from_target
 from models.hidden_states import capture
 from tests.support import tiny
+from trainers.base import Optimization
 
 V, K = 12, 3
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
@@ -162,22 +164,85 @@ def test_the_folder_is_in_the_format_of_engines(tmp_path):
     assert all(torch.equal(x, again.state_dict()[k]) for k, x in drafter.state_dict().items())
 
 
-def test_the_published_sizes():
-    """For Qwen3-8B, on the meta device: 5 layers over 5 of the target's 36, blocks of 16."""
-    config = Qwen3Config(
-        hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8,
-        head_dim=128, num_hidden_layers=5, vocab_size=151936, block_size=16, num_target_layers=36,
-        dflash_config={"mask_token_id": 151669, "target_layer_ids": spread(5, 36)},
-    )  # fmt: skip
+H, KV, FF = 4096, 8 * 128, 12288  # of Qwen3-8B: hidden size, keys' and values', the MLP's
+LAYER = {
+    "input_layernorm.weight": (H,),
+    "post_attention_layernorm.weight": (H,),
+    "self_attn.q_proj.weight": (32 * 128, H),
+    "self_attn.k_proj.weight": (KV, H),
+    "self_attn.v_proj.weight": (KV, H),
+    "self_attn.o_proj.weight": (H, 32 * 128),
+    "self_attn.q_norm.weight": (128,),
+    "self_attn.k_norm.weight": (128,),
+    "mlp.gate_proj.weight": (FF, H),
+    "mlp.up_proj.weight": (FF, H),
+    "mlp.down_proj.weight": (H, FF),
+}
+# All tensors of z-lab/Qwen3-8B-DFlash-b16. vLLM 0.32's loader (models/qwen3_dflash.py) wants these,
+# and takes embeddings and head from the target where there are none.
+PUBLISHED = {
+    "fc.weight": (H, 5 * H),
+    "hidden_norm.weight": (H,),
+    "norm.weight": (H,),
+    **{f"layers.{i}.{name}": shape for i in range(5) for name, shape in LAYER.items()},
+}
+
+
+def at_paper_scale(monkeypatch, *overrides, **sizes):
+    """The network of recipe=dflash scale=paper on the meta device, as its module exports it."""
+    config = compose(["recipe=dflash", "scale=paper", *overrides], "fit")
+    theirs = {
+        "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288,
+        "vocab_size": 151936,
+    }  # fmt: skip
     with torch.device("meta"):
-        network = DFlashDraftModel(config)
-    shapes = {name: tuple(x.shape) for name, x in network.state_dict().items()}
+        model = Qwen3ForCausalLM(Qwen3Config(**theirs | sizes))
+        monkeypatch.setattr("models.causal.load", lambda path: {"Qwen/Qwen3-8B": model}[path])
+        network = build(config.network, tokenizer=tokenizer_with_mask())
+    build(
+        config.module,
+        network=network,
+        tokenizer=tokenizer_with_mask(),
+        optimization=Optimization(**config.optimization),
+        _convert_="object",
+    )
+    return network
+
+
+def shapes(network):
+    return {name: tuple(x.shape) for name, x in network.state_dict().items()}
+
+
+def test_the_published_layout(monkeypatch):
+    network = at_paper_scale(monkeypatch)
+    assert shapes(network) == PUBLISHED
+    config = network.config
+    assert (config.block_size, config.num_target_layers, config.vocab_size) == (16, 36, 151936)
     assert config.dflash_config["target_layer_ids"] == [1, 9, 17, 25, 33]
-    assert shapes["fc.weight"] == (4096, 5 * 4096)
-    assert shapes["layers.4.self_attn.k_proj.weight"] == (1024, 4096)
-    assert shapes["layers.0.self_attn.q_norm.weight"] == (128,)
-    assert shapes["layers.0.mlp.down_proj.weight"] == (4096, 12288)
-    assert len(shapes) == 5 * 11 + 3
+    assert config.layer_types == ["full_attention"] * 5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sizes"),
+    [
+        (["network.layers=[0, 1, 2, 3]"], {}),
+        (["network.states=4"], {}),
+        ([], {"num_key_value_heads": 4}),
+        ([], {"head_dim": 64}),
+    ],
+)
+def test_another_layout_is_noticed(monkeypatch, overrides, sizes):
+    network = at_paper_scale(monkeypatch, *overrides, **sizes)
+    assert shapes(network) != PUBLISHED
+
+
+def test_a_renamed_tensor_is_noticed(monkeypatch):
+    network = at_paper_scale(monkeypatch)
+    network.context_norm = network.hidden_norm
+    del network.hidden_norm
+    odd = shapes(network).keys() ^ PUBLISHED.keys()
+    assert odd == {"hidden_norm.weight", "context_norm.weight"}
 
 
 def normed(x):

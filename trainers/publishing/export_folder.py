@@ -14,6 +14,7 @@ from trainers.lora import to_export
 from trainers.publishing.bundle import write_bundle
 from trainers.publishing.card import model_card
 from trainers.publishing.private import public
+from trainers.publishing.speculators import name_target
 
 
 def is_export(folder: Path) -> bool:
@@ -93,8 +94,9 @@ def _write_reference(module: BaseModule, network: PreTrainedModel, folder: Path)
 
 
 def write_entry(export: Path, entry: dict) -> None:
-    """Replace the `parade` entry of an export; its other files stay."""
+    """Replace the `parade` entry of an export, a drafter's; its other files stay."""
     file = next(export / name for name in CONFIGS if (export / name).is_file())
     config = read_json(file) | {"parade": entry}
+    name_target(config, entry["target"])
     with atomic_write(file) as temporary:
         temporary.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

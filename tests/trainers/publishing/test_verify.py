@@ -114,9 +114,18 @@ def separator_left_out(export):
 
 
 def wrong_norm(export):
+    replace_norm(export, "layers.0.input_layernorm.weight")
+
+
+def wrong_final_norm(export):
+    """Not by a factor of all weights: that changes no order of logits, so nothing at T=0."""
+    replace_norm(export, "norm.weight")
+
+
+def replace_norm(export, name):
     file = export / "model.safetensors"
     tensors = load_file(file)
-    (name,) = [t for t in tensors if t.endswith("layers.0.input_layernorm.weight")]
+    (name,) = {name, f"model.{name}"} & {*tensors}
     tensors[name] = torch.linspace(-1, 2, len(tensors[name]))
     save_file(tensors, file, {"format": "pt"})
 
@@ -151,6 +160,7 @@ MISTAKES = [
     mask_off_by_one,
     separator_left_out,
     wrong_norm,
+    wrong_final_norm,
     positions_shifted,
     other_layer_read,
     states_out_of_order,
@@ -163,6 +173,21 @@ def test_a_mistake_is_caught_and_its_position_named(run, tmp_path, mistake):
     shutil.copytree(run, copy)
     mistake(copy / "export")
     with pytest.raises(ValueError, match=r"acceptance at position \d is .* in transformers") as e:
+        verify(copy, ["transformers"])
+    assert "\n" not in str(e.value)
+
+
+def test_causal_blocks_are_refused(run, tmp_path):
+    """vLLM would run them, and accept less; our sampler has no such mask, so it does not load."""
+    if entry_of(run / "export")["method"] != "dflash":
+        pytest.skip("this layout has no such flag")
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    config = json.loads((copy / "export" / "config.json").read_text())
+    assert config["dflash_config"]["causal"] is False
+    config["dflash_config"]["causal"] = True
+    (copy / "export" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"cannot decode with .*causal=True") as e:
         verify(copy, ["transformers"])
     assert "\n" not in str(e.value)
 
@@ -189,7 +214,8 @@ def test_the_format_that_is_asked_for(run, tmp_path):
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
     (copy / "export" / "README.md").write_text("A card.")
-    for form, fits in (("transformers", True), ("pard", pard), ("dflash", dflash)):
+    formats = {"transformers": True, "pard": pard, "dflash": dflash, "speculators": dflash}
+    for form, fits in formats.items():
         arguments = [f"run={copy}", f"format={form}", "dry_run=true"]
         if fits:
             export_command(arguments)
@@ -199,7 +225,7 @@ def test_the_format_that_is_asked_for(run, tmp_path):
     shutil.rmtree(copy / "export" / "custom_generate")
     with pytest.raises(ValueError, match="format=transformers does not fit"):
         export_command([f"run={copy}", "format=transformers"])
-    with pytest.raises(ValueError, match=r"format 'gguf'.*'pard', 'transformers'"):
+    with pytest.raises(ValueError, match=r"format 'gguf'.*'pard', 'speculators'"):
         export_command([f"run={copy}", "format=gguf"])
 
 

@@ -1,0 +1,53 @@
+"""The entry of the package `speculators` in a drafter's config.json, which vLLM reads too.
+
+With it a drafter names its target and how it drafts, so `vllm serve <drafter>` needs no
+--speculative-config. The drafter's own layout stays beside it.
+"""
+
+import shutil
+from pathlib import Path
+
+from data.files import atomic_folder, read_json
+from decoding.loading import load_drafter, loads_drafter, parade_config, target_of
+from models.causal import files_of
+from trainers.publishing.bundle import BUNDLE, write_bundle
+
+ENTRY = "speculators_config"
+
+
+def write_speculators(export: Path, dry_run: bool = False) -> None:
+    """Write the entry into an export, whose network knows it (`add_speculators`).
+
+    Args:
+        export: The export, replaced as a whole.
+        dry_run: Whether to change nothing, and check alone that it fits.
+
+    Raises:
+        ValueError: The package has no type for this drafter, its weights are damaged, or its
+            target's config.json cannot be had.
+        OSError: Its target's folder is not there.
+    """
+    config = parade_config(str(export))
+    network = load_drafter(config, str(export), "auto") if loads_drafter(config) else None
+    if not hasattr(network, "add_speculators"):
+        raise ValueError(
+            f"format=speculators does not fit {str(export)!r}: the package has no type for what "
+            f"method={config['method']} decodes with"
+        )
+    target = files_of(target_of(str(export), config))("config.json")
+    network.add_speculators(config["target"], read_json(target).get("architectures") or [])
+    if dry_run:
+        return
+    with atomic_folder(export) as temporary:
+        shutil.copytree(export, temporary, dirs_exist_ok=True)
+        network.save_pretrained(temporary)
+        # An older one does not know the entry's keys.
+        shutil.rmtree(temporary / BUNDLE, ignore_errors=True)
+        write_bundle(temporary, config["method"])
+    print(f"{export / 'config.json'} has the entry of speculators: vllm serve {export}")
+
+
+def name_target(config: dict, target: str) -> None:
+    """Name another target in a config.json, where it has the entry; changed in place."""
+    if ENTRY in config:
+        config[ENTRY]["verifier"]["name_or_path"] = target
