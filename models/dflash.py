@@ -35,6 +35,7 @@ from models.causal import why
 from models.diffusion import copying
 from models.hidden_states import check_layers
 from models.masks import Layout, dense, draft_blocks
+from models.weights import check_depth
 
 LAYOUT = "dflash"  # of its draft blocks (data.corruption.draft_blocks)
 # Of a drafter as an assistant of transformers: tensors with another name, and keys with the same.
