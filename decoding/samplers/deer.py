@@ -82,7 +82,7 @@ class DeerSampler(BlockSampler):
                 f"a drafter with attention={attention} and sep_id={sep_id} is not allowed: with "
                 "attention='causal' there is no separator, otherwise there is one"
             )
-        known = drafter.get_input_embeddings().num_embeddings
+        known = drafter.config.get_text_config().vocab_size
         check_known(known, mask_id=mask_id, sep_id=sep_id)
         self.drafter_caches, self.shifted = attention != "bidirectional", shifted
         self.attention, self.mask_id, self.sep_id = attention, mask_id, sep_id

@@ -129,7 +129,7 @@ class DFlashSampler(BlockSampler):
         knobs.setdefault("draft_ids", drafter.draft_ids)
         super().__init__(target, tokenizer, **knobs)
         dflash.check_fits(drafter.config, target)
-        check_known(target.get_input_embeddings().num_embeddings, mask_id=mask_id)
+        check_known(target.config.get_text_config().vocab_size, mask_id=mask_id)
         self.drafter, self.mask_id = drafter.eval(), mask_id
         self.hidden_layers = drafter.target_layer_ids
 

@@ -181,7 +181,8 @@ def check_fits(module: nn.Module, path: Path) -> None:
     if path.is_dir():
         return
     own, stored = module.state_dict(), read_file(path)["state_dict"]
-    sizes = [{name: tuple(tensor.shape) for name, tensor in of.items()} for of in (own, stored)]
+    # What is no tensor, a module's own state, has no size.
+    sizes = [{n: tuple(getattr(x, "shape", ())) for n, x in of.items()} for of in (own, stored)]
     other = sorted({name for name, _ in sizes[0].items() ^ sizes[1].items()})
     if other:
         here, there = (of.get(other[0], "none") for of in sizes)

@@ -428,10 +428,10 @@ class TestMistakes:
     def test_checkpoint_of_another_recipe(self, lab):
         lab.fit("ar_target", "name=first", "trainer.max_steps=2")
         (checkpoint,) = (folder(lab, "first") / "checkpoints").iterdir()
-        other = ("ar_target", "name=other", "network.num_hidden_layers=2")
+        other = ("ar_target", "name=unlike", "network.num_hidden_layers=2")
         message = self.refused(lab, *other, f"resume={checkpoint}")
         assert "is of another recipe, or of other settings: " in message
-        assert not folder(lab, "other").exists()
+        assert not folder(lab, "unlike").exists()
         lab.fit("ar_target", "name=same", f"resume={checkpoint}", "trainer.max_steps=2")
 
     @pytest.mark.parametrize("text", ["[", "[]", "null", "recipe: x", "recipe: [}"])
