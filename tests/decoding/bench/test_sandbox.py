@@ -184,6 +184,7 @@ ESCAPES = [
     "open('/etc/passwd').read()",
     "import os; [open(f'/proc/{p}/cmdline').read() for p in os.listdir('/proc') "
     "if p.isdigit() and int(p) > 9][0]",
+    "from multiprocessing.shared_memory import SharedMemory; SharedMemory(create=True, size=9)",
     "for i in range(80): open(f'f{i}', 'wb').write(bytes(10**6))",
 ]
 
