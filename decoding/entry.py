@@ -172,8 +172,10 @@ def entry_of(config: dict, file: Path) -> dict:
             f"and block_size={shortened(size)}; it needs {TOKEN.name} and an integer from 2 to "
             f"{MOST}"
         )
-    # Its blocks begin with the last committed token, which is not drafted.
-    return {"method": "dflash", "mask_id": mask_id, "block_size": size - 1}
+    # Its blocks begin with the last committed token, and each mask drafts one; where that token
+    # drafts one too, it is another.
+    size -= not published.get("sample_from_anchor")
+    return {"method": "dflash", "mask_id": mask_id, "block_size": size}
 
 
 def check_entry(entry: dict, where: str, needed: Iterable[str] = ()) -> None:

@@ -34,10 +34,12 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from models.causal import why
 from models.diffusion import copying
 from models.hidden_states import check_layers
-from models.masks import Layout, dense, draft_blocks
+from models.masks import Layout, Predicate, dense, numbered_blocks
 from models.weights import check_depth
 
-LAYOUT = "dflash"  # of its draft blocks (data.corruption.draft_blocks)
+# Of its draft blocks (data.corruption.draft_blocks): whether the block's first token, the last
+# committed one, drafts the first token.
+LAYOUTS = {"dflash": False, "dspark": True}
 # Of a drafter as an assistant of transformers: tensors with another name, and keys with the same.
 ASSISTANT_NAMES = {
     "fc.weight": "encoder.fc.weight",
@@ -118,9 +120,11 @@ class DFlashLayer(GradientCheckpointingLayer):
 class DFlashDraftModel(Qwen3PreTrainedModel):
     """The network of a DFlash drafter.
 
-    config is a Qwen3Config with `block_size` (1 + K, the last committed token and K masks),
+    config is a Qwen3Config with `block_size` (W tokens, of the last committed token and masks),
     `num_target_layers` and `dflash_config`: `mask_token_id`, `target_layer_ids` (0-based, states
-    are outputs of these layers: `models.hidden_states`) and `causal` (false). With
+    are outputs of these layers: `models.hidden_states`), `causal` (whether a block's tokens see
+    none after them) and `sample_from_anchor` (whether the last committed token drafts the first
+    token and each mask the one after it, which takes a mask less; absent: false). With
     `draft_vocab_size` the drafter has a head of its own for these tokens: draft token d is the
     target's d + d2t[d].
     """
@@ -150,6 +154,24 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
             self.register_buffer("d2t", torch.zeros(size, dtype=torch.long))
         self.post_init()
 
+    @property
+    def samples_from_anchor(self) -> bool:
+        """Whether the last committed token drafts the first token of a block."""
+        return bool(self.config.dflash_config.get("sample_from_anchor"))
+
+    def drafted(self, hidden: Tensor) -> Tensor:
+        """Of the hidden states [..., W, H] of a block, those that draft its tokens [..., K, H]."""
+        return hidden if self.samples_from_anchor else hidden[..., 1:, :]
+
+    @property
+    def causal(self) -> bool:
+        """Whether a token of a block sees none after it."""
+        return bool(self.config.dflash_config.get("causal"))
+
+    def attention(self, width: int) -> Predicate:
+        """The attention pattern of blocks of so many tokens, which are numbered."""
+        return numbered_blocks(width, self.causal)
+
     def get_input_embeddings(self) -> None:
         """None: the target's are used."""
 
@@ -175,7 +197,7 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
             ValueError: It has a head of its own for all tokens.
         """
         config, chosen = self.config, self.draft_ids
-        vocabulary, size = config.vocab_size, config.block_size
+        vocabulary, count = config.vocab_size, config.block_size - (not self.samples_from_anchor)
         if chosen is not None and len(chosen) == vocabulary:
             raise ValueError(
                 "format=speculators is not allowed: the drafter has a head of its own for all "
@@ -190,10 +212,7 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
                 "speculators_config": {
                     "algorithm": "dflash",
                     "default_proposal_method": "greedy",
-                    # A block's first token is the last committed one.
-                    "proposal_methods": [
-                        {"proposal_type": "greedy", "speculative_tokens": size - 1}
-                    ],
+                    "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": count}],
                     "verifier": {"name_or_path": target, "architectures": [*architectures]},
                 },
                 "transformer_layer_config": layer,
@@ -201,10 +220,10 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
                 "aux_hidden_state_layer_ids": [i + 1 for i in self.target_layer_ids],
                 "mask_token_id": config.dflash_config["mask_token_id"],
                 "draft_vocab_size": vocabulary if chosen is None else len(chosen),
-                "sample_from_anchor": False,
-                # There are no windows, but by the package's default, false, vLLM 0.32 makes the
-                # blocks of all layers causal.
-                "sliding_window_non_causal": True,
+                "sample_from_anchor": self.samples_from_anchor,
+                # There are no windows, but by this key vLLM 0.32 makes the blocks of all layers
+                # causal, as it does by the package's default, false.
+                "sliding_window_non_causal": not self.causal,
             }
         )
         if chosen is not None:
@@ -265,6 +284,7 @@ def from_target(
     states: Sequence[int] | int,
     draft_ids: Tensor | None = None,
     text: Sequence[Sequence[int]] | None = None,
+    causal: bool = False,
 ) -> DFlashDraftModel:
     """A new drafter for a target, with layers that begin as copies of the target's.
 
@@ -280,6 +300,7 @@ def from_target(
             target's, with all tokens.
         text: Sequences of token ids like those that will be decoded, by which the projection of the
             states is fitted (`fitted_context`); None: it is random.
+        causal: Whether a token of a draft block sees none after it.
 
     Raises:
         ValueError: Layers that the target lacks, a target of another style, a token outside of its
@@ -321,7 +342,7 @@ def from_target(
         rope_parameters=dict(theirs.rope_parameters),
         tie_word_embeddings=False,
         num_target_layers=depth,
-        dflash_config={"mask_token_id": None, "target_layer_ids": states, "causal": False},
+        dflash_config={"mask_token_id": None, "target_layer_ids": states, "causal": causal},
         **({} if draft_ids is None else {"draft_vocab_size": len(draft_ids)}),
     )
     config.architectures = [DFlashDraftModel.__name__]
@@ -487,25 +508,27 @@ def draft_states(
     Args:
         network: The drafter.
         target: Whose embeddings it reads; without gradients.
-        batch: Samples of `data.corruption.draft_blocks.DraftBlocks`, of layout 'dflash'.
+        batch: Samples of `data.corruption.draft_blocks.DraftBlocks`, of a layout in LAYOUTS.
         states: [B, S, H] of each layer that the drafter reads, at the S clean tokens.
 
     Returns:
         [B, A, K, H].
     """
-    B, A, K = batch["target"].shape
+    B, A, _ = batch["target"].shape
     S = states[0].shape[1]
-    layout = Layout(batch["document"], batch["index"], batch["block"])
+    W = batch["input_ids"][:, S:].shape[1] // A
+    number = torch.arange(-S, A * W, device=batch["block"].device).clamp_min(-1)
+    layout = Layout(batch["document"], batch["index"], number.expand_as(batch["block"]))
     embed = target.get_input_embeddings()
     with torch.no_grad():
         block = embed(batch["input_ids"][:, S:])
     hidden = network(
         noise_embeds=block.to(network.dtype),
         context_hidden_states=torch.cat([*states], -1).to(network.dtype),
-        attention_mask=dense(draft_blocks, layout.map(lambda t: t[:, S:]), layout),
+        attention_mask=dense(network.attention(W), layout.map(lambda t: t[:, S:]), layout),
         position_ids=batch["position_ids"],
     ).last_hidden_state
-    return hidden.view(B, A, 1 + K, -1)[:, :, 1:]
+    return network.drafted(hidden.view(B, A, W, -1))
 
 
 def load(path: str, dtype: str | torch.dtype = "auto") -> DFlashDraftModel:
@@ -520,8 +543,7 @@ def load(path: str, dtype: str | torch.dtype = "auto") -> DFlashDraftModel:
 
     Raises:
         ValueError: The folder holds no such drafter, tensors are missing or too many (a later
-            version, such as DFlash 2), or it has sliding windows or causal
-            blocks.
+            version, such as DFlash 2), or it has sliding windows.
     """
     try:
         check_depth(Qwen3Config.get_config_dict(path)[0])
@@ -537,11 +559,10 @@ def load(path: str, dtype: str | torch.dtype = "auto") -> DFlashDraftModel:
             f"cannot load a DFlash drafter from {path!r}: {why(error, path)}"
         ) from error
     config = network.config
-    if {*config.layer_types} != {"full_attention"} or config.dflash_config.get("causal"):
+    if {*config.layer_types} != {"full_attention"}:
         raise ValueError(
-            f"{path!r} is a DFlash drafter with sliding windows or causal blocks (layer_types="
-            f"{config.layer_types}, causal={config.dflash_config.get('causal', False)}), which "
-            "are not there yet"
+            f"{path!r} is a DFlash drafter with sliding windows (layer_types={config.layer_types}),"
+            " which are not there yet"
         )
     for what, names in (("lacks", "missing_keys"), ("also has", "unexpected_keys")):
         if tensors := sorted(found[names]):
@@ -591,7 +612,8 @@ def load_assistant(path: str) -> PreTrainedModel:
         path: The folder or Hub id of a drafter in DFlash's format.
 
     Raises:
-        ValueError: It is none, or has a head of its own, which transformers' class has not.
+        ValueError: It is none, or has a head of its own or another attention or layout of blocks
+            than transformers' class.
     """
     network = load(path)
     if network.lm_head is not None:
@@ -600,6 +622,11 @@ def load_assistant(path: str) -> PreTrainedModel:
             "class borrows the target's: train with network.draft_ids=null"
         )
     config, special = network.config, network.config.dflash_config
+    if network.samples_from_anchor or network.causal:
+        raise ValueError(
+            f"{path!r} has layout=dspark or causal blocks, and transformers' class neither: train "
+            "with layout=dflash network.causal=false"
+        )
     theirs = MuseGlimmerAssistantConfig(
         **{key: getattr(config, key) for key in ASSISTANT_KEYS},
         mask_token_id=special["mask_token_id"],

@@ -62,19 +62,21 @@ def draft_blocks(q: Layout, k: Layout) -> Tensor:
     return (q.document == k.document) & (prefix | own_block)
 
 
-def causal_blocks(span: int) -> Predicate:
-    """Causal draft blocks (PARD): as `draft_blocks`, but a block is causal within itself.
+def numbered_blocks(span: int, causal: bool) -> Predicate:
+    """Draft blocks whose tokens are numbered: as `draft_blocks`, or causal within a block (PARD).
 
     `block` numbers the tokens of blocks: b span + i is token i of block b.
 
     Args:
         span: tokens per block.
+        causal: whether a token of a block attends to none after it.
     """
 
     def predicate(q: Layout, k: Layout) -> Tensor:
         own = q._replace(block=q.block.div(span, rounding_mode="floor"))
         keys = k._replace(block=k.block.div(span, rounding_mode="floor"))
-        return draft_blocks(own, keys) & ((k.block < 0) | (k.block <= q.block))
+        seen = draft_blocks(own, keys)
+        return seen & ((k.block < 0) | (k.block <= q.block)) if causal else seen
 
     return predicate
 
@@ -93,7 +95,7 @@ def drafter_attention(name: str, span: int | None = None) -> Predicate:
     if name not in DRAFTERS:
         raise ValueError(f"unknown attention {name!r}. Choose from {list(DRAFTERS)}")
     if name == "causal":
-        return causal if span is None else causal_blocks(span)
+        return causal if span is None else numbered_blocks(span, causal=True)
     return draft_blocks if name == "prefix_causal" else within_document
 
 

@@ -4,8 +4,10 @@ import math
 
 from torch import Tensor
 
+from data.corruption.draft_blocks import block_width
+from decoding.commands.values import unknown
 from decoding.engine import vocabulary
-from models.dflash import LAYOUT, DFlashDraftModel, check_fits, draft_states
+from models.dflash import LAYOUTS, DFlashDraftModel, check_fits, draft_states
 from trainers.drafter import TargetStates
 from trainers.losses.dflash import adaptive_weight, decay_weight
 from trainers.losses.diffusion import token_nll
@@ -19,12 +21,14 @@ class DFlash(TaughtModule):
         network: The drafter (`models.dflash.from_target`); its config names the target's layers
             that it reads; its mask token and block size are written there, as engines read them.
         gamma: Of the weights of a block's positions (`trainers.losses.dflash.decay_weight`).
+        layout: Of draft blocks, one of `models.dflash.LAYOUTS`: 'dflash' as published, or 'dspark',
+            whose last committed token drafts the first token, as a causal LM's does.
         dpace: The alpha of D-PACE's weights, which follow from what the drafter knows
             (`adaptive_weight`), in place of gamma's; as published 0.5. None: gamma's.
 
     Raises:
-        ValueError: A gamma that is not positive, an alpha outside of (0, 1], or a trained drafter
-            with another mask token.
+        ValueError: A gamma that is not positive, an alpha outside of (0, 1], another layout, or a
+            trained drafter with another mask token or layout.
     """
 
     def __init__(
@@ -33,13 +37,11 @@ class DFlash(TaughtModule):
         *args,
         gamma: float = 4.0,
         dpace: float | None = None,
-        layout: str = LAYOUT,
+        layout: str = "dflash",
         **kwargs,
     ):
-        if layout != LAYOUT:
-            raise ValueError(
-                f"module.layout={layout} is not allowed: a DFlash drafter has {LAYOUT}"
-            )
+        if layout not in LAYOUTS:
+            raise unknown("module.layout", layout, LAYOUTS)
         super().__init__(network, *args, layout=layout, draft_ids=network.draft_ids, **kwargs)
         if gamma <= 0:
             raise ValueError(f"gamma={gamma} is not allowed: it must be positive")
@@ -51,10 +53,17 @@ class DFlash(TaughtModule):
                 f"the drafter to start from reads token {trained} as its mask, and the tokenizer "
                 f"has {self.mask_id}: give that token as tokenizer.mask_token"
             )
+        if self.is_trained() and network.samples_from_anchor != LAYOUTS[layout]:
+            raise ValueError(
+                f"layout={layout} is not allowed: the drafter to start from has "
+                f"layout={next(name for name in LAYOUTS if name != layout)}"
+            )
+        if LAYOUTS[layout]:
+            network.config.dflash_config["sample_from_anchor"] = True
         self.gamma, self.dpace = gamma, dpace
         self.target_layers = network.target_layer_ids
         network.config.dflash_config["mask_token_id"] = self.mask_id
-        network.config.block_size = 1 + self.block_size  # with the last committed token
+        network.config.block_size = block_width(layout, self.block_size)  # what the drafter reads
 
     def is_trained(self) -> bool:
         return bool(self.network.name_or_path)  # it was loaded: a new one comes from no folder
@@ -85,7 +94,7 @@ class DFlash(TaughtModule):
 
     def export_config(self) -> dict:
         entry = super().export_config()
-        entry.pop("attention")  # there is but one
+        entry["attention"] = "causal" if self.network.causal else "prefix_causal"
         entry.pop(vocabulary.KEY, None)  # the weights hold it (`d2t`)
         return entry
 

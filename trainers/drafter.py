@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from data.corruption.draft_blocks import STATES
+from data.corruption.draft_blocks import STATES, block_width
 from data.rows.states import RowsWithStates
 from data.text.tokenizer import draft_token_ids, fingerprint
 from decoding.drafting import markov as markov_file
@@ -24,7 +24,7 @@ from models.attention import attention_mask
 from models.head import freeze_embeddings, silence_others
 from models.hidden_states import capture, check_layers
 from models.markov import MarkovHead
-from models.masks import Layout, block_width, causal, drafter_attention
+from models.masks import Layout, causal, drafter_attention
 from models.noise import NoiseInput
 from trainers.base import DISTRIBUTIONS, HIDDEN_STATES, BaseModule, Optimization
 from trainers.publishing import export_check
@@ -125,6 +125,7 @@ class DrafterModule(BaseModule):
         train_drafter: bool = True,
     ):
         super().__init__(network, tokenizer, optimization, target)
+        self.layout = layout
         self.mask_id, self.sep_id = draft_token_ids(tokenizer, layout)
         if draft_ids is not None:
             draft_ids = torch.as_tensor(draft_ids)
@@ -348,7 +349,7 @@ class DrafterModule(BaseModule):
         K = noise.shape[2]
         span = diffusion.drafting(K, self.attention, self.shifted)
         ids = None if self.draft_ids is None else self.draft_ids.to(noise.device)
-        form = span, block_width(self.attention, K), ids
+        form = span, block_width(self.layout, K), ids
         with self.noise_input.reading(self.network, noise, *form) as early:
             yield early
 
@@ -419,7 +420,7 @@ class DrafterModule(BaseModule):
             assert not logits  # `with_states` sees to it
             return TargetStates(None, batch[STATES].chunk(len(layers), -1))
         B, A, K = batch["target"].shape
-        S = batch["input_ids"].shape[1] - A * block_width(self.attention, K)
+        S = batch["input_ids"].shape[1] - A * block_width(self.layout, K)
         layout = Layout(batch["document"], batch["position_ids"], batch["block"])
         layout = layout.map(lambda t: t[:, :S])
         kind = self.target.config._attn_implementation

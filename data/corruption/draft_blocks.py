@@ -2,7 +2,7 @@
 
 A training sample is the clean row of S tokens, followed by A blocks of W tokens each, which
 continue the row at the block's anchor: the number n of clean tokens before the block. There are
-three layouts of a block of K drafted tokens, each laid out as in decoding:
+four layouts of a block of K drafted tokens, each laid out as in decoding:
 
 - `separator`: a separator at position n and K masked (or partly masked) tokens at n + 1 to n + K,
   so W = 1 + K. The outputs of the masked tokens draft themselves.
@@ -11,6 +11,8 @@ three layouts of a block of K drafted tokens, each laid out as in decoding:
   after its input, as a causal LM's does.
 - `dflash` (arXiv 2602.06036): the last token of the prefix at position n - 1 and K masked tokens at
   n to n + K - 1, so W = 1 + K. The outputs of the masked tokens draft themselves.
+- `dspark` (what engines call `sample_from_anchor`): the tokens of `pard`, so W = K, and each output
+  drafts the token after its input; but the block is one, as in `dflash`.
 """
 
 from typing import NamedTuple, Protocol
@@ -23,6 +25,7 @@ from data.corpora.answers import TEACHER, TEMPERATURE
 from data.corruption.schedules import masked_at, suffix_lengths, uniform_times
 from data.text.tokenizer import draft_token_ids
 
+ANCHORED = ("pard", "dspark")  # whose block's first token drafts the first one
 SEED = "seed"  # of a sample: of what a module draws for it
 STATES = "states"  # a column of rows: a target's hidden states at their tokens (data.rows.states)
 
@@ -81,7 +84,7 @@ class DraftBlocks:
         length: K, the number of drafted tokens per block.
         schedule: the noise of the blocks.
         tokenizer: one that has the layout's tokens (`data.text.tokenizer.with_draft_tokens`).
-        layout: of the blocks: 'separator', 'pard' or 'dflash'.
+        layout: of the blocks: 'separator', 'pard', 'dflash' or 'dspark'.
 
     Raises:
         ValueError: for fewer than 1 block or token, or a tokenizer without the layout's tokens.
@@ -99,7 +102,7 @@ class DraftBlocks:
             raise ValueError(f"anchors={anchors} and length={length} must both be at least 1")
         self.anchors, self.length, self.schedule = anchors, length, schedule
         self.mask_id, self.sep_id = draft_token_ids(tokenizer, layout)
-        self.width = length if layout == "pard" else 1 + length
+        self.layout, self.width = layout, block_width(layout, length)
 
     def __call__(
         self, row: dict[str, Tensor], generator: Generator, number: int = 0
@@ -108,7 +111,7 @@ class DraftBlocks:
 
         Returns:
             input_ids, position_ids, document, index, block: [S + A W] each, the layout of
-            `models.masks.draft_blocks`, or of `causal_blocks(K)`; target, masked: [A, K], the clean
+            `models.masks.draft_blocks`, or of `numbered_blocks`; target, masked: [A, K], the clean
             tokens and the positions that the loss counts; rate: [A]; size: [A], tokens of the
             continuation (L of DEER's Eq. 1); start: [A], the anchors. A row without trained tokens
             has no masked ones. seed: a number for whatever else is drawn. Of teacher answers also
@@ -136,8 +139,10 @@ class DraftBlocks:
             before, own = ids[last][:, None], 1
         else:
             before, own = torch.full((A, 1), self.sep_id), 0
-        # `causal_blocks` counts tokens of blocks, `draft_blocks` blocks.
-        block = torch.arange(A * W) if W == K else torch.arange(A).repeat_interleave(W)
+        # `numbered_blocks` counts tokens of blocks, `draft_blocks` blocks.
+        block = torch.arange(A).repeat_interleave(W)
+        if self.layout == "pard":
+            block = torch.arange(A * W)
         tokens = torch.cat([before, drafted], 1)[:, :W]
         first = row["position"][last] + 1 - own
         present = torch.cat([torch.ones(A, 1, dtype=torch.bool), noise.present], 1)[:, :W]
@@ -161,6 +166,11 @@ class DraftBlocks:
             **{name: row[name][at] for name in (*TEACHER, TEMPERATURE) if name in row},
             **({STATES: row[STATES]} if STATES in row else {}),
         }
+
+
+def block_width(layout: str, length: int) -> int:
+    """Tokens W of a draft block in a drafter's input, for `length` (K) drafted ones."""
+    return length if layout in ANCHORED else 1 + length
 
 
 def draw_anchors(row: dict[str, Tensor], count: int, generator: Generator) -> Tensor:

@@ -13,7 +13,8 @@ from data.corpora.sources import load_documents
 EOS_TOKEN = "<eos>"
 MASK_TOKEN = "<|mask|>"
 SEPARATOR_TOKEN = "<|draft|>"
-LAYOUTS = ("separator", "pard", "dflash")  # of draft blocks (data/corruption/draft_blocks.py)
+# Of draft blocks (data/corruption/draft_blocks.py).
+LAYOUTS = ("separator", "pard", "dflash", "dspark")
 # A byte that UTF-8 never uses, as byte-level vocabularies (GPT-2's, Llama 3's, Qwen's) write it.
 UNUSED_BYTE = "ÿ"
 
@@ -161,7 +162,7 @@ def draft_token_ids(
         raise ValueError(
             f"The tokenizer has no mask token or no {SEPARATOR_TOKEN} token. "
             "Call data.text.tokenizer.with_draft_tokens(tokenizer) first. "
-            "(That of a drafter with layout=pard or dflash has none.)"
+            "(That of a drafter with another layout has none.)"
         )
     return mask_id, separator_id
 

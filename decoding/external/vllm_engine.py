@@ -203,7 +203,7 @@ def speculative_config(folder: Path, block_size: int | None = None) -> dict:
         block_size: Tokens drafted a cycle; None: the export's own.
 
     Raises:
-        ValueError: The drafter is in no format that vLLM runs.
+        ValueError: The drafter is in no format, or has no layout, that vLLM runs.
     """
     config = read_json(folder / "config.json")
     count = block_size or (config.get("parade") or {}).get("block_size")
@@ -211,6 +211,12 @@ def speculative_config(folder: Path, block_size: int | None = None) -> dict:
     if "pard_token" in config:
         return {"method": FORMATS["pard"], "parallel_drafting": True, **common}
     if "dflash_config" in config:  # its blocks begin with the last committed token
+        if config["dflash_config"].get("sample_from_anchor"):
+            raise ValueError(
+                f"{folder} was trained with layout=dspark, whose last committed token drafts the "
+                "first one: vLLM's method dflash would not sample there, and runs drafters with "
+                "layout=dflash alone"
+            )
         common["num_speculative_tokens"] = count or config["block_size"] - 1
         return {"method": FORMATS["dflash"], **common}
     raise ValueError(

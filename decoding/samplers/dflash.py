@@ -19,7 +19,7 @@ from decoding.engine.cache import CountedNetwork, RaggedCache
 from decoding.engine.vocabulary import check_known
 from models import dflash
 from models.dflash import DFlashDraftModel
-from models.masks import Layout, dense, draft_blocks
+from models.masks import Layout, dense
 
 KNOBS = block_sampler.KNOBS
 ARTEFACTS = block_sampler.ARTEFACTS
@@ -72,11 +72,11 @@ class CachedDrafter(CountedNetwork):
         Args:
             states: [B, w, L H], of the tokens before the last committed one, aligned to the right.
             missing: [B], how many of them the cache lacks; the others are padding.
-            block: [B, 1 + k], the last committed token and masks.
+            block: [B, Q], the last committed token and masks.
             lengths: [B], committed tokens, n: the block begins at position n - 1.
 
         Returns:
-            Logits [B, k, Vd] of the masks.
+            Logits [B, k, Vd] of what the block drafts.
         """
         w, Q = int(missing.max()), block.shape[1]
         states = states[:, states.shape[1] - w :]  # the row that lacked most may be gone
@@ -86,10 +86,10 @@ class CachedDrafter(CountedNetwork):
         visible = int(positions[:, -1].max()) + 1
         # The very predicate of training; slots after a row's block are stale.
         slots = self._slots[:, :visible].expand(len(block), -1)
-        index, own = slots.minimum(first), -(slots < first).long()
-        keys = Layout(-(slots > positions[:, -1:]).long(), index, own)
-        queries = Layout(*(torch.zeros_like(block) for _ in range(3)))
-        queries = queries._replace(index=first.expand_as(block))
+        number = (slots - first).clamp_min(-1)
+        keys = Layout(-(slots > positions[:, -1:]).long(), slots.minimum(first), number)
+        number = torch.arange(Q, device=block.device).expand_as(block)
+        queries = Layout(torch.zeros_like(block), first.expand_as(block), number)
         scratch = self.cache.capacity - 1
         self.cache.place(positions.masked_fill(padding, scratch), visible)
         network, dtype = self.network, self.network.dtype
@@ -97,11 +97,11 @@ class CachedDrafter(CountedNetwork):
             hidden = network(
                 noise_embeds=self.target.get_input_embeddings()(block).to(dtype),
                 context_hidden_states=states.to(dtype),
-                attention_mask=dense(draft_blocks, queries, keys),
+                attention_mask=dense(network.attention(Q), queries, keys),
                 position_ids=positions.clamp_min(0),
                 past_key_values=self.cache,
             ).last_hidden_state
-            return network.logits(hidden[:, 1:], self.target)
+            return network.logits(network.drafted(hidden), self.target)
 
 
 class DFlashSampler(BlockSampler):
@@ -149,10 +149,11 @@ class DFlashSampler(BlockSampler):
         """Drafter logits [B, k, V] at the next k positions, independent given the prefix.
 
         One pass over the states of the tokens that were committed since the last one, and the block
-        of the last committed token and k masks.
+        of the last committed token and masks.
         """
         state, last = batch.state, batch.tokens.gather(1, batch.lengths[:, None] - 1)
-        block = torch.cat([last, last.new_full((1, 1), self.mask_id).expand(len(last), k)], 1)
+        masks = k - self.drafter.samples_from_anchor
+        block = torch.cat([last, last.new_full((len(last), masks), self.mask_id)], 1)
         drafter = batch.networks["drafter"]
         logits = drafter(state.states, state.missing, block, batch.lengths)
         state.states, state.missing = state.states[:, :0], torch.zeros_like(state.missing)
@@ -186,5 +187,15 @@ def load_assistant(path: str) -> tuple[PreTrainedModel, dict]:
 
 
 def from_export(target, tokenizer, drafter, config: dict) -> DFlashSampler:
-    """The sampler of an exported drafter; config: its `parade` entry."""
+    """The sampler of an exported drafter; config: its `parade` entry.
+
+    Raises:
+        ValueError: Its network has another attention than it was trained with.
+    """
+    trained = config.get("attention")
+    if trained is not None and (trained == "causal") != drafter.causal:
+        raise ValueError(
+            f"the drafter was trained with attention={trained}, and its config.json has "
+            f"dflash_config.causal={drafter.causal}"
+        )
     return DFlashSampler(target, tokenizer, drafter, **block_sampler.knobs_of(config, "mask_id"))

@@ -83,15 +83,29 @@ def test_it_drafts_what_its_network_does(folders):
     assert texts == [r.token_ids for r in plain]
 
 
-@pytest.mark.parametrize("wrong", [{"mask_token_id": 0}, {"target_layer_ids": [0, 1]}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"mask_token_id": 0},
+        {"target_layer_ids": [0, 1]},
+        {"causal": True},
+        {"sample_from_anchor": True},
+    ],
+)
 def test_what_the_config_says_matters(folders, wrong):
-    """The negative control of the test above: another mask or other layers draft otherwise."""
+    """The negative control of the test above: another mask, layer or block drafts otherwise."""
     target, drafter, _ = folders
     right = draft_logits(load(drafter, target=target, dtype="float32"))
     change(drafter, dflash_config=wrong)
     other = draft_logits(load(drafter, target=target, dtype="float32"))
     known = right.isfinite() & other.isfinite()  # the mask is never drafted
     assert (right[known] - other[known]).abs().max() > 1e-2
+
+
+def test_a_block_of_which_all_tokens_draft_drafts_one_more(folders):
+    target, drafter, _ = folders
+    change(drafter, dflash_config={"sample_from_anchor": True})
+    assert load(drafter, target=target, dtype="float32").block_size == 4
 
 
 def test_commands_take_it(folders, capsys, tmp_path):
@@ -129,8 +143,7 @@ def add_weight(folder):
         ),
         (lambda f: change(f, block_size=1), "block_size=1; it needs a token id and an integer"),
         (lambda f: change(f, num_target_layers=9), "num_target_layers=9, and this one has 4"),
-        (lambda f: change(f, layer_types=["sliding_attention"] * 2), "sliding windows or causal"),
-        (lambda f: change(f, dflash_config={"causal": True}), "sliding windows or causal"),
+        (lambda f: change(f, layer_types=["sliding_attention"] * 2), "sliding windows"),
         (remove_weight, "it lacks hidden_norm.weight"),
         (add_weight, "it also has selector.weight"),
     ],

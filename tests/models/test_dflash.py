@@ -33,7 +33,8 @@ def sampler(model, drafter, k=K):
 
 def trained_logits(model, drafter, anchors, document=None, context=None):
     """Logits [A, K, V] of training's packed forward at some anchors of TOKENS."""
-    blocks = DraftBlocks(len(anchors), K, SuffixNoise(K), tokenizer_with_mask(), "dflash")
+    layout = "dspark" if drafter.samples_from_anchor else "dflash"
+    blocks = DraftBlocks(len(anchors), K, SuffixNoise(K), tokenizer_with_mask(), layout)
     S = len(TOKENS)
     row = {
         "input_ids": torch.tensor(TOKENS),
@@ -66,15 +67,48 @@ def decoded_logits(model, drafter, lengths):
     return decoder.draft_pass(batch, K, params)
 
 
+BLOCKS = tiny.grid(layout=["dflash", "dspark"], causal=[False, True])
+
+
+@pytest.mark.parametrize("blocks", BLOCKS)
 @pytest.mark.parametrize("kind", tiny.CLASSES)
-def test_training_computes_what_decoding_does(kind):
+def test_training_computes_what_decoding_does(kind, blocks):
     model = target(kind)
-    drafter = tiny.dflash(model, 2)
+    drafter = tiny.dflash(model, 2, **blocks)
     anchors = [1, 2, 4, 7]
     ours, theirs = trained_logits(model, drafter, anchors), decoded_logits(model, drafter, anchors)
     known = theirs.isfinite()  # the mask is never drafted
     assert known.sum() == known.numel() * (V - 1) / V
     torch.testing.assert_close(ours[known], theirs[known], atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("blocks", BLOCKS)
+def test_what_the_tokens_of_a_block_see(blocks, monkeypatch):
+    """All of the block, or what comes before: seen by what a changed last mask changes."""
+    model = target()
+    drafter, anchors = tiny.dflash(model, 2, **blocks), [4, 7]
+    right = trained_logits(model, drafter, anchors)
+    lay_out = DraftBlocks.lay_out
+
+    def last_changed(self, *given):
+        sample = lay_out(self, *given)
+        sample["input_ids"][-1] = 0
+        return sample
+
+    monkeypatch.setattr(DraftBlocks, "lay_out", last_changed)
+    changed = (trained_logits(model, drafter, anchors) != right).any(-1)
+    assert changed.tolist() == [[False] * K, [not blocks["causal"]] * (K - 1) + [True]]
+
+
+def test_layouts_differ_in_the_token_that_drafts_first():
+    """Causal blocks read the same in both; by layout=dspark all draft one token earlier."""
+    model = target("qwen3")
+    found = {}
+    for layout in ("dflash", "dspark"):
+        drafter = tiny.dflash(model, 2, layout=layout, causal=True)
+        found[layout] = trained_logits(model, drafter, [4, 7])
+    torch.testing.assert_close(found["dflash"][:, : K - 1], found["dspark"][:, 1:])
+    assert (found["dflash"][:, 0] - found["dspark"][:, 0]).abs().max() > 1e-3
 
 
 def shifted(states):

@@ -10,16 +10,16 @@ from models.masks import (
     block_causal,
     branches,
     causal,
-    causal_blocks,
     clean_windows,
     dense,
     draft_blocks,
     drafter_attention,
     flex,
+    numbered_blocks,
 )
 
 PREDICATES = [
-    *[causal, draft_blocks, causal_blocks(3), branches],
+    *[causal, draft_blocks, numbered_blocks(3, causal=True), branches],
     *[clean_windows(3), block_causal(3), bidirectional(3)],
 ]
 
@@ -120,7 +120,7 @@ def test_causal_blocks_see_their_prefix_and_what_comes_before_within_them():
         x x . . . x x x .
         . . . . . . . . x
     """)
-    assert torch.equal(dense(causal_blocks(3), rows)[0, 0], expected)
+    assert torch.equal(dense(numbered_blocks(3, causal=True), rows)[0, 0], expected)
     assert drafter_attention("causal") is causal  # one block, at the end of the text
 
 

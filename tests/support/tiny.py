@@ -91,7 +91,7 @@ def grid(**axes):
     return [dict(zip(axes, values)) for values in itertools.product(*axes.values())]
 
 
-def dflash(target, states=1, seed=1, scale=2.0, **options):
+def dflash(target, states=1, seed=1, scale=2.0, layout="dflash", **options):
     """A random DFlash drafter for a target, in its type; the mask is the target's last token."""
     vocabulary = target.config.vocab_size
     network = from_target(target, tokenizer(vocabulary), 2, states, **options)
@@ -103,4 +103,6 @@ def dflash(target, states=1, seed=1, scale=2.0, **options):
             else:
                 p.uniform_(0.5, 1.5)
     network.config.dflash_config["mask_token_id"] = vocabulary - 1
+    if layout == "dspark":
+        network.config.dflash_config["sample_from_anchor"] = True
     return network.to(target.dtype).eval()

@@ -88,6 +88,9 @@ def test_what_it_reads_of_the_target():
     assert module(model, soft=0.5, teacher="answers").needs_target == {HIDDEN_STATES}
     config = module(model).network.config
     assert (config.block_size, config.dflash_config["mask_token_id"]) == (4, V - 1)
+    assert "sample_from_anchor" not in config.dflash_config
+    anchored = module(model, layout="dspark").network.config
+    assert (anchored.block_size, anchored.dflash_config["sample_from_anchor"]) == (3, True)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +98,7 @@ def test_what_it_reads_of_the_target():
     [
         ({"gamma": 0}, "gamma=0 is not allowed"),
         ({"dpace": 1.5}, "dpace=1.5 is not allowed"),
-        ({"layout": "pard"}, "layout=pard is not allowed"),
+        ({"layout": "pard"}, "unknown module.layout 'pard'"),
         ({"soft": 2}, "soft=2 is not allowed"),
     ],
 )
@@ -118,9 +121,13 @@ def prepared(tmp_path_factory):
     return lab
 
 
-@pytest.mark.parametrize("head", ["the target's", "its own"])
+ANCHORED = ["layout=dspark", "network.causal=true"]
+
+
+@pytest.mark.parametrize("head", ["the target's", "its own", "dspark"])
 def test_it_learns_and_its_export_decodes(prepared, head):
     own = [OWN_HEAD % (prepared.runs / "deer_answers")] if head == "its own" else []
+    own += ANCHORED if head == "dspark" else []
     steps = ["trainer.max_steps=60", "trainer.validate_every=30", "optimization.lr=3.0e-3"]
     # A fitted projection would begin where this target, which hardly reads its context, ends.
     steps += ["trainer.log_every=1", "network.text=null"]
@@ -130,6 +137,7 @@ def test_it_learns_and_its_export_decodes(prepared, head):
     sampler = load(str(export), dtype="float32")
     assert type(sampler) is DFlashSampler
     assert (sampler.draft_ids is not None) == (head == "its own")
+    assert sampler.drafter.samples_from_anchor == sampler.drafter.causal == (head == "dspark")
     entry = json.loads((export / "config.json").read_text())["parade"]
     assert "draft_vocabulary" not in entry  # the weights say which tokens
     # Engines read every file of weights that they find.
@@ -172,6 +180,9 @@ def test_a_new_drafter_cannot_be_frozen_nor_one_with_another_mask():
     given = {"method": "dflash", "block_size": 3, "target_name": "x"}
     with pytest.raises(ValueError, match=rf"token {V - 1} as its mask, and the tokenizer has"):
         DFlash(network, tokenizer, Optimization(1e-3), model, **given)
+    network.config.dflash_config["mask_token_id"], network.name_or_path = V - 2, "a folder"
+    with pytest.raises(ValueError, match="layout=dspark is not allowed: the drafter to start from"):
+        DFlash(network, tokenizer, Optimization(1e-3), model, **given, layout="dspark")
 
 
 def test_a_killed_run_goes_on_as_if_it_had_not_been(prepared):

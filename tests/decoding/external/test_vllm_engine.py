@@ -1,5 +1,6 @@
 """The door to vLLM, with a stub of its interface in the worker's process (a real process)."""
 
+import json
 import os
 from pathlib import Path
 
@@ -108,6 +109,15 @@ def test_what_is_refused_before_an_engine_starts(tmp_path, monkeypatch, vllm_stu
         interpreter()
     with pytest.raises(ValueError, match=r"neither pard_token.*layout=pard"):
         speculative_config(Path(model))
+    dspark = tmp_path / "dspark"
+    dspark.mkdir()
+    config = {"block_size": 4, "dflash_config": {"sample_from_anchor": False}}
+    (dspark / "config.json").write_text(json.dumps(config))
+    assert speculative_config(dspark)["num_speculative_tokens"] == 3
+    config["dflash_config"]["sample_from_anchor"] = True
+    (dspark / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"layout=dspark.*runs drafters with layout=dflash alone"):
+        speculative_config(dspark)
     with Vllm(model, vllm_stub) as engine, pytest.raises(ValueError, match=r"stop=\['x'\]"):
         engine.generate([[1]], SamplingParams(stop=("x",)))
 

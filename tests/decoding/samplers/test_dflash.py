@@ -22,17 +22,24 @@ from tests.support import tiny
 
 def dflash(model, k, cls=DFlashSampler, **knobs):
     vocabulary = model.config.vocab_size
-    drafter = tiny.dflash(model, scale=knobs.pop("scale", 2.0))
+    own = {name: knobs.pop(name) for name in ("layout", "causal") if name in knobs}
+    drafter = tiny.dflash(model, scale=knobs.pop("scale", 2.0), **own)
     tokenizer = tiny.tokenizer(vocabulary)
     return cls(model, tokenizer, drafter, block_size=k, mask_id=vocabulary - 1, **knobs)
 
 
+BLOCKS = [{}, {"layout": "dspark"}, {"layout": "dspark", "causal": True}]
+
+
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-@pytest.mark.parametrize("name", CASES)
-def test_it_has_the_plain_distribution(name, rule):
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [*((name, {}) for name in CASES), *((next(iter(CASES)), blocks) for blocks in BLOCKS[1:])],
+)
+def test_it_has_the_plain_distribution(name, blocks, rule):
     case = dict(CASES[name])
-    eos = case.pop("eos", None)
-    sampler = dflash(tiny.causal_lm(case.pop("vocabulary"), eos_token_id=eos), case.pop("k"))
+    eos, k = case.pop("eos", None), case.pop("k")
+    sampler = dflash(tiny.causal_lm(case.pop("vocabulary"), eos_token_id=eos), k, **blocks)
     params = SamplingParams(max_new_tokens=case.pop("new"), verify=rule, **case)
     assert distance(sampler, params, {eos} - {None}) <= 1e-9
 
@@ -48,9 +55,12 @@ def test_a_wrong_rule_fails_the_same_test(monkeypatch, wrong):
     assert distance(sampler, params) > 1e-3
 
 
-@pytest.mark.parametrize("warp", WARPS)
+@pytest.mark.parametrize(
+    ("warp", "blocks"),
+    [*((warp, {}) for warp in WARPS), *((next(iter(WARPS)), blocks) for blocks in BLOCKS[1:])],
+)
 @pytest.mark.parametrize("rule", KEYED)
-def test_the_text_is_plain_decoding_s(rule, warp):
+def test_the_text_is_plain_decoding_s(rule, warp, blocks):
     """Of every prompt alone, in a batch that becomes smaller, at T=0 and T=1."""
     model = tiny.causal_lm(V, layers=3).float()
     for temperature in (0.0, 1.0):
@@ -59,7 +69,7 @@ def test_the_text_is_plain_decoding_s(rule, warp):
         expected = [
             plain.generate([p], params, seeds=[s])[0].token_ids for p, s in zip(PROMPTS, SEEDS)
         ]
-        found = dflash(model, 4).generate(PROMPTS, params, seeds=SEEDS)
+        found = dflash(model, 4, **blocks).generate(PROMPTS, params, seeds=SEEDS)
         assert [r.token_ids for r in found] == expected
 
 
@@ -95,10 +105,10 @@ def anew(sampler, prefix, k, params):
     return DFlashSampler.draft_pass(sampler, batch, k, params)[0]
 
 
-def worst(cls, rule, temperature):
+def worst(cls, rule, temperature, **blocks):
     """How far drafts in the course of decoding are from those made anew, at the most."""
     model, k = tiny.causal_lm(V, layers=3), 4
-    sampler = dflash(model, k, cls)
+    sampler = dflash(model, k, cls, **blocks)
     sampler.drafts = []
     params = SamplingParams(24, temperature, verify=rule)
     sampler.generate(PROMPTS, params, seeds=SEEDS)
@@ -110,10 +120,11 @@ def worst(cls, rule, temperature):
     return found
 
 
+@pytest.mark.parametrize("blocks", BLOCKS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("rule", VERIFY)
-def test_the_context_follows_the_accepted_tokens(rule, temperature):
-    assert worst(Recording, rule, temperature) < 1e-9
+def test_the_context_follows_the_accepted_tokens(rule, temperature, blocks):
+    assert worst(Recording, rule, temperature, **blocks) < 1e-9
 
 
 @pytest.mark.parametrize("rule", ["coupled", "tree"])

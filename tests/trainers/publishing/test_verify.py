@@ -177,8 +177,8 @@ def test_a_mistake_is_caught_and_its_position_named(run, tmp_path, mistake):
     assert "\n" not in str(e.value)
 
 
-def test_causal_blocks_are_refused(run, tmp_path):
-    """vLLM would run them, and accept less; our sampler has no such mask, so it does not load."""
+def test_another_attention_is_refused(run, tmp_path):
+    """It costs a drafter as short as this one little, so it is told by the export's own entry."""
     if entry_of(run / "export")["method"] != "dflash":
         pytest.skip("this layout has no such flag")
     copy = tmp_path / "run"
