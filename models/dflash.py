@@ -8,6 +8,7 @@ config keys are those that vLLM, SGLang and transformers read, so an export need
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +59,7 @@ SPECULATORS = (
 )  # fmt: skip
 SPECULATORS_VERSION = "0.9.0"
 RIDGE = 0.01  # of the regression on the states: share of each one's own square
+CONTEXTS = ("fused", "layerwise")  # of the layers of a drafter
 UNREAD = 2  # last layers of a target that `spread` leaves out: they are about the next token alone
 
 
@@ -74,8 +76,9 @@ class DFlashAttention(nn.Module):
         self.k_proj = nn.Linear(H, config.num_key_value_heads * D, bias=bias)
         self.v_proj = nn.Linear(H, config.num_key_value_heads * D, bias=bias)
         self.o_proj = nn.Linear(config.num_attention_heads * D, H, bias=bias)
-        self.q_norm = Qwen3RMSNorm(D, eps=config.rms_norm_eps)
-        self.k_norm = Qwen3RMSNorm(D, eps=config.rms_norm_eps)
+        normed = config.dflash_config.get("norms", True)
+        norm = partial(Qwen3RMSNorm, D, eps=config.rms_norm_eps) if normed else nn.Identity
+        self.q_norm, self.k_norm = norm(), norm()
 
     def forward(
         self,
@@ -124,7 +127,9 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
     `num_target_layers` and `dflash_config`: `mask_token_id`, `target_layer_ids` (0-based, states
     are outputs of these layers: `models.hidden_states`), `causal` (whether a block's tokens see
     none after them) and `sample_from_anchor` (whether the last committed token drafts the first
-    token and each mask the one after it, which takes a mask less; absent: false). With
+    token and each mask the one after it, which takes a mask less; absent: false). Ours are
+    `context`, 'fused' as published, or 'layerwise': each layer has a context of its own, the state
+    of one target layer; and with it `norms` (whether queries and keys are normed). With
     `draft_vocab_size` the drafter has a head of its own for these tokens: draft token d is the
     target's d + d2t[d].
     """
@@ -143,8 +148,9 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
         super().__init__(config)
         H = config.hidden_size
         self.target_layer_ids = tuple(config.dflash_config["target_layer_ids"])
-        self.fc = nn.Linear(len(self.target_layer_ids) * H, H, bias=False)
-        self.hidden_norm = Qwen3RMSNorm(H, eps=config.rms_norm_eps)
+        if not self.layerwise:
+            self.fc = nn.Linear(len(self.target_layer_ids) * H, H, bias=False)
+            self.hidden_norm = Qwen3RMSNorm(H, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(DFlashLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(H, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
@@ -167,6 +173,25 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
     def causal(self) -> bool:
         """Whether a token of a block sees none after it."""
         return bool(self.config.dflash_config.get("causal"))
+
+    @property
+    def layerwise(self) -> bool:
+        """Whether each layer has a context of its own."""
+        return self.config.dflash_config.get("context", "fused") == "layerwise"
+
+    def contexts(self, states: Tensor) -> Sequence[Tensor]:
+        """What each layer takes keys and values of a prefix from, of the target's states.
+
+        Args:
+            states: [B, C, L H], those of all L layers that are read together.
+
+        Returns:
+            [B, C, H] for each layer.
+        """
+        if not self.layerwise:
+            return [self.hidden_norm(self.fc(states))] * len(self.layers)
+        own = states.chunk(len(self.layers), -1)
+        return [layer.input_layernorm(state) for layer, state in zip(self.layers, own)]
 
     def attention(self, width: int) -> Predicate:
         """The attention pattern of blocks of so many tokens, which are numbered."""
@@ -194,8 +219,13 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
             architectures: Of the target's config.json.
 
         Raises:
-            ValueError: It has a head of its own for all tokens.
+            ValueError: It has a head of its own for all tokens, or a context for each layer.
         """
+        if self.layerwise:
+            raise ValueError(
+                "format=speculators is not allowed: the drafter has context=layerwise, which the "
+                "package does not know"
+            )
         config, chosen = self.config, self.draft_ids
         vocabulary, count = config.vocab_size, config.block_size - (not self.samples_from_anchor)
         if chosen is not None and len(chosen) == vocabulary:
@@ -255,15 +285,14 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
         Returns:
             `last_hidden_state` [B, Q, H], which a head turns into logits, and the cache.
         """
-        context = self.hidden_norm(self.fc(context_hidden_states))
         if position_ids is None:
-            count = context.shape[1] + noise_embeds.shape[1]
+            count = context_hidden_states.shape[1] + noise_embeds.shape[1]
             position_ids = torch.arange(count, device=noise_embeds.device)[None]
         if attention_mask is not None and attention_mask.dim() == 2:
             wide = attention_mask[:, None, None].bool()
             attention_mask = wide.expand(-1, -1, noise_embeds.shape[1], -1)
         rotary, block = self.rotary_emb(noise_embeds, position_ids), noise_embeds
-        for layer in self.layers:
+        for layer, context in zip(self.layers, self.contexts(context_hidden_states)):
             block = layer(block, context, rotary, attention_mask, past_key_values)
         return BaseModelOutputWithPast(self.norm(block), past_key_values)
 
@@ -285,6 +314,7 @@ def from_target(
     draft_ids: Tensor | None = None,
     text: Sequence[Sequence[int]] | None = None,
     causal: bool = False,
+    context: str = "fused",
 ) -> DFlashDraftModel:
     """A new drafter for a target, with layers that begin as copies of the target's.
 
@@ -301,6 +331,10 @@ def from_target(
         text: Sequences of token ids like those that will be decoded, by which the projection of the
             states is fitted (`fitted_context`); None: it is random.
         causal: Whether a token of a draft block sees none after it.
+        context: 'fused', one projection of the states for all layers, as published; or 'layerwise':
+            each layer takes keys and values from what its original in the target takes them from,
+            the state of the layer before, so both begin with the very same ones. `states` and
+            `text` are not read then, the target's layer 0 is not copied, and no engine runs it.
 
     Raises:
         ValueError: Layers that the target lacks, a target of another style, a token outside of its
@@ -313,7 +347,19 @@ def from_target(
             "a Llama, Qwen2 or Qwen3 style causal LM is needed"
         )
     depth = theirs.num_hidden_layers
-    layers = copying(source, layers) if isinstance(layers, int) else [*layers]
+    if context not in CONTEXTS:
+        raise ValueError(f"unknown network.context {context!r}. Choose from {list(CONTEXTS)}")
+    layerwise = context == "layerwise"
+    if isinstance(layers, int):  # of which the first is the target's first, but for layerwise
+        layers = copying(source, layers + layerwise)[int(layerwise) :]
+    layers = [*layers]
+    if layerwise:
+        if 0 in layers:
+            raise ValueError(
+                f"layers={layers} is not allowed with context=layerwise: before layer 0 there is "
+                "no state; leave it out"
+            )
+        states = [i - 1 for i in layers]
     states = spread(states, depth) if isinstance(states, int) else [*states]
     check_layers(source, [*layers, *states])
     if depth - 1 in states:
@@ -327,7 +373,10 @@ def from_target(
             "drafter reads the target's embeddings, so it can have no token of its own"
         )
     print(f"the drafter begins with layers {layers} of {depth}, and reads layers {states}")
-    heads = theirs.num_attention_heads
+    heads, attention = theirs.num_attention_heads, source.model.layers[0].self_attn
+    special = {"mask_token_id": None, "target_layer_ids": states, "causal": causal}
+    if layerwise:
+        special |= {"context": context, "norms": hasattr(attention, "q_norm")}
     config = Qwen3Config(
         vocab_size=theirs.vocab_size,
         hidden_size=theirs.hidden_size,
@@ -342,14 +391,15 @@ def from_target(
         rope_parameters=dict(theirs.rope_parameters),
         tie_word_embeddings=False,
         num_target_layers=depth,
-        dflash_config={"mask_token_id": None, "target_layer_ids": states, "causal": causal},
+        attention_bias=layerwise and attention.q_proj.bias is not None,
+        dflash_config=special,
         **({} if draft_ids is None else {"draft_vocab_size": len(draft_ids)}),
     )
     config.architectures = [DFlashDraftModel.__name__]
     with torch.random.fork_rng(devices=[]):  # independent of the caller's random state
         torch.manual_seed(0)
         network = DFlashDraftModel(config)
-    scales = sharpness(source, layers)
+    scales = [1.0] * len(layers) if layerwise else sharpness(source, layers)
     for ours, i, scale in zip(network.layers, layers, scales):
         known = source.model.layers[i].state_dict()
         own = ours.state_dict()
@@ -357,12 +407,14 @@ def from_target(
         # Norms of keys stay 1, as those of queries can learn the same: vLLM 0.32 on the CPU norms
         # the context's keys of every layer by the first layer's weights (docs/how_to/
         # export_and_serve.md), and so with equal weights is right everywhere.
+        if layerwise:
+            continue
         queries, keys = ours.self_attn.q_norm.weight, ours.self_attn.k_norm.weight
         with torch.no_grad():
             queries.mul_(keys).mul_(scale)
             keys.fill_(1).requires_grad_(False)
         _fold(ours.input_layernorm, ours.self_attn)
-    if text is not None:
+    if text is not None and not layerwise:
         weight, scale = fitted_context(source, layers, states, text)
         with torch.no_grad():
             network.fc.weight.copy_(weight)
@@ -622,10 +674,11 @@ def load_assistant(path: str) -> PreTrainedModel:
             "class borrows the target's: train with network.draft_ids=null"
         )
     config, special = network.config, network.config.dflash_config
-    if network.samples_from_anchor or network.causal:
+    if network.samples_from_anchor or network.causal or network.layerwise:
         raise ValueError(
-            f"{path!r} has layout=dspark or causal blocks, and transformers' class neither: train "
-            "with layout=dflash network.causal=false"
+            f"{path!r} has layout=dspark, causal blocks or context=layerwise, and transformers' "
+            "class has none of them: train with layout=dflash network.causal=false "
+            "network.context=fused"
         )
     theirs = MuseGlimmerAssistantConfig(
         **{key: getattr(config, key) for key in ASSISTANT_KEYS},

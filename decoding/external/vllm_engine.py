@@ -211,6 +211,11 @@ def speculative_config(folder: Path, block_size: int | None = None) -> dict:
     if "pard_token" in config:
         return {"method": FORMATS["pard"], "parallel_drafting": True, **common}
     if "dflash_config" in config:  # its blocks begin with the last committed token
+        if config["dflash_config"].get("context", "fused") != "fused":
+            raise ValueError(
+                f"{folder} was trained with network.context=layerwise, which vLLM does not run: it "
+                "knows one context for all layers, network.context=fused"
+            )
         if config["dflash_config"].get("sample_from_anchor"):
             raise ValueError(
                 f"{folder} was trained with layout=dspark, whose last committed token drafts the "

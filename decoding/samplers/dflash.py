@@ -141,7 +141,7 @@ class DFlashSampler(BlockSampler):
             found = torch.cat(states, -1)
             found = _right_aligned(found, missing)
         else:  # no prompt has two tokens
-            width = self.drafter.fc.in_features
+            width = len(self.hidden_layers) * self.drafter.config.hidden_size
             found = torch.zeros(len(missing), 0, width, device=missing.device)
         batch.state = DFlashState(found, missing)
 

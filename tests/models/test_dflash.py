@@ -67,7 +67,9 @@ def decoded_logits(model, drafter, lengths):
     return decoder.draft_pass(batch, K, params)
 
 
-BLOCKS = tiny.grid(layout=["dflash", "dspark"], causal=[False, True])
+BLOCKS = tiny.grid(
+    layout=["dflash", "dspark"], causal=[False, True], context=["fused", "layerwise"]
+)
 
 
 @pytest.mark.parametrize("blocks", BLOCKS)
@@ -339,6 +341,37 @@ def test_copied_layers_begin_with_nearly_the_target_s_keys_and_values():
     assert max(unexplained(alone, model, [3], draws[40:])) < 0.1
 
 
+def as_a_causal_lm(model, drafter):
+    """Logits [S, V] of a drafter of all layers but the first, drafting one token at each place."""
+    with torch.no_grad(), capture(model, range(4)) as states:
+        model(torch.tensor([TOKENS]))
+    hidden = states[0]
+    # The last committed token of each block is read as the target's own first layer left it.
+    S = len(TOKENS)
+    found = []
+    for n in range(1, S):
+        context = torch.cat([s[:, : n - 1] for s in states[:3]], -1)
+        out = drafter(hidden[:, n - 1 : n], context).last_hidden_state
+        found.append(drafter.logits(out, model)[0, -1])
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("kind", tiny.CLASSES)
+def test_layers_with_contexts_of_their_own_are_the_target_s(kind):
+    """A drafter of all layers after the first gives, after the first's state, the target's logits.
+
+    With one context for all of them it does not.
+    """
+    model = varied_norms(target(kind))
+    copied = {"layers": [1, 2, 3], "states": None, "context": "layerwise", "causal": True}
+    drafter = from_target(model, tiny.tokenizer(V), **copied).double()
+    expected = model(torch.tensor([TOKENS])).logits[0, :-1]
+    torch.testing.assert_close(as_a_causal_lm(model, drafter), expected, rtol=1e-5, atol=1e-5)
+    copied |= {"states": 3, "context": "fused", "text": [TOKENS] * 3}
+    fused = from_target(model, tiny.tokenizer(V), **copied).double()
+    assert (as_a_causal_lm(model, fused) - expected).abs().max() > 0.1
+
+
 def attention_logits(attention, x, norms=False):
     """Queries times keys of a layer [B, heads, N, N], of what it is given, without positions."""
     B, N = x.shape[:2]
@@ -396,6 +429,8 @@ def test_norms_of_keys_stay_1():
         ({"states": [4]}, "layer 4 is not there"),
         ({"states": [1, 3]}, "before the final norm"),
         ({"states": 4}, "states=4 is not allowed"),
+        ({"layers": [0, 2], "context": "layerwise"}, "before layer 0 there is no state"),
+        ({"context": "own"}, "unknown network.context 'own'"),
         ({"tokenizer": tiny.tokenizer(V + 1)}, "no token of its own"),
         ({"text": [[3], []]}, "no sequence of two tokens"),
     ],

@@ -121,7 +121,9 @@ def prepared(tmp_path_factory):
     return lab
 
 
-ANCHORED = ["layout=dspark", "network.causal=true"]
+ANCHORED = [
+    "layout=dspark", "network.causal=true", "network.context=layerwise", "network.layers=[1,5]"
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("head", ["the target's", "its own", "dspark"])
@@ -137,7 +139,8 @@ def test_it_learns_and_its_export_decodes(prepared, head):
     sampler = load(str(export), dtype="float32")
     assert type(sampler) is DFlashSampler
     assert (sampler.draft_ids is not None) == (head == "its own")
-    assert sampler.drafter.samples_from_anchor == sampler.drafter.causal == (head == "dspark")
+    drafter = sampler.drafter
+    assert drafter.samples_from_anchor == drafter.causal == drafter.layerwise == (head == "dspark")
     entry = json.loads((export / "config.json").read_text())["parade"]
     assert "draft_vocabulary" not in entry  # the weights say which tokens
     # Engines read every file of weights that they find.

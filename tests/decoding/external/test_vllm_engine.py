@@ -114,7 +114,11 @@ def test_what_is_refused_before_an_engine_starts(tmp_path, monkeypatch, vllm_stu
     config = {"block_size": 4, "dflash_config": {"sample_from_anchor": False}}
     (dspark / "config.json").write_text(json.dumps(config))
     assert speculative_config(dspark)["num_speculative_tokens"] == 3
-    config["dflash_config"]["sample_from_anchor"] = True
+    config["dflash_config"]["context"] = "layerwise"
+    (dspark / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"layerwise, which vLLM does not run"):
+        speculative_config(dspark)
+    config["dflash_config"] = {"sample_from_anchor": True}
     (dspark / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"layout=dspark.*runs drafters with layout=dflash alone"):
         speculative_config(dspark)
