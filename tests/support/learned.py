@@ -77,7 +77,7 @@ def write(root, prompts, layout="pard", new=24, steps=150):
         "method": method,
         "target": str(root / "target"),
         "tokenizer_fingerprint": fingerprint(plain),
-        **({} if layout == "dflash" else {"attention": attention}),
+        "attention": attention,
         "block_size": K,
         "mask_id": mask_id,
         **({} if sep_id is None else {"sep_id": sep_id}),
