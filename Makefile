@@ -3,7 +3,7 @@ PY := .venv/bin/python
 FIT := $(PY) -m trainers.fit
 RUNS ?= runs
 
-.PHONY: quickstart markov-head noise-input noise-ranked-trees small-deer small-deer-scaling small-dflash small-pard small-pcllm vllm test paper-scale chaos fuzz soak load packed-step lint docs docs-serve lab-deer-stage1 lab-deer lab-deer-losses lab-deer-figures lab-deer-layouts lab-pcllm lab-pcllm-ablations lab-pcllm-losses lab-asarm lab-asarm-trees lab-spiffy lab-cspd clean
+.PHONY: quickstart markov-head noise-input noise-ranked-trees small-deer small-deer-scaling small-dflash small-markov small-pard small-pcllm vllm test paper-scale chaos fuzz soak load packed-step lint docs docs-serve lab-deer-stage1 lab-deer lab-deer-losses lab-deer-figures lab-deer-layouts lab-pcllm lab-pcllm-ablations lab-pcllm-losses lab-asarm lab-asarm-trees lab-spiffy lab-cspd clean
 
 .venv/installed: setup.cfg constraints.txt
 	test -x $(PY) || python3 -m venv .venv
@@ -95,17 +95,27 @@ small-deer-scaling: .venv/small  ## stage II with 256 to 4,096 prompts and with 
 	$(PY) -m decoding.bench model=$(SCALED)/prompts_256/export 'also=[$(SCALED)/prompts_1024/export,$(SCALED)/prompts_4096/export,$(SCALED)/steps_600/export,$(SCALED)/steps_1200/export]' source=docstrings prompts=64 batch_sizes=[16] verify=[coupled,rejection] generate=false prompt_lookup=0 out=$(SCALED)/scaling
 
 # gsm8k.jsonl and mt_bench.jsonl are files of those benchmarks in this folder.
-# A drafter that reads its target beside DEER's, of as many steps on the same answers (those of small-pard) and nearly as many weights.
-BESIDE = scale=small runs=$(RUNS)/small-dflash answers=$(RUNS)/small-pard/deer_answers trainer.compile=true
-DFLASH = $(PY) -m decoding.bench model=$(RUNS)/small-dflash/dflash/export also=$(RUNS)/small-dflash/deer_stage2/export prompts=64 max_new_tokens=128 verify=[coupled,tree] 'sampler=[nodes=8,bigrams=false]' generate=false
-small-dflash: .venv/small vllm  ## a drafter that reads its target (DFlash) beside DEER's on three benchmarks: hours on 2 cores
-	$(PY) -m decoding.collect recipe=deer_answers scale=small runs=$(RUNS)/small-pard collector.engine=vllm prompts.count=5120
+# Drafters that read their target beside DEER's, of as many steps on the same answers and nearly as many weights: each layer
+# with the states of its own original, and as published.
+BESIDE = scale=small runs=$(RUNS)/small-dflash trainer.compile=true
+OWN = layout=dspark network.causal=true network.context=layerwise
+LAYERWISE = $(RUNS)/small-dflash/dflash/layerwise/export
+DFLASH = $(PY) -m decoding.bench model=$(LAYERWISE) 'also=[$(RUNS)/small-dflash/deer_stage2/export,$(RUNS)/small-dflash/dflash/export]' prompts=64 max_new_tokens=128 'sampler=[nodes=8,bigrams=false]' generate=false prompt_lookup=0
+small-dflash: .venv/small vllm  ## drafters that read their target (DFlash) beside DEER's on three benchmarks: hours on 2 cores
+	$(PY) -m decoding.collect recipe=deer_answers scale=small runs=$(RUNS)/small-dflash collector.engine=vllm prompts.count=2560
 	$(FIT) recipe=diffusion_adapt scale=small runs=$(RUNS)/small-dflash trainer.max_steps=40
 	$(FIT) recipe=deer_stage1 $(BESIDE) trainer.max_steps=100
 	$(FIT) recipe=deer_stage2 $(BESIDE) trainer.max_steps=500
+	$(FIT) recipe=dflash $(BESIDE) $(OWN) name=layerwise trainer.max_steps=640
 	$(FIT) recipe=dflash $(BESIDE) trainer.max_steps=640
-	$(DFLASH) source=humaneval temperatures=[0] prompt_lookup=0
-	for s in humaneval gsm8k.jsonl mt_bench.jsonl; do $(DFLASH) source=$$s temperatures=[0,1] batch_sizes=[16] prompt_lookup=0 out=$(RUNS)/small-dflash/$$s || exit 1; done
+	$(DFLASH) source=humaneval temperatures=[0] verify=[coupled,tree]
+	for s in humaneval gsm8k.jsonl mt_bench.jsonl; do $(DFLASH) source=$$s temperatures=[0,1] verify=[coupled,block,tree] batch_sizes=[16] out=$(RUNS)/small-dflash/$$s || exit 1; done
+	$(PY) -m decoding.bench.engine model=$(RUNS)/small-dflash/dflash/export source=humaneval prompts=64
+
+# A Markov head for the DEER drafter of small-dflash, which stays as it is.
+small-markov: small-dflash  ## drafts that know the token before, on a real model
+	$(FIT) recipe=deer_stage2 $(BESIDE) drafter=$(RUNS)/small-dflash/deer_stage2/export name=head module.markov_rank=64 module.train_drafter=false optimization.lr=1.0e-2 trainer.max_steps=300
+	$(PY) -m decoding.bench model=$(RUNS)/small-dflash/deer_stage2/export also=$(RUNS)/small-dflash/deer_stage2/head/export source=humaneval prompts=64 max_new_tokens=128 batch_sizes=[16] temperatures=[0,1] verify=[coupled,block,tree] 'sampler=[nodes=8]' generate=false prompt_lookup=0 out=$(RUNS)/small-dflash/bench_head
 
 # vLLM pins its own torch, so it has an environment of its own; torchvision and others from PyPI do not fit torch for the CPU.
 VLLM = .venv-vllm/bin/python
