@@ -148,6 +148,9 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
         super().__init__(config)
         H = config.hidden_size
         self.target_layer_ids = tuple(config.dflash_config["target_layer_ids"])
+        states, layers = len(self.target_layer_ids), config.num_hidden_layers
+        if self.layerwise and states != layers:
+            raise ValueError(f"it has {layers} layers with contexts of {states} states")
         if not self.layerwise:
             self.fc = nn.Linear(len(self.target_layer_ids) * H, H, bias=False)
             self.hidden_norm = Qwen3RMSNorm(H, eps=config.rms_norm_eps)

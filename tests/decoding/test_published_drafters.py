@@ -144,6 +144,10 @@ def add_weight(folder):
         (lambda f: change(f, block_size=1), "block_size=1; it needs a token id and an integer"),
         (lambda f: change(f, num_target_layers=9), "num_target_layers=9, and this one has 4"),
         (lambda f: change(f, layer_types=["sliding_attention"] * 2), "sliding windows"),
+        (
+            lambda f: change(f, dflash_config={"context": "layerwise", "target_layer_ids": [1]}),
+            "it has 2 layers with contexts of 1 states",
+        ),
         (remove_weight, "it lacks hidden_norm.weight"),
         (add_weight, "it also has selector.weight"),
     ],
