@@ -9,13 +9,13 @@ tokens, in every layer.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor, finfo, float32, nn, promote_types
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from models import few_queries
 from models.masks import Layout, Predicate, dense, flex
 
 # Values of transformers' attn_implementation.
@@ -66,10 +66,10 @@ def grouped(
     attention_mask: Tensor,
     scaling: float | None = None,
     dropout: float = 0.0,
-    key_groups: Sequence[tuple[slice, int]] | None = None,
+    spans: Sequence[tuple[slice, int]] | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """The fused kernel over groups of heads, in the interface of transformers' attention functions.
+    """Attention over groups of heads, in the interface of transformers' attention functions.
 
     Query heads that share keys and values become the queries of one head. transformers repeats keys
     and values for them, and so does the CPU kernel's own option: of one token after 350, nine heads
@@ -82,26 +82,40 @@ def grouped(
         attention_mask: bool or additive, [B, 1, Q, K].
         scaling: Factor of the scores; D^-1/2 by default.
         dropout: Not used: decoding has none.
-        key_groups: Rows of the batch, one after the other, and how many first keys the mask lets
-            them read at the most: each has a call of its own. None: one call that reads all.
+        spans: Of each row, its queries that mean something and how many first keys they may read at
+            the most. Each row is then computed as if it were alone, to the bit. None: rows are
+            computed together, whose rounding may depend on the longest.
         **kwargs: Ignored.
 
     Returns:
-        softmax(scaling q k^T + mask) v [B, Q, G * heads, D], and None in place of the weights.
+        softmax(scaling q k^T + mask) v [B, Q, G * heads, D], zeros where a query is in no span, and
+        None in place of the weights.
     """
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    given = query, key, value, attention_mask
+    whole = slice(0, query.shape[2])
+    if spans is None:
+        found = _of_groups(*given, scale)
+    elif few_queries.attends(*given) and all(queries == whole for queries, _ in spans):
+        found = few_queries.attend(*given, scale)
+    else:
+        found = torch.zeros_like(query)
+        for b, (queries, keys) in enumerate(spans):
+            if keys:
+                q, k, v, mask = (x[b : b + 1] for x in given)
+                row = q[:, :, queries], k[:, :, :keys], v[:, :, :keys], mask[:, :, queries, :keys]
+                attend = few_queries.attend if few_queries.attends(*row) else _of_groups
+                found[b : b + 1, :, queries] = attend(*row, scale)
+    return found.transpose(1, 2), None
+
+
+def _of_groups(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Attention [B, G * heads, Q, D] by the fused kernel."""
     B, heads, Q, D = query.shape
     groups = heads // key.shape[1]
-    rows = query.reshape(B, key.shape[1], groups * Q, D)
-    mask = torch.cat([attention_mask] * groups, 2)
-    attend = partial(nn.functional.scaled_dot_product_attention, scale=scaling)
-    if key_groups is None:
-        found = attend(rows, key, value, mask)
-    else:
-        calls = (
-            attend(rows[r], key[r, :, :n], value[r, :, :n], mask[r, ..., :n]) for r, n in key_groups
-        )
-        found = torch.cat([*calls])
-    return found.reshape(B, heads, Q, D).transpose(1, 2), None
+    rows, mask = query.reshape(B, key.shape[1], groups * Q, D), torch.cat([mask] * groups, 2)
+    found = nn.functional.scaled_dot_product_attention(rows, key, value, mask, scale=scale)
+    return found.reshape(query.shape)
 
 
 def whole_mask(*args, **kwargs) -> Tensor:

@@ -162,7 +162,7 @@ def draft_token_ids(
         raise ValueError(
             f"The tokenizer has no mask token or no {SEPARATOR_TOKEN} token. "
             "Call data.text.tokenizer.with_draft_tokens(tokenizer) first. "
-            "(That of a drafter with another layout has none.)"
+            f"(That of a drafter with layout={' or '.join(LAYOUTS[1:])} has none.)"
         )
     return mask_id, separator_id
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from decoding.engine.grouping import key_groups
 from models.attention import GROUPED
 from models.head import ReducedHead
 from models.hidden_states import capture
@@ -230,6 +229,8 @@ class CachedNetwork(CountedNetwork):
         self.cache = RaggedCache(capacity, config.num_hidden_layers, on)
         self._several = len(on) > 1
         self._adds = network.dtype if config._attn_implementation == GROUPED else None
+        # Where sums of another width round visibly, no row's depend on the longest.
+        self.by_row = self._adds == torch.bfloat16
         self._slots = torch.arange(capacity, device=input_device(network))[None]
         self._clean = Layout(*self._slots.new_tensor([0, 0, -1])[:, None, None])
         self._known = config.vocab_size
@@ -256,8 +257,7 @@ class CachedNetwork(CountedNetwork):
         slots = positions
         if branch is not None:
             slots = positions[:, :1] + self._slots[:, : tokens.shape[1]]
-        ends = (slots[:, -1] + 1).tolist()
-        visible = max(ends)
+        visible = int(slots[:, -1].max()) + 1
         q = self._layout(positions, block_start)
         k = self._layout(self._slots[:, :visible], block_start)
         if branch is not None:
@@ -267,10 +267,10 @@ class CachedNetwork(CountedNetwork):
             stale = self._slots[:, :visible] > slots[:, -1:]
             k = k._replace(document=-stale.long())
         mask = dense(self.predicate, q, k)
+        spans = _spans(slots, padding) if self.by_row else None
         if padding is not None:
             slots = positions.masked_fill(padding, self.cache.capacity - 1)
-        groups = key_groups(ends) if self._adds else None
-        return self.run(tokens, positions, slots, mask, keep, groups)
+        return self.run(tokens, positions, slots, mask, keep, spans)
 
     def keep_path(self, lengths: Tensor, node: Tensor) -> None:
         """Of a tree after the first lengths [B] slots, its nodes [B, m] move to the front."""
@@ -285,13 +285,13 @@ class CachedNetwork(CountedNetwork):
         slots: Tensor,
         mask: Tensor,
         keep: int | Tensor,
-        groups: Sequence[tuple[slice, int]] | None = None,
+        spans: Sequence[tuple[slice, int]] | None = None,
     ) -> TargetOutput:
         """One forward: tokens at positions, written to slots, under a mask over the first slots.
 
         keep: The logits of the last `keep` tokens are returned, or of those with these numbers.
-        groups: Rows that may read fewer slots than the mask has (`key_groups`), of a network whose
-            attention is `models.attention.grouped`.
+        spans: Of each row, what is computed, of a network whose attention is
+            `models.attention.grouped`.
         """
         self.cache.place(slots, mask.shape[-1])
         if self._several:  # the head may have another device
@@ -311,7 +311,7 @@ class CachedNetwork(CountedNetwork):
                 # As indices, which copy: on a view of a longer row the CPU's bfloat16 product with
                 # the head is five times slower.
                 logits_to_keep=keep,
-                **({} if groups is None else {"key_groups": groups}),
+                **({} if spans is None else {"spans": spans}),
             )
         return TargetOutput(logits, tuple(state.to(tokens.device) for state in states))
 
@@ -322,6 +322,21 @@ class CachedNetwork(CountedNetwork):
             return clean
         start = block_start[:, None]
         return clean._replace(index=positions.minimum(start), block=-(positions < start).long())
+
+
+def _spans(slots: Tensor, padding: Tensor | None) -> list[tuple[slice, int]]:
+    """Of each row, the tokens that are no padding, which are neighbours, and the slots they read.
+
+    Args:
+        slots: [B, Q], of the tokens.
+        padding: bool [B, Q], or None.
+    """
+    padding = torch.zeros_like(slots, dtype=torch.bool) if padding is None else padding
+    first, count = padding.int().argmin(1), (~padding).sum(1)
+    last = (first + count - 1)[:, None]
+    ends = (slots.gather(1, last.clamp_min(0))[:, 0] + 1) * (count > 0)
+    rows = zip(first.tolist(), (first + count).tolist(), ends.tolist())
+    return [(slice(start, stop), end) for start, stop, end in rows]
 
 
 def _branched(q: Layout, k: Layout, slots: Tensor, branch: Tensor) -> tuple[Layout, Layout]:
