@@ -93,11 +93,10 @@ def grouped(
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     given = query, key, value, attention_mask
-    whole = slice(0, query.shape[2])
-    if spans is None:
-        found = _of_groups(*given, scale)
-    elif few_queries.attends(*given) and all(queries == whole for queries, _ in spans):
+    if few_queries.attends(*given):
         found = few_queries.attend(*given, scale)
+    elif spans is None:
+        found = _of_groups(*given, scale)
     else:
         found = torch.zeros_like(query)
         for b, (queries, keys) in enumerate(spans):

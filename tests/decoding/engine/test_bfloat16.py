@@ -1,0 +1,182 @@
+"""In bfloat16 logits have the same bits in a batch or alone, in a wide pass or token by token."""
+
+import pytest
+import torch
+
+from decoding.engine import cache
+from decoding.engine.cache import CachedNetwork
+from decoding.engine.params import SamplingParams
+from decoding.loading import for_inference
+from decoding.samplers.deer import DeerSampler
+from decoding.samplers.jacobi import JacobiSampler
+from decoding.samplers.plain import PlainSampler
+from models import few_queries
+from models.attention import GROUPED, switch_attention
+from models.masks import causal
+from models.packed import packs
+from tests.support import tiny
+
+V = 40
+LENGTHS = [150, 3, 1, 41, 24]  # of two heads a head of keys, so one is longer than loops take
+WIDTHS = [1, 2, 9]  # of the passes after the prefill
+PACKED = pytest.mark.skipif(
+    not packs(), reason="products of rows are only known to be alike where weights are packed"
+)
+
+
+def logits(model, rows, by_row=None, right=True):
+    """Logits [rows, all passes' tokens, V] of passes after a prefill that is padded on one side."""
+    network = CachedNetwork(model, causal, 192)
+    network.by_row = network.by_row if by_row is None else by_row
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(V, (len(LENGTHS), 180), generator=draw)[rows]
+    lengths = torch.tensor(LENGTHS)[rows, None]
+    steps = torch.arange(int(lengths.max()))
+    positions = steps if right else steps - len(steps) + lengths
+    positions = positions.expand(len(rows), len(steps))
+    padding = (positions < 0) | (positions >= lengths)
+    with torch.inference_mode():
+        network(
+            tokens.gather(1, positions.clamp_min(0)),
+            positions.clamp_min(0),
+            keep=1,
+            padding=padding if padding.any() else None,
+        )
+        found = []
+        for width in WIDTHS:
+            at = lengths + torch.arange(width)
+            found.append(network(tokens.gather(1, at), at, keep=width).logits)
+            lengths = lengths + width
+    return torch.cat(found, 1)
+
+
+def network(dtype=torch.bfloat16, **options):
+    model = tiny.causal_lm(V, hidden=64, scale=1.0, **options).to(dtype)
+    switch_attention(model, GROUPED)
+    return model
+
+
+@pytest.mark.parametrize("right", [True, False])
+@pytest.mark.parametrize("kind", tiny.CLASSES)
+def test_rows_are_computed_alike_alone_or_not(kind, right):
+    model = network(torch.float64, kind=kind)
+    expected = logits(model, [*range(5)], right=right)
+    found = logits(model, [*range(5)], by_row=True, right=right)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_a_key_too_few_is_seen(monkeypatch):
+    """Negative control."""
+    spans = cache._spans
+    monkeypatch.setattr(cache, "_spans", lambda *of: [(q, k - 1) for q, k in spans(*of)])
+    model = network(torch.float64)
+    wrong, right = (logits(model, [0, 3, 4], by_row=way) for way in (True, False))
+    assert (wrong - right).abs().max() > 1e-3
+
+
+@PACKED
+@pytest.mark.parametrize("loops", [True, False])
+@pytest.mark.parametrize("right", [True, False])
+def test_a_row_has_the_bits_that_it_has_alone(loops, right, monkeypatch):
+    if not loops:
+        monkeypatch.setattr(few_queries, "_loops", lambda: None)
+    model = network()
+    for_inference(model)
+    together = logits(model, [*range(5)], right=right)
+    for b in range(5):
+        assert torch.equal(logits(model, [b], right=right)[0], together[b])
+
+
+def test_rounding_of_rows_that_are_computed_together_is_seen(monkeypatch):
+    """Negative control: the fused kernel over rows as wide as the longest rounds in another way."""
+    monkeypatch.setattr(few_queries, "_loops", lambda: None)
+    model = network()
+    together = logits(model, [*range(5)], by_row=False)
+    alone = [logits(model, [b], by_row=False)[0] for b in range(5)]
+    assert not torch.equal(torch.stack(alone), together)
+
+
+def after_prefill(model, widths):
+    """Logits [13, V] after a prompt of 24 tokens, by passes of these widths."""
+    network = CachedNetwork(model, causal, 64)
+    tokens = torch.randint(V, (1, 37), generator=torch.Generator().manual_seed(0))
+    positions, found = torch.arange(37)[None], []
+    with torch.inference_mode():
+        for part in torch.arange(37).split([24, *widths]):
+            out = network(tokens[:, part], positions[:, part], keep=len(part))
+            found.append(out.logits[0])
+    return torch.cat(found[1:])
+
+
+@PACKED
+@pytest.mark.skipif(few_queries._loops() is None, reason="needs numba")
+def test_a_wide_pass_has_the_bits_of_narrow_ones():
+    model = network()
+    for_inference(model)
+    narrow = after_prefill(model, [1] * 13)
+    for widths in ([13], [2, 9, 2], [5, 8]):
+        assert torch.equal(after_prefill(model, widths), narrow)
+
+
+def test_rounding_of_a_wide_pass_is_seen(monkeypatch):
+    """Negative control: the fused kernel rounds a wide pass in another way."""
+    monkeypatch.setattr(few_queries, "_loops", lambda: None)
+    model = network(layers=6)
+    assert not torch.equal(after_prefill(model, [13]), after_prefill(model, [1] * 13))
+
+
+def samplers():
+    target, drafter = network(), network(seed=1)
+    for model in (target, drafter):
+        for_inference(model)
+    tokens = {"mask_id": V - 1, "sep_id": V - 2, "block_size": 4}
+    return {
+        "plain": PlainSampler(target, tiny.tokenizer(V)),
+        "deer": DeerSampler(target, tiny.tokenizer(V), drafter, **tokens),
+        "jacobi": JacobiSampler(target, tiny.tokenizer(V), block_size=4),
+    }
+
+
+@PACKED
+@pytest.mark.parametrize(
+    ("name", "verify"),
+    [
+        ("plain", "coupled"),
+        ("deer", "coupled"),
+        ("deer", "rejection"),
+        ("deer", "block"),
+        ("deer", "tree"),
+        ("jacobi", "coupled"),
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_request_has_the_text_that_it_has_alone(name, verify, temperature):
+    sampler = samplers()[name]
+    draw = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(V - 2, (n,), generator=draw).tolist() for n in LENGTHS]
+    params = [
+        SamplingParams(max_new_tokens=n, temperature=temperature, verify=verify, ignore_eos=True)
+        for n in (12, 30, 21, 8, 17)
+    ]
+    seeds = [*range(5)]
+    together = sampler.generate(prompts, params, seeds=seeds, at_once=3)
+    for result, *of in zip(together, prompts, params, seeds):
+        prompt, own, seed = of
+        (alone,) = sampler.generate([prompt], own, seeds=[seed])
+        assert alone.token_ids == result.token_ids
+
+
+@PACKED
+@pytest.mark.skipif(few_queries._loops() is None, reason="needs numba")
+@pytest.mark.parametrize(
+    ("name", "verify"), [("deer", "coupled"), ("deer", "tree"), ("jacobi", "coupled")]
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_leave_the_text_of_plain_decoding(name, verify, temperature):
+    made = samplers()
+    params = SamplingParams(
+        max_new_tokens=40, temperature=temperature, verify=verify, ignore_eos=True
+    )
+    prompts, seeds = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5], [8] * 30], [7, 8, 9]
+    drafted, plain = (made[n].generate(prompts, params, seeds=seeds) for n in (name, "plain"))
+    assert [r.token_ids for r in drafted] == [r.token_ids for r in plain]
