@@ -18,8 +18,8 @@ _LOCK = threading.Lock()  # some of numba's thread pools must not be entered twi
 
 
 @cache
-def _loops() -> tuple[Callable, Callable] | None:
-    """The functions `(set_num_threads, attention)`; None without numba."""
+def _loops() -> Callable | None:
+    """The function of (threads, ...), compiled at its first call; None without numba."""
     try:
         import numba
         import numpy as np
@@ -135,7 +135,11 @@ def _loops() -> tuple[Callable, Callable] | None:
                     for d in range(size):
                         out[b, h, q, d] /= totals[q]
 
-    return numba.set_num_threads, attention
+    def attend(threads, *given):
+        numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+        attention(*given)
+
+    return attend
 
 
 def attends(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
@@ -164,7 +168,6 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
     Returns:
         softmax(scale q k^T + mask) v [B, G * heads, Q, D]; zeros where a query may read no key.
     """
-    set_num_threads, attention = _loops()
     batch, heads, _, size = key.shape
     asked = query.reshape(batch, heads, -1, size).float()
     found = torch.zeros_like(asked)
@@ -172,8 +175,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
     (keys, key_lines), (values, value_lines) = _lines(key), _lines(value)
     given = asked.numpy(), keys, values, (*key_lines, *value_lines), _bits(mask[:, 0].contiguous())
     with _LOCK:
-        set_num_threads(torch.get_num_threads())
-        attention(*given, scale, found.numpy())
+        _loops()(torch.get_num_threads(), *given, scale, found.numpy())
     return found.to(query.dtype).reshape(query.shape)
 
 

@@ -65,6 +65,14 @@ def test_another_mask_or_scale_is_seen():
 
 
 @torch.no_grad()
+def test_more_threads_than_there_are_do_no_harm(monkeypatch):
+    of = tensors(0, 2, 3, 3, 1, 20, 64)
+    found = few_queries.attend(*of, 0.2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1000)
+    assert torch.equal(few_queries.attend(*of, 0.2), found)
+
+
+@torch.no_grad()
 def test_a_query_that_may_read_nothing_has_zeros():
     query, key, value, mask = tensors(0, 2, 1, 2, 2, 7, 8)
     mask[0, 0, 1] = -math.inf
