@@ -87,6 +87,7 @@ def test_a_row_has_the_bits_that_it_has_alone(loops, right, monkeypatch):
         assert torch.equal(logits(model, [b], right=right)[0], together[b])
 
 
+@PACKED
 def test_rounding_of_rows_that_are_computed_together_is_seen(monkeypatch):
     """Negative control: the fused kernel over rows as wide as the longest rounds in another way."""
     monkeypatch.setattr(few_queries, "_loops", lambda: None)
@@ -118,6 +119,7 @@ def test_a_wide_pass_has_the_bits_of_narrow_ones():
         assert torch.equal(after_prefill(model, widths), narrow)
 
 
+@PACKED
 def test_rounding_of_a_wide_pass_is_seen(monkeypatch):
     """Negative control: the fused kernel rounds a wide pass in another way."""
     monkeypatch.setattr(few_queries, "_loops", lambda: None)
