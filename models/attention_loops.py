@@ -1,0 +1,152 @@
+"""The loops of `models.few_queries`, compiled by numba at their first call and kept on disk."""
+
+import numpy as np
+
+try:
+    import numba
+except ImportError:
+    numba = None
+
+f32, u32 = np.float32, np.uint32
+ANY_ORDER = {"reassoc", "contract", "nsz", "nnan"}  # of a sum, but the same one each time
+IN_ORDER = {"contract"}
+LOG2_E, LOG_2, LOG_2_REST = f32(1.44269504), f32(0.693359375), f32(-2.12194440e-4)
+ONE, HALF, FIXED = f32(1), f32(0.5), f32(2**32)
+
+
+def compiled(**options):
+    """numba's compiler as a decorator; without numba, or a folder to keep the code in, less."""
+
+    def decorate(function):
+        if numba is None:
+            return function
+        try:
+            return numba.njit(cache=True, error_model="numpy", **options)(function)
+        except RuntimeError:  # it finds no folder that can be written to
+            return numba.njit(error_model="numpy", **options)(function)
+
+    return decorate
+
+
+@compiled(inline="always")
+def number(bits):
+    """The number of a bfloat16's bits."""
+    return u32(u32(bits) << u32(16)).view(f32)
+
+
+@compiled(inline="always")
+def rounded(x):
+    """A float32 rounded to a bfloat16, ties to even."""
+    bits = f32(x).view(u32)
+    odd = u32(bits >> u32(16)) & u32(1)
+    return u32(u32(bits + u32(0x7FFF) + odd) & u32(0xFFFF0000)).view(f32)
+
+
+@compiled(inline="always")
+def exp(x):
+    """e^x of x <= 0, to 1e-7, in vectors: numpy's is one number at a time."""
+    whole = np.floor(x * LOG2_E + HALF)
+    r = x - whole * LOG_2 - whole * LOG_2_REST
+    y = f32(1.9875691500e-4)
+    y = y * r + f32(1.3981999507e-3)
+    y = y * r + f32(8.3334519073e-3)
+    y = y * r + f32(4.1665795894e-2)
+    y = y * r + f32(1.6666665459e-1)
+    y = y * r + HALF
+    y = y * r * r + r + ONE
+    power = u32(u32(np.int32(max(whole, f32(-126))) + np.int32(127)) << u32(23)).view(f32)
+    return y * power if x > f32(-87) else f32(0)
+
+
+@compiled()
+def readable(mask):
+    """How many keys there are up to the last one that any query may read."""
+    end = 0
+    for q in range(mask.shape[0]):
+        for k in range(mask.shape[1] - 1, end - 1, -1):
+            if number(mask[q, k]) > -np.inf:
+                end = k + 1
+                break
+    return end
+
+
+@compiled(fastmath=ANY_ORDER)
+def weigh(query, keys, mask, scale, weights, totals):
+    """weights: [queries, keys], exp(score - the largest); totals: their sums."""
+    scale = f32(scale)
+    for k in range(keys.shape[0]):
+        key = keys[k]
+        for four in range(query.shape[0] // 4):
+            q = 4 * four
+            q0, q1, q2, q3 = query[q], query[q + 1], query[q + 2], query[q + 3]
+            s0 = s1 = s2 = s3 = f32(0)
+            for d in range(query.shape[1]):
+                x = number(key[d])
+                s0 += q0[d] * x
+                s1 += q1[d] * x
+                s2 += q2[d] * x
+                s3 += q3[d] * x
+            weights[q, k], weights[q + 1, k] = s0, s1
+            weights[q + 2, k], weights[q + 3, k] = s2, s3
+    for q in range(totals.shape[0]):
+        hidden, row, largest = mask[q % mask.shape[0]], weights[q], f32(-np.inf)
+        for k in range(keys.shape[0]):
+            row[k] = row[k] * scale + number(hidden[k])
+            largest = max(largest, row[k])
+        total = np.int64(0)  # of integers, so that the order does not matter
+        if largest > -np.inf:
+            for k in range(keys.shape[0]):
+                weight = exp(row[k] - largest)
+                row[k] = rounded(weight)
+                total += np.int64(weight * FIXED)
+        else:
+            row[:] = f32(0)
+        totals[q] = f32(total) / FIXED
+
+
+@compiled(fastmath=IN_ORDER)
+def add(weights, values, out):
+    """out [queries, D]: zeros, to which weights times values are added, key by key."""
+    keys = values.shape[0]
+    for four in range(keys // 4):
+        k = 4 * four
+        v0, v1, v2, v3 = values[k], values[k + 1], values[k + 2], values[k + 3]
+        for q in range(out.shape[0]):
+            w0, w1, w2, w3 = weights[q, k : k + 4]
+            row = out[q]
+            for d in range(out.shape[1]):
+                x = row[d] + w0 * number(v0[d]) + w1 * number(v1[d])
+                row[d] = x + w2 * number(v2[d]) + w3 * number(v3[d])
+    for k in range(keys // 4 * 4, keys):
+        value = values[k]
+        for q in range(out.shape[0]):
+            weight, row = weights[q, k], out[q]
+            for d in range(out.shape[1]):
+                row[d] += weight * number(value[d])
+
+
+@compiled(parallel=True)
+def attention(query, keys, values, lines, mask, scale, out):
+    """Attention of every row and head.
+
+    Args:
+        query: [B, heads, queries in fours, D].
+        keys, values: [n, D], bits of all rows and heads.
+        lines: Lines of the keys from a row to the next and from a head to the next, and of values.
+        mask: Bits [B, Q, K], added to the scores of every Q-th query.
+        scale: Of the scores.
+        out: Zeros [B, heads, queries, D], to which the results are written.
+    """
+    batch, heads, queries, size = out.shape
+    for i in numba.prange(batch * heads):
+        b, h = i // heads, i % heads
+        end = readable(mask[b])
+        weights = np.empty((query.shape[2], end), f32)
+        totals = np.empty(queries, f32)
+        key, value = b * lines[0] + h * lines[1], b * lines[2] + h * lines[3]
+        weigh(query[b, h], keys[key : key + end], mask[b], scale, weights, totals)
+        add(weights, values[value : value + end], out[b, h])
+        for q in range(queries):
+            if totals[q] > 0:
+                for d in range(size):
+                    out[b, h, q, d] /= totals[q]
