@@ -94,7 +94,7 @@ class Sampler(ABC):
             seeds: One a prompt, in place of those derived from params.seed.
             randomness: Replaces the keyed randomness, in tests.
             at_once: Prompts that are decoded together at the most: where one ends the next one
-                takes its place. None: all, as one batch.
+                takes its place, the longest `max_new_tokens` first. None: all, as one batch.
 
         Returns:
             One `Result` a prompt, in their order.
@@ -159,6 +159,8 @@ class Sampler(ABC):
         capacity = max(self.capacity([p], each) for p, each in zip(prompts, own))
         running = Running(self, params, capacity)
         waiting = deque(range(len(prompts)))
+        if at_once is not None:  # the longest first, so that none of them runs alone at the end
+            waiting = deque(sorted(waiting, key=lambda n: -own[n].max_new_tokens))
         while waiting or running:
             room = most - len(running)
             new = [waiting.popleft() for _ in range(min(room, len(waiting)))]

@@ -455,32 +455,43 @@ def test_requests_of_different_lengths():
         sampler.generate(PROMPTS[:2], [params, replace(params, temperature=0.5)])
 
 
+def cycles(sampler, calls):
+    """Rows of each cycle of these calls of `generate`, (prompts, parameters, options); texts."""
+    rows, cycle = [], sampler.cycle
+
+    def counting(batch, given):
+        rows.append(len(batch.requests))
+        return cycle(batch, given)
+
+    sampler.cycle = counting
+    try:
+        found = [r.token_ids for p, params, o in calls for r in sampler.generate(p, params, **o)]
+    finally:
+        del sampler.cycle
+    return rows, found
+
+
 def test_nobody_waits_for_the_slowest():
     """Where a request ends early its place is taken at once: fewer cycles than whole batches."""
     model = tiny.causal_lm(V, eos_token_id=3)
     sampler = PlainSampler(model, tiny.tokenizer(V))
     prompts = [[n % V] for n in range(24)]
     params = SamplingParams(max_new_tokens=40, temperature=1.0, seed=2)
-
-    def cycles(groups, **options):
-        count, cycle = [0], sampler.cycle
-
-        def counting(batch, given):
-            count[0] += 1
-            assert len(batch.requests) <= 4
-            return cycle(batch, given)
-
-        sampler.cycle = counting
-        try:
-            texts = [r.token_ids for g in groups for r in sampler.generate(g, params, **options)]
-        finally:
-            del sampler.cycle
-        return count[0], texts
-
-    waited, _ = cycles([prompts[i : i + 4] for i in range(0, 24, 4)])
-    joined, texts = cycles([prompts], at_once=4)
-    assert joined < 0.8 * waited
+    waited, _ = cycles(sampler, [(prompts[i : i + 4], params, {}) for i in range(0, 24, 4)])
+    joined, texts = cycles(sampler, [(prompts, params, {"at_once": 4})])
+    assert len(joined) < 0.8 * len(waited)
+    assert max(joined) == 4
     assert max(map(len, texts)) > 2 * min(map(len, texts))
+
+
+def test_the_longest_come_first():
+    """So one that comes last does not run alone after the others."""
+    sampler = ordinary(PlainSampler)
+    params = SamplingParams(temperature=1.0, ignore_eos=True)
+    own = [replace(params, max_new_tokens=n) for n in (3, 3, 3, 3, 3, 18)]
+    rows, texts = cycles(sampler, [(PROMPTS, own, {"seeds": SEEDS, "at_once": 2})])
+    assert len(rows) == 18
+    assert [len(ids) for ids in texts] == [3, 3, 3, 3, 3, 18]
 
 
 def test_what_a_request_cost_is_counted_from_when_it_came():
