@@ -20,8 +20,10 @@ _LOCK = threading.Lock()  # some of numba's thread pools must not be entered twi
 @cache
 def _loops() -> ModuleType | None:
     """`models.attention_loops`; None without numba, which takes half a second to load."""
-    from models import attention_loops
-
+    try:
+        from models import attention_loops
+    except ImportError:  # of a bundle's copy, whose package has been taken out of Python again
+        return None
     return None if attention_loops.numba is None else attention_loops
 
 
@@ -57,11 +59,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
     asked = torch.constant_pad_nd(asked, (0, 0, 0, -asked.shape[2] % 4))  # they come in fours
     (keys, key_lines), (values, value_lines) = _lines(key), _lines(value)
     given = asked.numpy(), keys, values, (*key_lines, *value_lines), _bits(mask[:, 0].contiguous())
-    loops = _loops()
+    loops, threads = _loops(), torch.get_num_threads()
     with _LOCK:
-        threads = min(torch.get_num_threads(), loops.numba.config.NUMBA_NUM_THREADS)
-        loops.numba.set_num_threads(threads)
+        loops.numba.set_num_threads(min(threads, loops.numba.config.NUMBA_NUM_THREADS))
         loops.attention(*given, scale, found.numpy())
+        if (
+            torch.get_num_threads() != threads
+        ):  # numba's pool is OpenMP's, which it sets as it begins
+            torch.set_num_threads(threads)
     return found.to(query.dtype).reshape(query.shape)
 
 

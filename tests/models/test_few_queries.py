@@ -1,6 +1,9 @@
 """Attention of few queries: the definition's result, and the same bits whoever is beside a row."""
 
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -62,6 +65,23 @@ def test_another_mask_or_scale_is_seen():
     right = expected(query, key, value, mask, 0.2)
     for wrong in ((mask.roll(1, -1), 0.2), (mask, 0.3)):
         assert (few_queries.attend(query, key, value, *wrong) - right).abs().max() > 0.1
+
+
+def test_torch_keeps_its_threads():
+    """numba's pool is OpenMP's too: it would leave its own number behind."""
+    code = """
+import torch
+from models import few_queries
+torch.set_num_threads(1)
+torch.set_grad_enabled(False)
+x = torch.ones(2, 1, 4, 8).bfloat16()
+assert few_queries.attends(x, x, x, torch.zeros(2, 1, 4, 4).bfloat16())
+few_queries.attend(x, x, x, torch.zeros(2, 1, 4, 4).bfloat16(), 1.0)
+print(torch.get_num_threads())
+"""
+    env = {**os.environ, "OMP_NUM_THREADS": "2", "NUMBA_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.stdout == "1\n", done.stderr
 
 
 @torch.no_grad()
