@@ -3,7 +3,7 @@ PY := .venv/bin/python
 FIT := $(PY) -m trainers.fit
 RUNS ?= runs
 
-.PHONY: quickstart markov-head noise-input noise-ranked-trees small-deer small-deer-scaling small-dflash small-markov small-pard small-pcllm vllm test paper-scale chaos fuzz soak load packed-step lint docs docs-serve lab-deer-stage1 lab-deer lab-deer-losses lab-deer-figures lab-deer-layouts lab-pcllm lab-pcllm-ablations lab-pcllm-losses lab-asarm lab-asarm-trees lab-spiffy lab-cspd clean
+.PHONY: quickstart markov-head noise-input noise-ranked-trees small-deer small-deer-scaling small-dflash small-dflash-long small-markov small-pard small-pcllm vllm test paper-scale chaos fuzz soak load packed-step lint docs docs-serve lab-deer-stage1 lab-deer lab-deer-losses lab-deer-figures lab-deer-layouts lab-pcllm lab-pcllm-ablations lab-pcllm-losses lab-asarm lab-asarm-trees lab-spiffy lab-cspd clean
 
 .venv/installed: setup.cfg constraints.txt
 	test -x $(PY) || python3 -m venv .venv
@@ -111,6 +111,15 @@ small-dflash: .venv/small vllm  ## drafters that read their target (DFlash) besi
 	$(DFLASH) source=humaneval temperatures=[0] verify=[coupled,tree]
 	for s in humaneval gsm8k.jsonl mt_bench.jsonl; do $(DFLASH) source=$$s temperatures=[0,1] verify=[coupled,block,tree] batch_sizes=[16] out=$(RUNS)/small-dflash/$$s || exit 1; done
 	$(PY) -m decoding.bench.engine model=$(RUNS)/small-dflash/dflash/export source=humaneval prompts=64
+
+# 1,400 steps of either drafter, DEER's in PARD's layout, whose blocks are causal as well.
+LONG_PARD = layout=pard scale=small runs=$(RUNS)/small-dflash/pard answers=$(RUNS)/small-dflash/deer_answers
+small-dflash-long: small-dflash  ## the same for twice as long, with the target's states from disk
+	$(FIT) recipe=dflash $(BESIDE) $(OWN) name=long data.stored_states=8 trainer.max_steps=1400 trainer.validate_every=350
+	$(FIT) recipe=diffusion_adapt layout=pard scale=small runs=$(RUNS)/small-dflash/pard trainer.max_steps=40
+	$(FIT) recipe=deer_stage1 $(LONG_PARD) trainer.compile=true trainer.max_steps=150
+	$(FIT) recipe=deer_stage2 $(LONG_PARD) trainer.compile=true trainer.max_steps=1210 trainer.validate_every=350
+	$(PY) -m decoding.bench model=$(RUNS)/small-dflash/dflash/long/export also=$(RUNS)/small-dflash/pard/deer_stage2/export source=humaneval prompts=64 max_new_tokens=128 'sampler=[nodes=8,bigrams=false]' generate=false temperatures=[0] verify=[coupled,tree] out=$(RUNS)/small-dflash/bench_long
 
 # A Markov head for the DEER drafter of small-dflash, which stays as it is.
 small-markov: small-dflash  ## drafts that know the token before, on a real model
