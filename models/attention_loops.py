@@ -7,7 +7,7 @@ try:
 except ImportError:
     numba = None
 
-f32, u32 = np.float32, np.uint32
+f32, u16, u32 = np.float32, np.uint16, np.uint32
 ANY_ORDER = {"reassoc", "contract", "nsz", "nnan"}  # of a sum, but the same one each time
 IN_ORDER = {"contract"}
 LOG2_E, LOG_2, LOG_2_REST = f32(1.44269504), f32(0.693359375), f32(-2.12194440e-4)
@@ -29,17 +29,17 @@ def compiled(**options):
 
 
 @compiled(inline="always")
-def number(bits):
+def number(its_bits):
     """The number of a bfloat16's bits."""
-    return u32(u32(bits) << u32(16)).view(f32)
+    return u32(u32(its_bits) << u32(16)).view(f32)
 
 
 @compiled(inline="always")
-def rounded(x):
-    """A float32 rounded to a bfloat16, ties to even."""
-    bits = f32(x).view(u32)
-    odd = u32(bits >> u32(16)) & u32(1)
-    return u32(u32(bits + u32(0x7FFF) + odd) & u32(0xFFFF0000)).view(f32)
+def bits(x):
+    """The bits of a float32 rounded to a bfloat16, ties to even."""
+    whole = f32(x).view(u32)
+    odd = u32(whole >> u32(16)) & u32(1)
+    return u16(u32(whole + u32(0x7FFF) + odd) >> u32(16))
 
 
 @compiled(inline="always")
@@ -97,7 +97,7 @@ def weigh(query, keys, mask, scale, weights, totals):
         if largest > -np.inf:
             for k in range(keys.shape[0]):
                 weight = exp(row[k] - largest)
-                row[k] = rounded(weight)
+                row[k] = number(bits(weight))
                 total += np.int64(weight * FIXED)
         else:
             row[:] = f32(0)
@@ -127,26 +127,30 @@ def add(weights, values, out):
 
 @compiled(parallel=True)
 def attention(query, keys, values, lines, mask, scale, out):
-    """Attention of every row and head.
+    """Attention of every row and head; all but the scale are bits.
 
     Args:
-        query: [B, heads, queries in fours, D].
-        keys, values: [n, D], bits of all rows and heads.
+        query: [B, heads, queries, D].
+        keys, values: [n, D], of all rows and heads.
         lines: Lines of the keys from a row to the next and from a head to the next, and of values.
-        mask: Bits [B, Q, K], added to the scores of every Q-th query.
+        mask: [B, Q, K], added to the scores of every Q-th query.
         scale: Of the scores.
-        out: Zeros [B, heads, queries, D], to which the results are written.
+        out: [B, heads, queries, D], to which the results are written.
     """
-    batch, heads, queries, size = out.shape
+    batch, heads, queries, size = query.shape
+    fours = (queries + 3) // 4
     for i in numba.prange(batch * heads):
         b, h = i // heads, i % heads
         end = readable(mask[b])
-        weights = np.empty((query.shape[2], end), f32)
-        totals = np.empty(queries, f32)
-        key, value = b * lines[0] + h * lines[1], b * lines[2] + h * lines[3]
-        weigh(query[b, h], keys[key : key + end], mask[b], scale, weights, totals)
-        add(weights, values[value : value + end], out[b, h])
+        asked, found = np.zeros((4 * fours, size), f32), np.zeros((queries, size), f32)
+        weights, totals = np.empty((4 * fours, end), f32), np.empty(queries, f32)
         for q in range(queries):
-            if totals[q] > 0:
-                for d in range(size):
-                    out[b, h, q, d] /= totals[q]
+            for d in range(size):
+                asked[q, d] = number(query[b, h, q, d])
+        key, value = b * lines[0] + h * lines[1], b * lines[2] + h * lines[3]
+        weigh(asked, keys[key : key + end], mask[b], scale, weights, totals)
+        add(weights, values[value : value + end], found)
+        for q in range(queries):
+            total = totals[q] if totals[q] > 0 else ONE
+            for d in range(size):
+                out[b, h, q, d] = bits(found[q, d] / total)

@@ -54,20 +54,19 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
         softmax(scale q k^T + mask) v [B, G * heads, Q, D]; zeros where a query may read no key.
     """
     batch, heads, _, size = key.shape
-    asked = query.reshape(batch, heads, -1, size).float()
-    found = torch.zeros_like(asked)
-    asked = torch.constant_pad_nd(asked, (0, 0, 0, -asked.shape[2] % 4))  # they come in fours
+    asked = query.reshape(batch, heads, -1, size).contiguous()
+    found = torch.empty_like(asked)
     (keys, key_lines), (values, value_lines) = _lines(key), _lines(value)
-    given = asked.numpy(), keys, values, (*key_lines, *value_lines), _bits(mask[:, 0].contiguous())
+    lines, hidden = (*key_lines, *value_lines), _bits(mask[:, 0].contiguous())
     loops, threads = _loops(), torch.get_num_threads()
     with _LOCK:
         loops.numba.set_num_threads(min(threads, loops.numba.config.NUMBA_NUM_THREADS))
-        loops.attention(*given, scale, found.numpy())
+        loops.attention(_bits(asked), keys, values, lines, hidden, scale, _bits(found))
         if (
             torch.get_num_threads() != threads
         ):  # numba's pool is OpenMP's, which it sets as it begins
             torch.set_num_threads(threads)
-    return found.to(query.dtype).reshape(query.shape)
+    return found.view(query.shape)
 
 
 def _bits(x: Tensor):

@@ -48,6 +48,7 @@ class Batch:
         networks: The method's cached networks by name ('target', 'drafter').
         state: The method's own `State`.
         drafted: Tokens that the last pass verified: of every row, or of each [B].
+        expected: Rows that there will be when others have joined: their caches have room at once.
         chunk: Tokens of a row that one pass prefills at the most; None: all.
         between: Called after each of these passes.
     """
@@ -62,6 +63,7 @@ class Batch:
         self.networks: dict[str, CountedNetwork] = {}
         self.state: Any = State()
         self.drafted: int | Tensor = 0
+        self.expected = 0
         self.chunk: int | None = None
         self.between: Callable[[], None] = lambda: None
 

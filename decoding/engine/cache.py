@@ -31,11 +31,13 @@ class RaggedCache(Cache):
     layers: how many a forward comes by. What they keep of one kind, shape and device is one
     tensor, [layers, B, heads, capacity, head size], so a move is one operation and not one a layer.
     on: how many of them run on each device, of a network that is spread over several.
+    expected: rows that memory is made for at once, because others will join.
     """
 
     def __init__(self, capacity: int, layers: int, on: Mapping[torch.device, int] | None = None):
         super().__init__(layers=[])
         self.capacity, self.depth, self.depth_on = capacity, layers, dict(on or {})
+        self.expected = 0
         self._room = 0  # slots that there is memory for, the last of which is scratch
         self._memory: dict[tuple, Tensor] = {}
         # Its slices by layer, in the order in which a forward comes by.
@@ -99,9 +101,10 @@ class RaggedCache(Cache):
 
     def _layer(self, of: tuple, states: Tensor) -> Tensor:
         if of not in self._memory:
-            B, heads, _, size = states.shape
+            rows, heads, _, size = states.shape
+            shape = max(rows, self.expected), heads, self._room, size
             depth = self.depth_on.get(states.device, self.depth)
-            self._memory[of] = states.new_zeros(depth, B, heads, self._room, size)
+            self._memory[of] = states.new_zeros(depth, *shape)
         return self._memory[of][len(self._layers[of])]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

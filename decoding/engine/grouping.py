@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 # What a pass costs besides its tokens, above all for reading the weights, as tokens that a device
 # computes in that time. Of the CPU alone it is known; others make as few passes as may be.
-PASS_COSTS, FEW_PASSES = {"cpu": 128}, 2**40
+PASS_COSTS, FEW_PASSES = {"cpu": 24}, 2**40
 
 
 def prefill_groups(lengths: Sequence[int], cost: int, most: int | None = None) -> list[list[int]]:

@@ -116,9 +116,11 @@ class Running:
         if randomness is None:  # else it is of all of them
             cost = PASS_COSTS.get(self.sampler.device.type, FEW_PASSES)
             groups = prefill_groups([*map(len, prompts)], cost, self.prefill_tokens)
+        alone = not self.answers
         for group in groups:
             some = [[of[n] for n in group] for of in (requests, prompts, seeds, params)]
-            self._enter(*some, randomness, between)
+            self._enter(*some, randomness, between, len(prompts) if alone else 0)
+            alone = False
 
     def _enter(
         self,
@@ -128,8 +130,9 @@ class Running:
         params: Sequence[SamplingParams],
         randomness: Randomness | None,
         between: Callable[[], None],
+        expected: int,
     ) -> None:
-        """Prefill requests together, and let them join."""
+        """Prefill requests together, and let them join; others may follow (`Batch.expected`)."""
         started, sampler, paused = time.perf_counter(), self.sampler, 0.0
 
         def pause() -> None:
@@ -144,7 +147,7 @@ class Running:
             fresh.requests = [*requests]
             # Several together fit into one pass, so nobody's prompt is cut because of others.
             fresh.chunk = self.prefill_tokens if len(prompts) == 1 else None
-            fresh.between = pause
+            fresh.between, fresh.expected = pause, expected
             sampler.begin(fresh, self.params)
             prefilled = {name: n.passes for name, n in fresh.networks.items()}
             first = []

@@ -216,7 +216,7 @@ class Sampler(ABC):
             The outputs [B, n - 1, H] of the network's `hidden_layers`, n the longest prompt; those
             of padding mean nothing. Empty where no layer is asked for, or no prompt has two tokens.
         """
-        batch.networks[name] = network
+        batch.networks[name], network.cache.expected = network, batch.expected
         width = int(batch.lengths.max()) - 1
         if not width:
             return ()
