@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import shorten
 
 from data.files import read_json
 from decoding.engine.params import SamplingParams
-from decoding.external.reply import Reply, first_line, request_options
+from decoding.external.reply import Reply, request_options
 
 FORMATS = {"pard": "draft_model", "dflash": "dflash"}  # of drafters, and vLLM's methods for them
 WORKER = Path(__file__).with_name("vllm_worker.py")
@@ -64,6 +65,12 @@ class Vllm:
             start_new_session=True,  # the engine has processes of its own, which end with it
         )
         arguments = {"model": model, "disable_log_stats": False, **options}
+        drafter = options.get("speculative_config") or {}
+        if drafter.get("method") == FORMATS["pard"]:
+            # vLLM guesses such a drafter's method from words in its path: 'dflash', 'eagle-', ...
+            link = Path(self._folder.name) / "drafter"
+            link.symlink_to(Path(drafter["model"]).resolve(), target_is_directory=True)
+            arguments["speculative_config"] = {**drafter, "model": str(link)}
         try:
             self.version = self._ask(arguments)["vllm"]
         except BaseException:
@@ -116,7 +123,9 @@ class Vllm:
             raise ValueError(f"vLLM ended without an answer: {self._last_words()}")
         found = json.loads(line)
         if "error" in found:
-            raise ValueError(f"vLLM refused: {first_line(found['error'])}{self._reason()}")
+            lines = found["error"].strip().splitlines()
+            told = " ".join(map(str.strip, lines[: 2 if "validation error" in lines[0] else 1]))
+            raise ValueError(f"vLLM refused: {shorten(told, 300)}{self._reason()}")
         return found
 
     def _last_words(self) -> str:

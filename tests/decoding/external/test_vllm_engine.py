@@ -9,6 +9,7 @@ import torch
 
 from decoding.engine.params import SamplingParams
 from decoding.external.vllm_engine import (
+    FORMATS,
     Vllm,
     interpreter,
     speculative_config,
@@ -124,6 +125,20 @@ def test_what_is_refused_before_an_engine_starts(tmp_path, monkeypatch, vllm_stu
         speculative_config(dspark)
     with Vllm(model, vllm_stub) as engine, pytest.raises(ValueError, match=r"stop=\['x'\]"):
         engine.generate([[1]], SamplingParams(stop=("x",)))
+
+
+def test_the_path_of_a_drafter_does_not_name_its_method(vllm_stub, model, tmp_path, monkeypatch):
+    drafter = tmp_path / "small-dflash" / "export"
+    tiny.causal_lm(12).float().save_pretrained(drafter)
+    how = {"method": "draft_model", "model": str(drafter), "num_speculative_tokens": 2}
+    with Vllm(model, vllm_stub, speculative_config=how) as engine:
+        assert engine.version == "stub"
+    # Negative control: told the path itself, it refuses, and why is in its second line.
+    monkeypatch.setitem(FORMATS, "pard", "another")
+    with pytest.raises(
+        ValueError, match="1 validation error for SpeculativeConfig it is no DFlash"
+    ):
+        Vllm(model, vllm_stub, speculative_config=how)
 
 
 def test_an_engine_has_the_gpu_of_its_process(monkeypatch):

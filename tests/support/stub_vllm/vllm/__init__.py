@@ -35,6 +35,8 @@ class LLM:
             self.K = speculative_config["num_speculative_tokens"]
             self.counts["accepted_tokens_per_pos"] = [0] * self.K
             if speculative_config["method"] == "draft_model":
+                if "dflash" in speculative_config["model"]:  # as vLLM 0.32 guesses
+                    raise ValueError("1 validation error for SpeculativeConfig\n  it is no DFlash")
                 self.drafter = AutoModelForCausalLM.from_pretrained(speculative_config["model"])
 
     def get_metrics(self):
