@@ -116,10 +116,12 @@ small-dflash: .venv/small vllm  ## drafters that read their target (DFlash) besi
 LONG_PARD = layout=pard scale=small runs=$(RUNS)/small-dflash/pard answers=$(RUNS)/small-dflash/deer_answers
 small-dflash-long: small-dflash  ## the same for twice as long, with the target's states from disk
 	$(FIT) recipe=dflash $(BESIDE) $(OWN) name=long data.stored_states=8 trainer.max_steps=1400 trainer.validate_every=350
+	$(FIT) recipe=dflash $(BESIDE) name=fused data.stored_states=8 trainer.max_steps=1400 trainer.validate_every=350
 	$(FIT) recipe=diffusion_adapt layout=pard scale=small runs=$(RUNS)/small-dflash/pard trainer.max_steps=40
 	$(FIT) recipe=deer_stage1 $(LONG_PARD) trainer.compile=true trainer.max_steps=150
 	$(FIT) recipe=deer_stage2 $(LONG_PARD) trainer.compile=true trainer.max_steps=1210 trainer.validate_every=350
 	$(PY) -m decoding.bench model=$(RUNS)/small-dflash/dflash/long/export also=$(RUNS)/small-dflash/pard/deer_stage2/export source=humaneval prompts=64 max_new_tokens=128 'sampler=[nodes=8,bigrams=false]' generate=false temperatures=[0] verify=[coupled,tree] out=$(RUNS)/small-dflash/bench_long
+	for d in dflash/fused pard/deer_stage2; do $(PY) -m decoding.bench.engine model=$(RUNS)/small-dflash/$$d/export source=humaneval prompts=64 out=$(RUNS)/small-dflash/$$d/bench_vllm || exit 1; done
 
 # A Markov head for the DEER drafter of small-dflash, which stays as it is.
 small-markov: small-dflash  ## drafts that know the token before, on a real model
