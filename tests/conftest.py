@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from transformers import AttentionInterface
 
+from models.attention import GROUPED, WRITTEN_OUT, grouped, written_out
 from tests.support.lab import Lab
 from tests.support.process_state import changed, process_state, seed_everything
 
@@ -72,6 +74,13 @@ def lab(tmp_path_factory):
     lab.fit("deer_stage1")
     lab.fit("deer_stage2")
     return lab
+
+
+@pytest.fixture(autouse=True)
+def own_attention():
+    """Our attention functions under their names, where an export's copy of them was imported."""
+    for name, function in ((WRITTEN_OUT, written_out), (GROUPED, grouped)):
+        AttentionInterface.register(name, function)
 
 
 @pytest.fixture
