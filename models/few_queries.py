@@ -62,9 +62,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
     with _LOCK:
         loops.numba.set_num_threads(min(threads, loops.numba.config.NUMBA_NUM_THREADS))
         loops.attention(_bits(asked), keys, values, lines, hidden, scale, _bits(found))
-        if (
-            torch.get_num_threads() != threads
-        ):  # numba's pool is OpenMP's, which it sets as it begins
+        # numba's pool is OpenMP's, which it sets as it begins.
+        if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
     return found.view(query.shape)
 

@@ -116,11 +116,10 @@ class Running:
         if randomness is None:  # else it is of all of them
             cost = PASS_COSTS.get(self.sampler.device.type, FEW_PASSES)
             groups = prefill_groups([*map(len, prompts)], cost, self.prefill_tokens)
-        alone = not self.answers
         for group in groups:
             some = [[of[n] for n in group] for of in (requests, prompts, seeds, params)]
-            self._enter(*some, randomness, between, len(prompts) if alone else 0)
-            alone = False
+            expected = 0 if self.answers else len(prompts)
+            self._enter(*some, randomness, between, expected)
 
     def _enter(
         self,

@@ -65,13 +65,13 @@ class Vllm:
             start_new_session=True,  # the engine has processes of its own, which end with it
         )
         arguments = {"model": model, "disable_log_stats": False, **options}
-        drafter = options.get("speculative_config") or {}
-        if drafter.get("method") == FORMATS["pard"]:
-            # vLLM guesses such a drafter's method from words in its path: 'dflash', 'eagle-', ...
-            link = Path(self._folder.name) / "drafter"
-            link.symlink_to(Path(drafter["model"]).resolve(), target_is_directory=True)
-            arguments["speculative_config"] = {**drafter, "model": str(link)}
         try:
+            drafter = options.get("speculative_config") or {}
+            if drafter.get("method") == FORMATS["pard"]:
+                # vLLM guesses its method from words in its path: 'dflash', 'eagle-', ...
+                link = Path(self._folder.name) / "drafter"
+                link.symlink_to(Path(drafter["model"]).resolve(), target_is_directory=True)
+                arguments["speculative_config"] = {**drafter, "model": str(link)}
             self.version = self._ask(arguments)["vllm"]
         except BaseException:
             self.close()
