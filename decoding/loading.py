@@ -19,6 +19,7 @@ from decoding.engine.sampler import Sampler
 from decoding.entry import check_entry, entry_of, read_config
 from models import causal, mar, public
 from models.attention import GROUPED, switch_attention
+from models.norms import fuse
 from models.packed import pack
 from models.placement import input_device
 
@@ -125,6 +126,7 @@ def for_inference(network: PreTrainedModel) -> None:
     if input_device(network).type == "cpu":
         switch_attention(network, GROUPED)
         pack(network)
+        fuse(network)
 
 
 def sampler_of(

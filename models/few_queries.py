@@ -10,6 +10,7 @@ import threading
 from functools import cache
 from types import ModuleType
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,13 +19,13 @@ _LOCK = threading.Lock()  # some of numba's thread pools must not be entered twi
 
 
 @cache
-def _loops() -> ModuleType | None:
-    """`models.attention_loops`; None without numba, which takes half a second to load."""
+def loops() -> ModuleType | None:
+    """`models.loops`; None without numba, which takes half a second to load."""
     try:
-        from models import attention_loops
+        from models import loops as found
     except ImportError:  # of a bundle's copy, whose package has been taken out of Python again
         return None
-    return None if attention_loops.numba is None else attention_loops
+    return None if found.numba is None else found
 
 
 def attends(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
@@ -37,7 +38,7 @@ def attends(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
         and all(x.stride()[2:] == (x.shape[3], 1) for x in (key, value))
         and len(mask) == len(query)
         and not torch.is_grad_enabled()
-        and _loops() is not None
+        and loops() is not None
     )
 
 
@@ -57,18 +58,19 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
     asked = query.reshape(batch, heads, -1, size).contiguous()
     found = torch.empty_like(asked)
     (keys, key_lines), (values, value_lines) = _lines(key), _lines(value)
-    lines, hidden = (*key_lines, *value_lines), _bits(mask[:, 0].contiguous())
-    loops, threads = _loops(), torch.get_num_threads()
+    lines, hidden = (*key_lines, *value_lines), bits(mask[:, 0].contiguous())
+    compiled, threads = loops(), torch.get_num_threads()
     with _LOCK:
-        loops.numba.set_num_threads(min(threads, loops.numba.config.NUMBA_NUM_THREADS))
-        loops.attention(_bits(asked), keys, values, lines, hidden, scale, _bits(found))
+        compiled.numba.set_num_threads(min(threads, compiled.numba.config.NUMBA_NUM_THREADS))
+        compiled.attention(bits(asked), keys, values, lines, hidden, scale, bits(found))
         # numba's pool is OpenMP's, which it sets as it begins.
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
     return found.view(query.shape)
 
 
-def _bits(x: Tensor):
+def bits(x: Tensor) -> np.ndarray:
+    """The bits of bfloat16 numbers, as the loops take them; the memory is the tensor's."""
     return x.view(torch.uint16).numpy()
 
 
@@ -77,4 +79,4 @@ def _lines(states: Tensor):
     size = states.shape[3]
     steps = [stride // size for stride in states.stride()[:3]]
     count = 1 + sum((n - 1) * step for n, step in zip(states.shape, steps))
-    return _bits(states.as_strided((count, size), (size, 1))), steps[:2]
+    return bits(states.as_strided((count, size), (size, 1))), steps[:2]

@@ -153,9 +153,8 @@ class RaggedCache(Cache):
             ours = self._memory.get(of)
             if ours is None:
                 depth, _, heads, _, size = theirs.shape
-                self._memory[of] = ours = theirs.new_zeros(
-                    depth, count + new, heads, self._room, size
-                )
+                shape = depth, max(count + new, self.expected), heads, self._room, size
+                self._memory[of] = ours = theirs.new_zeros(shape)
             elif ours.shape[1] < count + new:
                 self._memory[of] = ours = self._resized(ours, count + new)
                 self._layers.pop(of, None)

@@ -16,7 +16,7 @@ from models import few_queries
 from models.attention import GROUPED, switch_attention
 from tests.support import tiny
 
-pytestmark = pytest.mark.skipif(few_queries._loops() is None, reason="needs numba")
+pytestmark = pytest.mark.skipif(few_queries.loops() is None, reason="needs numba")
 
 
 def tensors(seed, batch, heads, groups, queries, keys, size):
@@ -140,7 +140,7 @@ def test_what_is_left_to_the_fused_kernel(monkeypatch):
         assert not few_queries.attends(*tensors(0, 2, 1, 2, few_queries.MOST, 8, 16))
         transposed = of[1].transpose(-1, -2).contiguous().transpose(-1, -2)
         assert not few_queries.attends(of[0], transposed, *of[2:])
-        monkeypatch.setattr(few_queries, "_loops", lambda: None)
+        monkeypatch.setattr(few_queries, "loops", lambda: None)
         assert not few_queries.attends(*of)
 
 

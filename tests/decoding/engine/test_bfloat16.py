@@ -79,7 +79,7 @@ def test_a_key_too_few_is_seen(monkeypatch):
 @pytest.mark.parametrize("right", [True, False])
 def test_a_row_has_the_bits_that_it_has_alone(loops, right, monkeypatch):
     if not loops:
-        monkeypatch.setattr(few_queries, "_loops", lambda: None)
+        monkeypatch.setattr(few_queries, "loops", lambda: None)
     model = network()
     for_inference(model)
     together = logits(model, [*range(5)], right=right)
@@ -90,7 +90,7 @@ def test_a_row_has_the_bits_that_it_has_alone(loops, right, monkeypatch):
 @PACKED
 def test_rounding_of_rows_that_are_computed_together_is_seen(monkeypatch):
     """Negative control: the fused kernel over rows as wide as the longest rounds in another way."""
-    monkeypatch.setattr(few_queries, "_loops", lambda: None)
+    monkeypatch.setattr(few_queries, "loops", lambda: None)
     model = network()
     together = logits(model, [*range(5)], by_row=False)
     alone = [logits(model, [b], by_row=False)[0] for b in range(5)]
@@ -110,7 +110,7 @@ def after_prefill(model, widths):
 
 
 @PACKED
-@pytest.mark.skipif(few_queries._loops() is None, reason="needs numba")
+@pytest.mark.skipif(few_queries.loops() is None, reason="needs numba")
 def test_a_wide_pass_has_the_bits_of_narrow_ones():
     model = network()
     for_inference(model)
@@ -122,7 +122,7 @@ def test_a_wide_pass_has_the_bits_of_narrow_ones():
 @PACKED
 def test_rounding_of_a_wide_pass_is_seen(monkeypatch):
     """Negative control: the fused kernel rounds a wide pass in another way."""
-    monkeypatch.setattr(few_queries, "_loops", lambda: None)
+    monkeypatch.setattr(few_queries, "loops", lambda: None)
     model = network(layers=6)
     assert not torch.equal(after_prefill(model, [13]), after_prefill(model, [1] * 13))
 
@@ -169,7 +169,7 @@ def test_a_request_has_the_text_that_it_has_alone(name, verify, temperature):
 
 
 @PACKED
-@pytest.mark.skipif(few_queries._loops() is None, reason="needs numba")
+@pytest.mark.skipif(few_queries.loops() is None, reason="needs numba")
 @pytest.mark.parametrize(
     ("name", "verify"), [("deer", "coupled"), ("deer", "tree"), ("jacobi", "coupled")]
 )

@@ -428,6 +428,28 @@ def test_memory_is_that_of_the_text():
     assert {*sizes} == {cache.STEP}
 
 
+@pytest.mark.parametrize("expected", [True, False])
+def test_those_who_come_together_have_room_at_once(monkeypatch, expected):
+    """The first pass that prefills makes memory for the others' rows; without, each join does."""
+    sampler, params, alone = built("plain")
+    monkeypatch.setitem(PASS_COSTS, "cpu", 0)  # a pass for each length
+    grown, resized, begin = [], RaggedCache._resized, type(sampler).begin
+
+    def watched(self, memory, rows):
+        grown.append(rows)
+        return resized(self, memory, rows)
+
+    def forgotten(self, batch, params):
+        batch.expected = 0
+        return begin(self, batch, params)
+
+    monkeypatch.setattr(RaggedCache, "_resized", watched)
+    if not expected:  # negative control
+        monkeypatch.setattr(type(sampler), "begin", forgotten)
+    assert run(sampler, params, [(len(PROMPTS), -1)]) == dict(enumerate(alone))
+    assert bool(grown) == (not expected)
+
+
 @pytest.mark.parametrize("at_once", [1, 2, 4])
 def test_a_call_with_fewer_at_once(at_once):
     sampler, params, alone = built("deer, rejection")

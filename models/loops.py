@@ -1,4 +1,7 @@
-"""The loops of `models.few_queries`, compiled by numba at their first call and kept on disk."""
+"""Loops for the CPU, compiled by numba at their first call and kept on disk.
+
+Tensors come as the bits of bfloat16: numba does not know the numbers.
+"""
 
 import numpy as np
 
@@ -154,3 +157,25 @@ def attention(query, keys, values, lines, mask, scale, out):
             total = totals[q] if totals[q] > 0 else ONE
             for d in range(size):
                 out[b, h, q, d] = bits(found[q, d] / total)
+
+
+@compiled(fastmath=ANY_ORDER)
+def rms_norm(rows, weight, epsilon, out):
+    """weight * x / sqrt(mean(x^2) + epsilon) of every row, rounded before the weight and after.
+
+    Args:
+        rows: [n, D].
+        weight: [D].
+        epsilon: A number.
+        out: [n, D], to which the results are written.
+    """
+    size = rows.shape[1]
+    for r in range(rows.shape[0]):
+        row, total = rows[r], f32(0)
+        for d in range(size):
+            x = number(row[d])
+            total += x * x
+        factor = ONE / np.sqrt(total / f32(size) + f32(epsilon))
+        for d in range(size):
+            x = number(bits(number(row[d]) * factor))
+            out[r, d] = bits(x * number(weight[d]))
