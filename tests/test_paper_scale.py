@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from decoding.commands.recipes import RECIPES, build, compose, names
-from models.dflash import from_target
+from models.dflash_init import from_target
 from tests.support import tiny
 from trainers.base import Optimization
 
@@ -111,7 +111,7 @@ def network_of(recipe, config):
         with torch.device("meta"):
             return build(config.network)
     source = skeleton(config.network.get("path") or config.network.source.path)
-    if config.network._target_ != "models.dflash.from_target":
+    if config.network._target_ != "models.dflash_init.from_target":
         return source
     with torch.device("meta"):
         n = config.network

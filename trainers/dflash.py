@@ -18,8 +18,9 @@ class DFlash(TaughtModule):
     """The module of a DFlash drafter: fully masked blocks after random prefixes.
 
     Args:
-        network: The drafter (`models.dflash.from_target`); its config names the target's layers
-            that it reads; its mask token and block size are written there, as engines read them.
+        network: The drafter (`models.dflash_init.from_target`); its config names the layers
+            that it reads of the target; its mask token and block size are written there, as engines
+            read them.
         gamma: Of the weights of a block's positions (`trainers.losses.dflash.decay_weight`).
         layout: Of draft blocks, one of `models.dflash.LAYOUTS`: 'dflash' as published, or 'dspark',
             whose last committed token drafts the first token, as a causal LM's does.

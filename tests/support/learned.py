@@ -9,7 +9,8 @@ from data.text.tokenizer import (
     train_tokenizer,
     with_draft_tokens,
 )
-from models.dflash import draft_states, from_target
+from models.dflash import draft_states
+from models.dflash_init import from_target
 from models.diffusion import draft_logits, from_causal_lm
 from models.hidden_states import capture
 from tests.support import tiny

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from decoding.engine.warp import seen_tokens, warp
-from models.dflash import from_target
+from models.dflash_init import from_target
 
 CLASSES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
