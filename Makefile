@@ -3,7 +3,7 @@ PY := .venv/bin/python
 FIT := $(PY) -m trainers.fit
 RUNS ?= runs
 
-.PHONY: quickstart markov-head noise-input noise-ranked-trees small-deer small-deer-scaling small-dflash small-dflash-long small-markov small-pard small-pcllm vllm test paper-scale chaos fuzz soak load packed-step lint docs docs-serve lab-deer-stage1 lab-deer lab-deer-losses lab-deer-figures lab-deer-layouts lab-pcllm lab-pcllm-ablations lab-pcllm-losses lab-asarm lab-asarm-trees lab-spiffy lab-cspd clean
+.PHONY: quickstart markov-head noise-input noise-ranked-trees small-deer small-deer-scaling small-dflash small-dflash-long small-markov small-noise-input small-pard small-pcllm vllm test paper-scale chaos fuzz soak load packed-step lint docs docs-serve lab-deer-stage1 lab-deer lab-deer-losses lab-deer-figures lab-deer-layouts lab-pcllm lab-pcllm-ablations lab-pcllm-losses lab-asarm lab-asarm-trees lab-spiffy lab-cspd clean
 
 .venv/installed: setup.cfg constraints.txt
 	test -x $(PY) || python3 -m venv .venv
@@ -121,12 +121,22 @@ small-dflash-long: small-dflash  ## the same for twice as long, with the target'
 	$(FIT) recipe=deer_stage1 $(LONG_PARD) trainer.compile=true trainer.max_steps=150
 	$(FIT) recipe=deer_stage2 $(LONG_PARD) trainer.compile=true trainer.max_steps=1210 trainer.validate_every=350
 	$(PY) -m decoding.bench model=$(RUNS)/small-dflash/dflash/long/export also=$(RUNS)/small-dflash/pard/deer_stage2/export source=humaneval prompts=64 max_new_tokens=128 'sampler=[nodes=8,bigrams=false]' generate=false temperatures=[0] verify=[coupled,tree] out=$(RUNS)/small-dflash/bench_long
+	for s in humaneval gsm8k.jsonl mt_bench.jsonl; do $(PY) -m decoding.bench model=$(RUNS)/small-dflash/dflash/long/export also=$(RUNS)/small-dflash/pard/deer_stage2/export source=$$s prompts=64 max_new_tokens=128 'sampler=[nodes=8,bigrams=false]' generate=false prompt_lookup=0 temperatures=[0,1] verify=[block,tree] batch_sizes=[16] out=$(RUNS)/small-dflash/bench_long_$$s || exit 1; done
 	for d in dflash/fused pard/deer_stage2; do $(PY) -m decoding.bench.engine model=$(RUNS)/small-dflash/$$d/export source=humaneval prompts=64 out=$(RUNS)/small-dflash/$$d/bench_vllm || exit 1; done
 
 # A Markov head for the DEER drafter of small-dflash, which stays as it is.
 small-markov: small-dflash  ## drafts that know the token before, on a real model
 	$(FIT) recipe=deer_stage2 $(BESIDE) drafter=$(RUNS)/small-dflash/deer_stage2/export name=head module.markov_rank=64 module.train_drafter=false optimization.lr=1.0e-2 trainer.max_steps=300
 	$(PY) -m decoding.bench model=$(RUNS)/small-dflash/deer_stage2/export also=$(RUNS)/small-dflash/deer_stage2/head/export source=humaneval prompts=64 max_new_tokens=128 batch_sizes=[16] temperatures=[0,1] verify=[coupled,block,tree] 'sampler=[nodes=8]' generate=false prompt_lookup=0 out=$(RUNS)/small-dflash/bench_head
+
+# A drafter that reads noise and one with as many more steps, beside the head, all with bigrams. Not compiled: it reads by hooks.
+MORE = recipe=deer_stage2 scale=small runs=$(RUNS)/small-dflash drafter=$(RUNS)/small-dflash/deer_stage2/export trainer.max_steps=400 module.soft=1.0
+REFINED = $(RUNS)/small-dflash/deer_stage2
+small-noise-input: small-markov  ## drafters that read the noise of decoding, on a real model
+	$(FIT) $(MORE) name=more trainer.compile=true
+	$(FIT) $(MORE) name=noise module.noise_layers=[4]
+	for d in more noise head; do $(PY) -m decoding.calibrate model=$(REFINED)/$$d/export answers=$(RUNS)/small-dflash/deer_answers source=functions nodes=[8] sharpness=[1.0] lengths=[8] prompts=4 || exit 1; done
+	$(PY) -m decoding.bench model=$(REFINED)/more/export 'also=[$(REFINED)/noise/export,$(REFINED)/head/export]' source=humaneval prompts=64 max_new_tokens=128 batch_sizes=[16] temperatures=[0,1] verify=[coupled,block,tree] generate=false prompt_lookup=0 out=$(REFINED)/bench_noise
 
 # vLLM pins its own torch, so it has an environment of its own; torchvision and others from PyPI do not fit torch for the CPU.
 VLLM = .venv-vllm/bin/python
