@@ -116,11 +116,13 @@ small-dflash: .venv/small vllm  ## drafters that read their target (DFlash) besi
 LONG_PARD = layout=pard scale=small runs=$(RUNS)/small-dflash/pard answers=$(RUNS)/small-dflash/deer_answers
 small-dflash-long: small-dflash  ## the same for twice as long, with the target's states from disk
 	$(FIT) recipe=dflash $(BESIDE) $(OWN) name=long data.stored_states=8 trainer.max_steps=1400 trainer.validate_every=350
+	$(FIT) recipe=dflash $(BESIDE) $(OWN) name=dpace data.stored_states=8 trainer.max_steps=640 module.dpace=0.5
 	$(FIT) recipe=dflash $(BESIDE) name=fused data.stored_states=8 trainer.max_steps=1400 trainer.validate_every=350
 	$(FIT) recipe=diffusion_adapt layout=pard scale=small runs=$(RUNS)/small-dflash/pard trainer.max_steps=40
 	$(FIT) recipe=deer_stage1 $(LONG_PARD) trainer.compile=true trainer.max_steps=150
 	$(FIT) recipe=deer_stage2 $(LONG_PARD) trainer.compile=true trainer.max_steps=1210 trainer.validate_every=350
 	$(PY) -m decoding.bench model=$(RUNS)/small-dflash/dflash/long/export also=$(RUNS)/small-dflash/pard/deer_stage2/export source=humaneval prompts=64 max_new_tokens=128 'sampler=[nodes=8,bigrams=false]' generate=false temperatures=[0] verify=[coupled,tree] out=$(RUNS)/small-dflash/bench_long
+	$(PY) -m decoding.bench model=$(LAYERWISE) also=$(RUNS)/small-dflash/dflash/dpace/export source=humaneval prompts=64 max_new_tokens=128 batch_sizes=[16] temperatures=[0,1] verify=[coupled,block] 'sampler=[bigrams=false]' generate=false prompt_lookup=0 out=$(RUNS)/small-dflash/bench_dpace
 	for s in humaneval gsm8k.jsonl mt_bench.jsonl; do $(PY) -m decoding.bench model=$(RUNS)/small-dflash/dflash/long/export also=$(RUNS)/small-dflash/pard/deer_stage2/export source=$$s prompts=64 max_new_tokens=128 'sampler=[nodes=8,bigrams=false]' generate=false prompt_lookup=0 temperatures=[0,1] verify=[block,tree] batch_sizes=[16] out=$(RUNS)/small-dflash/bench_long_$$s || exit 1; done
 	for d in dflash/fused pard/deer_stage2; do $(PY) -m decoding.bench.engine model=$(RUNS)/small-dflash/$$d/export source=humaneval prompts=64 out=$(RUNS)/small-dflash/$$d/bench_vllm || exit 1; done
 
