@@ -36,7 +36,7 @@ class FusedNorm(nn.Module):
         return out.view(hidden_states.shape)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def fuse(network: nn.Module) -> None:
     """Replace a CPU network's RMS norms by their loops, in place; those of other formulas stay.
 
@@ -50,8 +50,8 @@ def fuse(network: nn.Module) -> None:
         return
     for parent in [*network.modules()]:
         for name, norm in parent.named_children():
-            if _is_norm(norm) and _same(FusedNorm(norm), norm):
-                setattr(parent, name, FusedNorm(norm))
+            if _is_norm(norm) and _same(fused := FusedNorm(norm), norm):
+                setattr(parent, name, fused)
 
 
 def _is_norm(module: nn.Module) -> bool:
