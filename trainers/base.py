@@ -33,6 +33,8 @@ class Optimization:
 
     Attributes:
         lr: The peak learning rate.
+        beside_lr: That of what is trained beside the network, such as a drafter's Markov head,
+            which begins at 0 and has further to go; None: `lr`.
         weight_decay: Of matrices; vectors (norms, biases) have none.
         betas: AdamW's two decay rates.
         warmup_steps: Optimizer steps until the peak rate.
@@ -47,6 +49,7 @@ class Optimization:
     """
 
     lr: float
+    beside_lr: float | None = None
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     warmup_steps: int = 100
@@ -375,11 +378,16 @@ class BaseModule(pl.LightningModule):
 
     def configure_optimizers(self):
         """The optimizer, AdamW without decay on vectors (norms, biases), and its schedule."""
-        o, parameters = self.optimization, [p for p in self.parameters() if p.requires_grad]
+        o, own = self.optimization, [p for p in self.network.parameters() if p.requires_grad]
         groups = [
-            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": o.weight_decay},
-            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+            {"params": [p for p in own if p.ndim > 1], "weight_decay": o.weight_decay},
+            {"params": [p for p in own if p.ndim <= 1], "weight_decay": 0.0},
         ]
+        known = {id(p) for p in own}
+        beside = [p for p in self.parameters() if p.requires_grad and id(p) not in known]
+        if beside:
+            rate = o.lr if o.beside_lr is None else o.beside_lr
+            groups.append({"params": beside, "weight_decay": o.weight_decay, "lr": rate})
         AdamW = getattr(self.trainer.strategy, "optimizer", torch.optim.AdamW)
         optimizer = AdamW(groups, lr=o.lr, betas=tuple(o.betas))
         steps = self.trainer.max_steps

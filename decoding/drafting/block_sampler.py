@@ -11,6 +11,7 @@ the drafted token before it. Baselines of `tree` verify trees that are drawn (`t
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,7 @@ KNOBS = {
     "markov_head": bool,
 }  # fmt: skip
 # Files beside the weights of an export.
+UNFILTERED = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 ARTEFACTS = (bigram_file.FILE, markov_file.FILE, vocabulary.FILE)
 NEEDED = ("target", "tokenizer_fingerprint", "mask_id", "block_size")  # keys of an export's entry
 
@@ -280,8 +282,10 @@ class BlockSampler(Sampler):
         # Where it is keyed, drafter and target share it.
         noise = self.noise(batch, k + 1, params) if params.keyed else None
         if params.verify == "tree":
+            # What top_p and others leave out is known with the head's terms alone.
+            ranked = params if self.markov is None else replace(params, **UNFILTERED)
             with self.reading_noise(batch, k, noise, params):
-                q_logits = self.draft_pass(batch, k, params)
+                q_logits = self.draft_pass(batch, k, ranked)
             return self.tree_cycle(batch, q_logits, noise, params)
         if params.tree:
             return self.drawn_tree_cycle(batch, k, params)
@@ -313,9 +317,8 @@ class BlockSampler(Sampler):
         sharpness, bigrams = self.ranking_at(params.temperature)
         lookups = batch.state.lookups
         nodes = nearest(self.nodes, len(batch.requests))
-        trees = draft_trees(
-            noisy, nodes, sharpness, bigrams, lookups, self.pair_scores(params.temperature)
-        )
+        pairs = None if self.markov is None else self.markov.pairs(params.temperature)
+        trees = draft_trees(noisy, nodes, sharpness, bigrams, lookups, pairs)
         output = self.tree_pass(batch, trees, params)
         tokens, counts = self.accept(batch, output, verify_trees(trees, output.logits, noise))
         if lookups:
@@ -395,12 +398,6 @@ class BlockSampler(Sampler):
             nothing = batch.tokens[:, :0]
             seen = seen_tokens(batch.tokens, batch.lengths, nothing, self.vocabulary)
         return warp(logits, params, seen)
-
-    def pair_scores(self, temperature: float) -> Callable[[Tensor], Tensor] | None:
-        """`pairs` of `draft_trees`: the Markov head's, warped by the temperature."""
-        if self.markov is None:
-            return None
-        return lambda candidates: self.markov.pairs(candidates) / (temperature or 1)
 
     def ranking_at(self, temperature: float) -> tuple[float | Tensor, BigramScores | None]:
         """`sharpness` and `bigrams` of `draft_trees`: those of the nearest temperature."""

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from decoding.drafting.tree import Pairs
 from decoding.engine import tensor_file
 from decoding.engine.vocabulary import check_vocabulary
 from models.markov import MarkovHead
@@ -50,26 +51,17 @@ class MarkovScores:
 
     def following(self, tokens: Tensor) -> Tensor:
         """What each token adds to the logits of the next one: [...] -> [..., V]."""
-        scores = self.head(self._row[tokens])[..., : len(self.ids)]
+        scores = self._terms(self._row[tokens])
         everywhere = scores.new_zeros(*tokens.shape, len(self._row))
         return everywhere.index_copy_(-1, self.ids, scores)
 
-    def pairs(self, candidates: Tensor) -> Tensor:
-        """What each candidate of a depth adds to the logits of each of the next depth's.
+    def pairs(self, temperature: float) -> Pairs:
+        """The same over the head's own tokens, warped by the temperature, for draft trees."""
+        return Pairs(self.ids, lambda tokens: self._terms(tokens) / (temperature or 1))
 
-        Args:
-            candidates: Tokens, int64 [B, k, C].
-
-        Returns:
-            [B, k - 1, C, C]: by depth, the token before, the token.
-        """
-        rows = self._row[candidates]
-        known = (rows >= 0).unsqueeze(-1)
-        before, after = (
-            torch.where(known, matrix[rows.clamp_min(0)], 0.0)
-            for matrix in (self.head.before.weight, self.head.after.weight)
-        )
-        return before[:, :-1] @ after[:, 1:].mT
+    def _terms(self, rows: Tensor) -> Tensor:
+        """What each of the head's tokens adds to the logits of its others: [...] -> [..., n]."""
+        return self.head(rows)[..., : len(self.ids)]
 
 
 def stored(head: MarkovHead) -> bytes:

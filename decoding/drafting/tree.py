@@ -18,7 +18,7 @@ from decoding.engine.verify import choose
 
 ROOT = -1
 LIMIT = 63  # nodes of a tree: a path is a set of nodes, one bit each
-CANDIDATES = 20  # tokens of a depth whose scores may depend on the tokens before them
+CANDIDATES = 20  # tokens of a depth whose scores may depend on the text or on bigrams
 
 Ranked = tuple[list[int], list[float]]  # tokens, best first, and their log-probabilities
 
@@ -33,6 +33,19 @@ class BigramScores(NamedTuple):
 
     after: Callable[[int], Mapping[int, float]]
     weight: list[float]
+
+
+class Pairs(NamedTuple):
+    """What the logits of a depth gain by the token before it (`decoding.drafting.markov`).
+
+    Attributes:
+        ids: [n], the tokens that have such terms; no other token is drafted.
+        after: Maps tokens, as indices into `ids` [B, C], to the terms of all n that may follow
+            each, [B, C, n].
+    """
+
+    ids: Tensor
+    after: Callable[[Tensor], Tensor]
 
 
 class Tree(NamedTuple):
@@ -202,12 +215,15 @@ def draft_trees(
     sharpness: float | Tensor = 1.0,
     bigrams: BigramScores | None = None,
     lookups: list[Lookup] | None = None,
-    pairs: Callable[[Tensor], Tensor] | None = None,
+    pairs: Pairs | None = None,
 ) -> Trees:
-    """Best-first trees under softmax(sharpness * (logits + pair scores) + bigram scores).
+    """Best-first trees under softmax(sharpness * (logits + terms of pairs) + bigram scores).
 
-    Without the scores and lookups the depths are independent. With any, only the CANDIDATES most
-    probable tokens of each depth, and the token that a lookup guesses, can become nodes.
+    Without scores, terms and lookups the depths are independent. With bigram scores or lookups,
+    only the CANDIDATES most probable tokens of each depth, and the token that a lookup guesses, can
+    become nodes; with terms, of each depth the tokens of `likeliest_paths`. There a tree of N nodes
+    takes 4 + N / 8 tokens a depth: with 16 nodes no fewer were accepted than of 16 tokens a depth,
+    and each token kept costs the terms of a whole vocabulary.
 
     Args:
         logits: The drafter's logits, with the noise added if there is any, [B, k, V].
@@ -217,29 +233,31 @@ def draft_trees(
             would be too deep and narrow.
         bigrams: Scores that depths 2 to k add, by the token before.
         lookups: The text of each sequence, mixed into the ranking (`prompt_lookup`).
-        pairs: Maps candidates [B, k, C] to what each of a depth adds to the logits of each of the
-            next, [B, k - 1, C, C] (`decoding.drafting.markov`).
+        pairs: The terms that depths 2 to k add, by the token before; None: there are none.
     """
     logits = logits[:, :nodes]  # a tree is no deeper
+    if pairs is not None:
+        logits = logits[..., pairs.ids]
     if isinstance(sharpness, Tensor):
         sharpness = sharpness[: logits.shape[1], None]
-    marginals = (sharpness * logits).log_softmax(-1)
-    independent = bigrams is None and lookups is None and pairs is None
-    best = marginals.topk(min(nodes if independent else CANDIDATES, logits.shape[-1]))
+    logits = sharpness * logits
+    marginals = logits.log_softmax(-1)
+    if pairs is None:
+        count = nodes if bigrams is None and lookups is None else CANDIDATES
+        best, conditionals = marginals.topk(min(count, logits.shape[-1])), [None] * len(marginals)
+        tokens, scores = best.indices.tolist(), best.values.tolist()
+    else:
+        count = min(4 + nodes // 8, logits.shape[-1])
+        chosen, after = likeliest_paths(logits, count, pairs.after, sharpness)
+        tokens, scores = pairs.ids[chosen].tolist(), marginals.gather(-1, chosen).tolist()
+        conditionals = after.tolist()
     lookups = lookups or [None] * len(marginals)
-    conditionals = [None] * len(marginals)
-    if pairs is not None:
-        added = pairs(best.indices)
-        if isinstance(sharpness, Tensor):
-            sharpness = sharpness[1:, :, None]
-        conditionals = conditioned(best.values, sharpness * added).tolist()
-    candidates = zip(best.indices.tolist(), best.values.tolist(), lookups, conditionals)
     rankings = [
         (
-            child_ranking([*zip(tokens, scores)], bigrams, lookup, after),
+            child_ranking([*zip(*row)], bigrams, lookup, after),
             lookup.suffix if lookup else (),
         )
-        for tokens, scores, lookup, after in candidates
+        for *row, lookup, after in zip(tokens, scores, lookups, conditionals)
     ]
     rows = [best_first(children, nodes, suffix) for children, suffix in rankings]
     fewest, most = (f(len(row.token) for row in rows) for f in (min, max))
@@ -253,21 +271,40 @@ def batched(rows: list[Tree], device: torch.device) -> Trees:
     return Trees(rows, *torch.tensor([*zip(*(t[:3] for t in rows))], device=device))
 
 
-def conditioned(marginals: Tensor, added: Tensor) -> Tensor:
-    """Log-probabilities of the candidates of a depth after each candidate of the one before.
+def likeliest_paths(
+    logits: Tensor,
+    count: int,
+    after: Callable[[Tensor], Tensor],
+    sharpness: float | Tensor = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """The tokens of each depth that the most probable paths lead to, by Viterbi's recursion.
 
-    The conditional distribution over all tokens would need a row of V numbers for each parent. Here
-    the candidates of a depth keep their joint probability, and divide it anew.
+    S_1(v) = log q_1(v) and S_i(v) = max_u [S_{i-1}(u) + log q_i(v | u)] are the log-probabilities
+    of the best paths that end in v. A tree of N nodes has no token that is not among the N best of
+    its depth, so with `count` = N nothing is left out.
 
     Args:
-        marginals: Log-probabilities of the candidates, [B, k, C].
-        added: What each candidate adds to the logits of those of the next depth, [B, k - 1, C, C].
+        logits: l_i times the sharpness, [B, k, n].
+        count: C, the tokens that are kept of each depth.
+        after: Maps tokens [B, C] to their terms for the next depth, [B, C, n]: q_i(. | u) is
+            softmax(l_i + sharpness * term of u).
+        sharpness: A number, or one for each depth, [k, 1].
 
     Returns:
-        [B, k - 1, C, C]: by depth from the second on, the token before, the token.
+        tokens: Of each depth, int64 [B, k, C]; those of the first one are the best first.
+        conditionals: log q_i(v | u) of the tokens v of a depth after each u of the one before,
+            [B, k - 1, C, C].
     """
-    after = marginals[:, 1:, None]
-    return (after + added).log_softmax(-1) + after.logsumexp(-1, keepdim=True)
+    best = logits[:, 0].log_softmax(-1).topk(count)
+    tokens, conditionals, path = [best.indices], [], best.values
+    for i in range(1, logits.shape[1]):
+        sharp = sharpness[i] if isinstance(sharpness, Tensor) else sharpness
+        q = (logits[:, i, None] + sharp * after(tokens[-1])).log_softmax(-1)
+        path, chosen = (path[..., None] + q).amax(1).topk(count)
+        conditionals.append(q.gather(-1, chosen[:, None].expand(-1, count, -1)))
+        tokens.append(chosen)
+    none = path.new_empty(len(logits), 0, count, count)
+    return torch.stack(tokens, 1), torch.stack(conditionals, 1) if conditionals else none
 
 
 def child_ranking(
@@ -283,11 +320,12 @@ def child_ranking(
     depth the lookup's guess is the only child.
 
     Args:
-        depths: The most probable tokens of each depth, with log-probabilities, independent.
+        depths: The tokens of each depth, with log-probabilities, independent; best first, unless
+            there are conditionals.
         bigrams: Scores to add from the second depth on.
         lookup: The text of this sequence, mixed into the ranking.
         conditionals: Log-probabilities that take the place of those of `depths` from the second
-            depth on: of each token by its depth and its parent (`conditioned`).
+            depth on: of each token by its depth and its parent (`likeliest_paths`).
     """
     indices = [{token: i for i, token in enumerate(tokens)} for tokens, _ in depths]
 
@@ -314,7 +352,7 @@ def child_ranking(
                 scores[index[guess]] = log(exp(scores[index[guess]]) + weight)
             else:
                 tokens, scores = [*tokens, guess], [*scores, log(weight)]
-        if drafted and scores is depths[depth][1]:  # best first already
+        if drafted and not conditionals and scores is depths[depth][1]:  # best first already
             return tokens, scores
         order = sorted(range(len(tokens)), key=scores.__getitem__, reverse=True)
         return [tokens[i] for i in order], [scores[i] for i in order]

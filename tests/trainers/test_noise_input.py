@@ -267,7 +267,7 @@ def test_a_recipe_s_export_decodes_with_it(lab, frozen):
     """Trained with the drafter, or on the finished one, whose weights stay."""
     finished = lab.runs / "deer_stage2" / "export"
     form = [f"name=noise_{frozen}", "module.noise_layers=[0]", "module.soft=1.0"]
-    form += ["optimization.lr=0.05"]
+    form += ["optimization.beside_lr=0.05"]
     if frozen:
         form += ["module.train_drafter=false", f"drafter={finished}"]
     export = lab.fit("deer_stage2", *form)
@@ -317,7 +317,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(lab):
 
 
 def test_the_loss_does_not_depend_on_how_a_step_is_split(lab):
-    form = [*FORM, "optimization.lr=0.01"]
+    form = [*FORM, "optimization.beside_lr=0.03"]
     whole = lab.fit("deer_stage2", *form, "name=noise_one").parent
     split = ["trainer.micro_batch_size=2", "name=noise_split"]
     lab.fit("deer_stage2", *form, *split)

@@ -1,7 +1,6 @@
 """Dependent drafts: lossless under every rule, drawn and ranked from the conditionals by hand."""
 
-from functools import partial
-from itertools import pairwise, product
+from itertools import pairwise
 
 import pytest
 import torch
@@ -192,9 +191,9 @@ def test_a_batch_is_row_for_row_a_batch_of_one(rule, temperature):
     assert ids(joined) == ids(alone)
 
 
-def picked(table, candidates):
-    """The terms of a table [3, 3] as `pairs` gives them."""
-    return table[candidates[:, :-1, :, None], candidates[:, 1:, None]]
+def pairs_of(table):
+    """The terms of a table [n, n]: what row u adds to the logits of the token after u."""
+    return tree.Pairs(torch.arange(len(table)), table.__getitem__)
 
 
 numbers = st.lists(st.floats(-3, 3), min_size=3, max_size=3)
@@ -214,7 +213,7 @@ def test_the_nodes_are_the_likeliest_prefixes_under_the_conditionals(
         after = [dict(enumerate(row)) for row in scores]
         bigrams = tree.BigramScores(after.__getitem__, [1.0] * 3)
 
-    found = tree.draft_trees(z[None], nodes, s, bigrams, pairs=partial(picked, term)).rows[0]
+    found = tree.draft_trees(z[None], nodes, s, bigrams, pairs=pairs_of(term)).rows[0]
 
     def chance(prefix):
         p = (s[0] * z[0]).softmax(-1)[prefix[0]]
@@ -231,29 +230,54 @@ def test_a_tree_by_another_parent_is_another_tree():
     z, term = torch.randn(1, 3, 3, generator=draw), 3 * torch.randn(3, 3, generator=draw)
     found = []
     for table in (term, term.T):
-        pairs = partial(picked, table)
-        found.append(tree.draft_trees(z, 9, pairs=pairs).rows[0])
+        found.append(tree.draft_trees(z, 9, pairs=pairs_of(table)).rows[0])
     assert found[0] != found[1]
 
 
-def test_candidates_outside_the_best_keep_their_share():
-    """Of many tokens only the best of a depth are conditioned, and keep what they have together."""
-    z = torch.randn(1, 2, 40, generator=torch.Generator().manual_seed(0)).double()
-    found = tree.conditioned(z.log_softmax(-1)[..., :20], torch.randn(1, 1, 20, 20).double())
-    expected = z[:, 1:].log_softmax(-1)[..., :20].exp().sum(-1, keepdim=True).expand(1, 1, 20)
-    torch.testing.assert_close(found.exp().sum(-1), expected)
+def paths_of(z, term, s, count):
+    """The probabilities of all paths of z [k, n], and the tokens and conditionals that are kept."""
+    q = [(s[0] * z[0]).softmax(-1)]
+    q += [(s[i] * (z[i] + term)).softmax(-1) for i in range(1, len(z))]  # [before, token]
+    joint = q[0]
+    for after in q[1:]:
+        joint = joint[..., None] * after
+    kept = tree.likeliest_paths((s[:, None] * z)[None], count, term.__getitem__, s[:, None])
+    return joint, q, *(x[0] for x in kept)
+
+
+@pytest.mark.parametrize("nodes", [3, 6])
+def test_with_as_many_tokens_as_nodes_no_node_is_missing(nodes):
+    """All tokens of the most probable prefixes are kept, and others than depths alone would."""
+    draw, differ = torch.Generator().manual_seed(0), 0
+    s = torch.tensor([1.5, 0.5, 2.0]).double()
+    for _ in range(20):
+        z = 2 * torch.randn(3, 9, generator=draw).double()
+        term = 3 * torch.randn(9, 9, generator=draw).double()
+        joint, q, tokens, conditionals = paths_of(z, term, s, nodes)
+        prefixes = [joint.sum((1, 2)), joint.sum(2).flatten(), joint.flatten()]
+        least = torch.cat(prefixes).topk(nodes).values[-1]
+        for depth, p in enumerate(prefixes):
+            ends = {i % 9 for i in (p >= least).nonzero().flatten().tolist()}
+            assert ends <= set(tokens[depth].tolist())
+            differ += not ends <= set(z[depth].topk(nodes).indices.tolist())  # negative control
+            if depth:
+                expected = q[depth][tokens[depth - 1]][:, tokens[depth]].log()
+                torch.testing.assert_close(conditionals[depth - 1], expected)
+    assert differ >= 5
 
 
 def test_pairs_are_what_following_says():
     head = head_of(5)
     scores = MarkovScores(head, V, DRAFT_IDS, torch.device("cpu"))
-    candidates = torch.tensor([[[9, 3], [5, 0], [2, 7]]])  # 7 is not drafted
-    found = scores.pairs(candidates)
-    for d, u, v in product(range(2), range(2), range(2)):
-        before, token = candidates[0, d, u], candidates[0, d + 1, v]
-        torch.testing.assert_close(found[0, d, u, v], scores.following(before)[token])
+    tokens = torch.tensor([[9, 3], [5, 0]])
+    pairs = scores.pairs(0.5)
+    rows = torch.tensor([[pairs.ids.tolist().index(u) for u in row] for row in tokens.tolist()])
+    following = scores.following(tokens)
+    torch.testing.assert_close(pairs.after(rows), 2 * following[..., pairs.ids])
+    assert torch.equal(scores.pairs(0).after(rows), scores.pairs(1).after(rows))
+    others = [v for v in range(V) if v not in DRAFT_IDS]
+    assert (following[..., others] == 0).all()
     assert torch.equal(scores.following(torch.tensor(7)), torch.zeros(V).double())
-    assert found[0, 1, 0, 1] == 0
     with pytest.raises(ValueError, match="head is of 5 tokens and the drafter of 4"):
         MarkovScores(head, V, DRAFT_IDS[:4], torch.device("cpu"))
     with pytest.raises(ValueError, match="more than padding"):
