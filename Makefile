@@ -15,17 +15,17 @@ quickstart: .venv/installed  ## train and decode with DEER at lab scale, from no
 	$(FIT) recipe=deer_stage2 runs=$(RUNS)
 	$(PY) -m decoding.bench model=$(RUNS)/deer_stage2/export also=$(RUNS)/deer_stage1/export prompts=8 max_new_tokens=64
 
-# A Markov head on the quickstart's drafter, beside as many more steps of the drafter itself.
+# As many more steps of the quickstart's drafter: as before, with a Markov head, and of a head alone, the drafter as it is.
 STAGE2 = $(RUNS)/deer_stage2
 ON_IT = $(FIT) recipe=deer_stage2 runs=$(RUNS) drafter=$(STAGE2)/export trainer.max_steps=300
 HEAD = $(ON_IT) trainer.compile=true
 CALIBRATE = $(PY) -m decoding.calibrate answers=$(RUNS)/deer_answers nodes=[16] sharpness=[1.0] prompts=16 max_new_tokens=64 ignore_eos=true
 markov-head: quickstart  ## what drafts that know the token before bring at lab scale (half an hour)
 	$(HEAD) name=more
-	$(HEAD) name=head module.markov_rank=64 module.train_drafter=false optimization.lr=1.0e-2
-	$(CALIBRATE) model=$(STAGE2)/more/export
-	$(CALIBRATE) model=$(STAGE2)/head/export
-	$(DEPENDENT) also=$(STAGE2)/head/export verify=[coupled,block,tree] out=$(STAGE2)/bench_head
+	$(HEAD) name=joint module.markov_rank=64
+	$(HEAD) name=head module.markov_rank=64 module.train_drafter=false
+	for d in more joint head; do $(CALIBRATE) model=$(STAGE2)/$$d/export || exit 1; done
+	$(DEPENDENT) 'also=[$(STAGE2)/head/export,$(STAGE2)/joint/export]' verify=[coupled,block,tree] out=$(STAGE2)/bench_head
 DEPENDENT = $(BENCH) model=$(STAGE2)/more/export prompts=64 max_new_tokens=64 sampler=[nodes=16] prompt_lookup=0 generate=false
 
 # Not compiled: the drafter reads the noise of a step by hooks.
@@ -128,7 +128,7 @@ small-dflash-long: small-dflash  ## the same for twice as long, with the target'
 
 # A Markov head for the DEER drafter of small-dflash, which stays as it is.
 small-markov: small-dflash  ## drafts that know the token before, on a real model
-	$(FIT) recipe=deer_stage2 $(BESIDE) drafter=$(RUNS)/small-dflash/deer_stage2/export name=head module.markov_rank=64 module.train_drafter=false optimization.lr=1.0e-2 trainer.max_steps=300
+	$(FIT) recipe=deer_stage2 $(BESIDE) drafter=$(RUNS)/small-dflash/deer_stage2/export name=head module.markov_rank=64 module.train_drafter=false optimization.beside_lr=1.0e-2 trainer.max_steps=300
 	$(PY) -m decoding.bench model=$(RUNS)/small-dflash/deer_stage2/export also=$(RUNS)/small-dflash/deer_stage2/head/export source=humaneval prompts=64 max_new_tokens=128 batch_sizes=[16] temperatures=[0,1] verify=[coupled,block,tree] 'sampler=[nodes=8]' generate=false prompt_lookup=0 out=$(RUNS)/small-dflash/bench_head
 
 # A drafter that reads noise and one with as many more steps, beside the head, all with bigrams. Not compiled: it reads by hooks.

@@ -32,6 +32,8 @@ class DFlash(TaughtModule):
             trained drafter with another mask token or layout.
     """
 
+    served_layouts = ("dflash",)
+
     def __init__(
         self,
         network: DFlashDraftModel,

@@ -79,7 +79,8 @@ class DrafterModule(BaseModule):
         train_embeddings: Whether embeddings and head are trained with the layers. Frozen ones are
             the target's, and a step of a small drafter costs much less.
         markov_rank: Of a head that conditions each drafted token on the one before it
-            (`models.markov`), trained on the answers' own tokens; None: there is none. It is in
+            (`models.markov`), trained on the answers' own tokens; None: there is none. The network
+            then leaves to it what the token before tells, so it drafts worse without. It is in
             every process whole, so strategies that shard are refused.
         noise_layers: The drafter's decoder layers, 0-based, after which it reads candidates that
             are chosen with the noise of decoding (`models.noise`); None: it reads none. The
@@ -94,9 +95,11 @@ class DrafterModule(BaseModule):
         knows_noise: Whether training knows the noise that its texts were chosen with (`noise_of`).
         target_layers: The target's decoder layers whose hidden states the drafter reads, 0-based
             (`models.hidden_states`).
+        served_layouts: Layouts of draft blocks that serving engines run, without a Markov head.
     """
 
     target_layers: tuple[int, ...] = ()
+    served_layouts: tuple[str, ...] = ("pard",)
     knows_noise = False
     stored_states: RowsWithStates | None = None  # training's rows, where states are read from disk
 
@@ -171,6 +174,13 @@ class DrafterModule(BaseModule):
         if markov_rank is not None:
             size = network.config.vocab_size if draft_ids is None else len(draft_ids)
             self.markov_head = MarkovHead(size, markov_rank)
+            if train_drafter and layout in self.served_layouts:
+                warnings.warn(
+                    f"engines that serve layout={layout} draft without the Markov head, and a "
+                    "drafter that is trained with one relies on it: for them give a finished "
+                    "drafter its head, module.train_drafter=false",
+                    stacklevel=2,
+                )
         if noise_layers is not None:
             self.noise_input = self._new_noise_input(noise_layers)
         given = {"module.markov_rank": markov_rank, "module.noise_layers": noise_layers}

@@ -51,17 +51,15 @@ class MarkovScores:
 
     def following(self, tokens: Tensor) -> Tensor:
         """What each token adds to the logits of the next one: [...] -> [..., V]."""
-        scores = self._terms(self._row[tokens])
+        scores = self.head(self._row[tokens])[..., : len(self.ids)]
         everywhere = scores.new_zeros(*tokens.shape, len(self._row))
         return everywhere.index_copy_(-1, self.ids, scores)
 
     def pairs(self, temperature: float) -> Pairs:
-        """The same over the head's own tokens, warped by the temperature, for draft trees."""
-        return Pairs(self.ids, lambda tokens: self._terms(tokens) / (temperature or 1))
-
-    def _terms(self, rows: Tensor) -> Tensor:
-        """What each of the head's tokens adds to the logits of its others: [...] -> [..., n]."""
-        return self.head(rows)[..., : len(self.ids)]
+        """The same for draft trees, where logits were divided by the temperature, unless it is 0."""
+        known = slice(len(self.ids))
+        before, after = self.head.before.weight[known], self.head.after.weight[known]
+        return Pairs(self.ids, before, after, 1 / (temperature or 1))
 
 
 def stored(head: MarkovHead) -> bytes:

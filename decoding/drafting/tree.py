@@ -36,16 +36,19 @@ class BigramScores(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """What the logits of a depth gain by the token before it (`decoding.drafting.markov`).
+    """What the logits of a depth gain by the token before it: scale * before[u] after[v]^T.
 
     Attributes:
         ids: [n], the tokens that have such terms; no other token is drafted.
-        after: Maps tokens, as indices into `ids` [B, C], to the terms of all n that may follow
-            each, [B, C, n].
+        before: [n, r], of the token before.
+        after: [n, r], of the token.
+        scale: 1 / T where logits were divided by a temperature T.
     """
 
     ids: Tensor
-    after: Callable[[Tensor], Tensor]
+    before: Tensor
+    after: Tensor
+    scale: float = 1.0
 
 
 class Tree(NamedTuple):
@@ -248,7 +251,7 @@ def draft_trees(
         tokens, scores = best.indices.tolist(), best.values.tolist()
     else:
         count = min(4 + nodes // 8, logits.shape[-1])
-        chosen, after = likeliest_paths(logits, count, pairs.after, sharpness)
+        chosen, after = likeliest_paths(logits, count, pairs, sharpness)
         tokens, scores = pairs.ids[chosen].tolist(), marginals.gather(-1, chosen).tolist()
         conditionals = after.tolist()
     lookups = lookups or [None] * len(marginals)
@@ -272,10 +275,7 @@ def batched(rows: list[Tree], device: torch.device) -> Trees:
 
 
 def likeliest_paths(
-    logits: Tensor,
-    count: int,
-    after: Callable[[Tensor], Tensor],
-    sharpness: float | Tensor = 1.0,
+    logits: Tensor, count: int, pairs: Pairs, sharpness: float | Tensor = 1.0
 ) -> tuple[Tensor, Tensor]:
     """The tokens of each depth that the most probable paths lead to, by Viterbi's recursion.
 
@@ -286,25 +286,26 @@ def likeliest_paths(
     Args:
         logits: l_i times the sharpness, [B, k, n].
         count: C, the tokens that are kept of each depth.
-        after: Maps tokens [B, C] to their terms for the next depth, [B, C, n]: q_i(. | u) is
-            softmax(l_i + sharpness * term of u).
+        pairs: The terms of n tokens: q_i(. | u) is softmax(l_i + sharpness * terms after u).
         sharpness: A number, or one for each depth, [k, 1].
 
     Returns:
-        tokens: Of each depth, int64 [B, k, C]; those of the first one are the best first.
+        tokens: Of each depth, as indices of the logits, int64 [B, k, C]; those of the first one are
+            the best first.
         conditionals: log q_i(v | u) of the tokens v of a depth after each u of the one before,
             [B, k - 1, C, C].
     """
-    best = logits[:, 0].log_softmax(-1).topk(count)
-    tokens, conditionals, path = [best.indices], [], best.values
+    best, chosen = logits[:, 0].log_softmax(-1).topk(count)
+    tokens, conditionals = [chosen], [best.new_empty(len(best), 0, count, count)]
+    after = pairs.after.to(logits.dtype).T
     for i in range(1, logits.shape[1]):
         sharp = sharpness[i] if isinstance(sharpness, Tensor) else sharpness
-        q = (logits[:, i, None] + sharp * after(tokens[-1])).log_softmax(-1)
-        path, chosen = (path[..., None] + q).amax(1).topk(count)
-        conditionals.append(q.gather(-1, chosen[:, None].expand(-1, count, -1)))
+        before = sharp * pairs.scale * pairs.before[chosen].to(logits.dtype)
+        q = (logits[:, i, None] + before @ after).log_softmax(-1)
+        best, chosen = (best[..., None] + q).amax(1).topk(count)
+        conditionals.append(q.gather(-1, chosen[:, None].expand(-1, count, -1))[:, None])
         tokens.append(chosen)
-    none = path.new_empty(len(logits), 0, count, count)
-    return torch.stack(tokens, 1), torch.stack(conditionals, 1) if conditionals else none
+    return torch.stack(tokens, 1), torch.cat(conditionals, 1)
 
 
 def child_ranking(

@@ -1,6 +1,7 @@
 """Training a Markov head: a task whose best answer is known, frozen drafters, exports, refusals."""
 
 import json
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -235,6 +236,17 @@ def test_a_head_that_is_left_behind_is_said(tokenizer):
         module_of(tokenizer, network=network, markov_rank=2)
 
 
+def test_a_drafter_that_engines_run_is_to_be_trained_before_its_head():
+    with pytest.warns(UserWarning, match=r"layout=dflash draft without .*train_drafter=false"):
+        module = dflash_module(tiny.causal_lm(V), markov_rank=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dflash_module(tiny.causal_lm(V))
+    assert module.export_config()["markov_head"]
+    assert [*module.export_files()] == [markov.FILE]
+    assert dflash_module(tiny.causal_lm(V)).export_files() == {}
+
+
 def test_what_a_head_does_not_go_with(tokenizer):
     with pytest.raises(ValueError, match=r"optimization\.ema=0\.9 .*markov_rank=2"):
         module_of(tokenizer, ema=0.9, markov_rank=2)
@@ -267,13 +279,6 @@ def test_a_head_may_have_a_rate_of_its_own(tokenizer, beside_lr):
         else:
             expected = beside_lr if name.startswith("markov_head") and beside_lr else 1e-3
             torch.testing.assert_close(rate, torch.tensor(expected), rtol=1e-2, atol=0)
-
-
-def test_dflash_keeps_a_head_of_its_own_vocabulary():
-    module = dflash_module(tiny.causal_lm(V), markov_rank=2)
-    assert module.export_config()["markov_head"]
-    assert [*module.export_files()] == [markov.FILE]
-    assert dflash_module(tiny.causal_lm(V)).export_files() == {}
 
 
 def weights(export):

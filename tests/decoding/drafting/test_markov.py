@@ -193,7 +193,7 @@ def test_a_batch_is_row_for_row_a_batch_of_one(rule, temperature):
 
 def pairs_of(table):
     """The terms of a table [n, n]: what row u adds to the logits of the token after u."""
-    return tree.Pairs(torch.arange(len(table)), table.__getitem__)
+    return tree.Pairs(torch.arange(len(table)), table, torch.eye(len(table)))
 
 
 numbers = st.lists(st.floats(-3, 3), min_size=3, max_size=3)
@@ -241,7 +241,7 @@ def paths_of(z, term, s, count):
     joint = q[0]
     for after in q[1:]:
         joint = joint[..., None] * after
-    kept = tree.likeliest_paths((s[:, None] * z)[None], count, term.__getitem__, s[:, None])
+    kept = tree.likeliest_paths((s[:, None] * z)[None], count, pairs_of(term), s[:, None])
     return joint, q, *(x[0] for x in kept)
 
 
@@ -270,11 +270,11 @@ def test_pairs_are_what_following_says():
     head = head_of(5)
     scores = MarkovScores(head, V, DRAFT_IDS, torch.device("cpu"))
     tokens = torch.tensor([[9, 3], [5, 0]])
-    pairs = scores.pairs(0.5)
-    rows = torch.tensor([[pairs.ids.tolist().index(u) for u in row] for row in tokens.tolist()])
+    ids, before, after, scale = scores.pairs(0.5)
+    rows = torch.tensor([[ids.tolist().index(u) for u in row] for row in tokens.tolist()])
     following = scores.following(tokens)
-    torch.testing.assert_close(pairs.after(rows), 2 * following[..., pairs.ids])
-    assert torch.equal(scores.pairs(0).after(rows), scores.pairs(1).after(rows))
+    torch.testing.assert_close(before[rows] @ after.T, following[..., ids])
+    assert (scale, scores.pairs(0.0).scale) == (2, 1)
     others = [v for v in range(V) if v not in DRAFT_IDS]
     assert (following[..., others] == 0).all()
     assert torch.equal(scores.following(torch.tensor(7)), torch.zeros(V).double())
