@@ -3,7 +3,7 @@ PY := .venv/bin/python
 FIT := $(PY) -m trainers.fit
 RUNS ?= runs
 
-.PHONY: quickstart markov-head noise-input noise-ranked-trees small-deer small-deer-scaling small-dflash small-dflash-long small-markov small-noise-input small-pard small-pcllm vllm test paper-scale chaos fuzz soak load packed-step lint docs docs-serve lab-deer-stage1 lab-deer lab-deer-losses lab-deer-figures lab-deer-layouts lab-pcllm lab-pcllm-ablations lab-pcllm-losses lab-asarm lab-asarm-trees lab-spiffy lab-cspd clean
+.PHONY: quickstart markov-head noise-input noise-ranked-trees small-deer small-deer-scaling small-dflash small-dflash-long small-joint small-markov small-noise-input small-pard small-pcllm vllm test paper-scale chaos fuzz soak load packed-step lint docs docs-serve lab-deer-stage1 lab-deer lab-deer-losses lab-deer-figures lab-deer-layouts lab-pcllm lab-pcllm-ablations lab-pcllm-losses lab-asarm lab-asarm-trees lab-spiffy lab-cspd clean
 
 .venv/installed: setup.cfg constraints.txt
 	test -x $(PY) || python3 -m venv .venv
@@ -130,6 +130,14 @@ small-dflash-long: small-dflash  ## the same for twice as long, with the target'
 small-markov: small-dflash  ## drafts that know the token before, on a real model
 	$(FIT) recipe=deer_stage2 $(BESIDE) drafter=$(RUNS)/small-dflash/deer_stage2/export name=head module.markov_rank=64 module.train_drafter=false optimization.beside_lr=1.0e-2 trainer.max_steps=300
 	$(PY) -m decoding.bench model=$(RUNS)/small-dflash/deer_stage2/export also=$(RUNS)/small-dflash/deer_stage2/head/export source=humaneval prompts=64 max_new_tokens=128 batch_sizes=[16] temperatures=[0,1] verify=[coupled,block,tree] 'sampler=[nodes=8]' generate=false prompt_lookup=0 out=$(RUNS)/small-dflash/bench_head
+
+# The same drafter trained on with a head, beside as many more steps without.
+ON = $(FIT) recipe=deer_stage2 $(BESIDE) drafter=$(RUNS)/small-dflash/deer_stage2/export trainer.max_steps=300 module.soft=1.0
+small-joint: small-dflash  ## a Markov head that is trained together with its drafter, on a real model
+	$(ON) name=more_300
+	$(ON) name=joint module.markov_rank=64
+	for d in more_300 joint; do $(PY) -m decoding.calibrate model=$(REFINED)/$$d/export answers=$(RUNS)/small-dflash/deer_answers source=functions nodes=[8] sharpness=[1.0] lengths=[8] prompts=6 max_new_tokens=64 || exit 1; done
+	$(PY) -m decoding.bench model=$(REFINED)/more_300/export also=$(REFINED)/joint/export source=humaneval prompts=64 max_new_tokens=128 batch_sizes=[16] temperatures=[0,1] verify=[coupled,block,tree] generate=false prompt_lookup=0 out=$(REFINED)/bench_joint
 
 # A drafter that reads noise and one with as many more steps, beside the head, all with bigrams. Not compiled: it reads by hooks.
 MORE = recipe=deer_stage2 scale=small runs=$(RUNS)/small-dflash drafter=$(RUNS)/small-dflash/deer_stage2/export trainer.max_steps=400 module.soft=1.0
