@@ -317,8 +317,12 @@ class BlockSampler(Sampler):
         sharpness, bigrams = self.ranking_at(params.temperature)
         lookups = batch.state.lookups
         nodes = nearest(self.nodes, len(batch.requests))
-        pairs = None if self.markov is None else self.markov.pairs(params.temperature)
-        trees = draft_trees(noisy, nodes, sharpness, bigrams, lookups, pairs)
+        pairs, ids = None, self.draft_ids
+        if self.markov is not None:
+            pairs, ids = self.markov.pairs(params.temperature), self.markov.ids
+        if ids is not None:  # no other token has a chance, and a target may have ten times as many
+            noisy = noisy[..., ids]
+        trees = draft_trees(noisy, nodes, sharpness, bigrams, lookups, pairs, ids)
         output = self.tree_pass(batch, trees, params)
         tokens, counts = self.accept(batch, output, verify_trees(trees, output.logits, noise))
         if lookups:

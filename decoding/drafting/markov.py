@@ -56,10 +56,10 @@ class MarkovScores:
         return everywhere.index_copy_(-1, self.ids, scores)
 
     def pairs(self, temperature: float) -> Pairs:
-        """The same for draft trees, whose logits are divided by the temperature, unless it is 0."""
+        """The same of the head's own tokens, whose logits are divided by a temperature above 0."""
         known = slice(len(self.ids))
         before, after = self.head.before.weight[known], self.head.after.weight[known]
-        return Pairs(self.ids, before, after, 1 / (temperature or 1))
+        return Pairs(before, after, 1 / (temperature or 1))
 
 
 def stored(head: MarkovHead) -> bytes:

@@ -39,13 +39,11 @@ class Pairs(NamedTuple):
     """What the logits of a depth gain by the token before it: scale * before[u] after[v]^T.
 
     Attributes:
-        ids: [n], the tokens that have such terms; no other token is drafted.
         before: [n, r], of the token before.
         after: [n, r], of the token.
         scale: 1 / T where logits were divided by a temperature T.
     """
 
-    ids: Tensor
     before: Tensor
     after: Tensor
     scale: float = 1.0
@@ -219,6 +217,7 @@ def draft_trees(
     bigrams: BigramScores | None = None,
     lookups: list[Lookup] | None = None,
     pairs: Pairs | None = None,
+    ids: Tensor | None = None,
 ) -> Trees:
     """Best-first trees under softmax(sharpness * (logits + terms of pairs) + bigram scores).
 
@@ -229,7 +228,7 @@ def draft_trees(
     and each token kept costs the terms of a whole vocabulary.
 
     Args:
-        logits: The drafter's logits, with the noise added if there is any, [B, k, V].
+        logits: The drafter's logits, with the noise added if there is any, [B, k, n].
         nodes: Nodes of each tree. All trees of a batch are made as small as the smallest.
         sharpness: Inverse temperature of the drafter's distributions: a number, or one for each
             depth [k] or longer. Below 1 it corrects a drafter that is overconfident, whose trees
@@ -237,30 +236,29 @@ def draft_trees(
         bigrams: Scores that depths 2 to k add, by the token before.
         lookups: The text of each sequence, mixed into the ranking (`prompt_lookup`).
         pairs: The terms that depths 2 to k add, by the token before; None: there are none.
+        ids: [n], the token of each logit; None: token i.
     """
     logits = logits[:, :nodes]  # a tree is no deeper
-    if pairs is not None:
-        logits = logits[..., pairs.ids]
     if isinstance(sharpness, Tensor):
         sharpness = sharpness[: logits.shape[1], None]
     logits = sharpness * logits
     marginals = logits.log_softmax(-1)
     if pairs is None:
         count = nodes if bigrams is None and lookups is None else CANDIDATES
-        best, conditionals = marginals.topk(min(count, logits.shape[-1])), [None] * len(marginals)
-        tokens, scores = best.indices.tolist(), best.values.tolist()
+        scores, chosen = marginals.topk(min(count, logits.shape[-1]))
+        conditionals = [None] * len(marginals)
     else:
         count = min(4 + nodes // 8, logits.shape[-1])
         chosen, after = likeliest_paths(logits, count, pairs, sharpness)
-        tokens, scores = pairs.ids[chosen].tolist(), marginals.gather(-1, chosen).tolist()
-        conditionals = after.tolist()
+        scores, conditionals = marginals.gather(-1, chosen), after.tolist()
+    tokens = (chosen if ids is None else ids[chosen]).tolist()
     lookups = lookups or [None] * len(marginals)
     rankings = [
         (
             child_ranking([*zip(*row)], bigrams, lookup, after),
             lookup.suffix if lookup else (),
         )
-        for *row, lookup, after in zip(tokens, scores, lookups, conditionals)
+        for *row, lookup, after in zip(tokens, scores.tolist(), lookups, conditionals)
     ]
     rows = [best_first(children, nodes, suffix) for children, suffix in rankings]
     fewest, most = (f(len(row.token) for row in rows) for f in (min, max))

@@ -193,7 +193,7 @@ def test_a_batch_is_row_for_row_a_batch_of_one(rule, temperature):
 
 def pairs_of(table):
     """The terms of a table [n, n]: what row u adds to the logits of the token after u."""
-    return tree.Pairs(torch.arange(len(table)), table, torch.eye(len(table)))
+    return tree.Pairs(table, torch.eye(len(table)))
 
 
 numbers = st.lists(st.floats(-3, 3), min_size=3, max_size=3)
@@ -270,10 +270,10 @@ def test_pairs_are_what_following_says():
     head = head_of(5)
     scores = MarkovScores(head, V, DRAFT_IDS, torch.device("cpu"))
     tokens = torch.tensor([[9, 3], [5, 0]])
-    ids, before, after, scale = scores.pairs(0.5)
-    rows = torch.tensor([[ids.tolist().index(u) for u in row] for row in tokens.tolist()])
+    before, after, scale = scores.pairs(0.5)
+    rows = torch.tensor([[DRAFT_IDS.tolist().index(u) for u in row] for row in tokens.tolist()])
     following = scores.following(tokens)
-    torch.testing.assert_close(before[rows] @ after.T, following[..., ids])
+    torch.testing.assert_close(before[rows] @ after.T, following[..., DRAFT_IDS])
     assert (scale, scores.pairs(0.0).scale) == (2, 1)
     others = [v for v in range(V) if v not in DRAFT_IDS]
     assert (following[..., others] == 0).all()

@@ -28,6 +28,16 @@ from tests.models.test_masks import drawn, layout
 logits = st.lists(st.floats(-4, 4), min_size=3, max_size=3)
 
 
+def test_logits_of_some_tokens_give_the_trees_of_all():
+    """A drafter of few tokens: the others' logits are -inf, or are not there."""
+    z = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0))
+    ids = torch.tensor([7, 2, 8, 0, 4])
+    every = z.new_full((2, 3, 9), -torch.inf).index_copy(-1, ids, z)
+    found, expected = tree.draft_trees(z, 6, ids=ids), tree.draft_trees(every, 6)
+    assert found.rows == expected.rows
+    assert tree.draft_trees(z, 6).rows != expected.rows  # negative control
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.lists(logits, min_size=1, max_size=3), st.integers(1, 20))
 def test_the_nodes_are_the_likeliest_prefixes(marginals, nodes):
