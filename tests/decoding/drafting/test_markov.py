@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoding.calibration.tree_ranking import observed
-from decoding.drafting import markov, tree
+from decoding.drafting import block_sampler, markov, tree
 from decoding.drafting.markov import MarkovScores
 from decoding.engine.batch import Batch
 from decoding.engine.params import KEYED, VERIFY, SamplingParams
@@ -314,3 +314,21 @@ def test_a_file_keeps_it_and_a_wrong_one_is_one_line(tmp_path):
         with pytest.raises(ValueError, match=r"markov_head\.tensors .*markov_head=false") as error:
             markov.read(file)
         assert "\n" not in str(error.value)
+
+
+def test_filters_wait_for_the_token_before(monkeypatch):
+    """With a head a tree may hold tokens that top_k would leave out of the logits without it."""
+    kept = []
+
+    def recorded(logits, *rest):
+        kept.append(int(logits.isfinite().sum(-1).max()))
+        return tree.draft_trees(logits, *rest)
+
+    monkeypatch.setattr(block_sampler, "draft_trees", recorded)
+    params, found = SamplingParams(6, 1.0, verify="tree", top_k=2), []
+    for head in (None, head_of(V + 2)):
+        sampler = texts.deer(texts.target(), texts.random_drafter(), 3, markov=head)
+        found.append(sampler.generate(PROMPTS, params, seeds=SEEDS))
+        assert (max(kept) > 2) is (head is not None)
+        kept.clear()
+    assert ids(found[0]) == ids(found[1])
