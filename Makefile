@@ -3,7 +3,7 @@ PY := .venv/bin/python
 FIT := $(PY) -m trainers.fit
 RUNS ?= runs
 
-.PHONY: quickstart markov-head noise-input noise-ranked-trees small-deer small-deer-scaling small-dflash small-dflash-long small-joint small-markov small-noise-input small-pard small-pcllm vllm test paper-scale chaos fuzz soak load packed-step lint docs docs-serve lab-deer-stage1 lab-deer lab-deer-losses lab-deer-figures lab-deer-layouts lab-pcllm lab-pcllm-ablations lab-pcllm-losses lab-asarm lab-asarm-trees lab-spiffy lab-cspd clean
+.PHONY: quickstart markov-head noise-ranked-trees small-deer small-deer-scaling small-dflash small-dflash-long small-joint small-markov small-pard small-pcllm vllm test paper-scale chaos fuzz soak load packed-step lint docs docs-serve lab-deer-stage1 lab-deer lab-deer-losses lab-deer-figures lab-deer-layouts lab-pcllm lab-pcllm-ablations lab-asarm lab-asarm-trees lab-spiffy lab-cspd clean
 
 .venv/installed: setup.cfg constraints.txt
 	test -x $(PY) || python3 -m venv .venv
@@ -28,19 +28,10 @@ markov-head: quickstart  ## what drafts that know the token before bring at lab 
 	$(DEPENDENT) 'also=[$(STAGE2)/head/export,$(STAGE2)/joint/export]' verify=[coupled,block,tree] out=$(STAGE2)/bench_head
 DEPENDENT = $(BENCH) model=$(STAGE2)/more/export prompts=64 max_new_tokens=64 sampler=[nodes=16] prompt_lookup=0 generate=false
 
-# Not compiled: the drafter reads the noise of a step by hooks.
-NOISE = $(ON_IT) module.noise_layers=[0,1] module.soft=1.0
-noise-input: markov-head  ## what drafters that read the noise of decoding bring, beside those of markov-head
-	$(NOISE) name=noise
-	$(NOISE) name=noise_head module.markov_rank=64
-	$(CALIBRATE) model=$(STAGE2)/noise/export
-	$(CALIBRATE) model=$(STAGE2)/noise_head/export
-	$(DEPENDENT) 'also=[$(STAGE2)/noise/export,$(STAGE2)/head/export,$(STAGE2)/noise_head/export]' verify=[coupled,tree] out=$(STAGE2)/bench_noise
-
 # Noise-ranked trees, with and without noise and bigrams, beside their baselines. Acceptance lengths do not depend on the batch.
 RANKED = $(BENCH) model=$(STAGE2)/export prompts=64 max_new_tokens=64 batch_sizes=[16] temperatures=[0.3,0.7,1.0,1.5] generate=false prompt_lookup=0
 define NODES_OF
-	$(RANKED) verify=[tree,traversal,multipath] 'sampler=[nodes=$(1),sharpness=1.0,bigrams=false]' out=$(STAGE2)/ranked/$(1)
+	$(RANKED) verify=[tree] drawn=[traversal,multipath] 'sampler=[nodes=$(1),sharpness=1.0,bigrams=false]' out=$(STAGE2)/ranked/$(1)
 	$(RANKED) verify=[tree] 'sampler=[nodes=$(1),sharpness=1.0,bigrams=false,rank_noise=false]' out=$(STAGE2)/ranked/$(1)_without_noise
 	$(RANKED) verify=[tree] 'sampler=[nodes=$(1)]' out=$(STAGE2)/ranked/$(1)_bigrams
 
@@ -132,21 +123,13 @@ small-markov: small-dflash  ## drafts that know the token before, on a real mode
 	$(PY) -m decoding.bench model=$(RUNS)/small-dflash/deer_stage2/export also=$(RUNS)/small-dflash/deer_stage2/head/export source=humaneval prompts=64 max_new_tokens=128 batch_sizes=[16] temperatures=[0,1] verify=[coupled,block,tree] 'sampler=[nodes=8]' generate=false prompt_lookup=0 out=$(RUNS)/small-dflash/bench_head
 
 # The same drafter trained on with a head, beside as many more steps without.
+REFINED = $(RUNS)/small-dflash/deer_stage2
 ON = $(FIT) recipe=deer_stage2 $(BESIDE) drafter=$(RUNS)/small-dflash/deer_stage2/export trainer.max_steps=300 module.soft=1.0
 small-joint: small-dflash  ## a Markov head that is trained together with its drafter, on a real model
 	$(ON) name=more_300
 	$(ON) name=joint module.markov_rank=64
 	for d in more_300 joint; do $(PY) -m decoding.calibrate model=$(REFINED)/$$d/export answers=$(RUNS)/small-dflash/deer_answers source=functions nodes=[8] sharpness=[1.0] lengths=[8] prompts=6 max_new_tokens=64 || exit 1; done
 	$(PY) -m decoding.bench model=$(REFINED)/more_300/export also=$(REFINED)/joint/export source=humaneval prompts=64 max_new_tokens=128 batch_sizes=[16] temperatures=[0,1] verify=[coupled,block,tree] generate=false prompt_lookup=0 out=$(REFINED)/bench_joint
-
-# A drafter that reads noise and one with as many more steps, beside the head, all with bigrams. Not compiled: it reads by hooks.
-MORE = recipe=deer_stage2 scale=small runs=$(RUNS)/small-dflash drafter=$(RUNS)/small-dflash/deer_stage2/export trainer.max_steps=400 module.soft=1.0
-REFINED = $(RUNS)/small-dflash/deer_stage2
-small-noise-input: small-markov  ## drafters that read the noise of decoding, on a real model
-	$(FIT) $(MORE) name=more trainer.compile=true
-	$(FIT) $(MORE) name=noise module.noise_layers=[4]
-	for d in more noise head; do $(PY) -m decoding.calibrate model=$(REFINED)/$$d/export answers=$(RUNS)/small-dflash/deer_answers source=functions nodes=[8] sharpness=[1.0] lengths=[8] prompts=4 || exit 1; done
-	$(PY) -m decoding.bench model=$(REFINED)/more/export 'also=[$(REFINED)/noise/export,$(REFINED)/head/export]' source=humaneval prompts=64 max_new_tokens=128 batch_sizes=[16] temperatures=[0,1] verify=[coupled,block,tree] generate=false prompt_lookup=0 out=$(REFINED)/bench_noise
 
 # vLLM pins its own torch, so it has an environment of its own; torchvision and others from PyPI do not fit torch for the CPU.
 VLLM = .venv-vllm/bin/python
@@ -176,14 +159,11 @@ small-pcllm: .venv/small  ## pcLLM's first round on a real model: hours on 2 cor
 	$(PY) -m decoding.bench model=$(RUNS)/small/pcllm_round1/export source=humaneval prompts=64 max_new_tokens=128 temperatures=[0] 'sampler=[method=jacobi_mr]'
 
 LOSS = $(FIT) recipe=deer_stage2 $(DEEP) trainer.max_steps=300
-TAUGHT = $(DEER)2/tokens/export,$(DEER)2/total_variation/export,$(DEER)2/log_acceptance/export,$(DEER)2/coupled_miss/export,$(DEER)2/length/export
+TAUGHT = $(DEER)2/tokens/export,$(DEER)2/total_variation/export
 lab-deer-losses: lab-deer-stage1  ## stage II with each of its losses: a short run for each, and their bench
 	$(LOSS) name=kl
 	$(LOSS) name=tokens module.soft=0.0
 	$(LOSS) name=total_variation module.teacher_loss=total_variation
-	$(LOSS) name=log_acceptance module.teacher_loss=log_acceptance
-	$(LOSS) name=coupled_miss module.teacher_loss=coupled_miss
-	$(LOSS) name=length module.teacher_loss=length module.alpha=1.0
 	$(BENCH) model=$(DEER)2/kl/export 'also=[$(TAUGHT)]' prompts=32 prompt_lookup=0 out=$(DEER)2/losses
 
 # Suffixes of up to 96 tokens as published, and blocks of 4 to 32.
@@ -239,18 +219,6 @@ lab-pcllm-ablations: .venv/installed  ## pcLLM's mask, schedule and window (Tabl
 	$(ABLATION) name=cllm module.mask=nc_ic module.window=1 data.corruption.state=any
 	$(BENCH) model=$(PCLLM)1/linear_8/export 'also=[$(ABLATED)]' 'sampler=[method=jacobi,block_size=16]' temperatures=[0] prompts=64 prompt_lookup=0 out=$(PCLLM)1/ablations
 	$(HELDOUT) 'also=[$(PCLLM)1/linear_8/export,$(ABLATED)]' out=$(PCLLM)1/ablations/heldout_loss
-
-READ = $(PCLLM)1/printed_8/export,$(PCLLM)1/outputs_8/export,$(PCLLM)1/tail_8/export,$(PCLLM)1/authors_8/export
-lab-pcllm-losses: .venv/installed  ## pcLLM's Eq. 8 as printed, and its span and noise as in the authors' code, one short round 1 each
-	$(FIT) recipe=ar_target $(LAB) trainer.max_steps=2400
-	$(PY) -m decoding.collect recipe=pcllm_trajectories runs=$(RUNS)/lab prompts.count=1920
-	$(ABLATION) name=linear_8
-	$(ABLATION) name=printed_8 module.teacher_context=noisy
-	$(ABLATION) name=outputs_8 module.span=outputs
-	$(ABLATION) name=tail_8 data.corruption.state=tail
-	$(ABLATION) name=authors_8 module.span=outputs data.corruption.state=tail
-	$(BENCH) model=$(PCLLM)1/linear_8/export 'also=[$(READ)]' 'sampler=[method=jacobi,block_size=16]' temperatures=[0] prompts=64 prompt_lookup=0 out=$(PCLLM)1/losses
-	$(HELDOUT) 'also=[$(PCLLM)1/linear_8/export,$(READ)]' out=$(PCLLM)1/losses/heldout_loss
 
 INFILL = $(PY) -m decoding.bench.infill model=$(RUNS)/lab/asarm_joint/export judge=$(RUNS)/lab/ar_target/export
 lab-asarm: .venv/installed  ## an any-subset model that fills holes, and its bench

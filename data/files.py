@@ -1,8 +1,8 @@
-"""Files: atomic writes (whole, as before, or not at all), and reads whose errors name the file.
+"""Files: atomic writes (whole or not at all), and reads whose errors name the file.
 
-What is written atomically is written under a hidden name beside its own path and renamed when it is
-complete. Several processes may write the same path at once: each has a hidden name of its own, and
-the last rename counts. A process that is killed leaves at most `.<name>.<random>` beside the path.
+An atomic write uses a hidden temporary name in the same folder and renames at the end. Several
+processes may write the same path at once: the last rename counts. A killed process leaves at most
+`.<name>.<random>` in the folder.
 """
 
 import errno
@@ -12,7 +12,9 @@ import shutil
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -21,12 +23,7 @@ LARGEST_TEXT = 2**28  # characters; a device has no end
 
 
 def read_text(file: Path) -> str:
-    """The content of a text file.
-
-    Raises:
-        ValueError: It is not UTF-8, or longer than `LARGEST_TEXT`; the line names it.
-        OSError: It cannot be read.
-    """
+    """Return the content of a UTF-8 text file of at most `LARGEST_TEXT` characters."""
     try:
         with file.open(encoding="utf-8") as stream:
             text = stream.read(LARGEST_TEXT + 1)
@@ -38,16 +35,7 @@ def read_text(file: Path) -> str:
 
 
 def read_json(file: Path, needed: Iterable[str] = ()) -> dict:
-    """The object that a JSON file holds.
-
-    Args:
-        file: The file.
-        needed: Keys that it has.
-
-    Raises:
-        ValueError: It holds no object, or one without these keys; the line names the file.
-        OSError: It cannot be read.
-    """
+    """Return the object in a JSON file, which must have all `needed` keys."""
     try:
         found = json.loads(read_text(file))
     except (json.JSONDecodeError, RecursionError) as error:
@@ -61,15 +49,7 @@ def read_json(file: Path, needed: Iterable[str] = ()) -> dict:
 
 
 def read_array(file: Path, mmap: bool = True) -> np.ndarray:
-    """The array that a .npy file holds.
-
-    Args:
-        file: The file.
-        mmap: Whether its numbers stay on the disk until they are read.
-
-    Raises:
-        ValueError: It is missing or damaged; the line names it.
-    """
+    """Return the array in a .npy file; with `mmap` its numbers are read when they are used."""
     try:
         return np.load(file, mmap_mode="r" if mmap else None, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
@@ -79,8 +59,16 @@ def read_array(file: Path, mmap: bool = True) -> np.ndarray:
         ) from None
 
 
+def package(name: str, what: str, install: str) -> ModuleType:
+    """Return an optional package, which `what` needs; ValueError says what pip installs it by."""
+    try:
+        return import_module(name)
+    except ImportError:
+        raise ValueError(f"{what} needs the package {name}. Run: pip install {install}") from None
+
+
 def shortened(value: Any) -> str:
-    """A JSON value as an error shows it."""
+    """Return a JSON value, shortened for an error message."""
     try:
         text = json.dumps(value)
     except RecursionError:
@@ -90,17 +78,10 @@ def shortened(value: Any) -> str:
 
 @contextmanager
 def atomic_write(path: str | os.PathLike, sync: bool = False) -> Iterator[Path]:
-    """A context that replaces a file by what its block has written, at the block's end.
+    """Replace a file, at the end of the block, by what the block wrote to the temporary path.
 
-    Where the block raises, `path` is untouched and nothing is left.
-
-    Args:
-        path: The file; its folder must exist.
-        sync: Whether to wait until the bytes are on the disk, so that they outlive a crash of the
-            machine too.
-
-    Yields:
-        A temporary path for the block to write.
+    If the block raises, `path` is untouched. With `sync` the bytes reach the disk before the
+    rename, so they survive a crash of the machine.
 
     >>> import tempfile
     >>> file = Path(tempfile.mkdtemp(), "a.txt")
@@ -119,16 +100,10 @@ def atomic_write(path: str | os.PathLike, sync: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(path: str | os.PathLike) -> Iterator[Path]:
-    """A context that replaces a folder by what its block has written, at the block's end.
+    """Replace a folder, at the end of the block, by the new folder that the block has filled.
 
-    Where the block raises, `path` is untouched and nothing is left. A folder that was at `path`
-    is set aside for the moment of the rename and then removed.
-
-    Args:
-        path: The folder; those above it are made.
-
-    Yields:
-        A new empty folder for the block to fill.
+    If the block raises, `path` is untouched. A folder that was at `path` is set aside and then
+    removed.
     """
     temporary = hidden_sibling(Path(path))
     temporary.mkdir(parents=True)
@@ -140,15 +115,7 @@ def atomic_folder(path: str | os.PathLike) -> Iterator[Path]:
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """Print what is about to be written and what is free, and check that it is enough.
-
-    Args:
-        folder: Where it will be.
-        needed: Bytes, at the most.
-
-    Raises:
-        ValueError: The disk has less.
-    """
+    """Check that the disk of `folder` has `needed` bytes free, and print both numbers."""
     there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     free = shutil.disk_usage(there).free
     print(f"at most {needed / 1e6:.1f} MB to write, {free / 1e9:.1f} GB free")
@@ -159,20 +126,14 @@ def check_space(folder: Path, needed: int) -> None:
 
 
 def hidden_sibling(path: Path) -> Path:
-    """A new hidden name beside a path, so that a rename stays on one file system."""
+    """Return a new hidden name next to a path, so that a rename stays on one file system."""
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}")
 
 
 def put_in_place(temporary: Path, path: Path, sync: bool = False) -> None:
-    """Rename a complete file or folder to its own path, over what is there.
+    """Rename a complete file or folder to `path`, and restore what was there if that fails.
 
-    Args:
-        temporary: The complete file or folder, on the same file system.
-        path: Its path from now on.
-        sync: Whether to wait until all of it is on the disk, and then until the rename is.
-
-    Raises:
-        OSError: The rename failed; what was at `path` is there again.
+    With `sync`, wait until its contents and the rename are on the disk.
     """
     if sync:
         for part in (temporary, *(temporary.rglob("*") if temporary.is_dir() else ())):
@@ -198,11 +159,7 @@ def put_in_place(temporary: Path, path: Path, sync: bool = False) -> None:
 
 
 def same_setting(a: Any, b: Any) -> bool:
-    """Whether two values of a key are the same: equal, or spellings of one path that exists.
-
-    Args:
-        a: A value as JSON has them: also lists and dictionaries, whose values may be such paths.
-        b: Another.
+    """Return whether two JSON values are equal, or are paths to the same existing file.
 
     >>> same_setting({"teacher": "."}, {"teacher": "../" + Path.cwd().name})
     True

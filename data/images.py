@@ -4,28 +4,25 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated, Literal
 
+import numpy as np
 import torch
+from pydantic import Field
 from torch import Generator, Tensor
 from torch.nn.functional import fold, unfold
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
+from data.arguments import BlockSize, Share, Small, Weight
 from data.corpora.stdlib import check_split
-from data.files import atomic_write, read_array
+from data.files import atomic_write, package, read_array
 from data.vae import FILES, from_file
 
 SUFFIXES = (".jpeg", ".jpg", ".png", ".webp")
 
 
 def patchify(images: Tensor, patch: int) -> Tensor:
-    """The patches of images, in raster order.
-
-    Args:
-        images: [B, C, S, S].
-        patch: side of a patch, in pixels.
-
-    Returns:
-        [B, N, C * patch^2].
+    """Return the patches [B, N, C * patch^2] of images [B, C, S, S], in raster order.
 
     >>> patchify(torch.arange(4.0).view(1, 1, 2, 2), 1).flatten().tolist()
     [0.0, 1.0, 2.0, 3.0]
@@ -34,28 +31,15 @@ def patchify(images: Tensor, patch: int) -> Tensor:
 
 
 def unpatchify(patches: Tensor, size: int, patch: int) -> Tensor:
-    """Images made of patches in raster order; the inverse of `patchify`.
-
-    Args:
-        patches: [B, N, C * patch^2].
-        size: side of the images, in pixels.
-        patch: side of a patch, in pixels.
-
-    Returns:
-        [B, C, size, size].
-    """
+    """Return images [B, C, size, size] made of patches; the inverse of `patchify`."""
     return fold(patches.transpose(1, 2), size, patch, stride=patch)
 
 
 class ImageRows(Dataset):
-    """A data set of images as patches.
+    """A data set of images [M, C, S, S], from -1 (black) to 1 (white), or latents, as patches.
 
-    Args:
-        images: [M, C, S, S], from -1 (black) to 1 (white), or latents.
-        labels: [M].
-        patch: side of a patch, in pixels.
-        mirrored: The images [M, C, S, S] flipped from left to right, or the latents of those; None:
-            there are none.
+    `labels` is [M], `patch` the side of a patch in pixels; `mirrored` has the images flipped from
+    left to right (or their latents), or is None.
     """
 
     def __init__(self, images, labels, patch: int, mirrored=None):
@@ -65,25 +49,28 @@ class ImageRows(Dataset):
         return len(self.labels)
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
-        """Image i: patches [N, D] in raster order, label [], and `mirrored`, if there is that."""
-        image = self.images[i].float()
-        row = {"patches": patchify(image[None], self.patch)[0], "label": self.labels[i].long()}
+        """Return image i: patches [N, D] in raster order, label [], and `mirrored` if available."""
+        row = {"patches": self._patches(self.images[i]), "label": self.labels[i].long()}
         if self.mirrored is not None:
-            row["mirrored"] = patchify(self.mirrored[i].float()[None], self.patch)[0]
+            row["mirrored"] = self._patches(self.mirrored[i])
         return row
+
+    def _patches(self, image) -> Tensor:
+        copied = torch.asarray(image, copy=True)  # files are read-only
+        return patchify(copied.float()[None], self.patch)[0]
 
 
 def rows(
     source: str,
-    patch: int,
+    patch: BlockSize,
     folder: str,
     split: str = "train",
-    size: int | None = None,
+    size: Annotated[int, Field(ge=1, le=8192)] | None = None,
     vae: str | None = None,
-    scale: float = 1.0,
+    scale: Weight = 1.0,
     flips: bool = False,
-) -> ImageRows:
-    """The images of a source, as patches.
+) -> Subset:
+    """Return the images of a source, as patches.
 
     Args:
         source: 'digits' (scikit-learn's, 8 x 8), or a folder with one folder of images per class.
@@ -91,15 +78,11 @@ def rows(
         folder: cache of the resized images or latents.
         split: 'train', or 'heldout' for every tenth image.
         size: side, in pixels, to which a folder's images are cropped and resized.
-        vae: folder or Hub id of a diffusers AutoencoderKL, or MAR's file. The rows are then its
-            latents (the mean of the encoder's distribution).
+        vae: folder or Hub id of a diffusers AutoencoderKL, or MAR's file. The rows are then latents
+            (means of the encoder's distribution).
         scale: factor of the images or latents.
-        flips: whether each image is there mirrored too; `TokenNoise` takes one of the two at
-            random, as MAR does. Latents are made of the mirrored pixels.
-
-    Raises:
-        ValueError: for an unknown split, a folder without a size or without readable images, or a
-            missing library.
+        flips: also store each image mirrored (latents: of the mirrored pixels), of which
+            `TokenNoise` takes one at random, as MAR does.
     """
     check_split(split)
     if source == "digits":
@@ -111,84 +94,51 @@ def rows(
         root, cache = Path(source).expanduser(), Path(folder)
         images, mirrored, labels = _cached(root, cache, size, vae, scale, flips)
     held_out = (torch.arange(len(labels)) % 10 == 0) == (split == "heldout")
-    index = held_out.nonzero().flatten()
-    flipped = _Chosen(mirrored, index) if flips else None
-    return ImageRows(_Chosen(images, index), labels[index], patch, flipped)
-
-
-class _Chosen:
-    """The images images[index[i]] as tensors, read on access."""
-
-    def __init__(self, images, index: Tensor):
-        self.images, self.index = images, index
-
-    def __getitem__(self, i: int):
-        return torch.asarray(self.images[int(self.index[i])], copy=True)  # files are read-only
+    index = held_out.nonzero().flatten().tolist()
+    return Subset(ImageRows(images, labels, patch, mirrored if flips else None), index)
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """scikit-learn's 1,797 handwritten digits: images [M, 1, 8, 8] in [-1, 1], and labels [M].
-
-    Raises:
-        ValueError: if scikit-learn is not installed.
-    """
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError:
-        raise ValueError(
-            "source='digits' needs scikit-learn. Run: pip install 'parade[lab]'"
-        ) from None
-    data = load_digits()
+    """Return scikit-learn's 1,797 digits: images [M, 1, 8, 8] in [-1, 1], labels [M]."""
+    data = package("sklearn.datasets", "source='digits'", "'parade[lab]'").load_digits()
     images = torch.from_numpy(data.images).float()[:, None] / 8 - 1
     return images, torch.from_numpy(data.target)
 
 
 def _cached(source: Path, folder: Path, size: int, vae: str | None, scale: float, flips: bool):
-    """Images or latents [M, C, S, S] of a folder, these mirrored (or None), and labels [M].
-
-    They are computed once, then read from disk.
-    """
-    import numpy as np
-
+    """Return a folder's images or latents [M, C, S, S], the mirrored or None, labels [M]."""
     files = image_files(source)
     made_from = {"files": [[f.relative_to(source).as_posix(), f.stat().st_size] for f, _ in files]}
-    made_from |= {"source": str(source), "size": size, "vae": vae, "scale": scale}
-    if flips:
-        made_from["flips"] = True
+    made_from |= {"source": str(source), "size": size, "vae": vae, "scale": scale, "flips": flips}
     name = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
     cache = folder / f"images-{name}"
     if not (cache / "manifest.json").is_file():  # written last: the cache is complete
         cache.mkdir(parents=True, exist_ok=True)
-        images, mirrored, labels, skipped = [], [], [], []
-        for pixels, label in _pixels(files, size, skipped):
-            images.append(_stored(pixels, vae, scale))
+        skipped, made = [], {"images": [], "labels": [], "mirrored": []}
+        for pixels, label in _pixels(source, files, size, skipped):
+            made["images"].append(_stored(pixels, vae, scale))
+            made["labels"].append(label)
             if flips:
-                mirrored.append(_stored(pixels.flip(-1), vae, scale))
-            labels.append(label)
-        _name_unreadable(source, skipped, len(files))
-        np.save(cache / "images.npy", np.stack(images))
-        if flips:
-            np.save(cache / "mirrored.npy", np.stack(mirrored))
-        np.save(cache / "labels.npy", np.array(labels))
-        manifest = {"images": len(images), "skipped": skipped, "vae": vae, "scale": scale}
+                made["mirrored"].append(_stored(pixels.flip(-1), vae, scale))
+        for column, found in made.items():
+            np.save(cache / f"{column}.npy", np.array(found))
         with atomic_write(cache / "manifest.json") as temporary:
-            temporary.write_text(json.dumps(manifest, indent=2))
+            temporary.write_text(json.dumps({"images": len(made["labels"]), "skipped": skipped}))
     images = read_array(cache / "images.npy")
     mirrored = read_array(cache / "mirrored.npy") if flips else None
     return images, mirrored, torch.from_numpy(read_array(cache / "labels.npy", mmap=False))
 
 
 def _stored(pixels: Tensor, vae: str | None, scale: float):
-    """Pixels, or their latents, as the cache has them."""
-    return (pixels if vae is None else _encoder(vae)(pixels) * scale).half().numpy()
+    """Return pixels, or their mean latents [C, S / 8, S / 8], in the cache's format."""
+    if vae is not None:
+        with torch.no_grad():
+            pixels = autoencoder(vae).encode(pixels[None]).latent_dist.mean[0]
+    return (pixels * (1 if vae is None else scale)).half().numpy()
 
 
 def image_files(source: Path) -> list[tuple[Path, int]]:
-    """The image files of a folder, each with its class (folders sorted by name, from 0).
-
-    Raises:
-        ValueError: for a path that is no folder, or has no image files.
-    """
+    """Return a folder's image files, each with its class (folders sorted by name, from 0)."""
     if not source.is_dir():
         raise ValueError(f"{str(source)!r} is no folder of images. Allowed: 'digits', or a folder")
     classes = sorted(p for p in source.iterdir() if p.is_dir())
@@ -207,40 +157,22 @@ def image_files(source: Path) -> list[tuple[Path, int]]:
 
 
 def pictures(source: str, size: int) -> Iterator[Tensor]:
-    """The pixels [C, size, size], in [-1, 1], of every image of a source (see `rows`).
-
-    One line at the end names the unreadable files.
-    """
+    """Yield the pixels [C, size, size], in [-1, 1], of every image of a source (see `rows`)."""
     if source == "digits":
         yield from digits()[0]
         return
-    root, skipped = Path(source).expanduser(), []
-    files = image_files(root)
-    for pixels, _ in _pixels(files, size, skipped):
-        yield pixels
-    _name_unreadable(root, skipped, len(files))
-
-
-def _name_unreadable(source: Path, skipped: list[str], files: int) -> None:
-    """Print the files that cannot be read; raise ValueError if that is all of them."""
-    if skipped:
-        shown = ", ".join(skipped[:8]) + (", ..." if len(skipped) > 8 else "")
-        print(f"{source}: {len(skipped)} of {files} images cannot be read: {shown}")
-    if len(skipped) == files:
-        raise ValueError(f"{str(source)!r}: none of its {files} images can be read")
+    root = Path(source).expanduser()
+    yield from (pixels for pixels, _ in _pixels(root, image_files(root), size, []))
 
 
 def _pixels(
-    files: list[tuple[Path, int]], size: int, skipped: list[str]
+    source: Path, files: list[tuple[Path, int]], size: int, skipped: list[str]
 ) -> Iterator[tuple[Tensor, int]]:
-    """Center crops [3, size, size] in [-1, 1], and labels; unreadable files go to `skipped`."""
-    try:
-        import numpy as np
-        from PIL import Image, ImageOps
-    except ImportError:
-        raise ValueError(
-            "a folder of images needs Pillow. Run: pip install 'parade[images]'"
-        ) from None
+    """Yield center crops [3, size, size] in [-1, 1], and labels; list unreadable files."""
+    Image, ImageOps = (
+        package(f"PIL.{name}", "a folder of images", "'parade[images]'")
+        for name in ("Image", "ImageOps")
+    )
     for file, label in files:
         try:
             with Image.open(file) as image:
@@ -249,37 +181,21 @@ def _pixels(
             skipped.append(str(file))
             continue
         yield torch.from_numpy(np.array(square)).permute(2, 0, 1) / 127.5 - 1, label
+    if skipped:
+        shown = ", ".join(skipped[:8]) + (", ..." if len(skipped) > 8 else "")
+        print(f"{source}: {len(skipped)} of {len(files)} images cannot be read: {shown}")
+    if len(skipped) == len(files):
+        raise ValueError(f"{str(source)!r}: none of its {len(files)} images can be read")
 
 
 _loaded: dict = {}
 
 
-def _encoder(vae: str):
-    """The encoder of an AutoencoderKL: pixels [3, S, S] to mean latents [C, S / 8, S / 8]."""
-    model = autoencoder(vae)
-
-    def encode(pixels: Tensor) -> Tensor:
-        with torch.no_grad():
-            return model.encode(pixels[None]).latent_dist.mean[0]
-
-    return encode
-
-
 def autoencoder(vae: str):
-    """A diffusers AutoencoderKL from a folder, the Hub or MAR's file, loaded once per process.
-
-    Raises:
-        ValueError: if diffusers is not installed, or a file (`data.vae`) cannot be read.
-    """
-    try:
-        from diffusers import AutoencoderKL
-    except ImportError:
-        raise ValueError(
-            f"vae={vae!r} needs diffusers. Run: pip install 'parade[images]'"
-        ) from None
+    """Return a diffusers AutoencoderKL from a folder, the Hub or MAR's file, loaded only once."""
+    kind = package("diffusers", f"vae={vae!r}", "'parade[images]'").AutoencoderKL
     if vae not in _loaded:
-        file = vae.endswith(FILES)
-        model = from_file(vae, AutoencoderKL) if file else AutoencoderKL.from_pretrained(vae)
+        model = from_file(vae, kind) if vae.endswith(FILES) else kind.from_pretrained(vae)
         _loaded[vae] = model.eval()
     return _loaded[vae]
 
@@ -292,24 +208,21 @@ class TokenNoise:
         no_class: fraction of images whose label is dropped (-1), for classifier-free guidance.
         repeats: R, noised states per token in one forward (MAR's batch multiplier).
         jitter: width of uniform noise added to the data: discrete grey levels have no density.
-
-    Raises:
-        ValueError: for a fraction outside [0, 1], or fewer than 1 repeat.
     """
 
     def __init__(
-        self, order: str = "raster", no_class: float = 0.1, repeats: int = 1, jitter: float = 0.0
+        self,
+        order: Literal["raster", "random"] = "raster",
+        no_class: Share = 0.1,
+        repeats: Small = 1,
+        jitter: Share = 0.0,
     ):
-        if not 0 <= no_class <= 1:
-            raise ValueError(f"no_class={no_class} is not allowed: it must be in [0, 1]")
-        if repeats < 1:
-            raise ValueError(f"repeats={repeats} is not allowed: it must be at least 1")
         self.order, self.no_class, self.repeats, self.jitter = order, no_class, repeats, jitter
 
     def __call__(
         self, row: dict[str, Tensor], generator: Generator, number: int
     ) -> dict[str, Tensor]:
-        """One training sample, made from a row of `ImageRows`.
+        """Return a training sample, made from a row of `ImageRows`.
 
         Returns:
             patches: [N, D], sorted by the order; label: []; order: positions [N]; time: [R, N], in

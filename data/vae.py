@@ -1,7 +1,7 @@
-"""MAR's autoencoder of images (KL-16), from its file into diffusers' AutoencoderKL.
+"""MAR's image autoencoder (KL-16), loaded from its file into diffusers' AutoencoderKL.
 
-Source: github.com/LTH14/mar; the layout is that of latent diffusion (arXiv 2112.10752). Latents are
-multiplied by 0.2325 for MAR.
+Source: github.com/LTH14/mar; the layout is that of latent diffusion (arXiv 2112.10752). MAR scales
+latents by 0.2325.
 """
 
 import re
@@ -28,18 +28,7 @@ RENAMED = (
 
 
 def from_file(path: str, autoencoder: type):
-    """The autoencoder of a file in the layout of MAR's KL-16.
-
-    Args:
-        path: A file of `FILES`; nothing in it is executed.
-        autoencoder: diffusers' AutoencoderKL.
-
-    Returns:
-        The autoencoder.
-
-    Raises:
-        ValueError: One line that names the path and what is wrong with it.
-    """
+    """Return an AutoencoderKL (diffusers' class, given) from a file of `FILES`."""
     try:
         tensors = _tensors(path)
         network = autoencoder(**_config(tensors))
@@ -53,11 +42,7 @@ def from_file(path: str, autoencoder: type):
 
 
 def renamed(tensors: dict[str, Tensor], levels: int) -> dict[str, Tensor]:
-    """The tensors of a file by diffusers' names.
-
-    Args:
-        tensors: By the file's names.
-        levels: Resolutions of the autoencoder.
+    """Return a file's tensors, of an autoencoder with `levels` levels, by diffusers' names.
 
     >>> [*renamed({"decoder.up.4.block.0.norm1.bias": torch.zeros(1)}, 5)]
     ['decoder.up_blocks.0.resnets.0.norm1.bias']
@@ -85,7 +70,7 @@ def _tensors(path: str) -> dict[str, Tensor]:
 
 
 def _config(tensors: dict[str, Tensor]) -> dict:
-    """Arguments of AutoencoderKL, which follow from the shapes."""
+    """Return AutoencoderKL's arguments, read from the shapes."""
     levels = {int(m[1]) for key in tensors if (m := re.match(r"encoder\.down\.(\d+)\.block", key))}
     channels = [len(tensors[f"encoder.down.{i}.block.0.conv2.bias"]) for i in sorted(levels)]
     attends = [f"encoder.down.{i}.attn.0.q.weight" in tensors for i in sorted(levels)]

@@ -5,7 +5,7 @@
     sampler = load("runs/deer_stage2/export")
     (result,) = sampler.generate(["def fib(n):"], SamplingParams(temperature=0.7, seed=1))
 
-These names are looked up when they are used, so that `import decoding` loads nothing heavy.
+These names are imported on first use, so that `import decoding` loads nothing heavy.
 """
 
 import importlib
@@ -35,14 +35,10 @@ def __dir__() -> list[str]:
 
 
 def check_not_shadowed(*packages: str) -> None:
-    """Check that parade's packages are its own, and not folders of the same name elsewhere.
+    """Check that top-level packages, such as 'data', are parade's, not other folders of that name.
 
-    Args:
-        packages: Names of top-level packages, such as 'data'.
-
-    Raises:
-        ImportError: Another folder comes first on `sys.path`; it is named. Under `python -m` the
-            process ends with that one line instead, and status 2.
+    An ImportError names the other folder. Under `python -m` the process instead ends with that one
+    line and status 2.
     """
     root = Path(__file__).resolve().parents[1]
     for name in packages:
@@ -62,4 +58,4 @@ def check_not_shadowed(*packages: str) -> None:
         raise ImportError(message)
 
 
-check_not_shadowed("data", "models")
+check_not_shadowed("data", "models", "recipes")

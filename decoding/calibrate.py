@@ -1,12 +1,11 @@
 """`python -m decoding.calibrate model=runs/deer_stage2/export`: the fastest drafts on this machine.
 
 The sharpness of the drafter's distributions at each depth of a tree is fitted to the tokens that
-the target chose (`decoding.calibration.tree_ranking`), and with `answers=` the weight of bigram
-scores counted in teacher answers (`decoding.drafting.bigrams`). A tree of more nodes has more
-drafts accepted and needs a wider pass; the best number depends on drafter, target and machine, so
-it is measured by decoding held-out prompts. The fastest knobs are written into the export, where
-`verify=tree` reads them, and so is the fastest length, at each temperature, of drafts that are no
-tree.
+the target chose (`decoding.calibration.tree_ranking`), and with `answers=` also the weight of
+bigram scores counted in teacher answers (`decoding.drafting.bigrams`). A tree of more nodes has
+more accepted drafts and needs a wider pass; the best size depends on drafter, target and machine,
+so it is measured on held-out prompts. The fastest knobs are written into the export for
+`verify=tree`, and so is the fastest length at each temperature of drafts that are no tree.
 """
 
 import json
@@ -18,22 +17,21 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from data.arguments import Count, Several, Small, Temperature, Tokens
 from data.corpora.answers import read_answers
 from data.files import atomic_write
-from data.rows.documents import checked_manifest
 from data.text.prompts import heldout_prompts
+from data.text.tokenizer import checked_manifest
 from decoding.calibration.tree_ranking import fit, observed
-from decoding.commands.cli import main, parse, quiet
-from decoding.commands.options import NEEDED, PromptOptions, check_batch_sizes, option
-from decoding.commands.progress import track
-from decoding.commands.report import results, write_table
 from decoding.drafting.bigrams import FILE, Bigrams, count, write
 from decoding.drafting.block_sampler import BlockSampler
 from decoding.drafting.tree import check_tree
 from decoding.engine.params import SamplingParams
 from decoding.engine.sampler import Sampler
-from decoding.entry import entry_of, read_config
-from decoding.loading import load, parade_config, sampler_of
+from decoding.loading import entry_of, load, parade_config, read_config, sampler_of
+from decoding.report import results, track, write_table
+from recipes.command import main
+from recipes.options import NEEDED, PromptOptions, check_batch_sizes, option, parse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,20 +46,18 @@ class Calibrate(PromptOptions):
     model: str = option(NEEDED, "the folder of an export that drafts")
     answers: str | None = option(None, "a collection of teacher answers, whose bigrams are tried")
     target: str | None = option(None, "a target instead of the one that the export names")
-    prompts: int = option(8, "held-out prompts that are timed", least=1)
-    fit_prompts: int = option(24, "other prompts, to which the sharpness is fitted", least=1)
-    max_new_tokens: int = option(64, "tokens of an answer, at the most", least=1)
-    temperatures: tuple[float, ...] = option(
-        (0.0, 1.0), "of the fits; the fastest over all of them is kept", least=0
+    prompts: Count = option(8, "held-out prompts that are timed")
+    fit_prompts: Count = option(24, "other prompts, to which the sharpness is fitted")
+    max_new_tokens: Tokens = option(64, "tokens of an answer, at the most")
+    temperatures: Several[Temperature] = option(
+        (0.0, 1.0), "of the fits; the fastest over all is kept"
     )
-    nodes: tuple[int, ...] = option((8, 12, 16, 24, 32, 48), "of a tree, to try")
-    sharpness: tuple[float, ...] = option(
-        (0.8, 1.0, 1.25), "factors to try, times the fitted sharpness of each depth"
+    nodes: Several[Small] = option((8, 12, 16, 24, 32, 48), "of a tree, to try")
+    sharpness: Several[float] = option(
+        (0.8, 1.0, 1.25), "factors of each depth's fitted sharpness, to try"
     )
-    lengths: tuple[int, ...] = option(
-        (2, 3, 4, 6), "of drafts that are no tree, to try beside the drafter's", least=1, empty=True
-    )
-    batch_sizes: tuple[int, ...] = option(
+    lengths: tuple[Count, ...] = option((2, 3, 4, 6), "of drafts that are no tree, to try too")
+    batch_sizes: Several[int] = option(
         (1,), "prompts together: nodes and lengths are found for each, the rest for the first"
     )
 
@@ -71,10 +67,14 @@ class Calibrate(PromptOptions):
         for nodes, sharpness in product(self.nodes, self.sharpness):
             check_tree(nodes, sharpness)
 
+    @property
+    def title(self) -> str:
+        """Return the title of the tables."""
+        return f"{self.prompts} held-out prompts, {self.dtype}"
+
 
 def run(argv: list[str]) -> None:
     """Run the command with its arguments `key=value`."""
-    quiet()
     c = parse(argv, Calibrate, "decoding.calibrate")
     file = Path(c.model) / "config.json"
     if not file.is_file():
@@ -103,32 +103,24 @@ def run(argv: list[str]) -> None:
 def fastest_tree(
     c: Calibrate, sampler: BlockSampler, prompts: list[list[int]], table: Bigrams | None, out: Path
 ) -> dict:
-    """The knobs of the trees that are fastest over all temperatures.
+    """Find the trees that are fastest over all temperatures; write calibration.csv into `out`.
 
-    Args:
-        c: The command's options.
-        sampler: The export's sampler.
-        prompts: Token ids of `c.prompts` prompts to time and of `c.fit_prompts` to fit to.
-        table: Bigrams to try, or None.
-        out: Folder of calibration.csv.
-
-    Returns:
-        {"nodes": {batch size: nodes}, "sharpness": ..., "bigrams": ...}, as an export keeps them.
+    `c.prompts` are timed and `c.fit_prompts` fitted to. Returns {"nodes": {batch size: nodes},
+    "sharpness": ..., "bigrams": ...}, as an export keeps them.
     """
     timed, others = prompts[: c.prompts], prompts[c.prompts :]
     seen = {t: observed(sampler, others, params_of(c, t, verify="tree")) for t in c.temperatures}
     shapes = {**shapes_of(c, seen, None), **(shapes_of(c, seen, table) if table else {})}
-    found = {"table": table, "draft_ids": sampler.draft_ids}
+    parts = {"draft_ids": sampler.draft_ids}
     if sampler.markov is not None:
-        found["markov"] = sampler.markov.head
-    if getattr(sampler, "noise_input", None) is not None:
-        found["noise"] = sampler.noise_input
-    config = {**parade_config(c.model), **found}
-    parts = (sampler.target, sampler.tokenizer, sampler.drafter)
-    ways = {
-        shape: (sampler_of({**config, **knobs}, *parts), {"verify": "tree"})
-        for shape, knobs in shapes.items()
-    }
+        parts["markov"] = sampler.markov.head
+    entry, models = parade_config(c.model), (sampler.target, sampler.tokenizer, sampler.drafter)
+    ways = {}
+    for shape, knobs in shapes.items():
+        weights = knobs["bigrams"]
+        scores = {"bigrams": table, "bigram_weights": weights} if weights else {}
+        way = sampler_of({**entry, **knobs}, *models, **parts, **scores)
+        ways[shape] = way, {"verify": "tree"}
     names = ("bigrams", "nodes", "sharpness")
     lines, nodes = [], {}
     for batch in c.batch_sizes:
@@ -138,24 +130,14 @@ def fastest_tree(
         nodes[str(batch)] = best[1]
         # For other batches only the number of nodes is open.
         ways = {of: way for of, way in ways.items() if (of[0], of[2]) == (best[0], best[2])}
-    write_table(lines, out / "calibration.csv", _title(c), "decoding.calibrate")
+    write_table(lines, out / "calibration.csv", c.title, "decoding.calibrate")
     return {**shapes[best], "nodes": nodes}
 
 
 def fastest_lengths(
     c: Calibrate, sampler: BlockSampler, prompts: list[list[int]], out: Path
 ) -> dict[str, dict[str, int]]:
-    """The fastest lengths of drafts that are no tree.
-
-    Args:
-        c: The command's options.
-        sampler: The export's sampler.
-        prompts: Token ids of the prompts to time.
-        out: Folder of lengths.csv.
-
-    Returns:
-        {batch size: {temperature: tokens to draft}}, with keys as text.
-    """
+    """Find the fastest lengths of drafts that are no tree, {batch size: {temperature: tokens}}."""
     tried = sorted({*c.lengths, sampler.block_size})
     lines, lengths = [], {}
     for batch in c.batch_sizes:
@@ -168,27 +150,14 @@ def fastest_lengths(
         lengths[str(batch)] = {
             t: max(tried, key=lambda k: figures[k][rate]) for t, rate in rates.items()
         }
-    write_table(lines, out / "lengths.csv", _title(c), "decoding.calibrate")
+    write_table(lines, out / "lengths.csv", c.title, "decoding.calibrate")
     return lengths
-
-
-def _title(c: Calibrate) -> str:
-    return f"{c.prompts} held-out prompts, {c.dtype}"
 
 
 def shapes_of(
     c: Calibrate, seen: dict[float, tuple[Tensor, Tensor]], table: Bigrams | None
 ) -> dict[tuple[bool, int, float], dict]:
-    """The trees to try.
-
-    Args:
-        c: The command's options.
-        seen: What `observed` returned, by temperature.
-        table: Bigrams whose weights are fitted too, or None.
-
-    Returns:
-        The knobs of each tree by (whether it uses bigrams, nodes, factor on the sharpness).
-    """
+    """Return the knobs of trees to try by (with bigrams, nodes, factor on the sharpness)."""
     fitted = {f"{t:g}": fit(*pair, table) for t, pair in seen.items()}
     bigram_weights = {t: weights for t, (_, weights) in fitted.items()}
     shapes = {}
@@ -201,7 +170,7 @@ def shapes_of(
 
 
 def params_of(c: Calibrate, temperature: float, **options) -> SamplingParams:
-    """The sampling parameters of a measured request."""
+    """Return the sampling parameters of a measured request."""
     options |= {"ignore_eos": c.ignore_eos, "seed": c.seed}
     return SamplingParams(c.max_new_tokens, temperature, **options)
 
@@ -209,18 +178,10 @@ def params_of(c: Calibrate, temperature: float, **options) -> SamplingParams:
 def measure(
     c: Calibrate, ways: dict[Any, tuple[Sampler, dict]], prompts: list[list[int]], batch: int
 ) -> dict[Any, dict]:
-    """Acceptance lengths and tokens/s of each way to decode.
+    """Measure acceptance lengths and tokens/s of each way to decode, by name.
 
-    Every batch goes through every way in turn, so a slow minute of the machine hits them all.
-
-    Args:
-        c: The command's options.
-        ways: A sampler and options of `SamplingParams`, by any name.
-        prompts: Token ids.
-        batch: Prompts that are decoded together.
-
-    Returns:
-        A line of figures by the same names.
+    A way is a sampler and options of `SamplingParams`. Every batch goes through all ways in turn,
+    so a slow minute of the machine affects all of them.
     """
     batches = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
     emitted = {(name, t): [] for name in ways for t in c.temperatures}
@@ -246,12 +207,9 @@ def measure(
 
 
 def keep(config: Path, knobs: dict, table: Bigrams | None) -> None:
-    """Write knobs into an export's `parade` entry, atomically, and its bigrams beside it.
+    """Write knobs and bigrams into a config.json's `parade` entry and next to it, atomically.
 
-    Args:
-        config: The export's config.json.
-        knobs: What changes in the entry.
-        table: The bigrams, where `knobs["bigrams"]` uses them; else a kept table is removed.
+    Without `knobs["bigrams"]` the table of an earlier calibration is removed.
     """
     if knobs["bigrams"]:
         write(table, config.parent)
@@ -259,7 +217,7 @@ def keep(config: Path, knobs: dict, table: Bigrams | None) -> None:
     entry["parade"] = entry_of(entry, config) | knobs  # a published drafter has none yet
     with atomic_write(config) as temporary:
         temporary.write_text(json.dumps(entry, indent=2) + "\n")
-    if not knobs["bigrams"]:  # the table of an earlier calibration
+    if not knobs["bigrams"]:
         (config.parent / FILE).unlink(missing_ok=True)
 
 

@@ -1,10 +1,11 @@
-"""A chat with a model: its history within the model's context, and the terminal around it."""
+"""A chat with a model: its history within the model's context, and its terminal."""
 
 import sys
 import time
 from contextlib import suppress
 
 from data.text.chat import encode_chat, encode_prompt
+from data.text.prompts import asks_in_chat
 from decoding.engine.params import Chunk, SamplingParams, Stats
 from decoding.engine.sampler import Sampler
 
@@ -13,42 +14,32 @@ class Chat:
     """A conversation through a model's chat template.
 
     Args:
-        sampler: It ends an answer at the template's end of turn from now on.
-        params: How answers are sampled.
+        sampler: From now on it also ends an answer at the template's end of turn.
+        params: The parameters that answers are sampled with.
         system: The system's message; None leaves it to the template.
 
     Attributes:
         messages: The turns so far, `{"role": ..., "content": ...}`.
-
-    Raises:
-        ValueError: The sampler fills holes, or its model has no chat template.
     """
 
     def __init__(self, sampler: Sampler, params: SamplingParams, system: str | None = None):
         if not sampler.continues:
             raise ValueError("chat=true needs a model that answers: this one fills holes")
-        if not sampler.tokenizer.chat_template:
-            raise ValueError(
-                "chat=true needs a chat template, and this model has none: give one that was "
-                "trained on chats, or leave chat=true out to go on from the prompt as a text"
-            )
+        asks_in_chat(sampler.tokenizer, True)
         self._sampler, self._params = sampler, params
         self._system = [] if system is None else [{"role": "system", "content": system}]
         sampler.eos |= end_of_turn(sampler)
         self.clear()
 
     def clear(self) -> None:
-        """Forget all turns but the system's."""
+        """Forget all turns except the system's."""
         self.messages = [*self._system]
 
     def ask(self, question: str) -> None:
-        """Print the answer to a question as it comes, and what it cost on standard error.
+        """Print the answer to a question as it comes, and its cost on standard error.
 
-        Question and answer are kept in the history, after Ctrl-C (which ends the answer) as much of
-        the answer as was printed, if any.
-
-        Raises:
-            ValueError: The question does not fit the context, or the template rejects it.
+        Question and answer are added to the history; after Ctrl-C, which ends the answer, the part
+        that was printed, if any.
         """
         asked = {"role": "user", "content": question.strip()}
         prompt = self._fitting(asked)
@@ -64,7 +55,7 @@ class Chat:
             self.messages += [asked, {"role": "assistant", "content": text}]
 
     def _fitting(self, asked: dict[str, str]) -> list[int]:
-        """The prompt's token ids; the oldest turns are forgotten where the context is too short."""
+        """Return the prompt's token ids; forget the oldest turns if the context is short."""
         first, context = len(self._system), self._sampler.context
         for start in range(first, len(self.messages) + 1, 2):
             kept = [*self._system, *self.messages[start:]]
@@ -81,10 +72,7 @@ class Chat:
 
 
 def converse(chat: Chat) -> None:
-    """Ask what standard input says, line by line, until its end or /exit.
-
-    /clear forgets the history. In a terminal a line can be edited (readline).
-    """
+    """Answer standard input line by line, until its end or /exit; /clear forgets the history."""
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if terminal:
         with suppress(ImportError):  # input() edits lines with it; Windows has none
@@ -113,7 +101,7 @@ def converse(chat: Chat) -> None:
 
 
 def end_of_turn(sampler: Sampler) -> frozenset[int]:
-    """The special token with which the chat template ends an answer, if it has one."""
+    """Return the special token with which the chat template ends an answer, if it has one."""
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     try:
         ids, trained = encode_chat(sampler.tokenizer, turns)
@@ -124,14 +112,7 @@ def end_of_turn(sampler: Sampler) -> frozenset[int]:
 
 
 def cost(count: int, seconds: float, stats: Stats, reason: str) -> str:
-    """What an answer cost, in words.
-
-    Args:
-        count: Its tokens.
-        seconds: That it took.
-        stats: Its statistics.
-        reason: Why it ended.
-    """
+    """Say how much an answer of `count` tokens cost, and why it ended."""
     return (
         f"{count} tokens in {seconds:.2f} s ({count / seconds:.0f} tokens/s), "
         f"{stats.target_passes} target passes, {stats.drafter_passes} drafter passes, "
@@ -141,10 +122,9 @@ def cost(count: int, seconds: float, stats: Stats, reason: str) -> str:
 
 
 def shown(chunk: Chunk) -> str:
-    """The text of a chunk; in a terminal the accepted drafts are seen as they come.
+    """Return a chunk's text, coloured in a terminal by how many tokens came at once.
 
-    The colour of a chunk tells how many tokens came at once: none for one, as in plain decoding,
-    then blue for two or three, green for more.
+    One token, as in plain decoding, has no colour; two or three are blue, more are green.
     """
     colour = 34 if len(chunk.token_ids) < 4 else 32
     if len(chunk.token_ids) < 2 or not chunk.text or not sys.stdout.isatty():
@@ -153,5 +133,5 @@ def shown(chunk: Chunk) -> str:
 
 
 def aside(line: str) -> None:
-    """Print a line to standard error, dim where that is a terminal."""
+    """Print a line to standard error, dim in a terminal."""
     print(f"\x1b[2m{line}\x1b[0m" if sys.stderr.isatty() else line, file=sys.stderr, flush=True)

@@ -1,50 +1,39 @@
 """`python -m decoding.collect recipe=deer_answers`: collect teacher answers or trajectories.
 
-A shard is written whole or not at all, and its rows depend on the seed and the prompts' ids only.
-So a collection that is killed and started again loses only the shard that was in work. Several
-processes (torchrun) share the shards.
+A shard is written whole or not at all, and its rows depend only on the seed and the prompts' ids.
+So a collection that is killed and restarted loses only the shard in progress. Several processes
+(torchrun) share the shards.
 """
 
-import inspect
 import json
 import os
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from data.corpora.answers import shard_path
-from data.corpora.sources import load_documents
 from data.files import atomic_write, check_space, read_json, same_setting
 from data.text.prompts import prompt_set
-from decoding.commands.claim import claimed
-from decoding.commands.cli import main, quiet
-from decoding.commands.inputs import prepare_inputs
-from decoding.commands.progress import track
-from decoding.commands.recipes import build, check_arguments, compose, run_folder
+from decoding.report import track
+from recipes.command import main
+from recipes.compose import build, compose, run_folder
+from recipes.folders import claimed
+from recipes.inputs import prepare_inputs
 
 MANIFEST = "manifest.json"  # the settings of a collection, in its folder
 
 
 def run(argv: list[str]) -> None:
     """Run the command with its arguments `key=value`."""
-    quiet()
     collect(compose(argv, "collect"))
 
 
 def collect(config: DictConfig) -> Path:
-    """Collect the shards that a collection still lacks.
+    """Collect the missing shards of a composed recipe; return the folder, `<runs>/<recipe>/<name>`.
 
-    Args:
-        config: A composed recipe of `collect` (`decoding.commands.recipes.compose`).
-
-    Returns:
-        The collection's folder, `<runs>/<recipe>/<name>`.
-
-    Raises:
-        ValueError: The folder was collected with other settings, or the disk is too small.
+    Raises ValueError if it was collected with other settings, or the disk is too small.
     """
-    _check_prompt_keys(OmegaConf.to_container(config.prompts, resolve=True))
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if config.device_map is not None and world > 1:
         raise ValueError(
@@ -60,56 +49,27 @@ def collect(config: DictConfig) -> Path:
 
 
 def _collect(config: DictConfig, folder: Path, rank: int, world: int) -> None:
-    """Collect this process's share of the shards that a folder lacks."""
-    prepare_inputs(config)
+    """Collect this process's share of the missing shards."""
+    prepare_inputs(config.needs, config.build_inputs)
     collector = build(config.collector)
     prompts = prompt_set(tokenizer=collector.tokenizer, **config.prompts)
-    manifest = {
-        "recipe": config.recipe,
-        "prompts": dict(config.prompts),
-        "shard_size": config.shard_size,
-        "seed": config.seed,
-        **collector.made_with(),
-    }
-    size = config.shard_size
-    shards = range(0, len(prompts), size)  # the first prompt of each
+    manifest = {name: config[name] for name in ("recipe", "shard_size", "seed")}
+    manifest |= {"prompts": dict(config.prompts), **collector.made_with()}
     _check_settings(folder, manifest)
+    size = config.shard_size
+    shards = [prompts[i : i + size] for i in range(0, len(prompts), size)]
     missing = [i for i in range(len(shards)) if not shard_path(folder, i).exists()]
-    done = len(shards) - len(missing)
-    print(
-        f"{config.recipe} at scale {config.scale}: {done} of {len(shards)} shards are in {folder}"
-    )
+    done = f"{len(shards) - len(missing)} of {len(shards)} shards are in {folder}"
+    print(f"{config.recipe} at scale {config.scale}: {done}")
     missing = [i for i in missing if i % world == rank]
-    check_space(
-        folder,
-        sum(
-            collector.bytes_of(p["prompt_ids"])
-            for i in missing
-            for p in prompts[shards[i] : shards[i] + size]
-        ),
-    )
+    sizes = (collector.bytes_of(p["prompt_ids"]) for i in missing for p in shards[i])
+    check_space(folder, sum(sizes))
     for i in track(missing, config.recipe):
-        rows = collector.collect(prompts[shards[i] : shards[i] + size])
+        rows = collector.collect(shards[i])
         _write_manifest(folder, manifest)
         _write_shard(shard_path(folder, i), rows)
     if all(shard_path(folder, i).exists() for i in range(len(shards))):
         _write_text(folder / "complete.json", json.dumps({"shards": len(shards)}))
-
-
-def _check_prompt_keys(prompts: dict) -> None:
-    """Refuse wrong and missing keys of a prompt set, before hours go into building an input.
-
-    Args:
-        prompts: Its values by name, without references.
-    """
-    known = {}
-    for taker in (prompt_set, load_documents):
-        known = {**inspect.signature(taker).parameters, **known}
-    del known["tokenizer"], known["options"]
-    for p in inspect.signature(prompt_set).parameters.values():
-        if p.name in known and p.default is p.empty and p.name not in prompts:
-            raise ValueError(f"prompts.{p.name} is missing")
-    check_arguments(prompts, known.values(), "prompts.")
 
 
 def _check_settings(folder: Path, manifest: dict) -> None:
@@ -117,18 +77,17 @@ def _check_settings(folder: Path, manifest: dict) -> None:
     if not _has_shards(folder):
         return
     stored, manifest = read_json(folder / MANIFEST), json.loads(json.dumps(manifest))
-    keys = sorted({*stored, *manifest})
-    changed = [k for k in keys if not same_setting(stored.get(k), manifest.get(k))]
-    if changed:
-        k = changed[0]
-        raise ValueError(
-            f"{folder} was collected with other settings ({k}: {stored.get(k)}, now "
-            f"{manifest.get(k)}): give another name=..., or remove the folder"
-        )
+    for key in sorted({*stored, *manifest}):
+        before, now = stored.get(key), manifest.get(key)
+        if not same_setting(before, now):
+            raise ValueError(
+                f"{folder} was collected with other settings ({key}: {before}, now {now}): give "
+                "another name=..., or remove the folder"
+            )
 
 
 def _write_manifest(folder: Path, manifest: dict) -> None:
-    """Write the settings before the first shard: a teacher that never answers leaves no folder."""
+    """Write the settings just before the first shard, so that an early failure leaves no folder."""
     if _has_shards(folder):
         return
     (folder / "shards").mkdir(parents=True, exist_ok=True)

@@ -6,11 +6,12 @@
 import inspect
 from contextlib import closing
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import FrameType
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoTokenizer,
     EosTokenCriteria,
@@ -30,6 +31,7 @@ from transformers import (
 
 from decoding.engine.params import SamplingParams
 from decoding.engine.vocabulary import check_vocabulary
+from decoding.method import Method
 from models import causal
 from models.placement import input_device
 
@@ -44,29 +46,15 @@ PROCESSORS = {
 }
 # Arguments of `generate` that change the output, or what else it does, in ways not kept here.
 REFUSED = (
-    "logits_processor",
-    "stopping_criteria",
-    "prefix_allowed_tokens_fn",
-    "synced_gpus",
-    "assistant_model",
-    "negative_prompt_ids",
-    "negative_prompt_attention_mask",
-    "past_key_values",
-    "position_ids",
-    "inputs_embeds",
-    "stop_strings",
-)
-# What transformers itself adds to a model's inputs.
+    "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "synced_gpus",
+    "assistant_model", "negative_prompt_ids", "negative_prompt_attention_mask", "past_key_values",
+    "position_ids", "inputs_embeds", "stop_strings",
+)  # fmt: skip
+# Arguments that transformers itself adds to a model's inputs.
 PREPARED = {
-    "attention_mask",
-    "position_ids",
-    "cache_position",
-    "past_key_values",
-    "use_cache",
-    "logits_to_keep",
-    "output_attentions",
-    "output_hidden_states",
-}
+    "attention_mask", "position_ids", "cache_position", "past_key_values", "use_cache",
+    "logits_to_keep", "output_attentions", "output_hidden_states",
+}  # fmt: skip
 HUB = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies")
 
 # The last drafter used with each target; it is freed with the target.
@@ -74,7 +62,7 @@ _LOADED: WeakKeyDictionary[PreTrainedModel, tuple] = WeakKeyDictionary()
 
 
 def generate(
-    method: ModuleType,
+    method: Method,
     model: PreTrainedModel,
     *,
     drafter: str | None = None,
@@ -84,18 +72,18 @@ def generate(
     streamer=None,
     **arguments,
 ) -> Tensor:
-    """The tokens that `model.generate(**arguments)` returns, decoded with a drafter.
+    """Return the tokens that `model.generate(**arguments)` returns, decoded with a drafter.
 
     transformers prepares everything as it always does (defaults, padding, end tokens, processors)
     and leaves only the decoding loop to the sampler.
 
     Args:
-        method: The sampler's module in `decoding.samplers`.
+        method: The `METHOD` of the sampler's module.
         model: The target.
         drafter: The drafter's folder or Hub id; None takes the one that `custom_generate` names.
-        seed: Of the call; each row's own is derived from it as in `SamplingParams`. None draws one
-            from torch's generator, so `torch.manual_seed` repeats a call.
-        verify: How drafts are verified, as in `SamplingParams`.
+        seed: Each row's own is derived from it as in `SamplingParams`; None draws one from torch's
+            generator, so `torch.manual_seed` repeats a call.
+        verify: The verification rule, as in `SamplingParams`.
         block_size: Tokens drafted per cycle; None takes the drafter's own.
         streamer: Receives the tokens of a single row as they are accepted.
         arguments: Of transformers' `generate`.
@@ -124,22 +112,19 @@ def generate(
         generation_config: GenerationConfig,
         **model_kwargs,
     ) -> Tensor:
-        """The decoding loop that transformers calls instead of its own."""
+        """Run the sampler in place of transformers' decoding loop."""
         if streamer is not None and len(input_ids) > 1:
             raise _unsupported("a streamer with more than one row")
         values = _values(generation_config, logits_processor, model_kwargs)
         max_length, eos = _ends(stopping_criteria)
         _check_window(model, max_length)
-        params = SamplingParams(
-            max_new_tokens=max_length - input_ids.shape[1],
-            seed=_fresh_seed(generation_config) if seed is None else seed,
-            verify=verify,
-            block_size=block_size,
-            **values,
-        )
-        network, tokenizer, entry = _load(method, name, model, hub)
+        if (own := seed) is None:  # greedy decoding leaves torch's generator alone
+            own = int(torch.randint(1 << 48, ())) if generation_config.do_sample else 0
+        values |= {"seed": own, "verify": verify, "block_size": block_size}
+        params = SamplingParams(max_new_tokens=max_length - input_ids.shape[1], **values)
+        network, tokenizer, entry, parts = _load(method, name, model, hub)
         training = model.training
-        sampler = method.from_export(model, tokenizer, network, entry)
+        sampler = method.build(model, tokenizer, network, entry, **parts)
         sampler.eos = frozenset(eos)
         mask = model_kwargs.get("attention_mask")
         mask = torch.ones_like(input_ids) if mask is None else mask
@@ -156,7 +141,11 @@ def generate(
             model.train(training)  # a sampler puts its target into evaluation mode
         if streamer is not None:
             streamer.end()
-        return _together(input_ids, answers, generation_config.pad_token_id, eos)
+        if (pad := generation_config.pad_token_id) is None:
+            pad = eos[0] if eos else 0  # without an end token every row is full
+        rows = [torch.tensor(answer, dtype=torch.long) for answer in answers]
+        padded = pad_sequence(rows, batch_first=True, padding_value=pad)
+        return torch.cat([input_ids, padded.to(input_ids.device)], 1)
 
     # The class's own method: an instance may have one that its repository replaced.
     return type(model).generate(model, **arguments, streamer=streamer, custom_generate=decode)
@@ -170,10 +159,10 @@ def _unsupported(what: str) -> ValueError:
 
 
 def _named_by(frame: FrameType | None) -> str:
-    """The `custom_generate` of the `generate` call that led here.
+    """Return the `custom_generate` of the `generate` call that led here.
 
-    transformers passes every argument on but this one, and runs a copy of the code that knows
-    nothing of the folder it came from: only the caller's frame still has the name.
+    transformers passes on every other argument, and runs a copy of this code that does not know its
+    folder: only the caller's frame still has the name.
     """
     while frame is not None:
         name = frame.f_locals.get("custom_generate")
@@ -184,7 +173,7 @@ def _named_by(frame: FrameType | None) -> str:
 
 
 def _check_target(model: PreTrainedModel) -> None:
-    """Raise ValueError for a drafter given as the target, or attention that takes no such mask."""
+    """Raise ValueError if the target is a drafter, or its attention takes no draft block's mask."""
     target = (getattr(model.config, "parade", None) or {}).get("target")
     if target is not None:
         raise ValueError(
@@ -212,7 +201,7 @@ def _check_window(model: PreTrainedModel, length: int) -> None:
 def _values(
     config: GenerationConfig, processors: LogitsProcessorList, model_kwargs: dict
 ) -> dict[str, float]:
-    """The sampling parameters that transformers prepared; ValueError for anything else in them."""
+    """Return the sampling parameters that transformers prepared; refuse anything else in them."""
     mode = config.get_generation_mode()
     if mode not in ("greedy_search", "sample"):
         raise _unsupported(mode.replace("_", " "))
@@ -233,7 +222,7 @@ def _values(
 
 
 def _ends(criteria: StoppingCriteriaList) -> tuple[int, list[int]]:
-    """(maximum length of a row, end-of-sequence tokens) of the stopping criteria."""
+    """Return the longest length of a row, and the end-of-sequence tokens."""
     length, eos = 0, []
     for criterion in criteria:
         if type(criterion) is MaxLengthCriteria:
@@ -245,44 +234,30 @@ def _ends(criteria: StoppingCriteriaList) -> tuple[int, list[int]]:
     return length, eos
 
 
-def _fresh_seed(config: GenerationConfig) -> int:
-    """A seed from torch's generator, which greedy decoding leaves alone, as in transformers."""
-    return int(torch.randint(1 << 48, ())) if config.do_sample else 0
-
-
 def _load(
-    method: ModuleType, name: str, model: PreTrainedModel, hub: dict
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict]:
-    """The drafter, its tokenizer and its `parade` entry with the artefacts beside its weights.
+    method: Method, name: str, model: PreTrainedModel, hub: dict
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict, dict]:
+    """Load the drafter, its tokenizer, its entry and its other parts, once per target.
 
-    They are loaded once for each target, and again when the folder has changed.
+    It is loaded again if the folder has changed.
     """
     config = Path(name) / "config.json"
     written = config.stat().st_mtime_ns if config.is_file() else None
     key = (name, written, repr(hub), input_device(model), model.dtype)
     if _LOADED.get(model, (None,))[0] != key:
-        load = getattr(method, "load_drafter", causal.load)
+        load = method.load_drafter or causal.load
         network = load(name, dtype=model.dtype, **hub).to(input_device(model))
         entry = dict(getattr(network.config, "parade", None) or {})
         if "target" not in entry:
             raise ValueError(f"{name!r} is no drafter: its config.json names no target")
-        if hasattr(method, "read_artefacts"):
-            entry |= method.read_artefacts(causal.files_of(name, **hub), entry)
+        method.check(entry, f"{name}: parade.")
+        parts = method.read_files(causal.files_of(name, **hub), entry)
         ours, theirs = (
             getattr(n.config.get_text_config(), "vocab_size", None) for n in (network, model)
         )
         check_vocabulary(
-            ours, theirs, entry.get("draft_ids"), f" ({name!r} drafts for {entry['target']!r})"
+            ours, theirs, parts.get("draft_ids"), f" ({name!r} drafts for {entry['target']!r})"
         )
         tokenizer = AutoTokenizer.from_pretrained(name, **hub)
-        _LOADED[model] = key, network, tokenizer, entry
+        _LOADED[model] = key, network, tokenizer, entry, parts
     return _LOADED[model][1:]
-
-
-def _together(input_ids: Tensor, answers: list[list[int]], pad: int | None, eos: list) -> Tensor:
-    """Prompts and answers in one tensor [B, L]; finished rows end in padding."""
-    if pad is None:
-        pad = eos[0] if eos else 0  # without an end token every row is full
-    width = max(map(len, answers))
-    rows = [answer + [pad] * (width - len(answer)) for answer in answers]
-    return torch.cat([input_ids, torch.tensor(rows, device=input_ids.device)], 1)

@@ -1,13 +1,13 @@
-"""`python -m decoding.fetch model=HuggingFaceTB/SmolLM2-135M-Instruct`: a model, got once."""
+"""`python -m decoding.fetch model=HuggingFaceTB/SmolLM2-135M-Instruct`: download a model once."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from decoding.commands.cli import main, parse, quiet
-from decoding.commands.options import NEEDED, Options, option
 from decoding.loading import parade_config
 from models import causal, gguf
+from recipes.command import main
+from recipes.options import NEEDED, Options, option, parse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,14 +20,7 @@ class Fetch(Options):
 
 
 def fetch(model: str) -> Path:
-    """The folder of a model, downloaded and converted where it is not yet.
-
-    Args:
-        model: A Hub id, gguf file or folder.
-
-    Raises:
-        ValueError: one line: there is no such model, or it cannot be had.
-    """
+    """Return the folder of a Hub id, gguf file or folder; download and convert it if needed."""
     path = causal.local_path(model)
     parade_config(path)  # for its errors: there is none, the Hub cannot be reached
     if causal.looks_local(path):
@@ -36,8 +29,7 @@ def fetch(model: str) -> Path:
 
 
 def run(argv: list[str]) -> None:
-    """The command."""
-    quiet()
+    """Run the command with its arguments `key=value`."""
     print(fetch(parse(argv, Fetch, "decoding.fetch").model))
 
 

@@ -1,20 +1,20 @@
 """`python -m decoding.generate model=runs/deer_stage2/export prompt='def fib(n):'`: one answer.
 
-With `chat=true` the model is asked through its chat template; without `prompt=`, in a terminal.
+`chat=true` asks the model through its chat template; without `prompt=`, it is a chat in a terminal.
 """
 
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from data.files import read_text
 from decoding.chat import Chat, converse, cost, shown
-from decoding.commands.cli import main, parse, quiet
-from decoding.commands.options import LoadOptions, option
 from decoding.engine.params import PARAM_NAMES, VERIFY, SamplingParams
 from decoding.engine.sampler import Sampler
 from decoding.loading import load
+from recipes.command import main
+from recipes.options import LoadOptions, Verbatim, option, parse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,19 +23,17 @@ class Generate(LoadOptions, SamplingParams):
 
     EXAMPLE: ClassVar[str] = "model=runs/deer_stage2/export prompt='def fib(n):' temperature=0.7"
 
-    prompt: str | None = option(
+    prompt: Verbatim | None = option(
         None,
         "the text to go on from, for infilling with holes such as <hole:12>; @path reads a file, "
         "- standard input, @@ begins a text with one @; needed without chat=true",
-        verbatim=True,
     )
     chat: bool = option(
-        False,
-        "ask through the model's chat template: prompt=, or without it a chat in the terminal",
+        False, "ask through the chat template; without prompt=, a chat in the terminal"
     )
-    system: str | None = option(None, "the system's message of a chat", verbatim=True)
-    verify: str = option(
-        SamplingParams.verify, "how drafts are verified; each is lossless", choices=VERIFY
+    system: Verbatim | None = option(None, "the system's message of a chat")
+    verify: Literal[*VERIFY] = option(
+        SamplingParams.verify, "how drafts are verified; each lossless"
     )
 
     def __post_init__(self):
@@ -51,7 +49,6 @@ class Generate(LoadOptions, SamplingParams):
 
 def run(argv: list[str]) -> None:
     """Run the command with its arguments `key=value`."""
-    quiet()
     g = parse(argv, Generate, "decoding.generate")
     prompt = None if g.prompt is None else read_prompt(g.prompt)
     sampler = load(g.model, **g.loading)
@@ -69,11 +66,7 @@ def run(argv: list[str]) -> None:
 
 
 def read_prompt(given: str) -> str:
-    """The text of `prompt=`: as given, of a file (@path), or all of standard input (-).
-
-    Raises:
-        ValueError: There is no such file, or it holds no text in UTF-8.
-    """
+    """Return the text of `prompt=`: as given, of a file (@path), or all of standard input (-)."""
     if given.startswith("@@"):
         return given[1:]
     if given != "-" and not given.startswith("@"):
@@ -94,7 +87,7 @@ def read_prompt(given: str) -> str:
 
 
 def go_on(sampler: Sampler, prompt: str, params: SamplingParams) -> None:
-    """Print a prompt and its continuation as it comes, and what it cost."""
+    """Print a prompt and its continuation as it comes, and its cost."""
     if sampler.continues:
         print(prompt, end="", flush=True)
     for chunk in sampler.stream([prompt], params):

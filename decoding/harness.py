@@ -1,6 +1,6 @@
 """Any sampler as a model of lm-evaluation-harness, registered there as `parade`.
 
-lm-eval is an optional dependency (`pip install lm_eval`), so this module is imported in functions.
+lm-eval is an optional dependency (`pip install lm_eval`), so functions import this module.
 """
 
 from collections.abc import Iterable
@@ -17,11 +17,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from data.text.chat import start_ids
 from decoding.chat import end_of_turn
-from decoding.commands.progress import track
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import request_seeds
 from decoding.engine.sampler import Sampler
 from decoding.loading import load
+from decoding.report import track
 
 ASSUMED_CONTEXT = 2048  # of a model that names none, as lm-eval assumes it
 COPIED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -30,21 +30,18 @@ Pair = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, context, co
 
 @register_model("parade")
 class ParadeLM(TemplateLM):
-    """A sampler as lm-eval asks it.
+    """A sampler as a model of lm-eval.
 
     Args:
         model: A sampler, or what `decoding.load` takes.
         batch_size: Requests that are decoded or scored together.
-        seed: Each request that samples has a seed derived from it and from the request's number.
-        verify: How drafts are verified.
-        max_gen_toks: The most tokens of an answer, where the task does not say.
+        seed: Each sampled request has a seed derived from it and from the request's number.
+        verify: The verification rule.
+        max_gen_toks: The most tokens of an answer if the task does not say.
         options: Further ones of `decoding.load`.
 
     Attributes:
         emitted: Tokens emitted by each target pass of every answer so far.
-
-    Raises:
-        ValueError: The model cannot be loaded, or it does not go on from a prompt.
     """
 
     def __init__(
@@ -73,22 +70,22 @@ class ParadeLM(TemplateLM):
 
     @property
     def acceptance_length(self) -> float | None:
-        """Tokens emitted per target pass in all answers so far; None without answers."""
+        """Return the tokens emitted per target pass in all answers so far; None without answers."""
         return sum(self.emitted) / len(self.emitted) if self.emitted else None
 
     @property
     def max_length(self) -> int:
-        """The model's context."""
+        """Return the model's context in tokens."""
         return self.sampler.context or ASSUMED_CONTEXT
 
     @property
     def eot_token_id(self) -> int | None:
-        """The end-of-text token."""
+        """Return the end-of-text token."""
         return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that a text without context is conditioned on: its start, or its end."""
+        """Return the token before a text without context: the model's start or end token."""
         for token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
             if token is not None:
                 return token
@@ -99,22 +96,19 @@ class ParadeLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """The tokenizer's name, for lm-eval's caches."""
+        """Return the tokenizer's name, for lm-eval's caches."""
         return self.tokenizer.name_or_path.replace("/", "__")
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The prompt's text; without add_generation_prompt the last message is gone on with."""
-        return self.tokenizer.apply_chat_template(
-            chat_history,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
+        """Return the prompt's text; without add_generation_prompt the last message is continued."""
+        ends = {"add_generation_prompt": add_generation_prompt}
+        ends["continue_final_message"] = not add_generation_prompt
+        return self.tokenizer.apply_chat_template(chat_history, tokenize=False, **ends)
 
     def get_model_info(self) -> dict:
-        """What lm-eval writes of the model into its results."""
+        """Return lm-eval's entries about the model."""
         method = type(self.sampler).__module__.rpartition(".")[2]
         about = {"model": self._name, "method": method, "verify": self._params.verify}
         return about | {"acceptance_length": self.acceptance_length}
@@ -122,31 +116,26 @@ class ParadeLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs
     ) -> list[int]:
-        """Token ids; the start token is added where the model expects one and the text has none."""
+        """Return token ids, with the start token if the model expects it and the text lacks it."""
         ids = self.tokenizer(string, add_special_tokens=False).input_ids
         start = [] if add_special_tokens is False else start_ids(self.tokenizer)
         return ids if ids[: len(start)] == start else start + ids
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The sampler's answer to each `(context, generation_kwargs)`.
+        """Return the sampler's answer to each `(context, generation_kwargs)`.
 
-        Where both do not fit the model's context, the answer has less room, at the least half of
-        the context, and then the beginning of the prompt is left out.
-
-        Raises:
-            ValueError: A task asks for an option of generation that samplers do not offer.
+        If both do not fit the model's context, the answer is shortened, but not below half of the
+        context; if that is not enough, the beginning of the prompt is left out.
         """
         groups, texts = {}, [""] * len(requests)
         for n, request in enumerate(requests):
             prompt, given = request.args
             params, ends = self._sampling(given)
-            room = params.max_new_tokens
-            least = min(room, self.max_length // 2)
-            ids, room = maybe_truncate(
-                self.tok_encode(prompt), room, self.max_length, least, shrink_gen_toks=True
-            )
-            group = groups.setdefault((replace(params, max_new_tokens=room), ends), [])
-            group.append((n, ids))
+            most, ids = params.max_new_tokens, self.tok_encode(prompt)
+            limits = most, self.max_length, min(most, self.max_length // 2)
+            ids, room = maybe_truncate(ids, *limits, shrink_gen_toks=True)
+            key = replace(params, max_new_tokens=room), ends
+            groups.setdefault(key, []).append((n, ids))
         seeds = request_seeds(self._seed, len(requests))
         for (params, ends), group in groups.items():
             self.sampler.eos = self._eos | ends
@@ -161,7 +150,7 @@ class ParadeLM(TemplateLM):
         return texts
 
     def _sampling(self, given: dict) -> tuple[SamplingParams, frozenset[int]]:
-        """Parameters of a task's generation_kwargs, and tokens among its stop strings."""
+        """Return a task's generation_kwargs as parameters, and the tokens of its stop strings."""
         asked = dict(normalize_gen_kwargs(given, self._params.max_new_tokens))
         until, room, sampled = asked.pop("until"), asked.pop("max_gen_toks"), asked.pop("do_sample")
         if asked.get("num_beams") == 1:
@@ -183,16 +172,14 @@ class ParadeLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """log p of each whole text, in nats; a long one in pieces as long as the context."""
-        pairs, owner = [], []
+        """Return log p of each whole text in nats; a long text is split by the context's length."""
+        pairs, totals = [], [0.0] * len(requests)
         for n, request in enumerate(requests):
             ids = self.tok_encode(request.args[0], add_special_tokens=False)
             windows = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1)
-            for context, continuation in map(make_disjoint_window, windows):
-                pairs.append((None, context, continuation))
-                owner.append(n)
-        totals = [0.0] * len(requests)
-        for n, (log_prob, _) in zip(owner, self._loglikelihood_tokens(pairs)):
+            pairs += [(n, (None, *make_disjoint_window(window))) for window in windows]
+        scores = self._loglikelihood_tokens([pair for _, pair in pairs])
+        for (n, _), (log_prob, _) in zip(pairs, scores):
             totals[n] += log_prob
         for request, total in zip(requests, totals):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
@@ -222,14 +209,15 @@ class ParadeLM(TemplateLM):
             lengths = [max(len(requests[n][2]) for n in asked[ids]) for ids in batch]
             for ids, log_probs in zip(batch, self._log_probs(batch, lengths)):
                 for n in asked[ids]:
-                    answers[n] = score(log_probs, requests[n][2])
-                    if requests[n][0] is not None:
-                        self.cache_hook.add_partial("loglikelihood", requests[n][0], answers[n])
+                    texts, _, continuation = requests[n]
+                    answers[n] = score(log_probs, continuation)
+                    if texts is not None:
+                        self.cache_hook.add_partial("loglikelihood", texts, answers[n])
         return answers
 
     @torch.inference_mode()
     def _log_probs(self, inputs: list[tuple[int, ...]], lengths: list[int]) -> Iterable[Tensor]:
-        """log p [length, V] of what follows each of the last positions of every input."""
+        """Yield each input's log p [length, V] of the tokens after its last `length` positions."""
         # Padding comes after the text, so a causal model sees none of it.
         ids = pad_sequence([torch.tensor(x) for x in inputs], batch_first=True).to(self._device)
         first = min(len(x) - max(1, n) for x, n in zip(inputs, lengths))
@@ -242,11 +230,9 @@ class ParadeLM(TemplateLM):
 
 
 def score(log_probs: Tensor, continuation: list[int]) -> tuple[float, bool]:
-    """log p of a continuation in nats, and whether greedy decoding writes it.
+    """Return log p of a continuation in nats, and whether greedy decoding writes it.
 
-    Args:
-        log_probs: [n, V], of the last n tokens of an input with its continuation.
-        continuation: Token ids, n of them at the most.
+    `log_probs` [n, V] are of the last n tokens of the input with its continuation.
     """
     log_probs = log_probs[len(log_probs) - len(continuation) :]
     ids = torch.tensor(continuation, dtype=torch.long, device=log_probs.device)

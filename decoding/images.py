@@ -2,45 +2,43 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from data.arguments import Count, Seed, Several, Temperature, Weight, Whole
 from data.images import autoencoder, unpatchify
-from decoding.commands.cli import main, parse, quiet
-from decoding.commands.options import DTYPES, NEEDED, ModelOptions, option
-from decoding.commands.report import picture
 from decoding.continuous.image_state import GUIDANCE, IMAGE_VERIFY, ImageParams, ImageResult
 from decoding.loading import load
+from decoding.report import picture
 from decoding.samplers.sequential import SequentialSampler
 from models.patches import ImageConfig
+from models.placement import DTYPES
+from recipes.command import main
+from recipes.options import NEEDED, ModelOptions, option, parse
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageOptions(ModelOptions):
     """The model of images, how it samples, and how its latents become pixels."""
 
-    model: str = option(
-        NEEDED, "an export of a drafter (its target is loaded too) or of a target; a file of MAR's"
-    )
+    model: str = option(NEEDED, "an export of a drafter or of a target; a file of MAR's")
     target: str | None = option(None, "a target instead of the one that the export names")
     sampler: tuple[str, ...] = option((), "other knobs than the export's, as [gamma=8]")
-    temperature: float = option(1.0, "times the noise of every step")
-    guidance: float = option(1.0, "scale of classifier-free guidance; 1 is off", least=0)
-    guidance_schedule: str = option(
-        "constant", "linear: from 1 at the first token to the scale", choices=GUIDANCE
-    )
+    temperature: Temperature = option(1.0, "times the noise of every step")
+    guidance: Weight = option(1.0, "scale of classifier-free guidance; 1 is off")
+    guidance_schedule: Literal[*GUIDANCE] = option("constant", "linear: from 1 up to the scale")
     prefill: float | None = option(
         None, "share of the tokens that the target makes alone, at the start; null: the export's"
     )
     vae: str | None = option(None, "of the latents that the models were trained on")
     scale: float = option(1.0, "of those latents; MAR's 0.2325")
-    dtype: str = option("float32", "of the weights in memory", choices=DTYPES)
+    dtype: Literal[*DTYPES] = option("float32", "of the weights in memory")
 
     @property
     def loading(self) -> dict:
-        """Arguments of `decoding.load`, without the model."""
+        """Return the arguments of `decoding.load`, without the model."""
         return {"target": self.target, "sampler": self.sampler, **self.placing}
 
 
@@ -50,14 +48,12 @@ class Images(ImageOptions):
 
     EXAMPLE: ClassVar[str] = "model=runs/cspd_draft/export classes=[0,1,2] count=4"
 
-    classes: tuple[int, ...] = option(NEEDED, "numbers of the classes", least=0)
-    count: int = option(1, "images of each class", least=1)
-    batch_size: int = option(64, "images that are made at once", least=1)
-    verify: str = option(
-        "exact", "relaxed: the published rule, which is lossy", choices=IMAGE_VERIFY
-    )
+    classes: Several[Whole] = option(NEEDED, "numbers of the classes")
+    count: Count = option(1, "images of each class")
+    batch_size: Count = option(64, "images that are made at once")
+    verify: Literal[*IMAGE_VERIFY] = option("exact", "relaxed: the published rule, which is lossy")
     lossy: bool = option(False, "allow what is not lossless")
-    seed: int | None = option(None, "of all that is drawn; null draws one")
+    seed: Seed | None = option(None, "of all that is drawn; null draws one")
     out: str = option("images.png", "the picture's file")
 
 
@@ -68,7 +64,6 @@ PARAMS = (
 
 def run(argv: list[str]) -> None:
     """Run the command with its arguments `key=value`."""
-    quiet()
     request = parse(argv, Images, "decoding.images")
     sampler = load(request.model, **request.loading)
     if not isinstance(sampler, SequentialSampler):
@@ -87,16 +82,10 @@ def run(argv: list[str]) -> None:
 def pixels(
     results: list[ImageResult], config: ImageConfig, vae: str | None = None, scale: float = 1.0
 ) -> Tensor:
-    """Pixels of decoded images.
+    """Return the pixels [B, S, S, C] of B decoded images in [0, 1], on the CPU.
 
-    Args:
-        results: B images as patches.
-        config: Of the model that made them: the image's size and the patches' side.
-        vae: Folder, Hub id or file of the autoencoder, where the model makes latents.
-        scale: Factor that the latents were multiplied with for training.
-
-    Returns:
-        Pixels [B, S, S, C] in [0, 1], on the CPU.
+    `config` is that of the model. `vae` is the folder, Hub id or file of the autoencoder, if the
+    model makes latents, which were multiplied by `scale` for training.
     """
     patches = torch.stack([r.patches for r in results]).float().cpu()
     images = unpatchify(patches, config.size, config.patch)
@@ -107,11 +96,9 @@ def pixels(
 
 
 def sheet(file: Path, rows: dict[str, Tensor]) -> None:
-    """Write a PNG with one line of pictures for each title.
+    """Write a PNG with a line of pictures, pixels [B, S, S, C] in [0, 1], for each title.
 
-    Args:
-        file: The PNG.
-        rows: Pixels [B, S, S, C] in [0, 1] by title. Unless C = 3, only channel 0 is shown.
+    Unless C = 3, only channel 0 is shown.
     """
     width = max(map(len, rows.values()))
     size = {"figsize": (0.7 * width + 1, 0.8 * len(rows))}

@@ -1,7 +1,7 @@
 """`python -m decoding.lm_eval model=runs/deer_stage2/export tasks=[gsm8k] limit=50`: lm-eval tasks.
 
-The tasks of lm-evaluation-harness, or of a folder, run against a sampler (`decoding.harness`). The
-table is written to `results.csv`, all that lm-eval gives to `results.json`, answers to
+It runs tasks of lm-evaluation-harness, or of a folder, with a sampler (`decoding.harness`). The
+table is written to `results.csv`, all of lm-eval's results to `results.json`, and the answers to
 `samples.jsonl`.
 """
 
@@ -10,15 +10,17 @@ import json
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from jinja2 import TemplateError
 
-from decoding.commands.cli import main, parse, quiet
-from decoding.commands.options import NEEDED, LoadOptions, MeasureOptions, option
-from decoding.commands.report import results, write_table
-from decoding.commands.values import read, split
+from data.arguments import Count, Positive, Several, Whole
+from data.text.prompts import asks_in_chat
 from decoding.engine.params import VERIFY, SamplingParams
+from decoding.report import results, write_table
+from recipes.command import main
+from recipes.options import NEEDED, LoadOptions, MeasureOptions, Verbatim, option, parse
+from recipes.values import read, split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,35 +29,28 @@ class LmEval(LoadOptions, MeasureOptions):
 
     EXAMPLE: ClassVar[str] = "model=runs/deer_stage2/export tasks=[gsm8k] chat=true limit=50"
 
-    tasks: tuple[str, ...] = option(NEEDED, "names of lm-eval's tasks or groups, or YAML files")
+    tasks: Several[str] = option(NEEDED, "names of lm-eval's tasks or groups, or YAML files")
     include_path: str | None = option(None, "a folder with more tasks (YAML)")
-    limit: float | None = option(None, "documents of each task; below 1 a share of them")
-    num_fewshot: int | None = option(None, "solved examples before each; null: the task's", least=0)
+    limit: Positive | None = option(None, "documents of each task; below 1 a share of them")
+    num_fewshot: Whole | None = option(None, "solved examples before each; null: the task's")
     chat: bool = option(False, "ask through the model's chat template")
-    system: str | None = option(None, "the system's message of a chat", verbatim=True)
-    gen_kwargs: tuple[str, ...] = option(
-        (), "instead of the tasks' own, as [do_sample=true,temperature=0.7,max_gen_toks=64]"
-    )
-    batch_size: int = option(8, "requests that are decoded or scored together", least=1)
+    system: Verbatim | None = option(None, "the system's message of a chat")
+    gen_kwargs: tuple[str, ...] = option((), "instead of the tasks' own, as [do_sample=true]")
+    batch_size: Count = option(8, "requests that are decoded or scored together")
     execute: bool = option(False, "true lets tasks run what the model wrote, without a sandbox")
-    verify: str = option(
-        SamplingParams.verify, "how drafts are verified; each is lossless", choices=VERIFY
+    verify: Literal[*VERIFY] = option(
+        SamplingParams.verify, "how drafts are verified; each lossless"
     )
     out: str = option("lm_eval_results", "folder of the results")
 
     def __post_init__(self):
         super().__post_init__()
-        if not self.tasks:
-            raise ValueError("tasks=[] is not allowed: at least one is needed")
-        if self.limit is not None and not self.limit > 0:
-            raise ValueError(f"limit={self.limit:g} is not allowed: it must be above 0")
         if self.system is not None and not self.chat:
             raise ValueError("system= is of a chat: give chat=true too")
 
 
 def run(argv: list[str]) -> None:
     """Run the command with its arguments `key=value`."""
-    quiet()
     e = parse(argv, LmEval, "decoding.lm_eval")
     given = {key: read(value) for key, value in map(split, e.gen_kwargs)}
     if find_spec("lm_eval") is None:
@@ -66,24 +61,14 @@ def run(argv: list[str]) -> None:
 
     manager = known_tasks(e)
     lm = ParadeLM(e.model, batch_size=e.batch_size, seed=e.seed, verify=e.verify, **e.loading)
-    if e.chat and not lm.tokenizer.chat_template:
-        raise ValueError(f"{e.model!r} has no chat template: leave chat=true out")
+    asks_in_chat(lm.tokenizer, e.chat)
+    options = {"limit": e.limit, "num_fewshot": e.num_fewshot, "batch_size": e.batch_size}
+    options |= {"gen_kwargs": given or None, "confirm_run_unsafe_code": e.execute}
+    options |= {"apply_chat_template": e.chat, "system_instruction": e.system}
+    seeds = {"random_seed": e.seed, "fewshot_random_seed": e.seed}
     with results(Path(e.out)) as out:
         try:
-            found = simple_evaluate(
-                lm,
-                tasks=list(e.tasks),
-                task_manager=manager,
-                limit=e.limit,
-                num_fewshot=e.num_fewshot,
-                batch_size=e.batch_size,
-                gen_kwargs=given or None,
-                apply_chat_template=e.chat,
-                system_instruction=e.system,
-                confirm_run_unsafe_code=e.execute,
-                random_seed=e.seed,
-                fewshot_random_seed=e.seed,
-            )
+            found = simple_evaluate(lm, tasks=[*e.tasks], task_manager=manager, **options, **seeds)
         except (KeyError, AssertionError, TemplateError) as error:  # lm-eval's of a wrong YAML
             raise ValueError(
                 f"lm-eval cannot run {list(e.tasks)}: {type(error).__name__}: {error}. Look at the "
@@ -95,7 +80,7 @@ def run(argv: list[str]) -> None:
 
 
 def known_tasks(e: LmEval):
-    """lm-eval's task manager; ValueError for a task that neither it nor a file has."""
+    """Return lm-eval's task manager; raise ValueError for a task that neither it nor a file has."""
     from lm_eval.tasks import TaskManager
 
     if e.include_path is not None and not Path(e.include_path).is_dir():
@@ -127,30 +112,20 @@ def write(found: dict, out: Path, e: LmEval) -> None:
 
 
 def table(results: dict) -> list[dict]:
-    """A line of the table for each task and metric of lm-eval's results."""
+    """Return a line of the table for each task and metric of lm-eval's results."""
     lines = []
     for task, found in results["results"].items():
         for key, value in found.items():
-            metric, comma, of = key.partition(",")
+            metric, comma, name = key.partition(",")
             if not comma or metric.endswith("_stderr"):
                 continue
-            error = found.get(f"{metric}_stderr,{of}")
-            lines.append(
-                {
-                    "task": task,
-                    "metric": metric,
-                    "filter": of,
-                    "few-shot": results["n-shot"].get(task, ""),
-                    "value": rounded(value),
-                    "standard error": rounded(error),
-                }
-            )
+            figures = {"value": value, "standard error": found.get(f"{metric}_stderr,{name}")}
+            line = {"task": task, "metric": metric, "filter": name}
+            line["few-shot"] = results["n-shot"].get(task, "")
+            for title, x in figures.items():  # lm-eval has 'N/A' where there is none
+                line[title] = round(x, 4) if isinstance(x, (int, float)) else ""
+            lines.append(line)
     return lines
-
-
-def rounded(value: float | str | None) -> float | str:
-    """A figure of the table; lm-eval has 'N/A' where there is none."""
-    return round(value, 4) if isinstance(value, (int, float)) else ""
 
 
 if __name__ == "__main__":

@@ -9,15 +9,18 @@ import socket
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
+from pydantic import Field
+
+from data.arguments import Count, Positive, Whole
 from decoding.chat import end_of_turn
-from decoding.commands.cli import main, parse, quiet
-from decoding.commands.options import NEEDED, LoadOptions, option
 from decoding.engine.params import SamplingParams
 from decoding.engine.sampler import Sampler
 from decoding.loading import load
 from decoding.samplers.plain import PlainSampler
+from recipes.command import main
+from recipes.options import NEEDED, LoadOptions, option, parse
 
 PLAIN = "plain"  # the name of the target alone, which is served beside a drafter
 LONGEST = 4096  # tokens of a request, where neither the model nor the user sets a limit
@@ -30,37 +33,28 @@ class Serve(LoadOptions):
     EXAMPLE: ClassVar[str] = "model=runs/deer_stage2/export port=8000"
 
     model: str = option(NEEDED, "an exported folder, a Hub id or a gguf file")
-    name: str | None = option(
-        None, "what clients call the model; null: its folder's or id's last part"
+    name: str | None = option(None, "what clients call it; null: the last part of its folder or id")
+    host: str = option("127.0.0.1", "the address to listen on; 0.0.0.0 is all of this machine's")
+    port: Annotated[int, Field(ge=0, le=65535)] = option(
+        8000, "the port to listen on; 0: a free one"
     )
-    host: str = option(
-        "127.0.0.1", "the address to listen on; 0.0.0.0 is every one of this machine"
+    at_once: Count = option(16, "requests that are decoded together")
+    waiting: Whole = option(256, "further requests that may wait; others are refused (429)")
+    max_length: Annotated[int, Field(ge=2)] | None = option(
+        None, "tokens of a prompt and its answer together; null: the model's context"
     )
-    port: int = option(8000, "the port to listen on; 0: a free one", least=0)
-    at_once: int = option(16, "requests that are decoded together", least=1)
-    waiting: int = option(256, "further requests that may wait; others are refused (429)", least=0)
-    max_length: int | None = option(
-        None, "tokens of a prompt and its answer together; null: the model's context", least=2
-    )
-    cache_gb: float | None = option(
-        None, "of keys and values at the most; lowers at_once", least=0.001
-    )
-    prefill_tokens: int = option(
-        512, "of prompts that one pass prefills, before the others' next tokens", least=1
-    )
-    body_mb: float = option(4.0, "of a request's body at the most", least=0.001)
-    seconds: float = option(600.0, "that a request may take, waiting included", least=0.1)
+    cache_gb: Positive | None = option(None, "of keys and values at the most; lowers at_once")
+    prefill_tokens: Count = option(512, "of prompts that one pass prefills, before others' tokens")
+    body_mb: Positive = option(4.0, "of a request's body at the most")
+    seconds: Positive = option(600.0, "that a request may take, waiting too")
     api_key: str | None = option(None, "that clients must send; null: PARADE_API_KEY, or none")
 
 
 def run(argv: list[str]) -> None:
     """Run the command with its arguments `key=value`."""
-    quiet()
     s = parse(argv, Serve, "decoding.serve")
     if find_spec("starlette") is None or find_spec("uvicorn") is None:
         raise ValueError("decoding.serve needs starlette and uvicorn: pip install 'parade[serve]'")
-    if s.port > 65535:
-        raise ValueError(f"port={s.port} is not allowed: at most 65535")
     import uvicorn
 
     from decoding.serving.app import Server
@@ -73,10 +67,10 @@ def run(argv: list[str]) -> None:
             f"cannot listen on {s.host}:{s.port} ({error.strerror}): give another host= or port="
         ) from error
     sampler = load(s.model, **s.loading)
-    sampler.eos |= end_of_turn(sampler) if sampler.tokenizer.chat_template else frozenset()
-    name = s.name or Path(s.model).resolve().name
-    if name == "export" and s.name is None:
-        name = Path(s.model).resolve().parent.name
+    if sampler.tokenizer.chat_template:
+        sampler.eos |= end_of_turn(sampler)
+    folder = Path(s.model).resolve()
+    name = s.name or (folder.parent if folder.name == "export" else folder).name
     samplers = {name: sampler}
     if sampler.bench == "decoding.bench" and not isinstance(sampler, PlainSampler):
         plain = samplers[PLAIN] = PlainSampler(sampler.target, sampler.tokenizer)
@@ -86,12 +80,10 @@ def run(argv: list[str]) -> None:
     if s.cache_gb is not None:
         at_once = min(at_once, requests_within(s.cache_gb, sampler, longest))
     scheduler = Scheduler(samplers, at_once, s.waiting, longest, s.prefill_tokens)
+    limits = {"most": int(1e6 * s.body_mb), "seconds": s.seconds}
     key = s.api_key or os.environ.get("PARADE_API_KEY")
-    server = Server(
-        scheduler, sampler.tokenizer, key=key, most=int(1e6 * s.body_mb), seconds=s.seconds
-    )
-    settings = {"log_level": "warning", "timeout_keep_alive": 30}
-    http = uvicorn.Server(uvicorn.Config(server.app(), **settings))
+    app = Server(scheduler, sampler.tokenizer, key=key, **limits).app()
+    http = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_keep_alive=30))
     print(f"{', '.join(samplers)}: {at_once} requests at once of up to {longest} tokens each")
     address = f"http://{s.host}:{listening.getsockname()[1]}/"
     print(f"{address} (Ctrl-C or SIGTERM: what was asked is answered first)", flush=True)
@@ -101,11 +93,7 @@ def run(argv: list[str]) -> None:
 
 
 def length_of(sampler: Sampler, given: int | None) -> int:
-    """Tokens that a request may have.
-
-    Raises:
-        ValueError: More are given than the model's context has.
-    """
+    """Return a request's most tokens; raise ValueError for more than the model's context."""
     context = sampler.context
     if given is not None and context is not None and given > context:
         raise ValueError(f"max_length={given} is not allowed: the model's context has {context}")
@@ -113,17 +101,10 @@ def length_of(sampler: Sampler, given: int | None) -> int:
 
 
 def requests_within(most: float, sampler: Sampler, longest: int) -> int:
-    """Requests of `longest` tokens whose keys and values fit into `most` GB together.
-
-    Raises:
-        ValueError: Not even one does.
-    """
+    """Return how many requests of `longest` tokens have keys and values within `most` GB."""
     slots = longest + max(sampler.margin(SamplingParams(verify=rule)) for rule in sampler.rules)
-    needed = sum(
-        row_bytes(network, slots)
-        for network in (sampler.target, getattr(sampler, "drafter", None))
-        if network is not None
-    )
+    networks = sampler.target, getattr(sampler, "drafter", None)
+    needed = sum(row_bytes(network, slots) for network in networks if network is not None)
     if (found := int(1e9 * most // needed)) < 1:
         raise ValueError(
             f"cache_gb={most:g} is too little: one request of {longest} tokens needs "
@@ -133,7 +114,7 @@ def requests_within(most: float, sampler: Sampler, longest: int) -> int:
 
 
 def row_bytes(network, slots: int) -> int:
-    """Bytes of keys and values of one request."""
+    """Return the bytes of one request's keys and values."""
     config = network.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

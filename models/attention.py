@@ -1,10 +1,9 @@
 """Attention implementations: mask formats, and two ways of attention for the CPU.
 
-The fused kernel ('sdpa') is the default everywhere. In decoding on the CPU it takes the query heads
-of a group together (`grouped`). In training there, its backward alone takes a fifth of a small
-network's step. Attention written as plain operations is faster there, since torch.compile fuses all
-of it but the two matrix products. It needs more memory: one float for every head and pair of
-tokens, in every layer.
+The fused kernel ('sdpa') is the default; decoding on the CPU uses it with grouped query heads
+(`grouped`). In CPU training its backward alone takes a fifth of a small network's step.
+Attention written as plain operations is faster there, since torch.compile fuses all of it but the
+two matrix products, but it needs one float for every head and pair of tokens in every layer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,17 +32,15 @@ def written_out(
     dropout: float = 0.0,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """Attention as plain tensor operations, in the interface of transformers' attention functions.
+    """Compute attention as plain operations, in the interface of transformers' functions.
 
     Args:
-        module: the attention layer; only its training mode is read.
+        module: the attention layer, for its training mode.
         query: [B, heads, Q, D].
-        key: [B, key-value heads, K, D].
-        value: [B, key-value heads, K, D].
+        key, value: [B, key-value heads, K, D].
         attention_mask: bool [B, 1, Q, K], True where a query may attend to a key.
         scaling: factor of the scores; D^-1/2 by default.
         dropout: dropout rate of the attention weights.
-        **kwargs: ignored.
 
     Returns:
         softmax(scaling q k^T + mask) v [B, Q, heads, D], and None in place of the weights.
@@ -69,23 +66,20 @@ def grouped(
     spans: Sequence[tuple[slice, int]] | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """Attention over groups of heads, in the interface of transformers' attention functions.
+    """Compute attention over groups of heads, in the interface of transformers' functions.
 
-    Query heads that share keys and values become the queries of one head. transformers repeats keys
-    and values for them, and so does the CPU kernel's own option: of one token after 350, nine heads
-    on three of keys, that takes 0.41 and 0.37 ms instead of 0.09.
+    Query heads that share keys and values become the queries of one head. transformers and the CPU
+    kernel's own option repeat keys and values instead: for one token after 350, with nine heads on
+    three of keys, that takes 0.41 and 0.37 ms instead of 0.09.
 
     Args:
-        module: The attention layer, not read.
         query: [B, G * heads, Q, D]; heads g, ..., g + G - 1 share the keys of head g / G.
         key, value: [B, heads, K, D].
         attention_mask: bool or additive, [B, 1, Q, K].
         scaling: Factor of the scores; D^-1/2 by default.
-        dropout: Not used: decoding has none.
-        spans: Of each row, its queries that mean something and how many first keys they may read at
-            the most. Each row is then computed as if it were alone, to the bit. None: rows are
-            computed together, whose rounding may depend on the longest.
-        **kwargs: Ignored.
+        spans: Each row's used queries, and how many first keys they may read. Each row is then
+            computed as if it were alone, to the bit. None: all rows together, so rounding may
+            depend on the longest.
 
     Returns:
         softmax(scaling q k^T + mask) v [B, Q, G * heads, D], zeros where a query is in no span, and
@@ -109,7 +103,7 @@ def grouped(
 
 
 def _of_groups(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attention [B, G * heads, Q, D] by the fused kernel."""
+    """Compute attention [B, G * heads, Q, D] with the fused kernel."""
     B, heads, Q, D = query.shape
     groups = heads // key.shape[1]
     rows, mask = query.reshape(B, key.shape[1], groups * Q, D), torch.cat([mask] * groups, 2)
@@ -118,10 +112,7 @@ def _of_groups(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: f
 
 
 def whole_mask(*args, **kwargs) -> Tensor:
-    """transformers' SDPA mask, but always a tensor: SDPA itself may do without one, we may not.
-
-    It is used where a model builds its own mask, that is, in a call without a mask of ours.
-    """
+    """Return transformers' SDPA mask as a tensor, never the None that SDPA itself may use."""
     skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     return sdpa_mask(*args, **{**kwargs, **skips})
 
@@ -139,7 +130,7 @@ def switch_attention(network: PreTrainedModel, kind: str) -> None:
 
 
 def attention_mask(predicate: Predicate, layout: Layout, implementation: str):
-    """The attention mask of a layout, in the format of a network's attention implementation.
+    """Return a layout's attention mask in an implementation's format.
 
     Args:
         predicate: the attention pattern, one of `models.masks`.
@@ -148,9 +139,6 @@ def attention_mask(predicate: Predicate, layout: Layout, implementation: str):
 
     Returns:
         A FlexAttention BlockMask for 'flex_attention', else a bool tensor [B, 1, L, L].
-
-    Raises:
-        ValueError: for an implementation that takes no custom mask.
     """
     if implementation == "flex_attention":
         return flex(predicate, layout)
@@ -162,12 +150,26 @@ def attention_mask(predicate: Predicate, layout: Layout, implementation: str):
     return dense(predicate, layout)
 
 
+def masked_inputs(
+    network: PreTrainedModel, batch: dict[str, Tensor], predicate: Predicate
+) -> dict[str, Tensor | bool]:
+    """Return the arguments of a training forward of packed rows, under an attention pattern.
+
+    `batch` has input_ids and the fields of a layout, [B, L] each; position_ids default to its
+    index.
+    """
+    layout = Layout(batch["document"], batch["index"], batch["block"])
+    return {
+        "input_ids": batch["input_ids"],
+        "position_ids": batch.get("position_ids", batch["index"]),
+        "attention_mask": attention_mask(predicate, layout, network.config._attn_implementation),
+        "use_cache": False,
+    }
+
+
 @contextmanager
 def fused_attention(network: PreTrainedModel) -> Iterator[None]:
-    """Context in which a network runs with 'sdpa', as in an export, whatever it trains with.
-
-    Validation decodes in it, because the samplers build dense masks.
-    """
+    """Run a network with 'sdpa' inside the context, because samplers build dense masks."""
     kind = network.config._attn_implementation
     if kind not in ("flex_attention", WRITTEN_OUT):
         yield

@@ -1,22 +1,17 @@
 """Block-wise masked diffusion LMs: stock causal LM classes with another attention mask.
 
-A text is denoised block by block. `block_causal`: a block attends to earlier blocks and itself;
-`bidirectional`: every token attends to the whole text, with later blocks still masked (LLaDA, arXiv
-2502.09992). The logits at a position predict the token of that position; those of models made from
-causal LMs without that change (Dream) are shifted: they predict the token after it.
+A text is denoised block by block. With `block_causal` a block attends to earlier blocks and itself;
+with `bidirectional` every token attends to the whole text, with later blocks still masked (LLaDA,
+arXiv 2502.09992). The logits at a position predict its own token, or, where they are shifted as in
+the causal LM that the model was made from (Dream), the token after it.
 """
 
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from models import diffusion, masks
-from models.attention import attention_mask
-from models.masks import Layout, Predicate
+from models import masks
+from models.attention import masked_inputs
+from models.masks import Predicate
 
 ATTENTION = ("block_causal", "bidirectional")
 PUBLIC = {"llada": "bidirectional", "Dream": "bidirectional"}  # by model type
@@ -24,15 +19,7 @@ SHIFTED = ("Dream",)  # model types whose logits at a position predict the token
 
 
 def predicate_of(attention: str, span: int) -> Predicate:
-    """The attention pattern of a block-wise diffusion LM.
-
-    Args:
-        attention: one of `ATTENTION`.
-        span: tokens per block.
-
-    Raises:
-        ValueError: for another attention.
-    """
+    """Return the attention pattern, one of `ATTENTION`, of an LM with `span` tokens per block."""
     if attention not in ATTENTION:
         raise ValueError(
             f"attention={attention!r} is not known: say how the model was trained, attention="
@@ -42,15 +29,15 @@ def predicate_of(attention: str, span: int) -> Predicate:
 
 
 def is_foreign(network: PreTrainedModel) -> bool:
-    """True for a model class from remote code, which may not support custom attention masks."""
+    """Return True for a class from remote code, which may not support custom attention masks."""
     return not type(network).__module__.startswith("transformers.")
 
 
 def told(config: PreTrainedConfig) -> dict:
-    """What a configuration tells of how its model is decoded: knobs of `denoise`, some of them.
+    """Return the options of `denoise` that a configuration determines.
 
-    That of a public checkpoint (`models.public`) tells all of them; that of a model of remote code
-    tells its type, from which attention and shift follow.
+    A public checkpoint's (`models.public`) determines all; that of remote code only has a model
+    type, which gives attention and shift.
     """
     if denoising := getattr(config, "denoising", None):
         return dict(denoising)
@@ -60,50 +47,13 @@ def told(config: PreTrainedConfig) -> dict:
     return {key: value for key, value in known.items() if value is not None}
 
 
-def from_causal_lm(
-    source: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, weights: str
-) -> PreTrainedModel:
-    """A network of a causal LM's class and size, with an embedding for the mask token.
-
-    Args:
-        source: the causal LM; not changed.
-        tokenizer: one that has a mask token.
-        weights: 'copied' from the source, or 'random' to train from scratch.
-
-    Raises:
-        ValueError: for other `weights`, or a source that is not of a Llama-style class.
-    """
-    if weights not in ("copied", "random"):
-        raise ValueError(f"unknown weights {weights!r}. Choose from ['copied', 'random']")
-    network = diffusion.from_causal_lm(source, tokenizer)
-    if weights == "copied":
-        return network
-    kind = network.config._attn_implementation
-    return AutoModelForCausalLM.from_config(network.config, attn_implementation=kind)
-
-
 def denoised_logits(
     network: PreTrainedModel, batch: dict[str, Tensor], attention: str, span: int
 ) -> Tensor:
-    """Logits of the noised tokens of a training batch.
+    """Return logits [B, S, V] of the noised tokens of a training batch.
 
-    Args:
-        network: a transformers causal LM.
-        batch: samples of `data.corruption.noised_blocks`.
-        attention: one of `ATTENTION`.
-        span: tokens per block.
-
-    Returns:
-        Logits [B, S, V].
+    `batch` has samples of `data.corruption.noised_blocks`, `attention` is one of `ATTENTION`, and a
+    block has `span` tokens.
     """
-    layout = Layout(batch["document"], batch["index"], batch["block"])
-    mask = attention_mask(
-        predicate_of(attention, span), layout, network.config._attn_implementation
-    )
-    return network(
-        input_ids=batch["input_ids"],
-        position_ids=batch["index"],
-        attention_mask=mask,
-        use_cache=False,
-        logits_to_keep=batch["masked"].shape[1],
-    ).logits
+    inputs = masked_inputs(network, batch, predicate_of(attention, span))
+    return network(**inputs, logits_to_keep=batch["masked"].shape[1]).logits

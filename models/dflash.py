@@ -1,10 +1,10 @@
 """DFlash drafters: a few decoder layers that read a prefix as the target's hidden states.
 
-Source: arXiv 2602.06036. The states of some target layers, concatenated, are projected (`fc`,
-`hidden_norm`) to one context, of which every layer of the drafter takes keys and values for the
-prefix. Queries come only from the draft block, [last committed token, masks], which attends to the
-context and, both ways, to itself. Embeddings and head are the target's. Names of tensors and of
-config keys are those that vLLM, SGLang and transformers read, so an export needs no renaming.
+Source: arXiv 2602.06036. The states of some target layers are concatenated and projected (`fc`,
+`hidden_norm`) to one context, from which every drafter layer takes keys and values of the prefix.
+Queries come only from the draft block, [last committed token, masks], which attends to the context
+and, both ways, to itself. Embeddings and head are the target's. Tensors and config keys have the
+names that vLLM, SGLang and transformers read, so an export needs no renaming.
 """
 
 from collections.abc import Sequence
@@ -31,14 +31,10 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
-from models.causal import why
 from models.hidden_states import check_layers
 from models.masks import Layout, Predicate, dense, numbered_blocks
-from models.weights import check_depth
+from models.weights import check_complete, check_depth, one_line
 
-# Of its draft blocks (data.corruption.draft_blocks): whether the block's first token, the last
-# committed one, drafts the first token.
-LAYOUTS = {"dflash": False, "dspark": True}
 # Of a drafter as an assistant of transformers: tensors with another name, and keys with the same.
 ASSISTANT_NAMES = {
     "fc.weight": "encoder.fc.weight",
@@ -59,7 +55,7 @@ SPECULATORS_VERSION = "0.9.0"
 
 
 class DFlashAttention(nn.Module):
-    """Attention of a draft block over the context and itself, with norms of queries and keys."""
+    """Attention of a draft block over the context and itself, with normed queries and keys."""
 
     def __init__(self, config: Qwen3Config, layer_idx: int):
         super().__init__()
@@ -83,16 +79,16 @@ class DFlashAttention(nn.Module):
         mask: Tensor | None,
         cache: Cache | None,
     ) -> Tensor:
-        """block [B, Q, H] and context [B, C, H], at positions of rotary [B, C + Q, D]."""
+        """Attend from block [B, Q, H] to context [B, C, H] and block, at `rotary` [B, C + Q, D]."""
         both = torch.cat([context, block], 1)
         query, key, value = (
             project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for project, x in ((self.q_proj, block), (self.k_proj, both), (self.v_proj, both))
         )
         cos, sin = (x[:, None] for x in rotary)
-        Q = block.shape[1]
-        query = _rotated(self.q_norm(query), cos[:, :, -Q:], sin[:, :, -Q:])
-        key = _rotated(self.k_norm(key), cos, sin)
+        Q, query, key = block.shape[1], self.q_norm(query), self.k_norm(key)
+        query = query * cos[:, :, -Q:] + rotate_half(query) * sin[:, :, -Q:]
+        key = key * cos + rotate_half(key) * sin
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
         attend = AttentionInterface().get_interface(self.config._attn_implementation, None)
@@ -118,15 +114,14 @@ class DFlashLayer(GradientCheckpointingLayer):
 class DFlashDraftModel(Qwen3PreTrainedModel):
     """The network of a DFlash drafter.
 
-    config is a Qwen3Config with `block_size` (W tokens, of the last committed token and masks),
-    `num_target_layers` and `dflash_config`: `mask_token_id`, `target_layer_ids` (0-based, states
-    are outputs of these layers: `models.hidden_states`), `causal` (whether a block's tokens see
-    none after them) and `sample_from_anchor` (whether the last committed token drafts the first
-    token and each mask the one after it, which takes a mask less; absent: false). Ours are
-    `context`, 'fused' as published, or 'layerwise': each layer has a context of its own, the state
-    of one target layer; and with it `norms` (whether queries and keys are normed). With
-    `draft_vocab_size` the drafter has a head of its own for these tokens: draft token d is the
-    target's d + d2t[d].
+    config is a Qwen3Config with `block_size` (W tokens: the last committed token and masks),
+    `num_target_layers` and `dflash_config`: `mask_token_id`, `target_layer_ids` (0-based; states
+    are outputs of these layers: `models.hidden_states`), `causal` (whether a block is causal) and
+    `sample_from_anchor` (whether the last committed token drafts the first token and each mask the
+    one after it, which takes a mask less; default false). Keys of our own are `context`, 'fused' as
+    published, or 'layerwise': each layer's context is the state of one target layer; and with it
+    `norms` (whether queries and keys are normed). With `draft_vocab_size` the drafter has its own
+    head for these tokens: draft token d is the target's d + d2t[d].
     """
 
     config_class = Qwen3Config
@@ -142,14 +137,18 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
     def __init__(self, config: Qwen3Config):
         super().__init__(config)
         H = config.hidden_size
-        self.target_layer_ids = tuple(config.dflash_config["target_layer_ids"])
+        special = config.dflash_config
+        self.causal = bool(special.get("causal"))  # whether a block's token sees none after it
+        # Whether each layer has a context of its own.
+        self.layerwise = special.get("context", "fused") == "layerwise"
+        self.target_layer_ids = tuple(special["target_layer_ids"])
         states, layers = len(self.target_layer_ids), config.num_hidden_layers
         if self.layerwise and states != layers:
             raise ValueError(f"it has {layers} layers with contexts of {states} states")
         if not self.layerwise:
-            self.fc = nn.Linear(len(self.target_layer_ids) * H, H, bias=False)
+            self.fc = nn.Linear(states * H, H, bias=False)
             self.hidden_norm = Qwen3RMSNorm(H, eps=config.rms_norm_eps)
-        self.layers = nn.ModuleList(DFlashLayer(config, i) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(DFlashLayer(config, i) for i in range(layers))
         self.norm = Qwen3RMSNorm(H, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         size = getattr(config, "draft_vocab_size", None)
@@ -160,31 +159,17 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
 
     @property
     def samples_from_anchor(self) -> bool:
-        """Whether the last committed token drafts the first token of a block."""
+        """Return whether the last committed token drafts the first token of a block."""
         return bool(self.config.dflash_config.get("sample_from_anchor"))
 
     def drafted(self, hidden: Tensor) -> Tensor:
-        """Of the hidden states [..., W, H] of a block, those that draft its tokens [..., K, H]."""
+        """Return the states [..., K, H] that draft tokens, from a block's states [..., W, H]."""
         return hidden if self.samples_from_anchor else hidden[..., 1:, :]
 
-    @property
-    def causal(self) -> bool:
-        """Whether a token of a block sees none after it."""
-        return bool(self.config.dflash_config.get("causal"))
-
-    @property
-    def layerwise(self) -> bool:
-        """Whether each layer has a context of its own."""
-        return self.config.dflash_config.get("context", "fused") == "layerwise"
-
     def contexts(self, states: Tensor) -> Sequence[Tensor]:
-        """What each layer takes keys and values of a prefix from, of the target's states.
+        """Return the context [B, C, H] from which each layer takes keys and values of a prefix.
 
-        Args:
-            states: [B, C, L H], those of all L layers that are read together.
-
-        Returns:
-            [B, C, H] for each layer.
+        `states` [B, C, L H] are those of the L target layers.
         """
         if not self.layerwise:
             return [self.hidden_norm(self.fc(states))] * len(self.layers)
@@ -192,32 +177,28 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
         return [layer.input_layernorm(state) for layer, state in zip(self.layers, own)]
 
     def attention(self, width: int) -> Predicate:
-        """The attention pattern of blocks of so many tokens, which are numbered."""
+        """Return the attention pattern of blocks of `width` numbered tokens."""
         return numbered_blocks(width, self.causal)
 
     def get_input_embeddings(self) -> None:
-        """None: the target's are used."""
+        """Return None: the target's embeddings are used."""
 
     def get_output_embeddings(self) -> nn.Linear | None:
-        """The head of its own, where it has one."""
+        """Return the drafter's own head, if it has one."""
         return self.lm_head
 
     @property
     def draft_ids(self) -> Tensor | None:
-        """[Vd], the target's tokens that the head of its own is for; None without one."""
+        """Return the target tokens [Vd] that the drafter's own head covers; None without one."""
         if self.lm_head is None:
             return None
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def add_speculators(self, target: str, architectures: Sequence[str]) -> None:
-        """Add to the config the keys by which speculators knows it, and to a reduced head `t2d`.
+        """Add the config keys that speculators reads, and `t2d` to a reduced head.
 
-        Args:
-            target: The folder or Hub id of its target.
-            architectures: Of the target's config.json.
-
-        Raises:
-            ValueError: It has a head of its own for all tokens, or a context for each layer.
+        `architectures` are those of the target's config.json. A full own head or a context for each
+        layer raises ValueError.
         """
         if self.layerwise:
             raise ValueError(
@@ -268,17 +249,16 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
         past_key_values: Cache | None = None,
         **ignored,
     ) -> BaseModelOutputWithPast:
-        """The draft block's last hidden states; argument names are transformers' own for DFlash.
+        """Return the block's last hidden states; argument names are transformers' own for DFlash.
 
         Args:
             noise_embeds: [B, Q, H], the target's embeddings of the last committed token and masks.
-            context_hidden_states: [B, C, L H], the target's states, those of all L layers together,
-                at tokens that the cache does not hold yet.
+            context_hidden_states: [B, C, L H], states of the L target layers at tokens that the
+                cache does not hold yet.
             attention_mask: bool [B, 1, Q, K] over all keys (True: attended to), or [B, K], 0 where
                 a key is padding; None: all keys.
             position_ids: [B, C + Q], of the context and then of the block; None: from 0 on.
             past_key_values: Holds keys and values of earlier context.
-            ignored: Further arguments that transformers gives.
 
         Returns:
             `last_hidden_state` [B, Q, H], which a head turns into logits, and the cache.
@@ -295,13 +275,9 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
         return BaseModelOutputWithPast(self.norm(block), past_key_values)
 
     def logits(self, hidden: Tensor, target: PreTrainedModel) -> Tensor:
-        """Logits [..., V] of last hidden states [..., H]: by its own head, or by the target's."""
+        """Return logits [..., V] of states [..., H], by the drafter's own head or the target's."""
         head = self.lm_head or target.get_output_embeddings()
         return head(hidden.to(head.weight.dtype))
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return x * cos + rotate_half(x) * sin
 
 
 def draft_states(
@@ -310,16 +286,11 @@ def draft_states(
     batch: dict[str, Tensor],
     states: Sequence[Tensor],
 ) -> Tensor:
-    """Last hidden states of all drafted tokens of a training batch, in one forward.
+    """Return last hidden states [B, A, K, H] of all drafted tokens of a training batch.
 
-    Args:
-        network: The drafter.
-        target: Whose embeddings it reads; without gradients.
-        batch: Samples of `data.corruption.draft_blocks.DraftBlocks`, of a layout in LAYOUTS.
-        states: [B, S, H] of each layer that the drafter reads, at the S clean tokens.
-
-    Returns:
-        [B, A, K, H].
+    `batch` has samples of `data.corruption.draft_blocks.DraftBlocks`, layout `dflash` or `dspark`;
+    `states` is [B, S, H] for each layer that the drafter reads, at the S clean tokens. The target
+    gives embeddings, without gradients.
     """
     B, A, _ = batch["target"].shape
     S = states[0].shape[1]
@@ -339,20 +310,12 @@ def draft_states(
 
 
 def load(path: str, dtype: str | torch.dtype = "auto") -> DFlashDraftModel:
-    """The network of an export in DFlash's format, ours or another's.
+    """Return the network of an export in DFlash's format, ours or another's, on the CPU.
 
-    Args:
-        path: A folder or Hub id.
-        dtype: Of its weights; 'auto' takes the file's own.
-
-    Returns:
-        The network, on the CPU.
-
-    Raises:
-        ValueError: The folder holds no such drafter, tensors are missing or too many (a later
-            version, such as DFlash 2), or it has sliding windows.
+    Missing or unexpected tensors (a later version, such as DFlash 2) and sliding windows raise
+    ValueError.
     """
-    try:
+    with one_line("a DFlash drafter", path):
         check_depth(Qwen3Config.get_config_dict(path)[0])
         network, found = DFlashDraftModel.from_pretrained(
             path,
@@ -361,27 +324,14 @@ def load(path: str, dtype: str | torch.dtype = "auto") -> DFlashDraftModel:
             attn_implementation="sdpa",
             output_loading_info=True,
         )
-    except Exception as error:
-        raise ValueError(
-            f"cannot load a DFlash drafter from {path!r}: {why(error, path)}"
-        ) from error
-    config = network.config
-    if {*config.layer_types} != {"full_attention"}:
-        raise ValueError(
-            f"{path!r} is a DFlash drafter with sliding windows (layer_types={config.layer_types}),"
-            " which are not there yet"
-        )
-    for what, names in (("lacks", "missing_keys"), ("also has", "unexpected_keys")):
-        if tensors := sorted(found[names]):
-            raise ValueError(
-                f"{path!r} is no DFlash drafter as models/dflash.py has it: it {what} "
-                f"{', '.join(tensors[:5])}"
-            )
+        if {*(layers := network.config.layer_types)} != {"full_attention"}:
+            raise ValueError(f"it has sliding windows (layer_types={layers}): not there yet")
+        check_complete(network, found)
     return network
 
 
 def _in_one_layout(config: Qwen3Config) -> Qwen3Config:
-    """A drafter's config without speculators' keys: a drafter trained from it has others."""
+    """Return a drafter's config without speculators' keys, which a new drafter has anew."""
     if hasattr(config, "speculators_config"):
         for key in SPECULATORS:
             vars(config).pop(key, None)
@@ -391,15 +341,7 @@ def _in_one_layout(config: Qwen3Config) -> Qwen3Config:
 
 
 def pretrained(tokenizer: PreTrainedTokenizerBase, path: str) -> DFlashDraftModel:
-    """A trained drafter, for a head that is trained for it.
-
-    Args:
-        tokenizer: Its target's.
-        path: A folder or Hub id.
-
-    Raises:
-        ValueError: The tokenizer has more tokens than the drafter's target, or as `load` raises.
-    """
+    """Return a trained drafter, to train a head for it; `tokenizer` is its target's."""
     network = load(path, "float32")
     if network.config.vocab_size < len(tokenizer):
         raise ValueError(
@@ -410,17 +352,10 @@ def pretrained(tokenizer: PreTrainedTokenizerBase, path: str) -> DFlashDraftMode
 
 
 def load_assistant(path: str) -> PreTrainedModel:
-    """A drafter as transformers' own `generate(assistant_model=...)` takes it.
+    """Return a drafter, by its folder or Hub id, as transformers' own `assistant_model` takes it.
 
-    transformers has the network as the assistant of another family, with two tensors named
-    otherwise.
-
-    Args:
-        path: The folder or Hub id of a drafter in DFlash's format.
-
-    Raises:
-        ValueError: It is none, or has a head of its own or another attention or layout of blocks
-            than transformers' class.
+    transformers files the network under another family and renames two tensors. A drafter that its
+    class cannot run (own head, other attention or block layout) raises ValueError.
     """
     network = load(path)
     if network.lm_head is not None:
@@ -447,15 +382,7 @@ def load_assistant(path: str) -> PreTrainedModel:
 
 
 def check_fits(config: Qwen3Config, target: PreTrainedModel) -> None:
-    """Check that a drafter is for a target of this size and depth.
-
-    Args:
-        config: The drafter's.
-        target: The target.
-
-    Raises:
-        ValueError: It is not.
-    """
+    """Raise ValueError unless a drafter's config is for a target of this size and depth."""
     theirs = target.config.get_text_config()
     sizes = {
         "num_target_layers": (config.num_target_layers, theirs.num_hidden_layers),

@@ -1,60 +1,59 @@
-"""New DFlash drafters from their target: copied layers, and a projection that is fitted to them.
+"""New DFlash drafters from their target: copied layers and a projection fitted to them.
 
-A drafter's layers begin as copies of some of the target's. What they look for in a prefix they have
-to find in the target's states, so the projection of these begins as the one by which they find
-most of it (`fitted_context`), and attention as sharp as it was (`sharpness`).
+A drafter's layers begin as copies of some of the target's, but read the prefix as the target's
+states. So the projection of these states begins as the one that best recovers the keys and values
+of the copies (`fitted_context`), and attention as sharp as it was (`sharpness`).
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from models.dflash import DFlashAttention, DFlashDraftModel
+from models.dflash import DFlashDraftModel, DFlashLayer
 from models.diffusion import copying
 from models.hidden_states import check_layers
+from models.sizes import Layers
 
+SHARED = (  # keys of a target's config that its drafter has too
+    "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+    "hidden_act", "rms_norm_eps", "max_position_embeddings",
+)  # fmt: skip
 RIDGE = 0.01  # of the regression on the states: share of each one's own square
-CONTEXTS = ("fused", "layerwise")  # of the layers of a drafter
 UNREAD = 2  # last layers of a target that `spread` leaves out: they are about the next token alone
 
 
 def from_target(
     source: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    layers: Sequence[int] | int,
-    states: Sequence[int] | int,
+    layers: Sequence[Layers] | Layers,
+    states: Sequence[Layers] | Layers,
     draft_ids: Tensor | None = None,
     text: Sequence[Sequence[int]] | None = None,
     causal: bool = False,
-    context: str = "fused",
+    context: Literal["fused", "layerwise"] = "fused",
 ) -> DFlashDraftModel:
-    """A new drafter for a target, with layers that begin as copies of the target's.
+    """Return a new drafter for a target, with layers that begin as copies of the target's.
 
     Args:
         source: The target, a Llama, Qwen2 or Qwen3 style causal LM; not changed.
-        tokenizer: Its tokenizer. Mask token and block size come into the config in training.
-        layers: Decoder layers of the target to begin with, in this order; a number of them for
-            those that `models.diffusion.copying` chooses. Norms of queries, where the target has
-            none, begin with weights by which attention is as sharp as the target's (`sharpness`).
+        tokenizer: Its tokenizer. Training puts mask token and block size into the config.
+        layers: Target layers to copy, in this order, or a number of them, which
+            `models.diffusion.copying` chooses. Norms of queries that the target lacks begin with
+            weights by which attention is as sharp as the target's (`sharpness`).
         states: Target layers whose outputs are read, 0-based, without the last; a number n:
             `spread`.
-        draft_ids: [Vd], tokens that the drafter has a head of its own for; None: it borrows the
-            target's, with all tokens.
-        text: Sequences of token ids like those that will be decoded, by which the projection of the
-            states is fitted (`fitted_context`); None: it is random.
-        causal: Whether a token of a draft block sees none after it.
+        draft_ids: [Vd], tokens of the drafter's own head; None: it uses the target's head.
+        text: Sequences of token ids like those to decode, which fit the projection of the states
+            (`fitted_context`); None: it is random.
+        causal: Whether draft blocks are causal.
         context: 'fused', one projection of the states for all layers, as published; or 'layerwise':
-            each layer takes keys and values from what its original in the target takes them from,
-            the state of the layer before, so both begin with the very same ones. `states` and
-            `text` are not read then, the target's layer 0 is not copied, and no engine runs it.
-
-    Raises:
-        ValueError: Layers that the target lacks, a target of another style, a token outside of its
-            vocabulary, or text without two tokens in a row.
+            each layer begins with exactly the keys and values of its original in the target, from
+            the state of the layer before. `states` and `text` are not read then, the target's layer
+            0 is not copied, and no engine runs it.
     """
     theirs = source.config.get_text_config()
     if not hasattr(source, "model") or not hasattr(theirs, "num_key_value_heads"):
@@ -62,80 +61,26 @@ def from_target(
             f"cannot make a DFlash drafter for a {theirs.model_type!r} model: "
             "a Llama, Qwen2 or Qwen3 style causal LM is needed"
         )
-    depth = theirs.num_hidden_layers
-    if context not in CONTEXTS:
-        raise ValueError(f"unknown network.context {context!r}. Choose from {list(CONTEXTS)}")
-    layerwise = context == "layerwise"
-    if isinstance(layers, int):  # of which the first is the target's first, but for layerwise
-        layers = copying(source, layers + layerwise)[int(layerwise) :]
-    layers = [*layers]
-    if layerwise:
-        if 0 in layers:
-            raise ValueError(
-                f"layers={layers} is not allowed with context=layerwise: before layer 0 there is "
-                "no state; leave it out"
-            )
-        states = [i - 1 for i in layers]
-    states = spread(states, depth) if isinstance(states, int) else [*states]
-    check_layers(source, [*layers, *states])
-    if depth - 1 in states:
-        raise ValueError(
-            f"states={states} is not allowed: the last layer's output, {depth - 1}, is that before "
-            "the final norm in some engines and after it in others; read earlier layers"
-        )
     if len(tokenizer) > theirs.vocab_size:
         raise ValueError(
             f"the tokenizer has {len(tokenizer)} tokens and the target {theirs.vocab_size}: the "
             "drafter reads the target's embeddings, so it can have no token of its own"
         )
-    print(f"the drafter begins with layers {layers} of {depth}, and reads layers {states}")
-    heads, attention = theirs.num_attention_heads, source.model.layers[0].self_attn
+    layerwise = context == "layerwise"
+    layers, states = _chosen(source, layers, states, layerwise)
     special = {"mask_token_id": None, "target_layer_ids": states, "causal": causal}
     if layerwise:
-        special |= {"context": context, "norms": hasattr(attention, "q_norm")}
-    config = Qwen3Config(
-        vocab_size=theirs.vocab_size,
-        hidden_size=theirs.hidden_size,
-        intermediate_size=theirs.intermediate_size,
-        num_hidden_layers=len(layers),
-        num_attention_heads=heads,
-        num_key_value_heads=theirs.num_key_value_heads,
-        head_dim=getattr(theirs, "head_dim", None) or theirs.hidden_size // heads,
-        hidden_act=theirs.hidden_act,
-        rms_norm_eps=theirs.rms_norm_eps,
-        max_position_embeddings=theirs.max_position_embeddings,
-        rope_parameters=dict(theirs.rope_parameters),
-        tie_word_embeddings=False,
-        num_target_layers=depth,
-        attention_bias=layerwise and attention.q_proj.bias is not None,
-        dflash_config=special,
-        **({} if draft_ids is None else {"draft_vocab_size": len(draft_ids)}),
-    )
-    config.architectures = [DFlashDraftModel.__name__]
+        normed = hasattr(source.model.layers[0].self_attn, "q_norm")
+        special |= {"context": context, "norms": normed}
     with torch.random.fork_rng(devices=[]):  # independent of the caller's random state
         torch.manual_seed(0)
-        network = DFlashDraftModel(config)
-    scales = [1.0] * len(layers) if layerwise else sharpness(source, layers)
-    for ours, i, scale in zip(network.layers, layers, scales):
-        known = source.model.layers[i].state_dict()
-        own = ours.state_dict()
-        ours.load_state_dict({**own, **{k: t for k, t in known.items() if k in own}})
-        # Norms of keys stay 1, as those of queries can learn the same: vLLM 0.32 on the CPU norms
-        # the context's keys of every layer by the first layer's weights (docs/how_to/
-        # export_and_serve.md), and so with equal weights is right everywhere.
-        if layerwise:
-            continue
-        queries, keys = ours.self_attn.q_norm.weight, ours.self_attn.k_norm.weight
-        with torch.no_grad():
-            queries.mul_(keys).mul_(scale)
-            keys.fill_(1).requires_grad_(False)
-        _fold(ours.input_layernorm, ours.self_attn)
+        network = DFlashDraftModel(_config(source, len(layers), draft_ids, special))
+    _copy(source, network, layers)
     if text is not None and not layerwise:
         weight, scale = fitted_context(source, layers, states, text)
         with torch.no_grad():
             network.fc.weight.copy_(weight)
             network.hidden_norm.weight.fill_(scale)
-    network.norm.load_state_dict(source.model.norm.state_dict())
     if draft_ids is not None:
         ids = draft_ids.sort().values
         network.d2t.copy_(ids - torch.arange(len(ids)))
@@ -144,9 +89,79 @@ def from_target(
     return network
 
 
+def _copy(source: PreTrainedModel, network: DFlashDraftModel, layers: Sequence[int]) -> None:
+    """Copy some layers of the target, and its final norm, into its drafter."""
+    scales = [1.0] * len(layers) if network.layerwise else sharpness(source, layers)
+    for ours, i, scale in zip(network.layers, layers, scales):
+        own, known = ours.state_dict(), source.model.layers[i].state_dict()
+        ours.load_state_dict({**own, **{k: t for k, t in known.items() if k in own}})
+        if not network.layerwise:
+            _fold(ours, scale)
+    network.norm.load_state_dict(source.model.norm.state_dict())
+
+
+def _chosen(
+    source: PreTrainedModel,
+    layers: Sequence[int] | int,
+    states: Sequence[int] | int,
+    layerwise: bool,
+) -> tuple[list[int], list[int]]:
+    """Return the copied layers and the read layers, which the target must have."""
+    depth = source.config.get_text_config().num_hidden_layers
+    if isinstance(layers, int):  # of which the first is the target's first, but for layerwise
+        layers = copying(source, layers + layerwise)[int(layerwise) :]
+    layers = [*layers]
+    if layerwise and 0 in layers:
+        raise ValueError(
+            f"layers={layers} is not allowed with context=layerwise: before layer 0 there is "
+            "no state; leave it out"
+        )
+    if layerwise:
+        states = [i - 1 for i in layers]
+    states = spread(states, depth) if isinstance(states, int) else [*states]
+    check_layers(source, [*layers, *states])
+    if depth - 1 in states:
+        raise ValueError(
+            f"states={states} is not allowed: the last layer's output, {depth - 1}, is that before "
+            "the final norm in some engines and after it in others; read earlier layers"
+        )
+    print(f"the drafter begins with layers {layers} of {depth}, and reads layers {states}")
+    return layers, states
+
+
+def _config(
+    source: PreTrainedModel, layers: int, draft_ids: Tensor | None, special: dict
+) -> Qwen3Config:
+    """Return the config of a drafter with `layers` layers; `special` is its `dflash_config`."""
+    theirs, attention = source.config.get_text_config(), source.model.layers[0].self_attn
+    heads, biased = theirs.num_attention_heads, attention.q_proj.bias is not None
+    config = Qwen3Config(
+        **{key: getattr(theirs, key) for key in SHARED},
+        num_hidden_layers=layers,
+        head_dim=getattr(theirs, "head_dim", None) or theirs.hidden_size // heads,
+        rope_parameters=dict(theirs.rope_parameters),
+        tie_word_embeddings=False,
+        num_target_layers=theirs.num_hidden_layers,
+        attention_bias="context" in special and biased,
+        dflash_config=special,
+        **({} if draft_ids is None else {"draft_vocab_size": len(draft_ids)}),
+    )
+    config.architectures = [DFlashDraftModel.__name__]
+    return config
+
+
 @torch.no_grad()
-def _fold(norm: Qwen3RMSNorm, attention: DFlashAttention) -> None:
-    """Move a norm's weights into the projections after it, which the context meets without it."""
+def _fold(layer: DFlashLayer, scale: float) -> None:
+    """Move norm weights into the projections, because the context skips the norm.
+
+    Norms of keys stay 1 (those of queries can learn the same): vLLM 0.32 on the CPU norms every
+    layer's context keys by the first layer's weights (docs/how_to/export_and_serve.md), which is
+    right only if all are equal.
+    """
+    norm, attention = layer.input_layernorm, layer.self_attn
+    queries, keys = attention.q_norm.weight, attention.k_norm.weight
+    queries.mul_(keys).mul_(scale)
+    keys.fill_(1).requires_grad_(False)
     for project in (attention.q_proj, attention.k_proj, attention.v_proj):
         project.weight.mul_(norm.weight)
     norm.weight.fill_(1)
@@ -159,25 +174,22 @@ def fitted_context(
     states: Sequence[int],
     text: Sequence[Sequence[int]],
 ) -> tuple[Tensor, float]:
-    """The projection of the target's states from which copied layers read most nearly its own keys.
+    """Return the projection of states by which copied layers best recover keys and values.
 
     A target's layer i takes keys and values K_i x_i and V_i x_i of its normed input x_i; its copy
-    in a drafter takes them of one context c for all layers. So c is to be near the c* whose keys
-    and values are, in all of the layers together, the nearest to the target's (least squares,
-    each matrix at its norm), and the projection is the ridge regression of c* on the states.
+    takes them of one context c for all layers. Let c* be the context whose keys and values, in all
+    layers together, are nearest to the target's (least squares, each matrix at its norm). The
+    projection is the ridge regression of c* on the states.
 
     Args:
         source: The target.
-        layers: Its L layers that the drafter copies.
-        states: Its J layers whose outputs are read.
-        text: Sequences of token ids. At the first token of each, where target and drafter have
-            nothing else to look at, states are of another kind: it is left out.
+        layers: The L copied layers.
+        states: The J layers whose outputs are read.
+        text: Sequences of token ids. The first token of each is left out: it can attend only to
+            itself, so its states are unlike all others.
 
     Returns:
         The projection's weight [H, J H], and the root mean square of its contexts.
-
-    Raises:
-        ValueError: No sequence has two tokens.
     """
     text = [tokens for tokens in text if len(tokens) > 1]
     if not text:
@@ -206,19 +218,13 @@ def fitted_context(
 
 
 def sharpness(source: PreTrainedModel, layers: Sequence[int]) -> list[float]:
-    """What the norms of queries are to be multiplied by, so that attention is as sharp as before.
+    """Return the query norms' factors that keep attention as sharp as in the target.
 
-    A drafter norms queries and keys. Those of a target that does not (Llama) are longer: with
-    weights of 1, copies of its heads would look almost evenly at everything.
-
-    Args:
-        source: The target.
-        layers: Some of its decoder layers.
-
-    Returns:
-        For each layer the root mean squares of its queries and of its keys, multiplied, over
-        random tokens, and at least 1: flat attention would take long to learn, as the weight of a
-        norm moves by about the learning rate a step. 1 where the target has such norms.
+    A drafter norms queries and keys. Those of a target without norms (Llama) are longer, so with
+    weights of 1 copies of its heads would attend almost evenly. A layer's factor is the product of
+    the root mean squares of its queries and keys over random tokens, at least 1: flat attention
+    would take long to learn, as a norm's weight moves by about the learning rate a step. It is 1
+    where the target has such norms.
     """
     attentions = [source.model.layers[i].self_attn for i in layers]
     if any(hasattr(attention, "q_norm") for attention in attentions):
@@ -244,10 +250,7 @@ def sharpness(source: PreTrainedModel, layers: Sequence[int]) -> list[float]:
 
 
 def spread(count: int, depth: int) -> list[int]:
-    """Evenly spaced layers of a target of `depth` layers, from the second to the third-last.
-
-    Raises:
-        ValueError: The target has fewer layers before its last.
+    """Return evenly spaced layers of a target of `depth` layers, from the second to the third-last.
 
     >>> spread(5, 36), spread(2, 3)
     ([1, 9, 17, 25, 33], [0, 1])

@@ -1,12 +1,11 @@
 """Masked-diffusion drafters made from causal LMs: copied weights, another attention mask.
 
 The network remains the stock transformers class (of any Llama, Qwen2 or Qwen3 style checkpoint), so
-every export loads in plain transformers. Only the attention mask and two added tokens make it a
-drafter. There are three masks (`models.masks.DRAFTERS`). Under `prefix_causal` (`draft_blocks`) a
-prefix can be cached, and shared by many draft blocks. Under `bidirectional` (`within_document`),
-that of masked-diffusion models such as open-dCoder, the prefix attends to the block too, so every
-block has a forward of its own. Under `causal`, that of PARD (arXiv 2504.18583), the drafter is an
-ordinary causal LM that reads masks, as serving engines run it.
+every export loads in plain transformers. Only two added tokens and the attention mask
+(`models.masks.DRAFTERS`) make it a drafter. With `prefix_causal` (`draft_blocks`) a prefix can be
+cached and shared by many draft blocks. With `bidirectional` (`within_document`), as in open-dCoder,
+the prefix attends to the block too, so every block has its own forward. With `causal`, as in PARD
+(arXiv 2504.18583), it is an ordinary causal LM that reads masks, as serving engines run it.
 """
 
 import copy
@@ -16,27 +15,25 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from models.attention import attention_mask
+from models.attention import masked_inputs
 from models.head import ReducedHead
-from models.masks import Layout, block_width, drafter_attention
+from models.masks import drafter_attention
+from models.sizes import Layers
 
 
 def from_causal_lm(
     source: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    layers: list[int] | int | None = None,
+    layers: list[Layers] | Layers | None = None,
 ) -> PreTrainedModel:
-    """A drafter initialised with the weights of a causal LM.
+    """Return a drafter initialised with the weights of a causal LM.
 
     Args:
-        source: the causal LM; not changed.
-        tokenizer: one that has the draft tokens; the embedding is enlarged if it has too few rows
-            (padded vocabularies often have enough).
-        layers: decoder layers to keep, in this order; a number of them for those that `copying`
-            chooses; None for all. Some layers of a deep model make a shallow drafter.
-
-    Raises:
-        ValueError: for a source that is not of a Llama-style class, or layers that it lacks.
+        source: a Llama-style causal LM; not changed.
+        tokenizer: has the draft tokens; the embedding is enlarged if it has too few rows (padded
+            vocabularies often have enough).
+        layers: decoder layers to keep, in this order, or a number of them, which `copying` chooses;
+            None for all. Some layers of a deep model make a shallow drafter.
     """
     vocabulary = len(tokenizer)
     if source.config.model_type == "xlnet" or not hasattr(source, "model"):
@@ -59,25 +56,13 @@ def from_causal_lm(
 
 
 def copying(network: PreTrainedModel, count: int, rows: int = 4, length: int = 48) -> list[int]:
-    """The first and the last layer of a causal LM, and those without which it copies worst.
+    """Return `count` layers of an LM: the last, the first, and those that copying needs most.
 
-    Answers repeat the names and phrases of their prompts. A model copies them by its induction
-    heads (arXiv 2209.11895), which are in few layers, often in the middle of a deep model, and
-    which training on some thousand answers does not grow in a drafter that begins without them
-    (docs/results/small.md). So random tokens are read twice over, and a layer counts as much as
-    the second reading loses without it: one forward for each layer.
-
-    Args:
-        network: The causal LM.
-        count: Of the layers. One is the last.
-        rows: Of random tokens.
-        length: Tokens of a row, before they come again.
-
-    Returns:
-        The layers, 0-based, in their order.
-
-    Raises:
-        ValueError: The model has fewer layers.
+    Answers repeat names and phrases of their prompts. A model copies them with its induction heads
+    (arXiv 2209.11895). These are in few layers, often in the middle, and a drafter that begins
+    without them does not grow them from some thousand answers (docs/results/small.md). So `rows`
+    sequences of `length` random tokens are read twice over, and a layer's score is the loss of the
+    second reading without it: one forward per layer.
     """
     depth = network.config.num_hidden_layers
     if not 1 <= count <= depth:
@@ -102,17 +87,13 @@ def copying(network: PreTrainedModel, count: int, rows: int = 4, length: int = 4
 
 
 def _pass_by(layer: nn.Module, arguments: tuple, named: dict, output: Tensor | tuple):
-    """A forward hook by which a decoder layer gives what it was given."""
+    """Return a forward hook that makes a decoder layer return its input."""
     given = arguments[0] if arguments else named["hidden_states"]
     return (given, *output[1:]) if isinstance(output, tuple) else given
 
 
 def keep_layers(network: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
-    """The network with only these decoder layers, in this order; changed in place.
-
-    Raises:
-        ValueError: for an empty list, a repeated layer, or one that the network lacks.
-    """
+    """Keep only these decoder layers, in this order, in place, and return the network."""
     depth = network.config.num_hidden_layers
     if not layers or any(not 0 <= i < depth for i in layers) or len({*layers}) < len(layers):
         raise ValueError(
@@ -137,57 +118,33 @@ def draft_logits(
     attention: str = "prefix_causal",
     shifted: bool = False,
 ) -> Tensor:
-    """Logits of all drafted tokens of a training batch.
+    """Return the logits [B, A, K, V] of all drafted tokens of a training batch.
 
     Args:
         network: the drafter.
         batch: samples of `data.corruption.draft_blocks.DraftBlocks`.
-        ids: [V], the tokens whose logits are wanted; None: all.
-        attention: the drafter's, one of `models.masks.DRAFTERS`. 'bidirectional' costs A forwards
-            of a row in place of one; 'causal' goes with samples of layout 'pard'.
+        ids: [V], the tokens whose logits are computed; None for all.
+        attention: one of `models.masks.DRAFTERS`. 'bidirectional' costs A forwards of a row instead
+            of one; 'causal' needs samples of layout 'pard'.
         shifted: whether the output at a position predicts the token after it, as a causal LM's and
-            open-dCoder's does, and not that position's own. Outputs of 'causal' always do.
-
-    Returns:
-        Logits [B, A, K, V].
+            open-dCoder's does; outputs of 'causal' always do.
     """
     B, A, K = batch["target"].shape
-    width = block_width(attention, K)
+    anchored = attention == "causal"  # the last committed token drafts the first one
+    width, first = (K, 0) if anchored else (1 + K, 0 if shifted else 1)
     predicate, keep = drafter_attention(attention, span=K), A * width
     if attention == "bidirectional":
         batch, keep = blocks_apart(batch), width
-    layout = Layout(batch["document"], batch["index"], batch["block"])
-    logits = ReducedHead(network, ids)(
-        input_ids=batch["input_ids"],
-        position_ids=batch["position_ids"],
-        attention_mask=attention_mask(predicate, layout, network.config._attn_implementation),
-        use_cache=False,
-        logits_to_keep=keep,
-    )
-    return logits.view(B, A, width, -1)[:, :, drafting(K, attention, shifted)]
-
-
-def drafting(length: int, attention: str, shifted: bool) -> slice:
-    """Of the tokens of a draft block in the drafter's input, those whose outputs draft it.
-
-    Args:
-        length: K, drafted tokens.
-        attention: The drafter's, one of `models.masks.DRAFTERS`.
-        shifted: Whether outputs predict the token after their position.
-    """
-    first = 0 if shifted or attention == "causal" else 1
-    return slice(first, first + length)
+    inputs = masked_inputs(network, batch, predicate)
+    logits = ReducedHead(network, ids)(**inputs, logits_to_keep=keep)
+    return logits.view(B, A, width, -1)[:, :, first : first + K]
 
 
 def blocks_apart(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Packed draft blocks, laid out as a row for each block: its prefix and the block.
+    """Return packed draft blocks as a row [S + 1 + K] per block: its prefix and the block.
 
-    Args:
-        batch: B rows of S clean tokens and A blocks of 1 + K tokens each.
-
-    Returns:
-        input_ids, position_ids, document, index, block: [B A, S + 1 + K]. Clean tokens that are not
-        of the block's prefix, and tokens that are not of the block, have document -1.
+    Clean tokens after the prefix, and block tokens that are padding, have document -1. A row of
+    `batch` has S clean tokens and A blocks of 1 + K tokens.
     """
     B, A, K = batch["target"].shape
     S = batch["input_ids"].shape[1] - A * (1 + K)

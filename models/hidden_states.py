@@ -1,9 +1,8 @@
 """Hidden states of named decoder layers, taken from an ordinary forward of a causal LM.
 
 A drafter that reads its target (DFlash, arXiv 2602.06036; EAGLE-3, arXiv 2503.01840) needs a few
-layers of the very pass that gives the logits. Asking the model for all layers
-(`output_hidden_states=True`) keeps every layer's output alive and, in decoding, at every pass;
-hooks on the named layers keep those alone.
+layers of the same pass as the logits. `output_hidden_states=True` would keep every layer's output
+at every pass; hooks keep only the named layers'.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,20 +14,17 @@ from transformers import PreTrainedModel
 
 @contextmanager
 def capture(network: PreTrainedModel, layers: Sequence[int]) -> Iterator[list[Tensor]]:
-    """A context whose list holds the outputs of some decoder layers after each forward in it.
+    """Capture the outputs of some decoder layers in a list, at each forward inside the context.
 
     Args:
         network: A causal LM whose decoder has its layers in `.layers` (Llama, Qwen, Mistral, ...).
-        layers: 0-based indices i; state i is the *output* of decoder layer i, which transformers
-            counts as `hidden_states[i + 1]`. That of the last layer is taken before the final norm
-            (transformers' own last entry is taken after it).
+        layers: 0-based indices i; state i is the *output* of decoder layer i, transformers'
+            `hidden_states[i + 1]`. The last layer's is taken before the final norm (transformers'
+            own after it).
 
     Yields:
-        A list with one tensor [B, n, H] a layer, in the order of `layers`; empty before the first
-        forward. A further forward replaces them. Without layers nothing is hooked.
-
-    Raises:
-        ValueError: A layer that the network does not have, or no such decoder.
+        A list with one tensor [B, n, H] per layer, in the order of `layers`; empty before the first
+        forward and replaced by each. Without layers nothing is hooked.
     """
     states: list[Tensor] = []
     modules = [decoder_layer(network, i) for i in layers]
@@ -50,25 +46,13 @@ def capture(network: PreTrainedModel, layers: Sequence[int]) -> Iterator[list[Te
 
 
 def check_layers(network: PreTrainedModel, layers: Sequence[int]) -> None:
-    """Check that a network has some decoder layers.
-
-    Args:
-        network: A causal LM.
-        layers: 0-based indices.
-
-    Raises:
-        ValueError: A layer that the network does not have, or no list of decoder layers.
-    """
+    """Raise ValueError for a decoder layer, 0-based, that a causal LM does not have."""
     for i in layers:
         decoder_layer(network, i)
 
 
 def decoder_layer(network: PreTrainedModel, i: int) -> nn.Module:
-    """Decoder layer i of a causal LM, 0-based.
-
-    Raises:
-        ValueError: The network does not have it, or no list of decoder layers.
-    """
+    """Return decoder layer i of a causal LM, 0-based; raise ValueError if it has none."""
     blocks = getattr(network.get_decoder(), "layers", None)
     if not isinstance(blocks, nn.ModuleList):
         raise ValueError(f"{type(network).__name__} has no list of decoder layers to read")

@@ -1,6 +1,6 @@
-"""Loops for the CPU, compiled by numba at their first call and kept on disk.
+"""CPU loops that numba compiles at their first call and keeps on disk.
 
-Tensors come as the bits of bfloat16: numba does not know the numbers.
+bfloat16 tensors are passed as bits, since numba lacks the type.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ ONE, HALF, FIXED = f32(1), f32(0.5), f32(2**32)
 
 
 def compiled(**options):
-    """numba's compiler as a decorator; without numba, or a folder to keep the code in, less."""
+    """Return numba's compiler as a decorator, cached if it can be; a no-op without numba."""
 
     def decorate(function):
         if numba is None:
@@ -33,13 +33,13 @@ def compiled(**options):
 
 @compiled(inline="always")
 def number(its_bits):
-    """The number of a bfloat16's bits."""
+    """Return the number that a bfloat16's bits encode."""
     return u32(u32(its_bits) << u32(16)).view(f32)
 
 
 @compiled(inline="always")
 def bits(x):
-    """The bits of a float32 rounded to a bfloat16, ties to even."""
+    """Return the bits of a float32 rounded to a bfloat16, ties to even."""
     whole = f32(x).view(u32)
     odd = u32(whole >> u32(16)) & u32(1)
     return u16(u32(whole + u32(0x7FFF) + odd) >> u32(16))
@@ -47,7 +47,7 @@ def bits(x):
 
 @compiled(inline="always")
 def exp(x):
-    """e^x of x <= 0, to 1e-7, in vectors: numpy's is one number at a time."""
+    """Return e^x for x <= 0, to 1e-7, vectorized: numpy's runs one number at a time."""
     whole = np.floor(x * LOG2_E + HALF)
     r = x - whole * LOG_2 - whole * LOG_2_REST
     y = f32(1.9875691500e-4)
@@ -63,7 +63,7 @@ def exp(x):
 
 @compiled()
 def readable(mask):
-    """How many keys there are up to the last one that any query may read."""
+    """Return how many keys to read: up to the last one that any query may attend to."""
     end = 0
     for q in range(mask.shape[0]):
         for k in range(mask.shape[1] - 1, end - 1, -1):
@@ -75,7 +75,7 @@ def readable(mask):
 
 @compiled(fastmath=ANY_ORDER)
 def weigh(query, keys, mask, scale, weights, totals):
-    """weights: [queries, keys], exp(score - the largest); totals: their sums."""
+    """Write weights [queries, keys], exp(score - the largest), and their sums, `totals`."""
     scale = f32(scale)
     for k in range(keys.shape[0]):
         key = keys[k]
@@ -109,7 +109,7 @@ def weigh(query, keys, mask, scale, weights, totals):
 
 @compiled(fastmath=IN_ORDER)
 def add(weights, values, out):
-    """out [queries, D]: zeros, to which weights times values are added, key by key."""
+    """Add weights times values, key by key, to `out` [queries, D], which begins at 0."""
     keys = values.shape[0]
     for four in range(keys // 4):
         k = 4 * four
@@ -130,15 +130,11 @@ def add(weights, values, out):
 
 @compiled(parallel=True)
 def attention(query, keys, values, lines, mask, scale, out):
-    """Attention of every row and head; all but the scale are bits.
+    """Compute attention of every row and head into `out` [B, heads, queries, D].
 
-    Args:
-        query: [B, heads, queries, D].
-        keys, values: [n, D], of all rows and heads.
-        lines: Lines of the keys from a row to the next and from a head to the next, and of values.
-        mask: [B, Q, K], added to the scores of every Q-th query.
-        scale: Of the scores.
-        out: [B, heads, queries, D], to which the results are written.
+    All arguments but `scale` are bits: query [B, heads, queries, D]; keys and values [n, D], of all
+    rows and heads; lines, the numbers of lines to the next row and head of keys, then of values;
+    mask [B, Q, K], added to the scores of every Q-th query.
     """
     batch, heads, queries, size = query.shape
     fours = (queries + 3) // 4
@@ -161,13 +157,9 @@ def attention(query, keys, values, lines, mask, scale, out):
 
 @compiled(fastmath=ANY_ORDER)
 def rms_norm(rows, weight, epsilon, out):
-    """weight * x / sqrt(mean(x^2) + epsilon) of every row, rounded before the weight and after.
+    """Write weight * x / sqrt(mean(x^2) + epsilon) of every row [n, D] to `out`.
 
-    Args:
-        rows: [n, D].
-        weight: [D].
-        epsilon: A number.
-        out: [n, D], to which the results are written.
+    It is rounded before and after the multiplication by the weight.
     """
     size = rows.shape[1]
     for r in range(rows.shape[0]):

@@ -1,16 +1,15 @@
 """MAR, a bidirectional transformer over image patches, with its public checkpoints.
 
 Source: Autoregressive Image Generation without Vector Quantization (arXiv 2406.11838). An encoder
-reads the class and the known tokens, a decoder reads these and a mask token at every other
-position, and a diffusion head gives the density of a token given the decoder's state there. The
-state depends on all known tokens, so nothing can be cached, and one pass of a row gives the
-densities given one set of known tokens only.
+reads the class and the known tokens, a decoder adds a mask token at every other position, and a
+diffusion head gives a token's density from the decoder's state. States depend on all known tokens,
+so nothing can be cached, and one pass of a row serves only one set of known tokens.
 """
 
 import argparse
 import math
 import re
-from pathlib import Path
+from collections import OrderedDict
 from zipfile import is_zipfile
 
 import torch
@@ -22,7 +21,7 @@ from transformers import initialization as init
 
 from models.heads import DiffusionHead
 from models.patches import ImageConfig
-from models.weights import check_complete, check_finite, one_line
+from models.weights import check_complete, check_finite, load_own, one_line
 
 CHECKPOINTS = (".pth", ".safetensors")
 PUBLIC_HEADS = {768: 12, 1024: 16, 1280: 16}  # attention heads of MAR-B, -L and -H, by hidden size
@@ -49,13 +48,9 @@ class MarConfig(ImageConfig):
         patch: Side of a patch, in latents; it must divide `size`.
         classes: Number of labels, 0 to classes - 1; label `classes` means no class.
         buffer: Tokens that hold the class, before the patches.
-        encoder: {hidden, layers, heads} of the encoder.
+        encoder: {hidden, layers, heads} of the encoder; heads divide hidden.
         decoder: The same of the decoder.
         head: {width, depth} of the diffusion head, and fields of its `DiffusionSchedule`.
-
-    Raises:
-        ValueError: A patch that does not divide the size, or heads that do not divide a hidden
-            size.
     """
 
     model_type = "parade_mar"
@@ -84,11 +79,7 @@ class MarConfig(ImageConfig):
 
 
 class MarTransformer(PreTrainedModel):
-    """MAR: encoder, decoder and diffusion head; all tensors but the head's are named as published.
-
-    Args:
-        config: Sizes and head.
-    """
+    """MAR: encoder, decoder and diffusion head; tensors but the head's are named as published."""
 
     config_class = MarConfig
     base_model_prefix = ""
@@ -129,7 +120,7 @@ class MarTransformer(PreTrainedModel):
 
     @property
     def dummy_inputs(self) -> dict[str, Tensor]:
-        """A batch of one image of which the first half of the tokens is known."""
+        """Return a batch of one image of which the first half of the tokens is known."""
         N, D = self.config.tokens, self.config.dim
         known, wanted = torch.arange(N).chunk(2)
         patches = torch.linspace(-1, 1, len(known) * D).view(1, -1, D)
@@ -144,17 +135,14 @@ class MarTransformer(PreTrainedModel):
         label: Tensor,
         padding: Tensor | None = None,
     ) -> Tensor:
-        """The states that the head conditions on.
+        """Return the decoder's states z [B, k, H] that the head conditions on.
 
         Args:
             patches: Known tokens [B, n, D], in any order; n may be 0.
             known: Their positions [B, n].
-            wanted: Positions whose states are wanted [B, k].
+            wanted: Positions whose states are returned [B, k].
             label: [B], 0 to classes; `classes` means no class.
-            padding: Known tokens that mean nothing, bool [B, n].
-
-        Returns:
-            z [B, k, H], H the decoder's hidden size.
+            padding: bool [B, n], True for known tokens to ignore.
         """
         h = self._encode(patches, known, label, padding)
         z = self._decode(h, known, padding)
@@ -162,7 +150,7 @@ class MarTransformer(PreTrainedModel):
         return z.gather(1, here) + self.diffusion_pos_embed_learned[0][wanted]
 
     def _encode(self, patches, known, label, padding) -> Tensor:
-        """The encoder's states of buffer and known tokens, [B, buffer + n, H]."""
+        """Return the encoder's states [B, buffer + n, H] of buffer and known tokens."""
         buffer = self.config.buffer
         classes = torch.cat([self.class_emb.weight, self.fake_latent])
         start = embedding(label, classes)[:, None].expand(-1, buffer, -1)
@@ -178,7 +166,7 @@ class MarTransformer(PreTrainedModel):
         return self.encoder_norm(h)
 
     def _decode(self, h, known, padding) -> Tensor:
-        """The decoder's states of all positions, [B, N, H]."""
+        """Return the decoder's states [B, N, H] of all positions."""
         buffer, N = self.config.buffer, self.config.tokens
         h = self.decoder_embed(h)
         slots = known if padding is None else known.masked_fill(padding, N)  # N: a scratch slot
@@ -192,7 +180,7 @@ class MarTransformer(PreTrainedModel):
 
 
 class _Attention(nn.Module):
-    """Multi-head self-attention; queries, keys and values are one projection."""
+    """Multi-head self-attention with one projection for queries, keys and values."""
 
     def __init__(self, hidden: int, heads: int):
         super().__init__()
@@ -205,24 +193,15 @@ class _Attention(nn.Module):
         return self.proj(out.transpose(1, 2).flatten(2))
 
 
-class _Mlp(nn.Module):
-    """Two linear layers around GELU."""
-
-    def __init__(self, hidden: int):
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
-
-    def forward(self, h: Tensor) -> Tensor:
-        return self.fc2(nn.functional.gelu(self.fc1(h)))
-
-
 class _Block(nn.Module):
     """A pre-norm layer of a vision transformer (ViT, arXiv 2010.11929)."""
 
     def __init__(self, hidden: int, heads: int):
         super().__init__()
         self.norm1, self.norm2 = (nn.LayerNorm(hidden, eps=1e-6) for _ in "12")
-        self.attn, self.mlp = _Attention(hidden, heads), _Mlp(hidden)
+        self.attn = _Attention(hidden, heads)
+        wide = {"fc1": nn.Linear(hidden, 4 * hidden), "gelu": nn.GELU()}
+        self.mlp = nn.Sequential(OrderedDict(wide, fc2=nn.Linear(4 * hidden, hidden)))
 
     def forward(self, h: Tensor, visible: Tensor | None = None) -> Tensor:
         h = h + self.attn(self.norm1(h), visible)
@@ -230,26 +209,11 @@ class _Block(nn.Module):
 
 
 def load(path: str, dtype: str | torch.dtype = "float32") -> MarTransformer:
-    """A MAR, from a folder of ours or from a public checkpoint.
-
-    Args:
-        path: A folder or Hub id with a config.json, or a file of `CHECKPOINTS`.
-        dtype: Of the weights; 'auto' takes the file's own.
-
-    Returns:
-        The network, in evaluation mode.
-
-    Raises:
-        ValueError: One line that names the path and what is wrong with it.
-    """
+    """Return a MAR in evaluation mode, from our folder or Hub id, or a file of `CHECKPOINTS`."""
+    if not path.endswith(CHECKPOINTS):
+        return load_own(MarTransformer, "a MAR", path, dtype)
     with one_line("a MAR", path):
-        if path.endswith(CHECKPOINTS):
-            return from_checkpoint(path, dtype)
-        network, found = MarTransformer.from_pretrained(path, dtype=dtype, output_loading_info=True)
-        check_complete(network, found)
-        if Path(path).exists():
-            check_finite(network)
-        return network
+        return from_checkpoint(path, dtype)
 
 
 def from_checkpoint(
@@ -260,48 +224,40 @@ def from_checkpoint(
     patch: int = 1,
     average: bool = True,
 ) -> MarTransformer:
-    """A MAR from a file in the layout of its authors' program (github.com/LTH14/mar).
+    """Return a MAR from a file in the layout of its authors' program (github.com/LTH14/mar).
 
-    Such a file is a .pth with the tensors under 'model' and, averaged over training (EMA), under
-    'model_ema'; or a .safetensors with one of the two. Sizes follow from the shapes. What the file
-    does not hold is the authors' default: 100 denoising steps, the last one without noise.
+    It is a .pth with the tensors under 'model' and, averaged over training (EMA), 'model_ema', or a
+    .safetensors with one of the two. Sizes follow from the shapes; the rest is the authors'
+    default: 100 denoising steps, the last one without noise. `save_pretrained` writes a folder for
+    `decoding.load`.
 
     Args:
         path: The file. Nothing in it is executed.
-        dtype: Of the weights; 'auto' takes the file's own.
+        dtype: Type of the weights; 'auto' takes the file's own.
         heads: Attention heads of both halves; None takes the public model's of this hidden size.
         patch: Side of a patch, in latents; 1 in all public models.
-        average: Take the averaged weights, where the file has them; the authors' results do.
-
-    Returns:
-        The network, in evaluation mode. `save_pretrained` writes it as a folder that
-        `decoding.load` reads.
-
-    Raises:
-        ValueError: The file has other tensors, or numbers that are not finite.
-        OSError, RuntimeError, pickle.UnpicklingError: The file cannot be read.
+        average: Take the averaged weights if the file has them, as in the authors' results.
     """
-    tensors = {_renamed(key): value for key, value in _tensors(path, average).items()}
-    config = _config(tensors, heads, patch)
-    with torch.device("meta"):
-        network = MarTransformer(config)
-    shapes = {key: weight.shape for key, weight in network.state_dict().items()}
-    found = {
-        "missing_keys": shapes.keys() - tensors.keys(),
-        "unexpected_keys": tensors.keys() - shapes.keys(),
-        "mismatched_keys": [k for k in shapes.keys() & tensors if shapes[k] != tensors[k].shape],
-    }
+    tensors = {}
+    for key, value in _tensors(path, average).items():
+        for pattern, name in RENAMED:
+            key = re.sub(pattern, name, key)
+        tensors[key] = value
+    network, found = MarTransformer.from_pretrained(
+        None,
+        config=_config(tensors, heads, patch),
+        state_dict=tensors,
+        dtype=dtype,
+        ignore_mismatched_sizes=True,  # so that the check below names them
+        output_loading_info=True,
+    )
     check_complete(network, found)
-    network.load_state_dict(tensors, assign=True)
-    network.eval()
-    if dtype != "auto":
-        network.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
     check_finite(network)
     return network
 
 
 def _tensors(path: str, average: bool) -> dict[str, Tensor]:
-    """The tensors of a checkpoint by their published names."""
+    """Return the tensors of a checkpoint by their published names."""
     if path.endswith(".safetensors"):
         return load_file(path)
     # Beside the weights the file holds the program's options, as a plain record.
@@ -311,14 +267,8 @@ def _tensors(path: str, average: bool) -> dict[str, Tensor]:
     return next((file[name] for name in names if file.get(name)), file)
 
 
-def _renamed(key: str) -> str:
-    for pattern, name in RENAMED:
-        key = re.sub(pattern, name, key)
-    return key
-
-
 def _config(tensors: dict[str, Tensor], heads: int | None, patch: int) -> MarConfig:
-    """The configuration that follows from a checkpoint's shapes."""
+    """Return the configuration read from a checkpoint's shapes."""
     named = ("class_emb.weight", "z_proj.weight", "diffusion_pos_embed_learned",
              "encoder_pos_embed_learned", "head.condition.weight")  # fmt: skip
     if missing := [name for name in named if name not in tensors]:
@@ -338,7 +288,7 @@ def _config(tensors: dict[str, Tensor], heads: int | None, patch: int) -> MarCon
 
 
 def _half(tensors: dict[str, Tensor], name: str, hidden: int, heads: int | None) -> dict[str, int]:
-    """{hidden, layers, heads} of the encoder or the decoder."""
+    """Return {hidden, layers, heads} of the encoder or the decoder."""
     if heads is None and hidden not in PUBLIC_HEADS:
         raise ValueError(
             f"hidden size {hidden} is none of the public models' {sorted(PUBLIC_HEADS)}, and a "
@@ -350,6 +300,6 @@ def _half(tensors: dict[str, Tensor], name: str, hidden: int, heads: int | None)
 
 
 def _count(tensors: dict[str, Tensor], prefix: str) -> int:
-    """How many numbered modules a prefix has."""
+    """Return the number of modules numbered under a prefix."""
     pattern = re.compile(rf"^{re.escape(prefix)}\.(\d+)\.")
     return len({match[1] for key in tensors if (match := pattern.match(key))})

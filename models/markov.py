@@ -5,9 +5,9 @@ With a Markov head its distributions are conditional,
 
     log q_i(v | u) = log softmax(l_i + U[u] V^T)(v),
 
-where u is the token at position i - 1 of the draft. The network runs once a block as before; only
-the head runs token by token. The first token of a block has no term: the network has read the one
-before it. DSpark and DFlash 2 publish heads like it.
+where u is the token at position i - 1 of the draft. The network still runs once per block; only the
+head runs token by token. A block's first token has no term: the network has read the one before
+it. DSpark and DFlash 2 publish similar heads.
 """
 
 import torch
@@ -21,10 +21,7 @@ class MarkovHead(nn.Module):
 
     Args:
         vocabulary: n, the tokens that the drafter has logits of.
-        rank: r, columns of U and V.
-
-    Raises:
-        ValueError: A rank outside of 1 to n.
+        rank: r, columns of U and V, 1 to n.
     """
 
     def __init__(self, vocabulary: int, rank: int):
@@ -40,14 +37,9 @@ class MarkovHead(nn.Module):
         nn.init.normal_(self.after.weight, std=rank**-0.5)
 
     def forward(self, previous: Tensor) -> Tensor:
-        """What is added to the logits.
+        """Return the term [..., n] to add to the logits; 0 where `previous` is -1.
 
-        Args:
-            previous: The tokens u as rows of U, int64 [...]; -1 where there is none, or one that
-                the drafter does not have.
-
-        Returns:
-            [..., n], 0 where `previous` is -1.
+        `previous`, int64 [...], holds the tokens u as rows of U; -1 for none, or one without a row.
         """
         known = (previous >= 0).unsqueeze(-1)
         return self.after(torch.where(known, self.before(previous.clamp_min(0)), 0.0))

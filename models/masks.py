@@ -16,10 +16,10 @@ class Layout(NamedTuple):
     """The layout of packed rows: int tensors [B, L] that predicates read.
 
     Attributes:
-        document: number of the document; tokens attend only within theirs. -1 is padding, which
-            no other token attends to.
-        index: of a clean token, its own index; of a token of a draft block, the number of clean
-            tokens before the block (the block's prefix is every clean token of a lower index).
+        document: number of the document; tokens attend only within theirs. -1 is padding, which no
+            other token attends to.
+        index: a clean token's own index; in a draft block, the number of clean tokens before the
+            block (its prefix is every clean token of a lower index).
         block: number of the draft block; -1 for clean tokens.
     """
 
@@ -28,7 +28,7 @@ class Layout(NamedTuple):
     block: Tensor
 
     def map(self, f: Callable[[Tensor], Tensor]) -> "Layout":
-        """The layout with f applied to every field."""
+        """Return the layout with f applied to every field."""
         return Layout(*map(f, self))
 
 
@@ -37,24 +37,23 @@ DRAFTERS = ("prefix_causal", "bidirectional", "causal")  # attention of block dr
 
 
 def causal(q: Layout, k: Layout) -> Tensor:
-    """Causal attention within a document: a token attends to earlier tokens and itself."""
+    """Attend causally within a document: a token to earlier tokens and itself."""
     return (q.document == k.document) & (k.index <= q.index)
 
 
 def within_document(q: Layout, k: Layout) -> Tensor:
-    """Full attention within a document: a token attends to all of it, later tokens included.
+    """Attend to the whole document, later tokens included.
 
-    Nothing that such a network computes of a prefix can be cached or shared by two draft blocks:
-    what is drafted after the prefix changes it.
+    A draft changes the states of its prefix, so these cannot be cached or shared by draft blocks.
     """
     return q.document == k.document
 
 
 def draft_blocks(q: Layout, k: Layout) -> Tensor:
-    """Draft-block attention (DEER): clean tokens are causal, a block attends to prefix and itself.
+    """Attend from clean tokens causally, from a draft block to its prefix and itself (DEER).
 
-    No clean token attends to a block, so the keys and values of a prefix do not depend on what is
-    drafted after it: they can be cached, and many blocks can be trained in one forward.
+    No clean token attends to a block, so a prefix's keys and values can be cached, and many blocks
+    trained in one forward.
     """
     clean_key = k.block < 0
     prefix = clean_key & (k.index < q.index + (q.block < 0).to(q.index.dtype))
@@ -63,13 +62,9 @@ def draft_blocks(q: Layout, k: Layout) -> Tensor:
 
 
 def numbered_blocks(span: int, causal: bool) -> Predicate:
-    """Draft blocks whose tokens are numbered: as `draft_blocks`, or causal within a block (PARD).
+    """Return `draft_blocks` for numbered tokens, with `causal` also causal within a block (PARD).
 
     `block` numbers the tokens of blocks: b span + i is token i of block b.
-
-    Args:
-        span: tokens per block.
-        causal: whether a token of a block attends to none after it.
     """
 
     def predicate(q: Layout, k: Layout) -> Tensor:
@@ -82,15 +77,10 @@ def numbered_blocks(span: int, causal: bool) -> Predicate:
 
 
 def drafter_attention(name: str, span: int | None = None) -> Predicate:
-    """The attention pattern of a block drafter: `draft_blocks`, `within_document` or causal.
+    """Return a block drafter's pattern, by a name of `DRAFTERS`.
 
-    Args:
-        name: one of `DRAFTERS`.
-        span: tokens per block of a row that has several, which `causal` must tell apart; None: the
-            one block is the end of the text.
-
-    Raises:
-        ValueError: for another.
+    `span` is the tokens per block of a row with several, which `causal` must tell apart; None means
+    that the one block is the end of the text.
     """
     if name not in DRAFTERS:
         raise ValueError(f"unknown attention {name!r}. Choose from {list(DRAFTERS)}")
@@ -99,42 +89,32 @@ def drafter_attention(name: str, span: int | None = None) -> Predicate:
     return draft_blocks if name == "prefix_causal" else within_document
 
 
-def block_width(attention: str, length: int) -> int:
-    """Tokens of a draft block in the drafter's input, for `length` drafted ones.
-
-    A separator comes before as many masks; under `causal` the last committed token before one less.
-    """
-    return length if attention == "causal" else 1 + length
-
-
 def branches(q: Layout, k: Layout) -> Tensor:
-    """Branch attention: a token attends causally to the trunk and to its own branch.
+    """Attend causally to the trunk and to one's own branch.
 
-    `index` is the position of every token; tokens of different branches may share one. `block` is
-    -1 on the trunk, else the branch. With the prompt as trunk, all noisy blocks as branch 0 and all
-    clean blocks as branch 1, this is pcLLM's noise-conditioned mask (NC): a noisy block attends to
-    the prompt, earlier noisy blocks and itself. In decoding it verifies several drafts in one pass.
+    `index` is a token's position, which tokens of different branches may share. `block` is -1 on
+    the trunk, else the branch. With the prompt as trunk, all noisy blocks as branch 0 and all clean
+    blocks as branch 1, this is pcLLM's noise-conditioned mask (NC): a noisy block attends to the
+    prompt, earlier noisy blocks and itself. In decoding it verifies several drafts in one pass.
     """
     return causal(q, k) & ((k.block < 0) | (k.block == q.block))
 
 
 def tree(q: Layout, k: Layout) -> Tensor:
-    """Tree attention: a node attends to the committed tokens and to its ancestors and itself.
+    """Attend from a node to the committed tokens and to its ancestors and itself.
 
-    `index` is the position. `block` is -1 for committed tokens; for a node it is the set of nodes
-    on its path from the root, itself included, as one bit each: another node is an ancestor if its
-    set is a subset. Committed tokens are causal.
+    `index` is the position. `block` is -1 for committed tokens, which are causal; for a node it is
+    the set of nodes on its path from the root, itself included, as one bit each: ancestors have
+    subsets.
     """
     return causal(q, k) & ((k.block < 0) | (q.block & k.block == k.block))
 
 
 def clean_windows(span: int) -> Predicate:
-    """pcLLM's ablation NC-IC: `branches`, but noisy blocks attend to *clean* earlier windows.
+    """Return pcLLM's ablation NC-IC: `branches`, but noisy blocks see *clean* earlier windows.
 
-    Noisy blocks are branch 0, clean ones branch 1; `index` is 0 at the answer's first token.
-
-    Args:
-        span: tokens per window.
+    Noisy blocks are branch 0, clean ones branch 1; `index` is 0 at the answer's first token, and a
+    window has `span` tokens.
     """
 
     def predicate(q: Layout, k: Layout) -> Tensor:
@@ -145,43 +125,20 @@ def clean_windows(span: int) -> Predicate:
     return predicate
 
 
-def taught(student: Predicate, span: int) -> Predicate:
-    """pcLLM's Eq. 8 as printed: a clean block attends to itself and to the student's context.
-
-    That is what the noisy block of the same positions sees of earlier blocks. All other tokens
-    attend as under the student's pattern.
-
-    Args:
-        student: `branches` or `clean_windows`, with noisy blocks as branch 0, clean ones branch 1.
-        span: tokens per block.
-    """
-
-    def predicate(q: Layout, k: Layout) -> Tensor:
-        same = _window(q, span) == _window(k, span)
-        own = causal(q, k) & same & (k.block == q.block)
-        noisy = q._replace(block=torch.where(q.block == 1, 0, q.block))
-        return own | (student(noisy, k) & ~same)
-
-    return predicate
-
-
 def block_causal(span: int) -> Predicate:
-    """Block-causal attention: a token attends to earlier clean blocks and to its own block.
+    """Return block-causal attention: a token attends to earlier clean blocks and its own block.
 
-    `index` is the position of every token, so block b is positions b span to (b + 1) span - 1.
-    `block` is -1 for the clean text, else the noised copy, or the draft, that the token belongs to;
-    within its own block a token attends to tokens of the same copy only. The clean text never
-    attends to a copy, so its keys and values can be cached, and all blocks of a text are trained in
-    one forward of the clean text and one noised copy (block diffusion, arXiv 2503.09573).
-
-    Args:
-        span: tokens per block.
+    `index` is a token's position: block b is positions b span to (b + 1) span - 1. `block` is -1
+    for the clean text, else the token's noised copy or draft; within a block a token attends only
+    to its own copy. Clean text attends to no copy, so its keys and values can be cached, and all
+    blocks are trained in one forward of the clean text and a noised copy (block diffusion, arXiv
+    2503.09573).
     """
     return _copies(span, torch.lt)
 
 
 def bidirectional(span: int) -> Predicate:
-    """Bidirectional attention: as `block_causal`, with later clean blocks too (Spiffy, Fig. 2)."""
+    """Return `block_causal` attention to later clean blocks too (Spiffy, Fig. 2)."""
     return _copies(span, torch.ne)
 
 
@@ -200,15 +157,9 @@ def _window(tokens: Layout, span: int) -> Tensor:
 
 
 def dense(predicate: Predicate, q: Layout, k: Layout | None = None) -> Tensor:
-    """The boolean mask of a predicate.
+    """Return a predicate's mask, bool [B, 1, Q, K]: True where the query may attend to the key.
 
-    Args:
-        predicate: the attention pattern.
-        q: layout of the queries, [B, Q] each field.
-        k: layout of the keys, [B, K] each field; that of the queries by default.
-
-    Returns:
-        bool [B, 1, Q, K], True where the query may attend to the key.
+    `q` is the layout of the queries, [B, Q] each field; `k` that of the keys, `q` by default.
     """
     k = q if k is None else k
     seen = predicate(q.map(lambda t: t[:, :, None]), k.map(lambda t: t[:, None, :]))
@@ -216,7 +167,7 @@ def dense(predicate: Predicate, q: Layout, k: Layout | None = None) -> Tensor:
 
 
 def flex(predicate: Predicate, layout: Layout):
-    """The FlexAttention BlockMask of a predicate over a layout [B, L] (for CUDA)."""
+    """Return the FlexAttention BlockMask of a predicate over a layout [B, L] (for CUDA)."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     def mask_mod(b, h, q, k):

@@ -14,11 +14,7 @@ _MOST_OTHER = 1e-3  # of a norm's numbers: sums in another order round some few 
 
 
 class FusedNorm(nn.Module):
-    """An RMS norm over bfloat16 numbers; other numbers are left to the norm that it stands for.
-
-    Args:
-        norm: With a weight [D] and its `variance_epsilon`.
-    """
+    """An RMS norm over bfloat16 numbers, as `norm` (weight [D]), which takes all other types."""
 
     def __init__(self, norm: nn.Module):
         super().__init__()
@@ -38,13 +34,10 @@ class FusedNorm(nn.Module):
 
 @torch.no_grad()
 def fuse(network: nn.Module) -> None:
-    """Replace a CPU network's RMS norms by their loops, in place; those of other formulas stay.
+    """Replace a CPU network's RMS norms by their loops, in place.
 
-    Some families add one to the weight, or round at another place, under the same names. So a norm
-    is replaced where both give the same bits for the same input, but for a few in a thousand.
-
-    Args:
-        network: The network, its weights where they will stay.
+    Some families use other formulas under the same names, such as 1 + weight or another rounding.
+    So a norm is replaced only if both agree to the bit, but for a few numbers in a thousand.
     """
     if is_spread(network) or loops() is None:
         return

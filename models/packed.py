@@ -1,8 +1,8 @@
-"""Linear layers with packed weights: what decoding on a CPU runs.
+"""Linear layers with packed weights, for decoding on a CPU.
 
-A decoding pass brings few tokens, so it waits for memory: it reads every weight once. oneDNN reads
-them faster in its own blocked layout, and in larger pieces, so layers that read the same input are
-one product. The 210 layers of SmolLM2, one token, one thread: 31 ms as they are, 19 packed, 14 as
+A decoding pass has few tokens, so it waits for memory: it reads every weight once. oneDNN reads
+them faster in its own blocked layout and in larger pieces, so layers that read the same input are
+one product. The 210 layers of SmolLM2, one token, one thread: 31 ms plain, 19 packed, 14 as
 120 products with the input padded to four rows.
 """
 
@@ -24,11 +24,7 @@ _HUGE_PAGE, _COLLAPSE = 2 << 20, 25  # bytes; MADV_COLLAPSE of Linux 6.1
 
 
 class PackedProduct:
-    """The product with the weights of one or several linear layers that read the same input.
-
-    Args:
-        layers: Of bfloat16 weights on the CPU.
-    """
+    """A product with the bfloat16 CPU weights of all layers that read the same input."""
 
     def __init__(self, layers: list[nn.Linear]):
         weight = torch.cat([layer.weight.detach() for layer in layers])
@@ -46,7 +42,7 @@ class PackedProduct:
         self._left = 0  # readers that have not taken their part of this output
 
     def __call__(self, input: Tensor) -> Tensor:
-        """[..., all layers' outputs]; computed when the first of the layers asks for it."""
+        """Return [..., all layers' outputs], computed when the first of the layers asks for it."""
         if input is not self._input:
             self._input, self._output, self._left = input, self._product(input), self._readers
         self._left -= 1
@@ -65,10 +61,7 @@ class PackedProduct:
 
 
 def _into_huge_pages(packed: Tensor) -> None:
-    """Ask the kernel for huge pages under packed weights: they are read 15% faster.
-
-    A kernel that cannot, or has none left, says so, and nothing is lost.
-    """
+    """Ask the kernel for huge pages under packed weights, if it can: reads are 15% faster."""
     if sys.platform != "linux":
         return
     first = torch.ops.mkldnn.data_ptr(packed) // _HUGE_PAGE
@@ -81,11 +74,8 @@ def _into_huge_pages(packed: Tensor) -> None:
 class PackedLinear(nn.Linear):
     """A linear layer that takes its part of a packed product; for inference only.
 
-    Args:
-        layer: The layer.
-        product: Of its weights, and perhaps those of others.
-        start: Number of its first output in the product's.
-        keep: Whether its weights stay in their own layout too, for others that read them.
+    Its first output is number `start` of the product's. With `keep` it keeps its unpacked weights
+    too, for others that read them.
     """
 
     def __init__(self, layer: nn.Linear, product: PackedProduct, start: int, keep: bool):
@@ -103,23 +93,20 @@ class PackedLinear(nn.Linear):
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether this machine's CPU has bfloat16 products (AVX-512, AMX), and this torch uses them."""
+    """Return whether this CPU has bfloat16 products (AVX-512, AMX) that this torch uses."""
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def packs() -> bool:
-    """Whether this machine and this torch have oneDNN's bfloat16 products with packed weights."""
+    """Return whether this machine and torch have bfloat16 products with packed weights."""
     return multiplies_bfloat16() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def pack(network: PreTrainedModel) -> None:
-    """Pack the bfloat16 weights of a network's linear layers; changed in place, for inference only.
+    """Pack the bfloat16 weights of a CPU network's linear layers, in place, for inference only.
 
-    They cannot be trained, moved or saved any more; the head's own weights stay beside the packed
-    ones, since the embedding may share them. A network on other devices is left as it is.
-
-    Args:
-        network: The network.
+    They can no longer be trained, moved or saved. The head keeps its unpacked weights too, since
+    the embedding may share them.
     """
     devices = {parameter.device.type for parameter in network.parameters()}
     if devices != {"cpu"} or is_spread(network) or not packs():

@@ -1,12 +1,12 @@
 """A class-conditional causal transformer over image patches, in raster or any other order.
 
-MAR is bidirectional, so it cannot verify several tokens of one row in one pass. Here a token
-attends to the class and to the tokens before it in the order (a stock Llama decoder), and keys and
-values are cached. Input i is token i - 1 of the order, with the embeddings of its own position and
-of the position to predict, that of token i (sigma-GPT, arXiv 2404.09562); input 0 is the class.
+MAR is bidirectional, so it cannot verify several tokens of one row in one pass. Here (a stock Llama
+decoder) a token attends to the class and to earlier tokens of the order, and keys and values are
+cached. Input i is token i - 1 of the order, with the embeddings of its own position and of the
+position to predict, that of token i (sigma-GPT, arXiv 2404.09562); input 0 is the class.
 """
 
-from pathlib import Path
+from typing import Literal, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,8 @@ from transformers import LlamaConfig, LlamaModel, PreTrainedConfig, PreTrainedMo
 from transformers import initialization as init
 
 from models.heads import HEADS
-from models.weights import check_complete, check_finite, one_line
+from models.sizes import HeadSizes, ImageSizes
+from models.weights import load_own, one_line
 
 ORDERS = ("raster", "random")
 # MAR's sizes (arXiv 2406.11838): hidden size, layers of its two halves, and the head's MLP.
@@ -29,9 +30,6 @@ class ImageConfig(PreTrainedConfig):
         channels: Channels of the image (or of its latents).
         patch: Side of a patch, in pixels; it must divide `size`.
         classes: Number of labels, 0 to classes - 1; label `classes` means no class.
-
-    Raises:
-        ValueError: A patch that does not divide the size.
     """
 
     def __init__(self, size: int, channels: int, patch: int, classes: int, **kwargs):
@@ -42,26 +40,22 @@ class ImageConfig(PreTrainedConfig):
 
     @property
     def tokens(self) -> int:
-        """N, the number of patches per image."""
+        """Return N, the number of patches per image."""
         return (self.size // self.patch) ** 2
 
     @property
     def dim(self) -> int:
-        """D, the number of values per patch."""
+        """Return D, the number of values per patch."""
         return self.channels * self.patch**2
 
 
 class PatchConfig(ImageConfig):
-    """Configuration of a `PatchTransformer`.
+    """Configuration of a `PatchTransformer`; size, channels, patch, classes as in `ImageConfig`.
 
     Args:
-        size, channels, patch, classes: As in `ImageConfig`.
         order: 'raster', or 'random' (a permutation for each image).
         head: {kind: 'diffusion' or 'mixture', and the arguments of that head}.
         backbone: Fields of transformers' LlamaConfig.
-
-    Raises:
-        ValueError: A patch that does not divide the size, or an unknown order.
     """
 
     model_type = "parade_patches"
@@ -85,14 +79,7 @@ class PatchConfig(ImageConfig):
 
 
 class PatchTransformer(PreTrainedModel):
-    """The causal transformer over patches; its `head` maps hidden states to token densities.
-
-    Args:
-        config: Sizes, order, head and backbone.
-
-    Raises:
-        ValueError: An unknown head, or arguments that this head does not take.
-    """
+    """The causal transformer over patches; its `head` maps hidden states to token densities."""
 
     config_class = PatchConfig
     base_model_prefix = ""
@@ -132,46 +119,23 @@ class PatchTransformer(PreTrainedModel):
 
     @property
     def dummy_inputs(self) -> dict[str, Tensor]:
-        """A batch of one image, on which a reloaded export is compared with the trained model."""
+        """Return a batch of one image, to compare a reloaded export with the trained model."""
         N, D = self.config.tokens, self.config.dim
         patches = torch.linspace(-1, 1, N * D).view(1, N, D)
         return {"patches": patches, "label": torch.zeros(1).long(), "order": torch.arange(N)[None]}
 
     def embed_class(self, label: Tensor, following: Tensor) -> Tensor:
-        """The embedding of input 0: the class, and the position to predict.
-
-        Args:
-            label: [B], 0 to classes; `classes` means no class.
-            following: Positions to predict [B, n].
-
-        Returns:
-            [B, n, H].
-        """
+        """Return input 0 [B, n, H] of labels [B] (`classes`: none) and next positions [B, n]."""
         return self.backbone.embed_tokens(label)[:, None] + self.next(following)
 
     def embed_patches(self, patches: Tensor, position: Tensor, following: Tensor) -> Tensor:
-        """The embeddings of patches: value, position, and the position to predict.
-
-        Args:
-            patches: [B, n, D].
-            position: Positions of the patches [B, n].
-            following: Positions to predict [B, n].
-
-        Returns:
-            [B, n, H].
-        """
+        """Return inputs [B, n, H] of patches [B, n, D], their positions and the next ones."""
         return self.token(patches) + self.here(position) + self.next(following)
 
     def forward(self, patches: Tensor, label: Tensor, order: Tensor) -> Tensor:
-        """The hidden states of all tokens: the head's density at z_i is p(token i | tokens < i).
+        """Return hidden states z [B, N, H]: the head's density at z_i is p(token i | tokens < i).
 
-        Args:
-            patches: [B, N, D], sorted by the order.
-            label: [B].
-            order: Positions of the patches [B, N].
-
-        Returns:
-            z [B, N, H].
+        `patches` [B, N, D] are sorted by `order` [B, N], their positions; `label` is [B].
         """
         first = self.embed_class(label, order[:, :1])
         others = self.embed_patches(patches[:, :-1], order[:, :-1], order[:, 1:])
@@ -179,42 +143,26 @@ class PatchTransformer(PreTrainedModel):
         return self.backbone(inputs_embeds=inputs, use_cache=False).last_hidden_state
 
 
-def from_config(head: str, heads: dict[str, dict], **config) -> PatchTransformer:
-    """A new transformer with random weights.
+def from_config(
+    head: Literal[*HEADS], heads: dict[str, HeadSizes], **config: Unpack[ImageSizes]
+) -> PatchTransformer:
+    """Return a new transformer with random weights and a head of kind `head`, a key of `heads`.
 
-    Args:
-        head: The kind of head, a key of `heads`.
-        heads: The arguments of each kind of head.
-        **config: Further arguments of `PatchConfig`.
-
-    Returns:
-        The network.
-
-    Raises:
-        ValueError: A head that is not in `heads`, or as `PatchConfig` raises.
+    `heads` has the arguments of each kind of head, `config` further arguments of `PatchConfig`.
     """
-    if head not in heads:
-        raise ValueError(f"unknown head {head!r}. Choose from {sorted(heads)}")
     return PatchTransformer(PatchConfig(head={"kind": head, **heads[head]}, **config))
 
 
-def mar(mar_size: str, head: str, heads: dict[str, dict], **config) -> PatchTransformer:
-    """A new transformer with the width and depth of MAR-B, -L or -H and of its diffusion head.
+def mar(
+    mar_size: Literal[*MAR],
+    head: Literal[*HEADS],
+    heads: dict[str, HeadSizes],
+    **config: Unpack[ImageSizes],
+) -> PatchTransformer:
+    """Return a new transformer of the width and depth of a MAR ('B', 'L' or 'H') and its head.
 
-    Args:
-        mar_size: 'B', 'L' or 'H'.
-        head: As in `from_config`.
-        heads: As in `from_config`.
-        **config: Further arguments of `PatchConfig`.
-
-    Returns:
-        The network.
-
-    Raises:
-        ValueError: Another size, or as `from_config` raises.
+    The other arguments are those of `from_config`.
     """
-    if mar_size not in MAR:
-        raise ValueError(f"unknown mar_size {mar_size!r}. Choose from {sorted(MAR)}")
     hidden, layers, width, depth = MAR[mar_size]
     backbone = {
         "hidden_size": hidden,
@@ -229,15 +177,9 @@ def mar(mar_size: str, head: str, heads: dict[str, dict], **config) -> PatchTran
 
 
 def check_pair(target: PatchTransformer, drafter: PatchTransformer) -> None:
-    """Check that a drafter can draft for a target.
+    """Raise ValueError unless a drafter can draft for a target; no weights are read.
 
-    Args:
-        target: The target; its weights are not read.
-        drafter: The drafter; its weights are not read.
-
-    Raises:
-        ValueError: Patches, classes, order or noise schedule differ, or the chain's last step has
-            no noise.
+    Patches, classes, order and noise schedule must be equal, and the chain's last step have noise.
     """
     for name in ("size", "channels", "patch", "classes", "order"):
         ours, theirs = getattr(drafter.config, name), getattr(target.config, name)
@@ -260,40 +202,11 @@ def check_pair(target: PatchTransformer, drafter: PatchTransformer) -> None:
 
 
 def skeleton(path: str) -> PatchTransformer:
-    """A trained transformer without its weights, from a folder or the Hub.
-
-    Args:
-        path: A folder or Hub id; only its config.json is read.
-
-    Returns:
-        The network, its weights on the device 'meta'.
-
-    Raises:
-        ValueError: One line that names the path and why it cannot be read.
-    """
+    """Return a folder's or Hub id's transformer, its weights on the device 'meta'."""
     with one_line("a patch transformer", path), torch.device("meta"):
         return PatchTransformer(PatchConfig.from_pretrained(path))
 
 
 def load(path: str, dtype: str | torch.dtype = "float32") -> PatchTransformer:
-    """A trained transformer, from a folder or the Hub.
-
-    Args:
-        path: A folder or Hub id.
-        dtype: Of the weights.
-
-    Returns:
-        The network, in evaluation mode.
-
-    Raises:
-        ValueError: One line that names the path and what is wrong with it: missing, damaged,
-            tensors missing or too many, in a local folder weights that are not finite.
-    """
-    with one_line("a patch transformer", path):
-        network, found = PatchTransformer.from_pretrained(
-            path, dtype=dtype, output_loading_info=True
-        )
-        check_complete(network, found)
-        if Path(path).exists():
-            check_finite(network)
-        return network
+    """Return a trained transformer, as `models.weights.load_own` does."""
+    return load_own(PatchTransformer, "a patch transformer", path, dtype)

@@ -1,8 +1,8 @@
 """Placement: a network's weights spread over devices, host memory and disk (`device_map`).
 
-transformers and accelerate do the work: a layer runs on its own device, and one whose weights are
-in host memory or on disk gets them for the length of its forward. A network that is spread must
-not be moved with `.to()`; its inputs go to `input_device`.
+transformers and accelerate do the work: a layer runs on its own device, and weights in host memory
+or on disk are loaded for its forward. A spread network must not be moved with `.to()`; its inputs
+go to `input_device`.
 """
 
 import re
@@ -22,18 +22,10 @@ _NOT_RUN_ON = ("cpu", "disk")  # where weights only wait, if the map names a GPU
 
 
 def loading_options(device_map: str | None) -> dict:
-    """The arguments of `from_pretrained` that spread a network.
+    """Return the arguments of `from_pretrained` that spread a network; {} for None.
 
-    Args:
-        device_map: A strategy of accelerate ('auto', 'balanced', ...), or how much memory each
-            device may give, as '0:60GiB,cpu:200GiB' (the first GPU, then host memory; what is left
-            stays on disk). None: the network is not spread.
-
-    Returns:
-        {} for None, else `device_map` and, with limits, `max_memory` (bytes by device).
-
-    Raises:
-        ValueError: Another text, a GPU that is not there, or accelerate is not installed.
+    `device_map` is a strategy of accelerate ('auto', 'balanced', ...), or each device's memory
+    limit, as in '0:60GiB,cpu:200GiB' (the first GPU, then host memory; the rest stays on disk).
     """
     if device_map is None:
         return {}
@@ -46,10 +38,7 @@ def loading_options(device_map: str | None) -> dict:
 
 
 def parsed(device_map: str) -> dict[int | str, int]:
-    """The bytes that each device may give, of '0:60GiB,cpu:200GiB'.
-
-    Raises:
-        ValueError: Another text, or a GPU that is not there.
+    """Return the bytes per device in a text such as '0:60GiB,cpu:200GiB'.
 
     >>> parsed("cpu:1.5MiB")
     {'cpu': 1572864}
@@ -73,27 +62,13 @@ def parsed(device_map: str) -> dict[int | str, int]:
 
 
 def check_dtype(dtype: torch.dtype | str) -> None:
-    """Check that weights can be of a type.
-
-    Args:
-        dtype: A type, the name of one, or 'auto'.
-
-    Raises:
-        ValueError: There is no such type.
-    """
+    """Raise ValueError if weights cannot be of a type, by itself, its name or 'auto'."""
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise ValueError(f"dtype={dtype} is no type of weights. Choose from {[*DTYPES]}")
 
 
 def check_device(device: torch.device | str) -> None:
-    """Check that this machine has a device.
-
-    Args:
-        device: 'cpu', 'cuda', 'cuda:1', ...
-
-    Raises:
-        ValueError: It has not, or there is no such kind of device.
-    """
+    """Raise ValueError if this machine does not have a device: 'cpu', 'cuda', 'cuda:1', ..."""
     here = {"cpu": 1, "cuda": torch.cuda.device_count(), "xpu": torch.xpu.device_count()}
     here["mps"] = int(torch.backends.mps.is_available())
     kind, colon, number = str(device).partition(":")
@@ -105,28 +80,29 @@ def check_device(device: torch.device | str) -> None:
 
 
 def is_spread(network: nn.Module) -> bool:
-    """Whether a network was loaded with a `device_map` that uses more than one device."""
+    """Return whether a network was loaded with a `device_map` that uses more than one device."""
     return bool(getattr(network, "hf_device_map", None))
 
 
 def place(network: PreTrainedModel, device: torch.device | str) -> PreTrainedModel:
-    """The network on a device, or, if it is spread, where it is."""
+    """Move a network to a device unless it is spread, and return it."""
     return network if is_spread(network) else network.to(device)
 
 
 def input_device(network: PreTrainedModel) -> torch.device:
-    """The device that a network's inputs go to, and its logits come from.
+    """Return the device of a network's inputs and logits.
 
-    Of a spread one that is the first that runs anything: weights in host memory and on disk are
-    brought to the first GPU, or used on the CPU where there is none.
+    In a spread network it is the first that computes: weights in host memory or on disk are brought
+    to the first GPU, or used on the CPU if there is none.
     """
     if not is_spread(network):
         return network.device
-    return _runs_on(next(iter(_devices(network)), "cpu"))
+    runs = (place for place in network.hf_device_map.values() if place not in _NOT_RUN_ON)
+    return _runs_on(next(runs, "cpu"))
 
 
 def layers_by_device(network: PreTrainedModel) -> Counter[torch.device]:
-    """How many decoder layers run on each device of a spread network; empty for any other."""
+    """Count the decoder layers on each device of a spread network; empty for any other."""
     layers = getattr(network.get_decoder(), "layers", None) if is_spread(network) else None
     if not isinstance(layers, nn.ModuleList):
         return Counter()
@@ -135,16 +111,12 @@ def layers_by_device(network: PreTrainedModel) -> Counter[torch.device]:
 
 
 def _device_of(network: PreTrainedModel, name: str) -> torch.device:
-    """Where a module runs: the map names it, or a module that it is part of."""
+    """Return a module's device: the map names the module or one that contains it."""
     places = network.hf_device_map
     while name and name not in places:
         name = name.rpartition(".")[0]
     place = places.get(name, "disk")
     return input_device(network) if place in _NOT_RUN_ON else _runs_on(place)
-
-
-def _devices(network: PreTrainedModel) -> list:
-    return [place for place in network.hf_device_map.values() if place not in _NOT_RUN_ON]
 
 
 def _runs_on(place: int | str | torch.device) -> torch.device:

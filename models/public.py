@@ -1,8 +1,8 @@
 """Public masked diffusion LMs, loaded into stock transformers classes without the code they bring.
 
-A public checkpoint names its configuration keys and tensors in its own way, but its network is one
-that transformers has. A `PublicLayout` translates both. What stock classes know nothing about goes
-to `config.denoising`: mask token, attention, block size, and whether logits are shifted.
+A public checkpoint has its own configuration keys and tensor names, but transformers has its
+network. A `PublicLayout` translates both. `config.denoising` holds what stock classes lack: mask
+token, attention, block size, and whether logits are shifted.
 
     layout      model type, architecture        stock class  attention      block  mask
     LLaDA       llada, LLaDAModelLM             Llama        bidirectional     32  126336
@@ -47,36 +47,36 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 OWN_KEYS = (  # of the public class, or of how it was trained
     "model_type", "architectures", "auto_map", "transformers_version", "attn_implementation",
+    "torch_dtype", "dtype",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Denoising:
-    """What a masked diffusion LM must be decoded with.
+    """The options with which a masked diffusion LM must be decoded.
 
     Attributes:
         mask_id: The mask token.
-        attention: One of `models.blockwise.ATTENTION`: how the model was trained.
-        block_size: Tokens of a block; of a block-causal model, as it was trained.
+        attention: One of `models.blockwise.ATTENTION`, as in training.
+        block_size: Tokens of a block; of a block-causal model, as in training.
         shifted: Whether the logits at a position predict the token after it, as a causal LM's do.
     """
 
     mask_id: int
-    attention: str
+    attention: str = "bidirectional"
     block_size: int = 32
     shifted: bool = False
 
 
 @dataclass(frozen=True)
 class PublicLayout:
-    """How one kind of public checkpoint is read.
+    """The translation of one kind of public checkpoint.
 
     Attributes:
-        model_type: Of its config.json.
-        architectures: Of its config.json; one of these.
-        denoising: What the published models are decoded with.
-        stock: The stock configuration of a config.json.
-        renames: Patterns and replacements of tensor names, the first that matches is used.
+        model_type, architectures: The config.json's; any of the architectures.
+        denoising: The published models' decoding options.
+        stock: Makes the stock configuration of a config.json.
+        renames: Patterns and replacements of tensor names; the first match is used.
         tokenizer: The stock tokenizer class, where the checkpoint's own needs remote code.
     """
 
@@ -89,7 +89,7 @@ class PublicLayout:
 
 
 def layout_of(path: str) -> tuple[PublicLayout, dict] | None:
-    """The public layout of a folder or Hub id and its config.json; None for any other model."""
+    """Return a folder's or Hub id's public layout and config.json; None for any other model."""
     try:
         config, _ = PreTrainedConfig.get_config_dict(path)
     except (OSError, ValueError):  # no such model: those who load it say so
@@ -102,20 +102,10 @@ def layout_of(path: str) -> tuple[PublicLayout, dict] | None:
 
 
 def stock_model(layout: PublicLayout, config: dict, path: str) -> dict:
-    """Arguments for `from_pretrained(None, ...)`: the stock configuration and renamed tensors.
+    """Return 'config' and 'state_dict' for `from_pretrained(None, ...)` of a stock class.
 
-    One line on standard error says how the checkpoint is decoded unless the user says otherwise.
-
-    Args:
-        layout: The layout of the checkpoint.
-        config: Its config.json.
-        path: Its folder or Hub id.
-
-    Returns:
-        'config' and 'state_dict'. The tensors are mapped from the files, not read.
-
-    Raises:
-        ValueError: The config.json asks for what the stock class does not have.
+    The tensors are memory-mapped from the files of `path`. A line on stderr says how the checkpoint
+    is decoded by default.
     """
     stock = layout.stock(config)
     if dtype := config.get("torch_dtype", config.get("dtype")):
@@ -133,13 +123,13 @@ def stock_model(layout: PublicLayout, config: dict, path: str) -> dict:
 
 
 def read_generation_config(network: PreTrainedModel, path: str) -> None:
-    """Give a network the generation_config.json of its checkpoint, which names its end tokens."""
+    """Give a network its checkpoint's generation_config.json, which names its end tokens."""
     if cached_file(path, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False):
         network.generation_config = GenerationConfig.from_pretrained(path)
 
 
 def tensors(path: str) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of a checkpoint's safetensors files."""
+    """Yield names and tensors of a checkpoint's safetensors files."""
     whole = cached_file(path, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)
     files = [whole]
     if whole is None:
@@ -151,7 +141,7 @@ def tensors(path: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def renamed(name: str, renames: tuple[tuple[str, str], ...]) -> str:
-    """The stock name of a public tensor.
+    """Return the stock name of a public tensor.
 
     >>> renamed("model.transformer.blocks.3.ff_proj.weight", LLADA_NAMES)
     'model.layers.3.mlp.gate_proj.weight'
@@ -164,7 +154,7 @@ def renamed(name: str, renames: tuple[tuple[str, str], ...]) -> str:
 
 
 def unfused(name: str, tensor: Tensor, config: PreTrainedConfig) -> Iterator[tuple[str, Tensor]]:
-    """A tensor by its name, or queries, keys and values that a checkpoint keeps as one tensor."""
+    """Yield a tensor by its name, or the queries, keys and values that it fuses."""
     if ".qkv_proj." not in name:
         yield name, tensor
         return
@@ -175,11 +165,7 @@ def unfused(name: str, tensor: Tensor, config: PreTrainedConfig) -> Iterator[tup
 
 
 def demand(config: dict, **allowed) -> None:
-    """Check that keys of a config.json, where they are given, have values that we can load.
-
-    Raises:
-        ValueError: A key has another value; one line names it.
-    """
+    """Raise ValueError for a key of a config.json whose value the stock class does not support."""
     for key, values in allowed.items():
         values = values if isinstance(values, tuple) else (values,)
         given = config.get(key)
@@ -192,26 +178,24 @@ def demand(config: dict, **allowed) -> None:
 
 
 def shared_keys(config: dict) -> dict:
-    """The keys of a config.json that stock classes read by the same name, RoPE in v5's form."""
-    kept = {key: value for key, value in config.items() if key not in OWN_KEYS}
-    for key in ("torch_dtype", "dtype", "rope_theta", "rope_scaling", "partial_rotary_factor"):
-        kept.pop(key, None)
-    kept.setdefault("rope_parameters", rope(config))
-    return kept
+    """Return the config.json's keys that stock classes share, RoPE in transformers 5's form."""
+    dropped = {*OWN_KEYS, "rope_theta", "rope_scaling", "partial_rotary_factor"}
+    kept = {key: value for key, value in config.items() if key not in dropped}
+    return {"rope_parameters": rope(config), **kept}
 
 
-def rope(config: dict, default: float = 10000.0) -> dict:
-    """RoPE's parameters as transformers 5 has them."""
+def rope(config: dict) -> dict:
+    """Return RoPE's parameters in transformers 5's form."""
     scaling = dict(config.get("rope_scaling") or {})
     kind = scaling.pop("type", None) or scaling.pop("rope_type", None) or "default"
-    found = {"rope_type": kind, "rope_theta": config.get("rope_theta") or default, **scaling}
+    found = {"rope_type": kind, "rope_theta": config.get("rope_theta") or 10000.0, **scaling}
     if config.get("partial_rotary_factor"):
         found["partial_rotary_factor"] = config["partial_rotary_factor"]
     return found
 
 
 def llada(config: dict) -> LlamaConfig:
-    """LLaDA's network is Llama's, with the names of OLMo."""
+    """Return LLaDA's configuration: Llama's network, with the names of OLMo."""
     demand(
         config, block_type="llama", layer_norm_type="rms", activation_type="silu", rope=True,
         layer_norm_with_affine=True, attention_layer_norm=False, alibi=False, include_bias=False,
@@ -235,7 +219,7 @@ def llada(config: dict) -> LlamaConfig:
 
 
 def llada_moe(config: dict) -> Qwen3MoeConfig:
-    """LLaDA-MoE's network is Qwen3-MoE's, under other configuration keys."""
+    """Return LLaDA-MoE's configuration: Qwen3-MoE's network, under other keys."""
     demand(
         config, qk_layernorm=True, moe_router_score_function="softmax",
         moe_router_enable_expert_bias=False, routed_scaling_factor=(1, 1.0),
@@ -268,7 +252,7 @@ def llada_moe(config: dict) -> Qwen3MoeConfig:
 
 
 def llada2(config: dict) -> Glm4MoeConfig:
-    """LLaDA2's network is that of GLM-4-MoE; queries, keys and values are one tensor."""
+    """Return LLaDA2's configuration: GLM-4-MoE's network with fused queries, keys, values."""
     demand(
         config, score_function="sigmoid", use_bias=False, norm_head=False, use_sliding_window=False
     )
@@ -288,7 +272,7 @@ def llada2(config: dict) -> Glm4MoeConfig:
 
 
 def like(stock: type[PreTrainedConfig]) -> Callable[[dict], PreTrainedConfig]:
-    """The configuration of a layout whose keys are a stock class's own."""
+    """Return a layout's `stock` function for keys that are a stock class's own."""
     return lambda config: stock(**shared_keys(config))
 
 
@@ -297,20 +281,23 @@ def _special_tokens(config: dict) -> dict:
     return {name: config.get(name) for name in names}
 
 
+LLADA_LAYER = {  # public and stock names of its parts
+    "attn_norm": "input_layernorm",
+    "ff_norm": "post_attention_layernorm",
+    "([qkv])_proj": r"self_attn.\2_proj",
+    "attn_out": "self_attn.o_proj",
+    "ff_proj": "mlp.gate_proj",
+    "up_proj": "mlp.up_proj",
+    "ff_out": "mlp.down_proj",
+}
 LLADA_NAMES = (
     (r"^model\.transformer\.wte\.", "model.embed_tokens."),
     (r"^model\.transformer\.ln_f\.", "model.norm."),
     (r"^model\.transformer\.ff_out\.", "lm_head."),
-    (r"^model\.transformer\.blocks\.(\d+)\.attn_norm\.", r"model.layers.\1.input_layernorm."),
-    (
-        r"^model\.transformer\.blocks\.(\d+)\.ff_norm\.",
-        r"model.layers.\1.post_attention_layernorm.",
+    *(
+        (rf"^model\.transformer\.blocks\.(\d+)\.{public}\.", rf"model.layers.\1.{stock}.")
+        for public, stock in LLADA_LAYER.items()
     ),
-    (r"^model\.transformer\.blocks\.(\d+)\.([qkv])_proj\.", r"model.layers.\1.self_attn.\2_proj."),
-    (r"^model\.transformer\.blocks\.(\d+)\.attn_out\.", r"model.layers.\1.self_attn.o_proj."),
-    (r"^model\.transformer\.blocks\.(\d+)\.ff_proj\.", r"model.layers.\1.mlp.gate_proj."),
-    (r"^model\.transformer\.blocks\.(\d+)\.up_proj\.", r"model.layers.\1.mlp.up_proj."),
-    (r"^model\.transformer\.blocks\.(\d+)\.ff_out\.", r"model.layers.\1.mlp.down_proj."),
 )
 LLADA2_NAMES = (
     (r"^model\.word_embeddings\.", "model.embed_tokens."),
@@ -320,35 +307,16 @@ LLADA2_NAMES = (
     (r"\.attention\.dense\.", ".self_attn.o_proj."),
     (r"\.mlp\.gate\.expert_bias$", ".mlp.gate.e_score_correction_bias"),
 )
+_QWEN = "Qwen2Tokenizer"
+_DREAM = Denoising(151666, "bidirectional", shifted=True)
+_SDAR = Denoising(151669, "block_causal", 4)
+_MOE = ("LLaDAMoEModelLM", "LLaDAMoEModel")
+_LLADA2 = Denoising(156895, "block_causal")
 LAYOUTS = (
-    PublicLayout(
-        "llada", ("LLaDAModelLM",), Denoising(126336, "bidirectional"), llada, LLADA_NAMES
-    ),
-    PublicLayout(
-        "llada", ("LLaDAMoEModelLM", "LLaDAMoEModel"), Denoising(156895, "bidirectional"), llada_moe
-    ),
-    PublicLayout(
-        "llada2_moe", ("LLaDA2MoeModelLM",), Denoising(156895, "block_causal"), llada2, LLADA2_NAMES
-    ),
-    PublicLayout(
-        "Dream",
-        ("DreamModel", "DreamBaseModel"),
-        Denoising(151666, "bidirectional", shifted=True),
-        like(Qwen2Config),
-        tokenizer="Qwen2Tokenizer",
-    ),
-    PublicLayout(
-        "sdar",
-        ("SDARForCausalLM",),
-        Denoising(151669, "block_causal", 4),
-        like(Qwen3Config),
-        tokenizer="Qwen2Tokenizer",
-    ),
-    PublicLayout(
-        "sdar_moe",
-        ("SDARMoeForCausalLM",),
-        Denoising(151669, "block_causal", 4),
-        like(Qwen3MoeConfig),
-        tokenizer="Qwen2Tokenizer",
-    ),
+    PublicLayout("llada", ("LLaDAModelLM",), Denoising(126336), llada, LLADA_NAMES),
+    PublicLayout("llada", _MOE, Denoising(156895), llada_moe),
+    PublicLayout("llada2_moe", ("LLaDA2MoeModelLM",), _LLADA2, llada2, LLADA2_NAMES),
+    PublicLayout("Dream", ("DreamModel", "DreamBaseModel"), _DREAM, like(Qwen2Config), (), _QWEN),
+    PublicLayout("sdar", ("SDARForCausalLM",), _SDAR, like(Qwen3Config), (), _QWEN),
+    PublicLayout("sdar_moe", ("SDARMoeForCausalLM",), _SDAR, like(Qwen3MoeConfig), (), _QWEN),
 )

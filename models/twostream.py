@@ -1,13 +1,13 @@
 """Two-stream (any-subset) networks: content and query tokens in one forward.
 
 Source: AS-ARM (arXiv 2504.20456), section 4 and appendix D. The content stream holds the tokens; a
-query predicts the token of one position. One interface for two kinds of network:
+query predicts the token of one position. One interface serves two kinds of network:
 
 - any Llama, Qwen2 or Qwen3 style causal LM (`models.diffusion.from_causal_lm` adds a mask token): a
   query is one more input, a mask token at the position that it predicts, under the attention
-  pattern `draft_blocks` with blocks of one token. No other token attends to a query, so queries do
-  not change the content; a query attends to itself, so attention is defined without a prompt. The
-  class remains that of transformers, and so does every export.
+  pattern `draft_blocks` with blocks of one token. No other token attends to it, so the content is
+  unchanged; it attends to itself, so attention is defined without a prompt. The class, and every
+  export, remains that of transformers.
 - XLNet, which has a query stream of its own (`perm_mask`, `target_mapping`).
 """
 
@@ -16,44 +16,29 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 from transformers import PreTrainedModel
 
-from models.attention import attention_mask
+from models.attention import masked_inputs
 from models.masks import Layout, dense, draft_blocks
 
 
 def joint_logits(network: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
-    """Logits of every position given the tokens before it in the order, in one forward.
+    """Return logits [B, N, V] of every position given the tokens before it in the order.
 
-    Args:
-        network: a two-stream causal LM, or XLNet.
-        batch: samples of `data.corruption.orders.two_streams` ([B, 2N] each), and masked: bool
-            [B, N], the positions to predict.
-
-    Returns:
-        Logits [B, N, V]; meaningful at masked positions only.
-
-    Raises:
-        ValueError: as `xlnet_logits` does.
+    They are meaningful at masked positions only. `batch` has samples of
+    `data.corruption.orders.two_streams` ([B, 2N] each), and masked, bool [B, N]: where to predict.
     """
     N = batch["input_ids"].shape[1] // 2
-    layout = Layout(batch["document"], batch["index"], batch["block"])
     if is_xlnet(network):
-        content = layout.map(lambda t: t[:, :N])
-        seen = dense(draft_blocks, content)[:, 0]
+        content = Layout(batch["document"], batch["index"], batch["block"])
+        seen = dense(draft_blocks, content.map(lambda t: t[:, :N]))[:, 0]
         everywhere = batch["position_ids"][:, N:]
         return xlnet_logits(network, batch["input_ids"][:, :N], seen, everywhere, batch["masked"])
-    return network(
-        input_ids=batch["input_ids"],
-        position_ids=batch["position_ids"],
-        attention_mask=attention_mask(draft_blocks, layout, network.config._attn_implementation),
-        use_cache=False,
-        logits_to_keep=N,
-    ).logits
+    return network(**masked_inputs(network, batch, draft_blocks), logits_to_keep=N).logits
 
 
 def xlnet_logits(
     network: PreTrainedModel, ids: Tensor, seen: Tensor, positions: Tensor, asked: Tensor
 ) -> Tensor:
-    """Logits of XLNet's query stream.
+    """Return logits [B, Q, V] of XLNet's query stream.
 
     Args:
         network: XLNet.
@@ -63,12 +48,9 @@ def xlnet_logits(
         positions: different positions to predict [B, Q].
         asked: bool [B, Q], the queries whose logits are used.
 
-    Returns:
-        Logits [B, Q, V].
-
     Raises:
-        ValueError: for a used query without any key. XLNet's softmax would then be over all
-            tokens, future ones included.
+        ValueError: for a used query without any key, which would attend to all tokens, future ones
+            too.
     """
     seen = seen & ~torch.eye(ids.shape[1], dtype=torch.bool, device=ids.device)
     check_prompt(network, seen.any(-1).gather(1, positions) | ~asked)
@@ -81,20 +63,12 @@ def xlnet_logits(
 
 
 def is_xlnet(network: PreTrainedModel) -> bool:
-    """True for transformers' XLNet, which implements two streams itself."""
+    """Return True for transformers' XLNet, which implements two streams itself."""
     return network.config.model_type == "xlnet"
 
 
 def check_prompt(network: PreTrainedModel, sees: Tensor) -> None:
-    """Check that every query of XLNet has a key; other networks need none.
-
-    Args:
-        network: any two-stream network.
-        sees: bool, any shape, whether a query attends to any token.
-
-    Raises:
-        ValueError: for a query of XLNet without any key.
-    """
+    """Raise ValueError if a query of XLNet sees no token; bool `sees` says which do."""
     if is_xlnet(network) and not sees.all():
         raise ValueError(
             "XLNet needs a prompt of at least one token: a query without any key attends to all "

@@ -9,55 +9,66 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 SHOWN = 3  # keys that a message names
 DEEPEST = 10_000  # layers
+GGUF = ".gguf"
 
 
 @contextmanager
 def one_line(what: str, path: str) -> Iterator[None]:
-    """A context that turns any library's error into one line.
-
-    Args:
-        what: What is loaded, such as 'a MAR'.
-        path: From where.
-
-    Raises:
-        ValueError: Whatever was raised inside; the line names `what` and the path.
-    """
+    """Turn any library's error in the context into a ValueError of one line, naming the path."""
     try:
         yield
-    except Exception as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        if not Path(path).exists():
-            reason = f"there is no such folder or file. {reason}"
-        raise ValueError(f"cannot load {what} from {path!r}: {reason}") from error
+    except Exception as error:  # each library has its own; a user needs one line
+        raise ValueError(f"cannot load {what} from {path!r}: {why(error, path)}") from error
+
+
+def why(error: Exception, path: str) -> str:
+    """Return why transformers cannot load a folder or Hub id, in one line."""
+    if looks_local(path) and not Path(path).exists():
+        return "there is no such folder"
+    # In place of the libraries' own advice.
+    if "trust_remote_code=True" in str(error):
+        return "it brings code of its own: read it, and allow it with trust_remote_code=true"
+    if "above report" in str(error):
+        return "its config.json and its weights are of different sizes"
+    if "weights_only" in str(error):
+        return "its weights are a pickle that asks for more than tensors: get them as safetensors"
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def looks_local(path: str) -> bool:
+    """Return whether a path is local: Hub ids have one slash at most and no leading dot."""
+    here = path.startswith((".", "/", "~")) or path.endswith(GGUF)
+    return here or path.count("/") != 1 or Path(path).exists()
+
+
+def load_own(
+    kind: type[PreTrainedModel], what: str, path: str, dtype: str | torch.dtype
+) -> PreTrainedModel:
+    """Return a network of one of our classes, in evaluation mode, with its tensors checked."""
+    with one_line(what, path):
+        network, found = kind.from_pretrained(path, dtype=dtype, output_loading_info=True)
+        check_complete(network, found)
+        if Path(path).exists():
+            check_finite(network)
+        return network
 
 
 def check_depth(config: Mapping) -> None:
-    """Check the layers of a configuration, which are made before any weight is read.
-
-    Args:
-        config: What a config.json holds.
-
-    Raises:
-        ValueError: More than any network has, or none.
-    """
+    """Check the number of layers in a config.json, which are made before any weight is read."""
     depth = config.get("num_hidden_layers", 1)
     if type(depth) is not int or not 0 < depth <= DEEPEST:
         raise ValueError(f"num_hidden_layers={depth} is not allowed: at least 1, at most {DEEPEST}")
 
 
 def check_complete(network: nn.Module, found: Mapping[str, Collection]) -> None:
-    """Check that a checkpoint has all of the network's tensors and no others.
+    """Check that a checkpoint has all of the network's tensors and no others; tied ones count once.
 
-    Args:
-        network: The loaded one; a tensor that two names share needs to be stored once.
-        found: What `from_pretrained(..., output_loading_info=True)` returns beside the network.
-            Keys that a class declares itself (tied weights, keys to ignore) are not in it.
-
-    Raises:
-        ValueError: Tensors are missing, unexpected or of another size; one line names them.
+    `found` is the loading info of `from_pretrained(..., output_loading_info=True)`, which leaves
+    out keys that a class declares itself (tied weights, keys to ignore).
     """
     weights = dict(network.named_parameters(remove_duplicate=False))
     missing = set(found.get("missing_keys", ()))
@@ -78,14 +89,7 @@ def check_complete(network: nn.Module, found: Mapping[str, Collection]) -> None:
 
 
 def check_finite(network: nn.Module) -> None:
-    """Check that all weights are finite numbers; reads all of them once.
-
-    Args:
-        network: The loaded one; tensors on the device 'meta' are passed over.
-
-    Raises:
-        ValueError: A tensor with a number that is not finite; one line names it.
-    """
+    """Check that all weights, except those on the device 'meta', are finite numbers."""
     for name, weight in network.named_parameters():
         # isfinite knows no 8-bit floats, and those can hardly overflow unseen.
         known = weight.is_floating_point() and weight.element_size() > 1 and not weight.is_meta

@@ -18,14 +18,8 @@ class CachedXLNet:
     """XLNet, callable like a causal LM; an input of id `mask_id` is a query.
 
     A query is embedded as XLNet's query vector. The attention mask must hide the cache slots of
-    queries (XLNet's queries have no keys), and leave every input at least one key.
-
-    Args:
-        network: transformers' XLNet.
-        mask_id: id of the mask token.
-
-    Raises:
-        ValueError: for a unidirectional XLNet (attn_type='uni').
+    queries (XLNet's queries have no keys), and leave every input at least one key. The network must
+    be bidirectional (attn_type='bi').
     """
 
     def __init__(self, network: XLNetLMHeadModel, mask_id: int):
@@ -48,7 +42,7 @@ class CachedXLNet:
         logits_to_keep: Tensor,
         use_cache: bool = True,
     ) -> SimpleNamespace:
-        """One forward with the cache.
+        """Return an object with `logits` [B, keep, V], of one forward; it always uses the cache.
 
         Args:
             input_ids: [B, Q].
@@ -56,10 +50,6 @@ class CachedXLNet:
             position_ids: [B, Q].
             past_key_values: the cache; its first layer holds positions, the others keys and values.
             logits_to_keep: indices of the inputs whose logits are computed.
-            use_cache: ignored; the cache is always used.
-
-        Returns:
-            An object with `logits` [B, keep, V].
         """
         body = self.network.transformer
         if self._reach < past_key_values.capacity:
@@ -93,5 +83,5 @@ class CachedXLNet:
 
 
 def _heads(h: Tensor, weight: Tensor) -> Tensor:
-    """The projection of h [..., T, width] to heads, [..., heads, T, head size]."""
+    """Return the projection of h [..., T, width] to heads, [..., heads, T, head size]."""
     return torch.einsum("...th,hnd->...ntd", h, weight)

@@ -18,8 +18,9 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
-from decoding.commands.claim import LOCK
-from decoding.commands.cli import main, parse
+from recipes.command import main
+from recipes.folders import LOCK
+from recipes.options import parse
 from tests.support.lab import Lab
 from tests.support.runs import same_run
 

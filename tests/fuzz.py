@@ -22,9 +22,9 @@ from pathlib import Path
 
 import torch
 
-from decoding.commands.cli import parse
-from decoding.commands.options import Options, option
-from decoding.commands.recipes import defaults, paths
+from data.arguments import Count, Seed
+from recipes.compose import defaults, paths
+from recipes.options import Options, option, parse
 from tests.chaos import prepared
 from tests.support.lab import Lab
 from tests.trainers.test_cspd import fitted
@@ -45,8 +45,8 @@ ODD = (
 class Fuzz(Options):
     """Draw inputs of every command."""
 
-    inputs: int = option(1000, "how many", least=1)
-    seed: int = option(0, "of what is drawn")
+    inputs: Count = option(1000, "how many")
+    seed: Seed = option(0, "of what is drawn")
 
 
 def commands(lab: Lab) -> dict[str, tuple[list[str], list[str]]]:
@@ -63,16 +63,12 @@ def commands(lab: Lab) -> dict[str, tuple[list[str], list[str]]]:
     found = {
         "decoding.generate": [f"model={drafter}", "prompt=self", "max_new_tokens=4"],
         "decoding.bench.text": [f"model={drafter}", *texts, "temperatures=[0]"],
-        "decoding.bench.limits": [f"model={drafter}", *texts],
         "decoding.bench.denoise": [f"model={graph}", *texts, "temperatures=[0]"],
         "decoding.bench.infill": [f"model={infilling}", *windows],
         "decoding.bench.images": [f"model={images}", *few, "gammas=[1]", "prefills=[0.5]"],
         "decoding.bench.fid": [f"model={images}", "real=digits", "features=digits", "samples=4"],
         "decoding.images": [f"model={images}", "classes=[1]", "count=1"],
         "decoding.bench.heldout_loss": [f"model={target}", f"source={lab.corpus}", "rows=2"],
-        "decoding.bench.jacobi_sweep": [f"model={target}", *texts],
-        "decoding.bench.batching": [f"model={target}", *texts],
-        "decoding.bench.jacobi_picture": [f"model={target}", "prompt=self", "max_new_tokens=4"],
         "decoding.calibrate": [f"model={drafter}", f"answers={lab.runs / 'deer_answers'}", *texts],
         "trainers.export": [f"run={lab.runs / 'deer_stage1'}"],
     }

@@ -15,8 +15,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from data.rows.trajectories import Answer, interleave
-from decoding.commands.cli import main, parse
-from decoding.commands.recipes import compose
+from recipes.command import main
+from recipes.compose import compose
+from recipes.options import parse
 from trainers.base import Optimization
 from trainers.losses.diffusion import token_nll
 from trainers.losses.pcllm import progressive_consistency

@@ -14,12 +14,15 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Annotated, Literal
 
 import psutil
+from pydantic import Field
 
+from data.arguments import Seed, Several
 from decoding import SamplingParams, load
-from decoding.commands.cli import main, parse
-from decoding.commands.options import Options, option
+from recipes.command import main
+from recipes.options import Options, option, parse
 from tests.chaos import prepared
 
 RUN = ("deer_stage2", "trainer.max_steps=1000000000", "trainer.checkpoint_every=50",
@@ -31,9 +34,9 @@ SLACK = 1.02  # of memory: allocators keep a few pages
 class Soak(Options):
     """Watch a training and a decoding process."""
 
-    minutes: float = option(60.0, "of each", least=0.1)
-    what: tuple[str, ...] = option(("fit", "decode"), "runs", choices=("fit", "decode"))
-    seed: int = option(0, "of the requests")
+    minutes: Annotated[float, Field(ge=0.1)] = option(60.0, "of each")
+    what: Several[Literal["fit", "decode"]] = option(("fit", "decode"), "runs")
+    seed: Seed = option(0, "of the requests")
 
 
 def run(argv: list[str]) -> None:

@@ -18,13 +18,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = {"trainers": 4, "decoding": 3, "models": 2, "data": 1}
+PACKAGES = {"trainers": 4, "decoding": 3, "recipes": 2, "models": 1, "data": 1}
 INDEPENDENT = [{"models", "data"}]  # packages that must not import each other
 HEAVY = {"pytorch_lightning", "lightning", "deepspeed", "accelerate", "wandb", "hydra", "omegaconf"}
 HEAVY |= {"torch.distributed"}
 LAYERS_OF_DECODING = [  # a package of decoding/ imports from those before it, and from itself
-    {"commands", "engine"},
-    {"external", "entry"},
+    {"report", "engine"},
+    {"external", "method"},
     {"drafting", "any_subset", "masked", "continuous"},
     {"samplers"},
     {"loading"},
@@ -33,14 +33,14 @@ LAYERS_OF_DECODING = [  # a package of decoding/ imports from those before it, a
     {"bench", "lm_eval"},
 ]
 LAYERS_OF_DATA = [
-    {"files", "spool", "vae"},
+    {"arguments", "files", "vae"},
     {"corpora"},
     {"text"},
     {"corruption"},
     {"rows", "images"},
 ]
-# Only the commands that compose recipes may need Hydra, and only in decoding/.
-COMPOSES = {"decoding/commands", "decoding/collect.py"}
+# Only what composes recipes may need Hydra.
+COMPOSES = {"recipes/compose.py", "recipes/inputs.py", "decoding/collect.py"}
 LAZY = {"datasets"}  # there only inside functions
 SHARED_LOSSES = {"diffusion", "ar", "acceptance"}  # pieces of several methods, not methods
 KNOWN_METHODS = {"asarm", "assd", "deer", "pcllm", "jacobi", "spiffy", "cspd"}
@@ -77,7 +77,7 @@ def within(name, module):
 
 
 def upward_imports(root):
-    """Imports upwards, between strangers, and of recipes or tests."""
+    """Imports upwards, between strangers, and of tests."""
     found = []
     for path in sources(root):
         here = path.relative_to(root).parts[0]
@@ -85,7 +85,7 @@ def upward_imports(root):
             there = name.partition(".")[0]
             up = PACKAGES.get(there, 0) > PACKAGES[here]
             stranger = here != there and any({here, there} <= pair for pair in INDEPENDENT)
-            if up or stranger or there in ("recipes", "tests"):
+            if up or stranger or there == "tests":
                 found.append(f"{path.relative_to(root)} imports {name}")
     return found
 
@@ -194,7 +194,7 @@ def small_tree(root, **files):
         "trainers__deer": "from trainers.base import BaseModule\nfrom trainers.losses import deer",
         "trainers__base": "import pytorch_lightning\nfrom decoding.engine import sampler",
         "decoding__samplers__deer": "from decoding.engine import verify\nfrom models import masks",
-        "decoding__commands__recipes": "import hydra",
+        "recipes__compose": "import hydra",
         "models__masks": "import torch",
         "data__corpora__sources": "def read():\n    import datasets\n    return datasets",
     } | files
@@ -212,11 +212,12 @@ def test_a_clean_tree_passes(check, tmp_path):
 
 VIOLATIONS = [
     (upward_imports, "decoding__engine__x", "from trainers import base"),
-    (upward_imports, "data__text__x", "import decoding.commands.cli"),
+    (upward_imports, "data__text__x", "import recipes.values"),
     (upward_imports, "models__x", "def f():\n    from decoding import cli"),
     (upward_imports, "models__x", "from data.corruption.draft_blocks import DraftBlocks"),
     (upward_imports, "data__text__x", "import models"),
-    (upward_imports, "trainers__x", "import recipes"),
+    (upward_imports, "recipes__x", "def f():\n    from decoding import loading"),
+    (upward_imports, "recipes__x", "import trainers.base"),
     (upward_imports, "decoding__engine__x", "from tests.support import tiny"),
     (heavy_imports, "decoding__samplers__x", "import pytorch_lightning as pl"),
     (wrong_layers, "decoding__engine__x", "from decoding.drafting import tree"),
@@ -225,6 +226,7 @@ VIOLATIONS = [
     (wrong_layers, "data__text__x", "from data.rows.packing import pack"),
     (unknown_parts, "decoding__helpers", "import torch"),
     (unknown_parts, "data__things__x", "import torch"),
+    (heavy_imports, "recipes__options", "import omegaconf"),
     (heavy_imports, "decoding__loading", "def f():\n    import hydra"),
     (heavy_imports, "decoding__generate", "from omegaconf import OmegaConf"),
     (heavy_imports, "models__x", "import torch.distributed as dist"),
@@ -272,6 +274,7 @@ UNWANTED = [
 def test_decoding_needs_no_training_library():
     samplers = [p.stem for p in (ROOT / "decoding" / "samplers").glob("*.py")]
     code = "import decoding, decoding.loading, models.diffusion, data.text.tokenizer\n"
+    code += "import recipes.values, recipes.options\n"
     code += "\n".join(f"import decoding.samplers.{s}" for s in samplers if s != "__init__")
     loaded = loaded_by(code).split()
     assert "decoding.samplers.deer" in loaded
@@ -279,7 +282,7 @@ def test_decoding_needs_no_training_library():
 
 
 def test_a_training_library_would_be_seen():
-    assert "hydra" in loaded_by("import decoding.commands.recipes").split()
+    assert "hydra" in loaded_by("import recipes.compose").split()
 
 
 def untracked_or_unlinted(root):
@@ -311,7 +314,7 @@ def test_an_ignored_file_would_be_seen(tmp_path):
 SHADOWED = "from decoding import load; print(load.__module__)"
 
 
-@pytest.mark.parametrize("name", ["data", "models"])
+@pytest.mark.parametrize("name", ["data", "models", "recipes"])
 def test_a_folder_that_hides_a_package_is_named(name, tmp_path):
     (tmp_path / name).mkdir()
     (tmp_path / name / "__init__.py").write_text("")
@@ -327,7 +330,7 @@ def test_a_folder_that_hides_a_package_is_named(name, tmp_path):
 
 
 def test_other_folders_that_hide_nothing_are_left_alone(tmp_path):
-    (tmp_path / "recipes").mkdir()  # recipes are read by their path, not imported
+    (tmp_path / "recipes").mkdir()  # no package, so it hides none
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     run = partial(subprocess.run, cwd=tmp_path, env=env, capture_output=True, text=True)
     done = run([sys.executable, "-c", "import trainers; print('imported')"])

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from decoding.commands.cli import parse
-from decoding.commands.recipes import compose
 from docs.figures.speedup import WAYS, tokens_per_second
+from recipes.compose import compose
+from recipes.options import parse
 from tests.test_architecture import LAYERS_OF_DECODING
 
 ROOT = Path(__file__).parents[1]
@@ -21,7 +21,7 @@ ADDED_BY_A_METHOD = re.compile(r"foo\.(py|yaml)$")
 
 def code(text):
     """The lines of a page's code blocks; a line that ends in a backslash goes on."""
-    blocks = re.findall(r"```\w*\n(.*?)```", text, re.DOTALL)
+    blocks = re.findall(r"^```[^\n]*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     return "\n".join(blocks).replace("\\\n", " ").splitlines()
 
 
@@ -29,7 +29,7 @@ def commands(text):
     """(module, arguments) of every `python -m` of a page's code blocks."""
     for line in code(text):
         _, dash, rest = line.partition("python -m ")
-        if dash and not line.lstrip().startswith("#"):
+        if dash and "${" not in line and not line.lstrip().startswith("#"):
             module, *arguments = shlex.split(rest, comments=True)
             yield module, arguments
 

@@ -13,10 +13,10 @@ from decoding.bench.images import ImageBench
 from decoding.bench.infill import InfillBench
 from decoding.bench.text import Bench
 from decoding.calibrate import Calibrate
-from decoding.commands.cli import parse
-from decoding.commands.recipes import compose, run_folder
+from recipes.compose import compose, run_folder
+from recipes.options import parse
 from trainers.export import Export
-from trainers.taught import TEACHER_LOSSES
+from trainers.soft_targets import TEACHER_LOSSES
 
 ROOT = Path(__file__).parents[1]
 MEASURES = {
@@ -48,7 +48,6 @@ LABS = (
     "lab-deer-layouts",
     "lab-pcllm",
     "lab-pcllm-ablations",
-    "lab-pcllm-losses",
     "lab-asarm",
     "lab-asarm-trees",
     "lab-cspd",
@@ -85,17 +84,6 @@ def test_an_ablation_of_the_mask_changes_it():
     assert ic == {"nc_ic_4": 4, "cllm": 1}
     assert rounds["cllm"].data.corruption.state == "any"  # at one block a window Eq. 7 has no noise
     assert rounds["nc_ic_4"].module.window == rounds["linear_4"].module.window == 4
-
-
-def test_every_reading_of_pcllm_s_loss_is_another():
-    fits = [compose(a, "fit") for module, a in commands("lab-pcllm-losses") if "fit" in module]
-    rounds = {c.name: c for c in fits if c.recipe == "pcllm_round1"}
-    forms = {
-        (c.module.get("teacher_context"), c.module.get("span"), c.data.corruption.get("state"))
-        for c in rounds.values()
-    }
-    assert len(forms) == len(rounds) == 5
-    assert (None, None, None) in forms  # what the others are compared with
 
 
 def test_an_ablation_of_the_loss_changes_it():

@@ -18,8 +18,8 @@ from hydra.utils import get_object
 from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from decoding.commands.recipes import RECIPES, build, compose, names
 from models.dflash_init import from_target
+from recipes.compose import RECIPES, build, compose, names
 from tests.support import tiny
 from trainers.base import Optimization
 

@@ -4,6 +4,7 @@ import ast
 import inspect
 import re
 import textwrap
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from data.text.prompts import prompt_set
-from decoding.commands.recipes import RECIPES, compose, names
-from trainers.base import Optimization
+from recipes.compose import RECIPES, compose, names
+from recipes.settings import Optimization, Trainer
+from trainers.lora import add_lora
 
 COMMAND = {r: OmegaConf.load(RECIPES / "recipe" / f"{r}.yaml").command for r in names("recipe")}
 SCALES = {r: list(OmegaConf.load(RECIPES / "recipe" / f"{r}.yaml").scales) for r in COMMAND}
@@ -20,18 +22,19 @@ CASES = [(recipe, scale) for recipe in COMMAND for scale in SCALES[recipe]]
 # What the commands hand to a target beside its own keys.
 GIVEN = {"tokenizer", "folder", "network", "optimization", "target"}
 # Nodes that are handed on whole, and what takes them.
-WHOLE = {"optimization": Optimization, "prompts": prompt_set}
+WHOLE = {"optimization": Optimization, "lora": add_lora, "prompts": prompt_set}
 SOURCES = {
     "fit": [
         "trainers/fit.py",
         "trainers/runs/callbacks.py",
         "trainers/runs/resume.py",
-        "decoding/commands/inputs.py",
+        "recipes/inputs.py",
+        "recipes/compose.py",
     ],
     "collect": [
         "decoding/collect.py",
-        "decoding/commands/inputs.py",
-        "decoding/commands/recipes.py",
+        "recipes/inputs.py",
+        "recipes/compose.py",
     ],
 }
 ROOT = Path(__file__).parents[1]
@@ -116,8 +119,7 @@ def test_recipe_composes_binds_and_is_read(recipe, scale):
     assert found
     for node in found.values():
         check_target(node)
-    raw = (RECIPES / "recipe" / f"{recipe}.yaml").read_text()
-    raw += (RECIPES / f"{command}.yaml").read_text()
+    raw = "${runs}" + (RECIPES / "recipe" / f"{recipe}.yaml").read_text()
     assert unread(config, raw, command) == []
 
 
@@ -128,10 +130,8 @@ def test_recipe_says_how_it_is_launched(recipe):
 
 
 def test_the_checks_can_fail():
-    config = compose(["recipe=deer_stage2", "+trainer.dead=1"], "fit")
-    assert unread(config, "${runs}${target}${drafter}${answers}${layout}", "fit") == [
-        "trainer.dead"
-    ]
+    config = compose(["recipe=deer_stage2", "+dead=1"], "fit")
+    assert unread(config, "${runs}${target}${drafter}${answers}${layout}", "fit") == ["dead"]
     with pytest.raises(AssertionError, match="takes no"):
         check_target(
             OmegaConf.create({"_target_": "models.causal.pretrained", "path": "x", "pth": 1})
@@ -213,7 +213,7 @@ class TestMistakes:
         ("data.corruption=null", "data.corruption", None),
         ("data.corruption={anchors: 3}", "data.corruption.anchors", 3),
         ("data.corruption={anchors: 3}", "data.corruption.length", 8),
-        ("+trainer.extra=[1,{a: x}]", "trainer.extra", [1, {"a": "x"}]),
+        ("+extra=[1,{a: x}]", "extra", [1, {"a": "x"}]),
         ("~module.soft", "module.soft", None),
     ],
 )
@@ -253,8 +253,8 @@ def test_help_without_a_recipe_lists_what_there_is(flag, capsys):
     for group in ("recipe", "scale", "strategy"):
         for name in names(group):
             assert (f"  {name} " in page) == (group != "recipe" or COMMAND[name] == "fit")
-    assert "trainer.max_steps=1000  (int)" in page
-    assert comment_of("fit.yaml", "micro_batch_size") in " ".join(page.split())
+    assert "trainer.max_steps=1000  (int or null)" in page
+    assert fields(Trainer)[3].metadata["help"] in " ".join(page.split())
     assert "deer_answers" in shown(capsys, flag, command="collect")
 
 

@@ -63,10 +63,7 @@ COMMANDS = {
     "decoding.bench.heldout_loss": ["model={}"],
     "decoding.bench.infill": ["model={}"],
     "decoding.bench.denoise": ["model={}"],
-    "decoding.bench.jacobi_picture": ["model={}", "prompt=abc"],
-    "decoding.bench.jacobi_sweep": ["model={}"],
-    "decoding.bench.batching": ["model={}"],
-    "decoding.bench.pass_at_1": ["model={}", "problems=problems.jsonl", "execute=true"],
+    "decoding.bench.pass_at_1": ["model={}", "problems=problems.jsonl", "execute=unsafe"],
     "decoding.collect": ["recipe=deer_answers", "scale=small", "target={}"],
     "trainers.fit": ["recipe=diffusion_adapt", "scale=small", "target={}"],
 }

@@ -9,7 +9,7 @@ from trainers.losses.ar import next_token, next_token_weight
 
 
 class Autoregressive(BaseModule):
-    """Training module of causal LMs: next-token loss, without attention across documents."""
+    """The module of causal LMs: next-token loss, without attention across documents."""
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
         return next_token_weight(batch["document"], batch["trained"])

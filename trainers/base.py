@@ -1,13 +1,12 @@
 """`BaseModule`, the Lightning module that every method's training module extends.
 
-A method supplies unreduced losses and weights. `BaseModule` sums both over the whole global batch,
-so the gradient does not depend on how a batch is split over ranks or accumulation steps.
+It sums a method's unreduced losses and weights over the whole global batch, so the gradient does
+not depend on how a batch is split over ranks or accumulation steps.
 """
 
 import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytorch_lightning as pl
@@ -21,70 +20,11 @@ from decoding.engine.sampler import Sampler
 from decoding.loading import check_tokenizers, load_tokenizer
 from models import causal
 from models.placement import place
+from recipes.settings import Optimization
 from trainers.publishing import export_check
 
-# What a module may need of its target in training (`BaseModule.needs_target`).
+# Outputs of the target that training may read (`BaseModule.needs_target`).
 DISTRIBUTIONS, HIDDEN_STATES = "distributions", "hidden_states"
-
-
-@dataclass
-class Optimization:
-    """The settings of AdamW and of its learning-rate schedule.
-
-    Attributes:
-        lr: The peak learning rate.
-        beside_lr: That of what is trained beside the network, such as a drafter's Markov head,
-            which begins at 0 and has further to go; None: `lr`.
-        weight_decay: Of matrices; vectors (norms, biases) have none.
-        betas: AdamW's two decay rates.
-        warmup_steps: Optimizer steps until the peak rate.
-        schedule: A name of `transformers.get_scheduler`.
-        shorten_warmup: Whether a warm-up longer than a fifth of the run becomes that fifth, so
-            that a short run reaches its full rate too.
-        ema: Decay of an exponential moving average of the weights, which is then what validations
-            measure and what is exported; None: there is none.
-
-    Raises:
-        ValueError: A decay outside its range.
-    """
-
-    lr: float
-    beside_lr: float | None = None
-    weight_decay: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    warmup_steps: int = 100
-    schedule: str = "cosine"
-    shorten_warmup: bool = False
-    ema: float | None = None
-
-    def __post_init__(self):
-        if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
-            raise ValueError(
-                f"optimization.betas={list(self.betas)} is not allowed: give two numbers in [0, 1)"
-            )
-        if self.ema is not None and not 0 < self.ema < 1:
-            raise ValueError(f"optimization.ema={self.ema} is not allowed: it must be in (0, 1)")
-
-    def warmup(self, steps: int) -> int:
-        """The length of the warm-up in a run.
-
-        Args:
-            steps: Optimizer steps of the whole run.
-
-        Returns:
-            Optimizer steps of the warm-up.
-
-        Raises:
-            ValueError: The warm-up would not end before the run, and may not be shortened.
-        """
-        if self.shorten_warmup:
-            return min(self.warmup_steps, steps // 5)
-        if self.warmup_steps >= steps:
-            raise ValueError(
-                f"optimization.warmup_steps={self.warmup_steps} must be less than "
-                f"trainer.max_steps={steps} (optimization.shorten_warmup=true makes it a fifth)"
-            )
-        return self.warmup_steps
 
 
 class BaseModule(pl.LightningModule):
@@ -99,19 +39,14 @@ class BaseModule(pl.LightningModule):
         network: The model to train.
         tokenizer: The network's tokenizer; None for models of no language.
         optimization: The settings of the optimizer and its schedule.
-        target: The model that a drafter drafts for (None for others); it is not trained or saved.
+        target: The model that a drafter drafts for, not trained or saved; None for others.
 
     Attributes:
-        hooked: Whether hooks of each step change the network's forward, so that it may neither be
-            compiled nor computed again; a property where it depends on settings.
-        exports_weights: False where an export only names the model that it is for, as its target.
-        needs_target: What training reads of the target, of DISTRIBUTIONS and HIDDEN_STATES; a
-            property where it depends on settings. Empty: the target is loaded only to decode with
-            it.
+        exports_weights: False where an export only names its model, as its target.
+        needs_target: The outputs of the target that training reads (DISTRIBUTIONS, HIDDEN_STATES).
     """
 
     exports_weights = True
-    hooked = False
     needs_target: frozenset[str] = frozenset()
 
     def __init__(
@@ -136,56 +71,30 @@ class BaseModule(pl.LightningModule):
         return self._target[0]
 
     def attach_target(self, target: PreTrainedModel | None) -> None:
-        """Give the module its target, which is neither trained nor saved.
-
-        Args:
-            target: The model to draft for, or None.
-        """
+        """Give the module its target, which is neither trained nor saved."""
         self._target = (target,)  # in a tuple, so that it is no submodule
 
     @classmethod
     def load_target(cls, name: str, dtype: str, device_map: str | None = None) -> PreTrainedModel:
-        """The target that this kind of module drafts for, frozen and in evaluation mode.
+        """Load the target (a folder or Hub id) of this kind of module, frozen, to evaluate.
 
-        Args:
-            name: A folder or Hub id.
-            dtype: Of its weights, such as 'bfloat16'.
-            device_map: Spreads it over devices (`models.placement.loading_options`); None: it is
-                whole, on the network's device.
-
-        Returns:
-            The model.
-
-        Raises:
-            ValueError: The target cannot be loaded; one line says why.
+        `device_map` spreads it over devices (`models.placement.loading_options`).
         """
         return causal.load(name, dtype=dtype, device_map=device_map).eval().requires_grad_(False)
 
     def check_target(self, name: str, recipe: str) -> None:
-        """Check that the module can draft for a target, without reading its weights.
-
-        Args:
-            name: The target's folder or Hub id.
-            recipe: The recipe that the drafter is of, for the message.
-
-        Raises:
-            ValueError: The target has another tokenizer, or cannot be read.
-        """
+        """Raise ValueError if the module cannot draft for a target; its weights are not loaded."""
         if self.tokenizer is not None:
             check_tokenizers(load_tokenizer(name), fingerprint(self.tokenizer), name, recipe)
 
     def on_fit_start(self) -> None:
-        """Bring the target to the network's device."""
+        """Move the target to the network's device."""
         self.network.train()  # a loaded one comes in evaluation mode
         if self.target is not None:
             place(self.target, self.device)
 
     def configure_model(self) -> None:
-        """Split the network over the processes, if the strategy does.
-
-        Raises:
-            ValueError: Averaged weights under a strategy that shards.
-        """
+        """Split the network over the processes, if the strategy does."""
         strategy = self.trainer.strategy
         if hasattr(strategy, "shard"):
             if self.average is not None:
@@ -196,80 +105,45 @@ class BaseModule(pl.LightningModule):
             strategy.shard(self.network, self.trainer.precision)
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
-        """The weights that `losses` returns, computed without a forward.
-
-        Args:
-            batch: One micro-batch.
-
-        Returns:
-            The weight of every loss term, of any shape; 0 where there is nothing to learn.
-        """
+        """Return the weights that `losses` returns, without a forward; 0: nothing to learn."""
         raise NotImplementedError
 
     def losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """The unreduced loss and its weights, of one forward.
+        """Return the unreduced loss of a micro-batch and its weights, of equal shape.
 
-        Args:
-            batch: One micro-batch.
-
-        Returns:
-            (loss, weight), of equal shape. The loss of a step is sum(loss * weight) / sum(weight)
-            over its whole global batch.
+        The loss of a step is sum(loss * weight) / sum(weight) over its whole global batch.
         """
         raise NotImplementedError
 
     def evaluate(self, batch: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-        """The validation metrics of one batch.
+        """Return the validation metrics of a batch of held-out rows: {name: (sum, total)}.
 
-        Args:
-            batch: One batch of held-out rows.
-
-        Returns:
-            {name: (sum, total)}, scalars that are added up over batches and ranks; the metric
-            `val_<name>` is their ratio.
+        Scalars are added up over batches and ranks; the metric `val_<name>` is their ratio.
         """
         loss, weight = self.losses(batch)
         return {"loss": ((loss * weight).sum(), weight.sum())}
 
     def tokens(self, batch: dict[str, Tensor]) -> int:
-        """The number of tokens of a batch that go into the network, for the rate that is shown."""
+        """Count the tokens of a batch that go into the network, for the rate that is shown."""
         return batch["input_ids"].numel()
 
     def sampler(self) -> Sampler | None:
-        """The lossless sampler of the present weights.
-
-        Returns:
-            The sampler, whose acceptance length is measured at validations; None if there is
-            nothing to measure.
-        """
+        """Return the lossless sampler whose acceptance is validated; None: nothing to measure."""
         return None
 
     def export_config(self) -> dict:
-        """The `parade` entry of an export's config.json: what `decoding.load` must know of it.
+        """Return the `parade` entry of an export's config.json, which `decoding.load` reads.
 
-        Returns:
-            Plain values by name; `method` is a module of `decoding/samplers/`, the others are the
-            settings of that sampler.
+        Its `method` is a module of `decoding/samplers/`; the rest are that sampler's settings.
         """
         return {"method": "plain"}
 
     def export_files(self) -> dict[str, str | bytes]:
-        """The files that an export holds beside weights, config and tokenizer.
-
-        Returns:
-            {file name: content}.
-        """
+        """Return the export's further files, {file name: content}."""
         return {}
 
     def check_vocabulary(self, network: PreTrainedModel) -> None:
-        """Check that a network knows every token of the tokenizer.
-
-        Args:
-            network: What is about to be exported.
-
-        Raises:
-            ValueError: It has fewer tokens than the tokenizer.
-        """
+        """Raise ValueError unless the network to export has an embedding for every token."""
         if self.tokenizer is not None and network.config.vocab_size < len(self.tokenizer):
             raise ValueError(
                 f"the network knows {network.config.vocab_size} tokens, its tokenizer "
@@ -277,36 +151,20 @@ class BaseModule(pl.LightningModule):
             )
 
     def check_export(self, folder: Path, network: PreTrainedModel) -> None:
-        """Check that what was written, loaded as its users do, is the network, bit for bit.
-
-        Args:
-            folder: The export.
-            network: What was written there, in evaluation mode.
-
-        Raises:
-            ValueError: Its weights or outputs differ, or transformers loads another tokenizer.
-        """
+        """Raise ValueError unless an export, loaded as users do, equals the network bit for bit."""
         if self.tokenizer is None:  # no language model: it is loaded by its own class
             again = type(network).from_pretrained(folder, dtype=network.dtype)
-            again = again.to(network.device).eval()
-            export_check.check_weights(network, again)
-            export_check.check_outputs(network, again)
-            return
-        export_check.check_tokenizer(self.tokenizer, folder, network.config.model_type)
-        again = causal.load(str(folder), dtype=network.dtype).to(network.device).eval()
-        export_check.check_logits(network, again)
+            export_check.check_weights(network, again.to(network.device))
+        else:
+            export_check.check_tokenizer(self.tokenizer, folder, network.config.model_type)
+            again = causal.load(str(folder), dtype=network.dtype).to(network.device)
+        export_check.check_outputs(network, again.eval())
 
     def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
-        """The loss of a micro-batch, scaled for the sum over the global batch.
+        """Return the scaled loss of the `index`-th micro-batch of the run.
 
-        Args:
-            batch: One micro-batch, with `step_weight`, the sum of the weights of its whole step on
-                this process.
-            index: The micro-batch's number, counted from the start of the run.
-
-        Returns:
-            A scalar, so scaled that the gradients of a step add up to that of
-            sum(loss * weight) / sum(weight) over the whole global batch.
+        The scale makes the gradients of a step add up to that of sum(loss * weight) / sum(weight)
+        over the whole global batch; `step_weight` is this process's sum of weights of the step.
         """
         loss, weight = self.losses(batch)
         total = (loss * weight).sum()
@@ -316,26 +174,27 @@ class BaseModule(pl.LightningModule):
         if (index + 1) % accumulate == 0:
             mean = self._over_ranks(self._step_loss) / step_weight
             self.log("loss", mean, prog_bar=True)
-            self._log_step(self.trainer.global_step + 1)
+            # The step that loggers use: Lightning's own count slips when a run is resumed.
+            self.log("step", float(self.trainer.global_step + 1))
             self.log("lr", self.lr_schedulers().get_last_lr()[0])
         # DDP averages over processes and Lightning over micro-batches: undo both.
         return total * (self.trainer.world_size * accumulate / step_weight)
 
     def _over_ranks(self, x: Tensor) -> Tensor:
-        """The sum of a tensor over all processes."""
+        """Sum a tensor over all processes."""
         if self.trainer.world_size == 1:
             return x
         return self.trainer.strategy.reduce(x.clone(), reduce_op="sum")
 
     def on_train_batch_end(self, outputs, batch: dict[str, Tensor], index: int) -> None:
-        """Move the averaged weights, after the last micro-batch of a step."""
+        """Update the averaged weights after the last micro-batch of a step."""
         if self.average is not None and (index + 1) % self.trainer.accumulate_grad_batches == 0:
             move = get_ema_multi_avg_fn(self.optimization.ema)
             move([*self.average.parameters()], [*self.network.parameters()], None)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """A context in which the network has the averaged weights, where there are any."""
+        """Swap the averaged weights, if there are any, into the network within a context."""
         self._exchange()
         try:
             yield
@@ -343,17 +202,16 @@ class BaseModule(pl.LightningModule):
             self._exchange()
 
     def _exchange(self) -> None:
-        """The network's weights for the averaged ones, and back."""
         if self.average is not None:
             for ours, theirs in zip(self.network.parameters(), self.average.parameters()):
                 ours.data, theirs.data = theirs.data, ours.data
 
     def on_validation_start(self) -> None:
-        """Measure the averaged weights, which are those of the export."""
+        """Swap in the averaged weights, which are exported, to measure them."""
         self._exchange()
 
     def on_validation_end(self) -> None:
-        """Go on with the weights of training."""
+        """Swap the training weights back in."""
         self._exchange()
 
     @torch.compiler.set_stance("force_eager")  # a few batches are not worth another compilation
@@ -370,14 +228,10 @@ class BaseModule(pl.LightningModule):
             value = (pair[0] / pair[1].clamp_min(1e-12)).float()
             self.log(f"val_{name}", value, prog_bar=name == "loss")
         self._sums.clear()
-        self._log_step(self.trainer.global_step)
-
-    def _log_step(self, done: int) -> None:
-        """Log the step that loggers use: Lightning's own count slips when a run is resumed."""
-        self.log("step", float(done))
+        self.log("step", float(self.trainer.global_step))
 
     def configure_optimizers(self):
-        """The optimizer, AdamW without decay on vectors (norms, biases), and its schedule."""
+        """Build AdamW, without decay on vectors (norms, biases), and its schedule."""
         o, own = self.optimization, [p for p in self.network.parameters() if p.requires_grad]
         groups = [
             {"params": [p for p in own if p.ndim > 1], "weight_decay": o.weight_decay},
@@ -403,10 +257,9 @@ class WholeSteps:
 
     Args:
         loader: Yields micro-batches.
-        accumulate: Micro-batches a step on each process.
-        steps: Steps of the whole run; a resumed loader has fewer left, but Lightning counts from
-            the start.
-        module: Whose `weight` is summed.
+        accumulate: Micro-batches per step on each process.
+        steps: Steps of the whole run, also of a resumed one: Lightning counts from the start.
+        module: The module that computes the weights.
     """
 
     def __init__(self, loader: Iterable, accumulate: int, steps: int, module: BaseModule):

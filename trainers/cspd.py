@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from data.arguments import Share, Small, Weight
 from models import patches
 from models.denoising import kernels, noised
 from trainers.base import DISTRIBUTIONS, BaseModule
@@ -13,9 +14,9 @@ from trainers.losses import cspd
 class Target(BaseModule):
     """The module of a causal patch transformer with a diffusion or a mixture head.
 
-    A batch holds B images of N patches: `patches` [B, N, D], `order` [B, N], `label` [B] (negative:
-    no class), and for a diffusion head R samples of the noise a patch, `time` [B, R, N] in [0, 1)
-    and `noise` [B, R, N, D].
+    A batch of B images of N patches has `patches` [B, N, D], `order` [B, N], `label` [B] (negative:
+    no class). A diffusion head also reads R samples of the noise per patch: `time` [B, R, N] in
+    [0, 1) and `noise` [B, R, N, D].
     """
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
@@ -28,18 +29,7 @@ class Target(BaseModule):
         return batch["order"].numel()
 
     def hidden(self, network: patches.PatchTransformer, batch: dict[str, Tensor]) -> Tensor:
-        """The hidden states of every token, conditioned on those before it in the order.
-
-        Args:
-            network: The transformer, this module's own or its target.
-            batch: Images.
-
-        Returns:
-            z [B, N, H].
-
-        Raises:
-            ValueError: The data's patches do not fit the network.
-        """
+        """Return hidden states z [B, N, H] of every token, conditioned on those before it."""
         config, given = network.config, tuple(batch["patches"].shape[1:])
         if given != (config.tokens, config.dim):
             raise ValueError(
@@ -50,7 +40,7 @@ class Target(BaseModule):
         return network(batch["patches"], label, batch["order"])
 
     def head_loss(self, z: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        """The head's own loss of every token, [B, N], from hidden states z [B, N, H]."""
+        """Return the head's own loss of every token, [B, N], from hidden states z [B, N, H]."""
         head, x = self.network.head, batch["patches"]
         if head.schedule is None:
             return cspd.mixture(head(z), x)
@@ -71,33 +61,24 @@ class Draft(Target):
 
     Args:
         target_name: The target's export.
-        gamma: Tokens drafted a cycle.
-        prefill: Share of the tokens, at the start, that the target makes alone.
-        distillation: Weight of a loss that pulls the drafter's densities to the target's (a
-            mixture's, or the denoising means of a diffusion head of fixed variance), because
-            acceptance depends on their difference and nothing else; 0 trains on the data alone.
-
-    Raises:
-        ValueError: A value outside of its range, or distillation with a learned variance.
+        gamma: Tokens drafted per cycle.
+        prefill: Share of the tokens, at the start, that the target generates alone.
+        distillation: Weight of a loss that pulls the drafter's densities to the target's (mixtures,
+            or denoising means of a diffusion head of fixed variance), because acceptance depends on
+            their difference alone; 0 trains on the data alone. A learned variance is refused.
     """
 
     def __init__(
         self,
         *args,
         target_name: str,
-        gamma: int,
-        prefill: float = 0.0,
-        distillation: float = 0.0,
+        gamma: Small,
+        prefill: Share = 0.0,
+        distillation: Weight = 0.0,
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
         head = self.network.head
-        if gamma < 1:
-            raise ValueError(f"gamma={gamma} is not allowed: it must be at least 1")
-        if not 0 <= prefill <= 1:
-            raise ValueError(f"prefill={prefill} is not allowed: it must be in [0, 1]")
-        if distillation < 0:
-            raise ValueError(f"distillation={distillation} is not allowed: it must be at least 0")
         if distillation and head.schedule is not None and head.variance == "learned":
             raise ValueError(
                 f"distillation={distillation} needs a fixed variance of the diffusion head: give "
@@ -108,12 +89,12 @@ class Draft(Target):
 
     @property
     def needs_target(self) -> frozenset[str]:
-        """What training reads of the target: its densities, where they are distilled."""
+        """The target's densities, if they are distilled."""
         return frozenset([DISTRIBUTIONS] if self.distillation else [])
 
     @classmethod
     def load_target(cls, name: str, dtype: str, device_map: str | None = None) -> PreTrainedModel:
-        """The target in float32, whatever `dtype` says: its densities are what is compared."""
+        """Load the target in float32, whatever `dtype` says: its densities are compared."""
         if device_map is not None:
             raise ValueError(
                 f"device_map={device_map} is not allowed: only language models are spread over "
@@ -132,14 +113,9 @@ class Draft(Target):
         return loss, self.weight(batch)
 
     def parting(self, z: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        """-log of the probability that coupled draws of drafter and target agree.
+        """Return -log P(coupled draws of drafter and target agree), [B, N], from z [B, N, H].
 
-        Args:
-            z: The drafter's hidden states [B, N, H].
-            batch: Images.
-
-        Returns:
-            [B, N]: of a mixture's token, or the mean over R states of a diffusion head's chain.
+        For a mixture, P is of a token; for a diffusion head, the mean is over R chain states.
         """
         head, teacher = self.network.head, self.target.head
         if head.schedule is None:
@@ -159,7 +135,7 @@ class Draft(Target):
         return cspd.parting(eps, wanted, step, head.schedule, head.variance).mean(1)
 
     def evaluate(self, batch: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-        """The loss and, with distillation, `parting` (its -log P), as {name: (sum, total)}."""
+        """Return the loss and, with distillation, `parting` (its -log P)."""
         metrics = super().evaluate(batch)
         if self.distillation:
             weight = self.weight(batch)
@@ -178,23 +154,18 @@ class Draft(Target):
 
 
 class Drawn:
-    """A `ContinuousRandomness` whose numbers were drawn before.
-
-    Args:
-        uniform: [...] in [0, 1).
-        normal: [..., D].
-    """
+    """A `ContinuousRandomness` with numbers drawn before: uniform [...] and normal [..., D]."""
 
     def __init__(self, uniform: Tensor, normal: Tensor):
         self._uniform, self._normal = uniform, normal
 
     def categorical(self, probs: Tensor) -> Tensor:
-        """The outcome [...] of probabilities [..., K] that the uniform numbers select."""
+        """Return the outcome [...] of probabilities [..., K] that the uniform numbers select."""
         below = probs.cumsum(-1) <= self._uniform[..., None]
         return below.sum(-1).clamp_max(probs.shape[-1] - 1)
 
     def normal(self, shape: tuple[int, ...]) -> Tensor:
-        """The normal numbers, which must have this shape."""
+        """Return the normal numbers, which must have this shape."""
         assert self._normal.shape == shape
         return self._normal
 

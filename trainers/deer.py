@@ -1,45 +1,31 @@
-"""DEER's two stages of diffusion-to-AR alignment (arXiv 2512.15176, section 3.1)."""
+"""DEER's stage II of diffusion-to-AR alignment (arXiv 2512.15176, section 3.1, Eq. 3-4).
 
+Stage I (Eq. 1-2) is masked diffusion of the answers' blocks: `trainers.diffusion`.
+"""
+
+from typing import Annotated
+
+from pydantic import Field
 from torch import Tensor
 
-from trainers.drafter import DrafterModule, TargetStates
 from trainers.losses import deer
-from trainers.losses.diffusion import denoising_weight
-from trainers.taught import TaughtModule
+from trainers.soft_targets import SoftTargetModule
+from trainers.target_states import TargetStates
 
 
-class Distillation(DrafterModule):
-    """The module of stage I: masked continuations of teacher answers (Eq. 1-2)."""
-
-    def block_weight(self, batch: dict[str, Tensor]) -> Tensor:
-        return denoising_weight(batch["masked"], batch["rate"], batch["size"])
-
-    def block_losses(
-        self, logits: Tensor, batch: dict[str, Tensor], states: TargetStates | None
-    ) -> tuple[Tensor, Tensor]:
-        return deer.distill(logits, batch["target"], batch["masked"], batch["rate"], batch["size"])
-
-
-class Refinement(TaughtModule):
+class Refinement(SoftTargetModule):
     """The module of stage II: fully masked suffixes, weighted towards the prefix (Eq. 3-4).
 
-    With soft=0 it is the paper's Eq. 4. Stage I cannot learn distributions: there a token's context
-    holds later ones, too.
+    With soft=0 it is the paper's Eq. 4. Stage I cannot learn distributions, because a token's
+    context holds later tokens, too.
 
     Args:
-        alpha: Base of the weights alpha^(R - i) of a suffix of R tokens, at least 1. 1.01 is
-            stable at the published R of up to 96, 1.05 diverges there.
-
-    Raises:
-        ValueError: An alpha below 1.
+        alpha: Base of the weights alpha^(R - i) of a suffix of R tokens, at least 1. 1.01 is stable
+            at the published R of up to 96, 1.05 diverges there.
     """
 
-    knows_noise = True
-
-    def __init__(self, *args, alpha: float, **kwargs):
+    def __init__(self, *args, alpha: Annotated[float, Field(ge=1)], **kwargs):
         super().__init__(*args, **kwargs)
-        if alpha < 1:
-            raise ValueError(f"alpha={alpha} is not allowed: it must be at least 1")
         self.alpha = alpha
 
     def block_weight(self, batch: dict[str, Tensor]) -> Tensor:
@@ -51,4 +37,4 @@ class Refinement(TaughtModule):
         loss, weight = deer.refine(
             logits, batch["target"], batch["masked"], batch["size"], self.alpha
         )
-        return self.taught(loss, logits, batch, states), weight
+        return self.with_soft_targets(loss, logits, batch, states), weight

@@ -1,72 +1,61 @@
 """DFlash (arXiv 2602.06036): block drafters that read the target's hidden states."""
 
 import math
+from typing import Annotated
 
+from pydantic import Field
 from torch import Tensor
 
-from data.corruption.draft_blocks import block_width
-from decoding.commands.values import unknown
 from decoding.engine import vocabulary
-from models.dflash import LAYOUTS, DFlashDraftModel, check_fits, draft_states
-from trainers.drafter import TargetStates
+from models.dflash import DFlashDraftModel, check_fits, draft_states
 from trainers.losses.dflash import adaptive_weight, decay_weight
 from trainers.losses.diffusion import token_nll
-from trainers.taught import TaughtModule
+from trainers.soft_targets import SoftTargetModule
+from trainers.target_states import TargetStates
 
 
-class DFlash(TaughtModule):
+class DFlash(SoftTargetModule):
     """The module of a DFlash drafter: fully masked blocks after random prefixes.
 
     Args:
-        network: The drafter (`models.dflash_init.from_target`); its config names the layers
-            that it reads of the target; its mask token and block size are written there, as engines
-            read them.
-        gamma: Of the weights of a block's positions (`trainers.losses.dflash.decay_weight`).
-        layout: Of draft blocks, one of `models.dflash.LAYOUTS`: 'dflash' as published, or 'dspark',
+        network: The drafter (`models.dflash_init.from_target`). Its config names the target layers
+            that it reads; the mask token and block size are written there for engines.
+        gamma: Decay of a block's weights (`trainers.losses.dflash.decay_weight`), positive.
+        layout: Layout of draft blocks (`data.text.layouts`): 'dflash' as published, or 'dspark',
             whose last committed token drafts the first token, as a causal LM's does.
-        dpace: The alpha of D-PACE's weights, which follow from what the drafter knows
-            (`adaptive_weight`), in place of gamma's; as published 0.5. None: gamma's.
-
-    Raises:
-        ValueError: A gamma that is not positive, an alpha outside of (0, 1], another layout, or a
-            trained drafter with another mask token or layout.
+        dpace: alpha in (0, 1] of D-PACE's weights (`adaptive_weight`), which replace gamma's; 0.5
+            as published. None: gamma's weights.
     """
 
-    served_layouts = ("dflash",)
+    layouts = ("dflash", "dspark")
 
     def __init__(
         self,
         network: DFlashDraftModel,
         *args,
-        gamma: float = 4.0,
-        dpace: float | None = None,
+        gamma: Annotated[float, Field(gt=0, le=4096)] = 4.0,
+        dpace: Annotated[float, Field(gt=0, le=1)] | None = None,
         layout: str = "dflash",
         **kwargs,
     ):
-        if layout not in LAYOUTS:
-            raise unknown("module.layout", layout, LAYOUTS)
         super().__init__(network, *args, layout=layout, draft_ids=network.draft_ids, **kwargs)
-        if gamma <= 0:
-            raise ValueError(f"gamma={gamma} is not allowed: it must be positive")
-        if dpace is not None and not 0 < dpace <= 1:
-            raise ValueError(f"dpace={dpace} is not allowed: it must be in (0, 1], or null")
         trained = network.config.dflash_config["mask_token_id"]
         if trained not in (None, self.mask_id):
             raise ValueError(
                 f"the drafter to start from reads token {trained} as its mask, and the tokenizer "
                 f"has {self.mask_id}: give that token as tokenizer.mask_token"
             )
-        if self.is_trained() and network.samples_from_anchor != LAYOUTS[layout]:
+        if self.is_trained() and network.samples_from_anchor != self.layout.anchored:
             raise ValueError(
                 f"layout={layout} is not allowed: the drafter to start from has "
-                f"layout={next(name for name in LAYOUTS if name != layout)}"
+                f"layout={next(name for name in self.layouts if name != layout)}"
             )
-        if LAYOUTS[layout]:
+        if self.layout.anchored:
             network.config.dflash_config["sample_from_anchor"] = True
         self.gamma, self.dpace = gamma, dpace
         self.target_layers = network.target_layer_ids
         network.config.dflash_config["mask_token_id"] = self.mask_id
-        network.config.block_size = block_width(layout, self.block_size)  # what the drafter reads
+        network.config.block_size = self.layout.width(self.block_size)  # what it reads
 
     def is_trained(self) -> bool:
         return bool(self.network.name_or_path)  # it was loaded: a new one comes from no folder
@@ -90,7 +79,7 @@ class DFlash(TaughtModule):
         self, logits: Tensor, batch: dict[str, Tensor], states: TargetStates | None
     ) -> tuple[Tensor, Tensor]:
         nll = token_nll(logits, batch["target"])
-        loss = self.taught(nll, logits, batch, states)
+        loss = self.with_soft_targets(nll, logits, batch, states)
         if self.dpace is not None:
             loss = loss * adaptive_weight(nll, batch["masked"], self.dpace)
         return loss, self.block_weight(batch)

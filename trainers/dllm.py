@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from data.arguments import BlockSize
 from data.text.tokenizer import fingerprint, mask_token_id
 from models.blockwise import denoised_logits, predicate_of
 from trainers.base import BaseModule
@@ -9,23 +10,20 @@ from trainers.losses.dllm import denoise, denoise_weight
 
 
 class BlockDiffusion(BaseModule):
-    """Training module of block-wise diffusion LMs: masked-diffusion bound with weight 1/t.
+    """The module of block-wise diffusion LMs: masked-diffusion bound with weight 1/t.
 
     Args:
         attention: 'block_causal' or 'bidirectional'.
-        block_size: tokens per block. A bidirectional model may be decoded with other block sizes.
-
-    Raises:
-        ValueError: for another attention.
+        block_size: Tokens per block. A bidirectional model may be decoded with other block sizes.
     """
 
-    def __init__(self, *args, attention: str, block_size: int, **kwargs):
+    def __init__(self, *args, attention: str, block_size: BlockSize, **kwargs):
         super().__init__(*args, **kwargs)
         predicate_of(attention, block_size)
         self.attention, self.block_size = attention, block_size
 
     def logits(self, batch: dict[str, Tensor]) -> Tensor:
-        """Logits of the noised tokens, [B, S, V]."""
+        """Return the logits of the noised tokens, [B, S, V]."""
         return denoised_logits(self.network, batch, self.attention, self.block_size)
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
@@ -35,7 +33,7 @@ class BlockDiffusion(BaseModule):
         return denoise(self.logits(batch), batch["target"], batch["masked"], batch["rate"])
 
     def evaluate(self, batch: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-        """Loss, and accuracy: the fraction of masked tokens whose most likely token is correct."""
+        """Return loss and accuracy, the share of masked tokens whose likeliest token is right."""
         logits, masked = self.logits(batch), batch["masked"]
         loss, weight = denoise(logits, batch["target"], masked, batch["rate"])
         correct = (logits.argmax(-1) == batch["target"]) & masked

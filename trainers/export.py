@@ -4,19 +4,19 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError
 
 from data.files import atomic_folder, atomic_write, read_text
-from decoding.commands.cli import main, parse, quiet
-from decoding.commands.options import NEEDED, Options, option
 from decoding.external.reply import first_line
 from decoding.external.vllm_engine import FORMATS as ENGINE_FORMATS
 from decoding.external.vllm_engine import speculative_config
 from decoding.loading import load_assistant, parade_config
 from models.causal import looks_local
+from recipes.command import main
+from recipes.options import NEEDED, Options, option, parse
 from trainers.fit import build_module
 from trainers.publishing import hub
 from trainers.publishing.bundle import BUNDLE
@@ -41,26 +41,21 @@ class Export(Options):
 
     run: str = option(NEEDED, "the run's folder")
     checkpoint: str | None = option(
-        None, "one of its checkpoints, of any strategy: <run>/export-step-N is made of it first"
+        None, "one of its checkpoints: <run>/export-step-N is made of it first"
     )
-    verify: tuple[str, ...] = option(
-        (), "decode the validation's prompts with it in other programs first", choices=PROGRAMS
-    )
-    format: str | None = option(
+    verify: tuple[Literal[*PROGRAMS], ...] = option((), "decode with it in other programs first")
+    format: Literal[*FORMATS] | None = option(
         None,
         "refuse an export that is not in it: 'transformers' brings its sampler (custom_generate=), "
         "others are what vLLM serves; 'speculators' adds that package's entry, where it has a type "
         "for the drafter, by which vLLM serves it by its name alone",
-        choices=FORMATS,
     )
-    assistant: bool = option(
-        False, "write <run>/assistant too, what transformers' generate(assistant_model=) loads"
-    )
+    assistant: bool = option(False, "write <run>/assistant too, for transformers' assistant_model=")
     trust_remote_code: bool = option(
-        False, "let a run's configuration load models that bring code of their own, and run it"
+        False, "let the run's models bring code of their own, and run it"
     )
     target: str | None = option(
-        None, "Hub id of the export's target, where the run has read it from a folder"
+        None, "Hub id of the export's target, if the run read it from a folder"
     )
     python: str | None = option(None, "the interpreter that has vllm; null: that of make vllm")
     push: str | None = option(None, "org/name on the Hub (HF_TOKEN and HF_ENDPOINT are honoured)")
@@ -71,31 +66,9 @@ class Export(Options):
 
 
 def run(argv: list[str]) -> None:
-    """The command `python -m trainers.export`.
-
-    Args:
-        argv: key=value options, those of `Export`.
-
-    Raises:
-        ValueError: An option is wrong, there is no export, or the Hub refuses it; one line.
-    """
-    quiet()
+    """Run the command `python -m trainers.export` with arguments key=value, those of `Export`."""
     e = parse(argv, Export, "trainers.export")
-    if e.push is not None:
-        hub.check_name(e.push)
-    if e.verify and e.checkpoint is not None:
-        raise ValueError(
-            f"verify={list(e.verify)} compares the finished run's export with its last validation: "
-            "leave checkpoint= out"
-        )
-    folder = Path(e.run) / "export"
-    if e.checkpoint is not None:
-        folder = export_checkpoint(Path(e.run), Path(e.checkpoint), e.trust_remote_code)
-    if not (is_export(folder) and (folder / "README.md").is_file()):
-        raise ValueError(
-            f"{e.run!r} holds no export: a finished run of python -m trainers.fit writes one, "
-            "and checkpoint=... makes one of a run that is not finished"
-        )
+    folder = _checked_export(e)
     if e.format == SPECULATORS:
         write_speculators(folder, e.dry_run)
     elif e.format is not None:
@@ -114,13 +87,36 @@ def run(argv: list[str]) -> None:
             write_entry(folder, config)
     print(f"{folder}: {config}")
     if e.checkpoint is None:  # the bench has measured the other one
-        card = complete_card(folder, card)
+        card = _complete_card(folder, card)
     if not e.dry_run and card != read_text(folder / "README.md"):
         with atomic_write(folder / "README.md") as temporary:
             temporary.write_text(card)
-    if e.push is None:
-        return
-    target = config.get("target")
+    if e.push is not None:
+        _push(e, folder, config.get("target"), card)
+
+
+def _checked_export(e: Export) -> Path:
+    """Return the folder of the run's export, or make it from a checkpoint."""
+    if e.push is not None:
+        hub.check_name(e.push)
+    if e.verify and e.checkpoint is not None:
+        raise ValueError(
+            f"verify={list(e.verify)} compares the finished run's export with its last validation: "
+            "leave checkpoint= out"
+        )
+    folder = Path(e.run) / "export"
+    if e.checkpoint is not None:
+        folder = export_checkpoint(Path(e.run), Path(e.checkpoint), e.trust_remote_code)
+    if not (is_export(folder) and (folder / "README.md").is_file()):
+        raise ValueError(
+            f"{e.run!r} holds no export: a finished run of python -m trainers.fit writes one, "
+            "and checkpoint=... makes one of a run that is not finished"
+        )
+    return folder
+
+
+def _push(e: Export, folder: Path, target: str | None, card: str) -> None:
+    """List the files to push, and push them unless it is a dry run."""
     if target and public(target) != target:
         raise ValueError(
             f"{folder} names its target {target!r}, a folder of this machine that nobody else has: "
@@ -143,15 +139,7 @@ def run(argv: list[str]) -> None:
 
 
 def write_assistant(export: Path, to: Path) -> None:
-    """Write an export as a folder that `AutoModel` loads for `generate(assistant_model=...)`.
-
-    Args:
-        export: The export.
-        to: The new folder; one that is there is replaced.
-
-    Raises:
-        ValueError: transformers has no class for it.
-    """
+    """Write an export into a folder that `AutoModel` loads for `generate(assistant_model=...)`."""
     assistant, arguments = load_assistant(str(export))
     with atomic_folder(to) as temporary:
         assistant.save_pretrained(temporary)
@@ -161,7 +149,7 @@ def write_assistant(export: Path, to: Path) -> None:
 
 
 def _with_target(folder: Path, config: dict, target: str) -> dict:
-    """The `parade` entry of an export with another target; ValueError for none that can be."""
+    """Return the `parade` entry of an export with another target."""
     if "target" not in config:
         raise ValueError(f"target={target} is not allowed: {folder} is no drafter")
     if looks_local(target):
@@ -170,7 +158,7 @@ def _with_target(folder: Path, config: dict, target: str) -> dict:
 
 
 def _check_format(folder: Path, format: str) -> None:
-    """Raise ValueError for an export that another program would not read in this format."""
+    """Raise ValueError if another program could not read the export in this format."""
     if format in ENGINE_FORMATS:
         method = speculative_config(folder)["method"]
         if method != ENGINE_FORMATS[format]:
@@ -187,20 +175,9 @@ def _check_format(folder: Path, format: str) -> None:
 
 
 def export_checkpoint(run: Path, checkpoint: Path, trust_remote_code: bool = False) -> Path:
-    """Make the export of one checkpoint, on one process and without its strategy.
+    """Make the export `<run>/export-step-N` of one checkpoint, on one process.
 
-    Args:
-        run: The run's folder.
-        checkpoint: One of its checkpoints, a file or a folder of shards.
-        trust_remote_code: Whether models that the run's configuration names may run code that they
-            bring, where it asks for that: the folder may be a stranger's.
-
-    Returns:
-        The export's folder, `<run>/export-step-N`.
-
-    Raises:
-        ValueError: No run, no checkpoint, one that cannot be read, or a configuration that asks for
-            code that is not trusted.
+    `trust_remote_code` must allow code that config.yaml asks for: the folder may be a stranger's.
     """
     if not (run / "config.yaml").is_file():
         raise ValueError(f"{str(run)!r} is no run: it holds no config.yaml")
@@ -229,11 +206,8 @@ def export_checkpoint(run: Path, checkpoint: Path, trust_remote_code: bool = Fal
     return folder
 
 
-def complete_card(folder: Path, card: str) -> str:
-    """An export's model card with the tables of the run's benches, where there are any.
-
-    A table older than the export is left out, with a printed line.
-    """
+def _complete_card(folder: Path, card: str) -> str:
+    """Add the tables of the run's benches to a model card, except those older than the export."""
     for results in (folder.parent / name for name in SECTIONS):
         if not results.is_file():
             continue

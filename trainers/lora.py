@@ -11,7 +11,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from data.text.tokenizer import SEPARATOR_TOKEN, draft_token_ids
-from decoding.commands.cli import unknown
+from recipes.values import unknown
 
 ALL = "all-linear"
 
@@ -26,38 +26,34 @@ def add_lora(
     targets: list[str],
     merge: bool,
 ) -> PreTrainedModel:
-    """The network with frozen weights and trainable adapters, changed in place.
+    """Freeze a network's weights and add trainable adapters, in place.
 
     Each target layer computes W x + alpha / rank * B A x, with A [rank, in] and B [out, rank]; B
-    starts at 0, so the network's outputs do not change. The embeddings of draft tokens are trained
-    too, if the tokenizer has these: they may be new and random, and no adapter could compensate.
-    (The rows of an untied head that predict draft tokens need no training: samplers never draw
-    them.)
+    starts at 0, so the network's outputs do not change. Draft tokens' embeddings are trained too:
+    they may be new and random, and no adapter could compensate. (The rows of an untied head that
+    predict draft tokens need no training: samplers never draw them.)
 
     Args:
-        network: a transformers causal LM; adapters that it already has are merged first.
-        tokenizer: the network's.
-        rank: rank of the adapters; 0 for none, so that all weights are trained.
-        alpha: numerator of the adapters' scale.
-        dropout: dropout rate of the adapters' inputs.
-        targets: names of linear layers, or ['all-linear'] for all but the head.
-        merge: whether the export will merge the adapters (see `to_export`).
-
-    Raises:
-        ValueError: for a value that is not allowed, target layers that do not exist or cannot be
-            merged, or merge=False with a base that cannot be loaded again.
+        network: A transformers causal LM; adapters that it already has are merged first.
+        tokenizer: The network's.
+        rank: Rank of the adapters; 0 for none, so that all weights are trained.
+        alpha: Numerator of the adapters' scale.
+        dropout: Dropout rate of the adapters' inputs.
+        targets: Names of linear layers, or ['all-linear'] for all but the head.
+        merge: Whether the export will merge the adapters, else their base must be loadable again.
     """
-    if rank < 0:
-        raise ValueError(f"lora.rank={rank} is not allowed: give 1 or more, or 0 for no LoRA")
     if hasattr(network, "peft_config"):  # loaded from an export that kept its adapter
         network = _merge(network).requires_grad_(True)
         network._weight_conversions = None  # they map names of an adapter file only
     if rank == 0:
         return network
-    if alpha <= 0:
-        raise ValueError(f"lora.alpha={alpha} is not allowed: it must be above 0")
-    if not 0 <= dropout < 1:
-        raise ValueError(f"lora.dropout={dropout} is not allowed: it must be in [0, 1)")
+    try:
+        network.get_input_embeddings()
+    except NotImplementedError:
+        raise ValueError(
+            f"lora.rank={rank} is not allowed: adapters are for causal LMs, and a "
+            f"{type(network).__name__} has no embeddings; give lora.rank=0"
+        ) from None
     if targets != [ALL]:
         _check_targets(network, targets)
     if not merge:
@@ -86,12 +82,10 @@ def add_lora(
 
 
 def to_export(network: PreTrainedModel, merge: bool) -> PreTrainedModel:
-    """The network to export: itself, or a copy if it has adapters.
+    """Return the network to export: itself, or a copy if it has adapters.
 
-    Args:
-        network: a transformers causal LM.
-        merge: add the adapters to the weights, which gives an ordinary network. Otherwise they are
-            kept, in the network's dtype, the only one in which transformers loads them.
+    With `merge` adapters are added to the weights; otherwise they are kept in the network's dtype,
+    the only one in which transformers loads them.
     """
     if not hasattr(network, "peft_config"):
         return network
@@ -105,7 +99,7 @@ def to_export(network: PreTrainedModel, merge: bool) -> PreTrainedModel:
 
 
 def _merge(network: PreTrainedModel) -> PreTrainedModel:
-    """The network with its adapters merged into the weights and removed, in place."""
+    """Merge a network's adapters into its weights and remove them, in place."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -133,12 +127,11 @@ def _check_targets(network: PreTrainedModel, targets: list[str]) -> None:
     linear = {n: m for n, m in network.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
     head = network.get_output_embeddings()
     tied = head is not None and head.weight is network.get_input_embeddings().weight
-    if not targets:
-        raise ValueError(f"lora.targets=[] is not allowed: give names of layers, or [{ALL}]")
     for target in targets:
         found = [m for n, m in linear.items() if f".{n}".endswith(f".{target}")]
         if not found:
-            raise unknown("layer in lora.targets", target, {ALL, *map(_last_part, linear)})
+            known = {ALL, *(name.rpartition(".")[2] for name in linear)}
+            raise unknown("layer in lora.targets", target, known)
         if tied and head in found:
             raise ValueError(
                 f"lora.targets={target} is not allowed: the head of this network is tied to its "
@@ -148,10 +141,6 @@ def _check_targets(network: PreTrainedModel, targets: list[str]) -> None:
 
 def _wrapped(name: str) -> str:
     return f"{name.removesuffix('.weight')}.token_adapter.base_layer.weight"
-
-
-def _last_part(name: str) -> str:
-    return name.rpartition(".")[2]
 
 
 def _check_base(network: PreTrainedModel) -> None:

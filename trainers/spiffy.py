@@ -1,18 +1,19 @@
 """Spiffy's calibration: the search for the best draft graph in traces of vanilla decoding.
 
-No weight is trained. A step decodes a batch of prompts, or reads their traces where an earlier run
-has written them; the graph is computed from all traces when it is first asked for, at a validation
-or at the export.
+No weight is trained. A step decodes prompts, or reads the traces of an earlier run. The graph is
+computed from all traces when first needed, at a validation or at the export.
 """
 
 import json
 from collections.abc import Collection
 from pathlib import Path
+from typing import Literal
 
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
+from data.arguments import Seed, Small, Temperature, Tokens
 from data.corpora.fingerprints import input_fingerprint
 from decoding.calibration.draft_graphs import (
     OBJECTIVES,
@@ -27,20 +28,20 @@ from decoding.calibration.draft_graphs import (
 from decoding.calibration.traces import read_trace, write_trace
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import derived_seed
-from decoding.loading import sampling_config
+from decoding.loading import sampler_of, sampling_config
 from decoding.masked.draft_graph import DraftGraph, Formula, graph_of, reach_of, show
-from decoding.samplers import denoise, spiffy
+from decoding.samplers import denoise
 from models import public
 from models.blockwise import is_foreign
 from trainers.base import BaseModule
 from trainers.runs.provenance import commit
 
 say = rank_zero_only(print)
-# Of a public model.
+# The command that decodes with a public model.
 COMMAND = (
     "python -m decoding.generate model=<this folder or repository> {trust}prompt='def fib(n):'"
 )
-FORMAT = 2  # of a trace: to be raised when the same key would give another one
+FORMAT = 2  # format of a trace: raise it when the same key would give another one
 
 
 class Calibration(BaseModule):
@@ -50,19 +51,13 @@ class Calibration(BaseModule):
         model: The LM's folder or Hub id: an export, or a public model.
         sampling: Knobs of `denoise` that replace the export's; a graph belongs to an unmasking
             rate or a threshold.
-        nodes: D, the nodes of a graph at most.
+        nodes: D, the maximum number of nodes of a graph.
         objective: One of OBJECTIVES (`decoding.calibration.draft_graphs`).
-        lookahead: Levels of a graph at most.
-        top: Candidates a level (3 in the paper).
-        width: Tokens that are ranked at a position.
-        max_new_tokens: Tokens of each calibrating decode at most.
-        temperature: Of the calibrating decodes.
-        seed: Of the calibrating decodes.
-        traces: The folder of the traces, shared by all calibrations that differ only in the graph
-            that they look for.
-
-    Raises:
-        ValueError: A value outside of its range, or a model that is no masked diffusion LM.
+        lookahead: Maximum number of levels of a graph.
+        top: Candidates per level (3 in the paper).
+        width: Tokens ranked per position.
+        max_new_tokens, temperature, seed: Settings of each calibrating decode.
+        traces: The folder of the traces, shared by calibrations that differ only in their graph.
     """
 
     def __init__(
@@ -70,27 +65,22 @@ class Calibration(BaseModule):
         *args,
         model: str,
         sampling: dict,
-        nodes: int,
-        objective: str,
-        lookahead: int,
-        top: int,
-        width: int,
-        max_new_tokens: int,
-        temperature: float,
-        seed: int,
+        nodes: Small,
+        objective: Literal[*OBJECTIVES],
+        lookahead: Small,
+        top: Small,
+        width: Small,
+        max_new_tokens: Tokens,
+        temperature: Temperature,
+        seed: Seed,
         traces: str,
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
-        for name, given in (("nodes", nodes), ("lookahead", lookahead), ("top", top)):
-            if given < 1:
-                raise ValueError(f"module.{name}={given} is not allowed: it must be at least 1")
-        if objective not in OBJECTIVES:
-            raise ValueError(f"unknown objective {objective!r}. Choose from {list(OBJECTIVES)}")
         knobs = (f"{key}={value}" for key, value in sampling.items())
         self.entry = sampling_config(model, ("method=spiffy", *knobs))
         try:
-            self.entry |= denoise.options(self.network, self.tokenizer, self.entry)
+            self.entry |= denoise.METHOD.arguments(self.network, self.tokenizer, self.entry)
         except ValueError as error:
             raise ValueError(
                 f"{model!r} is no masked diffusion LM with a known attention: python -m "
@@ -102,7 +92,7 @@ class Calibration(BaseModule):
         self.rate = None if threshold else self.entry.get("tokens_per_step", 1)
         # As the export's sampler has it.
         sampled = {**self.entry, "graph": "chain:1"}
-        self.next_block = spiffy.from_export(self.network, self.tokenizer, None, sampled).next_block
+        self.next_block = sampler_of(sampled, self.network, self.tokenizer).next_block
         if is_foreign(self.network) or public.layout_of(model):
             self.exports_weights = False  # it is there for everyone: the export refers to it
         self.nodes, self.objective, self.lookahead, self.top = nodes, objective, lookahead, top
@@ -114,14 +104,10 @@ class Calibration(BaseModule):
         self.idle = nn.Parameter(torch.zeros(()))  # steps are counted by an optimizer's
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
-        """The weight of each prompt, [B]: 1."""
         return torch.ones_like(batch["size"], dtype=torch.float32)
 
     def losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """The vanilla passes of each prompt, [B], and their weights; no gradient.
-
-        The prompts' traces are kept, on every process those of all processes.
-        """
+        """Store the prompts' traces of all processes; return each prompt's vanilla passes."""
         traces = self.trace(batch)
         every = traces
         if self.trainer.world_size > 1:  # gloo knows no 16 bits
@@ -133,16 +119,9 @@ class Calibration(BaseModule):
 
     @torch.no_grad()
     def trace(self, batch: dict[str, Tensor]) -> Tensor:
-        """The traces of a batch of prompts; those on disk are read.
-
-        Args:
-            batch: `input_ids` [B, S] and `size` [B], the length of each prompt.
-
-        Returns:
-            A trace for each prompt, in the layout of `decoding.calibration.draft_graphs.Tracer`.
-        """
+        """Decode prompts (`input_ids` [B, S], `size` [B]), or read traces (`Tracer`'s layout)."""
         prompts = [ids[:n].tolist() for ids, n in zip(batch["input_ids"], batch["size"].tolist())]
-        options = denoise.options(self.network, self.tokenizer, self.entry)
+        options = denoise.METHOD.arguments(self.network, self.tokenizer, self.entry)
         tracer = Tracer(self.network, self.tokenizer, width=self.width, **options)
         keys = [self.key(tracer, options, prompt) for prompt in prompts]
         found = [read_trace(self.folder, key) for key in keys]
@@ -156,7 +135,7 @@ class Calibration(BaseModule):
         return torch.stack(found).to(self.device)
 
     def key(self, tracer: Tracer, options: dict, prompt: list[int]) -> dict:
-        """Everything that the trace of a prompt depends on, under which it is stored."""
+        """Return everything that a prompt's trace depends on, the key of the stored trace."""
         return {
             "format": FORMAT,
             "model": self.digest,
@@ -172,42 +151,30 @@ class Calibration(BaseModule):
         }
 
     def evaluate(self, batch: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-        """The passes that the graph saves on held-out prompts.
-
-        Args:
-            batch: Prompts.
-
-        Returns:
-            {name: (sum, total)} with `loss`, passes with the graph for each vanilla pass, and
-            `nfe_speedup`, its inverse.
-        """
+        """Return `loss`, passes with the graph per vanilla pass, and its inverse."""
         blocks = self.blocks([self.trace(batch)])
         found = self.passes(self.graph().nodes, blocks), passes([], blocks)
         drafted, vanilla = (torch.tensor(float(n), device=self.device) for n in found)
         return {"loss": (drafted, vanilla), "nfe_speedup": (vanilla, drafted)}
 
     def passes(self, nodes: Collection[Formula], blocks: list[TracedBlock]) -> int:
-        """The passes of decoding with a graph of these nodes."""
+        """Count the passes of decoding with a graph of these nodes."""
         return passes(nodes, blocks, reach_of(nodes, self.rate) if self.next_block else 0)
 
     def blocks(self, traces: list[Tensor]) -> list[TracedBlock]:
-        """Every block that was decoded, answer by answer."""
+        """Return every block that was decoded, answer by answer."""
         answers = (answer for batch in traces for answer in batch)
         return [block for answer in answers for block in blocks_of(answer, self.lookahead)]
 
     def graph(self) -> DraftGraph:
-        """The best graph for all traces so far; prints its value and whether it is optimal."""
+        """Return the best graph for all traces so far; print its value and proof."""
         if self._graph is None:
             nodes = self.best(self.blocks(self.traces))
             self._graph = graph_of(self.entry["block_size"], self.rate, nodes)
         return self._graph
 
     def best(self, blocks: list[TracedBlock]) -> list[Formula]:
-        """The nodes of the graph that the objective prefers, `nodes` of them at most.
-
-        Args:
-            blocks: Every decoded block, answer by answer.
-        """
+        """Return the nodes of the graph that is best by the objective for decoded blocks."""
         candidates = candidates_of(blocks, self.rate, self.top)
         wanted = optimum(self.objective, self.nodes, candidates)
         proof = "proved" if wanted.proved else "not proved"
@@ -236,11 +203,11 @@ class Calibration(BaseModule):
         return entry
 
     def export_files(self) -> dict[str, str | bytes]:
-        """The file of the graph alone, to be used with other exports."""
+        """Return the file of the graph alone, to be used with other exports."""
         return {"parade_graph.json": json.dumps(self.graph().to_dict(), indent=1)}
 
     def state_dict(self, *arguments, **options) -> dict:
-        """The traces so far, all that a run changes; the network's weights are not in it."""
+        """Return the traces so far; the network's weights do not change."""
         return {"traces": self.traces}
 
     def load_state_dict(self, state_dict: dict, *arguments, **options) -> None:

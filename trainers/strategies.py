@@ -1,7 +1,6 @@
 """Strategies of sharded training (FSDP2, DeepSpeed), and gathering the whole network again."""
 
 import copy
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,18 +19,14 @@ from torch.distributed.fsdp import (
 )
 from transformers import PreTrainedModel
 
-from decoding.commands.recipes import build
 from models.packed import multiplies_bfloat16
+from recipes.compose import build
 
 
 def precision_of(name: str, accelerator: str) -> str:
-    """Lightning's name of a precision; 'auto' is bfloat16 where the device multiplies in it.
+    """Return Lightning's name of a precision; 'auto' is bfloat16 if the device multiplies in it.
 
-    A CPU without such instructions emulates them, several times slower than float32.
-
-    Args:
-        name: 'auto', or one of Lightning's, such as 'bf16-mixed'.
-        accelerator: Lightning's name of the device, or 'auto'.
+    A CPU that emulates bfloat16 is several times slower than in float32.
     """
     if name != "auto":
         return name
@@ -45,11 +40,8 @@ def precision_of(name: str, accelerator: str) -> str:
 class FSDP2(ModelParallelStrategy):
     """FSDP2: weights, gradients and optimizer states sharded over all processes (`fully_shard`).
 
-    Master weights are float32. With trainer.precision=bf16-mixed each layer is gathered and
-    computed in bfloat16.
-
-    Args:
-        offload: keep shards and optimizer states in CPU memory, and run the optimizer there.
+    Master weights are float32; with trainer.precision=bf16-mixed each layer is gathered and
+    computed in bfloat16. `offload` keeps shards and optimizer (states and step) on the CPU.
     """
 
     def __init__(self, offload: bool = False):
@@ -57,7 +49,7 @@ class FSDP2(ModelParallelStrategy):
         backend = "cpu:gloo,cuda:nccl" if offload else None
         super().__init__(tensor_parallel_size=1, process_group_backend=backend)
         self.offload = offload
-        self._skeleton: PreTrainedModel | None = None
+        self.skeleton: PreTrainedModel | None = None
 
     def setup_environment(self) -> None:
         """Set up the process group, with all processes in one data-parallel group."""
@@ -65,15 +57,10 @@ class FSDP2(ModelParallelStrategy):
         super().setup_environment()
 
     def shard(self, network: PreTrainedModel, precision: str) -> None:
-        """Shard a network in place: one unit per decoder layer, and one for all other weights.
-
-        Args:
-            network: any transformers network.
-            precision: Lightning's, such as 'bf16-mixed'.
-        """
-        if self._skeleton is not None:  # Lightning calls `configure_model` at every entry point
+        """Shard a network in place: one unit per decoder layer, and one for all other weights."""
+        if self.skeleton is not None:  # Lightning calls `configure_model` at every entry point
             return
-        self._skeleton = without_weights(network)
+        self.skeleton = without_weights(network)
         half = torch.bfloat16 if precision == "bf16-mixed" else None
         options = {
             "mesh": self.device_mesh["data_parallel"],
@@ -91,31 +78,24 @@ class FSDP2(ModelParallelStrategy):
         if not self.offload:
             super().model_to_device()
 
-    def whole_network(self, network: PreTrainedModel) -> PreTrainedModel | None:
-        """The unsharded network on the first process, None on the others; a collective call."""
+    def gathered(self, network: PreTrainedModel) -> dict[str, Tensor]:
+        """Gather the weights, by name, on the first process; a collective call."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights = get_model_state_dict(network, options=options)
-        if not self.is_global_zero:
-            return None
-        return with_weights(self._skeleton, weights, self.root_device)
+        return get_model_state_dict(network, options=options)
 
 
 class DeepSpeed(DeepSpeedStrategy):
-    """DeepSpeed ZeRO.
+    """DeepSpeed ZeRO: stage 1 shards optimizer states, 2 gradients too, 3 weights too.
 
-    With trainer.precision=bf16-mixed the network runs in bfloat16, and the optimizer has float32
-    master weights.
-
-    Args:
-        stage: what is sharded: 1 for optimizer states, 2 for gradients too, 3 for weights too.
-        offload: keep what is sharded in CPU memory.
+    With trainer.precision=bf16-mixed the network runs in bfloat16 with float32 master weights.
+    `offload` keeps what is sharded in CPU memory.
     """
 
     def __init__(self, stage: int, offload: bool = False):
         super().__init__(
             stage=stage, offload_optimizer=offload, offload_parameters=offload and stage == 3
         )
-        self._skeleton: PreTrainedModel | None = None
+        self.skeleton: PreTrainedModel | None = None
 
     @property
     def optimizer(self) -> type[torch.optim.Optimizer]:
@@ -128,10 +108,10 @@ class DeepSpeed(DeepSpeedStrategy):
 
     def shard(self, network: PreTrainedModel, precision: str) -> None:
         """Record the network's structure; DeepSpeed shards it itself."""
-        self._skeleton = self._skeleton or without_weights(network)
+        self.skeleton = self.skeleton or without_weights(network)
 
-    def whole_network(self, network: PreTrainedModel) -> PreTrainedModel | None:
-        """The unsharded network on the first process, None on the others; a collective call."""
+    def gathered(self, network: PreTrainedModel) -> dict[str, Tensor]:
+        """Gather the weights, by name, on the first process; a collective call."""
         import deepspeed
 
         weights = {}
@@ -139,60 +119,48 @@ class DeepSpeed(DeepSpeedStrategy):
             with deepspeed.zero.GatheredParameters([p]):  # does nothing below stage 3
                 if self.is_global_zero:
                     weights[name] = p.detach().cpu().clone()
-        if not self.is_global_zero:
-            return None
-        return with_weights(self._skeleton, weights, self.root_device)
+        return weights
 
 
 def strategy_of(value: DictConfig | str) -> Strategy | str:
-    """The strategy of `trainer.strategy`.
-
-    Args:
-        value: a node with a `_target_`, or one of Lightning's strategy names; its DeepSpeed names
-            give `DeepSpeed`.
-
-    Raises:
-        ValueError: for the names of FSDP1; FSDP2 replaces it.
-    """
+    """Return the strategy of `trainer.strategy`: a `_target_` node's, or a name of Lightning."""
     if isinstance(value, DictConfig):
         return build(value)
-    if value.startswith("fsdp"):
+    if value.startswith(("fsdp", "deepspeed")):
         raise ValueError(
-            f"trainer.strategy={value} is FSDP1, which is not supported: use strategy=fsdp2"
+            f"trainer.strategy={value} is not allowed: use strategy=fsdp2, or strategy=deepspeed_2 "
+            "(1, 2 or 3)"
         )
-    zero = re.fullmatch(r"deepspeed(?:_stage_([123])(_offload)?)?", value)
-    return DeepSpeed(int(zero[1] or 2), offload=bool(zero[2])) if zero else value
+    return value
 
 
 def needs_gpu(strategy: Strategy) -> bool:
-    """True for a strategy that needs CUDA: DeepSpeed, and any with CPU offload."""
+    """Return whether a strategy needs CUDA: DeepSpeed, and any with CPU offload."""
     return isinstance(strategy, DeepSpeedStrategy) or getattr(strategy, "offload", False)
 
 
 @contextmanager
 def whole_network(module: pl.LightningModule) -> Iterator[bool]:
-    """Context in which `module.network` is the whole, unsharded network.
+    """Make `module.network` whole (unsharded) in a context that all processes enter and leave.
 
-    All processes must enter it; they wait for each other at the end.
-
-    Yields:
-        True on the processes that have the whole network.
+    Yields True on processes that have the whole network.
     """
     strategy, sharded = module.trainer.strategy, module.network
-    if not hasattr(strategy, "whole_network"):
+    if not hasattr(strategy, "gathered"):
         yield True
         return
-    whole = strategy.whole_network(sharded)
-    module.network = sharded if whole is None else whole
+    weights, first = strategy.gathered(sharded), strategy.is_global_zero
+    if first:
+        module.network = with_weights(strategy.skeleton, weights, strategy.root_device)
     try:
-        yield whole is not None
+        yield first
     finally:
         module.network = sharded
         strategy.barrier()
 
 
 def without_weights(network: PreTrainedModel) -> PreTrainedModel:
-    """A copy of the network with its buffers, and meta tensors in place of its weights."""
+    """Copy a network, with its buffers and with meta tensors for its weights."""
     # deepcopy takes from the memo what is in it, so tied parameters stay tied.
     memo = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
@@ -204,13 +172,7 @@ def without_weights(network: PreTrainedModel) -> PreTrainedModel:
 def with_weights(
     skeleton: PreTrainedModel, weights: dict[str, Tensor], device: torch.device
 ) -> PreTrainedModel:
-    """A copy of a skeleton (see `without_weights`) with weights, in evaluation mode.
-
-    Args:
-        skeleton: the network without weights.
-        weights: all parameters by name; of tied ones, one name is enough.
-        device: where the copy is put.
-    """
+    """Copy a skeleton (`without_weights`) with weights by name; tied ones need one name."""
     network = copy.deepcopy(skeleton)
     unknown = network.load_state_dict(weights, strict=False, assign=True).unexpected_keys
     network.tie_weights()

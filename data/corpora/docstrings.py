@@ -1,8 +1,8 @@
 """Instructions made from docstrings: "Write a Python function `name(args)`. <docstring>".
 
-Or "Complete this function", with its head up to the docstring. They come from the functions of the
-standard library and of the installed packages, so they need no network; which ones there are
-depends on what is installed.
+Or "Complete this function", with its head up to the docstring. The functions are those of the
+standard library and of installed packages: no network is needed, but the set depends on the
+installation.
 """
 
 import ast
@@ -35,44 +35,31 @@ class _Function:
 
 
 def docstring_documents(split: Split) -> list[dict[str, str]]:
-    """A document for every top-level function that has a docstring.
+    """Return a document for every top-level function that has a docstring.
 
-    Two functions of the same name, arguments and docstring give one document: the first one's.
-    Code that this Python cannot parse, methods, and prompts of more than
-    `LONGEST` characters are left out.
+    Duplicates (same name, arguments and docstring), code that this Python cannot parse, methods,
+    and prompts of more than `LONGEST` characters are left out.
 
     Returns:
         Documents `{"id": "path/of/module.py:name", "prompt": instruction, "answer": source of the
-        function}`: those of the standard library, then those of the packages, sorted by path.
-
-    Raises:
-        ValueError: for an unknown split, or if there are no source files.
+        function}`: the standard library's, then the packages', sorted by path.
     """
     functions = _of_split(split, "docstrings")
     return [{"id": f.id, "prompt": f.words, "answer": f.source} for f in functions]
 
 
 def function_documents(split: Split) -> list[dict[str, str]]:
-    """The same, but every second function is asked for by its head, which is to be completed.
+    """Return the same documents, but half of the prompts are function heads to complete.
 
-    People ask for code in words and by code. An answer to the latter begins as the prompt ends,
-    and a drafter learns to copy only from such prompts.
-
-    Returns, Raises:
-        As `docstring_documents`. A hash of its id chooses how a function is asked for.
+    Such an answer begins as its prompt ends, which teaches a drafter to copy. A hash of the id
+    chooses the form.
     """
-    return [
-        {"id": f.id, "prompt": _by_code(f) if _hash(f.id) % 2 else f.words, "answer": f.source}
-        for f in _of_split(split, "functions")
-    ]
-
-
-def _by_code(function: _Function) -> str:
-    return f"Complete this function:\n\n```python\n{function.head}\n```"
-
-
-def _hash(id: str) -> int:
-    return zlib.crc32(f"{id} by code".encode())  # not the hash that separates the splits
+    found = []
+    for f in _of_split(split, "functions"):
+        by_code = f"Complete this function:\n\n```python\n{f.head}\n```"
+        hashed = zlib.crc32(f"{f.id} by code".encode())  # not the hash that separates the splits
+        found.append({"id": f.id, "prompt": by_code if hashed % 2 else f.words, "answer": f.source})
+    return found
 
 
 def _of_split(split: Split, source: str) -> list[_Function]:
@@ -90,7 +77,7 @@ def _of_split(split: Split, source: str) -> list[_Function]:
 
 @cache
 def _functions(roots: tuple[str, ...]) -> tuple[_Function, ...]:
-    """The functions of all files below some folders: unique instructions, and unique ids."""
+    """Return the functions of all files below some folders: unique instructions, and unique ids."""
     by_words, ids = {}, set()
     for root in roots:
         for path, file in source_files(Path(root)).items():
@@ -102,7 +89,7 @@ def _functions(roots: tuple[str, ...]) -> tuple[_Function, ...]:
 
 
 def _text(file: Path) -> str:
-    """A file's text; of a file that cannot be read, or in an old encoding, nothing."""
+    """Return a file's text; an empty text if it cannot be read or decoded."""
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
@@ -110,7 +97,7 @@ def _text(file: Path) -> str:
 
 
 def _of_module(text: str, path: str) -> Iterator[_Function]:
-    """The functions of a file that become documents."""
+    """Yield the module's functions that become documents."""
     for match in _FUNCTION.finditer(text):
         source = match[0].rstrip()
         node = _parsed(source) if '"""' in source or "'''" in source else None

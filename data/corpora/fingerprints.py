@@ -7,12 +7,12 @@ BLOCKS, BLOCK = 16, 4096  # of a big file, the blocks that are hashed, and their
 
 
 def input_fingerprint(path: str | Path) -> str:
-    """Fingerprint of a file or folder, 16 hex digits, computed in milliseconds.
+    """Return the fingerprint of a file or folder, 16 hex digits, computed in milliseconds.
 
-    SHA-256 over file names, sizes and contents: of a model's config.json, weights and code, of a
-    collection's manifest and shards, or of all files of any other folder. Of a file above 64 KiB
-    only 16 evenly spaced blocks of 4 KiB are read: retrained weights change the fingerprint, an
-    edit of a few bytes may not.
+    It is a SHA-256 over file names, sizes and contents: a model's config.json, weights and code, a
+    collection's manifest and shards, or all files of another folder. Only 16 evenly spaced blocks
+    of 4 KiB are read of a file above 64 KiB: retrained weights change the fingerprint, an edit of a
+    few bytes may not.
     """
     path, digest = Path(path), hashlib.sha256()
     files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]

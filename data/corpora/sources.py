@@ -4,12 +4,14 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterable, Iterator
-from itertools import chain, islice
+from itertools import chain, cycle, islice
 from pathlib import Path
 
+from data.arguments import Count
 from data.corpora.conditions import Condition, conditions, keeps
 from data.corpora.docstrings import docstring_documents, function_documents
 from data.corpora.stdlib import check_split, is_held_out, stdlib_documents
+from data.files import package
 
 # Corpora of the installed Python, by the name of their source.
 INSTALLED = {
@@ -19,17 +21,14 @@ INSTALLED = {
 }
 TEXT_SUFFIXES = (".txt", ".py", ".md")
 
+Row = tuple[str, str, dict]  # default id, name in error messages, columns
+
 _CHAT_COLUMNS = ("messages", "conversations")
 _PAIR_COLUMNS = (
-    ("prompt", "answer"),
-    ("prompt", "response"),
-    ("prompt", "completion"),
-    ("question", "answer"),
-    ("problem", "solution"),
-    ("instruction", "response"),
-    ("instruction", "output"),
+    ("prompt", "answer"), ("prompt", "response"), ("prompt", "completion"), ("question", "answer"),
+    ("problem", "solution"), ("instruction", "response"), ("instruction", "output"),
     ("input", "output"),
-)
+)  # fmt: skip
 _ID_COLUMNS = ("id", "task_id", "question_id", "prompt_id")
 # ShareGPT's role names, as the roles of chat templates.
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant"}
@@ -41,42 +40,37 @@ def load_documents(
     *,
     field: str = "text",
     streaming: bool = False,
-    limit: int | None = None,
+    limit: Count | None = None,
     subset: str | None = None,
     where: str | None = None,
 ) -> Iterable[dict]:
-    """The documents of a source, read lazily. A document is a dict of one of three shapes:
+    """Return the documents of a source, read lazily: dicts of one of three shapes.
 
         {"id", "text": str}
         {"id", "messages": [{"role": str, "content": str}, ...]}
         {"id", "prompt": str, "answer": str}
 
+    The first document is read at once, so most errors are raised here.
+
     Args:
-        source: `stdlib`; `docstrings` (the functions of the standard library and of installed
-            packages that have one, as prompt-answer pairs); `functions` (the same, every second
-            one asked for by its head, to be completed); a file or folder of .txt, .py, .md
-            (one document a file), .jsonl or .parquet; a folder written by
-            `Dataset.save_to_disk`; else a Hub data set id.
-        split: `train` or `heldout`, separated by a hash of the document's id. For a Hub data set
-            any split that it has; `heldout` is taken out of its `train` by the same hash.
-        field: the text column. If not `text`, this column is read even from rows that also look
-            like chats or prompt-answer pairs.
+        source: `stdlib`; `docstrings` (functions of the standard library and of installed packages,
+            as prompt-answer pairs); `functions` (the same, half of the prompts are function heads
+            to complete); a file or folder of .txt, .py, .md (one document per file), .jsonl or
+            .parquet; a folder written by `Dataset.save_to_disk`; else a Hub data set id.
+        split: `train` or `heldout`, separated by a hash of the document's id. A Hub data set has
+            its own splits too; its `heldout` is taken out of `train` by the same hash.
+        field: the text column. If not `text`, it is read even from rows that look like chats or
+            pairs.
         streaming: read a Hub data set without downloading it first.
         limit: maximum number of documents.
         subset: the configuration of a Hub data set.
-        where: read only the rows that meet these conditions on their columns, such as
-            'average_test_score>=1' (`data.corpora.conditions`); `limit` counts those.
-
-    Returns:
-        An iterable over the documents. The first one has been read, so most errors are raised
-        here and not during iteration.
+        where: conditions on the rows' columns, such as 'average_test_score>=1'
+            (`data.corpora.conditions`); `limit` counts only rows that meet them.
 
     Raises:
         ValueError: for a missing path, an unknown split, a missing column, an invalid line, a
             condition on rows without columns, or a source without documents.
     """
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit={limit} is not allowed: give at least 1, or leave it out")
     asked = conditions(where)
     documents = islice(_documents(source, split, field, streaming, subset, asked), limit)
     first = next(documents, None)
@@ -104,17 +98,19 @@ def _documents(
     path = Path(source).expanduser()
     if path.exists():
         check_split(split)
-        return _of_split(_local_documents(path, field, asked), split)
-    if _looks_like_a_path(source):
+        documents = _local_documents(path, field, asked)
+    elif _looks_like_a_path(source):
         raise ValueError(
             f"source={source!r} does not exist (looked in {Path.cwd()}). "
             f"Give one of {', '.join(map(repr, INSTALLED))}, a local file or folder, or a Hub data "
             "set id such as 'org/name'."
         )
-    rows = _hub_rows(source, "train" if split == "heldout" else split, streaming, subset)
-    documents = _table_documents(rows, field, source, asked)
-    # Any other split is used whole: no documents were held out of it.
-    return _of_split(documents, split) if split in ("train", "heldout") else documents
+    else:
+        table = _hub_table(source, "train" if split == "heldout" else split, streaming, subset)
+        documents = _to_documents(_numbered(table, source), field, asked)
+        if split not in ("train", "heldout"):  # used whole: no documents were held out of it
+            return documents
+    return (d for d in documents if is_held_out(d["id"]) == (split == "heldout"))
 
 
 def _check_columns(source: str, asked: list[Condition]) -> None:
@@ -123,11 +119,6 @@ def _check_columns(source: str, asked: list[Condition]) -> None:
             f"source={source!r} has texts without columns, so where= has nothing to compare: "
             "leave it out"
         )
-
-
-def _of_split(documents: Iterable[dict], split: str) -> Iterator[dict]:
-    held_out = split == "heldout"
-    return (document for document in documents if is_held_out(document["id"]) == held_out)
 
 
 def _looks_like_a_path(source: str) -> bool:
@@ -140,10 +131,11 @@ def _looks_like_a_path(source: str) -> bool:
 
 def _local_documents(path: Path, field: str, asked: list[Condition]) -> Iterator[dict]:
     if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
-        return _table_documents(_saved_rows(path), field, str(path), asked)
-    for suffix, read in ((".parquet", _parquet_documents), (".jsonl", _jsonl_documents)):
+        return _to_documents(_numbered(_saved_table(path), str(path)), field, asked)
+    for suffix in (".parquet", ".jsonl"):
         if files := _files(path, (suffix,)):
-            return read(files, field, asked)
+            rows = chain.from_iterable(read_rows(file, name) for name, file in files.items())
+            return _to_documents(rows, field, asked)
     if files := _files(path, TEXT_SUFFIXES):
         _check_columns(str(path), asked)
         return _text_documents(files)
@@ -155,7 +147,7 @@ def _local_documents(path: Path, field: str, asked: list[Condition]) -> Iterator
 
 
 def _files(path: Path, suffixes: tuple[str, ...]) -> dict[str, Path]:
-    """The files with these suffixes, by POSIX path relative to the folder (or by file name)."""
+    """Return the files with these suffixes, sorted by their POSIX path in the folder."""
     if path.is_file():
         return {path.name: path} if path.suffix in suffixes else {}
     found = {
@@ -176,42 +168,36 @@ def _text_documents(files: dict[str, Path]) -> Iterator[dict]:
             ) from None
 
 
-def _jsonl_documents(files: dict[str, Path], field: str, asked: list[Condition]) -> Iterator[dict]:
-    for name, file in files.items():
-        for line, row in read_jsonl(file):
-            here = f"{file}, line {line}"
-            if keeps(row, asked, here):
-                yield to_document(row, field, f"{name}:{line}", here)
+def read_rows(file: Path, name: str) -> Iterator[Row]:
+    """Yield the rows of a .jsonl, .jsonl.gz or .parquet file; `name` prefixes their ids."""
+    if file.suffix == ".parquet":
+        return _numbered(_parquet_table(file), name, file)
+    return _jsonl_rows(file, name)
 
 
-def read_jsonl(file: Path) -> Iterator[tuple[int, dict]]:
-    """The rows of a .jsonl or .jsonl.gz file; blank lines are skipped.
+def _numbered(table: Iterable[dict], name: str, where: object = None) -> Iterator[Row]:
+    for index, row in enumerate(table):
+        yield f"{name}:{index}", f"{where or name}, row {index}", row
 
-    Yields:
-        Line number (from 1) and row.
 
-    Raises:
-        ValueError: naming file and line, for a line that is not one JSON object in UTF-8, and
-            naming the file if it cannot be unpacked.
-    """
+def _jsonl_rows(file: Path, name: str) -> Iterator[Row]:
     with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as lines:
         for number, line in enumerate(_unpacked(lines, file), start=1):
             if not line.strip():
                 continue
+            here = f"{file}, line {number}"
             try:
                 row = json.loads(line.decode())
             except UnicodeDecodeError as error:
                 raise ValueError(
-                    f"{file}, line {number} is not UTF-8 text (byte {error.start}). Convert it, "
+                    f"{here} is not UTF-8 text (byte {error.start}). Convert it, "
                     "or, if it is packed, unpack it first."
                 ) from None
             except json.JSONDecodeError as error:
-                raise ValueError(f"{file}, line {number} is not valid JSON: {error.msg}.") from None
+                raise ValueError(f"{here} is not valid JSON: {error.msg}.") from None
             if not isinstance(row, dict):
-                raise ValueError(
-                    f"{file}, line {number} is not a JSON object but {type(row).__name__}."
-                )
-            yield number, row
+                raise ValueError(f"{here} is not a JSON object but {type(row).__name__}.")
+            yield f"{name}:{number}", here, row
 
 
 def _unpacked(lines: Iterable[bytes], file: Path) -> Iterator[bytes]:
@@ -221,19 +207,7 @@ def _unpacked(lines: Iterable[bytes], file: Path) -> Iterator[bytes]:
         raise ValueError(f"{file} is not a whole gzip file: {error}") from None
 
 
-def _parquet_documents(
-    files: dict[str, Path], field: str, asked: list[Condition]
-) -> Iterator[dict]:
-    for name, file in files.items():
-        yield from _table_documents(read_parquet(file), field, name, asked)
-
-
-def read_parquet(file: Path) -> Iterator[dict]:
-    """The rows of a .parquet file, by column.
-
-    Raises:
-        ValueError: naming the file, if it cannot be read.
-    """
+def _parquet_table(file: Path) -> Iterator[dict]:
     datasets = _datasets()
     try:
         # Streaming reads the file in place; otherwise datasets copies it to its cache.
@@ -245,7 +219,7 @@ def read_parquet(file: Path) -> Iterator[dict]:
         raise ValueError(f"{file} is not a whole parquet file: {reason}") from None
 
 
-def _saved_rows(path: Path) -> Iterable[dict]:
+def _saved_table(path: Path) -> Iterable[dict]:
     saved = _datasets().load_from_disk(str(path))
     if not isinstance(saved, dict):
         return saved
@@ -257,7 +231,7 @@ def _saved_rows(path: Path) -> Iterable[dict]:
     return saved["train"]
 
 
-def _hub_rows(source: str, split: str, streaming: bool, subset: str | None) -> Iterable[dict]:
+def _hub_table(source: str, split: str, streaming: bool, subset: str | None) -> Iterable[dict]:
     datasets = _datasets()
     try:
         return datasets.load_dataset(source, name=subset, split=split, streaming=streaming)
@@ -271,76 +245,44 @@ def _hub_rows(source: str, split: str, streaming: bool, subset: str | None) -> I
 
 
 def _datasets():
-    try:
-        import datasets
-    except ImportError:
-        raise ValueError(
-            "This source needs the datasets library. Run: pip install 'parade[train]'"
-        ) from None
-    return datasets
+    return package("datasets", "this source", "'parade[train]'")
 
 
-def _table_documents(
-    rows: Iterable[dict], field: str, name: str, asked: list[Condition]
-) -> Iterator[dict]:
-    for index, row in enumerate(rows):
-        here = f"{name}, row {index}"
-        if keeps(row, asked, here):
-            yield to_document(row, field, f"{name}:{index}", here)
+def _to_documents(rows: Iterable[Row], field: str, asked: list[Condition]) -> Iterator[dict]:
+    for default_id, where, row in rows:
+        if keeps(row, asked, where):
+            yield {"id": row_id(row, default_id), **_content(row, field, where)}
 
 
-def to_document(row: dict, field: str, default_id: str, where: str) -> dict:
-    """A document in one of the shapes of `load_documents`, made from a row of a table.
-
-    Args:
-        row: columns by name.
-        field: the text column.
-        default_id: the id of a row without an id column.
-        where: name of the row in error messages.
-
-    Raises:
-        ValueError: naming the row's columns, if none of them can be used.
-    """
-    id = row_id(row, default_id)
+def _content(row: dict, field: str, where: str) -> dict:
+    """Return the content of a table's row, in one of the shapes of `load_documents`."""
     if field == "text":
         for column in _CHAT_COLUMNS:
             if row.get(column):
-                return {"id": id, "messages": [_message(turn, where) for turn in row[column]]}
-        if isinstance(turns := row.get("data"), list):
-            return {"id": id, "messages": _alternating(turns, where)}
+                return {"messages": [_message(turn, where) for turn in row[column]]}
+        if isinstance(turns := row.get("data"), list):  # UltraChat's raw texts, the user first
+            roles = cycle(("user", "assistant"))
+            chat = ({"role": role, "content": turn} for role, turn in zip(roles, turns))
+            return {"messages": [_message(turn, where) for turn in chat]}
         for prompt, answer in _PAIR_COLUMNS:
             if isinstance(row.get(prompt), str) and isinstance(row.get(answer), str):
-                return {"id": id, "prompt": _with_input(row, prompt), "answer": row[answer]}
+                more = row.get("input") if prompt == "instruction" else None  # Alpaca's
+                asked = f"{row[prompt]}\n\n{more}" if more else row[prompt]
+                return {"prompt": asked, "answer": row[answer]}
     if not isinstance(row.get(field), str):
         raise ValueError(
             f"{where}: no text in column {field!r}. It has {sorted(row)}. Allowed: {field!r}, "
             "or name another with field=, or chats in 'messages' or 'conversations', or two "
             "columns such as 'prompt' and 'answer'."
         )
-    return {"id": id, "text": row[field]}
+    return {"text": row[field]}
 
 
 def row_id(row: dict, default: str) -> str:
-    """The id of a row: the first id column that it has, else `default`."""
+    """Return the id of a row: the first id column that it has, else `default`."""
     return next(
         (str(row[column]) for column in _ID_COLUMNS if row.get(column) is not None), default
     )
-
-
-def _with_input(row: dict, prompt: str) -> str:
-    """The prompt of a row, with Alpaca's column `input` appended to its instruction."""
-    if prompt == "instruction" and row.get("input"):
-        return f"{row['instruction']}\n\n{row['input']}"
-    return row[prompt]
-
-
-def _alternating(turns: list[str], where: str) -> list[dict[str, str]]:
-    """The messages of UltraChat's raw `data`: texts of alternating roles, the user first."""
-    roles = ("user", "assistant")
-    return [
-        _message({"role": roles[index % 2], "content": turn}, where)
-        for index, turn in enumerate(turns)
-    ]
 
 
 def _message(turn: dict, where: str) -> dict[str, str]:

@@ -1,9 +1,12 @@
 """Masking for any-subset models: which tokens of a row are hidden, and their generation order."""
 
+from typing import Literal
+
 import torch
 from torch import Generator, Tensor
 from transformers import PreTrainedTokenizerBase
 
+from data.arguments import Count, Share, Whole
 from data.corruption.orders import any_permutation, binary_lattice, order_index, two_streams
 from data.corruption.schedules import golden, widening
 from data.text.tokenizer import mask_token_id
@@ -16,32 +19,27 @@ class AnySubset:
 
     Args:
         rates: lowest and highest masked fraction, in (0, 1]; the fraction is uniform between them.
-        tokenizer: one that has a mask token.
+        tokenizer: has a mask token.
         start: masked fraction at the beginning of the curriculum.
         curriculum: training steps over which `start` widens linearly to `rates`; 0 for none.
         batch_size: samples per training step.
         order: 'lattice' (Eq. 4), or 'any' for the ablation of Figure 3.
-
-    Raises:
-        ValueError: for a fraction outside (0, 1], an unknown order, or no mask token.
     """
 
     def __init__(
         self,
-        rates: tuple[float, float],
+        rates: tuple[Share, Share],
         tokenizer: PreTrainedTokenizerBase,
-        start: float = 0.15,
-        curriculum: int = 0,
-        batch_size: int = 1,
-        order: str = "lattice",
+        start: Share = 0.15,
+        curriculum: Whole = 0,
+        batch_size: Count = 1,
+        order: Literal["lattice", "any"] = "lattice",
     ):
         if len(rates) != 2 or not 0 < rates[0] <= rates[1] <= 1 or not 0 < start <= 1:
             raise ValueError(
                 f"rates={list(rates)} and start={start} are not allowed: rates are two masked "
                 "fractions in (0, 1], the lower one first, and start is one"
             )
-        if order not in ("lattice", "any"):
-            raise ValueError(f"unknown order {order!r}. Choose from ['any', 'lattice']")
         self.rates, self.start, self.order = (rates[0], rates[1]), start, order
         self.curriculum = curriculum * batch_size
         self.mask_id = mask_token_id(tokenizer)
@@ -49,20 +47,14 @@ class AnySubset:
     def __call__(
         self, row: dict[str, Tensor], generator: Generator, number: int
     ) -> dict[str, Tensor]:
-        """Training sample `number` of the run, made from a packed row.
+        """Return training sample `number`, which sets the curriculum, made from a packed row.
 
-        The whole row is one sequence, as published: documents follow each other, separated by
-        their end-of-text tokens.
-
-        Args:
-            row: a row of `data.rows.packing.PackedRows`, [N] each.
-            generator: the random generator of this sample.
-            number: the sample's number, counted over the whole run; it sets the curriculum.
+        The whole row [N] is one sequence, as published: end-of-text tokens separate its documents.
 
         Returns:
             input_ids, position_ids, document, index, block: [2N] each, the layout of
-            `data.corruption.orders.two_streams`; target: [N]; masked: bool [N], the positions
-            that the loss counts.
+            `data.corruption.orders.two_streams`; target: [N]; masked: bool [N], True where the loss
+            counts.
         """
         ids, present = row["input_ids"], row["document"] >= 0
         positions = (row["trained"].bool() & present).nonzero().flatten()
@@ -79,10 +71,7 @@ class AnySubset:
         return {**streams, "target": ids, "masked": masked}
 
     def hidden_count(self, number: int, candidates: int) -> int:
-        """The number of tokens masked in sample `number`, out of `candidates` trained tokens.
-
-        At least 1 unless `candidates` is 0.
-        """
+        """Return how many of `candidates` tokens sample `number` masks, at least 1 of any."""
         done = min(1.0, number / self.curriculum) if self.curriculum else 1.0
         low, high = widening(self.start, self.rates, done)
         rate = low + (high - low) * golden(number)

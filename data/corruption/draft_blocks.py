@@ -1,32 +1,23 @@
 """Packed draft blocks: many draft blocks of one row, trained in a single forward.
 
-A training sample is the clean row of S tokens, followed by A blocks of W tokens each, which
-continue the row at the block's anchor: the number n of clean tokens before the block. There are
-four layouts of a block of K drafted tokens, each laid out as in decoding:
-
-- `separator`: a separator at position n and K masked (or partly masked) tokens at n + 1 to n + K,
-  so W = 1 + K. The outputs of the masked tokens draft themselves.
-- `pard` (arXiv 2504.18583, what vLLM's `parallel_drafting` runs): the last token of the prefix at
-  position n - 1 and K - 1 masked tokens at n to n + K - 2, so W = K. Each output drafts the token
-  after its input, as a causal LM's does.
-- `dflash` (arXiv 2602.06036): the last token of the prefix at position n - 1 and K masked tokens at
-  n to n + K - 1, so W = 1 + K. The outputs of the masked tokens draft themselves.
-- `dspark` (what engines call `sample_from_anchor`): the tokens of `pard`, so W = K, and each output
-  drafts the token after its input; but the block is one, as in `dflash`.
+A training sample is the clean row of S tokens, followed by A blocks of W tokens each. A block
+continues the row at its anchor, the number n of clean tokens before it, and is laid out as in
+decoding (`data.text.layouts`).
 """
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Generator, Tensor
 from transformers import PreTrainedTokenizerBase
 
-from data.corpora.answers import TEACHER, TEMPERATURE
-from data.corruption.schedules import masked_at, suffix_lengths, uniform_times
+from data.arguments import Small, Tokens
+from data.corpora.answers import TEACHER
+from data.corruption.schedules import uniform_times
+from data.text.layouts import layout_of
 from data.text.tokenizer import draft_token_ids
 
-ANCHORED = ("pard", "dspark")  # whose block's first token drafts the first one
-SEED = "seed"  # of a sample: of what a module draws for it
 STATES = "states"  # a column of rows: a target's hidden states at their tokens (data.rows.states)
 
 
@@ -34,7 +25,7 @@ class Noise(NamedTuple):
     """The noise of A draft blocks of K tokens.
 
     Attributes:
-        masked: bool [A, K], tokens that are replaced by the mask token.
+        masked: bool [A, K], tokens replaced by the mask token.
         present: bool [A, K], tokens that belong to the block; the others are padding.
         rate: [A], the masking rate t of each block.
     """
@@ -44,11 +35,8 @@ class Noise(NamedTuple):
     rate: Tensor
 
 
-class MaskingSchedule(Protocol):
-    """The distribution of the noise of draft blocks."""
-
-    def __call__(self, count: int, length: int, generator: Generator) -> Noise:
-        """The noise of `count` (A) blocks of `length` (K) tokens, drawn with `generator`."""
+# Draws the noise of A blocks of K tokens, (A, K, generator).
+MaskingSchedule = Callable[[int, int, Generator], Noise]
 
 
 class UniformNoise:
@@ -57,21 +45,23 @@ class UniformNoise:
     def __call__(self, count: int, length: int, generator: Generator) -> Noise:
         rate = uniform_times(count, 1 / length, generator)
         present = torch.ones(count, length, dtype=torch.bool)
-        return Noise(masked_at(rate, length, generator), present, rate)
+        masked = torch.rand(count, length, generator=generator) < rate[:, None]
+        return Noise(masked, present, rate)
 
 
 class SuffixNoise:
     """Masking schedule of DEER's stage II: blocks of R ~ U(shortest, K) tokens, all masked.
 
-    Args:
-        shortest: smallest R. 1 as published; K trains only the full block that decoding drafts.
+    `shortest` is 1 as published; K trains only full blocks, as decoding drafts them.
     """
 
-    def __init__(self, shortest: int = 1):
+    def __init__(self, shortest: Tokens = 1):
         self.shortest = shortest
 
     def __call__(self, count: int, length: int, generator: Generator) -> Noise:
-        R = suffix_lengths(count, self.shortest, length, generator)
+        if self.shortest > length:
+            raise ValueError(f"shortest={self.shortest} is not allowed: it must be in 1..{length}")
+        R = torch.randint(self.shortest, length + 1, (count,), generator=generator)
         present = torch.arange(length) < R[:, None]
         return Noise(present, present, torch.ones(count))
 
@@ -83,48 +73,42 @@ class DraftBlocks:
         anchors: A, the number of blocks per row.
         length: K, the number of drafted tokens per block.
         schedule: the noise of the blocks.
-        tokenizer: one that has the layout's tokens (`data.text.tokenizer.with_draft_tokens`).
-        layout: of the blocks: 'separator', 'pard', 'dflash' or 'dspark'.
-
-    Raises:
-        ValueError: for fewer than 1 block or token, or a tokenizer without the layout's tokens.
+        tokenizer: has the layout's tokens (`data.text.tokenizer.with_draft_tokens`).
+        layout: a name in `data.text.layouts.LAYOUTS`.
     """
 
     def __init__(
         self,
-        anchors: int,
-        length: int,
+        anchors: Small,
+        length: Tokens,
         schedule: MaskingSchedule,
         tokenizer: PreTrainedTokenizerBase,
         layout: str = "separator",
     ):
-        if anchors < 1 or length < 1:
-            raise ValueError(f"anchors={anchors} and length={length} must both be at least 1")
         self.anchors, self.length, self.schedule = anchors, length, schedule
         self.mask_id, self.sep_id = draft_token_ids(tokenizer, layout)
-        self.layout, self.width = layout, block_width(layout, length)
+        self.layout = layout_of(layout)
+        self.width = self.layout.width(length)
 
     def __call__(
         self, row: dict[str, Tensor], generator: Generator, number: int = 0
     ) -> dict[str, Tensor]:
-        """One training sample, made from a row of `data.rows.packing.PackedRows` ([S] each).
+        """Return a training sample, made from a row of `data.rows.packing.PackedRows` ([S] each).
 
         Returns:
             input_ids, position_ids, document, index, block: [S + A W] each, the layout of
-            `models.masks.draft_blocks`, or of `numbered_blocks`; target, masked: [A, K], the clean
-            tokens and the positions that the loss counts; rate: [A]; size: [A], tokens of the
-            continuation (L of DEER's Eq. 1); start: [A], the anchors. A row without trained tokens
-            has no masked ones. seed: a number for whatever else is drawn. Of teacher answers also
-            temperature: [A, K], with their distributions teacher_ids, teacher_probs: [A, K, top_k],
-            and of rows with a target's states these: [S, width].
+            `models.masks.draft_blocks` or `numbered_blocks`; target: [A, K], the clean tokens;
+            masked: [A, K], True where the loss counts (nowhere in a row without trained tokens);
+            rate: [A]; size: [A], tokens of the continuation (L of DEER's Eq. 1); start: [A], the
+            anchors; if the row has them, teacher_ids and teacher_probs: [A, K, top_k], and states:
+            [S, width].
         """
         anchor = draw_anchors(row, self.anchors, generator)
         noise = self.schedule(self.anchors, self.length, generator)
-        sample = self.lay_out(row, anchor, noise)
-        return sample | {SEED: torch.randint(2**62, (), generator=generator)}
+        return self.lay_out(row, anchor, noise)
 
     def lay_out(self, row: dict[str, Tensor], anchor: Tensor, noise: Noise) -> dict[str, Tensor]:
-        """The sample of given anchors [A] and noise; deterministic. Returns: see `__call__`."""
+        """Return the sample for given anchors [A] and noise; deterministic. See `__call__`."""
         ids, S, W = row["input_ids"], len(row["input_ids"]), self.width
         A, K = noise.masked.shape
         at = anchor[:, None] + torch.arange(K)
@@ -133,7 +117,8 @@ class DraftBlocks:
         document = row["document"][(anchor - 1).clamp_min(0)]
         inside &= (row["document"][at] == document[:, None]) & (anchor > 0)[:, None]
         inside &= row["trained"][at].bool().cumprod(-1).bool()
-        drafted = torch.where(noise.masked | ~inside, self.mask_id, ids[at])
+        mask_id = 0 if self.mask_id is None else self.mask_id  # no block is read: W = 0
+        drafted = torch.where(noise.masked | ~inside, mask_id, ids[at])
         last = (anchor - 1).clamp_min(0)
         if self.sep_id is None:
             before, own = ids[last][:, None], 1
@@ -141,7 +126,7 @@ class DraftBlocks:
             before, own = torch.full((A, 1), self.sep_id), 0
         # `numbered_blocks` counts tokens of blocks, `draft_blocks` blocks.
         block = torch.arange(A).repeat_interleave(W)
-        if self.layout == "pard":
+        if self.layout.attention == "causal":
             block = torch.arange(A * W)
         tokens = torch.cat([before, drafted], 1)[:, :W]
         first = row["position"][last] + 1 - own
@@ -163,21 +148,16 @@ class DraftBlocks:
             "rate": noise.rate,
             "size": size,
             "start": anchor,
-            **{name: row[name][at] for name in (*TEACHER, TEMPERATURE) if name in row},
+            **{name: row[name][at] for name in TEACHER if name in row},
             **({STATES: row[STATES]} if STATES in row else {}),
         }
 
 
-def block_width(layout: str, length: int) -> int:
-    """Tokens W of a draft block in a drafter's input, for `length` (K) drafted ones."""
-    return length if layout in ANCHORED else 1 + length
-
-
 def draw_anchors(row: dict[str, Tensor], count: int, generator: Generator) -> Tensor:
-    """Random anchors [count] of a packed row: positions of trained tokens that have a prefix.
+    """Return random anchors [count] of a packed row: positions of trained tokens with a prefix.
 
-    Uniform, and without replacement while there are enough such positions. All 0, which means no
-    block, where there is none.
+    They are uniform, without replacement while there are enough. If there are none, all are 0,
+    which means no block.
     """
     document = row["document"]
     joined = torch.zeros_like(document, dtype=torch.bool)

@@ -4,38 +4,34 @@ import torch
 from torch import Generator, Tensor
 from transformers import PreTrainedTokenizerBase
 
+from data.arguments import BlockSize
 from data.corruption.schedules import uniform_times
 from data.text.tokenizer import mask_token_id
 
 
 class NoisedBlocks:
-    """Random masking of trained tokens, at a masking rate t ~ U(1/L, 1] of each block.
+    """Random masking of trained tokens, at a masking rate t ~ U(1/L, 1] per block.
 
     Args:
         attention: 'block_causal' appends the noised row to a clean copy, which later blocks attend
-            to; 'bidirectional' uses one rate for a whole document and no clean copy.
+            to; 'bidirectional' uses one rate per document and no clean copy.
         block_size: L, in tokens.
-        tokenizer: one that has a mask token.
-
-    Raises:
-        ValueError: for a block_size below 1, or a tokenizer without a mask token.
+        tokenizer: has a mask token.
     """
 
-    def __init__(self, attention: str, block_size: int, tokenizer: PreTrainedTokenizerBase):
-        if block_size < 1:
-            raise ValueError(f"block_size={block_size} is not allowed: it must be at least 1")
+    def __init__(self, attention: str, block_size: BlockSize, tokenizer: PreTrainedTokenizerBase):
         self.copies, self.block_size = attention == "block_causal", block_size
         self.mask_id = mask_token_id(tokenizer)
 
     def __call__(
         self, row: dict[str, Tensor], generator: Generator, number: int = 0
     ) -> dict[str, Tensor]:
-        """One training sample, made from a row of `data.rows.packing.PackedRows` ([S] each).
+        """Return a training sample, made from a row of `data.rows.packing.PackedRows` ([S] each).
 
         Returns:
-            input_ids, document, index, block: [2S] (clean tokens, then noised) or [S] (noised), the
-            layout of `models.masks.block_causal` and `bidirectional`; target, masked, rate: [S],
-            of the noised tokens.
+            input_ids, document, index, block: [2S] (clean, then noised tokens) or [S] (noised), the
+            layout of `models.masks.block_causal` or `bidirectional`; target, masked, rate of noised
+            tokens: [S].
         """
         ids, document, position = row["input_ids"], row["document"], row["position"]
         groups = self.rate_groups(document, position)
@@ -52,7 +48,7 @@ class NoisedBlocks:
         return {**rows, "target": ids, "masked": masked, "rate": rate}
 
     def rate_groups(self, document: Tensor, position: Tensor) -> Tensor:
-        """The masking-rate group of each token [S], numbered from 0: its block, or its document.
+        """Return the masking-rate group of each token [S], from 0: its block, or its document.
 
         >>> document, position = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([0, 1, 2, 0, 1])
         >>> blocks = NoisedBlocks.__new__(NoisedBlocks)

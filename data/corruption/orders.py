@@ -9,13 +9,9 @@ from torch import Generator, Tensor
 
 
 def binary_lattice(given: Tensor) -> Tensor:
-    """The generation order of AS-ARM (arXiv 2504.20456, Eq. 4): prompt, then left to right.
+    """Return AS-ARM's generation order sigma [..., N] (arXiv 2504.20456, Eq. 4).
 
-    Args:
-        given: bool [..., N], True where the token is part of the prompt.
-
-    Returns:
-        The order sigma [..., N].
+    It is the prompt, then left to right. `given`, bool [..., N], is True at the prompt.
 
     >>> binary_lattice(torch.tensor([False, True, False, True])).tolist()
     [1, 3, 0, 2]
@@ -24,33 +20,15 @@ def binary_lattice(given: Tensor) -> Tensor:
 
 
 def any_permutation(given: Tensor, generator: Generator) -> Tensor:
-    """A random generation order: prompt first, then the other positions (AS-ARM, Figure 3).
-
-    Args:
-        given: bool [..., N], True where the token is part of the prompt.
-        generator: draws the permutation.
-
-    Returns:
-        The order sigma [..., N].
-    """
+    """Return a random order sigma [..., N], after the prompt, `given` (AS-ARM, Figure 3)."""
     return (torch.rand(given.shape, generator=generator) + (~given).float()).argsort(-1)
 
 
 def order_index(sigma: Tensor, m: Tensor) -> Tensor:
-    """The rank of each position in a generation order; m - 1 for every prompt position.
+    """Return the rank [..., N] of each position in an order sigma; m - 1 in the whole prompt.
 
-    A token attends to tokens whose rank is at most its own, so each prompt token attends to the
-    whole prompt, and a generated token to all tokens generated before it.
-
-    Args:
-        sigma: the order [..., N].
-        m: prompt lengths [...], in tokens.
-
-    Returns:
-        Ranks [..., N].
-
-    Raises:
-        ValueError: if sigma is not a permutation.
+    A token attends to tokens of at most its own rank: a prompt token to the whole prompt, a
+    generated one to all tokens before it. `m` [...] is the prompt's length in tokens.
 
     >>> order_index(torch.tensor([1, 3, 0, 2]), torch.tensor(2)).tolist()
     [2, 1, 3, 1]
@@ -67,11 +45,11 @@ def order_index(sigma: Tensor, m: Tensor) -> Tensor:
 
 
 def two_streams(ids: Tensor, index: Tensor, present: Tensor, mask_id: int) -> dict[str, Tensor]:
-    """The two-stream layout of a row: N content tokens, then one query token for each position.
+    """Return the two-stream layout of a row: N content tokens, then a query token for each.
 
     A query is a mask token at the position that it predicts. In the layout of
     `models.masks.draft_blocks` it is a block of one token: it attends to content tokens of lower
-    rank, and to itself.
+    rank and to itself.
 
     Args:
         ids: token ids [..., N].

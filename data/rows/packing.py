@@ -1,7 +1,6 @@
 """Document-aware packing: many documents in rows of equal length, and the format on disk.
 
-A packed row holds four columns of `length` integers each, and whatever further columns its
-documents have:
+A packed row has four columns of `length` integers, and any further columns of its documents:
 
     input_ids  token ids, the pad id after the last document
     document   index of the document inside the row: 0, 1, 2, ...; -1 for padding
@@ -12,7 +11,6 @@ documents have:
 
 import json
 import os
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -30,11 +28,11 @@ Encoded = tuple[list[int], list[bool]] | tuple[list[int], list[bool], Columns]
 
 
 def pack(documents: Iterable[Encoded], length: int, pad_id: int) -> Iterator[dict[str, list[int]]]:
-    """Packed rows of exactly `length` tokens, filled greedily with documents in their order.
+    """Yield packed rows of exactly `length` tokens, filled greedily with documents in their order.
 
-    A document that does not fit continues in the next row as a new chunk. Chunks have at least two
-    tokens, since a single token predicts nothing: a single free position at the end of a row is
-    padded; a single remaining token of a document is dropped, and so is a one-token document.
+    A document that does not fit continues in the next row as a new chunk. A chunk has at least two
+    tokens, since a single token predicts nothing: a last free position is padded, and a single
+    remaining token (or a one-token document) is dropped.
 
     Args:
         documents: `(token ids, training mask)` each, and optionally further values of each token,
@@ -44,9 +42,6 @@ def pack(documents: Iterable[Encoded], length: int, pad_id: int) -> Iterator[dic
 
     Yields:
         Rows, as `{column: list of length integers}`; further columns are arrays [length, ...].
-
-    Raises:
-        ValueError: for a length below 2.
 
     >>> [row["input_ids"] for row in pack([([5, 6, 7], [True] * 3)] * 2, 4, pad_id=0)]
     [[5, 6, 7, 0], [5, 6, 7, 0]]
@@ -63,7 +58,11 @@ def pack(documents: Iterable[Encoded], length: int, pad_id: int) -> Iterator[dic
                 row = _empty_row()
                 continue
             stop = min(start + free, len(ids))
-            _append(row, ids[start:stop], trained[start:stop])
+            document = row["document"][-1] + 1 if row["document"] else 0
+            row["input_ids"] += ids[start:stop]
+            row["document"] += [document] * (stop - start)
+            row["position"] += range(stop - start)
+            row["trained"] += map(int, trained[start:stop])
             for name, values in (more[0] if more else {}).items():
                 row.setdefault(name, []).append(values[start:stop])
             start = stop
@@ -73,14 +72,6 @@ def pack(documents: Iterable[Encoded], length: int, pad_id: int) -> Iterator[dic
 
 def _empty_row() -> dict[str, list[int]]:
     return {column: [] for column in COLUMNS}
-
-
-def _append(row: dict[str, list[int]], ids: list[int], trained: list[bool]) -> None:
-    document = row["document"][-1] + 1 if row["document"] else 0
-    row["input_ids"] += ids
-    row["document"] += [document] * len(ids)
-    row["position"] += range(len(ids))
-    row["trained"] += map(int, trained)
 
 
 def _padded(row: dict[str, list[int]], length: int, pad_id: int) -> dict[str, list[int]]:
@@ -94,16 +85,10 @@ def _padded(row: dict[str, list[int]], length: int, pad_id: int) -> dict[str, li
 
 
 class PackedRows(Dataset):
-    """Packed rows on disk, memory-mapped: a folder with one .npy file per column.
+    """Packed rows on disk, memory-mapped: a folder with one .npy file per column, made by `build`.
 
-    `rows[i]` is a dict of tensors [length], int64 for whole numbers, one per column; of further
-    columns than `COLUMNS` they may be [length, ...]. Create it with `build` or `open`.
-
-    Args:
-        folder: what `build` wrote.
-
-    Raises:
-        ValueError: for a folder without packed rows.
+    `rows[i]` is a dict of tensors [length], int64 for integers, one per column; those of further
+    columns may be [length, ...].
     """
 
     def __init__(self, folder: str | os.PathLike) -> None:
@@ -116,17 +101,8 @@ class PackedRows(Dataset):
             )
         self._columns = {
             column: read_array(self.folder / f"{column}.npy")
-            for column in [*COLUMNS, *self.manifest.get("columns", [])]
+            for column in [*COLUMNS, *self.manifest["columns"]]
         }
-
-    @classmethod
-    def open(cls, folder: str | os.PathLike) -> "PackedRows":
-        """The packed rows in `folder`.
-
-        Raises:
-            ValueError: for a folder without packed rows.
-        """
-        return cls(folder)
 
     @classmethod
     def build(
@@ -137,23 +113,16 @@ class PackedRows(Dataset):
         pad_id: int,
         fingerprint: dict,
     ) -> "PackedRows":
-        """The packed rows of `documents`, written to `folder` unless they are already there.
+        """Return the packed rows of `documents`, written atomically to `folder` or reused from it.
 
-        Rows that are there are reused if `fingerprint`, `length` and `pad_id` are equal;
-        `documents` is not read then. The folder is written atomically.
-
-        Args:
-            folder: a new or empty folder, or one with packed rows.
-            documents: `(token ids, training mask)` each.
-            length: tokens per row.
-            pad_id: token id of padding.
-            fingerprint: what the rows are made from (source, tokenizer, options), as JSON.
-
-        Raises:
-            ValueError: if there is no row to write, or `folder` holds something else.
+        Rows are reused, and `documents` not read, if `length`, `pad_id` and `fingerprint` are
+        equal. `fingerprint` holds the rows' inputs (source, tokenizer, options) as JSON;
+        `documents` is as in `pack`.
         """
         folder = Path(folder)
-        key = json.loads(json.dumps({**_key(length, pad_id), "fingerprint": fingerprint}))
+        key = json.loads(
+            json.dumps({"length": length, "pad_id": pad_id, "fingerprint": fingerprint})
+        )
         found = _read_manifest(folder)
         if found is not None and key.items() <= found.items():
             return cls(folder)
@@ -175,37 +144,29 @@ class PackedRows(Dataset):
         return self.manifest["rows"]
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {column: _tensor(array[index]) for column, array in self._columns.items()}
+        row = {column: array[index] for column, array in self._columns.items()}
+        whole = {column: np.issubdtype(x.dtype, np.integer) for column, x in row.items()}
+        return {
+            c: torch.from_numpy(x.astype(np.int64 if whole[c] else x.dtype)) for c, x in row.items()
+        }
 
     def __reduce__(self) -> tuple:
         # A spawned worker maps the files itself; pickling the maps would copy the whole corpus.
         return PackedRows, (self.folder,)
 
 
-def _key(length: int, pad_id: int) -> dict[str, int]:
-    return {"length": length, "pad_id": pad_id}
-
-
 def _read_manifest(folder: Path) -> dict | None:
     try:
-        return read_json(folder / "manifest.json", ("rows", "tokens", "length"))
+        return read_json(folder / "manifest.json", ("rows", "tokens", "length", "columns"))
     except (FileNotFoundError, NotADirectoryError):
         return None
 
 
-def _tensor(values: np.ndarray) -> torch.Tensor:
-    whole = np.issubdtype(values.dtype, np.integer)
-    return torch.from_numpy(values.astype(np.int64 if whole else values.dtype))
-
-
 def _write(folder: Path, documents: Iterable[Encoded], length: int, pad_id: int) -> dict:
-    """Write the packed rows into `folder` as they come; what is returned is for the manifest."""
-    counts = Counter(
-        rows=0, documents=0, short_documents=0, tokens=0, trained_tokens=0, dropped_tokens=0
-    )
-    files, kinds = {}, {}
+    """Write packed rows into `folder` as they arrive, and return the counts for the manifest."""
+    rows, tokens, files, kinds = 0, 0, {}, {}
     try:
-        for row in pack(_counted(documents, counts), length, pad_id):
+        for row in pack(documents, length, pad_id):
             arrays = {c: np.asarray(v, _DTYPE if c in COLUMNS else None) for c, v in row.items()}
             if not files:
                 kinds = {column: (a.dtype, a.shape) for column, a in arrays.items()}
@@ -216,34 +177,20 @@ def _write(folder: Path, documents: Iterable[Encoded], length: int, pad_id: int)
             assert found == kinds, f"documents have other columns than the first: {found}"
             for column, file in files.items():
                 file.write(arrays[column].tobytes())
-            counts["rows"] += 1
-            counts["tokens"] += length - row["document"].count(-1)
-            counts["trained_tokens"] += sum(row["trained"])
+            rows += 1
+            tokens += length - row["document"].count(-1)
         for column, file in files.items():
             file.seek(0)
-            _write_header(file, counts["rows"], *kinds[column])
+            _write_header(file, rows, *kinds[column])
     finally:
         for file in files.values():
             file.close()
-    if not counts["rows"]:
+    if not rows:
         raise ValueError(
-            f"no row to train on: none of {counts['short_documents']} documents has 2 tokens or "
-            "more. Check the source and its split."
+            "no row to train on: no document has 2 tokens or more. Check the source and its split."
         )
-    # `dropped_tokens` has counted all input tokens so far; subtract those that were written.
-    counts["dropped_tokens"] -= counts["tokens"]
     more = [column for column in kinds if column not in COLUMNS]
-    return {**counts, **({"columns": more} if more else {})}
-
-
-def _counted(documents: Iterable[Encoded], counts: Counter) -> Iterator[Encoded]:
-    for document in documents:
-        if len(document[0]) < 2:
-            counts["short_documents"] += 1
-            continue
-        counts["documents"] += 1
-        counts["dropped_tokens"] += len(document[0])
-        yield document
+    return {"rows": rows, "tokens": tokens, "columns": more}
 
 
 def _write_header(file, rows: int, dtype: np.dtype, shape: tuple[int, ...]) -> None:

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from data.arguments import Count, Tokens
 from data.text.prompts import heldout_prompts
 
 
@@ -12,29 +13,23 @@ class PromptRows(Dataset):
     """A data set of prompts, right-padded: input_ids [length], size [] (tokens of the prompt).
 
     Args:
-        source: as in `data.text.prompts.heldout_prompts`.
+        source, split, subset, limit: as in `data.text.prompts.prompt_set`.
         count: number of prompts.
         length: maximum tokens per prompt.
         tokenizer: encodes the prompts.
         folder: ignored; nothing is cached.
-        split: 'train' or 'heldout'.
-        subset: as in `heldout_prompts`.
-        limit: maximum number of documents to choose the prompts from.
-
-    Raises:
-        ValueError: as `heldout_prompts` does.
     """
 
     def __init__(
         self,
         source: str,
-        count: int,
-        length: int,
+        count: Count,
+        length: Tokens,
         tokenizer: PreTrainedTokenizerBase,
         folder: str | None = None,
         split: str = "train",
         subset: str | None = None,
-        limit: int | None = None,
+        limit: Count | None = None,
     ):
         del folder  # an argument of every training set
         options = {"split": split, "subset": subset, "limit": limit}

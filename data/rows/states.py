@@ -19,15 +19,15 @@ DTYPE = torch.bfloat16
 
 
 class RowsWithStates(PackedRows):
-    """Packed rows of one more column, `states` [length, width]: a target's at a row's tokens.
+    """Packed rows with one more column, `states` [length, width]: the target's at their tokens.
 
-    The shards lie beside the packed rows, in bfloat16, and are read a row at a time (safetensors
-    maps them). They are made by `write`, by as many processes as there are shards.
+    The bfloat16 shards lie in the rows' folder and are memory-mapped. `write` makes them, in as
+    many processes as there are shards.
 
     Args:
-        folder: The packed rows'.
-        made_by: What the states depend on beside the rows, such as the target and its layers.
-        width: Numbers of a token's states, those of all layers together.
+        folder: The packed rows' folder.
+        made_by: The states' inputs other than the rows, such as the target and its layers.
+        width: Numbers per token, all layers together.
     """
 
     def __init__(self, folder: str | os.PathLike, made_by: dict, width: int) -> None:
@@ -39,31 +39,24 @@ class RowsWithStates(PackedRows):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of all states: (rows, length, width)."""
+        """Return the shape of all states: (rows, length, width)."""
         return len(self), self.manifest["length"], self.width
 
     def file(self, shard: int) -> Path:
-        """Where a shard is, or will be."""
+        """Return the path of a shard, which need not exist yet."""
         return self.states_folder / f"{shard:05d}.safetensors"
 
     def rows_of(self, shard: int) -> range:
-        """The rows of a shard."""
+        """Return the rows of a shard."""
         return range(shard * SHARD, min(len(self), (shard + 1) * SHARD))
 
     def missing(self) -> list[int]:
-        """The shards that are not there yet."""
+        """Return the shards that are not there yet."""
         shards = range(-(-len(self) // SHARD))
         return [shard for shard in shards if not self.file(shard).is_file()]
 
     def check_size(self, most: float) -> None:
-        """Check that all shards together are within a cap and fit on the disk, before any is made.
-
-        Args:
-            most: Bytes that all shards together may have.
-
-        Raises:
-            ValueError: They would have more, or the disk has less.
-        """
+        """Raise ValueError if all shards take over `most` bytes, or more than the disk has free."""
         rows, length, width = self.shape
         needed = rows * length * width * DTYPE.itemsize
         if needed > most:
@@ -76,7 +69,7 @@ class RowsWithStates(PackedRows):
             check_space(self.folder, needed * left // rows)
 
     def write(self, shard: int, states: Tensor) -> None:
-        """Write a shard, whole or not at all: states [rows of the shard, length, width]."""
+        """Write a shard atomically: states [rows of the shard, length, width]."""
         assert states.shape == (len(self.rows_of(shard)), *self.shape[1:])
         tensors = {STATES: states.to("cpu", DTYPE).contiguous()}
         self.states_folder.mkdir(parents=True, exist_ok=True)
@@ -84,7 +77,7 @@ class RowsWithStates(PackedRows):
             save_file(tensors, temporary)
 
     def states(self, row: int) -> Tensor:
-        """States [length, width] of a row whose shard is there."""
+        """Return the states [length, width] of a row whose shard is there."""
         shard, at = divmod(row, SHARD)
         if shard not in self._files:
             self._files[shard] = safe_open(self.file(shard), "pt")

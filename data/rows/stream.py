@@ -19,10 +19,7 @@ Corruption = Callable[[Any, torch.Generator, int], dict[str, Tensor]]
 class Stream(Dataset):
     """The samples of a run: rows in a new random order each epoch, with noise keyed by the number.
 
-    Args:
-        rows: the training set.
-        seed: seed of order and noise.
-        corruption: makes a sample from a row; None keeps the row.
+    `seed` is that of order and noise; `corruption` makes a sample from a row, None keeps the row.
     """
 
     def __init__(self, rows: Dataset, seed: int, corruption: Corruption | None = None):
@@ -30,14 +27,14 @@ class Stream(Dataset):
         self._epoch: tuple[int, Tensor] = (-1, torch.empty(0))
 
     def __getitem__(self, n: int) -> dict[str, Tensor]:
-        """Sample number n, counted over all epochs."""
+        """Return sample number n, counted over all epochs."""
         row = self.rows[self.row_of(n)]
         if self.corruption is None:
             return row
         return self.corruption(row, _generator(self.seed, n, 1), n)
 
     def row_of(self, n: int) -> int:
-        """The index of the row that sample number n is made from."""
+        """Return the index of sample number n's row."""
         epoch, i = divmod(n, len(self.rows))
         if self._epoch[0] != epoch:
             order = torch.randperm(len(self.rows), generator=_generator(self.seed, epoch, 0))
@@ -48,18 +45,14 @@ class Stream(Dataset):
 class BatchSchedule(Sampler):
     """A batch sampler: the sample numbers of one process, micro-batch by micro-batch.
 
-    A step takes the next `batch_size` sample numbers. Each process takes an equal part of them, in
-    micro-batches.
+    A step takes the next `batch_size` sample numbers, in equal parts per process.
 
     Args:
         steps: the training steps, from 0.
-        batch_size: samples per step, over all processes.
+        batch_size: samples per step over all processes, a multiple of world * micro_batch_size.
         micro_batch_size: samples per forward of one process.
         rank: this process, from 0.
         world: number of processes.
-
-    Raises:
-        ValueError: unless batch_size is a multiple of world * micro_batch_size.
     """
 
     def __init__(
@@ -87,11 +80,11 @@ class BatchSchedule(Sampler):
 
     @property
     def accumulate(self) -> int:
-        """Micro-batches per step and process (gradient accumulation)."""
+        """Return the micro-batches per step and process (gradient accumulation)."""
         return self.batch_size // (self.world * self.micro_batch_size)
 
     def samples(self, step: int) -> range:
-        """The sample numbers of a step (0 is the first) of all processes together."""
+        """Return the sample numbers of a step (0 is the first) of all processes together."""
         return range(step * self.batch_size, (step + 1) * self.batch_size)
 
     def __len__(self) -> int:
@@ -106,7 +99,7 @@ class BatchSchedule(Sampler):
 
 
 def _generator(seed: int, number: int, purpose: int) -> torch.Generator:
-    """A separate random generator for each (seed, number, purpose)."""
+    """Return a separate random generator for each (seed, number, purpose)."""
     # torch's CPU generator uses only 32 bits of its seed, so these must depend on all three.
     key = hashlib.blake2b(f"{seed} {number} {purpose}".encode(), digest_size=4).digest()
     return torch.Generator().manual_seed(int.from_bytes(key, "little"))

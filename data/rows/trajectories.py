@@ -8,27 +8,22 @@ import hashlib
 import json
 import math
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Generator, Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from data.corpora.answers import in_split, read_manifest, read_shards
-from data.corpora.conditions import conditions, keeps
+from data.arguments import Small
+from data.corpora.answers import chosen_rows
 from data.corpora.fingerprints import input_fingerprint
-from data.corpora.stdlib import check_split
-from data.corruption.schedules import progressive_times
+from data.corruption.schedules import NoiseOrder, progressive_times
 from data.files import atomic_write
-from data.text.tokenizer import fingerprint
+from data.text.tokenizer import checked_manifest
 
 # Columns of trajectories, besides id, prompt and answer; each concatenates the lists of all blocks.
 CHANGES = ("start", "passes", "changes", "at", "to")
-
-
-# How the noisy state of a block is chosen from its trajectory (`NoisyBlocks`).
-STATES = ("wrong", "tail", "any")
 
 
 class Answer(NamedTuple):
@@ -39,7 +34,7 @@ class Answer(NamedTuple):
         prompt_size: tokens of the prompt without padding.
         clean: [N, n], the fixed points, right-padded.
         size: tokens of the answer without padding.
-        states: for each block the states of its trajectory, [passes + 1, n].
+        states: each block's trajectory, [passes + 1, n].
     """
 
     prompt: Tensor
@@ -56,35 +51,25 @@ class NoisyBlocks:
         window: w, blocks per cycle of the noise schedule.
         order: 'linear', 'random' or 'reverse'.
         tokenizer: gives the padding id.
-        state: which state of a block's trajectory is its noisy one, of STATES. 'wrong': by its
-            number of wrong tokens, as the paper's text says. 'tail': by the tokens from its first
-            wrong one on, as the authors' code has it. 'any': drawn from all, whatever the ratio
-            (CLLM, Eq. 5).
-        t_max: noise ratio of a cycle's noisiest block; None: (w - 1) / w, as in Eq. 7. The ablation
-            of Table 4 has 1.
-
-    Raises:
-        ValueError: for a window below 1, an unknown order or state, or a t_max outside (0, 1].
+        state: how a trajectory's state is chosen: 'wrong' by its number of wrong tokens, as in the
+            paper's text; 'tail' by its tokens from the first wrong one on, as in the authors' code;
+            'any' at random, whatever the ratio (CLLM, Eq. 5).
     """
 
     def __init__(
         self,
-        window: int,
-        order: str,
+        window: Small,
+        order: NoiseOrder,
         tokenizer: PreTrainedTokenizerBase,
-        state: str = "wrong",
-        t_max: float | None = None,
+        state: Literal["wrong", "tail", "any"] = "wrong",
     ):
-        progressive_times(1, window, order, Generator(), t_max)  # raises now and not in training
-        if state not in STATES:
-            raise ValueError(f"unknown state {state!r}. Choose from {list(STATES)}")
-        self.window, self.order, self.state, self.t_max = window, order, state, t_max
+        self.window, self.order, self.state = window, order, state
         self.pad_id = tokenizer.pad_token_id or 0
 
     def __call__(self, answer: Answer, generator: Generator, number: int = 0) -> dict[str, Tensor]:
-        """One training sample, made from an item of `Trajectories`. Returns: see `interleave`."""
+        """Return the training sample (see `interleave`) of an item of `Trajectories`."""
         blocks = len(answer.clean)
-        times = progressive_times(blocks, self.window, self.order, generator, self.t_max)
+        times = progressive_times(blocks, self.window, self.order, generator)
         noisy = answer.clean.clone()
         n = noisy.shape[1]
         for i, (states, t) in enumerate(zip(answer.states, times.tolist())):
@@ -97,17 +82,14 @@ class NoisyBlocks:
 
 
 def nearest_state(states: Tensor, clean: Tensor, size: int, t: float, tail: bool = False) -> Tensor:
-    """The state of a trajectory whose number of noisy tokens is nearest to ceil(t size).
+    """Return the state [n] of a trajectory [k, n] with closest to ceil(t size) noisy tokens.
 
     Args:
         states: [k, n].
         clean: the fixed point [n].
-        size: tokens of the block without padding; the others are not compared.
+        size: tokens of the block without padding, which is not compared.
         t: noise ratio, in [0, 1].
-        tail: whether every token from the first wrong one on is noisy, and not only wrong ones.
-
-    Returns:
-        [n].
+        tail: count every token from the first wrong one on as noisy, not only wrong ones.
     """
     wrong = (states != clean)[:, :size]
     noisy = (wrong.cumsum(1) > 0 if tail else wrong).sum(1)
@@ -116,15 +98,10 @@ def nearest_state(states: Tensor, clean: Tensor, size: int, t: float, tail: bool
 
 
 def interleave(answer: Answer, noisy: Tensor, pad_id: int) -> dict[str, Tensor]:
-    """The packed sequence of pcLLM (Figure 1b): the prompt, then each block noisy and clean.
+    """Return the packed sequence of pcLLM (Figure 1b): the prompt, then each block noisy and clean.
 
-    The noisy and the clean copy of a block share their positions. Example: prompt a, block b c,
-    noisy x c: a | x c | b c at positions 0 | 1 2 | 1 2.
-
-    Args:
-        answer: prompt and clean blocks.
-        noisy: noisy blocks [N, n].
-        pad_id: token id of padding.
+    Both copies of a block share their positions. Example: prompt a, block b c, noisy x c:
+    a | x c | b c at positions 0 | 1 2 | 1 2. `noisy` is [N, n].
 
     Returns:
         input_ids, position_ids, document, index, block: [P + 2 N n] each, the layout of
@@ -153,7 +130,7 @@ def interleave(answer: Answer, noisy: Tensor, pad_id: int) -> dict[str, Tensor]:
 
 
 def replay(row: dict, n: int) -> list[Tensor]:
-    """The states of each block of a stored row, [passes + 1, n] per block.
+    """Return the states of each block of a stored row, [passes + 1, n] per block.
 
     >>> row = dict(start=[7, 8], passes=[2], changes=[2, 1], at=[0, 1, 1], to=[5, 9, 6])
     >>> replay(row, 2)[0].tolist()
@@ -176,11 +153,7 @@ def replay(row: dict, n: int) -> list[Tensor]:
 class Trajectories(Dataset):
     """A data set of answers with trajectories, memory-mapped from one Arrow file.
 
-    Args:
-        file: the Arrow file.
-        prompt_length: P, to which prompts are padded.
-        blocks: N, to which answers are padded.
-        block_size: n.
+    Prompts are padded to P tokens, answers to N blocks of n tokens; `shape` is (P, N, n).
     """
 
     def __init__(self, file: Path, prompt_length: int, blocks: int, block_size: int):
@@ -213,34 +186,26 @@ def rows(
     split: str = "train",
     where: str | None = None,
 ) -> Trajectories:
-    """The trajectories of a collection (`python -m decoding.collect recipe=pcllm_trajectories`).
+    """Return the trajectories of a collection (`decoding.collect recipe=pcllm_trajectories`).
 
     Args:
         source: the collection's folder.
-        model: the model that is trained; it must be the one that the trajectories are of.
+        model: the trained model, which must have made the trajectories.
         tokenizer: the model's.
         folder: cache of the memory-mapped file.
         split: 'train' or 'heldout', by a hash of the prompt's id.
-        where: take only the answers that meet these conditions, as in
-            `data.corpora.answers.read_answers`.
-
-    Raises:
-        ValueError: for a missing collection, one of another model or tokenizer, or one without
-            answers of the split (that meet the conditions).
+        where: as in `data.corpora.answers.read_answers`.
     """
-    manifest = read_manifest(source)
-    ours = {"tokenizer": fingerprint(tokenizer), "weights": weights_fingerprint(model)}
-    for what, here in ours.items():
-        if manifest.get(what) != here:
-            raise ValueError(
-                f"{source} was collected with another model than {model} ({what} "
-                f"{manifest.get(what)}, here {here}): collect it again, under another name=..., "
-                f"with python -m decoding.collect recipe={manifest['recipe']}"
-            )
+    manifest = checked_manifest(source, tokenizer)
+    if manifest.get("weights") != (here := weights_fingerprint(model)):
+        raise ValueError(
+            f"{source} was collected with another model than {model} (weights "
+            f"{manifest.get('weights')}, here {here}): collect it again, under another name=..., "
+            f"with python -m decoding.collect recipe={manifest['recipe']}"
+        )
     n = manifest["block_size"]
     blocks = -(-manifest["max_new_tokens"] // n)
-    made_from = [manifest, split, *([where] if where is not None else [])]
-    key = json.dumps(made_from, sort_keys=True).encode()
+    key = json.dumps([manifest, split, where], sort_keys=True).encode()
     file = Path(folder) / f"{hashlib.sha256(key).hexdigest()[:16]}.arrow"
     if not file.exists():
         _write(file, Path(source), split, where)
@@ -251,21 +216,13 @@ def _write(file: Path, source: Path, split: str, where: str | None) -> None:
     """Write the rows of a split into one Arrow file, atomically."""
     import pyarrow
 
-    check_split(split)
-    asked = conditions(where)
     file.parent.mkdir(parents=True, exist_ok=True)
     count = 0
     with atomic_write(file) as temporary:
         with pyarrow.OSFile(str(temporary), "wb") as sink:
             writer = None
-            for shard, table in read_shards(source):
+            for table, _ in chosen_rows(source, split, where):
                 writer = writer or pyarrow.ipc.new_file(sink, table.schema)
-                chosen = [in_split(id, split) for id in table["id"].to_pylist()]
-                if asked:
-                    rows = table.to_pylist()
-                    met = [keeps(row, asked, f"{shard}, row {i}") for i, row in enumerate(rows)]
-                    chosen = [here and so for here, so in zip(chosen, met)]
-                table = table.filter(pyarrow.array(chosen))
                 writer.write_table(table)
                 count += len(table)
             if writer:
@@ -279,5 +236,5 @@ def _write(file: Path, source: Path, split: str, where: str | None) -> None:
 
 
 def weights_fingerprint(model: str) -> str:
-    """The fingerprint of a model folder's files; of a Hub id, the id itself."""
+    """Return the fingerprint of a model folder's files; a Hub id is its own fingerprint."""
     return input_fingerprint(model) if Path(model).is_dir() else model

@@ -10,25 +10,12 @@ Messages = list[dict[str, str]]
 Spans = list[tuple[int, int]]
 
 
-def encode_document(
-    tokenizer: PreTrainedTokenizerBase, row: dict, eos: bool = True
-) -> tuple[list[int], list[bool]]:
-    """Token ids and training mask of one document.
+def encode_document(tokenizer: PreTrainedTokenizerBase, row: dict) -> tuple[list[int], list[bool]]:
+    """Return token ids and training mask of one document of `data.corpora.sources.load_documents`.
 
-    Args:
-        tokenizer: its chat template is used for chats and pairs.
-        row: a document of `data.corpora.sources.load_documents`. Of `text`, every token is
-            trained. For `messages` see `encode_chat`. `prompt` and `answer` are encoded as a chat
-            of two turns where the tokenizer has a chat template, else as concatenated texts of
-            which only the answer is trained.
-        eos: append the end-of-text token, trained, to everything but a chat, which ends as its
-            template says.
-
-    Returns:
-        Token ids, and for each whether it is a training target.
-
-    Raises:
-        ValueError: for a document of other keys, and as `encode_chat` does.
+    All tokens of a `text` are trained. For `messages` see `encode_chat`. `prompt` and `answer` are
+    a chat of two turns if the tokenizer has a chat template, else joined texts of which only the
+    answer is trained. They end with a trained end-of-text token; a chat's template ends it.
     """
     if "messages" in row:
         return encode_chat(tokenizer, row["messages"])
@@ -44,29 +31,29 @@ def encode_document(
             f"Cannot encode a document with the keys {sorted(row)}. "
             "Choose from 'text', 'messages', or 'prompt' and 'answer'."
         )
-    if eos:
-        answer = [*answer, _eos(tokenizer)]
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"The tokenizer {tokenizer.name_or_path!r} has no end-of-text token. "
+            "Set tokenizer.eos_token."
+        )
+    answer = [*answer, tokenizer.eos_token_id]
     return prompt + answer, [False] * len(prompt) + [True] * len(answer)
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The token ids of `text`, after the start token (BOS) if the model expects one."""
+    """Return the token ids of `text`, after the start token (BOS) if the model expects one."""
     return [*start_ids(tokenizer), *_ids(tokenizer, text)]
 
 
 def start_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """`[bos id]` if the tokenizer puts it before every text, else `[]`."""
+    """Return `[bos id]` if the tokenizer puts it before every text, else `[]`."""
     # Not all special tokens of an empty text: some tokenizers also end a text with their own.
     first = tokenizer("").input_ids[:1]
     return first if first == [tokenizer.bos_token_id] else []
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]:
-    """The token ids of a chat prompt, the header of the assistant's next turn included.
-
-    Raises:
-        ValueError: as `encode_chat` does.
-    """
+    """Return the token ids of a chat prompt, including the header of the assistant's next turn."""
     _check_chat(tokenizer, messages)
     return _ids(tokenizer, _render(tokenizer, messages, add_generation_prompt=True))
 
@@ -74,23 +61,19 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> lis
 def encode_chat(
     tokenizer: PreTrainedTokenizerBase, messages: Messages
 ) -> tuple[list[int], list[bool]]:
-    """Token ids and training mask of a chat, rendered by the tokenizer's chat template.
+    """Return token ids and training mask of a chat, rendered by the tokenizer's chat template.
 
-    Trained are the assistant's messages, each with its end-of-turn token; headers and other turns
-    are not. `{% generation %}` blocks of the template mark these tokens; without such blocks they
-    are found by rendering each prefix of the chat. Not trained are an assistant's message that
-    opens the chat (it has no prompt), and an answer that the template renders differently once
-    more turns follow.
+    The assistant's messages are trained, each with its end-of-turn token; headers and other turns
+    are not. `{% generation %}` blocks of the template mark these tokens; without such blocks,
+    rendering each prefix of the chat finds them. Two kinds of messages are not trained: one that
+    opens the chat, and one that the template renders differently once more turns follow.
 
     Args:
-        tokenizer: one that has a chat template.
+        tokenizer: has a chat template.
         messages: turns `{"role": ..., "content": ...}`.
 
-    Returns:
-        Token ids, and for each whether it is a training target.
-
     Raises:
-        ValueError: without a chat template or messages, if the template rejects the messages, and
+        ValueError: without a chat template or messages, if the template rejects the messages, or
             if it renders no answer as a continuation of its prompt.
     """
     _check_chat(tokenizer, messages)
@@ -114,7 +97,7 @@ def _check_chat(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> None:
 
 
 def _assistant_spans(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[str, Spans]:
-    """The rendered chat, and the character spans `(start, stop)` of it that are trained."""
+    """Return the rendered chat and its trained character spans `(start, stop)`."""
     if re.search(r"\{%[-+]?\s*generation\b", tokenizer.get_chat_template()):
         return _render_with_spans(tokenizer, messages)
     text = _render(tokenizer, messages)
@@ -167,7 +150,7 @@ def _refused(tokenizer: PreTrainedTokenizerBase, error: Exception) -> ValueError
 
 
 def _tokens_before(tokenizer: PreTrainedTokenizerBase, ids: list[int], beginning: str) -> int:
-    """The number of leading `ids` inside `beginning`; a token across its end is outside."""
+    """Return how many leading `ids` lie inside `beginning`; a token across its end does not."""
     prefix = _ids(tokenizer, beginning)
     pairs = enumerate(zip(prefix, ids, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(prefix), len(ids)))
@@ -175,12 +158,3 @@ def _tokens_before(tokenizer: PreTrainedTokenizerBase, ids: list[int], beginning
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False).input_ids
-
-
-def _eos(tokenizer: PreTrainedTokenizerBase) -> int:
-    if tokenizer.eos_token_id is None:
-        raise ValueError(
-            f"The tokenizer {tokenizer.name_or_path!r} has no end-of-text token. "
-            "Set tokenizer.eos_token, or encode with eos=False."
-        )
-    return tokenizer.eos_token_id

@@ -1,13 +1,17 @@
 """Prompt sets for benches, validation and collection: deterministic, the same on every machine."""
 
 import hashlib
+import json
+import tempfile
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from data.corpora.answers import is_collection, read_answers, read_manifest
+from data.arguments import Count, Tokens
+from data.corpora.answers import is_collection, read_answers
 from data.corpora.benchmarks import (
     SHARED_COLUMNS,
     Problem,
@@ -17,74 +21,92 @@ from data.corpora.benchmarks import (
 )
 from data.corpora.sources import INSTALLED, load_documents
 from data.corpora.stdlib import is_held_out
-from data.spool import Spool
 from data.text.chat import encode_prompt, encode_text, start_ids
-from data.text.tokenizer import fingerprint
+from data.text.tokenizer import checked_manifest
 
 WINDOW = 64  # tokens of a text where no length is given
 
 
+class Spool(Sequence):
+    """A sequence of JSON values in a temporary file, read by number or by slice.
+
+    The file has no name and disappears with the sequence; memory holds eight bytes per value.
+
+    >>> Spool({"id": i} for i in range(5))[1:3]
+    [{'id': 1}, {'id': 2}]
+    """
+
+    def __init__(self, values: Iterable):
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 (it is gone with the sequence)
+        self._starts = array("Q")
+        for value in values:
+            self._starts.append(self._file.tell())
+            self._file.write(json.dumps(value).encode() + b"\n")
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, which):
+        if isinstance(which, slice):
+            return [self[i] for i in range(len(self))[which]]
+        self._file.seek(self._starts[which])
+        return json.loads(self._file.readline())
+
+
 def heldout_prompts(*args, **options) -> list[dict]:
-    """The prompts of `prompt_set` (whose arguments these are), in memory."""
+    """Return the prompts of `prompt_set`, with its arguments, in memory."""
     return list(prompt_set(*args, **options))
 
 
 def prompt_set(
     source: str,
     tokenizer: PreTrainedTokenizerBase,
-    count: int | None,
-    length: int | None = None,
+    count: Count | None,
+    length: Tokens | None = None,
     *,
     split: str = "heldout",
     chat: bool | None = None,
     subset: str | None = None,
-    limit: int | None = None,
+    limit: Count | None = None,
     where: str | None = None,
     **options,
 ) -> Spool:
-    """A deterministic set of prompts from a corpus or a benchmark.
+    """Return a deterministic set of prompts from a corpus, a benchmark or a collection, on disk.
 
-    A prompt is, of a text, a window of exactly `length` tokens (windows do not overlap, their
-    offsets are a hash of the document's id, and they come from as many documents as possible); of
-    a chat or a prompt-answer pair, everything before the first answer, cut to its last `length`
-    tokens.
+    A text gives windows of exactly `length` tokens, disjoint, from as many documents as possible,
+    at offsets from a hash of the document's id. A chat or pair gives everything before its first
+    answer, cut to the last `length` tokens.
 
-    Of a benchmark's problems (`data.corpora.benchmarks`) the first turns are used, asked with the
-    benchmark's instruction in a chat, and verbatim otherwise. A benchmark has no splits, except
-    that GSM8K's training set looks like its test set: its rows are split like any pairs, and
-    split='test' takes them all. A .jsonl file with `text` has splits, and each text is one prompt.
+    A benchmark's problem (`data.corpora.benchmarks`) gives its first turn: with the benchmark's
+    instruction in a chat, else verbatim. Benchmarks have no splits, except GSM8K, whose training
+    set looks like its test set: its rows are split like any pairs, and split='test' takes them all.
+    A .jsonl file with `text` has splits, and each text is one prompt.
 
-    Of a collection (`python -m decoding.collect`) the prompts are those of the split's answers, as
-    they were asked: what a run that is trained on the collection is validated on.
+    A collection (`python -m decoding.collect`) gives the prompts of the split's answers.
 
     Args:
-        source: a corpus as in `data.corpora.sources.load_documents`, or a benchmark as in
+        source: a corpus as in `data.corpora.sources.load_documents`, a benchmark as in
             `data.corpora.benchmarks.read_benchmark`, or a collection's folder.
         tokenizer: encodes the prompts.
-        count: number of prompts; None: all that there are.
+        count: number of prompts; None for all.
         length: tokens per prompt: exactly (windows) or at most (whole prompts, which lose their
-            beginning). None: `WINDOW` of a text, and all of a question.
+            beginning). None: `WINDOW` for texts, unlimited for questions.
         split: 'heldout' or 'train'; ignored for a benchmark (GSM8K's: see above).
-        chat: whether to ask problems and the prompts of pairs in the tokenizer's chat template;
-            None: if it has one. Texts are never, chats always rendered by it.
-        subset: one of a benchmark's categories, or the configuration of a Hub data set.
-        limit: read at most so many documents.
-        where: read only rows that meet these conditions, as in `load_documents`; of a collection as
-            in `data.corpora.answers.read_answers`.
-        **options: further arguments of `data.corpora.sources.load_documents`.
+        chat: render problems and pairs' prompts with the tokenizer's chat template; None: if it has
+            one. Texts are never rendered, chats always.
+        subset: a benchmark's category, or the configuration of a Hub data set.
+        limit: maximum number of documents to read.
+        where: conditions on rows, as in `load_documents` or `data.corpora.answers.read_answers`.
+        **options: further arguments of `load_documents`.
 
     Returns:
-        `count` prompts `{"id": str, "prompt_ids": list[int], "text": str}`, on disk; those of a
-        benchmark also have its `category` (without any, the benchmark's name).
+        `count` prompts `{"id": str, "prompt_ids": list[int], "text": str}`; those of a benchmark
+        also have its `category` (without any, the benchmark's name).
 
     Raises:
-        ValueError: as `load_documents` and `read_benchmark` do, for `chat` without a chat
-            template or of a text, for a subset or a condition of what has none, for a collection
-            of another tokenizer, and if the source has fewer than `count` prompts.
+        ValueError: as `load_documents` and `read_benchmark` do, for options that the source does
+            not support, for a collection of another tokenizer, or for fewer than `count` prompts.
     """
-    for name, value in (("count", count), ("length", length)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name}={value} makes no prompt set. Choose at least 1.")
     options |= {"limit": limit, "where": where}
     if is_collection(source):
         found = _collected(source, tokenizer, split, length, subset, **options)
@@ -101,8 +123,7 @@ def prompt_set(
             f"chat=true, but source={source!r} holds texts, which are no questions. Give a "
             "benchmark, chats or prompt-answer pairs, or leave chat out."
         )
-    if text:
-        length = length or WINDOW
+    length = length or (WINDOW if text else None)
     if text and not source.endswith(".jsonl"):
         found = _windows(documents, tokenizer, length)
     else:
@@ -118,11 +139,11 @@ def _chosen(
     split: str,
     length: int | None,
 ) -> Spool:
-    """The first `count` prompts of those found; ValueError for fewer, or for none."""
+    """Return the first `count` prompts found; raise ValueError if there are fewer, or none."""
     prompts = Spool(
         prompt | {"text": tokenizer.decode(prompt["prompt_ids"])} for prompt in islice(found, count)
     )
-    if len(prompts) < (1 if count is None else count):
+    if len(prompts) < (count or 1):
         of, lower = (f" of length={length}", " or length") if length else ("", "")
         raise ValueError(
             f"source={source!r} has {len(prompts)} prompts{of} in split={split!r}, "
@@ -141,15 +162,10 @@ def _collected(
     limit: int | None = None,
     **options,
 ) -> Iterator[dict]:
-    """The prompts of a collection's split, each once, in the order of a hash of their ids."""
+    """Yield the prompts of a collection's split, each once, in the order of a hash of their ids."""
     del options  # how a corpus is read
     _check_subset(source, subset)
-    manifest = read_manifest(source)
-    if manifest["tokenizer"] != fingerprint(tokenizer):
-        raise ValueError(
-            f"{source} was collected with another tokenizer (fingerprint {manifest['tokenizer']}, "
-            f"here {fingerprint(tokenizer)}): give another source"
-        )
+    checked_manifest(source, tokenizer)
     prompts = {}
     for answer in read_answers(source, split, where):
         size = len(answer.trained) - sum(answer.trained)
@@ -161,15 +177,7 @@ def _collected(
 
 
 def asks_in_chat(tokenizer: PreTrainedTokenizerBase, chat: bool | None) -> bool:
-    """Whether problems are asked in the tokenizer's chat template.
-
-    Args:
-        tokenizer: the model's own.
-        chat: what the user says; None: if there is a template.
-
-    Raises:
-        ValueError: for chat=True without a template.
-    """
+    """Return whether problems are asked in the chat template; `chat=None`: if there is one."""
     if chat and not tokenizer.chat_template:
         raise ValueError(
             f"chat=true needs a chat template, and the tokenizer {tokenizer.name_or_path!r} has "
@@ -179,13 +187,7 @@ def asks_in_chat(tokenizer: PreTrainedTokenizerBase, chat: bool | None) -> bool:
 
 
 def problem_ids(problem: Problem, tokenizer: PreTrainedTokenizerBase, chat: bool) -> list[int]:
-    """The token ids of a problem's first turn: its instruction in a chat, or the text as it stands.
-
-    Args:
-        problem: of a benchmark.
-        tokenizer: encodes it.
-        chat: see `asks_in_chat`.
-    """
+    """Return the token ids of a problem's first turn: its instruction in a chat, or its text."""
     return _prompt_ids({"prompt": instruction(problem, raw=not chat)}, tokenizer, chat)
 
 
@@ -254,7 +256,7 @@ def _before_answer(messages: list[dict[str, str]]) -> list[dict[str, str]]:
 def _windows(
     documents: Sequence[dict], tokenizer: PreTrainedTokenizerBase, length: int
 ) -> Iterator[dict]:
-    """Windows in rounds: the first window of each document, then the second of each, and so on."""
+    """Yield windows in rounds: the first of each document, then the second of each, and so on."""
     remaining, turn = [*range(len(documents))], 0
     while remaining:
         left = []
@@ -270,7 +272,7 @@ def _windows(
 def _document_windows(
     document: dict, tokenizer: PreTrainedTokenizerBase, length: int
 ) -> Iterator[dict]:
-    """The disjoint windows of a document; their order and offset are a hash of its id."""
+    """Yield the disjoint windows of a document; their order and offset are a hash of its id."""
     id, start = document["id"], start_ids(tokenizer)
     width = length - len(start)
     if width < 1:
@@ -284,7 +286,7 @@ def _document_windows(
 
 
 def _shuffled(documents: Iterable[dict]) -> Spool:
-    """The documents in the order of a hash of their ids: any first few are then a fair sample."""
+    """Return the documents in the order of a hash of their ids: any first few are a fair sample."""
     found = Spool(documents)
     order = sorted((_hash(document["id"]), i) for i, document in enumerate(found))
     return Spool(found[i] for _, i in order)

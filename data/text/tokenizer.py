@@ -4,41 +4,40 @@ import copy
 import hashlib
 import json
 from collections.abc import Iterable
+from itertools import chain
+from typing import Annotated
 
+from pydantic import Field
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from data.arguments import Count
+from data.corpora.answers import read_manifest
 from data.corpora.sources import load_documents
+from data.text.layouts import LAYOUTS, layout_of
 
 EOS_TOKEN = "<eos>"
 MASK_TOKEN = "<|mask|>"
 SEPARATOR_TOKEN = "<|draft|>"
 # Of draft blocks (data/corruption/draft_blocks.py).
-LAYOUTS = ("separator", "pard", "dflash", "dspark")
 # A byte that UTF-8 never uses, as byte-level vocabularies (GPT-2's, Llama 3's, Qwen's) write it.
 UNUSED_BYTE = "ÿ"
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer, trained on `texts`: deterministic, and lossless on any text.
+    """Return a deterministic, lossless byte-level BPE tokenizer, trained on `texts`.
 
-    Args:
-        texts: the training texts.
-        vocab_size: size of the vocabulary; it comes out smaller only if the texts have too few
-            pairs to merge.
-
-    Returns:
-        The tokenizer, with `<eos>` as id 0, which is the padding token too.
-
-    Raises:
-        ValueError: if `vocab_size` is below 257 (256 bytes and `<eos>`), or there is no text.
+    `vocab_size`, at least 257 (256 bytes and `<eos>`), is reached unless the texts have too few
+    pairs to merge. `<eos>` is id 0, and the padding token too.
     """
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    alphabet, texts = pre_tokenizers.ByteLevel.alphabet(), iter(texts)
     if vocab_size < len(alphabet) + 1:
         raise ValueError(
             f"vocab_size={vocab_size} is too small. Choose at least {len(alphabet) + 1}: "
             f"{len(alphabet)} bytes and {EOS_TOKEN}."
         )
+    if (first := next(filter(None, texts), None)) is None:
+        raise ValueError("No text to train a tokenizer on: the corpus is empty.")
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -48,7 +47,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         initial_alphabet=alphabet,
         show_progress=False,
     )
-    backend.train_from_iterator(_not_empty(texts), trainer)
+    backend.train_from_iterator(chain([first], texts), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token=EOS_TOKEN,
@@ -59,32 +58,21 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
 def corpus_tokenizer(
     source: str,
-    vocab_size: int,
+    vocab_size: Annotated[int, Field(ge=1, le=10**6)],
     split: str = "train",
     subset: str | None = None,
-    limit: int | None = None,
+    limit: Count | None = None,
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer trained on a corpus of texts (see `train_tokenizer`).
+    """Return a tokenizer of `vocab_size` tokens, trained on a corpus (see `train_tokenizer`).
 
-    Args:
-        source: as in `data.corpora.sources.load_documents`, like split, subset and limit.
-        vocab_size: number of tokens.
+    The other arguments are those of `data.corpora.sources.load_documents`.
     """
     documents = load_documents(source, split, subset=subset, limit=limit)
     return train_tokenizer((row["text"] for row in documents), vocab_size)
 
 
-def _not_empty(texts: Iterable[str]) -> Iterable[str]:
-    seen = False
-    for text in texts:
-        seen = seen or bool(text)
-        yield text
-    if not seen:
-        raise ValueError("No text to train a tokenizer on: the corpus is empty.")
-
-
 def with_mask_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """A copy of the tokenizer with a mask token: its own, or a new one with the next free id."""
+    """Return a copy of the tokenizer with a mask token: its own, or one with the next free id."""
     tokenizer = copy.deepcopy(tokenizer)
     if tokenizer.mask_token is None:
         tokenizer.add_special_tokens({"mask_token": MASK_TOKEN})
@@ -92,11 +80,7 @@ def with_mask_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBa
 
 
 def mask_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id of the mask token.
-
-    Raises:
-        ValueError: for a tokenizer without one.
-    """
+    """Return the id of the mask token; raise ValueError if the tokenizer has none."""
     if tokenizer.mask_token_id is None:
         raise ValueError(
             "The tokenizer has no mask token. "
@@ -108,20 +92,19 @@ def mask_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
 def with_draft_tokens(
     tokenizer: PreTrainedTokenizerBase, layout: str = "separator", mask_token: str | None = None
 ) -> PreTrainedTokenizerBase:
-    """A copy of the tokenizer with what draft blocks of a layout need.
+    """Return a copy of the tokenizer with the tokens that a layout's draft blocks need.
 
     Args:
-        tokenizer: the target's. A mask token that it has is kept.
-        layout: 'separator' adds a mask token and a separator token, with ids after the whole
-            vocabulary, so every existing id keeps its meaning; the others add nothing: see
-            `spare_token_id`.
+        tokenizer: the target's; it keeps its mask token.
+        layout: 'separator' adds a mask token and a separator token with ids after the whole
+            vocabulary, so existing ids keep their meaning; others add nothing (`spare_token_id`).
         mask_token: a special token of the tokenizer that becomes the mask token.
 
     Raises:
-        ValueError: for an unknown layout, a mask token that is no special token, or, with another
-            layout than 'separator', a tokenizer without a spare token.
+        ValueError: for an unknown layout, a mask token that is no special token, or a tokenizer
+            that has no spare token where one is needed.
     """
-    _check_layout(layout)
+    separator = layout_of(layout).separator
     if mask_token is not None:
         known = {token.content for token in tokenizer.added_tokens_decoder.values()}
         if mask_token not in known:
@@ -131,7 +114,7 @@ def with_draft_tokens(
             )
         tokenizer = copy.deepcopy(tokenizer)
         tokenizer.mask_token = mask_token
-    if layout != "separator":
+    if not separator:
         draft_token_ids(tokenizer, layout)
         return copy.deepcopy(tokenizer)
     tokenizer = with_mask_token(tokenizer)
@@ -142,16 +125,14 @@ def with_draft_tokens(
 
 def draft_token_ids(
     tokenizer: PreTrainedTokenizerBase, layout: str = "separator"
-) -> tuple[int, int | None]:
-    """The ids `(mask, separator)` of the draft tokens; only 'separator' has the latter.
-
-    Raises:
-        ValueError: for a tokenizer without them, or of another layout; see `with_draft_tokens`.
-    """
-    _check_layout(layout)
+) -> tuple[int | None, int | None]:
+    """Return the ids `(mask, separator)` of a layout's draft tokens; None for unused ones."""
+    known = layout_of(layout)
+    if not known.read:
+        return None, None
     mask_id = tokenizer.mask_token_id
     separator_id = _backend(tokenizer).token_to_id(SEPARATOR_TOKEN)
-    if layout != "separator":
+    if not known.separator:
         if separator_id is not None:
             raise ValueError(
                 f"layout={layout}, but the tokenizer has a {SEPARATOR_TOKEN} token: the drafter to "
@@ -159,28 +140,21 @@ def draft_token_ids(
             )
         return spare_token_id(tokenizer) if mask_id is None else mask_id, None
     if mask_id is None or separator_id is None:
+        without = [name for name, other in LAYOUTS.items() if not other.separator]
         raise ValueError(
             f"The tokenizer has no mask token or no {SEPARATOR_TOKEN} token. "
             "Call data.text.tokenizer.with_draft_tokens(tokenizer) first. "
-            f"(That of a drafter with layout={' or '.join(LAYOUTS[1:])} has none.)"
+            f"(That of a drafter with layout={' or '.join(without)} has none.)"
         )
     return mask_id, separator_id
 
 
-def _check_layout(layout: str) -> None:
-    if layout not in LAYOUTS:
-        raise ValueError(f"unknown layout {layout!r}. Choose from {list(LAYOUTS)}")
-
-
 def spare_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id of a token that no text has: what drafters of PARD and DFlash read as the mask.
+    """Return the id of a token that no text has: the mask of PARD's and DFlash's drafters.
 
-    Serving engines demand that a drafter has exactly the target's vocabulary, so the mask must be
-    in it: a reserved special token, else the last special token without a use, else, of a
-    byte-level vocabulary, a byte that UTF-8 never uses.
-
-    Raises:
-        ValueError: for a tokenizer without any.
+    Serving engines require exactly the target's vocabulary, so the mask is one of its tokens: a
+    reserved special token, else the last unused special token, else, in a byte-level vocabulary, a
+    byte that UTF-8 never uses. A tokenizer without any raises ValueError.
     """
     used = {*tokenizer.special_tokens_map.values()}
     template = str(tokenizer.chat_template or "")
@@ -201,13 +175,10 @@ def spare_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Fingerprint of a tokenizer, 16 hex digits: equal for two that encode texts to the same ids.
+    """Return a fast tokenizer's fingerprint, 16 hex digits: equal for two that encode texts alike.
 
-    Draft tokens are left out, so that a target and its drafter agree; so are padding, truncation
-    and the chat template, which change no id.
-
-    Raises:
-        ValueError: for a slow tokenizer, one without a backend of the `tokenizers` library.
+    It ignores draft tokens, so a target and its drafter agree, and padding, truncation and the chat
+    template, which change no id.
     """
     backend = json.loads(_backend(tokenizer).to_str())
     vocabulary = tokenizer.get_vocab()
@@ -223,6 +194,18 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
         "pre_tokenizer": backend["pre_tokenizer"],
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def checked_manifest(source: str, tokenizer: PreTrainedTokenizerBase) -> dict:
+    """Return the manifest of a collection; raise ValueError if another tokenizer made it."""
+    manifest = read_manifest(source)
+    if manifest["tokenizer"] != fingerprint(tokenizer):
+        raise ValueError(
+            f"{source} was collected with another tokenizer (fingerprint "
+            f"{manifest['tokenizer']}, here {fingerprint(tokenizer)}): collect again with "
+            f"python -m decoding.collect recipe={manifest['recipe']}, or give another source"
+        )
+    return manifest
 
 
 def _backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:

@@ -1,8 +1,8 @@
 """Whitespace tokens for tokenizers that keep only single spaces (XLNet's).
 
-Source: AS-ARM (arXiv 2504.20456), appendix E.7. Four special tokens that code never uses are
-reassigned to whitespace. The mapping is part of the tokenizer itself: encoding applies it, decoding
-inverts it, and an export has it in its tokenizer.json.
+Source: AS-ARM (arXiv 2504.20456), appendix E.7. Four special tokens that code never uses become
+whitespace. The mapping is part of the tokenizer: encoding applies it, decoding inverts it, and
+exports have it in tokenizer.json.
 """
 
 import json
@@ -15,19 +15,16 @@ SPACE = "▁"  # how a SentencePiece vocabulary writes a space
 
 
 def with_whitespace(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerFast:
-    r"""A copy of a SentencePiece tokenizer that keeps every space, tab and line break.
+    r"""Return a copy of a SentencePiece tokenizer that keeps every space, tab and line break.
 
-    Each token of `WHITESPACE` keeps its id and is renamed to the whitespace that it now encodes,
-    so the text '<cls>' is ordinary text. A run of spaces is split into groups of three from the
-    left. As published, each piece of text is encoded with the leading space that the vocabulary's
-    words have, and decoding removes it; a piece that itself begins with a space gets a second one,
-    so that decoding is lossless. Pairs of quotes are not normalised. Known loss: a character
-    outside the vocabulary is encoded as <unk>, which decodes to two spaces.
+    Each token of `WHITESPACE` keeps its id and is renamed to the whitespace that it encodes, so
+    '<cls>' is ordinary text. A run of spaces is split into threes from the left. As published, each
+    piece of text is encoded with the leading space of the vocabulary's words, which decoding
+    removes; a piece that begins with a space gets a second one, so decoding is lossless. Pairs of
+    quotes are not normalised. Known loss: characters outside the vocabulary become <unk>, which
+    decodes to two spaces.
 
     Example: 'if a:\n    b' is ['▁if', '▁a:', '\n', '   ', '▁', '▁b'].
-
-    Raises:
-        ValueError: for a tokenizer without these four tokens.
     """
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     if missing := sorted({*WHITESPACE.values()} - tokenizer.get_vocab().keys()):

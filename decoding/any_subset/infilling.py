@@ -1,20 +1,19 @@
 """Infilling: prompts with holes anywhere, filled in the order of an any-subset model.
 
-In that order (the prompt first, then the holes from left to right) filling is appending, so the
-decode loop of `decoding.engine.sampler` does it: a sequence's tokens are kept in the order of
-generation, not in that of the text.
+In that order (the prompt, then the holes from left to right) filling is appending, so the ordinary
+decode loop does it: tokens are kept in the order of generation, not in that of the text.
 """
 
 import re
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from data.corruption.orders import binary_lattice
+from decoding.engine.answer import Answer
 from decoding.engine.batch import Batch, State
 from decoding.engine.params import Chunk, SamplingParams
 from decoding.engine.randomness import Randomness
@@ -27,10 +26,7 @@ HOLE = re.compile(r"<hole:(\d+)>")
 
 @dataclass(frozen=True)
 class Template:
-    """A prompt with holes.
-
-    Attributes:
-        ids: Token ids in the order of the text; None where a token is to be filled in.
+    """A prompt with holes: token ids in the order of the text, None where one is to be filled in.
 
     >>> Template([None, 7, None, 8]).filled([5, 6])
     [5, 7, 6, 8]
@@ -39,30 +35,26 @@ class Template:
     ids: list[int | None]
 
     def __len__(self) -> int:
-        """The number of given tokens."""
+        """Return the number of given tokens."""
         return len(self.ids) - self.holes
 
     @property
     def order(self) -> list[int]:
-        """The order sigma: the prompt's positions, then those of the holes, from left to right."""
+        """Return the order sigma: the prompt's positions, then the holes', from left to right."""
         return binary_lattice(torch.tensor([t is not None for t in self.ids])).tolist()
 
     @property
     def prompt(self) -> list[int]:
-        """The given tokens, from left to right."""
+        """Return the given tokens, from left to right."""
         return [t for t in self.ids if t is not None]
 
     @property
     def holes(self) -> int:
-        """The number of tokens to fill in."""
+        """Return the number of tokens to fill in."""
         return self.ids.count(None)
 
     def filled(self, answer: list[int]) -> list[int]:
-        """The text's tokens before the first hole that is still open; all of them are final.
-
-        Args:
-            answer: The tokens that were filled in so far, from left to right.
-        """
+        """Return the text's tokens up to the first hole that a partial answer leaves open."""
         new = iter(answer)
         ids = (next(new, None) if t is None else t for t in self.ids)
         return list(takewhile(lambda t: t is not None, ids))
@@ -70,36 +62,25 @@ class Template:
 
 @dataclass
 class InfillState(State):
-    """The state of a batch of templates whose tokens are kept in the order of generation.
+    """The state of a batch of templates, with tokens in the order of generation."""
 
-    Attributes:
-        order: The text position of each index of the order, int64 [B, capacity]. Entries after a
-            sequence's own N are positions that do not exist.
-        size: N, tokens of each text, [B].
-        given: m, tokens of each prompt, [B].
-        cached: Tokens at the start of each order whose content is in the network's cache, [B].
-    """
-
+    # The text position of each index of the order, int64 [B, capacity]. Entries after a sequence's
+    # own N are positions that do not exist.
     order: Tensor
-    size: Tensor
-    given: Tensor
-    cached: Tensor
+    size: Tensor  # N, tokens of each text, [B]
+    given: Tensor  # m, tokens of each prompt, [B]
+    cached: Tensor  # tokens at the start of each order whose content is in the cache, [B]
 
 
 class Infiller(Sampler):
     """A sampler whose prompts have holes: `'a = <hole:3> + 1'`, or token ids with None.
 
     A result's token_ids are the tokens that were filled in, from left to right; its text is the
-    whole text. The holes say how many tokens are filled in: max_new_tokens and end tokens have no
-    effect.
+    whole text. The holes fix the number of tokens: max_new_tokens and end tokens have no effect.
 
     Args:
-        target: An any-subset model (`models.twostream`).
-        tokenizer: The target's own.
-        mask_id: The network's mask token, which no prompt may contain and which is never drawn.
-
-    Raises:
-        ValueError: A mask token that the model does not have, or a model that cannot be decoded.
+        target, tokenizer: An any-subset model (`models.twostream`) and its own.
+        mask_id: The network's mask token; no prompt may contain it, and it is never drawn.
     """
 
     starts_alone = True  # its pass brings the prompt, and has no drafts to verify yet
@@ -150,7 +131,7 @@ class Infiller(Sampler):
         return template
 
     def between(self, before: str | list[int], after: str, holes: int) -> list[int | None]:
-        """A prompt with one hole between two texts."""
+        """Make a prompt with one hole between two texts."""
         given = self._piece(before) if isinstance(before, str) else before
         return [*given, *[None] * holes, *self._piece(after)]
 
@@ -158,7 +139,7 @@ class Infiller(Sampler):
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _tokens(self, text: str) -> list[int | None]:
-        """Token ids of a text, None in its holes; pieces between holes are tokenized one by one."""
+        """Return a text's token ids, None in its holes; pieces are tokenized one by one."""
         ids: list[int | None] = []
         for i, piece in enumerate(HOLE.split(text)):
             if i % 2 == 0:
@@ -179,7 +160,7 @@ class Infiller(Sampler):
         randomness: Randomness,
         capacity: int,
     ) -> Batch:
-        """A batch of the given tokens alone, with the orders as its `InfillState`."""
+        """Make a batch that holds the given tokens alone, with the orders in its `InfillState`."""
         sizes, device = [len(t.ids) for t in prompts], self.device
         batch = Batch([t.prompt for t in prompts], capacity, randomness, device)
         order = torch.arange(capacity).repeat(len(prompts), 1)
@@ -193,8 +174,8 @@ class Infiller(Sampler):
         )
         return batch
 
-    def commit(self, request: int, answer: Any, new: list[int], text: bool) -> Chunk | None:
-        """Take a cycle's tokens; the chunk is the new text before the first open hole, if any."""
+    def commit(self, answer: Answer, new: list[int], text: bool) -> Chunk | None:
+        """Add a cycle's tokens to an answer; its chunk is new text before the first open hole."""
         new = new[: answer.prompt.holes - len(answer.token_ids)]
         answer.token_ids += new
         answer.stats.emitted.append(len(new))
@@ -203,4 +184,4 @@ class Infiller(Sampler):
             return None
         filled = answer.prompt.filled(answer.token_ids)
         answer.text.extend(filled[len(answer.text) :])
-        return self._chunk(request, answer, answer.text.text, reason)
+        return answer.chunk(answer.text.text, reason)

@@ -13,34 +13,23 @@ from models.xlnet import CachedXLNet
 
 
 class Branches(NamedTuple):
-    """A draft tree: the last N content tokens are its nodes, and not a chain.
+    """A draft tree, whose nodes are the last N content tokens."""
 
-    Attributes:
-        depth: The depth of each node, [B, N]; 1 for children of the root.
-        path: The nodes on each node's path as bits, [B, N] (`decoding.drafting.tree.Trees`).
-        seen: The path of the node that each query is conditioned on, [B, Q]; 0 at the root.
-    """
-
-    depth: Tensor
-    path: Tensor
-    seen: Tensor
+    depth: Tensor  # of each node, [B, N]; 1 for children of the root
+    path: Tensor  # the nodes on each node's path as bits, [B, N] (`decoding.drafting.tree.Trees`)
+    seen: Tensor  # the path of the node that each query is conditioned on, [B, Q]; 0 at the root
 
 
 def two_stream(network: PreTrainedModel, mask_id: int) -> PreTrainedModel | CachedXLNet:
-    """An any-subset model as `TwoStreamNetwork` runs it."""
+    """Wrap an any-subset model as `TwoStreamNetwork` runs it."""
     return CachedXLNet(network, mask_id) if is_xlnet(network) else network
 
 
 class TwoStreamNetwork(CachedNetwork):
-    """An any-subset network with a cache of its content stream.
+    """An any-subset network, wrapped by `two_stream`, with a cache of its content stream.
 
-    Slot i holds the content of index i of the order. It depends on earlier indices only, so it
-    never changes once they are fixed. The slots after a row's content hold the queries of one pass.
-
-    Args:
-        network: What `two_stream` made of a model.
-        capacity: Slots of the cache, the scratch slot included.
-        mask_id: The token that a query carries.
+    Slot i holds the content of index i of the order, which depends on earlier indices only. The
+    slots after a row's content hold the queries of one pass, whose token is `mask_id`.
     """
 
     def __init__(self, network: PreTrainedModel | CachedXLNet, capacity: int, mask_id: int):
@@ -59,20 +48,15 @@ class TwoStreamNetwork(CachedNetwork):
         seen: Tensor,
         branches: Branches | None = None,
     ) -> Tensor:
-        """One forward of the new content and of queries about positions.
+        """Run the new content and queries in one forward; return the queries' logits [B, Q, V].
 
         Args:
-            tokens: The token at each index of the order, int64 [B, capacity].
-            order: The text position of each index, int64 [B, capacity].
+            tokens, order: Token and text position of each index of the order, [B, capacity].
             m: Tokens of each prompt, [B].
-            cached: Indices at the start of each order that the cache holds, [B].
-            end: Indices at the start of each order that hold tokens now, [B].
+            cached, end: Indices of each order that the cache holds, and that are decoded, [B].
             positions: The text position that each query is about, [B, Q].
-            seen: Indices at the start of the order that each query is conditioned on, [B, Q].
+            seen: Indices of the order that each query is conditioned on, [B, Q].
             branches: The tree of the last N tokens; None where they are a chain.
-
-        Returns:
-            The queries' logits [B, Q, V].
         """
         Q, first = positions.shape[1], m[:, None] - 1
         width = int((end - cached).max())
@@ -106,11 +90,11 @@ class TwoStreamNetwork(CachedNetwork):
         ).logits
 
     def _nodes(self, end: Tensor, branches: Branches) -> Tensor:
-        """The slots of a tree's nodes, [B, N]."""
+        """Return the slots of a tree's nodes, [B, N]."""
         N = branches.depth.shape[1]
         return end[:, None] - N + self._slots[:, :N]
 
     def _indices(self, slots: Tensor, end: Tensor, branches: Branches) -> Tensor:
-        """The order index of the token in each slot; nodes of one depth share an index."""
+        """Return the order index of each slot's token; nodes of one depth share an index."""
         nodes = self._nodes(end, branches)
         return slots.scatter(1, nodes, nodes[:, :1] + branches.depth - 1)

@@ -1,1 +1,1 @@
-"""Audits: whether any code that claims lossless decoding has plain decoding's distribution."""
+"""Audits that compare the distribution of code that claims to be lossless with plain decoding's."""

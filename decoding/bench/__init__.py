@@ -1,1 +1,1 @@
-"""Commands that measure. `python -m decoding.bench` is `decoding.bench.text`."""
+"""Commands that measure; `python -m decoding.bench` is `decoding.bench.text`."""

@@ -1,6 +1,6 @@
 """`python -m decoding.bench`: see `decoding.bench.text`."""
 
 from decoding.bench.text import run
-from decoding.commands.cli import main
+from recipes.command import main
 
 main(run)

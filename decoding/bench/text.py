@@ -1,26 +1,25 @@
 """`python -m decoding.bench model=runs/deer_stage2/export`: samplers side by side, one run.
 
-After a warm-up every prompt goes through every sampler in turn (interleaved, so that a slow minute
-of the machine hits them all). In a batch the next prompt takes the place of one that has ended.
-Where the prompts are a benchmark's with scores, the table has each sampler's score beside its speed
+After a warm-up every prompt goes through every sampler in turn, so that a slow minute of the
+machine affects all of them. In a batch the next prompt takes the slot of one that has ended.
+If the prompts are a benchmark's with scores, the table includes each sampler's score
 (`decoding/bench/scores.py`). `decoding/bench/text_report.py` lists the files that are written.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
-from typing import ClassVar
+from typing import ClassVar, Literal
 
+from data.arguments import BlockSize, Several, Whole
 from data.text.prompts import heldout_prompts
 from decoding.bench.baselines import HuggingFace
+from decoding.bench.drawn_trees import RULES, drawing
 from decoding.bench.options import PromptBenchOptions, ScoreOptions, results_folder, told_apart
+from decoding.bench.rows import check_goes_on, params_of, take_turns
 from decoding.bench.scores import scorer
-from decoding.bench.text_report import Row, profile, report
-from decoding.commands.cli import main, parse, quiet
-from decoding.commands.options import check_batch_sizes, option
-from decoding.commands.progress import track
-from decoding.commands.report import results
-from decoding.engine.params import KEYED, VERIFY, SamplingParams
+from decoding.bench.text_report import TextRow, profile, report
+from decoding.drafting.block_sampler import BlockSampler
+from decoding.engine.params import KEYED, VERIFY
 from decoding.engine.sampler import Sampler
 from decoding.loading import (
     check_one_tokenizer,
@@ -31,8 +30,11 @@ from decoding.loading import (
     sampling_config,
     target_of,
 )
+from decoding.report import results, track
 from decoding.samplers.plain import PlainSampler
 from models import causal
+from recipes.command import main
+from recipes.options import check_batch_sizes, option, parse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,21 +48,21 @@ class Bench(PromptBenchOptions, ScoreOptions):
     EXAMPLE: ClassVar[str] = "model=runs/deer_stage2/export temperatures=[0,1] batch_sizes=[1,4]"
 
     target: str | None = option(None, "a target instead of the one that the export names")
-    assistant: str | None = option(
-        None, "a drafter for transformers' assisted generation (recipe=ar_drafter)"
-    )
+    assistant: str | None = option(None, "a drafter for transformers' assisted generation")
     generate: bool = option(True, "transformers' own plain decoding too")
-    prompt_lookup: int = option(
-        10, "tokens that transformers drafts from the text itself; 0: leave it out", least=0
+    prompt_lookup: Whole = option(
+        10, "tokens that transformers drafts from the text; 0: leave it out"
     )
-    batch_sizes: tuple[int, ...] = option((1,), "prompts that are decoded together")
-    verify: tuple[str, ...] = option(
+    batch_sizes: Several[int] = option((1,), "prompts that are decoded together")
+    verify: Several[Literal[*VERIFY]] = option(
         ("coupled", "rejection", "block", "tree"),
         "how drafts are verified; those that a sampler has are rows",
-        choices=VERIFY,
     )
-    block_size: int | None = option(None, "tokens drafted a cycle; null: the export's own", least=1)
-    profile: bool = option(False, "show where a cycle's time goes, and a pass's cost by its width")
+    drawn: tuple[Literal[*RULES], ...] = option(
+        (), "baselines of tree: rules for trees that are drawn"
+    )
+    block_size: BlockSize | None = option(None, "tokens drafted a cycle; null: the export's own")
+    profile: bool = option(False, "measure what a pass of the target costs, by its width")
 
     def __post_init__(self):
         super().__post_init__()
@@ -69,7 +71,6 @@ class Bench(PromptBenchOptions, ScoreOptions):
 
 def run(argv: list[str]) -> None:
     """Run the command with its arguments `key=value`."""
-    quiet()
     bench = parse(argv, Bench, "decoding.bench")
     score = scorer(bench)  # a mistake in it must not cost hours
     with results(results_folder(bench, "bench")) as out:
@@ -83,27 +84,13 @@ def run(argv: list[str]) -> None:
             profile(rows, out)
 
 
-def measure(bench: Bench) -> tuple[list[Row], list[dict]]:
-    """Decode every prompt with every sampler.
-
-    Args:
-        bench: The command's options.
-
-    Returns:
-        A `Row` for each sampler, temperature and batch size; and the prompts.
-
-    Raises:
-        ValueError: A model does not decode token by token, or tokenizers differ.
-    """
+def measure(bench: Bench) -> tuple[list[TextRow], list[dict]]:
+    """Decode every prompt with every sampler; return a `TextRow` per setting, and the prompts."""
     options = {"target": bench.target, "sampler": bench.sampler}
     options |= bench.placing | {"trust_remote_code": bench.trust_remote_code}
     samplers = {name: load(name, **options) for name in (bench.model, *bench.also)}
     for name, sampler in samplers.items():
-        if sampler.bench != "decoding.bench":
-            raise ValueError(
-                f"{name} does not decode token by token, so this bench cannot compare it: "
-                f"python -m {sampler.bench} model={name}"
-            )
+        check_goes_on(name, sampler)
     tokenizers = {name: s.tokenizer for name, s in samplers.items()}
     assistant = None
     if bench.assistant is not None:
@@ -116,28 +103,18 @@ def measure(bench: Bench) -> tuple[list[Row], list[dict]]:
     prompts = heldout_prompts(tokenizer=tokenizer, **bench.prompt_set)
     ids = [p["prompt_ids"] for p in prompts]
     stock = _transformers(bench, samplers[bench.model], assistant)
-    groups = [
-        _rows(bench, samplers, stock, t, size)
+    rows = [
+        row
         for t in bench.temperatures
         for size in bench.batch_sizes
+        for row in _rows(bench, samplers, stock, t, size)
     ]
-    every = [row for rows in groups for row in rows]
-    for row in every:  # warm-up: allocations, kernels' first calls
-        row.sampler.generate(ids[: row.batch], row.params, seeds=[*range(row.batch)])
-    # In the order of the prompts: a slow minute of the machine hits all temperatures and batches.
-    steps = [(start, rows) for rows in groups for start in range(0, len(ids), rows[0].turn)]
-    for start, rows in track(sorted(steps, key=lambda step: step[0]), "bench"):
-        for row in rows:
-            turn = ids[start : start + row.turn]
-            given = {"seeds": [bench.seed + start + b for b in range(len(turn))]}
-            started = perf_counter()
-            row.results += row.sampler.generate(turn, row.params, **given, at_once=row.batch)
-            row.seconds.append(perf_counter() - started)
-    return every, prompts
+    take_turns(rows, ids, bench.seed, "bench")
+    return rows, prompts
 
 
 def _transformers(bench: Bench, sampler: Sampler, assistant) -> dict[str, HuggingFace]:
-    """The ways of transformers to generate, by name."""
+    """Return transformers' ways to generate, by name."""
     ways = {}
     if bench.generate:
         ways["transformers generate"] = HuggingFace(sampler)
@@ -155,39 +132,36 @@ def _rows(
     stock: dict[str, HuggingFace],
     temperature: float,
     batch: int,
-) -> list[Row]:
-    def params(verify: str) -> SamplingParams:
-        return SamplingParams(
-            max_new_tokens=bench.max_new_tokens,
-            temperature=temperature,
-            ignore_eos=bench.ignore_eos,
-            verify=verify,
-            block_size=bench.block_size,
-        )
-
+) -> list[TextRow]:
+    """Return the rows of one temperature and batch size."""
     rows, plain, names = [], {}, told_apart(samplers)
+
+    def add(name: str, way, of: TextRow | None, exact: bool = True, rule: str = "coupled"):
+        shared = {"temperature": temperature, "block_size": bench.block_size}
+        params = params_of(bench, **shared, verify=rule)
+        guarantee = "same text" if exact else "same distribution"
+        rows.append(TextRow(name, way, params, batch, of, guarantee=guarantee))
+
     for path, sampler in samplers.items():
         other = "" if path == bench.model else f" ({names[path]})"
-        config = parade_config(path)
-        target = target_of(path, config, bench.target) or path
+        target = target_of(path, parade_config(path), bench.target) or path
         if target not in plain:
-            own = PlainSampler(sampler.target, sampler.tokenizer)
-            plain[target] = Row(f"plain{other}", own, params("coupled"), batch, "same text")
-            rows.append(plain[target])
+            add(f"plain{other}", PlainSampler(sampler.target, sampler.tokenizer), None)
+            plain[target] = rows[-1]
         if path == bench.model:
-            guarantee = "same distribution" if temperature else "same text"
             for name, way in stock.items():
                 if batch == 1 or not way.arguments:  # transformers drafts for one request only
-                    rows.append(Row(name, way, params("coupled"), batch, guarantee, plain[target]))
+                    add(name, way, plain[target], exact=not temperature)
         name = sampling_config(path, bench.sampler)["method"] + other
         rules = ("coupled",) if isinstance(sampler, PlainSampler) else sampler.rules
         for rule in rules:
             # At temperature 0 the others are `coupled`.
-            if rule not in bench.verify or not (temperature or rule in KEYED):
-                continue
-            label = f"{name}, {rule}" if temperature or rule == "tree" else name
-            guarantee = "same text" if rule in KEYED else "same distribution"
-            rows.append(Row(label, sampler, params(rule), batch, guarantee, plain[target]))
+            if rule in bench.verify and (temperature or rule in KEYED):
+                label = f"{name}, {rule}" if temperature or rule == "tree" else name
+                add(label, sampler, plain[target], exact=rule in KEYED, rule=rule)
+        for rule in bench.drawn if temperature and isinstance(sampler, BlockSampler) else ():
+            drawn = drawing(sampler, rule)
+            add(f"{name}, {rule}", drawn, plain[target], exact=False, rule="rejection")
     return rows
 
 

@@ -1,11 +1,10 @@
 """The report of the text bench: tables, JSON, answers and pictures.
 
-bench.csv: the table. bench.json: the same with spread, milliseconds a cycle and the machine.
-acceptance.csv: drafts and what was accepted of them, with vLLM's names. spec_bench/*.jsonl: answers
-in Spec-Bench's format, a file a sampler. accepted.png, speed-up.png; command.txt.
+bench.csv: the table. bench.json: the same with spread, milliseconds a cycle, acceptance by position
+and the machine. spec_bench/*.jsonl: answers in Spec-Bench's format, a file a sampler. accepted.png,
+speed-up.png; command.txt.
 """
 
-import csv
 import json
 import os
 import platform
@@ -17,106 +16,66 @@ from pathlib import Path
 from statistics import median, quantiles
 
 import torch
-from torch import Tensor
 
 from decoding.bench.baselines import HuggingFace
-from decoding.commands.cli import typed
-from decoding.commands.report import picture, write_table
+from decoding.bench.rows import (
+    ERROR,
+    REFILLED,
+    Row,
+    cycle,
+    median_error,
+    on_screen,
+    ratio_error,
+    share_of,
+)
 from decoding.engine.cache import CachedNetwork
-from decoding.engine.params import Result, SamplingParams, Stats
+from decoding.engine.params import accepted_counts
 from decoding.engine.randomness import KeyedRandomness
 from decoding.engine.sampler import Sampler
 from decoding.engine.warp import warp
+from decoding.report import picture, write_table
 from decoding.samplers.plain import PlainSampler
 from models.masks import causal
+from recipes.command import typed
 
 WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # of the passes whose cost is measured
 CONTEXT = 128  # tokens in front of them
-REFILLED = 4  # prompts for each place of a batch, in the time between two readings of the clock
-RESAMPLES = 2000  # of the prompts, for standard errors
-ERROR = " ±"  # ends the name of a column of standard errors
 
 
 @dataclass
-class Row:
-    """One sampler at one temperature and batch size, over all prompts.
+class TextRow(Row):
+    """One sampler at one temperature and batch size.
 
     Attributes:
-        name: Of the sampler, in the table.
-        sampler: The sampler.
-        params: Of every request.
-        batch: Prompts that are decoded together.
         guarantee: Against plain decoding: 'same text' or 'same distribution'.
-        plain: Plain decoding of the same weights at the same temperature and batch size, or None
-            where this row is that itself.
-        results: One for each prompt.
-        seconds: One for each turn.
-        metric: What the mean of the scores is called, '' without scores.
-        scores: Whether each answer is right.
+        metric: The name of the mean score, '' without scores.
+        scores: Whether each answer is correct.
     """
 
-    name: str
-    sampler: Sampler | HuggingFace
-    params: SamplingParams
-    batch: int
-    guarantee: str
-    plain: "Row | None" = None
-    results: list[Result] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
+    guarantee: str = "same text"
     metric: str = ""
     scores: list[bool] = field(default_factory=list)
 
     @property
-    def stats(self) -> list[Stats]:
-        """The statistics of each prompt."""
-        return [r.stats for r in self.results]
-
-    @property
-    def turn(self) -> int:
-        """Prompts that are timed together: one alone, or several for each place of a batch."""
-        return self.batch if self.batch == 1 else REFILLED * self.batch
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each answer."""
-        return [len(r.token_ids) for r in self.results]
-
-    @property
-    def rate(self) -> float:
-        """Tokens/s over all turns."""
-        return sum(self.lengths) / sum(self.seconds)
-
-    @property
-    def speedups(self) -> list[float]:
-        """Tokens/s of each turn over those of plain decoding.
-
-        Not seconds over seconds: answers with the same distribution may differ in length.
-        """
-        plain = self.plain or self
-        return [a / b for a, b in zip(self._rates(), plain._rates())]
-
-    def _rates(self) -> list[float]:
-        return [sum(n) / s for n, s in zip(self._chunks(self.lengths), self.seconds)]
-
-    def _chunks(self, values: list) -> list[list]:
-        return [values[i : i + self.turn] for i in range(0, len(values), self.turn)]
-
-    @property
     def drafts(self) -> bool:
-        """Whether the sampler is one of ours and drafts."""
+        """Return whether the sampler is one of ours and drafts."""
         return not isinstance(self.sampler, (PlainSampler, HuggingFace))
 
+    @property
+    def setting(self) -> dict:
+        """Return the first columns of a table."""
+        temperature = self.params.temperature
+        return {"sampler": self.name, "temperature": temperature, "batch": self.batch}
 
-def report(out: Path, rows: list[Row], prompts: list[dict], title: str, seed: int) -> None:
-    """Print the table, and write all files.
+    @property
+    def accepted_at(self) -> list[float]:
+        """Return the share of drafts with more than i accepted tokens, for i = 0, 1, ..."""
+        drafts, accepted = accepted_counts(self.emitted, max(self.emitted) - 1)
+        return [count / drafts for count in accepted]
 
-    Args:
-        out: Folder of the files.
-        rows: What was measured.
-        prompts: With their `id` and `prompt_ids`, in the order of each row's results.
-        title: Of the table.
-        seed: Of the first prompt; the others follow it.
-    """
+
+def report(out: Path, rows: list[TextRow], prompts: list[dict], title: str, seed: int) -> None:
+    """Print the table, and write all files; `seed` is the first prompt's, the others follow it."""
     lines = [summary(row) for row in rows]
     write_table(lines, out / "bench.csv", title, "decoding.bench", [*map(on_screen, lines)])
     print("acceptance length: tokens emitted per target pass, bonus or correction included;")
@@ -138,97 +97,43 @@ def report(out: Path, rows: list[Row], prompts: list[dict], title: str, seed: in
     draw_speedups(rows, out / "speed-up.png")
     drafting = [row for row in rows if row.drafts]
     if drafting:
-        write_acceptance(out / "acceptance.csv", drafting)
         draw_accepted(drafting, out / "accepted.png")
 
 
-def summary(row: Row) -> dict:
-    """A row of the table, by column.
-
-    Acceptance length is tokens per target pass, the bonus or correction token included.
-    """
+def summary(row: TextRow) -> dict:
+    """Return a row of the table; acceptance length includes the bonus or correction token."""
     passes = [s.target_passes for s in row.stats]
     forwards = sum(s.target_s + s.drafter_s for s in row.stats)
     total = forwards + sum(s.sampler_s for s in row.stats)
     plain = row.plain or row
-    same = sum(a.token_ids == b.token_ids for a, b in zip(row.results, plain.results))
-    share = sum(row.scores) / max(1, len(row.scores))
-    scored = {
-        row.metric: round(share, 4),
-        f"{row.metric}{ERROR}": round((share * (1 - share) / max(1, len(row.scores))) ** 0.5, 4),
-    }
+    scored = zip((row.metric, f"{row.metric}{ERROR}"), share_of(row.scores) if row.scores else ())
     return {
-        "sampler": row.name,
-        "temperature": row.params.temperature,
-        "batch": row.batch,
+        **row.setting,
         "dtype": str(plain.sampler.target.dtype).removeprefix("torch."),
         "tokens/s": round(row.rate, 1),
         "speed-up": round(median(row.speedups), 2),
         f"speed-up{ERROR}": median_error(row.speedups),
         "acceptance length": round(sum(row.lengths) / sum(passes), 2),
         f"acceptance length{ERROR}": ratio_error(row.lengths, passes),
-        **(scored if row.scores else {}),
+        **dict(scored),
         "target passes": sum(passes),
         "drafter passes": sum(s.drafter_passes for s in row.stats),
         "outside forwards": f"{100 * (1 - forwards / total):.1f}%" if forwards else "",
-        "identical to plain": f"{same}/{len(row.stats)}"
-        if row.guarantee == "same text"
-        else row.guarantee,
+        "identical to plain": row.same if row.guarantee == "same text" else row.guarantee,
     }
 
 
-def on_screen(line: dict) -> dict:
-    """A line of the table with each figure and its standard error in one cell."""
-    found = {}
-    for key, value in line.items():
-        if key != "dtype" and not key.endswith(ERROR):  # the title says it
-            error = line.get(f"{key}{ERROR}", "")
-            found[key] = value if error == "" else f"{value:.2f} ± {error:.2f}"
-    return {"T" if key == "temperature" else key: value for key, value in found.items()}
-
-
-def median_error(values: list[float]) -> float | str:
-    """The standard error of a median by the bootstrap (Efron 1979), '' of one value."""
-    if len(values) < 2:
-        return ""
-    drawn = torch.tensor(values)[_resampled(len(values))]
-    return round(float(drawn.quantile(0.5, dim=1).std()), 3)
-
-
-def ratio_error(above: list[int], below: list[int]) -> float | str:
-    """The standard error of sum(above) / sum(below) by the bootstrap, '' of one pair."""
-    if len(above) < 2:
-        return ""
-    drawn = _resampled(len(above))
-    sums = [torch.tensor(x, dtype=torch.double)[drawn].sum(1) for x in (above, below)]
-    return round(float((sums[0] / sums[1]).std()), 3)
-
-
-def _resampled(count: int) -> Tensor:
-    """Which prompts each of RESAMPLES draws with replacement takes, [RESAMPLES, count]."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(count, (RESAMPLES, count), generator=generator)
-
-
-def cycle(row: Row) -> dict[str, float]:
-    """Milliseconds per cycle (one target pass) in the drafter, the target and everything else.
-
-    A cycle of several requests counts once for each of them.
-    """
-    parts = {"drafter": "drafter_s", "target": "target_s", "rest": "sampler_s"}
-    passes = sum(s.target_passes for s in row.stats)
-    spent = {name: sum(getattr(s, key) for s in row.stats) for name, key in parts.items()}
-    return {name: round(1000 * seconds / passes, 3) for name, seconds in spent.items()}
-
-
-def write_json(file: Path, rows: list[Row], lines: list[dict]) -> None:
+def write_json(file: Path, rows: list[TextRow], lines: list[dict]) -> None:
     """Write the table's lines with quartiles and times per cycle, the command and the machine."""
     for row, line in zip(rows, lines):
         line["new tokens"] = row.lengths
         few = len(row.speedups) < 2
         line["speed-up, quartiles"] = [] if few else [round(q, 3) for q in quantiles(row.speedups)]
         if not isinstance(row.sampler, HuggingFace):
-            line["ms a cycle"] = cycle(row)
+            line["ms a cycle"] = cycle(row.stats)
+        if row.drafts:
+            line["drafted tokens"] = sum(s.drafted for s in row.stats)
+            line["accepted at"] = [round(share, 4) for share in row.accepted_at]
     machine = {
         "processor": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
@@ -240,40 +145,7 @@ def write_json(file: Path, rows: list[Row], lines: list[dict]) -> None:
     file.write_text(json.dumps(about, indent=1) + "\n")
 
 
-def write_acceptance(file: Path, rows: list[Row]) -> None:
-    """Write acceptance.csv; a position's rate is the share of drafts accepted that far."""
-    found = []
-    for row in rows:
-        accepted = [n - 1 for s in row.stats for n in s.emitted]
-        found.append(
-            {
-                "sampler": row.name,
-                "temperature": row.params.temperature,
-                "batch": row.batch,
-                "num_drafts": len(accepted),
-                "num_draft_tokens": sum(s.drafted for s in row.stats),
-                "num_accepted_tokens": sum(accepted),
-                "acceptance_length": round(1 + sum(accepted) / len(accepted), 4),
-                **{
-                    f"acceptance_at_pos_{i}": round(share, 4)
-                    for i, share in enumerate(at_positions(row))
-                },
-            }
-        )
-    columns = max((list(line) for line in found), key=len)
-    with file.open("w", newline="") as out:
-        writer = csv.DictWriter(out, columns, restval=0.0)
-        writer.writeheader()
-        writer.writerows(found)
-
-
-def at_positions(row: Row) -> list[float]:
-    """The share of drafts of which more than i tokens were accepted, for i = 0, 1, ..."""
-    accepted = [n - 1 for s in row.stats for n in s.emitted]
-    return [sum(a > i for a in accepted) / len(accepted) for i in range(max(accepted))]
-
-
-def write_answers(folder: Path, rows: list[Row], prompts: list[dict]) -> None:
+def write_answers(folder: Path, rows: list[TextRow], prompts: list[dict]) -> None:
     """Write the answers of each sampler at batch size 1 in Spec-Bench's format."""
     folder.mkdir(parents=True, exist_ok=True)
     for row in rows:
@@ -298,11 +170,11 @@ def write_answers(folder: Path, rows: list[Row], prompts: list[dict]) -> None:
                 file.write(json.dumps(line) + "\n")
 
 
-def explain_divergence(row: Row, prompts: list[list[int]], seed: int) -> None:
+def explain_divergence(row: TextRow, prompts: list[list[int]], seed: int) -> None:
     """Print where a sampler's text first differs from plain decoding, and the margin there.
 
     In float32 a difference is a bug. In bfloat16 a wide pass and a one-token pass round
-    differently, so the two best choices may swap where they are closer than the rounding.
+    differently, so the two best tokens may swap if they are closer than the rounding.
     """
     plain = row.plain
     for i, (a, b) in enumerate(zip(row.results, plain.results)):
@@ -318,8 +190,8 @@ def explain_divergence(row: Row, prompts: list[list[int]], seed: int) -> None:
         return
 
 
-def margin(plain: Row, ids: list[int], seed: int) -> float:
-    """The gap in logits between the best choice for the next token and the second best."""
+def margin(plain: TextRow, ids: list[int], seed: int) -> float:
+    """Return the gap in logits between the best and second-best next token."""
     tokens = torch.tensor([ids], device=plain.sampler.device)
     with torch.inference_mode():
         logits = warp(plain.sampler.target(tokens).logits[:, -1:], plain.params)
@@ -331,7 +203,7 @@ def margin(plain: Row, ids: list[int], seed: int) -> float:
     return best - second
 
 
-def draw_accepted(rows: list[Row], file: Path) -> None:
+def draw_accepted(rows: list[TextRow], file: Path) -> None:
     """Draw, for each temperature, tokens emitted per target pass and acceptance by position."""
     rows = [row for row in rows if row.batch == min(r.batch for r in rows)]
     temperatures = sorted({row.params.temperature for row in rows})
@@ -340,109 +212,71 @@ def draw_accepted(rows: list[Row], file: Path) -> None:
         for (above, below), temperature in zip(axes.T, temperatures):
             here = [row for row in rows if row.params.temperature == temperature]
             for j, row in enumerate(here):
-                emitted = [n for s in row.stats for n in s.emitted]
-                counts, width = Counter(emitted), 0.8 / len(here)
-                xs = range(1, max(emitted) + 1)
-                above.bar(
-                    [x - 0.4 + width * (j + 0.5) for x in xs],
-                    [counts[x] / len(emitted) for x in xs],
-                    width,
-                )
-                rates, mean = at_positions(row), sum(emitted) / len(emitted)
-                label = f"{row.name}: mean {mean:.2f}"
-                below.plot(range(1, len(rates) + 1), rates, marker="o", markersize=3, label=label)
-            above.set_title(f"temperature {temperature:g}")
-            above.set_xlabel("tokens emitted by a target pass")
-            above.set_ylabel("share of target passes")
-            below.set_xlabel("position in the draft")
-            below.set_ylabel("share of drafts accepted so far")
-            below.set_ylim(0, 1)
+                counts, passes = Counter(row.emitted), len(row.emitted)
+                width, most = 0.8 / len(here), max(counts) + 1
+                xs = [x - 0.4 + width * (j + 0.5) for x in range(1, most)]
+                above.bar(xs, [counts[x] / passes for x in range(1, most)], width)
+                label = f"{row.name}: mean {sum(row.emitted) / passes:.2f}"
+                rates = row.accepted_at
+                below.plot(range(1, 1 + len(rates)), rates, marker="o", markersize=3, label=label)
+            above.set(
+                title=f"temperature {temperature:g}", xlabel="tokens emitted by a target pass",
+                ylabel="share of target passes",
+            )  # fmt: skip
+            below.set(
+                xlabel="position in the draft",
+                ylabel="share of drafts accepted so far",
+                ylim=(0, 1),
+            )
             below.legend(frameon=False, fontsize=8, loc="upper right")  # where there are no bars
             for axis in (above, below):
                 axis.xaxis.get_major_locator().set_params(integer=True)
 
 
-def draw_speedups(rows: list[Row], file: Path) -> None:
-    """Draw the speed-up against plain decoding with its quartiles; a panel for each group."""
-    groups: dict[tuple, list[Row]] = {}
+def draw_speedups(rows: list[TextRow], file: Path) -> None:
+    """Draw the speed-up over plain decoding with its quartiles, one panel for each group."""
+    groups: dict[tuple, list[TextRow]] = {}
     for row in rows:
         groups.setdefault((row.params.temperature, row.batch), []).append(row)
-    most = max(map(len, groups.values()))
-    size = (4.6 * len(groups), 0.32 * most + 1.4)
+    size = (4.6 * len(groups), 0.32 * max(map(len, groups.values())) + 1.4)
     with picture(file, ncols=len(groups), figsize=size) as axes:
         for axis, ((temperature, batch), here) in zip(axes[0], groups.items()):
-            middle = [median(row.speedups) for row in here]
-            low, high = zip(*(_quartiles(row.speedups) for row in here))
-            errors = [
-                [m - a for m, a in zip(middle, low)],
-                [b - m for m, b in zip(middle, high)],
-            ]
+            found = [row.speedups if len(row.speedups) > 1 else 2 * row.speedups for row in here]
+            middle = [median(speedups) for speedups in found]
+            around = [[max(0, m - q[0]), max(0, q[2] - m)] for m, q in
+                      zip(middle, map(quantiles, found))]  # fmt: skip
             colours = ["#3b6fb6" if row.drafts else "#b9b9b9" for row in here]
-            names = [row.name for row in here]
+            errors = [*zip(*around)]
             axis.barh(range(len(here)), middle, xerr=errors, color=colours, ecolor="#555555")
-            axis.set_yticks(range(len(here)), names, fontsize=8)
+            axis.set_yticks(range(len(here)), [row.name for row in here], fontsize=8)
             axis.invert_yaxis()
             axis.axvline(1, color="#555555", linewidth=0.8, linestyle=":")
             axis.set_title(f"temperature {temperature:g}, batch {batch}")
             axis.set_xlabel("speed-up against plain decoding")
 
 
-def _quartiles(values: list[float]) -> tuple[float, float]:
-    if len(values) < 2:
-        return values[0], values[0]
-    low, _, high = quantiles(values)
-    middle = median(values)
-    return min(low, middle), max(high, middle)
-
-
-def profile(rows: list[Row], out: Path) -> None:
-    """Print and write the times of a cycle's parts, and the cost of a target pass by its width."""
-    ours = [row for row in rows if not isinstance(row.sampler, HuggingFace)]
-    lines = []
-    for row in ours:
-        spent = cycle(row)
-        share = spent["rest"] / sum(spent.values())
-        lines.append(
-            {
-                "sampler": row.name,
-                "temperature": row.params.temperature,
-                "batch": row.batch,
-                **{f"{name}, ms a cycle": value for name, value in spent.items()},
-                "rest": f"{100 * share:.1f}%",
-            }
-        )
-    write_table(lines, out / "profile.csv", "where a cycle's time goes", "decoding.bench")
-    costs = pass_cost(ours[0].sampler)
+def profile(rows: list[TextRow], out: Path) -> None:
+    """Print and write the cost of a target pass by its width."""
     title = f"a pass of the target over {CONTEXT} tokens, by its width"
+    costs = pass_cost(rows[0].sampler)
     lines = [{"width": width, "ms": round(ms, 3)} for width, ms in costs.items()]
     write_table(lines, out / "pass_cost.csv", title, "decoding.bench")
-    with picture(out / "pass_cost.png", figsize=(5.5, 3.8)) as axes:
-        axis = axes[0, 0]
-        axis.plot([*costs], [*costs.values()], marker="o", markersize=3)
-        axis.set_ylim(0, None)
-        axis.set_xlabel("tokens in a pass of the target")
-        axis.set_ylabel("milliseconds (median)")
-    print(f"wrote profile.csv, pass_cost.csv and pass_cost.png into {out}")
 
 
 def pass_cost(sampler: Sampler, repeats: int = 20) -> dict[int, float]:
-    """Median milliseconds of a target pass over a cache, for each of WIDTHS."""
-    device, found = sampler.device, {}
-    network = CachedNetwork(sampler.target, causal, CONTEXT + max(WIDTHS) + 1)
-    tokens = torch.zeros(1, CONTEXT + max(WIDTHS), dtype=torch.long, device=device)
-    positions = torch.arange(tokens.shape[1], device=device)[None]
+    """Return the median milliseconds of a target pass over a cache, for each of WIDTHS."""
+    network, found = CachedNetwork(sampler.target, causal, CONTEXT + max(WIDTHS) + 1), {}
+    tokens = torch.zeros(1, CONTEXT + max(WIDTHS), dtype=torch.long, device=sampler.device)
+    positions = torch.arange(tokens.shape[1], device=sampler.device)[None]
 
-    def run(first: int, width: int) -> Tensor:
-        these = slice(first, first + width)
-        return network(tokens[:, these], positions[:, these], keep=width)
+    def seconds(first: int, width: int) -> float:
+        these, before = slice(first, first + width), network.seconds
+        network(tokens[:, these], positions[:, these], keep=width)
+        return network.seconds - before
 
     with torch.inference_mode():
-        run(0, CONTEXT)
+        seconds(0, CONTEXT)
         for width in WIDTHS:
-            times = []
-            for _ in range(repeats + 3):
-                before = network.seconds
-                run(CONTEXT, width)
-                times.append(network.seconds - before)
+            times = [seconds(CONTEXT, width) for _ in range(repeats + 3)]
             found[width] = 1000 * median(times[3:])
     return found

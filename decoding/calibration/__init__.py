@@ -1,1 +1,1 @@
-"""Calibration: the ranking of draft trees, the best draft graph, decoding traces on disk."""
+"""Calibration: the ranking of draft trees, the best draft graph, and stored decoding traces."""

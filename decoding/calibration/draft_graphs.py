@@ -1,14 +1,15 @@
 """Calibration of draft graphs: traces of vanilla decoding, objectives, and their exact optimum.
 
 Source: Spiffy, arXiv 2509.18085, Algorithm 2, appendices C and E. For each state of a block but the
-first, a trace gives the *chain* of formulas of the states that followed, in the ranks of that
-state. The passes that any draft graph would have taken over the traces of an answer are therefore
-known exactly, without the model: `passes`.
+first, a trace gives the *chain*: the formulas of the states that followed, in the ranks of that
+state. From the traces of an answer the number of passes with any draft graph follows exactly,
+without the model (`passes`).
 """
 
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,28 +27,18 @@ ABSENT = -2  # in a trace: the step of a block that was not decoded
 
 @dataclass
 class TraceState(SpiffyState):
-    """The ranking state, and the record that becomes a block's trace.
+    """The ranking state, with the record that becomes a block's trace."""
 
-    Attributes:
-        first: Position where the first block begins, [B].
-        decided: For how many steps each position has been masked, -1 if given, [B, L].
-        ranked: Rank of each position after each step, [B, L, L].
-        choices: Most probable tokens of each position after each step, [B, L, L, width].
-    """
-
-    first: Tensor
-    decided: Tensor
-    ranked: Tensor
-    choices: Tensor
+    first: Tensor  # position where the first block begins, [B]
+    decided: Tensor  # for how many steps each position has been masked, -1 if given, [B, L]
+    ranked: Tensor  # rank of each position after each step, [B, L, L]
+    choices: Tensor  # most probable tokens of each position after each step, [B, L, L, width]
 
 
 class Tracer(SpiffySampler):
-    """Vanilla decoding that records how each state ranked the tokens that were decided after it.
+    """Vanilla decoding that records each state's ranks of the tokens that were decided after it.
 
-    Args:
-        *args: Of `SpiffySampler`.
-        width: Tokens of each position that are ranked.
-        **options: Of `SpiffySampler`, but the graph.
+    `width` tokens of each position are ranked; the other arguments are those of `SpiffySampler`.
     """
 
     def __init__(self, *args, width: int, **options):
@@ -57,17 +48,7 @@ class Tracer(SpiffySampler):
         self.formulas = tuple(x[:0] for x in self.formulas)  # it ranks, but drafts nothing
 
     def trace(self, prompts: list[list[int]], params: SamplingParams, seeds: list[int]) -> Tensor:
-        """Decode prompts and trace their blocks.
-
-        Args:
-            prompts: Token ids of each prompt.
-            params: How to decode.
-            seeds: One seed for each prompt.
-
-        Returns:
-            int16 [prompts, blocks, 1 + 2 L, L], the traces that `chains_of` reads; `ABSENT` for
-            blocks after the end of an answer.
-        """
+        """Decode prompts; return int16 traces [prompts, blocks, 1 + 2 L, L], padded with ABSENT."""
         L = self.block_size
         blocks = -(-params.max_new_tokens // L) + self.causal
         self.traces = torch.full((len(prompts), blocks, 1 + 2 * L, L), ABSENT, dtype=torch.int16)
@@ -107,16 +88,12 @@ class Tracer(SpiffySampler):
 
 
 def chains_of(trace: Tensor, lookahead: int) -> list[Chain]:
-    """The chains of a block's states 1, 2, ... from its trace.
+    """Return the chain, of at most `lookahead` formulas, of each of a block's states 1, 2, ...
 
-    Args:
-        trace: [1 + 2 L, L]. Row 0: for how many steps each position stayed masked (-1: given by the
-            prompt). Then L rows of position ranks and L rows of vocabulary ranks, row s of each
-            after s steps; rank 0 is a position decided before, or a token that was not ranked.
-        lookahead: The longest chain.
-
-    Returns:
-        A chain for each state; it ends before the full block, which needs no pass.
+    Row 0 of a trace [1 + 2 L, L] has for how many steps each position stayed masked (-1: given by
+    the prompt). Then follow L rows of position ranks and L rows of vocabulary ranks, row s of each
+    after s steps; rank 0 is a position decided before, or a token that was not ranked. A chain ends
+    before the full block, which needs no pass.
     """
     L = trace.shape[1]
     decided, ranks, tokens = trace[0].tolist(), trace[1 : 1 + L].tolist(), trace[1 + L :].tolist()
@@ -135,28 +112,16 @@ def chains_of(trace: Tensor, lookahead: int) -> list[Chain]:
 
 @dataclass(frozen=True)
 class TracedBlock:
-    """What the drafts of a block depend on: entry s is of its state after s + 1 steps.
+    """A block, as far as its drafts depend on it; entry s is of its state after s + 1 steps."""
 
-    Attributes:
-        chains: As of `chains_of`.
-        left: Masks of the state.
-        certain: Whether the most probable tokens of that state end the block as it ended.
-        followed: Whether the answer has a next block.
-    """
-
-    chains: list[Chain]
-    left: list[int]
-    certain: list[bool]
-    followed: bool
+    chains: list[Chain]  # as of `chains_of`
+    left: list[int]  # masks of the state
+    certain: list[bool]  # whether the most probable tokens of that state end the block as it ended
+    followed: bool  # whether the answer has a next block
 
 
 def blocks_of(traces: Tensor, lookahead: int) -> list[TracedBlock]:
-    """The blocks of an answer, in their order.
-
-    Args:
-        traces: [blocks, 1 + 2 L, L], as of `Tracer.trace` (see `chains_of`).
-        lookahead: The longest chain.
-    """
+    """Return an answer's blocks in their order, from traces [blocks, 1 + 2 L, L]."""
     decoded, L = [t for t in traces if int(t[0, 0]) != ABSENT], traces.shape[-1]
     blocks = []
     for n, trace in enumerate(decoded, 1):
@@ -170,13 +135,10 @@ def blocks_of(traces: Tensor, lookahead: int) -> list[TracedBlock]:
 
 
 def passes(graph: Iterable[Formula], blocks: Iterable[TracedBlock], reach: float = 0) -> int:
-    """The network passes that Spiffy takes over traced blocks, exact.
+    """Count the network passes that Spiffy takes over traced blocks of whole answers, exactly.
 
-    Args:
-        graph: The nodes of the draft graph; none gives vanilla decoding.
-        blocks: The blocks of whole answers.
-        reach: Masks of a state at most after whose end the next block's first state is drafted
-            (`DraftGraph.reach`); 0: it never is.
+    An empty graph gives vanilla decoding. `reach` is `DraftGraph.reach` if the next block's first
+    state is drafted, else 0.
     """
     nodes, count, known = {*graph}, 0, False
     for block in blocks:
@@ -193,25 +155,18 @@ def passes(graph: Iterable[Formula], blocks: Iterable[TracedBlock], reach: float
 
 
 def accepted(nodes: set[Formula], chain: Chain) -> int:
-    """The number of accepted drafts: states of the chain that are nodes, up to the first gap."""
+    """Count the accepted drafts: states of the chain that are nodes, up to the first gap."""
     return next((n for n, formula in enumerate(chain) if formula not in nodes), len(chain))
 
 
 @dataclass
 class Candidates:
-    """The formulas that a graph may contain (Algorithm 2, part 2).
+    """The formulas that a graph may contain (Algorithm 2, part 2)."""
 
-    Attributes:
-        tokens_per_step: S, or None with a threshold.
-        counts: {formula: how often it occurred}.
-        chains: How often each chain occurred, cut before its first formula outside of `counts`.
-        parents: {formula: its possible parents in `counts`}.
-    """
-
-    tokens_per_step: int | None
-    counts: dict[Formula, int]
-    chains: Counter[Chain]
-    parents: dict[Formula, list[Formula]] = field(init=False)
+    tokens_per_step: int | None  # S, or None with a threshold
+    counts: dict[Formula, int]  # how often each formula occurred
+    chains: Counter[Chain]  # each cut before its first formula outside of `counts`
+    parents: dict[Formula, list[Formula]] = field(init=False)  # possible ones in `counts`
 
     def __post_init__(self):
         self.parents = {
@@ -220,18 +175,12 @@ class Candidates:
         }
 
     def begins(self, node: Formula) -> bool:
-        """Whether a single step leads from the current state to a node."""
+        """Return whether a single step leads from the current state to a node."""
         return may_follow((), node, self.tokens_per_step)
 
 
 def candidates_of(blocks: list[TracedBlock], tokens_per_step: int | None, top: int) -> Candidates:
-    """The `top` most frequent formulas of each level that the current state can reach.
-
-    Args:
-        blocks: The blocks of whole answers.
-        tokens_per_step: S, or None with a threshold.
-        top: Candidates of each level.
-    """
+    """Return the `top` most frequent formulas of each level that the current state can reach."""
     levels: dict[int, Counter[Formula]] = {}
     whole = Counter(chain for block in blocks for chain in block.chains)
     for chain, n in whole.items():
@@ -251,59 +200,25 @@ def candidates_of(blocks: list[TracedBlock], tokens_per_step: int | None, top: i
     return Candidates(tokens_per_step, dict(counts), chains)
 
 
-def value(objective: str, nodes: Iterable[Formula], candidates: Candidates) -> int:
-    """The value of an objective for a graph's nodes.
-
-    Args:
-        objective: 'degree0', 'degree1' or 'total' (Eq. 24 to 28), or 'replay': the accepted drafts,
-            summed over every state of the traces.
-        nodes: The formulas of the graph.
-        candidates: Counts of the traces.
-    """
-    chosen = sorted({*nodes}, key=len)
-    count, inside = candidates.counts, {*chosen}
-    if objective == "replay":
-        return sum(n * accepted(inside, chain) for chain, n in candidates.chains.items())
-    total: dict[Formula, int] = {}
-    for q in chosen:
-        parents = [p for p in candidates.parents[q] if p in inside]
-        of_parents = {"degree0": {}, "degree1": count, "total": total}[objective]
-        total[q] = count[q] + sum(of_parents.get(p, 0) for p in parents)
-    return sum(total.values())
-
-
-@dataclass
-class Optimum:
-    """The solution of the integer program.
-
-    Attributes:
-        nodes: The formulas of the best graph found.
-        value: Its objective.
-        bound: An upper bound of the objective of every graph.
-    """
+class Optimum(NamedTuple):
+    """The best graph that the integer program found."""
 
     nodes: list[Formula]
-    value: int
-    bound: float
+    value: int  # its objective
+    bound: float  # an upper bound of the objective of every graph
 
     @property
     def proved(self) -> bool:
-        """Whether no graph is better. Values are integers."""
+        """Return whether it is proved that no graph is better. Values are integers."""
         return self.bound < self.value + 1 - 1e-6
 
 
 def optimum(objective: str, size: int, candidates: Candidates) -> Optimum:
-    """The best graph of at most `size` nodes, by mixed integer linear programming.
+    """Find the best graph of at most `size` nodes, by mixed integer linear programming.
 
-    Every node has a parent in the graph or follows the current state.
-
-    Args:
-        objective: One of `OBJECTIVES` (see `value`).
-        size: D, the most nodes.
-        candidates: Counts of the traces.
-
-    Raises:
-        ValueError: The objective is unknown.
+    Every node has a parent in the graph or follows the current state. The objectives are 'degree0',
+    'degree1' and 'total' (Eq. 24 to 28), and 'replay': the accepted drafts, summed over every state
+    of the traces.
     """
     if objective not in OBJECTIVES:
         raise ValueError(f"unknown objective {objective!r}. Choose from {list(OBJECTIVES)}")
@@ -323,12 +238,12 @@ def optimum(objective: str, size: int, candidates: Candidates) -> Optimum:
             for p in candidates.parents[q] if objective == "degree1" else ():
                 program.product(count[p], taken[p], taken[q])
     x, bound = program.solve()
-    nodes = [q for q in count if x[taken[q]] > 0.5]
-    return Optimum(nodes, value(objective, nodes, candidates), bound)
+    value = round(sum(gain * found for gain, found in zip(program.gains, x)))
+    return Optimum([q for q in count if x[taken[q]] > 0.5], value, bound)
 
 
 def _add_chains(program: "Program", taken: dict[Formula, int], chains: Counter[Chain]) -> None:
-    """Add the 'replay' objective: each prefix of a chain counts if all of its nodes are taken."""
+    """Add the 'replay' objective: a prefix of a chain counts if the graph has all of its nodes."""
     prefixes: Counter[Chain] = Counter()
     for chain, n in chains.items():
         for end in range(1, len(chain) + 1):
@@ -363,7 +278,7 @@ class Program:
         self.rows: list[tuple[dict[int, float], float]] = []
 
     def variable(self, gain: float, upper: float = 1.0, whole: bool = False) -> int:
-        """Add a variable in [0, upper] with a coefficient in the objective; its index."""
+        """Add a variable in [0, upper] with a coefficient in the objective; return its index."""
         self.gains.append(gain)
         self.upper.append(upper)
         self.whole.append(whole)
@@ -381,7 +296,7 @@ class Program:
         return both
 
     def solve(self) -> tuple[list[float], float]:
-        """The best values found, and an upper bound of the objective."""
+        """Return the best values found, and an upper bound of the objective."""
         import numpy as np
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import coo_array
@@ -410,18 +325,12 @@ def fewest_passes(
     blocks: list[TracedBlock],
     next_block: bool = False,
 ) -> list[Formula]:
-    """The graph of the fewest passes, by local search from given graphs.
+    """Find the graph of at most `size` nodes with the fewest passes, by local search.
 
-    The search starts from the best of the graphs and adds or exchanges one node at a time while
-    that lowers `passes`, so the result is a local optimum. It differs from the optimum of 'replay'
-    because what one pass accepts determines where the next begins.
-
-    Args:
-        starts: The nodes of each graph to start from.
-        size: D, the most nodes.
-        candidates: The formulas to choose from.
-        blocks: The blocks of whole answers.
-        next_block: Whether the first state of the next block is drafted too.
+    From the best of the graphs `starts` it adds or exchanges one node at a time while that lowers
+    `passes`, up to a local optimum. That differs from the optimum of 'replay', because what one
+    pass accepts determines where the next begins. The blocks are those of whole answers;
+    `next_block` says if the first state of the next block is drafted too.
     """
     # Numbers instead of formulas, which are slow to hash.
     number = {q: n for n, q in enumerate(candidates.counts)}
@@ -453,7 +362,7 @@ def fewest_passes(
 
 
 def closed(nodes: list[Formula], candidates: Candidates) -> bool:
-    """Whether each node has a parent among the nodes, or follows the current state."""
+    """Return whether each node has a parent among the nodes, or follows the current state."""
     return all(
         candidates.begins(q) or any(p in nodes for p in candidates.parents[q]) for q in nodes
     )

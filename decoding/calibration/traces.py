@@ -1,6 +1,6 @@
 """A disk cache of decoding traces, so that each prompt is decoded once for all draft graphs.
 
-A trace's file is named by a hash of its key: a JSON object of all that the trace depends on.
+A trace's file is named by a hash of its key: a JSON object of everything the trace depends on.
 """
 
 import hashlib
@@ -15,18 +15,7 @@ from data.files import atomic_write
 
 
 def read_trace(folder: str | Path, key: dict) -> Tensor | None:
-    """The trace of a key.
-
-    Args:
-        folder: Where the traces are.
-        key: All that the trace depends on, as JSON values.
-
-    Returns:
-        The trace, or None if none is stored.
-
-    Raises:
-        ValueError: The file is damaged, or holds the trace of another key.
-    """
+    """Return the trace of a key, None if none is stored; raise ValueError for a damaged file."""
     file, key = _file(folder, key)
     if not file.exists():
         return None
@@ -47,13 +36,7 @@ def read_trace(folder: str | Path, key: dict) -> Tensor | None:
 
 
 def write_trace(folder: str | Path, key: dict, trace: Tensor) -> None:
-    """Store the trace of a key, atomically.
-
-    Args:
-        folder: Where the traces are; made if it does not exist.
-        key: All that the trace depends on, as JSON values.
-        trace: The trace, on the CPU.
-    """
+    """Store the trace of a key, atomically; make the folder if needed."""
     file, key = _file(folder, key)
     file.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(file) as temporary, temporary.open("wb") as stream:

@@ -24,11 +24,11 @@ RANKED = 4096  # tokens of a depth that the likelihood is over; no tree reaches 
 def fit(
     z: Tensor, choice: Tensor, bigrams: Bigrams | None = None
 ) -> tuple[list[float], list[float]]:
-    """The maximum likelihood (s, w): argmax of mean log softmax(s z + w score)[choice], by depth.
+    """Fit (s, w) by maximum likelihood: argmax of mean log softmax(s z + w score)[choice].
 
     The likelihood is concave in (s, w), and is maximised in each in turn, given the other. It is
-    over the RANKED best tokens of a depth, and over those choices that are among them: a token that
-    the drafter does not have tells nothing about s.
+    over the RANKED best tokens of a depth and the choices among them: a token that the drafter does
+    not have tells nothing about s.
 
     Args:
         z: Log-probabilities of the drafter plus noise, -inf for impossible tokens, [n, k, V].
@@ -36,8 +36,8 @@ def fit(
         bigrams: The table of bigram scores, if the tree uses one.
 
     Returns:
-        s and w of each depth, [k] and [k]. w is 0 at the first depth, whose parent is the same for
-        all nodes, and without `bigrams`; s is 1 and w is 0 at a depth without such a choice.
+        s and w of the k depths. w is 0 at the first depth, where all nodes have the same parent,
+        and without `bigrams`; s is 1 and w is 0 at a depth without such a choice.
     """
     sharpness, weights = [], []
     for i in range(z.shape[1]):
@@ -58,7 +58,7 @@ def fit(
 
 
 def _best(x: Tensor, choice: Tensor, others: Tensor, least: float) -> float:
-    """argmax_a of mean log softmax(a x + others)[choice], within [least, MOST].
+    """Return argmax_a of mean log softmax(a x + others)[choice], within [least, MOST].
 
     The objective is concave in a, with slope x[choice] - E_a[x]: bisection finds where the mean
     slope is 0. x is [n, V], choice [n], others broadcasts with x.
@@ -75,18 +75,9 @@ def _best(x: Tensor, choice: Tensor, others: Tensor, least: float) -> float:
 def observed(
     sampler: BlockSampler, prompts: list[list[int]], params: SamplingParams
 ) -> tuple[Tensor, Tensor]:
-    """Observations for `fit`, at every other position of a sampler's own answers.
+    """Return z [n, k, V] and choice [n, k] for `fit`, of n prefixes of a sampler's own answers.
 
-    Args:
-        sampler: A sampler that drafts blocks.
-        prompts: Token ids of each prompt.
-        params: How to decode; its seed (0 if None) fixes the noise.
-
-    Returns:
-        z [n, k, V] and choice [n, k], n prefixes and k tokens of a draft block.
-
-    Raises:
-        ValueError: No answer has k tokens.
+    The prefixes end at every other position; params.seed (0 if None) fixes the noise.
     """
     k, device = params.block_size or sampler.block_size, sampler.device
     seeds = request_seeds(params.seed or 0, len(prompts))
@@ -104,8 +95,7 @@ def observed(
             sampler.begin_drafting(batch, sampler.states_before(batch))
             chosen = [text[n : n + k] for n in starts]
             noise = sampler.noise(batch, k, params)
-            with sampler.reading_noise(batch, k, noise, params):
-                q = sampler.forced_pass(batch, torch.tensor(chosen, device=device), params)
+            q = sampler.forced_pass(batch, torch.tensor(chosen, device=device), params)
             z.append(q.log_softmax(-1) + (0 if noise is None else noise))
             choice += chosen
     if not z:

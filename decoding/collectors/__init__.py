@@ -1,1 +1,1 @@
-"""What `decoding.collect` collects: teacher answers and Jacobi trajectories."""
+"""Collectors of `decoding.collect`: teacher answers and Jacobi trajectories."""

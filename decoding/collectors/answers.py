@@ -1,95 +1,91 @@
 """Teacher answers: the training data of DEER's drafters (arXiv 2512.15176, section 3.1.1)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
+from pydantic import Field
+
+from data.arguments import Count, Seed, Several, Share, Temperature, Tokens
 from data.text.tokenizer import fingerprint
-from decoding.collectors.teachers import ENGINES, Teacher, is_server, open_teacher
+from decoding.collectors.teachers import EngineTeacher, SamplerTeacher, end_ids
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import derived_seed
+from decoding.external.openai_client import OpenAIClient
+from decoding.external.vllm_engine import ON_CPU, Vllm
 from decoding.loading import load_tokenizer
+from models import causal
+
+ENGINES = ("parade", "vllm")  # the decoders of a teacher that is no server
+SERVER = ("http://", "https://")  # how the name of a server begins
 
 
 class TeacherAnswers:
     """Collector of teacher answers.
 
-    An answer depends on the seed, the prompt's id and the answer's number only, so a collection
+    An answer depends only on the seed, the prompt's id and the answer's number, so a collection
     that was killed and resumed equals one that was not.
 
     Args:
-        teacher: Folder or Hub id of a model, which decodes with its own sampler: a causal LM
-            token by token, an export (of a masked diffusion LM, a drafter) with its method. Or the
-            address of an OpenAI-compatible server, http://host:port/v1.
+        teacher: Folder or Hub id of a model, which decodes with its own sampler: a causal LM token
+            by token, an export with its method. Or the address of an OpenAI-compatible server,
+            http://host:port/v1.
         target: The model that a server serves, for its tokenizer; None: the teacher itself.
-        engine: What decodes a teacher that is no server: 'parade', or 'vllm', in an environment
-            of its own (`make vllm`).
+        engine: For a teacher that is no server: 'parade', or 'vllm' in its own environment
+            (`make vllm`).
         options: Of the server's client, such as {concurrency: 32, retries: 5, model: its name}
             (`decoding.external.openai_client`); of vLLM, such as {python: ..., threads: 8,
             max_model_len: 4096} (`decoding.external.vllm_engine`).
         number: Answers for each prompt.
-        temperatures: Taken in turn: answer j of a shard's i-th prompt has number i + j, modulo
-            their count.
+        temperatures: Used in turn: answer j of a shard's i-th prompt has temperature number i + j,
+            modulo their count.
         max_new_tokens: Longest answer, in tokens.
         seed: Of the collection.
         top_p: Of nucleus sampling.
-        dtype: Of the weights.
-        device: Where to run.
-        device_map: Spreads the teacher over devices, as in `decoding.load`.
-        at_once: Prompts that a model decodes together, which bounds the memory of keys and values:
-            where an answer ends the next prompt begins. None: all of a shard. Servers and other
-            engines make batches of their own.
+        dtype, device, device_map: Type and place of the weights, as in `decoding.load`.
+        at_once: Prompts that a model decodes together, which bounds the memory of keys and values;
+            None: a whole shard. Servers and other engines make their own batches.
         top_k: How many of the teacher's most probable tokens are stored with each token of an
-            answer, with their probabilities (at temperature 1), so that training on the teacher's
-            distributions needs no teacher; 0 stores none.
-
-    Raises:
-        ValueError: `number` or `temperatures` asks for no answer, or `top_k` is negative.
+            answer, with their probabilities (at temperature 1), for training on the teacher's
+            distributions without the teacher; 0: none.
     """
 
     def __init__(
         self,
         teacher: str,
-        number: int,
-        temperatures: Sequence[float],
-        max_new_tokens: int,
-        seed: int,
-        top_p: float = 1.0,
+        number: Annotated[int, Field(ge=1, le=1024)],
+        temperatures: Several[Temperature],
+        max_new_tokens: Tokens,
+        seed: Seed,
+        top_p: Share = 1.0,
         dtype: str = "bfloat16",
         device: str = "cpu",
-        top_k: int = 0,
+        top_k: Annotated[int, Field(ge=0, le=4096)] = 0,
         device_map: str | None = None,
         target: str | None = None,
-        engine: str = "parade",
+        engine: Literal[*ENGINES] = "parade",
         options: dict | None = None,
-        at_once: int | None = None,
+        at_once: Count | None = None,
     ):
-        if top_k < 0:
-            raise ValueError(f"top_k={top_k} is not allowed: it must be 0 (none) or more")
-        if number < 1 or not temperatures:
-            raise ValueError(
-                f"number={number} and temperatures={list(temperatures)} give no answer: number "
-                "must be at least 1 and temperatures must not be empty"
-            )
         self.teacher, self.number, self.seed = teacher, number, seed
         self.params = [
             SamplingParams(max_new_tokens=max_new_tokens, temperature=t, top_p=top_p, seed=seed)
             for t in temperatures
         ]
-        self.target = target if target and is_server(teacher) else teacher
-        if is_server(self.target):
+        self.target = target if target and teacher.startswith(SERVER) else teacher
+        if self.target.startswith(SERVER):
             raise ValueError(
                 f"collector.teacher={teacher} is a server: give target= the model that it serves, "
                 "for its tokenizer"
             )
         self.tokenizer = load_tokenizer(self.target)
-        self.dtype, self.top_k = dtype, top_k
         self.engine, self.options = engine, dict(options or {})
         self.placing = {"dtype": dtype, "device": device, "device_map": device_map}
-        self.at_once = at_once
-        self._teacher: Teacher | None = None
+        self.top_k, self.at_once = top_k, at_once
+        self._teacher = None
 
     def made_with(self) -> dict:
-        """The options that the answers depend on, for the collection's manifest."""
-        decoder = "server" if is_server(self.teacher) else self.engine
+        """Return the options that the answers depend on, for the collection's manifest."""
+        decoder = "server" if self.teacher.startswith(SERVER) else self.engine
         return {
             # A server's address may change on the way; what it serves may not.
             "teacher": self.target,
@@ -98,7 +94,7 @@ class TeacherAnswers:
             "temperatures": [p.temperature for p in self.params],
             "top_p": self.params[0].top_p,
             "max_new_tokens": self.params[0].max_new_tokens,
-            "dtype": self.dtype,
+            "dtype": self.placing["dtype"],
             # A collection is not continued with seeds, or turns, of another kind.
             "seeds": "blake2b",
             "turns": "prompts and answers",
@@ -107,49 +103,30 @@ class TeacherAnswers:
         }
 
     def bytes_of(self, prompt_ids: list[int]) -> int:
-        """Upper bound of the bytes of a prompt's answers on disk: 4 per token, and a margin.
-
-        Of each of a token's `top_k` the id and the probability take 6 bytes.
-        """
-        new = self.params[0].max_new_tokens
+        """Return an upper bound of the bytes of a prompt's answers on disk, with a margin."""
+        new = self.params[0].max_new_tokens  # 4 bytes a token, 6 each of its `top_k`
         return self.number * (4 * (len(prompt_ids) + new) + 6 * self.top_k * new + 64)
 
     def seed_of(self, prompt: str, answer: int) -> int:
-        """The seed of a prompt's answer, by the prompt's id and the answer's number."""
+        """Return the seed of a prompt's answer, by the prompt's id and the answer's number."""
         return derived_seed(self.seed, prompt, answer)
 
     def collect(self, prompts: list[dict]) -> list[dict]:
-        """Decode `number` answers for each prompt, those of one temperature together.
+        """Decode `number` answers for each prompt {"id", "prompt_ids"}.
 
-        Args:
-            prompts: {"id", "prompt_ids"} of each prompt.
-
-        Returns:
-            Rows of a table: id, answer, temperature, prompt_ids, answer_ids [n], finish_reason;
-            with `top_k` also teacher_ids and teacher_probs [n * top_k].
-
-        Raises:
-            ValueError: The teacher does not continue text.
+        Returns rows of a table: id, answer, temperature, prompt_ids, answer_ids [n], finish_reason;
+        with `top_k` also teacher_ids and teacher_probs [n * top_k].
         """
         if self._teacher is None:
-            self._teacher = open_teacher(
-                self.teacher,
-                self.target,
-                self.tokenizer,
-                self.top_k,
-                engine=self.engine,
-                placing=self.placing,
-                options=self.options,
-                at_once=self.at_once,
-            )
+            self._teacher = self._open()
         answers = [(i, j) for j in range(self.number) for i in range(len(prompts))]
         rows = {}
         for turn, params in enumerate(self.params):
             mine = [(i, j) for i, j in answers if (i + j) % len(self.params) == turn]
             for start in range(0, len(mine), len(prompts)):
                 batch = mine[start : start + len(prompts)]
-                asked = [prompts[i] for i, _ in batch]
-                rows |= dict(zip(batch, self._answer(asked, [j for _, j in batch], params)))
+                asked = [(prompts[i], j) for i, j in batch]
+                rows |= dict(zip(batch, self._answer(asked, params)))
         found = [rows[answer] for answer in answers]
         known = [row for row in found if row["answer_ids"] is not None]
         if not known:
@@ -162,13 +139,11 @@ class TeacherAnswers:
             print(f"{left} of {len(found)} answers left out: the server counts other tokens")
         return known
 
-    def _answer(
-        self, prompts: list[dict], numbers: list[int], params: SamplingParams
-    ) -> Iterator[dict]:
-        """Rows of these prompts' answers of these numbers, decoded as one batch."""
-        seeds = [self.seed_of(p["id"], j) for p, j in zip(prompts, numbers)]
-        found = self._teacher.answer([p["prompt_ids"] for p in prompts], params, seeds)
-        for prompt, number, answer in zip(prompts, numbers, found):
+    def _answer(self, asked: list[tuple[dict, int]], params: SamplingParams) -> Iterator[dict]:
+        """Yield the rows for (prompt, answer's number), decoded as one batch."""
+        seeds = [self.seed_of(prompt["id"], number) for prompt, number in asked]
+        found = self._teacher.answer([p["prompt_ids"] for p, _ in asked], params, seeds)
+        for (prompt, number), answer in zip(asked, found):
             yield {
                 "id": prompt["id"],
                 "answer": number,
@@ -178,3 +153,23 @@ class TeacherAnswers:
                 "finish_reason": answer.finish_reason,
                 **answer.distributions,
             }
+
+    def _open(self) -> SamplerTeacher | EngineTeacher:
+        """Open the teacher."""
+        server = self.teacher.startswith(SERVER)
+        if not server and self.engine == "parade":
+            if self.options:
+                raise ValueError(
+                    f"collector.options={self.options} is for a server or for "
+                    "collector.engine=vllm: leave it out"
+                )
+            return SamplerTeacher(self.teacher, self.top_k, self.at_once, **self.placing)
+        path = causal.local_path(self.target)
+        if server:
+            given = {"target": self.target, **self.options}
+            engine = OpenAIClient(self.teacher, self.tokenizer, **given)
+        else:
+            given = {"dtype": self.placing["dtype"], "max_logprobs": max(self.top_k, 1)}
+            device = ON_CPU if self.placing["device"] == "cpu" else {}
+            engine = Vllm(path, **{**given, **device, **self.options})
+        return EngineTeacher(engine, self.top_k, end_ids(path, self.tokenizer))

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from data.arguments import BlockSize, Count, Seed, Tokens
 from data.rows.trajectories import CHANGES, weights_fingerprint
 from data.text.tokenizer import fingerprint
 from decoding.engine.batch import Batch
@@ -15,7 +16,7 @@ from models import causal
 class JacobiTrajectories:
     """Collector of a teacher's greedy answers, with every Jacobi state of every block.
 
-    A trajectory depends on the seed and the prompt's id only, so a collection that was killed and
+    A trajectory depends only on the seed and the prompt's id, so a collection that was killed and
     resumed equals one that was not.
 
     Args:
@@ -23,26 +24,21 @@ class JacobiTrajectories:
         block_size: Tokens of a block.
         max_new_tokens: Longest answer, in tokens.
         seed: Of the collection.
-        dtype: Of the weights.
-        device: Where to run.
-        device_map: Spreads the teacher over devices, as in `decoding.load`.
+        dtype, device, device_map: Type and place of the weights, as in `decoding.load`.
         at_once: Prompts that are decoded together, which bounds the memory of keys and values;
-            None: all of a shard.
-
-    Raises:
-        ValueError: `block_size` is not in 1..max_new_tokens.
+            None: a whole shard.
     """
 
     def __init__(
         self,
         teacher: str,
-        block_size: int,
-        max_new_tokens: int,
-        seed: int,
+        block_size: BlockSize,
+        max_new_tokens: Tokens,
+        seed: Seed,
         dtype: str = "bfloat16",
         device: str = "cpu",
         device_map: str | None = None,
-        at_once: int | None = None,
+        at_once: Count | None = None,
     ):
         if not 1 <= block_size <= max_new_tokens:
             raise ValueError(
@@ -51,49 +47,40 @@ class JacobiTrajectories:
             )
         self.teacher, self.block_size, self.seed = teacher, block_size, seed
         self.params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0)
-        self.tokenizer = load_tokenizer(teacher)
-        self.dtype, self.at_once = dtype, at_once
+        self.tokenizer, self.at_once = load_tokenizer(teacher), at_once
         self.placing = {"dtype": dtype, "device": device, "device_map": device_map}
         self._sampler: Recorder | None = None
 
     def made_with(self) -> dict:
-        """The options that the trajectories depend on, for the collection's manifest."""
+        """Return the options that the trajectories depend on, for the collection's manifest."""
         return {
             "teacher": self.teacher,
             "weights": weights_fingerprint(self.teacher),
             "tokenizer": fingerprint(self.tokenizer),
             "block_size": self.block_size,
             "max_new_tokens": self.params.max_new_tokens,
-            "dtype": self.dtype,
+            "dtype": self.placing["dtype"],
             "seeds": "blake2b",  # a collection is not continued with seeds of another kind
         }
 
     def bytes_of(self, prompt_ids: list[int]) -> int:
-        """Upper bound of the bytes of a prompt's trajectory on disk, with a margin."""
+        """Return an upper bound of the bytes of a prompt's trajectory on disk, with a margin."""
         tokens = self.params.max_new_tokens
         # Token i of a block cannot change after pass i: at most (n + 1) / 2 changes on average.
         changes = tokens * (self.block_size + 1) // 2
         return 4 * (len(prompt_ids) + 4 * tokens + 2 * changes) + 256
 
     def seed_of(self, prompt: str) -> int:
-        """The seed of a prompt's trajectory, by the prompt's id."""
+        """Return the seed of a prompt's trajectory, by the prompt's id."""
         return derived_seed(self.seed, prompt)
 
     def collect(self, prompts: list[dict]) -> list[dict]:
-        """Decode prompts and record their trajectories.
-
-        Args:
-            prompts: {"id", "prompt_ids"} of each prompt.
-
-        Returns:
-            Rows of a table that `data.rows.trajectories.replay` reads.
-        """
+        """Decode prompts {"id", "prompt_ids"}; return rows for `data.rows.trajectories.replay`."""
         if self._sampler is None:
             network = causal.load(self.teacher, **self.placing)
             for_inference(network)
-            self._sampler = Recorder(
-                network, self.tokenizer, block_size=self.block_size, running=False
-            )
+            options = {"block_size": self.block_size, "running": False}
+            self._sampler = Recorder(network, self.tokenizer, **options)
         seeds = [self.seed_of(p["id"]) for p in prompts]
         results = self._sampler.generate(
             [p["prompt_ids"] for p in prompts], self.params, seeds=seeds, at_once=self.at_once
@@ -111,11 +98,7 @@ class JacobiTrajectories:
 
 
 class Recorder(JacobiSampler):
-    """A Jacobi sampler that records the changes of every pass.
-
-    Attributes:
-        found: The columns `data.rows.trajectories.CHANGES` of each sequence, by number.
-    """
+    """A Jacobi sampler that records the changes of every pass, for each sequence in `found`."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)

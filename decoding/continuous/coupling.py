@@ -2,8 +2,8 @@
 
 Symbols: q is the drafter's density, p the target's, both of batch shape [B, ...]
 (`models.densities`); x [B, ..., D] was drawn from q. Every rule returns tokens y [B, ..., D] and
-`accepted`, bool [B, ...], whether y = x. `couple`, by `maximal` or `reflection`, is lossless: y has
-the distribution p, and P(y = x) is the largest possible, the overlap of p and q. `relaxed` is the
+`accepted`, bool [B, ...], where y = x. `couple`, by `maximal` or `reflection`, is lossless: y has
+the distribution p, and P(y = x) is the overlap of p and q, the largest possible. `relaxed` is the
 published rule, which is lossy.
 """
 
@@ -17,25 +17,18 @@ FIRST, MOST = 8, 256  # draws per round of a residual loop: in the first round, 
 
 
 def acceptance_probability(x: Tensor, q: Density, p: Density) -> Tensor:
-    """min(1, p(x) / q(x)), [B, ...] (CSpD, section 3.2; Leviathan et al., arXiv 2211.17192)."""
+    """Return min(1, p(x) / q(x)), [B, ...] (CSpD, section 3.2; Leviathan et al., 2211.17192)."""
     return (p.log_prob(x) - q.log_prob(x)).exp().clamp_max(1)
 
 
 def couple(
     x: Tensor, q: Density, p: Density, randomness: ContinuousRandomness, in_order: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The maximal coupling of two densities: `reflection` of Gaussians, else `maximal`.
+    """Couple two densities maximally: by `reflection` of Gaussians, else by `maximal`.
 
-    Args:
-        x: Drafts [B, ..., D], drawn from q.
-        q: The drafter's density, [B, ...].
-        p: The target's density, [B, ...].
-        randomness: What is drawn from.
-        in_order: Only tokens up to the first rejection along the last axis of the batch shape are
-            used; after it no residual is drawn, and y is undefined.
-
-    Returns:
-        y [B, ..., D], distributed as p, and accepted [B, ...].
+    With `in_order` only tokens up to the first rejection along the last batch axis are used; after
+    it no residual is drawn, and y is undefined. Returns y [B, ..., D], distributed as p, and
+    accepted [B, ...].
     """
     gaussian = isinstance(q, Gaussian) and isinstance(p, Gaussian)
     return (reflection if gaussian else maximal)(x, q, p, randomness, in_order)
@@ -44,27 +37,19 @@ def couple(
 def maximal(
     x: Tensor, q: Density, p: Density, randomness: ContinuousRandomness, in_order: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Rejection sampling: accept x with min(1, p/q), else draw from the residual (see `couple`)."""
+    """Accept x with min(1, p/q), else draw from the residual by rejection sampling (`couple`)."""
     accepted = randomness.accept(acceptance_probability(x, q, p))
     y = residual(p, q, randomness, _rejected(accepted, in_order))
     return torch.where(accepted[..., None], x, y), accepted
 
 
 def residual(p: Density, q: Density, randomness: ContinuousRandomness, wanted: Tensor) -> Tensor:
-    """Draws from the residual distribution, (p - q)+ normalised (CSpD, Eq. 6 and 10).
+    """Draw [B, ..., D] from the residual distribution, (p - q)+ normalised (CSpD, Eq. 6 and 10).
 
-    A draw y from p is kept with probability max(0, 1 - q(y)/p(y)), and drawn again until one is.
-    The loop needs no cap: with overlap b a draft is rejected with probability 1 - b, after which
-    1 / (1 - b) draws are expected, so a token costs one draw on average for any b. No network runs.
-
-    Args:
-        p: The target's density, [B, ...].
-        q: The drafter's density, [B, ...].
-        randomness: What is drawn from.
-        wanted: Where a draw is needed, bool [B, ...].
-
-    Returns:
-        [B, ..., D], 0 where not wanted.
+    A draw y from p is kept with probability max(0, 1 - q(y)/p(y)), else drawn again. The loop needs
+    no cap: with overlap b a draft is rejected with probability 1 - b, after which 1 / (1 - b) draws
+    are expected, so a token costs one draw on average for any b. No network runs. It draws only
+    where `wanted`, bool [B, ...]; elsewhere the result is 0.
     """
     x = p.mean.new_zeros(*wanted.shape, p.mean.shape[-1])
     randomness, m = randomness.split(), FIRST  # split: rows need different numbers of rounds
@@ -86,12 +71,11 @@ def residual(p: Density, q: Density, randomness: ContinuousRandomness, wanted: T
 def reflection(
     x: Tensor, q: Gaussian, p: Gaussian, randomness: ContinuousRandomness, in_order: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Reflection maximal coupling of two Gaussians; without a loop where variances are equal.
+    """Couple two Gaussians by reflection; no loop is needed where variances are equal.
 
-    Source: Bou-Rabee, Eberle and Zimmer, arXiv 1805.00452, section 2. With x = mean_q + std e and
-    z = (mean_q - mean_p) / std, a rejected x becomes mean_p + std e', where e' is the mirror image
-    of e at the hyperplane orthogonal to z. The acceptance probability is 2 Phi(-|z| / 2). Arguments
-    and results as of `couple`.
+    Source: Bou-Rabee, Eberle and Zimmer, arXiv 1805.00452, section 2. With x = mean_q + std e and z
+    = (mean_q - mean_p) / std, a rejected x becomes mean_p + std e', where e' is the mirror image of
+    e at the hyperplane orthogonal to z. The acceptance probability is 2 Phi(-|z| / 2).
     """
     accepted = randomness.accept(acceptance_probability(x, q, p))
     equal = (q.std == p.std).all(-1)
@@ -104,21 +88,13 @@ def reflection(
 
 
 def _rejected(accepted: Tensor, in_order: bool) -> Tensor:
-    """Where y is needed and is not x: every rejection, or the first along the last axis."""
+    """Return where y is needed: at every rejection, or at the first along the last axis."""
     rejected = ~accepted
     return rejected & (rejected.cumsum(-1) == 1) if in_order else rejected
 
 
 def mirror(x: Tensor, q: Gaussian, p: Gaussian) -> Tensor:
-    """The sample of p whose noise is x's noise under q, mirrored at the plane between the means.
-
-    Args:
-        x: [B, ..., D].
-        q: [B, ...].
-        p: [B, ...].
-
-    Returns:
-        [B, ..., D].
+    """Mirror x's noise under q at the plane between the means: a sample of p.
 
     >>> one = torch.ones(1)
     >>> mirror(torch.tensor([0.5]), Gaussian(0 * one, one), Gaussian(2 * one, one)).item()
@@ -127,12 +103,6 @@ def mirror(x: Tensor, q: Gaussian, p: Gaussian) -> Tensor:
     noise, z = (x - q.mean) / q.std, (q.mean - p.mean) / p.std
     length = (z * z).sum(-1, keepdim=True).clamp_min(torch.finfo(z.dtype).tiny)
     return p.mean + p.std * (noise - 2 * z * ((z * noise).sum(-1, keepdim=True) / length))
-
-
-def overlap(q: Gaussian, p: Gaussian) -> Tensor:
-    """The overlap of two Gaussians of equal variances, 2 Phi(-|z| / 2): [...]."""
-    z = ((q.mean - p.mean) / p.std).double().norm(dim=-1)
-    return 2 * torch.special.ndtr(-z / 2)
 
 
 def relaxed(
@@ -145,23 +115,17 @@ def relaxed(
     inner_temperature: float = 1.0,
     tries: int = 64,
 ) -> tuple[Tensor, Tensor]:
-    """The published, LOSSY rule (CSpD, Eq. 5 to 11), for comparison only: y does not follow p.
+    """Apply the published, LOSSY rule (CSpD, Eq. 5 to 11): y does not follow p.
 
     Args:
-        x: Drafts [B, ..., D], drawn from q.
-        q: The drafter's density, [B, ...].
-        p: The target's density, [B, ...].
-        randomness: What is drawn from.
+        x, q, p, randomness: See `couple`.
         log_sigma: Log of the factor Sigma of Eq. 4, [B, ...] or a number. It does not belong in the
             ratio, since shared noise has the same distribution under both models.
-        inner_temperature: What the deviations x - mean of both densities are divided by; their
-            log-determinants stay. 42 in the authors' code, which accepts nearly every draft, 1 in
-            the paper.
-        tries: Cap of the residual loop, which is needed because Sigma p <= q is possible. After it
-            the last draw from p is returned.
-
-    Returns:
-        y [B, ..., D] and accepted [B, ...].
+        inner_temperature: Divides the deviations x - mean of both densities, not their
+            log-determinants. 1 in the paper, 42 in the authors' code, which accepts nearly every
+            draft.
+        tries: Cap of the residual loop, needed because Sigma p <= q is possible; the last draw from
+            p is then returned.
     """
     # Wider by the same factor, both log-determinants grow alike, and their difference stays.
     wide_p, wide_q = p.cooled(inner_temperature), q.cooled(inner_temperature)
@@ -176,6 +140,6 @@ def relaxed(
 
 
 def _first(y: Tensor, kept: Tensor) -> Tensor:
-    """The first y [..., m, D] that is kept [..., m], or the first of all: [..., D]."""
+    """Return the first y [..., m, D] that is kept [..., m], or the first of all: [..., D]."""
     first = kept.int().argmax(-1)[..., None, None]
     return y.gather(-2, first.expand(*first.shape[:-1], y.shape[-1])).squeeze(-2)

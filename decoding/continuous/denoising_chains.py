@@ -1,11 +1,10 @@
 """Denoising chains of continuous tokens, and the coupling of a target's chain to a drafter's.
 
 A chain starts at x_T from N(0, I) and draws x_{t-1} from a density given x_t, down to the token
-x_0. A head gives the densities as `step(i, x)`, with i = 0 for the first of T steps. Those of a
-diffusion head are Gaussians; the chain of a mixture head has one step, which does not depend on
-x_T. The target's chain is coupled to the drafter's without a change of its own distribution, and
-its x_0 is the output token. The draft is accepted if both chains end in the same x_0; otherwise the
-target's x_0 is the correction.
+x_0. A head gives the densities as `step(i, x)`, with i = 0 for the first of T steps. A diffusion
+head's are Gaussians; a mixture head's chain has one step, which does not depend on x_T. Coupling
+does not change the distribution of the target's chain, and its x_0 is the output token. The draft
+is accepted if both chains end in the same x_0; otherwise the target's x_0 is the correction.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,12 +21,7 @@ Step = Callable[[int, Tensor], Density]
 
 
 class Trajectory(NamedTuple):
-    """The states and densities of one run of a chain.
-
-    Attributes:
-        states: T + 1 tensors [..., D], from x_T to x_0.
-        kernels: The T densities that x_{T-1} to x_0 were drawn from.
-    """
+    """One run of a chain: T + 1 states [..., D], from x_T to x_0, and the densities of T steps."""
 
     states: list[Tensor]
     kernels: list[Density]
@@ -36,14 +30,7 @@ class Trajectory(NamedTuple):
 def run_chain(
     step: Step, start: Tensor, steps: int, randomness: ContinuousRandomness
 ) -> Trajectory:
-    """Run a chain.
-
-    Args:
-        step: The density of each step, given the state before it.
-        start: x_T, [B, ..., D].
-        steps: T.
-        randomness: What is drawn from.
-    """
+    """Run a chain of T steps from start, x_T [B, ..., D]; `step` gives each step's density."""
     states, kernels = [start], []
     for i in range(steps):
         kernels.append(step(i, states[-1]))
@@ -52,7 +39,7 @@ def run_chain(
 
 
 def join(chains: Sequence[Trajectory]) -> Trajectory:
-    """The chains [B, n, D] of n tokens that were drafted one after the other as [B, 1, D]."""
+    """Join chains [B, 1, D] of tokens that were drafted one after the other: [B, n, D]."""
     states = [torch.cat(x, 1) for x in zip(*(c.states for c in chains))]
     kernels = [
         type(same[0])(*(torch.cat(t, 1) for t in zip(*same)))
@@ -71,28 +58,21 @@ def follow(
     coupled: int | None = None,
     in_order: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The target's chain, coupled to the drafter's. Lossless.
+    """Run the target's chain, coupled to the drafter's: x_0 [B, ..., D] and accepted [B, ...].
 
-    Each coupled step is a maximal coupling of the two chains' densities, given their states. It
-    draws the target's state from the target's own density, so x_0 has the distribution of the
-    target's chain. Chains whose states differ are coupled in the same way: their states may become
-    equal again, and the token is still accepted.
+    Lossless: each coupled step is a maximal coupling of the two chains' densities given their
+    states. It draws from the target's own density, so x_0 has the distribution of the target's
+    chain. Chains whose states differ stay coupled: their states may become equal again, and the
+    token is accepted.
 
     Args:
         draft: The drafter's chains [B, ..., D].
         step: The densities of the target's chain.
-        randomness: What is drawn from.
-        drafted: Where there is a draft, bool [B, ...]; elsewhere the target's chain runs alone and
-            `draft` is ignored.
-        align: Use the drafter's noise in the steps before the coupled ones. With False x_T and the
-            noise of each chain are its own, so few drafts are accepted (CSpD, Table 3); lossless
-            too.
-        coupled: How many of the last steps are coupled; None is all, or one without alignment.
-        in_order: No token after the first rejection along the last axis is used, so its residual
-            need not be drawn.
-
-    Returns:
-        The target's x_0 [B, ..., D], and accepted [B, ...], whether it equals the drafter's.
+        drafted: Where there is a draft, bool [B, ...]; elsewhere the target's chain runs alone.
+        align: Use the drafter's noise in the steps before the coupled ones. With False each chain
+            has its own x_T and noise: still lossless, but few drafts are accepted (CSpD, Table 3).
+        coupled: Number of last steps that are coupled; None is all, or one without alignment.
+        in_order: Draw no residual after the first rejection along the last axis.
     """
     x, accepted = draft.states[0], torch.ones_like(draft.states[0][..., 0], dtype=torch.bool)
     drafted = accepted if drafted is None else drafted
@@ -125,22 +105,11 @@ def follow_relaxed(
     align: bool = True,
     inner_temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """The published, LOSSY rule: shared noise in both chains, then `relaxed` on the last step.
+    """Apply the published, LOSSY rule: shared noise in both chains, then `relaxed` at the end.
 
-    CSpD, section 3.2: x_{t-1} = mean_p + std_p e_t with the drafter's own e_t, and
-    Sigma = prod_{t >= 2} |std_q,t| / |std_p,t|. Without alignment the chains have different noise
-    and Sigma is 1.
-
-    Args:
-        draft: As in `follow`.
-        step: As in `follow`.
-        randomness: As in `follow`.
-        drafted: As in `follow`.
-        align: As in `follow`.
-        inner_temperature: As in `relaxed`.
-
-    Returns:
-        x_0 [B, ..., D], and accepted [B, ...].
+    CSpD, section 3.2: x_{t-1} = mean_p + std_p e_t with the drafter's own e_t, and Sigma = prod_{t
+    >= 2} |std_q,t| / |std_p,t|. Without alignment the chains have different noise and Sigma is 1.
+    See `follow` and `relaxed` for the arguments.
     """
     x, log_sigma = draft.states[0], torch.zeros_like(draft.states[0][..., 0], dtype=torch.float64)
     drafted = log_sigma == 0 if drafted is None else drafted
@@ -154,13 +123,7 @@ def follow_relaxed(
             log_sigma = log_sigma + (q.std.double().log() - p.std.double().log()).sum(-1)
         x = p.mean + p.std * noise
     p = step(len(draft.kernels) - 1, x)
-    y, accepted = relaxed(
-        draft.states[-1],
-        draft.kernels[-1],
-        p,
-        randomness,
-        log_sigma=log_sigma,
-        inner_temperature=inner_temperature,
-    )
+    last, wide = (draft.states[-1], draft.kernels[-1], p), {"inner_temperature": inner_temperature}
+    y, accepted = relaxed(*last, randomness, log_sigma=log_sigma, **wide)
     own = p.sample(randomness)
     return torch.where(drafted[..., None], y, own), accepted & drafted

@@ -1,33 +1,28 @@
-"""Networks of images in decoding: loading, and the evaluation of a bidirectional one by prefixes.
+"""Networks of images in decoding: loading, and evaluation of a bidirectional one by prefixes.
 
-A bidirectional network (MAR) has no cache, and one pass of a row gives the densities given one set
-of known tokens. So several tokens of an image are verified in one pass by several rows, one for
-each prefix.
+A bidirectional network (MAR) has no cache, and one row gives the densities given one set of known
+tokens. So one pass verifies several tokens of an image by several rows, one for each prefix.
 """
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from decoding.continuous.image_state import ImageBatch, PatchNetwork
+from decoding.continuous.image_state import ImageBatch
 from decoding.engine.cache import CountedNetwork
+from decoding.method import Count
 from models import mar, patches
 from models.mar import MarConfig, MarTransformer
 from models.patches import PatchTransformer
 from models.weights import one_line
 
-CHAIN = {"steps": int, "noisy_last": bool}  # knobs of a diffusion head's chain
+CHAIN = {"steps": Count, "noisy_last": bool}  # knobs of a diffusion head's chain
 
 ImageTransformer = PatchTransformer | MarTransformer
 
 
 class PrefixNetwork(CountedNetwork):
-    """A MAR, evaluated given prefixes of the order of generation, each as a row of one batch.
-
-    Args:
-        network: The transformer.
-        free: Run each row a second time without its class, for guidance.
-    """
+    """A MAR evaluated on prefixes, each a row; `free` adds rows without a class, for guidance."""
 
     uncounted = 1  # MAR's program counts the token of its last pass as unknown: `guidance_scale`
 
@@ -38,16 +33,7 @@ class PrefixNetwork(CountedNetwork):
     def __call__(
         self, batch: ImageBatch, index: Tensor, keep: int = 0
     ) -> tuple[Tensor, Tensor | None]:
-        """The states that the head conditions on, of each token given the tokens before it.
-
-        Args:
-            batch: The unfinished requests.
-            index: Indices into the order of generation, [B, n].
-            keep: Tokens, the last ones, that are wanted; 0 is all.
-
-        Returns:
-            z [B, keep, H], and z without the class (None unless `free`).
-        """
+        """Return each token's states given the tokens before it, as `PatchNetwork` does."""
         index = index[:, -keep:].clamp_max(self.network.config.tokens - 1)
         z, free = self.evaluate(batch, index, index[..., None])
         return z.squeeze(2), None if free is None else free.squeeze(2)
@@ -55,16 +41,9 @@ class PrefixNetwork(CountedNetwork):
     def evaluate(
         self, batch: ImageBatch, lengths: Tensor, index: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """One pass over several prefixes of every image.
+        """Run one pass over prefixes of lengths [B, m]; return z [B, m, k, H] at index [B, m, k].
 
-        Args:
-            batch: The unfinished requests.
-            lengths: Tokens of each prefix, [B, m].
-            index: Indices into the order of generation of the tokens whose states are wanted given
-                the prefix, [B, m, k].
-
-        Returns:
-            z [B, m, k, H], and z without the class (None unless `free`).
+        The second result is z without the class, None unless `free`.
         """
         m, most = lengths.shape[1], int(lengths.max())
         known, patches = (x[:, :most].repeat_interleave(m, 0) for x in (batch.order, batch.patches))
@@ -83,36 +62,11 @@ class PrefixNetwork(CountedNetwork):
         return z[0], z[1] if self.free else None
 
     def select(self, rows: Tensor, batch: int) -> None:
-        """Keep only these rows of the batch: there is no cache."""
-
-
-def in_decoding(
-    network: ImageTransformer, capacity: int, free: bool
-) -> PatchNetwork | PrefixNetwork:
-    """A network of images with what decoding needs.
-
-    Args:
-        network: The transformer.
-        capacity: Slots of a cache, where there is one.
-        free: Run each row a second time without its class, for guidance.
-    """
-    if isinstance(network, MarTransformer):
-        return PrefixNetwork(network, free)
-    return PatchNetwork(network, capacity, free)
+        """Do nothing: there is no cache."""
 
 
 def load(path: str, config: dict, dtype: str, device: str) -> ImageTransformer:
-    """A network of images, a MAR or a patch transformer.
-
-    Args:
-        path: A folder, Hub id, or file of `models.mar.CHECKPOINTS`.
-        config: The `parade` entry; its knobs `CHAIN` change the chain of a diffusion head.
-        dtype: Of the weights.
-        device: Where to run.
-
-    Raises:
-        ValueError: It cannot be loaded, or has no chain that a knob changes.
-    """
+    """Load a network of images; the knobs `CHAIN` of an entry change a diffusion head's chain."""
     network = (mar if _is_mar(path) else patches).load(path, dtype).to(device)
     changes = {knob: config[knob] for knob in CHAIN if knob in config}
     if changes:

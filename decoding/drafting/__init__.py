@@ -1,1 +1,1 @@
-"""What ranks drafts: draft trees, bigram scores, Markov heads, prompt lookup."""
+"""Drafts and their ranking: chains, draft trees, bigram scores, Markov heads, prompt lookup."""

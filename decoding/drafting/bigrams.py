@@ -39,9 +39,8 @@ class Bigrams(NamedTuple):
     """A sparse table of bigram scores.
 
     Attributes:
-        pairs: int64 [n], ascending: the pair (u, v) is stored as u * vocabulary + v.
+        pairs: int64 [n], ascending: (u, v) is stored as u * vocabulary + v, both below vocabulary.
         scores: float32 [n], score(u, v) of each pair (see the module's docstring).
-        vocabulary: Number of token ids; u and v are below it.
     """
 
     pairs: Tensor
@@ -49,27 +48,20 @@ class Bigrams(NamedTuple):
     vocabulary: int
 
     def after(self, previous: int) -> dict[int, float]:
-        """The scores {v: score(previous, v)} of all tokens v that were seen after one token."""
+        """Return the scores {v: score(previous, v)} of all tokens v seen after one token."""
         pairs, (stored,) = self.pairs.numpy(), self._ranges([previous])
         tokens = (pairs[stored] % self.vocabulary).tolist()
         return dict(zip(tokens, self.scores.numpy()[stored].tolist()))
 
     def rows(self, previous: Tensor) -> Tensor:
-        """Dense rows of the table.
-
-        Args:
-            previous: Token ids u, int64 [n].
-
-        Returns:
-            score(u, v) of all v, float32 [n, vocabulary], on the device of `previous`.
-        """
+        """Return dense rows score(u, v), float32 [n, vocabulary], of tokens u, `previous` [n]."""
         rows = torch.zeros(len(previous), self.vocabulary)
         for row, stored in zip(rows, self._ranges(previous.tolist())):
             row[self.pairs[stored] % self.vocabulary] = self.scores[stored]
         return rows.to(previous.device)
 
     def _ranges(self, previous: list[int]) -> list[slice]:
-        """Where the pairs that begin with each of these tokens are stored."""
+        """Find where the pairs that begin with each of these tokens are stored."""
         ends = [(u * self.vocabulary, (u + 1) * self.vocabulary) for u in previous]
         return [slice(*pair) for pair in np.searchsorted(self.pairs.numpy(), ends).tolist()]
 
@@ -77,16 +69,12 @@ class Bigrams(NamedTuple):
 def count(
     texts: Iterable[list[int]], vocabulary: int, beta: float = 10.0, most: int = 10_000_000
 ) -> Bigrams:
-    """The bigram table of tokenised texts.
+    """Count the bigram table of tokenised texts; ValueError where no text has two tokens.
 
     Args:
         texts: Token ids of each text, all below `vocabulary`.
-        vocabulary: Number of token ids.
         beta: Strength of the Dirichlet prior, in counts.
-        most: Pairs to keep; of more than that the most frequent are kept.
-
-    Raises:
-        ValueError: No text has two tokens.
+        most: Pairs to keep, the most frequent ones.
     """
     pairs, counts = torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long)
     for new in _batches(texts, vocabulary):
@@ -105,7 +93,7 @@ def count(
 def _batches(
     texts: Iterable[list[int]], vocabulary: int, size: int = 1_000_000
 ) -> Iterator[Tensor]:
-    """All pairs of neighbours as u * vocabulary + v, about `size` at a time."""
+    """Yield all pairs of neighbours as u * vocabulary + v, about `size` at a time."""
     found, waiting = [], 0
     for text in texts:
         ids = torch.tensor(text, dtype=torch.long)
@@ -127,11 +115,7 @@ def write(bigrams: Bigrams, folder: Path) -> None:
 
 
 def read(file: Path) -> Bigrams:
-    """The table of an export.
-
-    Raises:
-        ValueError: The file is missing or damaged.
-    """
+    """Read an export's table; ValueError where it is missing or damaged."""
     with tensor_file.opened(file, "the bigrams", INSTEAD) as stored:
         vocabulary = int(stored.metadata()["vocabulary"])
         pairs, scores = stored.get_tensor("pairs"), stored.get_tensor("scores")

@@ -1,7 +1,7 @@
 """Markov heads in decoding: a drafter's head (`models.markov`) over the target's tokens.
 
-Chains are drafted token by token from the conditional distributions, which are those that they are
-verified with; in a draft tree the parent of a node is known, so its children are ranked by them.
+Chains are drafted token by token from the conditional distributions and verified with them; in a
+draft tree a node's parent is known, so they rank its children.
 """
 
 from pathlib import Path
@@ -20,17 +20,13 @@ INSTEAD = "decode without it, sampler=[markov_head=false], or train one, module.
 
 
 class MarkovScores:
-    """What a Markov head adds to a drafter's logits, by the target's token ids.
+    """A Markov head's additions to a drafter's logits, by the target's token ids.
 
     Args:
         head: The head, of n tokens.
         vocabulary: V, number of the target's tokens.
         draft_ids: [n], the target's token of each of the head's; None: token i is the target's i,
             and either side may have padding that the other lacks.
-        device: Where tokens and logits are.
-
-    Raises:
-        ValueError: The head is of another number of tokens than the drafter.
     """
 
     def __init__(
@@ -50,33 +46,26 @@ class MarkovScores:
         self._row[draft_ids] = torch.arange(len(draft_ids), device=device)
 
     def following(self, tokens: Tensor) -> Tensor:
-        """What each token adds to the logits of the next one: [...] -> [..., V]."""
+        """Return the additions to the logits after each token: [...] -> [..., V]."""
         scores = self.head(self._row[tokens])[..., : len(self.ids)]
         everywhere = scores.new_zeros(*tokens.shape, len(self._row))
         return everywhere.index_copy_(-1, self.ids, scores)
 
     def pairs(self, temperature: float) -> Pairs:
-        """The same of the head's own tokens, whose logits are divided by a temperature above 0."""
+        """Return the additions over the head's own tokens, for logits divided by a temperature."""
         known = slice(len(self.ids))
         before, after = self.head.before.weight[known], self.head.after.weight[known]
         return Pairs(before, after, 1 / (temperature or 1))
 
 
 def stored(head: MarkovHead) -> bytes:
-    """The bytes of the file of a Markov head."""
+    """Return the bytes of a Markov head's file."""
     tensors = {"before": head.before.weight, "after": head.after.weight}
     return save({name: x.detach().cpu().contiguous() for name, x in tensors.items()})
 
 
 def read(file: Path) -> MarkovHead:
-    """The Markov head of an export.
-
-    Args:
-        file: A file with the bytes of `stored`.
-
-    Raises:
-        ValueError: The file is missing, damaged or of something else.
-    """
+    """Read an export's Markov head; ValueError where the file is missing or damaged."""
     with tensor_file.opened(file, "the Markov head", INSTEAD) as tensors:
         before, after = (tensors.get_tensor(name) for name in ("before", "after"))
         with torch.device("meta"):  # without drawing numbers

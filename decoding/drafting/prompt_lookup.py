@@ -5,12 +5,12 @@ alone. Here it is one component of the mixture that ranks a draft tree:
 
     p(v | text, path) = (1 - a_n) p(v | drafter) + a_n [v = c_n]
 
-n is the length of the longest suffix (at most ORDER tokens) that occurred in the text before, c_n
-the token that followed its last occurrence, and a_n the share of such guesses that were right in
-this very text, so that the lookup has little weight in a text that does not repeat itself. After
-the drafter's last position the second term is the only one. A mixture with the recent past is a
-cache model (Kuhn and De Mori, 1990). Verification is exact for any ranking, so the lookup changes
-no output. Its use in a draft tree is ours.
+n is the length of the longest suffix (at most ORDER tokens) that occurred before, c_n the token
+that followed its last occurrence, and a_n the share of such guesses that were right in this text,
+so that a text that does not repeat itself gives little weight. After the drafter's last position
+the second term is the only one. A mixture with the recent past is a cache model (Kuhn and De Mori,
+1990). Verification is exact for any ranking, so the lookup changes no output. Its use in a draft
+tree is ours.
 """
 
 ORDER = 3
@@ -21,8 +21,7 @@ Suffix = tuple[int, ...]  # the last tokens of a text, at most ORDER
 class Lookup:
     """The n-grams of one sequence's text so far, on the host.
 
-    Attributes:
-        suffix: The last tokens of the text, at most ORDER.
+    `suffix` has the last tokens of the text, at most ORDER.
     """
 
     def __init__(self, tokens: list[int]):
@@ -42,7 +41,7 @@ class Lookup:
             self.suffix = append(self.suffix, token)
 
     def guess(self, suffix: Suffix) -> tuple[int | None, float]:
-        """The guessed token c_n after a text with this suffix, and its weight a_n in [0, 1).
+        """Guess the token c_n after a suffix; return it and its weight a_n in [0, 1).
 
         (None, 0) where the suffix's last token has not occurred before.
         """
@@ -51,7 +50,7 @@ class Lookup:
         return guess, self._right[n] / (self._guesses[n] + 2)
 
     def _find(self, suffix: Suffix) -> tuple[int, int | None]:
-        """The length n of the longest suffix that occurred before, and the token after it."""
+        """Find the longest suffix that occurred before: its length n, and the token after it."""
         for n in range(len(suffix), 0, -1):
             if (token := self._following.get(suffix[-n:])) is not None:
                 return n, token
@@ -59,5 +58,5 @@ class Lookup:
 
 
 def append(suffix: Suffix, token: int) -> Suffix:
-    """The suffix of a text after one more token."""
+    """Return the suffix of a text after one more token."""
     return (*suffix, token)[-ORDER:]

@@ -24,11 +24,9 @@ Ranked = tuple[list[int], list[float]]  # tokens, best first, and their log-prob
 
 
 class BigramScores(NamedTuple):
-    """PMI scores of pairs of tokens, weighted by depth (`decoding.drafting.bigrams`).
+    """PMI scores of pairs of tokens (`decoding.drafting.bigrams`), with a weight for each depth.
 
-    Attributes:
-        after: Maps a token u to the scores {v: score(u, v)} of the tokens seen after it.
-        weight: One weight for each depth, [k] or longer.
+    `after` maps a token u to the scores {v: score(u, v)} of the tokens seen after it.
     """
 
     after: Callable[[int], Mapping[int, float]]
@@ -36,12 +34,9 @@ class BigramScores(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """What the logits of a depth gain by the token before it: scale * before[u] after[v]^T.
+    """The additions to a depth's logits by the token before: scale * before[u] after[v]^T.
 
-    Attributes:
-        before: [n, r], of the token before.
-        after: [n, r], of the token.
-        scale: 1 / T where logits were divided by a temperature T.
+    Both matrices are [n, r]; scale is 1 / T where logits were divided by a temperature T.
     """
 
     before: Tensor
@@ -66,15 +61,15 @@ class Tree(NamedTuple):
 
 
 def best_first(children: Callable[[int, Suffix], Ranked], nodes: int, suffix: Suffix = ()) -> Tree:
-    """The tree of the `nodes` most probable prefixes.
+    """Make the tree of the `nodes` most probable prefixes; fewer where there are no more.
 
     A prefix is never more probable than a shorter prefix of itself, so nodes taken in the order of
     their probability form a tree.
 
     Args:
-        children: Maps a depth (0: children of the root) and the suffix of the committed text and
-            the prefix to the ranked tokens of that depth; to no tokens where prefixes end.
-        nodes: Nodes of the tree; it has fewer if there are not as many prefixes.
+        children: Maps a depth (0: children of the root) and the suffix of committed text and prefix
+            to the ranked tokens of that depth; to none where prefixes end.
+        nodes: The most nodes of the tree.
         suffix: The last tokens of the committed text.
 
     >>> depths = [([5, 6], [-0.1, -2.0]), ([7, 8], [-0.5, -0.9]), ([], [])]
@@ -102,12 +97,7 @@ def best_first(children: Callable[[int, Suffix], Ranked], nodes: int, suffix: Su
 
 
 def walk(tree: Tree, choice: list[int]) -> list[int]:
-    """The accepted path: the nodes that the target's choices lead to.
-
-    Args:
-        tree: A tree of N nodes.
-        choice: The target's next token after the root and after each node, [N + 1].
-    """
+    """Return the accepted path: the nodes that the target's choices [N + 1] lead to."""
     at, path = ROOT, []
     while (at := tree.child.get((at, choice[at + 1]), ROOT)) != ROOT:
         path.append(at)
@@ -130,21 +120,13 @@ class Trees(NamedTuple):
     path: Tensor
 
     def before(self) -> Tensor:
-        """Which nodes precede the token after the root or after a node: 0 or 1, [B, N + 1, N]."""
+        """Return which nodes precede the token after the root or a node: 0 or 1, [B, N + 1, N]."""
         bit = torch.arange(self.path.shape[1], device=self.path.device)
         return pad(self.path, (1, 0))[:, :, None] >> bit & 1
 
 
 def check_tree(nodes: int, sharpness: float | dict[str, list[float]]) -> None:
-    """Check the options of draft trees.
-
-    Args:
-        nodes: Nodes of a tree.
-        sharpness: A number, or {temperature: one number for each depth}.
-
-    Raises:
-        ValueError: `nodes` is not in 1..LIMIT, or a sharpness is not positive and finite.
-    """
+    """Check that `nodes` is in 1..LIMIT, and each sharpness positive and finite."""
     if not 1 <= nodes <= LIMIT:
         raise ValueError(f"nodes={nodes} is not allowed: it must be from 1 to {LIMIT}")
     depths = sharpness.values() if isinstance(sharpness, dict) else [[sharpness]]
@@ -153,21 +135,16 @@ def check_tree(nodes: int, sharpness: float | dict[str, list[float]]) -> None:
 
 
 def accepted_paths(trees: Trees, choice: Tensor) -> tuple[Tensor, Tensor]:
-    """The accepted path of each tree of a batch.
+    """Return the accepted path of each tree: nodes int64 [B, m], and how many count [B].
 
-    Args:
-        trees: Trees of N nodes each.
-        choice: The target's next token after the root and after each node, int64 [B, N + 1].
-
-    Returns:
-        node [B, m]: the i-th node of each path; after a path's end, i itself.
-        count [B]: nodes of each path.
+    After a path's end the i-th entry is i. `choice` [B, N + 1] are the target's next tokens after
+    the root and after each node.
     """
     return padded([walk(*row) for row in zip(trees.rows, choice.tolist())], choice)
 
 
 def padded(paths: list[list[int]], like: Tensor) -> tuple[Tensor, Tensor]:
-    """Paths of nodes as tensors of the type and device of `like`: see `accepted_paths`."""
+    """Return paths of nodes as tensors of the type and device of `like`; see `accepted_paths`."""
     count = [len(path) for path in paths]
     positions = range(max(count))
     node = [[*path, *positions[len(path) :]] for path in paths]
@@ -175,7 +152,7 @@ def padded(paths: list[list[int]], like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Accepted(NamedTuple):
-    """What the target accepts of each tree of a batch.
+    """The nodes and tokens that the target accepts of each tree of a batch.
 
     Attributes:
         tokens: The tokens along each accepted path and the target's own after it, int64 [B, m + 1].
@@ -191,13 +168,12 @@ class Accepted(NamedTuple):
 
 
 def verify_trees(trees: Trees, logits: Tensor, noise: Tensor | None) -> Accepted:
-    """Verification `tree`: the target walks each tree with its keyed noise.
+    """Verify trees (`verify=tree`): the target follows its own choices, with its keyed noise.
 
     Its choice after every prefix is argmax(log p + g), with the noise g of the position, so the
-    output is plain decoding's text with that seed, whatever the trees hold.
+    output is plain decoding's text with that seed, for any trees.
 
     Args:
-        trees: Trees of N nodes each.
         logits: The target's warped logits after the root and after each node, [B, N + 1, V].
         noise: Keyed noise of the next positions, [B, k + 1, V]; None at temperature 0.
     """
@@ -219,23 +195,22 @@ def draft_trees(
     pairs: Pairs | None = None,
     ids: Tensor | None = None,
 ) -> Trees:
-    """Best-first trees under softmax(sharpness * (logits + terms of pairs) + bigram scores).
+    """Draft best-first trees under softmax(sharpness * (logits + pairs' terms) + bigram scores).
 
-    Without scores, terms and lookups the depths are independent. With bigram scores or lookups,
-    only the CANDIDATES most probable tokens of each depth, and the token that a lookup guesses, can
-    become nodes; with terms, of each depth the tokens of `likeliest_paths`. There a tree of N nodes
-    takes 4 + N / 8 tokens a depth: with 16 nodes no fewer were accepted than of 16 tokens a depth,
+    With bigram scores or lookups only each depth's CANDIDATES most probable tokens, and the token
+    that a lookup guesses, can become nodes; with `pairs`, the tokens of `likeliest_paths`, 4 + N /
+    8 a depth for N nodes: with 16 nodes no fewer drafts were accepted than with 16 tokens a depth,
     and each token kept costs the terms of a whole vocabulary.
 
     Args:
         logits: The drafter's logits, with the noise added if there is any, [B, k, n].
-        nodes: Nodes of each tree. All trees of a batch are made as small as the smallest.
-        sharpness: Inverse temperature of the drafter's distributions: a number, or one for each
-            depth [k] or longer. Below 1 it corrects a drafter that is overconfident, whose trees
-            would be too deep and narrow.
+        nodes: Nodes of each tree; all trees of a batch are made as small as the smallest.
+        sharpness: Inverse temperature of the drafter: a number, or one for each depth [k] or
+            longer. Below 1 it corrects an overconfident drafter, whose trees would be too deep and
+            narrow.
         bigrams: Scores that depths 2 to k add, by the token before.
         lookups: The text of each sequence, mixed into the ranking (`prompt_lookup`).
-        pairs: The terms that depths 2 to k add, by the token before; None: there are none.
+        pairs: The terms that depths 2 to k add, by the token before.
         ids: [n], the token of each logit; None: token i.
     """
     logits = logits[:, :nodes]  # a tree is no deeper
@@ -268,18 +243,18 @@ def draft_trees(
 
 
 def batched(rows: list[Tree], device: torch.device) -> Trees:
-    """Trees of as many nodes each, together."""
+    """Batch trees of equally many nodes."""
     return Trees(rows, *torch.tensor([*zip(*(t[:3] for t in rows))], device=device))
 
 
 def likeliest_paths(
     logits: Tensor, count: int, pairs: Pairs, sharpness: float | Tensor = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """The tokens of each depth that the most probable paths lead to, by Viterbi's recursion.
+    """Return the tokens of each depth that the most probable paths lead to (Viterbi).
 
     S_1(v) = log q_1(v) and S_i(v) = max_u [S_{i-1}(u) + log q_i(v | u)] are the log-probabilities
-    of the best paths that end in v. A tree of N nodes has no token that is not among the N best of
-    its depth, so with `count` = N nothing is left out.
+    of the best paths that end in v. A tree of N nodes has only the N best tokens of each depth, so
+    with `count` = N nothing is left out.
 
     Args:
         logits: l_i times the sharpness, [B, k, n].
@@ -288,10 +263,8 @@ def likeliest_paths(
         sharpness: A number, or one for each depth, [k, 1].
 
     Returns:
-        tokens: Of each depth, as indices of the logits, int64 [B, k, C]; those of the first one are
-            the best first.
-        conditionals: log q_i(v | u) of the tokens v of a depth after each u of the one before,
-            [B, k - 1, C, C].
+        tokens: Indices of the logits, int64 [B, k, C]; the first depth's are best first.
+        conditionals: log q_i(v | u) of a depth's tokens v after each u before, [B, k - 1, C, C].
     """
     best, chosen = logits[:, 0].log_softmax(-1).topk(count)
     tokens, conditionals = [chosen], [best.new_empty(len(best), 0, count, count)]
@@ -312,19 +285,12 @@ def child_ranking(
     lookup: Lookup | None = None,
     conditionals: list[list[list[float]]] | None = None,
 ) -> Callable[[int, Suffix], Ranked]:
-    """The function `children` of `best_first` for one sequence.
+    """Make the function `children` of `best_first` for one sequence.
 
-    The scores of tokens outside `depths` are not changed, so the distribution that the bigram
-    scores give is normalised by 1 + sum over `depths` of p (e^(weight score) - 1). After the last
-    depth the lookup's guess is the only child.
-
-    Args:
-        depths: The tokens of each depth, with log-probabilities, independent; best first, unless
-            there are conditionals.
-        bigrams: Scores to add from the second depth on.
-        lookup: The text of this sequence, mixed into the ranking.
-        conditionals: Log-probabilities that take the place of those of `depths` from the second
-            depth on: of each token by its depth and its parent (`likeliest_paths`).
+    Tokens outside `depths` keep their scores, so the distribution with bigram scores is normalised
+    by 1 + sum over `depths` of p (e^(weight score) - 1). After the last depth the lookup's guess is
+    the only child. `conditionals`, by depth, parent and token (`likeliest_paths`), replace the
+    log-probabilities of `depths` from the second on; without them `depths` are best first.
     """
     indices = [{token: i for i, token in enumerate(tokens)} for tokens, _ in depths]
 

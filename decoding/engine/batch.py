@@ -1,4 +1,4 @@
-"""The unfinished requests of a batch, and what a method keeps of them between cycles."""
+"""The unfinished requests of a batch, and a method's state between cycles."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -13,22 +13,21 @@ from decoding.engine.randomness import Randomness
 
 @dataclass
 class State:
-    """What a method keeps of its unfinished requests between cycles; each method has its own.
-
-    A field is a tensor [B, ...], a list of B items on the host, or None.
-    """
+    """A method's state between cycles: tensors [B, ...], lists of B items on the host, or None."""
 
     def select(self, rows: Tensor) -> None:
-        """Keep only these rows [B'] of every field."""
+        """Keep these rows [B'] of every field."""
         for f in fields(self):
             value = getattr(self, f.name)
             if isinstance(value, Tensor):
                 setattr(self, f.name, value[rows])
-            elif value is not None:
+            elif isinstance(value, list):
                 setattr(self, f.name, [value[b] for b in rows.tolist()])
+            else:
+                assert value is None, f"{f.name} is no tensor [B, ...], no list of B items, no None"
 
     def join(self, fresh: "State") -> None:
-        """Take in the rows of another state, after its own."""
+        """Append the rows of another state."""
         for f in fields(self):
             ours, theirs = getattr(self, f.name), getattr(fresh, f.name)
             if isinstance(ours, Tensor):
@@ -38,18 +37,17 @@ class State:
 
 
 class Batch:
-    """The unfinished requests of a batch, a row of each tensor for each of them.
+    """The unfinished requests of a batch, one per row of each tensor.
 
     Attributes:
         requests: The number of each row's request in the call.
         tokens: [B, capacity], committed tokens and, after them, guesses or nothing.
         lengths: [B], how many tokens are committed.
-        randomness: Where all draws come from.
         networks: The method's cached networks by name ('target', 'drafter').
-        state: The method's own `State`.
+        drafts: The state of the chain or tree that drafts (`decoding.drafting`).
         drafted: Tokens that the last pass verified: of every row, or of each [B].
-        expected: Rows that there will be when others have joined: their caches have room at once.
-        chunk: Tokens of a row that one pass prefills at the most; None: all.
+        expected: Rows once others have joined, for which caches reserve memory.
+        chunk: The most tokens of a row that one pass prefills; None: all.
         between: Called after each of these passes.
     """
 
@@ -62,6 +60,7 @@ class Batch:
         self.randomness = randomness
         self.networks: dict[str, CountedNetwork] = {}
         self.state: Any = State()
+        self.drafts: Any = State()
         self.drafted: int | Tensor = 0
         self.expected = 0
         self.chunk: int | None = None
@@ -75,17 +74,14 @@ class Batch:
         self.lengths = self.lengths + counts
 
     def join(self, fresh: "Batch") -> None:
-        """Take in the requests of another batch of the same sampler, which has begun.
-
-        Args:
-            fresh: Of the same capacity and parameters; not to be used any more.
-        """
+        """Append the requests of another batch of equal capacity and parameters, not used again."""
         for name, network in self.networks.items():
             network.join(fresh.networks[name], len(self.requests), len(fresh.requests))
         self.requests += fresh.requests
         self.tokens = torch.cat([self.tokens, fresh.tokens])
         self.lengths = torch.cat([self.lengths, fresh.lengths])
         self.state.join(fresh.state)
+        self.drafts.join(fresh.drafts)
         self.randomness.join(fresh.randomness)
 
     def select(self, keep: list[int]) -> None:
@@ -94,6 +90,7 @@ class Batch:
         self.requests = [self.requests[b] for b in keep]
         self.tokens, self.lengths = self.tokens[rows], self.lengths[rows]
         self.state.select(rows)
+        self.drafts.select(rows)
         self.randomness.select(rows)
         for network in self.networks.values():
-            network.cache.select(rows)
+            network.select(rows)

@@ -23,15 +23,15 @@ STEP = 256  # slots by which the memory of a cache grows
 class RaggedCache(Cache):
     """Keys and values [B, heads, capacity, head size] a layer, written at each row's own slots.
 
-    Slot s of a row holds the token at position s. A rollback moves and clears nothing: it is only
-    the caller's lower row length, because the mask hides every slot after it, and the next forward
-    writes over it. The last slot is scratch, for the padding of ragged rows. There is memory for
-    the slots that texts have reached, and it grows with them.
+    Slot s of a row holds the token at position s. A rollback only lowers the caller's row length:
+    the mask hides every slot after it, and the next forward writes over it. The last slot is
+    scratch, for the padding of ragged rows. Memory grows with the slots that texts have reached,
+    for `expected` rows at once.
 
-    layers: how many a forward comes by. What they keep of one kind, shape and device is one
-    tensor, [layers, B, heads, capacity, head size], so a move is one operation and not one a layer.
-    on: how many of them run on each device, of a network that is spread over several.
-    expected: rows that memory is made for at once, because others will join.
+    Args:
+        layers: Layers that write. All of one kind, shape and device share one tensor, [layers, B,
+            heads, capacity, head size], so that a move is one operation.
+        on: How many of them run on each device, where a network is spread over several.
     """
 
     def __init__(self, capacity: int, layers: int, on: Mapping[torch.device, int] | None = None):
@@ -40,12 +40,12 @@ class RaggedCache(Cache):
         self.expected = 0
         self._room = 0  # slots that there is memory for, the last of which is scratch
         self._memory: dict[tuple, Tensor] = {}
-        # Its slices by layer, in the order in which a forward comes by.
+        # Slices of it by layer, in the order in which a forward reaches the layers.
         self._layers: defaultdict[tuple, dict[int, Tensor]] = defaultdict(dict)
         self.place(torch.zeros(1, 1, dtype=torch.long), 0)
 
     def place(self, slots: Tensor, visible: int) -> None:
-        """Where the next forward writes, [B, Q], and how many slots it reads."""
+        """Set the slots [B, Q] that the next forward writes, and how many slots it reads."""
         self._grow(visible)
         slots = slots.clamp_max(max(self._room - 1, 0))  # the scratch slot
         self.slots, self.visible = slots, visible
@@ -64,7 +64,7 @@ class RaggedCache(Cache):
         self._layers.clear()
 
     def _resized(self, memory: Tensor, rows: int) -> Tensor:
-        """The memory of a kind with room for so many rows, with what may be read of its own."""
+        """Return a copy with so many rows and all slots that there is room for."""
         depth, old, heads, _, size = memory.shape
         new = memory.new_zeros(depth, rows, heads, self._room, size)
         kept = slice(min(old, rows))
@@ -74,12 +74,12 @@ class RaggedCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
     ) -> tuple[Tensor, Tensor]:
-        """Write [B, heads, Q, D] of a layer, return what may be read: attention layers call it."""
+        """Write [B, heads, Q, D] of a layer; return all readable keys and values."""
         keys = self._write("keys", layer_idx, key_states)
         return keys, self._write("values", layer_idx, value_states)
 
     def _write(self, kind: str, layer: int, states: Tensor) -> Tensor:
-        """Put states where they belong, and return all that may be read."""
+        """Write states of one kind; return all that may be read."""
         of = kind, states.shape[1], states.shape[3], states.dtype, states.device
         if layer not in self._layers[of]:
             self._layers[of][layer] = self._layer(of, states)
@@ -108,7 +108,7 @@ class RaggedCache(Cache):
         return self._memory[of][len(self._layers[of])]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Slots that the last forward could read."""
+        """Return how many slots the last forward could read."""
         return self.visible
 
     def move(self, source: Tensor, to: Tensor) -> None:
@@ -120,7 +120,7 @@ class RaggedCache(Cache):
             memory[:, r, :, there] = memory[:, r, :, here]
 
     def select(self, rows: Tensor) -> None:
-        """Keep only these rows, in this order. One that keeps its place is not copied."""
+        """Keep these rows, in this order; a row that keeps its index is not copied."""
         keep = rows.tolist()
         moved = [(to, b) for to, b in enumerate(keep) if to != b]
         if any(b < len(keep) for _, b in moved):  # its place is another's
@@ -133,21 +133,21 @@ class RaggedCache(Cache):
 
     @property
     def allocated(self) -> int:
-        """Rows that there is memory for; those that have left keep theirs until `trim`."""
+        """Return the rows that there is memory for; finished ones keep theirs until `trim`."""
         return max((memory.shape[1] for memory in self._memory.values()), default=0)
 
     def trim(self, count: int) -> None:
-        """Give back the memory of all rows after the first `count`."""
+        """Free the memory of all rows after the first `count`."""
         self._memory = {of: self._resized(m, count) for of, m in self._memory.items()}
         self._layers.clear()
 
     def join(self, fresh: "RaggedCache", count: int, new: int) -> None:
-        """Take in the `new` rows of another cache, after the `count` that are here."""
+        """Append the `new` rows of another cache after the first `count` rows."""
         assert fresh.capacity == self.capacity
         if not self._room:
             self._room = fresh._room
         self._grow(fresh._room - 1)
-        # Where no forward has come by yet, there is nothing to take in, but room to make.
+        # Without a forward so far there is nothing to copy, but memory to make.
         for of in self._memory.keys() | fresh._memory.keys():
             theirs = fresh._memory.get(of)
             ours = self._memory.get(of)
@@ -165,22 +165,30 @@ class RaggedCache(Cache):
 
 
 class CountedNetwork:
-    """A network in decoding: counts its forwards and their seconds."""
+    """A network that counts its forwards and seconds; without a cache it runs inside `counted`."""
+
+    cache: RaggedCache | None = None
 
     def __init__(self, network: PreTrainedModel):
         self.network = network
         self.passes, self.seconds = 0, 0.0
-        # A forward only queues work there.
+        # A forward on CUDA only queues work, so the clock must synchronize.
         self._queues = input_device(network).type == "cuda"
 
     def join(self, fresh: "CountedNetwork", count: int, new: int) -> None:
-        """Take in another batch's rows, after the `count` that are here, and their seconds."""
-        self.cache.join(fresh.cache, count, new)
+        """Append another batch's rows after the first `count`, and add its seconds."""
+        if self.cache is not None:
+            self.cache.join(fresh.cache, count, new)
         self.seconds += fresh.seconds
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows of the cache, in this order."""
+        if self.cache is not None:
+            self.cache.select(rows)
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Around one forward."""
+        """Count and time one forward, run inside this context."""
         started = self._clock()
         yield
         self.seconds += self._clock() - started
@@ -193,24 +201,20 @@ class CountedNetwork:
 
 
 class TargetOutput(NamedTuple):
-    """What one forward gives: logits [B, keep, V], and hidden states where layers were named.
-
-    hidden_states: [B, Q, H] of each of the network's `hidden_layers`, at all Q tokens of the pass.
-    """
+    """The output of a forward: logits [B, keep, V], and states [B, Q, H] of each hidden layer."""
 
     logits: Tensor
     hidden_states: tuple[Tensor, ...] = ()
 
 
 class CachedNetwork(CountedNetwork):
-    """A causal LM with a ragged cache: runs tokens at given positions.
+    """A causal LM with a ragged cache, run on tokens at given positions.
 
     Args:
-        network: The model.
         predicate: The attention pattern, the very one that training used.
-        capacity: Slots of the cache, the scratch slot included.
-        hidden_layers: Decoder layers whose outputs every pass returns, 0-based; the last layer's
-            is taken before the final norm (`models.hidden_states`). Nothing is hooked without any.
+        capacity: Slots of the cache, with the scratch slot.
+        hidden_layers: Decoder layers, 0-based, whose outputs every pass returns; the last layer's
+            is taken before the final norm (`models.hidden_states`).
         ids: [V], the tokens whose logits are wanted; None: all.
     """
 
@@ -231,7 +235,7 @@ class CachedNetwork(CountedNetwork):
         self.cache = RaggedCache(capacity, config.num_hidden_layers, on)
         self._several = len(on) > 1
         self._adds = network.dtype if config._attn_implementation == GROUPED else None
-        # Where sums of another width round visibly, no row's depend on the longest.
+        # bfloat16 sums round by their width, so no row's width may depend on the longest row.
         self.by_row = self._adds == torch.bfloat16
         self._slots = torch.arange(capacity, device=input_device(network))[None]
         self._clean = Layout(*self._slots.new_tensor([0, 0, -1])[:, None, None])
@@ -246,15 +250,16 @@ class CachedNetwork(CountedNetwork):
         padding: Tensor | None = None,
         branch: Tensor | None = None,
     ) -> TargetOutput:
-        """One forward of new tokens over the cache.
+        """Run new tokens over the cache.
 
         Args:
             tokens, positions: [B, Q]; a token's key and value go to slot `position`.
-            keep: The logits of the last `keep` tokens are returned.
-            block_start: [B]; tokens and slots from there on are one draft block (clean if None).
-            padding: bool [B, Q]; these tokens go to the scratch slot and mean nothing.
-            branch: [B, Q], -1 outside of any; branches share positions, so the tokens go to
-                consecutive slots from the first token's position on.
+            keep: Return the logits of the last `keep` tokens.
+            block_start: [B]; tokens and slots from there on are one draft block; None: all are
+                clean.
+            padding: bool [B, Q]; these tokens go to the scratch slot.
+            branch: [B, Q], -1 outside of any. Branches share positions, so tokens go to consecutive
+                slots from the first token's position on.
         """
         slots = positions
         if branch is not None:
@@ -275,7 +280,7 @@ class CachedNetwork(CountedNetwork):
         return self.run(tokens, positions, slots, mask, keep, spans)
 
     def keep_path(self, lengths: Tensor, node: Tensor) -> None:
-        """Of a tree after the first lengths [B] slots, its nodes [B, m] move to the front."""
+        """Move the nodes [B, m] of a tree to the front of it, after the first lengths [B] slots."""
         steps = self._slots[:, : node.shape[1]]
         if (node != steps).any():
             self.cache.move(lengths[:, None] + node, lengths[:, None] + steps)
@@ -289,11 +294,10 @@ class CachedNetwork(CountedNetwork):
         keep: int | Tensor,
         spans: Sequence[tuple[slice, int]] | None = None,
     ) -> TargetOutput:
-        """One forward: tokens at positions, written to slots, under a mask over the first slots.
+        """Run tokens at positions, written to slots, under a mask over the first slots.
 
-        keep: The logits of the last `keep` tokens are returned, or of those with these numbers.
-        spans: Of each row, what is computed, of a network whose attention is
-            `models.attention.grouped`.
+        `keep` is the number of last tokens whose logits are returned, or their indices; `spans` is
+        the computed part of each row, for `models.attention.grouped`.
         """
         self.cache.place(slots, mask.shape[-1])
         if self._several:  # the head may have another device
@@ -318,7 +322,7 @@ class CachedNetwork(CountedNetwork):
         return TargetOutput(logits, tuple(state.to(tokens.device) for state in states))
 
     def _layout(self, positions: Tensor, block_start: Tensor | None) -> Layout:
-        # Of the positions' shape: a predicate need not read the index.
+        # Expanded to the positions' shape, as a predicate need not read the index.
         clean = self._clean.map(lambda t: t.expand_as(positions))._replace(index=positions)
         if block_start is None:
             return clean
@@ -327,12 +331,7 @@ class CachedNetwork(CountedNetwork):
 
 
 def _spans(slots: Tensor, padding: Tensor | None) -> list[tuple[slice, int]]:
-    """Of each row, the tokens that are no padding, which are neighbours, and the slots they read.
-
-    Args:
-        slots: [B, Q], of the tokens.
-        padding: bool [B, Q], or None.
-    """
+    """Return each row's unpadded tokens, which are neighbours, and how many slots they read."""
     padding = torch.zeros_like(slots, dtype=torch.bool) if padding is None else padding
     first, count = padding.int().argmin(1), (~padding).sum(1)
     last = (first + count - 1)[:, None]
@@ -342,7 +341,7 @@ def _spans(slots: Tensor, padding: Tensor | None) -> list[tuple[slice, int]]:
 
 
 def _branched(q: Layout, k: Layout, slots: Tensor, branch: Tensor) -> tuple[Layout, Layout]:
-    """Queries and keys of a pass whose tokens, at these slots, stand in these branches [B, Q]."""
+    """Return the layouts of a pass whose tokens, at these slots, are in branches [B, Q]."""
     index = k.index.expand(len(slots), -1).scatter(1, slots, q.index)
     block = torch.full_like(index, -1).scatter(1, slots, branch)
     return q._replace(block=branch), Layout(k.document, index, block)

@@ -8,11 +8,9 @@ CONTEXT = 8  # tokens before the new ones that are decoded with them
 class Detokenizer:
     """The text of a growing sequence, equal to that of all its tokens decoded at once.
 
-    Only the last tokens are decoded again, because how a token reads may depend on those before it
-    (a character cut in two, a word's first space): a text of n tokens costs O(n), not O(n^2).
-
-    Attributes:
-        text: What all tokens so far say. It may end in half a character (U+FFFD).
+    Only the last tokens are decoded again, because a token's text may depend on those before it (a
+    character cut in two, a word's first space): n tokens cost O(n), not O(n^2). `text` may end in
+    half a character (U+FFFD).
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
@@ -20,18 +18,11 @@ class Detokenizer:
         self.text = ""
 
     def __len__(self) -> int:
-        """How many tokens there are so far."""
+        """Return the number of tokens so far."""
         return len(self._ids)
 
     def extend(self, ids: list[int]) -> int:
-        """Add tokens.
-
-        Args:
-            ids: The new tokens.
-
-        Returns:
-            How many characters of the text before are still what they were, at least.
-        """
+        """Add tokens; return how many characters of the text before surely stay."""
         count = CONTEXT
         while True:
             start = max(0, len(self._ids) - count)

@@ -1,25 +1,17 @@
-"""Prompts in groups that are prefilled together."""
+"""Grouping of prompts that are prefilled together."""
 
 from collections.abc import Sequence
 
-# What a pass costs besides its tokens, above all for reading the weights, as tokens that a device
-# computes in that time. Of the CPU alone it is known; others make as few passes as may be.
+# Cost of a pass besides its tokens, above all of reading the weights, in tokens that a device
+# computes in that time. It is known for the CPU only; others make as few passes as possible.
 PASS_COSTS, FEW_PASSES = {"cpu": 24}, 2**40
 
 
 def prefill_groups(lengths: Sequence[int], cost: int, most: int | None = None) -> list[list[int]]:
-    """Prompts that are prefilled together, so that all passes cost the least together.
+    """Group prompts, by number and in the order of their lengths, so that all passes cost least.
 
-    A pass over some prompts computes as many tokens of each as the longest has: the others are
-    padded.
-
-    Args:
-        lengths: Of the prompts, in tokens.
-        cost: Of a pass besides its tokens, in tokens.
-        most: Tokens of a pass of several prompts at the most, padding included; None: any number.
-
-    Returns:
-        The prompts' numbers, pass by pass, in the order of their lengths.
+    A pass pads every prompt to the longest, and costs its tokens and `cost` more. A pass of several
+    prompts has at most `most` tokens, with padding.
 
     >>> prefill_groups([90, 10, 95, 12], cost=20), prefill_groups([90, 10, 95, 12], cost=200)
     ([[1, 3], [0, 2]], [[1, 3, 0, 2]])

@@ -1,4 +1,4 @@
-"""How probable a target holds each token of a text, given those before it."""
+"""Log probabilities of a text's tokens under a target."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -12,11 +12,9 @@ from models.placement import input_device
 
 
 class TokenScore(NamedTuple):
-    """A token's log probability, in nats at temperature 1, before any cut or penalty.
+    """A token's log probability, in nats at temperature 1, without truncation or penalty.
 
-    Attributes:
-        log_prob: Its own.
-        best: (token, log probability) of the most probable tokens at its place, best first.
+    `best` has (token, log probability) of the most probable tokens there, best first.
     """
 
     log_prob: float
@@ -32,17 +30,9 @@ def token_scores(
     chunk: int = 256,
     between: Callable[[], None] = lambda: None,
 ) -> list[TokenScore]:
-    """Score all tokens of a text but the first, which nothing comes before.
+    """Score all n tokens of a text but the first: n - 1 scores, with the `best` tokens of each.
 
-    Args:
-        target: A causal LM.
-        token_ids: Of the text, n of them.
-        best: How many of the most probable tokens are told at each place.
-        chunk: Tokens of a pass, which bounds the memory of its logits.
-        between: Called after each pass.
-
-    Returns:
-        n - 1 scores.
+    A pass has `chunk` tokens, which bounds the memory of its logits; `between` follows each.
     """
     device = input_device(target)
     ids = torch.tensor([[*token_ids]], device=device)

@@ -4,8 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
-DRAWN_TREES = ("traversal", "multipath")  # published ways to verify a tree that is drawn
-VERIFY = ("coupled", "rejection", "block", "tree", *DRAWN_TREES)
+VERIFY = ("coupled", "rejection", "block", "tree")
 LONGEST_ANSWER, LONGEST_DRAFT = 2**20, 2**10  # tokens: more is a slip, and would take all memory
 KEYED = ("coupled", "tree")  # every choice is argmax(log p + g), with the noise g of its position
 
@@ -23,7 +22,7 @@ class SamplingParams:
         repetition_penalty: Above 1 makes tokens of the prompt and of the answer less likely.
         stop: The text ends before the first of these strings.
         ignore_eos: Go on after an end-of-sequence token (benches).
-        seed: Seed of the first request of a call; the others have seeds derived from it
+        seed: Seed of the first request of a call; the others' are derived
             (`randomness.request_seeds`). A request's text depends on its own seed and on no other
             request. None draws one.
         verify: How drafts are verified, one of `VERIFY`; each is lossless. With `coupled` and
@@ -31,9 +30,6 @@ class SamplingParams:
         block_size: Tokens drafted a cycle; None takes the drafter's own.
         draft: How drafts are made, for a sampler with several ways (infilling); None takes its own.
         lossy: Allow options that are not lossless (`Sampler.lossy`); the result's stats name them.
-
-    Raises:
-        ValueError: A value outside its range.
     """
 
     max_new_tokens: int = 128
@@ -87,30 +83,24 @@ class SamplingParams:
 
     @property
     def keyed(self) -> bool:
-        """Whether every token is the keyed choice, as in plain decoding with the same seed."""
+        """Return whether every token is the keyed choice, plain decoding's with the same seed."""
         return self.temperature == 0 or self.verify in KEYED
-
-    @property
-    def tree(self) -> bool:
-        """Whether a block drafter drafts a tree; at temperature 0 only `tree` does."""
-        return self.verify == "tree" or (self.temperature > 0 and self.verify in DRAWN_TREES)
 
 
 @dataclass
 class Stats:
     """Counts and seconds of decoding one request.
 
+    Seconds are those of the whole batch until the request ended.
+
     Attributes:
-        emitted: Tokens emitted by each of the request's target passes, the bonus or correction
-            token included; their mean is the acceptance length (as vLLM and `speculators` count).
+        emitted: Tokens emitted by each of the request's target passes, with the bonus or correction
+            token; their mean is the acceptance length (as vLLM and `speculators` count).
         beyond: Tokens of the last pass that the answer's end cut off.
         drafted: Tokens that these passes verified.
-        target_passes: Forwards of the target that the request took part in, without the prefill.
-        drafter_passes: The same of the drafter.
-        target_s: Seconds in the target's forwards, prefill included, of the whole batch until the
-            request ended.
-        drafter_s: The same of the drafter.
-        sampler_s: Seconds in everything else, of the whole batch until the request ended.
+        target_passes, drafter_passes: Forwards that the request took part in, without the prefill.
+        target_s, drafter_s: Seconds in these forwards, prefill included.
+        sampler_s: Seconds in everything else.
         lossy: The option that changes the distribution, such as 'tolerance=0.05'; '' if lossless.
     """
 
@@ -126,25 +116,19 @@ class Stats:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens emitted per target pass, the bonus or correction token included."""
+        """Return the tokens emitted per target pass, with the bonus or correction token."""
         return sum(self.emitted) / max(1, len(self.emitted))
 
     @property
     def passes(self) -> list[int]:
-        """`emitted`, with all that the last pass accepted: as serving engines count."""
+        """Return `emitted`, with all that the last pass accepted: as serving engines count."""
         return [*self.emitted[:-1], *(n + self.beyond for n in self.emitted[-1:])]
 
 
 def accepted_counts(passes: Sequence[int], positions: int) -> tuple[int, list[int]]:
-    """How many drafts a request's passes verified, and how far each was accepted.
+    """Count a request's drafts, and for each i those of which at least i tokens were accepted.
 
-    Args:
-        passes: Tokens that came with each of the request's target passes (`Stats.passes`).
-        positions: Of a draft.
-
-    Returns:
-        (drafts, [of how many of them at least i tokens were accepted, i = 1 to positions]).
-
+    `passes` are tokens a target pass (`Stats.passes`), `positions` is the length of a draft.
     Example: passes [1, 3, 4] and 3 positions give (3, [2, 2, 1]).
     """
     return len(passes), [sum(n > i for n in passes) for i in range(1, 1 + positions)]
@@ -155,7 +139,7 @@ class Result:
     """A finished request.
 
     Attributes:
-        text: The answer; of infilling, the whole text.
+        text: The answer; in infilling, the whole text.
         token_ids: The generated tokens.
         finish_reason: 'eos', 'stop' or 'length'.
         stats: Counts and seconds.
@@ -173,8 +157,7 @@ class Chunk:
 
     Attributes:
         request: The index of the request in the call.
-        text: Text that was added since the request's last chunk.
-        token_ids: Tokens that were committed since then.
+        text, token_ids: The text and the tokens that are new since the request's last chunk.
         result: The request's result in its last chunk, None before.
     """
 

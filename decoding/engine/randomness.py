@@ -23,13 +23,13 @@ class Randomness(Protocol):
         """Draw True with the given probability, elementwise: [B, ...] -> bool [B, ...]."""
 
     def gumbel(self, positions: Tensor, vocabulary: int) -> Tensor:
-        """Gumbel noise keyed by (seed, absolute position, token): [B, n] -> [B, n, vocabulary]."""
+        """Draw Gumbel noise keyed by (seed, position, token): [B, n] -> [B, n, vocabulary]."""
 
     def select(self, rows: Tensor) -> None:
-        """Keep only these rows of the batch, in this order; the others are finished."""
+        """Keep these rows of the batch, in this order; the others are finished."""
 
     def join(self, fresh: "Randomness") -> None:
-        """Take in the rows of `fresh`, after those that are here."""
+        """Append the rows of `fresh`."""
 
 
 class ContinuousRandomness(Randomness, Protocol):
@@ -39,28 +39,24 @@ class ContinuousRandomness(Randomness, Protocol):
         """Draw standard normal numbers of this shape [B, ...], float64."""
 
     def split(self) -> "ContinuousRandomness":
-        """New randomness for a loop that needs more draws for some rows; it costs one draw here."""
+        """Return new randomness for a loop in which some rows draw more; it costs one draw."""
 
     def replace(self, rows: Tensor, fresh: "ContinuousRandomness") -> None:
-        """Replace these rows of the batch by those of `fresh`, which keep their own draw count."""
+        """Replace these rows of the batch by those of `fresh`, which keep their draw counts."""
 
 
 class KeyedRandomness(ContinuousRandomness):
     """Counter-based randomness for B requests: splitmix64 of (seed, purpose, counter, index).
 
-    Every row takes part in every draw until it is finished and dropped or replaced. So a row's
-    number of draws is the same in a batch as alone: the draws of the batch, less the row's `offset`
-    (the draws from before the row came).
+    Every row takes part in every draw until it is dropped or replaced. So a row has as many draws
+    in a batch as alone: the batch's, less its `offset`, the draws from before it came.
 
     Args:
         seeds: One whole number a row; 63 bits of each are used.
         device: Where the numbers are made.
         ahead: Draws that are made at once, which changes no number; None is 32.
 
-    Attributes:
-        keys: Keys of the hashes of keyed noise and of draws, int64 [B, 2].
-        draws: Draws of the batch so far.
-        offset: Draws of the batch from before each row came, int64 [B].
+    `keys` [B, 2] are those of the hashes of keyed noise and of draws.
     """
 
     def __init__(
@@ -86,10 +82,9 @@ class KeyedRandomness(ContinuousRandomness):
         return self._uniform(prob.shape) < prob
 
     def gumbel(self, positions: Tensor, vocabulary: int) -> Tensor:
-        """Keyed Gumbel noise, float32; equal on every device up to the rounding of its log.
+        """Return keyed Gumbel noise, float32; equal on every device up to the rounding of its log.
 
-        A cycle asks for most of the positions of the cycle before, so the noise of the last call is
-        kept and only new positions are computed. The caller must not write to it.
+        Cycles share most positions, so the last call's noise is kept: do not write to it.
         """
         at, noise = self._last
         if noise.shape[-1] != vocabulary:
@@ -152,10 +147,9 @@ class KeyedRandomness(ContinuousRandomness):
         self._ahead[rows] = self._numbers(rows, self._ahead.shape[-1])
 
     def _uniform(self, shape: torch.Size) -> Tensor:
-        """A new draw of uniform numbers in (0, 1), float64, of this shape [B, ...].
+        """Draw uniform numbers in (0, 1), float64 [B, ...]: number i of draw d hashes (seed, d, i).
 
-        Number i of draw d is a hash of (seed, d, i). The numbers of many draws are made at once,
-        because a few cost as much as thousands.
+        Many draws are made at once, as a few cost as much as thousands.
         """
         count, at = math.prod(shape[1:]), self.draws % self.ahead
         if at == 0 or count > self._ahead.shape[-1]:
@@ -164,7 +158,7 @@ class KeyedRandomness(ContinuousRandomness):
         return self._ahead[:, at, :count].reshape(shape)
 
     def _numbers(self, rows: Tensor | slice, width: int) -> Tensor:
-        """The first `width` numbers of all draws that are made at once: [rows, ahead, width]."""
+        """Return the first `width` numbers of all draws made at once: [rows, ahead, width]."""
         first = self.draws - self.draws % self.ahead
         draws = torch.arange(first, first + self.ahead, device=self.keys.device)
         draws = (draws - self.offset[rows][:, None]) * _STRIDE
@@ -174,43 +168,28 @@ class KeyedRandomness(ContinuousRandomness):
 
 
 def _nothing(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """No positions, and no noise of them."""
+    """Return no positions, and no noise of them."""
     positions = keys[:, :0]
     return positions, positions[..., None].float()
 
 
 def fresh_seed() -> int:
-    """A random seed of 48 bits, for a request without one."""
+    """Draw a seed of 48 bits, for a request without one."""
     return secrets.randbits(48)
 
 
 def derived_seed(seed: int, *parts: int | str) -> int:
-    """A seed derived from another: a 63-bit hash of the seed and of what the new one is for.
+    """Derive a 63-bit seed by a hash of a seed and of the new one's purpose, such as an index.
 
     Neighbouring seeds share no noise: with `seed + i` request 1 of seed 1 would be request 0 of
-    seed 2. 63 bits keep a million derived seeds apart (a collision has probability 5e-8).
-
-    Args:
-        seed: Any whole number.
-        parts: What the derived seed is for, such as an index or an id.
+    seed 2. 63 bits keep a million seeds apart (a collision has probability 5e-8).
     """
     text = "\0".join(map(str, (seed, *parts))).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 def request_seeds(seed: int, count: int) -> list[int]:
-    """The seeds of the requests of one call.
-
-    The first request has the given seed, so a request alone has the text of that seed; the others
-    have seeds derived from it.
-
-    Args:
-        seed: The seed of the call.
-        count: Requests of the call.
-
-    Returns:
-        `count` seeds.
-    """
+    """Return the seeds of a call's requests: the call's own seed first, then derived ones."""
     return [seed, *(derived_seed(seed, i) for i in range(1, count))][:count]
 
 
@@ -226,12 +205,12 @@ def _purpose(name: str) -> int:
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64; torch's own is arithmetic."""
+    """Shift int64 right logically; torch's own shift is arithmetic."""
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The finaliser of splitmix64; int64 multiplication wraps."""
+    """Apply the finaliser of splitmix64; int64 multiplication wraps."""
     x = _shift(x, 30).bitwise_xor_(x).mul_(0xBF58476D1CE4E5B9 - (1 << 64))
     x = _shift(x, 27).bitwise_xor_(x).mul_(0x94D049BB133111EB - (1 << 64))
     return _shift(x, 31).bitwise_xor_(x)

@@ -1,42 +1,52 @@
-"""Continuous batching: requests that join a batch, get their tokens cycle by cycle, and leave it.
+"""Continuous batching: requests join a batch, get their tokens cycle by cycle, and leave it.
 
-A request's text depends on its own seed alone, and on neither when it came nor who else is there:
-no row of a pass attends to another, and draws are counted from when the row came.
+A request's text depends on its own seed alone: no row of a pass attends to another, and draws are
+counted from when the row came.
 """
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
+from decoding.engine.answer import Answer
 from decoding.engine.batch import Batch
-from decoding.engine.detokenize import Detokenizer
+from decoding.engine.cache import RaggedCache
 from decoding.engine.grouping import FEW_PASSES, PASS_COSTS, prefill_groups
-from decoding.engine.params import Chunk, SamplingParams, Stats
+from decoding.engine.params import Chunk, SamplingParams
 from decoding.engine.randomness import KeyedRandomness, Randomness
 
-if TYPE_CHECKING:
-    from decoding.engine.sampler import Sampler
 
+class Cycles(Protocol):
+    """The part of a `Sampler` that a running batch calls."""
 
-@dataclass
-class Answer:
-    """One request's answer so far, on the host. prompt: what `Sampler.encode` made of its own."""
+    device: torch.device
+    tokenizer: PreTrainedTokenizerBase
+    starts_alone: bool
 
-    prompt: Any
-    params: SamplingParams
-    token_ids: list[int]
-    stats: Stats
-    text: Detokenizer
-    printed: int = 0  # characters already streamed
-    sent: int = 0  # tokens already streamed
+    def lossy(self, params: SamplingParams) -> str:
+        """Name the option that changes the distribution, '' if none."""
+
+    def new_batch(
+        self, prompts: list, params: SamplingParams, randomness: Randomness, capacity: int
+    ) -> Batch:
+        """Make a batch of requests that have not begun."""
+
+    def begin(self, batch: Batch, params: SamplingParams) -> None:
+        """Prefill a batch."""
+
+    def cycle(self, batch: Batch, params: SamplingParams) -> tuple[Tensor, Tensor]:
+        """Run one target pass: tokens [B, m], and how many of each row are emitted."""
+
+    def commit(self, answer: Answer, new: list[int], text: bool) -> Chunk | None:
+        """Add a cycle's tokens to one answer."""
 
 
 class Emitted(NamedTuple):
-    """What a request has of a cycle: its new tokens, and how many drafts the pass verified."""
+    """A request's new tokens of a cycle, and how many drafts the pass verified."""
 
     request: int
     tokens: list[int]
@@ -47,18 +57,15 @@ class Running:
     """Requests that are decoded together.
 
     Args:
-        sampler: What decodes them.
-        params: How; of each request's own parameters those are read that end its answer
-            (`Sampler.shared`).
-        capacity: Slots of a row of the caches, for the longest request that may come
-            (`Sampler.capacity`).
-        prefill_tokens: Tokens that one pass prefills at the most: a longer prompt takes several,
-            and prompts that have more together come one after another. None: any number.
+        params: The shared parameters (`Sampler.shared`).
+        capacity: Cache slots of a row, for the longest request that may come (`Sampler.capacity`).
+        prefill_tokens: The most tokens that one pass prefills; longer prompts take several. None:
+            any number.
     """
 
     def __init__(
         self,
-        sampler: "Sampler",
+        sampler: Cycles,
         params: SamplingParams,
         capacity: int,
         prefill_tokens: int | None = None,
@@ -77,15 +84,18 @@ class Running:
 
     @property
     def rows(self) -> int:
-        """Rows of its caches, those of requests that have left included."""
-        networks = {} if self.batch is None else self.batch.networks
-        return max((network.cache.allocated for network in networks.values()), default=0)
+        """Return the rows of its caches, with those of requests that have left."""
+        return max((cache.allocated for cache in self._caches()), default=0)
 
     def trim(self) -> None:
-        """Give back the memory of requests that have left."""
-        if self.batch is not None and self.rows > len(self):
-            for network in self.batch.networks.values():
-                network.cache.trim(len(self))
+        """Free the memory of requests that have left."""
+        if self.rows > len(self):
+            for cache in self._caches():
+                cache.trim(len(self))
+
+    def _caches(self) -> list[RaggedCache]:
+        networks = [] if self.batch is None else self.batch.networks.values()
+        return [network.cache for network in networks if network.cache is not None]
 
     def admit(
         self,
@@ -96,20 +106,18 @@ class Running:
         randomness: Randomness | None = None,
         between: Callable[[], None] = lambda: None,
     ) -> None:
-        """Prefill new requests, and let them join those that are running.
+        """Prefill new requests in `prefill_groups`, and let them join those that are running.
 
-        In the passes of `prefill_groups`. Where a prompt is cut depends on its own length alone:
-        one that is longer than a pass may be comes by itself. Of a sampler that
-        `starts_alone` they have their first cycle here, and the next `step` shows its tokens.
+        A prompt longer than a pass comes by itself, so where it is cut depends on its own length
+        alone. If the sampler `starts_alone`, they have their first cycle here, and the next `step`
+        shows it.
 
         Args:
-            requests: Their numbers, which nobody else here has.
-            prompts: What `Sampler.encode` made of their prompts.
-            seeds: One each.
-            params: Their own; None: those of all.
+            requests: Their numbers, which no running request has.
+            prompts, seeds: A prompt as `Sampler.encode` made it, and a seed, for each.
+            params: Their own; None: the shared ones.
             randomness: Replaces the keyed randomness, in tests, of a batch that nobody joins.
-            between: Called after each pass that prefills: it may `step`, so that those who are here
-                do not wait for a long prompt.
+            between: Called after each prefill pass; it may `step`, so that others do not wait.
         """
         params = params or [self.params] * len(prompts)
         groups = [[*range(len(prompts))]]
@@ -161,17 +169,15 @@ class Running:
                 self.batch, before = fresh, dict.fromkeys(fresh.networks, 0.0)
         passes = {name: n.passes - taken[name] for name, n in self.batch.networks.items()}
         for request, prompt, own in zip(requests, prompts, params):
-            stats, text = Stats(lossy=self.lossy), Detokenizer(sampler.tokenizer)
-            self.answers[request] = Answer(prompt, own, [], stats, text)
+            self.answers[request] = Answer(request, prompt, own, sampler.tokenizer, self.lossy)
             self._before[request] = passes, before, self._seconds
         self._first += first
         self._seconds += time.perf_counter() - started - paused
 
     def step(self, text: bool = True) -> list[Chunk]:
-        """One cycle of all requests; what each has to show of it, and of its first one.
+        """Run one cycle of all requests; return the chunks of it, and of requests' first cycles.
 
-        Args:
-            text: False shows finished requests only, and detokenises nothing on the way.
+        `text` False returns finished requests only, and detokenises nothing before.
         """
         first, self._first = self._first, []
         chunks = self._shown(first, text)
@@ -184,7 +190,7 @@ class Running:
         return chunks
 
     def _cycle(self, batch: Batch) -> list[Emitted]:
-        """One cycle of a batch, whose tokens are committed."""
+        """Run one cycle of a batch, and commit its tokens."""
         tokens, counts = self.sampler.cycle(batch, self.params)
         batch.append(tokens, counts)
         drafted = batch.drafted
@@ -194,12 +200,12 @@ class Running:
         return [Emitted(request, new[:count], drafts) for request, new, count, drafts in rows]
 
     def _shown(self, emitted: list[Emitted], text: bool) -> list[Chunk]:
-        """What requests have to show of their new tokens. Finished ones leave."""
+        """Return the chunks of requests' new tokens; finished requests leave."""
         started, chunks = time.perf_counter(), []
         for request, new, drafted in emitted:
             answer = self.answers[request]
             answer.stats.drafted += drafted
-            chunk = self.sampler.commit(request, answer, new, text)
+            chunk = self.sampler.commit(answer, new, text)
             if chunk is not None:
                 chunks.append(chunk)
         self._seconds += time.perf_counter() - started
@@ -218,7 +224,7 @@ class Running:
             self.answers.pop(request)
             self._before.pop(request)
         self._first = [e for e in self._first if e.request not in gone]
-        # The last rows come to where one is free: the others' caches stay where they are.
+        # The last rows move to free ones, so that no other row's cache is copied.
         rows = [b for b, request in enumerate(self.batch.requests) if request not in gone]
         if not rows:
             self.batch = None
@@ -230,11 +236,11 @@ class Running:
             self.batch.select(keep)
 
     def clear(self) -> None:
-        """Drop all requests, whatever state a failure has left them in."""
+        """Drop all requests, in any state that a failure has left them in."""
         self.answers, self._before, self._first, self.batch = {}, {}, [], None
 
     def _spent(self) -> dict[str, float]:
-        """Seconds in the forwards of each network so far."""
+        """Return the seconds in the forwards of each network so far."""
         return {} if self.batch is None else {n: x.seconds for n, x in self.batch.networks.items()}
 
     def _account(self, request: int) -> None:

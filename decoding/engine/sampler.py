@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from decoding.engine.answer import Answer
 from decoding.engine.batch import Batch
 from decoding.engine.cache import CachedNetwork, TargetOutput
 from decoding.engine.params import Chunk, Result, SamplingParams
 from decoding.engine.randomness import KeyedRandomness, Randomness, fresh_seed, request_seeds
-from decoding.engine.running import Answer, Running
+from decoding.engine.running import Running
 from decoding.engine.warp import seen_tokens, warp
 from models.attention import DENSE
 from models.masks import causal
@@ -25,8 +26,7 @@ _FEW = 2**16  # numbers of keyed noise whose making costs little more than the c
 class Sampler(ABC):
     """Decodes with a target model, losslessly: the output distribution is plain decoding's.
 
-    A rule that is not lossless must be named by `lossy`, and runs only for a user who gives
-    lossy=true.
+    `lossy` must name a rule that is not lossless; it runs only for a user who gives lossy=true.
 
     Args:
         target: Any transformers causal LM that takes a 4-D attention mask.
@@ -63,7 +63,7 @@ class Sampler(ABC):
 
     @property
     def context(self) -> int | None:
-        """The most tokens that a prompt and its answer may have together; None: any number."""
+        """Return the most tokens of a prompt and its answer together; None: any number."""
         config = self.target.config.get_text_config()
         limits = (getattr(config, x, None) for x in ("max_position_embeddings", "sliding_window"))
         return min((n for n in limits if n is not None and n > 0), default=None)  # XLNet says -1
@@ -74,7 +74,7 @@ class Sampler(ABC):
 
     @abstractmethod
     def cycle(self, batch: Batch, params: SamplingParams) -> tuple[Tensor, Tensor]:
-        """One target pass: tokens [B, m] of which the first counts [B] (at least 1) are emitted."""
+        """Run one target pass: tokens [B, m], and how many of each row are emitted (at least 1)."""
 
     def generate(
         self,
@@ -85,7 +85,7 @@ class Sampler(ABC):
         randomness: Randomness | None = None,
         at_once: int | None = None,
     ) -> list[Result]:
-        """Decode every prompt to its end.
+        """Decode every prompt to its end; return one `Result` a prompt, in their order.
 
         Args:
             prompts: Texts, or token ids.
@@ -93,11 +93,8 @@ class Sampler(ABC):
                 (max_new_tokens, stop, ignore_eos). None: the defaults of `SamplingParams`.
             seeds: One a prompt, in place of those derived from params.seed.
             randomness: Replaces the keyed randomness, in tests.
-            at_once: Prompts that are decoded together at the most: where one ends the next one
-                takes its place, the longest `max_new_tokens` first. None: all, as one batch.
-
-        Returns:
-            One `Result` a prompt, in their order.
+            at_once: The most prompts that are decoded together: where one ends the next one joins,
+                the longest `max_new_tokens` first. None: all, as one batch.
 
         Raises:
             ValueError: A prompt or a parameter that this sampler cannot decode with.
@@ -125,9 +122,8 @@ class Sampler(ABC):
         several streams and close them in any order.
 
         Args:
-            prompts, params, seeds, randomness, at_once: See `generate`. The first request has the
-                seed params.seed, the others seeds that are derived from it.
-            text: False yields finished requests only, and detokenises nothing on the way.
+            prompts, params, seeds, randomness, at_once: See `generate`.
+            text: False yields finished requests only, and detokenises nothing before.
 
         Raises:
             ValueError: As `generate`; also where the model's logits are not numbers.
@@ -171,7 +167,7 @@ class Sampler(ABC):
             yield from running.step(text)
 
     def check_params(self, params: SamplingParams) -> None:
-        """Raise ValueError for what this sampler does not offer."""
+        """Raise ValueError for parameters that this sampler does not offer."""
         if params.draft is not None and params.draft not in self.drafts:
             raise ValueError(
                 f"draft={params.draft!r} is not allowed: this sampler drafts in "
@@ -189,11 +185,11 @@ class Sampler(ABC):
             )
 
     def lossy(self, params: SamplingParams) -> str:
-        """What makes a request's distribution another than plain decoding's; '' for nothing."""
+        """Name the option that makes the distribution another than plain decoding's; '' if none."""
         return ""
 
     def start(self, prompt: list[int]) -> tuple[Batch, SamplingParams]:
-        """One greedy request that has not begun, for looking at a single pass."""
+        """Make a batch of one greedy request that has not begun, to look at a single pass."""
         params = SamplingParams(max_new_tokens=1, temperature=0)
         randomness, capacity = KeyedRandomness([0], self.device), self.capacity([prompt], params)
         return self.new_batch([prompt], params, randomness, capacity), params
@@ -203,18 +199,15 @@ class Sampler(ABC):
         check_attention(target)
 
     def margin(self, params: SamplingParams) -> int:
-        """Slots needed after the last token that is kept: a cycle's overshoot, and scratch."""
+        """Return the slots needed after the last kept token: a cycle's overshoot, and scratch."""
         return 1
 
     def prefill(self, batch: Batch, name: str, network: CachedNetwork) -> tuple[Tensor, ...]:
-        """Give a network all prompt tokens but the last, which the first cycle brings.
+        """Run a network over all prompt tokens but the last, which the first cycle brings.
 
-        Where the batch has a `chunk`, in passes of so many tokens of a row; `batch.between` is
-        called after each.
-
-        Returns:
-            The outputs [B, n - 1, H] of the network's `hidden_layers`, n the longest prompt; those
-            of padding mean nothing. Empty where no layer is asked for, or no prompt has two tokens.
+        With a `batch.chunk` each pass takes so many tokens of a row; `batch.between` follows each.
+        Returns the outputs [B, n - 1, H] of `hidden_layers`, n the longest prompt, undefined at
+        padding; none where no layer is asked for, or no prompt has two tokens.
         """
         batch.networks[name], network.cache.expected = network, batch.expected
         width = int(batch.lengths.max()) - 1
@@ -230,13 +223,10 @@ class Sampler(ABC):
         return tuple(torch.cat(layer, 1) for layer in zip(*found))
 
     def target_pass(self, batch: Batch, draft: Tensor, params: SamplingParams) -> TargetOutput:
-        """One pass of the target over the last committed token and a draft.
-
-        Args:
-            draft: [B, k], drafted tokens.
+        """Run the target once over the last committed token and a draft [B, k].
 
         Returns:
-            Warped logits [B, k+1, V] at the drafted positions and at the one after them, and the
+            Warped logits [B, k+1, V] at the drafted positions and the one after them, and the
             outputs [B, k+1, H] of `hidden_layers` at the last committed token and the draft.
         """
         batch.drafted = draft.shape[1]
@@ -254,21 +244,18 @@ class Sampler(ABC):
         params: SamplingParams,
         before: Tensor | None = None,
     ) -> Tensor:
-        """Target logits [B, k+1, V] at draft [B, k] and after it, as they are sampled from.
-
-        before: [B, k+1, k], which drafted tokens each position follows, where they are no chain.
-        """
+        """Warp target logits [B, k+1, V] at and after draft [B, k]; `before`: see `seen_tokens`."""
         seen = None
         if params.repetition_penalty != 1.0:
             seen = seen_tokens(batch.tokens, batch.lengths, draft, self.vocabulary, before)
         return warp(logits, params, seen)
 
     def cached_target(self, batch: Batch) -> CachedNetwork:
-        """The target with a cache that has room for these requests."""
+        """Make the target's network, with a cache that has room for these requests."""
         return CachedNetwork(self.target, causal, batch.tokens.shape[1], self.hidden_layers)
 
     def noise(self, batch: Batch, count: int, params: SamplingParams) -> Tensor | None:
-        """Keyed noise [B, count, V] of the next absolute positions; None at temperature 0."""
+        """Return keyed noise [B, count, V] of the next positions; None at temperature 0."""
         if params.temperature == 0:
             return None
         # Of few rows and a small vocabulary a position costs less than the calls that make it, so
@@ -283,21 +270,21 @@ class Sampler(ABC):
         return noise[row, skipped[:, None] + steps[:count]]
 
     def capacity(self, prompts: list, params: SamplingParams) -> int:
-        """Slots that a row needs, for the longest of these requests."""
+        """Return the slots that a row needs, for the longest of these requests."""
         return max(map(len, prompts)) + params.max_new_tokens + self.margin(params)
 
     def new_batch(
         self, prompts: list, params: SamplingParams, randomness: Randomness, capacity: int
     ) -> Batch:
-        """Requests that have not begun, with room for this many tokens each."""
+        """Make a batch of requests that have not begun, with `capacity` tokens of room each."""
         return Batch(prompts, capacity, randomness, self.device)
 
     def shared(self, params: SamplingParams) -> SamplingParams:
-        """What requests must have in common to be decoded together: all but how they end."""
+        """Return what requests decoded together must share: all but how they end."""
         return replace(params, max_new_tokens=1, stop=(), ignore_eos=False, seed=None)
 
     def encode(self, prompt: str | list[int], params: SamplingParams) -> list[int]:
-        """A prompt's token ids; ValueError for one that cannot be decoded."""
+        """Return a prompt's token ids; ValueError for one that cannot be decoded."""
         ids = self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise ValueError("the prompt is empty: give at least one token")
@@ -313,67 +300,13 @@ class Sampler(ABC):
             )
         return ids
 
-    def commit(self, request: int, answer: Answer, new: list[int], text: bool) -> Chunk | None:
-        """Take a cycle's tokens up to the end of the answer; None: nothing to show yet."""
-        params = answer.params
-        reason, count = None, len(new)
-        room = params.max_new_tokens - len(answer.token_ids)
-        if not params.ignore_eos:
-            end = next((i for i, t in enumerate(new) if t in self.eos), None)
-            if end is not None and end < room:
-                new, reason = new[: end + 1], "eos"
-        if reason is None and len(new) >= room:
-            new, reason = new[:room], "length"
-        before = len(answer.token_ids)
-        answer.token_ids += new
-        decoded = None
-        if params.stop:
-            known = answer.text.extend(new)
-            start = max(0, known - max(map(len, params.stop)))
-            if any(answer.text.text.find(s, start) >= 0 for s in params.stop):
-                answer.token_ids = self._tokens_until(answer.token_ids, params.stop, before)
-                # Cut what these tokens say: a later token may complete an earlier stop string.
-                decoded, reason = self._decode(answer.token_ids), "stop"
-                decoded = decoded[: min(at for s in params.stop if (at := decoded.find(s)) >= 0)]
-        elif text:
-            answer.text.extend(new)
-        answer.stats.emitted.append(len(answer.token_ids) - before)
-        answer.stats.beyond = count - answer.stats.emitted[-1]
-        if reason is None and not text:
-            return None
-        if decoded is None and (text or params.stop):
-            decoded = answer.text.text
-        elif decoded is None:
-            decoded = self._decode(answer.token_ids)
-        return self._chunk(request, answer, decoded, reason)
-
-    def _chunk(
-        self, request: int, answer: Answer, decoded: str, reason: str | None
-    ) -> Chunk | None:
-        """What a request's text so far adds to what was shown of it; None: nothing yet."""
-        safe = decoded if reason else decoded[: _safe_length(decoded, answer.params.stop)]
-        piece, answer.printed = safe[answer.printed :], max(answer.printed, len(safe))
-        result = None
-        if reason:
-            result = Result(decoded, answer.token_ids, reason, answer.stats)
-        elif not piece:
-            return None
-        new, answer.sent = answer.token_ids[answer.sent :], len(answer.token_ids)
-        return Chunk(request, piece, new, result)
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
-
-    def _tokens_until(self, token_ids: list[int], stop: tuple[str, ...], before: int) -> list[int]:
-        """Tokens up to the one that completes a stop string; the first `before` hold none."""
-        for n in range(before + 1, len(token_ids)):
-            if any(s in self._decode(token_ids[:n]) for s in stop):
-                return token_ids[:n]
-        return token_ids
+    def commit(self, answer: Answer, new: list[int], text: bool) -> Chunk | None:
+        """Add a cycle's tokens to one answer; see `Answer.take`."""
+        return answer.take(new, self.eos, text)
 
 
 def check_attention(network: PreTrainedModel) -> None:
-    """Raise ValueError for a network that would not follow the masks that decoding gives it."""
+    """Raise ValueError for a network that would not follow the masks of decoding."""
     config = network.config.get_text_config()
     # A sliding window does no harm before a text outgrows it, which `Sampler.encode` checks.
     allowed = {"full_attention", "sliding_attention"}
@@ -388,14 +321,3 @@ def check_attention(network: PreTrainedModel) -> None:
             f"attention implementation {config._attn_implementation!r} would misread a boolean "
             "mask: load the model with attn_implementation='sdpa'"
         )
-
-
-def _safe_length(text: str, stop: tuple[str, ...]) -> int:
-    """How much of a growing text can be shown: no half character, no start of a stop string."""
-    safe = len(text.rstrip("�"))
-    for s in stop:
-        for n in range(min(len(s) - 1, safe), 0, -1):
-            if text[:safe].endswith(s[:n]):
-                safe -= n
-                break
-    return safe

@@ -1,6 +1,6 @@
-"""Files of tensors that an export has beside its weights, such as a Markov head.
+"""Files of tensors beside an export's weights, such as a Markov head.
 
-They are in the safetensors format under another name: engines read every *.safetensors as weights.
+They are safetensors under another name: engines read every *.safetensors as weights.
 """
 
 from collections.abc import Iterator
@@ -13,16 +13,7 @@ from torch import Tensor
 
 @contextmanager
 def opened(file: Path, what: str, instead: str) -> Iterator[safe_open]:
-    """A context in which a file is read, and what it holds is made of it.
-
-    Args:
-        file: The file.
-        what: It holds, such as 'the Markov head'.
-        instead: What to do if it cannot be used.
-
-    Raises:
-        ValueError: The file is missing, damaged or of something else: whatever was raised inside.
-    """
+    """Open a file of tensors; any error inside becomes a ValueError that names `what` it holds."""
     try:
         with safe_open(file, "pt") as tensors:
             yield tensors

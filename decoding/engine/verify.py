@@ -3,9 +3,9 @@
 Every rule is lossless, unless it is given a tolerance.
 
 Symbols: k drafted tokens, p [B, k+1, V] the target's probabilities at the k drafted positions and
-at the one after them, q [B, k, V] the very tensor that the draft [B, k] was drawn from.
-Each rule returns (accepted [B], next [B]): how many drafted tokens are accepted, and the token
-that the target adds after them (a correction, or the bonus token where all are accepted).
+at the one after them, q [B, k, V] the very tensor that the draft [B, k] was drawn from. Each rule
+returns (accepted [B], next [B]): how many drafted tokens are accepted, and the token that the
+target adds after them (a correction, or the bonus token where all are accepted).
 """
 
 import torch
@@ -17,13 +17,15 @@ from decoding.engine.randomness import Randomness
 def rejection(
     draft: Tensor, q: Tensor, p: Tensor, randomness: Randomness, tolerance: float | Tensor = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Token by token: accept with min(1, p/q), stop at the first rejection, sample (p-q)+ there.
+    """Verify token by token: accept with min(1, p/q), sample (p-q)+ at the first rejection.
 
-    Source: Leviathan et al., arXiv 2211.17192, Algorithm 1; DEER, arXiv 2512.15176, Eq. 5-6.
-    The later p's were conditioned on the rejected token, so nothing after it is accepted.
-    tolerance: added to p/q, of each drafted token [B, k] or of all, which is lossy (AS-ARM, arXiv
-        2504.20456, F.5): the distribution of each position moves towards q by at most so much in
-        total variation.
+    Source: Leviathan et al., arXiv 2211.17192, Algorithm 1; DEER, arXiv 2512.15176, Eq. 5-6. The
+    later p's were conditioned on the rejected token, so nothing after it is accepted.
+
+    Args:
+        tolerance: Added to p/q, for each drafted token [B, k] or for all, which is lossy (AS-ARM,
+            arXiv 2504.20456, F.5): each position's distribution moves towards q by at most so much
+            in total variation.
     """
     accept = (acceptance_probability(draft, q, p) + tolerance).clamp_max(1)
     accepted = _leading(randomness.accept(accept))
@@ -32,10 +34,10 @@ def rejection(
 
 
 def block(draft: Tensor, q: Tensor, p: Tensor, randomness: Randomness) -> tuple[Tensor, Tensor]:
-    """Jointly over the block: never fewer accepted tokens in expectation than `rejection`.
+    """Verify the block jointly: never fewer accepted tokens in expectation than `rejection`.
 
-    Source: Sun et al., arXiv 2403.10444, Algorithm 2. r_i is their p_i = min(1, r_{i-1} p/q);
-    tau, the number of accepted tokens, is the *last* i whose own coin h_i fell.
+    Source: Sun et al., arXiv 2403.10444, Algorithm 2. r_i is their p_i = min(1, r_{i-1} p/q); tau,
+    the number of accepted tokens, is the *last* i whose own coin h_i fell.
     """
     ratio = _chosen(p[:, :-1], draft) / _chosen(q, draft)
     r = torch.ones_like(ratio[:, 0])
@@ -58,36 +60,32 @@ def block(draft: Tensor, q: Tensor, p: Tensor, randomness: Randomness) -> tuple[
 
 
 def coupled(draft: Tensor, choice: Tensor) -> tuple[Tensor, Tensor]:
-    """The target's own choices, argmax(log p + g), decide which drafts are accepted.
+    """Accept the drafts that equal the target's own choices, argmax(log p + g).
 
     choice [B, k+1]: made with the same keyed noise as plain decoding would use at each position
-    (temperature 0: no noise), so the output is plain decoding's text, whatever the draft.
+    (temperature 0: no noise), so the output is plain decoding's text for any draft.
     """
     accepted = _leading(draft == choice[:, :-1])
     return accepted, choice.gather(1, accepted[:, None]).squeeze(1)
 
 
 def choose(logits: Tensor, noise: Tensor | None) -> Tensor:
-    """The keyed choice argmax(log p + g): Gumbel-max sampling with the noise of each position.
+    """Make the keyed choice argmax(log p + g), Gumbel-max sampling: tokens [B, n].
 
-    Args:
-        logits: [B, n, V], warped.
-        noise: [B, n or more, V], of the first n positions; None at temperature 0.
-
-    Returns:
-        Tokens [B, n].
+    `logits` [B, n, V] are warped; `noise` [B, n or more, V] is that of the first n positions, None
+    at temperature 0.
     """
     scores = logits if noise is None else logits + noise[:, : logits.shape[1]]
     return scores.max(-1).indices  # on the CPU argmax takes three times as long
 
 
 def acceptance_probability(draft: Tensor, q: Tensor, p: Tensor) -> Tensor:
-    """min(1, p(y_i) / q(y_i)) at the drafted tokens: [B, k]. DEER Eq. 5."""
+    """Return min(1, p(y_i) / q(y_i)) at the drafted tokens: [B, k]. DEER Eq. 5."""
     return (_chosen(p[:, : draft.shape[1]], draft) / _chosen(q, draft)).clamp_max(1)
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """(p - q)+ normalised over the last axis; p itself where q is 0 everywhere (bonus). Eq. 6."""
+    """Return (p - q)+ normalised over the last axis; p itself where q is 0 (bonus). Eq. 6."""
     rest = (p - q).clamp_min(0)
     total = rest.sum(-1, keepdim=True)
     # p == q leaves nothing; a rejection then had probability zero up to rounding.
@@ -99,16 +97,16 @@ def _chosen(probs: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _at(x: Tensor, i: Tensor) -> Tensor:
-    """x [B, n, V] at row-wise index i [B] -> [B, V]."""
+    """Index x [B, n, V] by i [B] in each row: [B, V]."""
     return x[torch.arange(len(x), device=x.device), i]
 
 
 def _drafted_at(q: Tensor, i: Tensor) -> Tensor:
-    """The drafter's distribution at i [B]; zero after the block, where nothing was drafted."""
+    """Return the drafter's distribution at i [B]; zero after the block."""
     k = q.shape[1]
     return _at(q, i.clamp_max(k - 1)) * (i < k)[:, None]
 
 
 def _leading(accepted: Tensor) -> Tensor:
-    """Number of leading True entries: bool [B, k] -> [B]."""
+    """Count leading True entries: bool [B, k] -> [B]."""
     return accepted.long().cumprod(1).sum(1)

@@ -16,29 +16,12 @@ PADDING = 1024
 
 
 def stored(ids: Tensor) -> bytes:
-    """The bytes of the file of a drafter's vocabulary.
-
-    Args:
-        ids: [Vd], the target's token ids in the order of the drafter's logits.
-
-    Returns:
-        A safetensors file with the tensor `ids`.
-    """
+    """Return the bytes of a vocabulary's file: the target's ids [Vd] by the drafter's logits."""
     return save({"ids": ids.detach().long().cpu().contiguous()})
 
 
 def read(file: Path) -> Tensor:
-    """The token ids in the file of a drafter's vocabulary.
-
-    Args:
-        file: A file that `stored` made.
-
-    Returns:
-        ids [Vd], as `stored` takes them.
-
-    Raises:
-        ValueError: A file that is missing, damaged or of something else.
-    """
+    """Read the ids [Vd] of a vocabulary's file; ValueError where it is missing or damaged."""
     with tensor_file.opened(file, "the drafter's vocabulary", INSTEAD) as tensors:
         ids = tensors.get_tensor("ids")
         if ids.ndim != 1 or ids.dtype != torch.long:
@@ -49,17 +32,10 @@ def read(file: Path) -> Tensor:
 def check_vocabulary(
     drafter: int | None, target: int, ids: Tensor | None = None, names: str = ""
 ) -> None:
-    """Check that a drafter's tokens are its target's.
+    """Check that a drafter's tokens are its target's: ValueError where they are not.
 
-    Args:
-        drafter: The vocabulary size in the drafter's configuration; None where it has none.
-        target: The vocabulary size of the target, with padding.
-        ids: [Vd], the target's token ids in the order of the drafter's logits; None: all, from 0.
-        names: The end of the message: which target the drafter was made for.
-
-    Raises:
-        ValueError: Ids that the target does not have, or have twice; vocabularies of sizes that
-            padding does not explain.
+    The vocabulary sizes are the configurations' (None: unknown), with padding; `ids` [Vd] are the
+    target's tokens of the drafter's logits (None: all); `names` ends the message.
     """
     if ids is not None:
         if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= target:
@@ -74,15 +50,7 @@ def check_vocabulary(
 
 
 def check_known(size: int, **tokens: int | None) -> None:
-    """Check that a network knows special tokens, such as a mask.
-
-    Args:
-        size: Tokens that the network knows.
-        tokens: Token ids by the names of their knobs; None: there is none.
-
-    Raises:
-        ValueError: It does not know one.
-    """
+    """Check that a network of `size` tokens knows special tokens, given by their knobs' names."""
     for name, token in tokens.items():
         if token is not None and not 0 <= token < size:
             raise ValueError(

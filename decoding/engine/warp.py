@@ -18,15 +18,11 @@ def warp(logits: Tensor, params: SamplingParams, seen: Tensor | None = None) -> 
 
     Args:
         logits: [B, n, V].
-        params: The sampling parameters.
         seen: The tokens that the repetition penalty applies to, bool [B, n, V] or broadcastable;
-            may be None without a penalty.
+            None without a penalty.
 
     Returns:
-        Warped logits [B, n, V], at least float32; -inf for excluded tokens.
-
-    Raises:
-        ValueError: Logits that are NaN.
+        Warped logits [B, n, V], at least float32, -inf for excluded tokens; ValueError for NaN.
     """
     given, logits = logits.dtype, logits.to(torch.promote_types(logits.dtype, torch.float32))
     if logits.amax(-1).isnan().any():
@@ -61,21 +57,12 @@ def warp(logits: Tensor, params: SamplingParams, seen: Tensor | None = None) -> 
 def fit_vocabulary(
     logits: Tensor, vocabulary: int, excluded: Sequence[int], ids: Tensor | None = None
 ) -> Tensor:
-    """A drafter's logits over the target's vocabulary, -inf for tokens that it cannot draft.
+    """Map a drafter's logits [B, n, Vd] to the target's vocabulary [B, n, V].
 
-    Rows that only one side has (padding: 151,936 against 152,064 in Qwen2.5) and the excluded
-    tokens (mask, separator) get -inf here; the softmax that follows renormalises, so the q that
-    is verified is the q that was drawn from.
-
-    Args:
-        logits: [B, n, Vd].
-        vocabulary: Tokens of the target.
-        excluded: The target's ids of tokens that are never drafted.
-        ids: [Vd], the target's token that each logit is of, for a drafter with a smaller
-            vocabulary (`decoding.engine.vocabulary`); None: token i is the target's i.
-
-    Returns:
-        [B, n, vocabulary].
+    Tokens that only one side has (padding: 151,936 against 152,064 in Qwen2.5) and the excluded
+    ones (mask, separator) get -inf; the softmax that follows renormalises, so the q that is
+    verified is the q that was drawn from. `ids` [Vd] are the target's tokens of the logits
+    (`decoding.engine.vocabulary`); None: token i is the target's i.
     """
     if ids is not None:
         over = logits.new_full((*logits.shape[:-1], vocabulary), float("-inf"))
@@ -91,18 +78,12 @@ def fit_vocabulary(
 def seen_tokens(
     tokens: Tensor, lengths: Tensor, draft: Tensor, vocabulary: int, before: Tensor | None = None
 ) -> Tensor:
-    """The set of tokens that precede each drafted position.
+    """Return the tokens that precede each drafted position and the next one, bool [B, k + 1, V].
 
     Args:
-        tokens: int64 [B, L], of which the first `lengths` are committed.
-        lengths: Committed tokens, [B].
+        tokens, lengths: int64 [B, L], of which the first `lengths` [B] are committed.
         draft: Drafted tokens, int64 [B, k].
-        vocabulary: V.
-        before: Which drafted tokens precede each position, 0 or 1, [B, k + 1, k]; None: the draft
-            is a chain.
-
-    Returns:
-        bool [B, k + 1, V]; the last entry is the position after the draft.
+        before: Which drafted tokens precede each position, 0 or 1, [B, k + 1, k]; None: a chain.
     """
     counts = torch.zeros(len(tokens), vocabulary, device=tokens.device)
     committed = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]

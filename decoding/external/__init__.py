@@ -1,1 +1,1 @@
-"""Engines that others wrote: what of theirs decodes here, for comparison and as a teacher."""
+"""Other engines, such as vLLM, which decode for comparison or as a teacher."""

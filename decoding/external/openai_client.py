@@ -1,41 +1,37 @@
-"""A client of any OpenAI-compatible server (vLLM, SGLang, others), spoken with in token ids.
+"""A client of any OpenAI-compatible server (vLLM, SGLang, others) that works with token ids.
 
-Requests go to `/v1/completions` with the prompt as token ids, which these servers take. Where a
-server returns the ids of what it generated (vLLM, with `return_token_ids`), these are used, and
-must be the returned text. Where it returns text only, the text is tokenised again, and the answer
-is left out if other than as many tokens come out as the server counted: it was written otherwise.
+Requests go to `/v1/completions` with the prompt as token ids, which these servers take. If a
+server returns the ids that it generated (vLLM, with `return_token_ids`), these are used, and must
+match the returned text. If it returns only text, the text is tokenised again; the answer is left
+out if the number of tokens differs from the server's count, because its tokens were others.
 """
 
 import asyncio
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import PurePath
 
 from transformers import PreTrainedTokenizerBase
 
-from decoding.engine.params import SamplingParams
-from decoding.external.reply import Reply, first_line, request_options
+from decoding.external.reply import Engine, Reply, first_line
 
 TOKEN = "token_id:"  # how a server that is asked for it writes a token that has a log-probability
 
 
-class OpenAIClient:
-    """A client of one model on an OpenAI-compatible server.
+class OpenAIClient(Engine):
+    """A client of one model on an OpenAI-compatible server; its API key is OPENAI_API_KEY.
 
     Args:
-        url: Of the server's API, such as http://localhost:8000/v1. The key is OPENAI_API_KEY.
+        url: Of the server's API, such as http://localhost:8000/v1.
         tokenizer: The model's.
         model: Its name on the server; None: the only one that it serves.
-        target: The model whose answers are wanted, a path or Hub id. Without `model`, what is
-            served must have its name (its last part); None: any name.
-        concurrency: Requests that are under way at once, at the most.
-        retries: How often a request is sent again after an answer that says the server is not well
-            (408, 409, 429, 5xx), a cut one or none; the waits grow from half a second to eight.
+        target: The model whose answers are wanted, a path or Hub id. Without `model`, the served
+            model must have its name (its last part); None: any name.
+        concurrency: The most requests in flight.
+        retries: How often a request is sent again after an error of the server (408, 409, 429,
+            5xx), a cut answer or none; the waits grow from half a second to eight.
         timeout: Seconds that one request may take.
-
-    Raises:
-        ValueError: The server is not there, refuses the key, or serves other models.
     """
 
     def __init__(
@@ -54,13 +50,7 @@ class OpenAIClient:
                 "allowed: at least 1, at least 0, and above 0"
             )
         self.url, self.tokenizer = url, tokenizer
-        self.concurrency, self.retries = concurrency, retries
-        self._options = {
-            "base_url": url,
-            "api_key": os.environ.get("OPENAI_API_KEY") or "none",
-            "max_retries": retries,
-            "timeout": timeout,
-        }
+        self.concurrency, self.retries, self.timeout = concurrency, retries, timeout
         served = asyncio.run(self._served())
         if model is None and len(served) != 1:
             raise ValueError(
@@ -69,8 +59,11 @@ class OpenAIClient:
         if model is not None and model not in served:
             raise ValueError(f"{url} does not serve {model!r}. Choose from {[*served]}")
         self.model = model or next(iter(served))
-        named = {_last_part(name) for name in (self.model, served[self.model])}
-        if model is None and target is not None and _last_part(target) not in named:
+        # 'smollm2' is the name of 'HuggingFaceTB/SmolLM2' and of '/models/SmolLM2/'.
+        wanted, *names = (
+            PurePath(name or "").name.lower() for name in (target, self.model, served[self.model])
+        )
+        if model is None and target is not None and wanted not in names:
             raise ValueError(
                 f"{url} serves {self.model!r}, and the target is {target!r}: if that is the same "
                 f"model, say so, collector.options={{model: {self.model}}}"
@@ -83,32 +76,19 @@ class OpenAIClient:
             raise ValueError(
                 f"{self.url} needs the package openai: pip install 'parade[serve]'"
             ) from None
-        return AsyncOpenAI(**self._options)
+        key = os.environ.get("OPENAI_API_KEY") or "none"
+        limits = {"max_retries": self.retries, "timeout": self.timeout}
+        return AsyncOpenAI(base_url=self.url, api_key=key, **limits)
 
     async def _served(self) -> dict[str, str]:
-        """The path of each model that is served (vLLM says it, as `root`), or its name."""
+        """Return the path of each served model (vLLM gives it as `root`), or its name."""
         async with self._client() as client:
             with one_line(self.url):
                 models = [model async for model in client.models.list()]
         return {model.id: getattr(model, "root", None) or model.id for model in models}
 
-    def generate(
-        self,
-        prompts: Sequence[list[int]],
-        params: SamplingParams,
-        *,
-        eos: Sequence[int] = (),
-        seeds: Sequence[int] | None = None,
-        logprobs: int = 0,
-    ) -> Reply:
-        """Answers to prompts, `concurrency` requests at a time; arguments as of `Vllm.generate`.
-
-        Raises:
-            ValueError: The server refuses, ends its answers early however often it is asked, or
-                has another tokenizer; one line.
-        """
-        each = request_options(len(prompts), params, eos, seeds)
-        return asyncio.run(self._generate(prompts, each, [*eos], logprobs))
+    def _decode(self, prompts, each: list[dict], eos: list[int], logprobs: int) -> Reply:
+        return asyncio.run(self._generate(prompts, each, eos, logprobs))
 
     async def _generate(self, prompts, each: list[dict], eos: list[int], logprobs: int) -> Reply:
         room = asyncio.Semaphore(self.concurrency)
@@ -123,49 +103,40 @@ class OpenAIClient:
         return Reply([*ids], [*reasons], top=[t for t in top if t])
 
     async def _one(self, client, prompt: list[int], options: dict, eos: list[int], logprobs: int):
-        extra = options | {
-            "return_token_ids": True,
-            "return_tokens_as_token_ids": True,
-            "skip_special_tokens": False,
-        }
+        tokens = ("return_token_ids", "return_tokens_as_token_ids")
+        extra = options | dict.fromkeys(tokens, True) | {"skip_special_tokens": False}
+        asked = {"prompt": prompt, "logprobs": logprobs or None, "extra_body": extra}
         for _ in range(1 + self.retries):
             with one_line(self.url):
-                found = await client.completions.create(
-                    model=self.model,
-                    prompt=prompt,
-                    logprobs=logprobs or None,
-                    extra_body=extra,
-                )
-            ids, top = self._ids(found, eos), _top(found, logprobs)
-            problem = _problem(found, ids, top if logprobs else None, options["max_tokens"])
+                found = await client.completions.create(model=self.model, **asked)
+            [choice] = found.choices
+            ids, top = self._ids(choice, found.usage, eos), _top(choice, logprobs)
+            problem = _problem(choice, ids, top if logprobs else None, options["max_tokens"])
             if not problem:
                 break
         else:
             raise ValueError(f"{self.url} gives answers of wrong length, {problem}")
         if ids is not None:
-            self._check_text(ids, found.choices[0].text, eos)
-        return ids, "eos" if found.choices[0].finish_reason == "stop" else "length", top
+            self._check_text(ids, choice.text, eos)
+        return ids, "eos" if choice.finish_reason == "stop" else "length", top
 
-    def _ids(self, found, eos: list[int]) -> list[int] | None:
-        """Token ids of a completion; None where they cannot be known."""
-        choice = found.choices[0]
+    def _ids(self, choice, usage, eos: list[int]) -> list[int] | None:
+        """Return the token ids of a completion; None if they cannot be known."""
+        if getattr(choice, "token_ids", None) is not None:
+            return choice.token_ids
+        if "\ufffd" in choice.text:
+            return None  # it stands for any bytes that are no character
         ended = choice.finish_reason == "stop"
-        ids = getattr(choice, "token_ids", None)
-        if ids is None:
-            if "\ufffd" in choice.text:
-                return None  # it stands for any bytes that are no character
-            ids = self.tokenizer(choice.text, add_special_tokens=False).input_ids
-            # Servers differ in whether they count the end of the text.
-            if found.usage is None or found.usage.completion_tokens - len(ids) not in (0, ended):
-                return None
-            return [*ids, eos[0]] if ended and eos else ids
-        return ids
+        ids = self.tokenizer(choice.text, add_special_tokens=False).input_ids
+        # Servers differ in whether they count the end of the text.
+        if usage is None or usage.completion_tokens - len(ids) not in (0, ended):
+            return None
+        return [*ids, eos[0]] if ended and eos else ids
 
     def _check_text(self, ids: list[int], text: str, eos: list[int]) -> None:
-        """Check that returned token ids are the returned text.
+        """Check that token ids match the returned text, up to bytes that are no character.
 
-        Only up to bytes that are no character: from there on servers that decode token by token
-        write U+FFFD as often as they like, or nothing more at all.
+        For these, servers that decode token by token write any number of U+FFFD, or nothing.
         """
         said = ids[:-1] if ids and ids[-1] in eos else ids
         here = self.tokenizer.decode(said, clean_up_tokenization_spaces=False)
@@ -181,16 +152,11 @@ class OpenAIClient:
             )
 
 
-def _top(found, count: int) -> list[list[tuple[int, float]]]:
-    """The `count` most probable tokens of each token of a completion, with log-probabilities.
-
-    Raises:
-        ValueError: The server has none, or names tokens by their text.
-    """
+def _top(choice, count: int) -> list[list[tuple[int, float]]]:
+    """Return the `count` most probable tokens at each token, with log-probabilities."""
     if not count:
         return []
-    offered = found.choices[0].logprobs
-    steps = (offered and offered.top_logprobs) or []
+    steps = (choice.logprobs and choice.logprobs.top_logprobs) or []
     if not steps or not all(name.startswith(TOKEN) for step in steps for name in step):
         raise ValueError(
             f"the server gives no log-probabilities by token id, which collector.top_k={count} "
@@ -200,26 +166,21 @@ def _top(found, count: int) -> list[list[tuple[int, float]]]:
     return [sorted(step, key=lambda pair: -pair[1])[:count] for step in pairs]
 
 
-def _problem(found, ids: list[int] | None, top: list | None, most: int) -> str:
-    """What is wrong with the length of an answer, '' for nothing."""
-    reason = found.choices[0].finish_reason
-    if ids is not None and len(ids) > most:
-        return f"{len(ids)} tokens where {most} were asked for"
-    if ids is not None and reason == "length" and len(ids) < most:
-        return f"{len(ids)} tokens, cut before the {most} that were asked for"
-    if ids is not None and top is not None and len(top) != len(ids):
-        return f"{len(ids)} tokens and {len(top)} distributions"
+def _problem(choice, ids: list[int] | None, top: list | None, most: int) -> str:
+    """Describe what is wrong with an answer's length, '' if nothing is."""
+    count = most if ids is None else len(ids)
+    if count > most:
+        return f"{count} tokens where {most} were asked for"
+    if choice.finish_reason == "length" and count < most:
+        return f"{count} tokens, cut before the {most} that were asked for"
+    if ids is not None and top is not None and len(top) != count:
+        return f"{count} tokens and {len(top)} distributions"
     return ""
-
-
-def _last_part(name: str) -> str:
-    """'smollm2' of 'HuggingFaceTB/SmolLM2' and of '/models/SmolLM2/'."""
-    return PurePath(name).name.lower()
 
 
 @contextmanager
 def one_line(url: str) -> Iterator[None]:
-    """A context that turns the client's errors into ValueErrors of one line."""
+    """Turn the client's errors into ValueErrors with a message of one line."""
     import openai
 
     try:

@@ -1,5 +1,6 @@
-"""What an engine that others wrote is asked, and what it gives."""
+"""The interface of another engine, and its reply."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -11,15 +12,14 @@ class Reply:
     """Answers of an engine.
 
     Attributes:
-        token_ids: The answer to each prompt; None where the engine gave a text that its tokens
-            cannot be known of.
+        token_ids: The answer to each prompt; None for a text whose tokens cannot be known.
         finish_reasons: 'eos' or 'length', of each answer.
         seconds: Of all of them together, as the engine counted.
-        drafts: Counters of speculative decoding as they grew, with vLLM's names: `drafts`,
+        drafts: Increments of the counters of speculative decoding, with vLLM's names: `drafts`,
             `draft_tokens`, `accepted_tokens`, and `accepted_tokens_per_pos`, a list. Empty for
             plain decoding.
-        top: [[(token id, log-probability)]] of each answer's tokens, the most probable first, where
-            they were asked for.
+        top: If asked for, [[(token id, log-probability)]] of each answer's tokens, most probable
+            first.
     """
 
     token_ids: list[list[int] | None]
@@ -29,31 +29,46 @@ class Reply:
     top: list[list[list[tuple[int, float]]]] = field(default_factory=list)
 
 
-def request_options(
-    count: int, params: SamplingParams, eos: Sequence[int], seeds: Sequence[int] | None
-) -> list[dict]:
-    """The options of each of `count` requests, with the names that vLLM and its server share.
+class Engine(ABC):
+    """An engine that decodes prompts of token ids."""
 
-    Args:
-        count: Requests.
-        params: Of which `verify`, `block_size`, `draft` and `lossy` mean nothing to an engine.
-        eos: The target's end-of-text tokens, beside those that the engine finds itself.
-        seeds: One a request; None: params.seed for all.
+    def generate(
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        *,
+        eos: Sequence[int] = (),
+        seeds: Sequence[int] | None = None,
+        logprobs: int = 0,
+    ) -> Reply:
+        """Decode prompts of token ids.
 
-    Raises:
-        ValueError: A stop string: answers are token ids here.
-    """
-    if params.stop:
-        raise ValueError(f"stop={list(params.stop)} is not allowed: answers are token ids here")
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "ignore_eos")
-    asked = {name: getattr(params, name) for name in names}
-    asked["max_tokens"] = params.max_new_tokens
-    asked["stop_token_ids"] = [] if params.ignore_eos else [*eos]
-    seeds = [params.seed] * count if seeds is None else seeds
-    # An engine's seed has 64 bits with a sign.
-    return [asked | {"seed": None if seed is None else seed % 2**63} for seed in seeds]
+        Args:
+            prompts: Token ids.
+            params: `verify`, `block_size`, `draft` and `lossy` mean nothing to an engine, and stop
+                strings are an error, because answers are token ids.
+            eos: The target's end-of-text tokens, used with those that the engine finds itself.
+            seeds: One for each request; None: params.seed for all.
+            logprobs: How many of the most probable tokens come with each token of an answer.
+        """
+        if params.stop:
+            raise ValueError(f"stop={list(params.stop)} is not allowed: answers are token ids here")
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "ignore_eos")
+        asked = {name: getattr(params, name) for name in names}
+        asked["max_tokens"] = params.max_new_tokens
+        asked["stop_token_ids"] = [] if params.ignore_eos else [*eos]
+        seeds = [params.seed] * len(prompts) if seeds is None else seeds
+        # An engine's seed has 64 bits with a sign.
+        each = [asked | {"seed": None if seed is None else seed % 2**63} for seed in seeds]
+        return self._decode(prompts, each, [*eos], logprobs)
+
+    @abstractmethod
+    def _decode(
+        self, prompts: Sequence[list[int]], each: list[dict], eos: list[int], logprobs: int
+    ) -> Reply:
+        """Decode prompts, each with options by the names that vLLM and its server share."""
 
 
 def first_line(text: str) -> str:
-    """The first line of a text that may have many."""
+    """Return the first line of a text."""
     return text.strip().partition("\n")[0]

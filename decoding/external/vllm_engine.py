@@ -1,4 +1,4 @@
-"""vLLM as an engine beside ours: started in its own environment, spoken with in token ids.
+"""vLLM as another engine, in its own process and environment, called with token ids.
 
 vLLM pins its own torch, so it rarely shares an environment with anything: `make vllm` makes one.
 """
@@ -11,15 +11,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import shorten
 
 from data.files import read_json
-from decoding.engine.params import SamplingParams
-from decoding.external.reply import Reply, request_options
+from decoding.external.reply import Engine, Reply
 
 FORMATS = {"pard": "draft_model", "dflash": "dflash"}  # of drafters, and vLLM's methods for them
 WORKER = Path(__file__).with_name("vllm_worker.py")
@@ -33,20 +31,17 @@ ON_CPU = {  # arguments of `Vllm` where the engine runs on a CPU
 KV_CACHE_GB = 2  # of the CPU's memory; vLLM's own default is half of all
 
 
-class Vllm:
-    """A vLLM engine in a process of its own; a context manager that ends it.
+class Vllm(Engine):
+    """A vLLM engine in its own process; a context manager that ends it.
 
     Args:
         model: Folder of the target, which vLLM loads by itself.
         python: The interpreter of vLLM's environment; None: that of `make vllm`, or this one.
-        threads: Processor threads of the engine on a CPU; None: as many as vLLM takes.
+        threads: CPU threads of the engine; None: vLLM's default.
         **options: Further arguments of `vllm.LLM`, such as speculative_config=, dtype=, seed=.
 
     Attributes:
         version: vLLM's.
-
-    Raises:
-        ValueError: There is no such interpreter, or vLLM does not start; one line says why.
     """
 
     def __init__(
@@ -77,29 +72,7 @@ class Vllm:
             self.close()
             raise
 
-    def generate(
-        self,
-        prompts: Sequence[list[int]],
-        params: SamplingParams,
-        *,
-        eos: Sequence[int] = (),
-        seeds: Sequence[int] | None = None,
-        logprobs: int = 0,
-    ) -> Reply:
-        """Decode prompts as one batch.
-
-        Args:
-            prompts: Token ids.
-            params, eos, seeds: See `request_options`.
-            logprobs: How many of the most probable tokens come with each token of an answer.
-
-        Returns:
-            A `Reply`.
-
-        Raises:
-            ValueError: A stop string, or what vLLM refused; one line.
-        """
-        each = request_options(len(prompts), params, eos, seeds)
+    def _decode(self, prompts, each: list[dict], eos: list[int], logprobs: int) -> Reply:
         jobs = [options | {"logprobs": logprobs or None} for options in each]
         found = self._ask({"prompts": list(prompts), "params": jobs})
         answers = found["answers"]
@@ -113,32 +86,24 @@ class Vllm:
 
     def _ask(self, message: dict) -> dict:
         """Send a message and wait for its reply."""
-        try:
+        line = ""
+        with suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(message) + "\n")
             self._process.stdin.flush()
             line = self._process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
+        found = json.loads(line or "{}")
+        if line and "error" not in found:
+            return found
+        log = [x.strip() for x in self._log.read_text(errors="replace").splitlines() if x.strip()]
         if not line:
-            raise ValueError(f"vLLM ended without an answer: {self._last_words()}")
-        found = json.loads(line)
-        if "error" in found:
-            lines = found["error"].strip().splitlines()
-            told = " ".join(map(str.strip, lines[: 2 if "validation error" in lines[0] else 1]))
-            raise ValueError(f"vLLM refused: {shorten(told, 300)}{self._reason()}")
-        return found
-
-    def _last_words(self) -> str:
-        lines = [
-            line for line in self._log.read_text(errors="replace").splitlines() if line.strip()
-        ]
-        return lines[-1].strip() if lines else "it printed nothing"
-
-    def _reason(self) -> str:
-        """What the engine's own process said before an error that points there."""
-        log = self._log.read_text(errors="replace").splitlines()
-        told = [line for line in log if "Error: " in line and "See root cause" not in line]
-        return f" ({told[0].rpartition('] ')[2].strip()})" if told else ""
+            told = log[-1] if log else "it printed nothing"
+            raise ValueError(f"vLLM ended without an answer: {told}")
+        lines = found["error"].strip().splitlines()
+        told = " ".join(map(str.strip, lines[: 2 if "validation error" in lines[0] else 1]))
+        # The engine's own process names the cause before an error that points there.
+        causes = [x for x in log if "Error: " in x and "See root cause" not in x]
+        reason = f" ({causes[0].rpartition('] ')[2]})" if causes else ""
+        raise ValueError(f"vLLM refused: {shorten(told, 300)}{reason}")
 
     def close(self) -> None:
         """End the engine and all of its processes."""
@@ -159,17 +124,12 @@ class Vllm:
 
 
 def worker_environment(threads: int | None) -> dict[str, str]:
-    """The environment variables of an engine's process.
+    """Return the environment of an engine's process: this one's, with our defaults for vLLM.
 
-    Args:
-        threads: Of the processor; None: as many as vLLM takes.
-
-    Returns:
-        Those of this process, whose own settings of vLLM win. Under torchrun the engine sees the
-        GPU of this process alone, and nothing of torchrun's processes, which are not its own.
+    Under torchrun the engine sees only this process's GPU, and none of torchrun's variables.
     """
     ours = {"VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GB), "VLLM_NO_USAGE_STATS": "1"}
-    ours["PYTHONSAFEPATH"] = "1"  # nothing beside the worker hides what it imports
+    ours["PYTHONSAFEPATH"] = "1"  # no file of the worker's folder hides a module
     if threads is not None:
         ours["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{threads - 1}" if threads > 1 else "0"
     found = ours | os.environ
@@ -182,14 +142,7 @@ def worker_environment(threads: int | None) -> dict[str, str]:
 
 
 def interpreter(python: str | None = None) -> str:
-    """The interpreter that has vLLM.
-
-    Args:
-        python: A path or name; None: that of `make vllm`, or this one where it has vLLM.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """Return the interpreter that has vLLM: `python`, or that of `make vllm`, or this one."""
     if python is not None:
         if shutil.which(python) is None:
             raise ValueError(f"python={python} is no program: give the interpreter that has vLLM")
@@ -205,14 +158,10 @@ def interpreter(python: str | None = None) -> str:
 
 
 def speculative_config(folder: Path, block_size: int | None = None) -> dict:
-    """vLLM's `speculative_config` for a drafter, from the drafter's own config.json.
+    """Return vLLM's `speculative_config` for an exported drafter, from its config.json.
 
-    Args:
-        folder: The drafter's export.
-        block_size: Tokens drafted a cycle; None: the export's own.
-
-    Raises:
-        ValueError: The drafter is in no format, or has no layout, that vLLM runs.
+    `block_size` is the tokens drafted per cycle (None: the export's own). Raises ValueError for a
+    drafter with a format or layout that vLLM does not run.
     """
     config = read_json(folder / "config.json")
     count = block_size or (config.get("parade") or {}).get("block_size")

@@ -1,15 +1,15 @@
 """A vLLM engine in a process of its own: JSON lines in, JSON lines out.
 
 It runs with the interpreter of vLLM's environment, in which parade need not be installed, so it
-imports nothing of parade (`decoding.external.vllm_engine` starts it and speaks with it).
+imports nothing of parade (`decoding.external.vllm_engine` starts it and talks to it).
 
-The first line holds the arguments of `vllm.LLM` and is answered by `{"vllm": version}`; each
-further line is a job, `{"prompts": [[token id]], "params": [{...}]}`, answered by
+The first line has the arguments of `vllm.LLM` and is answered by `{"vllm": version}`; each further
+line is a job, `{"prompts": [[token id]], "params": [{...}]}`, answered by
 
-- `answers`: `{"token_ids", "finish_reason", "top"}` of each prompt; `top`, where the parameters ask
+- `answers`: `{"token_ids", "finish_reason", "top"}` of each prompt; `top`, if the parameters ask
   for `logprobs`, has [[token id, log-probability]] of each token, most probable first;
 - `seconds`: of the whole job;
-- `drafts`: vLLM's counters of speculative decoding, as they grew in the job;
+- `drafts`: increments of vLLM's counters of speculative decoding in the job;
 
 or by `{"error": one line}`.
 """
@@ -23,7 +23,7 @@ PREFIX = "vllm:spec_decode_num_"
 
 
 def counters(llm) -> dict[str, list[int]]:
-    """vLLM's counters of speculative decoding; one number, or one for each position."""
+    """Return vLLM's counters of speculative decoding: one number, or one for each position."""
     found = {}
     for metric in llm.get_metrics():
         if metric.name.startswith(PREFIX):
@@ -33,12 +33,9 @@ def counters(llm) -> dict[str, list[int]]:
 
 
 def answer(output, logprobs: int) -> dict:
-    """The first completion of a request, as plain values."""
+    """Return the first completion of a request, as plain values."""
     completion = output.outputs[0]
-    found = {
-        "token_ids": list(completion.token_ids),
-        "finish_reason": completion.finish_reason,
-    }
+    found = {"token_ids": [*completion.token_ids], "finish_reason": completion.finish_reason}
     if logprobs:
         found["top"] = [
             sorted(([t, p.logprob] for t, p in step.items()), key=lambda pair: -pair[1])[:logprobs]

@@ -32,10 +32,8 @@ class WholeTexts(CountedNetwork):
     nothing.
 
     Args:
-        network: A masked diffusion LM.
-        attention: 'bidirectional' or 'block_causal'.
-        span: Tokens of a block.
-        mask_id: The mask token.
+        network, attention: A masked diffusion LM, 'bidirectional' or 'block_causal'.
+        span, mask_id: Tokens of a block, and the mask token.
         guidance: Scale w of classifier-free guidance: (1 + w) logits - w logits without the prompt
             (LLaDA, arXiv 2502.09992, Eq. 16); 0 switches it off.
         shifted: Whether the logits at a position predict the token after it.
@@ -57,17 +55,16 @@ class WholeTexts(CountedNetwork):
         self.cache, self.allocated = self, 0
 
     def trim(self, count: int) -> None:
-        """Nothing is kept between passes."""
+        """Do nothing: there is no cache."""
 
     def select(self, rows: Tensor) -> None:
-        """Nothing is kept between passes."""
+        """Do nothing: there is no cache."""
 
     def join(self, fresh: CountedNetwork, count: int, new: int) -> None:
-        """Nothing is kept between passes, but their seconds."""
         self.seconds += fresh.seconds
 
     def ask(self, batch: Batch, states: Tensor, ended: Tensor | None = None) -> Tensor:
-        """The logits [B, M, L, V] of states [B, M, L]; see the module's docstring."""
+        """Return the logits [B, M, L, V] of states [B, M, L]; see the module's docstring."""
         M, L = states.shape[1:]
         texts, at, end = (x.repeat_interleave(M, 0) for x in self.texts(batch, L))
         texts = texts.scatter(1, at, states.flatten(0, 1))
@@ -89,18 +86,9 @@ class WholeTexts(CountedNetwork):
     def with_next(
         self, batch: Batch, ended: Tensor, texts: Tensor, at: Tensor, end: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Add each sequence's text with a full block and the next one as masks, after its others.
+        """Add to each sequence's M texts one with a full block `ended` [B, L], then a masked block.
 
-        Args:
-            batch: The unfinished requests.
-            ended: The full blocks [B, L].
-            texts: [B M, W].
-            at: Positions of the blocks, [B M, L].
-            end: [B M].
-
-        Returns:
-            The same three of B (M + 1) texts. After a last block there is no next one: that text
-            means nothing.
+        After a sequence's last block that text is undefined.
         """
         B, L = ended.shape
         start = (batch.state.start + L).minimum(batch.state.end - L)
@@ -115,7 +103,7 @@ class WholeTexts(CountedNetwork):
     def texts(
         self, batch: Batch, L: int, start: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens [B, W] with masks from the block on, the block's positions [B, L], ends [B].
+        """Return tokens [B, W] with masks from the block on, its positions [B, L], ends [B].
 
         The block begins at `start` [B]; None: where the current one does.
         """
@@ -127,7 +115,7 @@ class WholeTexts(CountedNetwork):
         return texts, start[:, None] + torch.arange(L, device=start.device), end
 
     def block_logits(self, texts: Tensor, at: Tensor, end: Tensor) -> Tensor:
-        """Logits [B, L, V] of the tokens at `at` [B, L] of texts [B, W] that end at `end` [B]."""
+        """Return logits [B, L, V] of the tokens at `at` [B, L] of texts that end at `end` [B]."""
         at = at - self.shift
         if is_foreign(self.network):
             return self.foreign_block_logits(texts, at, end)
@@ -146,7 +134,7 @@ class WholeTexts(CountedNetwork):
         return at_positions(logits, at - asked[0])
 
     def foreign_block_logits(self, texts: Tensor, at: Tensor, end: Tensor) -> Tensor:
-        """`block_logits` of a model that takes no attention masks: one pass for each length."""
+        """Return `block_logits` of a model that takes no masks: one pass for each length."""
         rows, found = [], []
         with self.counted():
             for length in end.unique().tolist():
@@ -157,107 +145,79 @@ class WholeTexts(CountedNetwork):
 
 
 def at_positions(logits: Tensor, at: Tensor) -> Tensor:
-    """The logits [B, L, V] at positions `at` [B, L] of logits [B, W, V]."""
+    """Return the logits [B, L, V] at positions `at` [B, L] of logits [B, W, V]."""
     return logits.gather(1, at[..., None].expand(-1, -1, logits.shape[-1]))
 
 
 class FrozenTexts(CachedNetwork):
-    """Evaluates states with bidirectional attention while other tokens are frozen: *not exact*.
+    """Evaluates states appended to a bidirectional text, as Spiffy's Fig. 2 does: *not exact*.
 
-    A renewing pass runs the whole text with the first state in it, and caches every key and value.
-    A pass evaluates copies of a region, each with a state in it: a copy attends to itself and to
-    the cached text outside the region, which attended to the state of the renewing pass. Nothing
-    outside a copy depends on it, so several states of one pass have the logits that each of them
-    would have alone. Slot s of the cache holds position s; the copies use the slots after the
-    text, for one pass only.
-
-        region   renewed       source
-        block    every block   dual cache, Fast-dLLM (arXiv 2505.22618, section 3.2)
-        rest     every block   prefix cache, the same: the region reaches to the end of the text
-        block    every pass    appended blocks, Spiffy (Fig. 2) on a bidirectional model
+    A pass runs the whole text with the first state in it, and copies of the block, each with a
+    state in it: a copy attends to itself and to the text outside the block, which attended to the
+    first state. Slot s of the cache holds position s; the copies use the slots after the text.
 
     Args:
         network: A masked diffusion LM that takes attention masks.
-        region: 'block' or 'rest'.
-        span: Tokens of a block.
-        mask_id: The mask token.
+        span, mask_id: Tokens of a block, and the mask token.
         length: Tokens of the longest text, with the masks of all later blocks.
         states: States of a pass at most.
-        shifted: Whether the logits at a position predict the token after it. The region then
-            begins with the token before the block.
-        always: Whether every pass renews.
+        shifted: Whether the logits at a position predict the token after it. A copy then begins
+            with the token before the block.
     """
 
     def __init__(
         self,
         network: PreTrainedModel,
-        region: str,
-        *,
         span: int,
         mask_id: int,
         length: int,
         states: int,
         shifted: bool,
-        always: bool = False,
     ):
-        self.region, self.span, self.always = region, span, always
         self.mask_id, self.shift = mask_id, int(shifted)
-        copy = span + self.shift if region == "block" else length
+        copy = span + self.shift
         super().__init__(network, predicate_of("bidirectional", copy), length + states * copy + 1)
 
     def ask(self, batch: Batch, states: Tensor) -> Tensor:
-        """The logits [B, M, L, V] of states [B, M, L]; see the module's docstring."""
+        """Return the logits [B, M, L, V] of states [B, M, L]; see the module's docstring."""
         M, L = states.shape[1:]
         first = batch.state.start[:, None] - self.shift  # where the regions begin
         end, W = batch.state.end[:, None], int(batch.state.end.max())
         in_text = self._slots[:, :W].expand(len(first), -1)
         texts = batch.tokens[:, :W].masked_fill(in_text >= first + self.shift, self.mask_id)
         at = batch.state.start[:, None] + self._slots[:, :L]
-        R = L + self.shift if self.region == "block" else int((end - first).max())
+        R = L + self.shift
         offset = self._slots[:, :R].repeat(1, M)
         copies = texts.gather(1, (first + offset).clamp_max(W - 1)).unflatten(1, (M, R))
         copies = copies.slice_scatter(states, 2, self.shift, self.shift + L).flatten(1)
         copy = (self._slots[:, : M * R] // R).expand(len(first), -1)
-        # The text in place: of the sequences that renew it, if there are any.
-        renews = (batch.state.cached != batch.state.start)[:, None] | self.always
-        width = int((end * renews).max())
-        written = renews & (in_text < end)
-        slots = in_text.where(written, self.cache.capacity - 1)[:, :width]
+        slots = in_text.where(in_text < end, self.cache.capacity - 1)
         lent = (W + self._slots[:, : M * R]).expand(len(first), -1)
-        tokens = torch.cat([texts.scatter(1, at, states[:, 0])[:, :width], copies], 1)
+        tokens = torch.cat([texts.scatter(1, at, states[:, 0]), copies], 1)
         positions = torch.cat([in_text, first + offset], 1)
         k = Layout(
             (positions >= end).long(),  # after a text there are stale slots, and padding
             positions - first,
             torch.cat([torch.full_like(in_text, -1), copy], 1),
         )
-        kept = torch.cat([self._slots[0, :width], self._slots[0, W : W + M * R]])
-        q = k.map(lambda x: x[:, kept])
-        q = q._replace(document=torch.zeros_like(q.document))  # padding must attend to something
-        asked = width + (self._slots[0, :M, None] * R + self._slots[:, :L]).flatten()
+        q = k._replace(document=torch.zeros_like(k.document))  # padding must attend to something
+        asked = W + (self._slots[0, :M, None] * R + self._slots[:, :L]).flatten()
         logits = self.run(
             tokens,
-            positions[:, kept],
+            positions,
             torch.cat([slots, lent], 1),
             dense(predicate_of("bidirectional", R), q, k),
             keep=asked,
         ).logits
-        batch.state.cached = batch.state.start
         return logits.unflatten(1, (M, L))
 
 
 class CachedBlocks(CachedNetwork):
     """Evaluates states with block-causal attention and a KV cache of the finished blocks.
 
-    A finished block enters the cache in its final state, in the pass that begins the next block;
-    the prompt enters it in the first pass. Slot s of the cache holds position s. The states use the
-    slots after the finished text, for one pass only.
-
-    Args:
-        network: A masked diffusion LM with block-causal attention.
-        span: Tokens of a block.
-        mask_id: The mask token.
-        capacity: Slots of the cache.
+    A finished block (`span` tokens) enters the cache in the pass that begins the next block, the
+    prompt in the first pass. Slot s holds position s; states use the slots after the text, for one
+    pass only.
     """
 
     def __init__(self, network: PreTrainedModel, span: int, mask_id: int, capacity: int):
@@ -265,7 +225,7 @@ class CachedBlocks(CachedNetwork):
         self.mask_id = mask_id
 
     def ask(self, batch: Batch, states: Tensor, ended: Tensor | None = None) -> Tensor:
-        """The logits [B, M, L, V] of states [B, M, L]; see the module's docstring."""
+        """Return the logits [B, M, L, V] of states [B, M, L]; see the module's docstring."""
         M, L = states.shape[1:]
         if ended is not None:  # as text, which the states of its own block do not attend to
             masks = torch.full_like(ended, self.mask_id)
@@ -277,7 +237,7 @@ class CachedBlocks(CachedNetwork):
         start, cached = batch.state.start[:, None], batch.state.cached[:, None]
         width = int((start - cached).max())
         finished = start + torch.arange(-width, 0, device=start.device)
-        # Batch with less new text are padded on the left.
+        # Rows with less new text are padded on the left.
         padding = finished < cached
         lent = torch.arange(N * L, device=start.device).expand(len(start), -1)
         of = lent // L

@@ -1,9 +1,9 @@
-"""One step of masked diffusion decoding: which masked tokens of a block are unmasked, and to what.
+"""One step of masked diffusion decoding: which masked tokens of a block are decided, and how.
 
-Pure functions of the logits of a block's state. Vanilla decoding takes one step per network pass;
-speculative decoding takes the same step on the logits of each state that it evaluated. The rule is
-that of the public LLaDA sampler (arXiv 2502.09992, Algorithms 4 and 5) and, with a threshold, of
-Fast-dLLM (arXiv 2505.22618, Algorithm 1).
+Pure functions of a block's logits. Vanilla decoding takes one step per network pass; speculative
+decoding takes it on the logits of each state that it evaluated. The rule is that of the public
+LLaDA sampler (arXiv 2502.09992, Algorithms 4 and 5) and, with a threshold, of Fast-dLLM (arXiv
+2505.22618, Algorithm 1).
 """
 
 from dataclasses import dataclass
@@ -14,38 +14,18 @@ from torch import Tensor
 from decoding.engine.params import SamplingParams
 from decoding.engine.warp import warp
 
-ORDERS = ("confidence", "random")
-
 
 @dataclass(frozen=True)
 class Unmasking:
-    """The unmasking rule: which masked positions a step decides.
+    """The unmasking rule: which masked positions a step decides."""
 
-    Attributes:
-        tokens_per_step: S: the first S positions of the order are decided.
-        threshold: If given, instead of S: all positions whose confidence reaches this probability,
-            and always the most confident one.
-        order: 'confidence', the most confident position first, or 'random'.
-
-    Raises:
-        ValueError: A value is out of range, or `threshold` is combined with another order or S.
-    """
-
-    tokens_per_step: int = 1
+    tokens_per_step: int = 1  # S: the first S positions of the order are decided
+    # If given, instead of S: all positions whose confidence reaches this probability, and always
+    # the most confident one.
     threshold: float | None = None
-    order: str = "confidence"
+    order: str = "confidence"  # the most confident position first; or 'random'
 
     def __post_init__(self):
-        if self.tokens_per_step < 1:
-            raise ValueError(
-                f"tokens_per_step={self.tokens_per_step} is not allowed: it must be at least 1"
-            )
-        if self.threshold is not None and not 0 < self.threshold <= 1:
-            raise ValueError(
-                f"threshold={self.threshold} is not allowed: it is a probability in (0, 1]"
-            )
-        if self.order not in ORDERS:
-            raise ValueError(f"unknown order {self.order!r}. Choose from {list(ORDERS)}")
         if self.threshold is not None and (self.order, self.tokens_per_step) != ("confidence", 1):
             raise ValueError(
                 f"threshold={self.threshold} determines which tokens a step unmasks: leave out "
@@ -53,28 +33,19 @@ class Unmasking:
             )
 
     def noisy(self, params: SamplingParams) -> bool:
-        """Whether a step draws noise."""
+        """Return whether a step draws noise."""
         return params.temperature > 0 or self.order == "random"
 
 
 def judge(
     logits: Tensor, noise: Tensor | None, mask_id: int, rule: Unmasking, params: SamplingParams
 ) -> tuple[Tensor, Tensor]:
-    """Score every token of a block, and the confidence of every position.
+    """Return scores [B, L, V], whose argmax is each position's choice, and confidence [B, L].
 
-    Confidence is the probability of the chosen token before temperature and truncation, among all
-    tokens including the mask; in a random order it is the position's own noise.
-
-    Args:
-        logits: [B, L, V].
-        noise: Gumbel noise [B, L, V + 1], of each token and, last, of the position; None where
-            `rule.noisy(params)` is False.
-        mask_id: The mask token, which is never chosen.
-        rule: The unmasking rule.
-        params: Temperature and truncation.
-
-    Returns:
-        scores [B, L, V], whose argmax is each position's choice, and confidence [B, L].
+    Confidence is the chosen token's probability before temperature and truncation, among all tokens
+    including the mask; in a random order it is the position's own noise. Gumbel noise [B, L, V + 1]
+    is that of each token and, last, of the position; None unless `rule.noisy(params)`. The mask
+    token is never chosen.
     """
     V = logits.shape[-1]
     scores = warp(
@@ -89,7 +60,7 @@ def judge(
 
 
 def position_order(confidence: Tensor, masked: Tensor) -> Tensor:
-    """The positions of a block, the most confident masked one first, unmasked ones last: [B, L].
+    """Sort the positions of a block: the most confident masked one first, unmasked ones last.
 
     >>> masked = torch.tensor([[True, False, True]])
     >>> position_order(torch.tensor([[0.2, 0.9, 0.5]]), masked).tolist()
@@ -102,17 +73,9 @@ def position_order(confidence: Tensor, masked: Tensor) -> Tensor:
 def next_state(
     state: Tensor, scores: Tensor, confidence: Tensor, mask_id: int, rule: Unmasking
 ) -> Tensor:
-    """The state of a block after one step (Spiffy, Algorithm 1, steps 2 to 4).
+    """Return the state [B, L] of a block after one step (Spiffy, Algorithm 1, steps 2 to 4).
 
-    Args:
-        state: Tokens of the block, `mask_id` where undecided, [B, L].
-        scores: [B, L, V], of `judge`.
-        confidence: [B, L], of `judge`.
-        mask_id: The mask token.
-        rule: The unmasking rule.
-
-    Returns:
-        The next state [B, L].
+    `state` [B, L] has `mask_id` where undecided; scores and confidence are those of `judge`.
     """
     masked = state == mask_id
     rank = position_order(confidence, masked).argsort(-1)

@@ -24,8 +24,10 @@ Every pass emits at least one token, so passes never exceed the tokens filled in
 import warnings
 import weakref
 from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -33,52 +35,38 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from data.corruption.orders import binary_lattice, order_index, two_streams
 from decoding.any_subset.infilling import Infiller, InfillState
 from decoding.any_subset.two_stream_cache import Branches, TwoStreamNetwork, two_stream
-from decoding.drafting.tree import Trees, check_tree, draft_trees, verify_trees
+from decoding.drafting.tree import LIMIT, Trees, draft_trees, verify_trees
 from decoding.engine import verify
 from decoding.engine.batch import Batch
 from decoding.engine.params import SamplingParams
 from decoding.engine.verify import choose
 from decoding.engine.warp import fit_vocabulary, seen_tokens, warp
+from decoding.method import Count, Method, Share, TokenId
 from models.twostream import check_prompt, joint_logits
 
-DRAFTS = ("sequential", "assd", "assd_ngram", "assd_fused")
-# Knobs whose values an export of parade stores, with those that stock XLNet is decoded with.
-OWN = {"draft": "assd_fused", "block_size": 5}
-KNOBS = {"draft": str, "block_size": int, "mask_id": int}
-KNOBS |= {"cache": bool, "tolerance": float, "nodes": int, "sharpness": float}
+Draft = Literal["sequential", "assd", "assd_ngram", "assd_fused"]
+DRAFTS = get_args(Draft)
 
 
 @dataclass
 class AsarmState(InfillState):
-    """The orders of a batch, and what the last pass drafted.
+    """The orders of a batch, and what the last pass drafted."""
 
-    Attributes:
-        draft: The drafted tokens, int64 [B, d]; the mask token where a request has none.
-        q: The distributions that they were drawn from, [B, d, V]; None under keyed noise.
-        ahead: Warped logits of the next drafts, [B, k, V]; None unless verify=tree.
-    """
-
-    draft: Tensor
-    q: Tensor | None = None
-    ahead: Tensor | None = None
+    draft: Tensor  # the drafted tokens, int64 [B, d]; the mask token where a request has none
+    q: Tensor | None = None  # what they were drawn from, [B, d, V]; None under keyed noise
+    ahead: Tensor | None = None  # warped logits of the next drafts, [B, k, V], with verify=tree
 
 
 class AsarmSampler(Infiller):
     """Fills holes with an any-subset model, with the distribution of `draft=sequential`.
 
     Args:
-        target: An any-subset model (`models.twostream`).
-        tokenizer: The target's own.
-        mask_id: The network's mask token.
+        target, tokenizer, mask_id: An any-subset model (`models.twostream`), its own, its mask.
         draft: The way of drafting, one of `DRAFTS`; a request may name another.
         block_size: k, tokens drafted a cycle; a request may name another.
-        cache: Keep keys and values of the content stream. Without (for comparison) every pass runs
-            the whole text.
+        cache: Cache the content stream; False (for comparison) runs the whole text in every pass.
         tolerance: epsilon of appendix F.5, added to the acceptance ratio; above 0 it is lossy.
         nodes, sharpness: Of the trees of verify=tree (`decoding.drafting.tree.draft_trees`).
-
-    Raises:
-        ValueError: An option outside its range, or a target that cannot be decoded with.
     """
 
     rules = ("coupled", "rejection", "block", "tree")
@@ -89,21 +77,17 @@ class AsarmSampler(Infiller):
         target: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        mask_id: int,
-        draft: str,
-        block_size: int,
+        mask_id: TokenId,
+        draft: Draft = "assd_fused",
+        block_size: Count = 5,
         cache: bool = True,
-        tolerance: float = 0.0,
-        nodes: int = 16,
-        sharpness: float = 1.0,
+        tolerance: Share = 0.0,
+        nodes: Annotated[int, Field(ge=1, le=LIMIT)] = 16,
+        sharpness: Annotated[float, Field(gt=0)] = 1.0,
     ):
         super().__init__(target, tokenizer, mask_id=mask_id)
-        check_draft(draft, block_size)
-        if not 0 <= tolerance <= 1:
-            raise ValueError(f"tolerance={tolerance} is not allowed: it must be in [0, 1]")
         self.draft, self.block_size, self.cache = draft, block_size, cache
         self.tolerance = tolerance
-        check_tree(nodes, sharpness)
         self.nodes, self.sharpness = nodes, sharpness
         self._forward = lambda: None
 
@@ -120,7 +104,6 @@ class AsarmSampler(Infiller):
         return 2 * k + drafts + (drafts + 1) * (k + 1) + 2
 
     def begin(self, batch: Batch, params: SamplingParams) -> None:
-        """Make the target's cache; the first cycle's pass brings the prompt."""
         way, k = params.draft or self.draft, params.block_size or self.block_size
         if self.lossy(params) and (params.verify != "rejection" or params.temperature == 0):
             raise ValueError(
@@ -140,11 +123,11 @@ class AsarmSampler(Infiller):
             )
         check_prompt(self.target, batch.state.given > 0)
         capacity = batch.tokens.shape[1]
-        # Those who join share XLNet's table of distances with those who are there.
+        # Joining requests share XLNet's table of distances with the running ones.
         forward = self._forward() or two_stream(self.target, self.mask_id)
         self._forward = weakref.ref(forward)
         batch.networks["target"] = TwoStreamNetwork(forward, capacity, self.mask_id)
-        # Of `assd` every pass takes k - 1 drafts, so that a request may draft beside others that
+        # With `assd` every pass takes k - 1 drafts, so that a request may draft while others
         # verify; `assd_fused` has them from its first cycle on, which no other request shares.
         none = torch.full_like(batch.tokens[:, : k - 1 if way == "assd" else 0], self.mask_id)
         q = None if params.keyed else one_hot(none, self.vocabulary).float()
@@ -186,7 +169,7 @@ class AsarmSampler(Infiller):
     def accept(
         self, batch: Batch, p_logits: Tensor, noise: Tensor | None, params: SamplingParams
     ) -> tuple[Tensor, Tensor]:
-        """How many drafts are accepted [B], and the token after them [B]: `engine.verify`."""
+        """Return how many drafts are accepted [B], and the token after them [B]."""
         draft, q = batch.state.draft, batch.state.q
         if params.keyed:
             return verify.coupled(draft, choose(p_logits, noise))
@@ -208,7 +191,7 @@ class AsarmSampler(Infiller):
     ) -> None:
         """Set the next drafts, from logits [B, k, V] of the tokens after the next.
 
-        noise: Of the last decoded token's successor and all after it, or None.
+        The noise begins at the position after the last decoded token.
         """
         state, k = batch.state, logits.shape[1]
         if params.verify == "tree":
@@ -228,7 +211,7 @@ class AsarmSampler(Infiller):
     def tree_cycle(self, batch: Batch, k: int, params: SamplingParams) -> tuple[Tensor, Tensor]:
         """Verify a tree of the last pass's drafts and draft the next ones, in one pass.
 
-        Given the tokens that pass was conditioned on, its drafts are independent, as DEER's are.
+        Given that pass's prefix the drafts are independent, as DEER's are.
         """
         ahead, noise = batch.state.ahead, self.order_noise(batch, k + 1, params)
         trees = draft_trees(
@@ -252,22 +235,16 @@ class AsarmSampler(Infiller):
         params: SamplingParams,
         trees: Trees | None = None,
     ) -> Tensor:
-        """Run one target pass over the drafts and the queries.
+        """Run one target pass over the drafts [B, d] and the queries.
 
-        Args:
-            batch: The unfinished requests, with n [B] decoded tokens.
-            draft: Drafted tokens, int64 [B, d]; the mask token where a request has none.
-            A: How many prefixes of the draft are conditioned on: those of 0 to A - 1 tokens.
-            ahead: Further tokens asked for after each prefix.
-            params: The request's sampling parameters.
-            trees: The trees whose nodes the drafts are. Prefix 0 is then the root, and prefix a > 0
-                the path to node a - 1.
+        The queries are conditioned on A prefixes of the draft, of 0 to A - 1 tokens, and ask for
+        the next token and `ahead` more. In a tree, prefix 0 is the root and prefix a > 0 the path
+        to node a - 1.
 
         Returns:
-            Warped logits [B, A, 1 + ahead, V]. Entry (a, j) is about index n + a + j of the order
-            (n + depth + j in a tree), conditioned on the n decoded tokens and on prefix a, or on
-            none of the draft where a request has none. At an index that does not exist: token 0,
-            `surely`.
+            Warped logits [B, A, 1 + ahead, V]. Entry (a, j) is index n + a + j of the order (n +
+            depth + j in a tree), conditioned on the n decoded tokens and prefix a (no draft where a
+            request has none). An index that does not exist has token 0, `surely`.
         """
         n = batch.lengths[:, None]
         batch.tokens.scatter_(1, n + torch.arange(draft.shape[1], device=n.device), draft)
@@ -304,7 +281,7 @@ class AsarmSampler(Infiller):
         return logits.where(inside, surely(0, logits)).unflatten(1, (A, 1 + ahead))
 
     def order_noise(self, batch: Batch, count: int, params: SamplingParams) -> Tensor | None:
-        """Keyed noise [B, count, V] of the next positions in the order; None at temperature 0."""
+        """Return the noise [B, count, V] of the next positions of the order; None at T=0."""
         if params.temperature == 0:
             return None
         at = batch.lengths[:, None] + torch.arange(count, device=batch.tokens.device)
@@ -316,9 +293,7 @@ class AsarmSampler(Infiller):
         known = torch.arange(order.shape[1], device=n.device) < n
         text = torch.zeros_like(batch.tokens).scatter(1, order, batch.tokens)
         known = torch.zeros_like(known).scatter(1, order, known)
-        noise = None
-        if params.keyed:
-            noise = self.order_noise(batch, k, params)
+        noise = self.order_noise(batch, k, params) if params.keyed else None
         drafts, qs = [], []
         for i in range(k):
             at = order.gather(1, n + i)
@@ -337,18 +312,14 @@ class AsarmSampler(Infiller):
     def log_prob(
         self, tokens: list[list[int]], given: list[list[bool]], order: list[list[int]] | None = None
     ) -> Tensor:
-        """The joint log-probability log p(x_sigma(>=m) | x_sigma(<m)), in one pass. Eq. 2.
+        """Return the joint log-probability log p(x_sigma(>=m) | x_sigma(<m)), in one pass. Eq. 2.
 
         Args:
-            tokens: Token ids of B texts of N tokens each.
-            given: For each token, whether it is part of the prompt.
+            tokens, given: B texts of N tokens, and which of them are part of the prompt.
             order: sigma of each text, N positions; None: the prompt, then from left to right.
 
         Returns:
             [B], in nats; float32, or the model's dtype if that is wider.
-
-        Raises:
-            ValueError: An order that is no permutation of the text's positions.
         """
         ids = torch.tensor(tokens, device=self.device)
         masked = ~torch.tensor(given, device=ids.device)
@@ -365,29 +336,16 @@ class AsarmSampler(Infiller):
         return chosen.where(masked, 0).sum(-1)
 
 
-def check_draft(draft: str, block_size: int) -> None:
-    """Refuse a way to draft that there is not, or blocks without a token."""
-    if draft not in DRAFTS:
-        raise ValueError(f"unknown draft {draft!r}. Choose from {list(DRAFTS)}")
-    if block_size < 1:
-        raise ValueError(f"block_size={block_size} is not allowed: it must be at least 1")
-
-
 def bigram_counts(text: Tensor, known: Tensor, at: Tensor, vocabulary: int, mask_id: int) -> Tensor:
-    """The bigram distribution c(. | left neighbour of `at`). Eq. 23, with its indices in order.
+    """Return the bigram distribution c(. | left neighbour of `at`), float64 [B, V] (Eq. 23).
 
-    It counts the tokens that follow the same left neighbour in the known text. Where there are
-    none it is the frequency of tokens in the known text, and where no token is known uniform.
+    It counts the tokens after the same left neighbour in the known text. Without any it is the
+    frequency of tokens in the known text, and where no token is known uniform.
 
     Args:
-        text: Tokens by position, int64 [B, L].
-        known: Which of them are known, bool [B, L].
+        text, known: Tokens by position, int64 [B, L], and which of them are known, bool [B, L].
         at: The position to draft, [B, 1].
-        vocabulary: V.
-        mask_id: A token that is never drafted.
-
-    Returns:
-        Probabilities [B, V], float64.
+        vocabulary, mask_id: V, and a token that is never drafted.
     """
     left = text.gather(1, (at - 1).clamp_min(0))
     pairs = known[:, :-1] & known[:, 1:] & (text[:, :-1] == left) & (at > 0)
@@ -402,37 +360,30 @@ def bigram_counts(text: Tensor, known: Tensor, at: Tensor, vocabulary: int, mask
 
 
 def surely(token: int, logits: Tensor) -> Tensor:
-    """Logits of this shape [..., V] that give one token the probability 1.
+    """Return logits of this shape [..., V] that give one token the probability 1.
 
-    Of token 0 where an index does not exist, so that its draft is accepted; of the mask token where
-    a request has no draft: the target never draws it, so it is never accepted, and the residual is
-    the target's own distribution.
+    It is token 0 where an index does not exist, so that its draft is accepted; the mask token where
+    a request has no draft: the target never draws it, so the residual is the target's distribution.
     """
     logits = torch.full_like(logits, float("-inf"))
     logits[..., token] = 0
     return logits
 
 
-def from_export(target, tokenizer, drafter, config: dict) -> AsarmSampler:
-    """The sampler of an any-subset model: of an export, or of a plain transformers XLNet.
+class AsarmMethod(Method):
+    """A method for any-subset models: of an export, or a plain transformers XLNet."""
 
-    Args:
-        target: The model.
-        tokenizer: The model's own.
-        drafter: None: the model drafts for itself.
-        config: The `parade` entry, with the user's knobs. Without `mask_id` the mask token is the
-            tokenizer's, without `draft` and `block_size` they are those of `OWN`.
+    def arguments(
+        self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, entry: dict
+    ) -> dict[str, Any]:
+        given = {"mask_id": tokenizer.mask_token_id, **super().arguments(target, tokenizer, entry)}
+        if given["mask_id"] is None:
+            raise ValueError(
+                "method=asarm needs a mask token, and the tokenizer has none: give its id, as "
+                "sampler=[method=asarm,mask_id=6], or a model that fills holes (XLNet, or "
+                "python -m trainers.fit recipe=asarm_joint)"
+            )
+        return given
 
-    Raises:
-        ValueError: Neither a knob nor the tokenizer says which token is the mask, or as
-            `AsarmSampler` raises.
-    """
-    given = {**OWN, "mask_id": tokenizer.mask_token_id}
-    given |= {key: config[key] for key in KNOBS if key in config}
-    if given["mask_id"] is None:
-        raise ValueError(
-            "method=asarm needs a mask token, and the tokenizer has none: give its id, as "
-            "sampler=[method=asarm,mask_id=6], or a model that fills holes (XLNet, or "
-            "python -m trainers.fit recipe=asarm_joint)"
-        )
-    return AsarmSampler(target, tokenizer, **given)
+
+METHOD = AsarmMethod(AsarmSampler)

@@ -1,12 +1,10 @@
 """CSpD: continuous speculative decoding of images (the paper of that name), made lossless.
 
-The drafter drafts gamma tokens one after the other. The target evaluates all of them in one pass
-(a bidirectional MAR by a row for each prefix, `decoding.continuous.prefixes.PrefixNetwork`),
-and its denoising chains for these tokens and the next one run as one batch, coupled to the
-drafter's chains (`decoding.continuous.denoising_chains`). The ends of the target's chains are the
-tokens: a draft is accepted while both chains have the same end, the first different end is the
-correction, and if all drafts are accepted the last end is the bonus token. The published rule
-(verify=relaxed) uses another acceptance ratio and does not keep the target's distribution.
+The drafter drafts gamma tokens one after the other. The target evaluates them in one pass (a
+bidirectional MAR by a row for each prefix, `decoding.continuous.prefixes`), and its denoising
+chains for them and the next token run as one batch, coupled to the drafter's
+(`decoding.continuous.denoising_chains`). Drafts are accepted while both chains end alike; the first
+other end is the correction, and after gamma accepted drafts the last end is the bonus token.
 """
 
 from functools import partial
@@ -18,10 +16,9 @@ from decoding.continuous import prefixes
 from decoding.continuous.denoising_chains import Trajectory, follow, follow_relaxed, join, run_chain
 from decoding.continuous.image_state import ImageBatch, ImageParams
 from decoding.continuous.prefixes import CHAIN, ImageTransformer
+from decoding.method import Count, Method, Share
 from decoding.samplers.sequential import SequentialSampler
 from models.patches import check_pair
-
-KNOBS = {"gamma": int, "prefill": float, **CHAIN}
 
 
 class CspdSampler(SequentialSampler):
@@ -31,11 +28,7 @@ class CspdSampler(SequentialSampler):
         target: A patch transformer or a MAR.
         drafter: A smaller model with the same patches, order, classes and noise schedule.
         gamma: Tokens drafted per cycle, unless a request gives another number.
-        prefill: Share of the tokens, at the start, that the target generates without drafts,
-            unless a request gives another.
-
-    Raises:
-        ValueError: The models do not fit each other, gamma is below 1, or prefill not in [0, 1].
+        prefill: Share of the tokens, at the start, without drafts, unless a request gives another.
     """
 
     def __init__(
@@ -43,15 +36,11 @@ class CspdSampler(SequentialSampler):
         target: ImageTransformer,
         drafter: ImageTransformer,
         *,
-        gamma: int,
-        prefill: float = 0.0,
+        gamma: Count,
+        prefill: Share = 0.0,
     ):
         super().__init__(target)
         check_pair(target, drafter)
-        if gamma < 1:
-            raise ValueError(f"gamma={gamma} is not allowed: it must be at least 1")
-        if not 0 <= prefill <= 1:
-            raise ValueError(f"prefill={prefill} is not allowed: it must be in [0, 1]")
         self.drafter, self.gamma, self.prefill = drafter.eval(), gamma, prefill
 
     def margin(self, params: ImageParams) -> int:
@@ -78,12 +67,7 @@ class CspdSampler(SequentialSampler):
         return x, accepted.sum(1) + 1, accepted
 
     def draft(self, batch: ImageBatch, gamma: int, params: ImageParams) -> Trajectory:
-        """Draft gamma tokens, and write them after the committed ones.
-
-        Returns:
-            Their chains [B, gamma + 1, D]. The last chain is repeated as padding for the bonus
-            token, which has no draft.
-        """
+        """Draft gamma tokens: chains [B, gamma + 1, D], the last repeated for the bonus token."""
         n, drafter = batch.lengths, batch.networks["drafter"]
         here = torch.arange(len(n), device=n.device)
         chains = []
@@ -101,22 +85,7 @@ class CspdSampler(SequentialSampler):
 
 
 def load(path: str, config: dict, *, target: str | None, dtype: str, device: str) -> CspdSampler:
-    """The sampler of an exported drafter.
-
-    Args:
-        path: The export's folder.
-        config: Its `parade` entry.
-        target: Folder of the target.
-        dtype: Of the weights.
-        device: Where to run.
-
-    Returns:
-        The sampler, with both models on the device.
-
-    Raises:
-        ValueError: No target or gamma is known, a model cannot be loaded, or the two do not fit
-            each other.
-    """
+    """Load the sampler of an exported drafter, with its target."""
     if target is None or "gamma" not in config:
         raise ValueError(
             f"{path!r} does not name its target and how many tokens to draft: give target=, and "
@@ -124,3 +93,6 @@ def load(path: str, config: dict, *, target: str | None, dtype: str, device: str
         )
     models = (prefixes.load(p, config, dtype, device) for p in (target, path))
     return CspdSampler(*models, gamma=config["gamma"], prefill=config.get("prefill", 0.0))
+
+
+METHOD = Method(CspdSampler, keys=CHAIN, load=load)

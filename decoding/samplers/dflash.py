@@ -1,7 +1,7 @@
 """DFlash: a drafter that reads the target's hidden states drafts a block in one pass.
 
-Source: arXiv 2602.06036. The states are those of the passes that verify: of each accepted token
-they become keys and values of the drafter's context, those of a rejected one never do.
+Source: arXiv 2602.06036. The states come from the verifying passes: those of accepted tokens become
+keys and values of the drafter's context, those of rejected ones never do.
 """
 
 from dataclasses import dataclass
@@ -11,35 +11,24 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decoding.drafting import block_sampler
-from decoding.drafting.block_sampler import BlockSampler
-from decoding.drafting.prompt_lookup import Lookup
+from decoding.drafting.block_sampler import BlockMethod, BlockSampler
 from decoding.engine.batch import Batch, State
 from decoding.engine.cache import CountedNetwork, RaggedCache
 from decoding.engine.vocabulary import check_known
+from decoding.method import Text, TokenId
 from models import dflash
 from models.dflash import DFlashDraftModel
 from models.masks import Layout, dense
 
-KNOBS = block_sampler.KNOBS
-ARTEFACTS = block_sampler.ARTEFACTS
-NEEDED = ("mask_id", "block_size")  # a published drafter's config.json has no more
-read_artefacts = block_sampler.read_artefacts
-
 
 @dataclass
 class DFlashState(State):
-    """What a batch keeps between cycles.
+    """The state between cycles."""
 
-    states: [B, w, L H], the target's hidden states at the committed tokens that the drafter's cache
-        lacks, aligned to the right; the last committed token is not among them.
-    missing: [B], how many of them a row has.
-    lookups: The prompt lookup of each request; None where trees do not use it.
-    """
-
+    # The target's hidden states at the committed tokens that the drafter's cache lacks, without the
+    # last committed token, aligned to the right: [B, w, L H].
     states: Tensor
     missing: Tensor
-    lookups: list[Lookup] | None = None
 
     def join(self, fresh: "DFlashState") -> None:
         width = max(self.states.shape[1], fresh.states.shape[1])
@@ -51,13 +40,8 @@ class DFlashState(State):
 class CachedDrafter(CountedNetwork):
     """A DFlash drafter with a ragged cache of its context's keys and values.
 
-    Slot s of the cache holds the context at position s. A draft block is written after the context,
-    and the next context over it.
-
-    Args:
-        network: The drafter.
-        target: Whose embeddings, and head where the drafter has none, it borrows.
-        capacity: Slots of the cache, the scratch slot included.
+    Slot s holds the context at position s; the last one is scratch. A draft block is written after
+    the context, and the next context over it. The target gives embeddings, and a missing head.
     """
 
     def __init__(self, network: DFlashDraftModel, target: PreTrainedModel, capacity: int):
@@ -67,16 +51,12 @@ class CachedDrafter(CountedNetwork):
         self._slots = torch.arange(capacity, device=network.device)[None]
 
     def __call__(self, states: Tensor, missing: Tensor, block: Tensor, lengths: Tensor) -> Tensor:
-        """One forward of a draft block after new context.
+        """Run one forward of a draft block after new context; return its logits [B, k, Vd].
 
         Args:
-            states: [B, w, L H], of the tokens before the last committed one, aligned to the right.
-            missing: [B], how many of them the cache lacks; the others are padding.
+            states, missing: Those of `DFlashState`; what a row does not miss is padding.
             block: [B, Q], the last committed token and masks.
             lengths: [B], committed tokens, n: the block begins at position n - 1.
-
-        Returns:
-            Logits [B, k, Vd] of what the block drafts.
         """
         w, Q = int(missing.max()), block.shape[1]
         states = states[:, states.shape[1] - w :]  # the row that lacked most may be gone
@@ -108,13 +88,10 @@ class DFlashSampler(BlockSampler):
     """Speculative decoding with a drafter that reads the target's hidden states.
 
     Args:
-        target, tokenizer: See `Sampler`.
+        target, tokenizer, knobs: See `BlockSampler`.
         drafter: The network (`models.dflash`); its config names the layers that it reads.
         mask_id: The token that the drafter reads in place of those it drafts.
-        knobs: See `BlockSampler`.
-
-    Raises:
-        ValueError: The drafter is for a target of another size or depth.
+        attention: How it was trained; None: as its own config says.
     """
 
     def __init__(
@@ -123,9 +100,15 @@ class DFlashSampler(BlockSampler):
         tokenizer: PreTrainedTokenizerBase,
         drafter: DFlashDraftModel,
         *,
-        mask_id: int,
+        mask_id: TokenId,
+        attention: Text | None = None,
         **knobs,
     ):
+        if attention is not None and (attention == "causal") != drafter.causal:
+            raise ValueError(
+                f"the drafter was trained with attention={attention}, and its config.json has "
+                f"dflash_config.causal={drafter.causal}"
+            )
         knobs.setdefault("draft_ids", drafter.draft_ids)
         super().__init__(target, tokenizer, **knobs)
         dflash.check_fits(drafter.config, target)
@@ -146,11 +129,7 @@ class DFlashSampler(BlockSampler):
         batch.state = DFlashState(found, missing)
 
     def draft_logits(self, batch: Batch, k: int) -> Tensor:
-        """Drafter logits [B, k, V] at the next k positions, independent given the prefix.
-
-        One pass over the states of the tokens that were committed since the last one, and the block
-        of the last committed token and masks.
-        """
+        """Run one pass over the states of new tokens, and a block of the last one and masks."""
         state, last = batch.state, batch.tokens.gather(1, batch.lengths[:, None] - 1)
         masks = k - self.drafter.samples_from_anchor
         block = torch.cat([last, last.new_full((len(last), masks), self.mask_id)], 1)
@@ -169,33 +148,20 @@ class DFlashSampler(BlockSampler):
 
 
 def _right_aligned(states: Tensor, counts: Tensor) -> Tensor:
-    """The first counts [B] of states [B, m, H] as the last of [B, max counts, H]."""
+    """Return the first counts [B] of states [B, m, H] as the last of [B, max counts, H]."""
     width = int(counts.max())
     steps = torch.arange(width, device=counts.device) - (width - counts)[:, None]
     rows = torch.arange(len(counts), device=counts.device)[:, None]
     return states[rows, steps.clamp_min(0)]
 
 
-def load_drafter(path: str, dtype: str | torch.dtype, **options) -> DFlashDraftModel:
-    """The network of an export."""
-    return dflash.load(path, dtype)
-
-
-def load_assistant(path: str) -> tuple[PreTrainedModel, dict]:
-    """An export as an assistant model of transformers, and what `generate` must be told of it."""
+def _load_assistant(path: str) -> tuple[PreTrainedModel, dict]:
     return dflash.load_assistant(path), {"speculation_type": "dflash"}
 
 
-def from_export(target, tokenizer, drafter, config: dict) -> DFlashSampler:
-    """The sampler of an exported drafter; config: its `parade` entry.
-
-    Raises:
-        ValueError: Its network has another attention than it was trained with.
-    """
-    trained = config.get("attention")
-    if trained is not None and (trained == "causal") != drafter.causal:
-        raise ValueError(
-            f"the drafter was trained with attention={trained}, and its config.json has "
-            f"dflash_config.causal={drafter.causal}"
-        )
-    return DFlashSampler(target, tokenizer, drafter, **block_sampler.knobs_of(config, "mask_id"))
+METHOD = BlockMethod(
+    DFlashSampler,
+    needed=("mask_id", "block_size"),  # a published drafter's config.json has no more
+    load_drafter=lambda path, dtype, **options: dflash.load(path, dtype),
+    load_assistant=_load_assistant,
+)

@@ -1,43 +1,39 @@
 """Multi-block Jacobi decoding with rejection recycling (pcLLM, Algorithm 1).
 
 Several blocks are refined in one pass. Only the first, the real-active block, commits tokens. In
-the others, which are pseudo-active, a guess that the guesses before it predicted is frozen until
-its block is real-active, when all of it is verified. Given-up guesses are kept in a pool. A member
-of the pool that holds the last committed token gives a candidate: the tokens that follow it there,
-verified as a further branch of the same pass. The branch with most accepted tokens wins.
+the others, the pseudo-active ones, a guess that the guesses before it predicted is frozen until its
+block is real-active and verifies it. Given-up guesses go to a pool. A member of the pool with the
+last committed token gives a candidate: the tokens after it there, a further branch of the same
+pass. The branch with most accepted tokens wins.
 """
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import pad
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.engine import verify
 from decoding.engine.batch import Batch
 from decoding.engine.cache import CachedNetwork
 from decoding.engine.params import SamplingParams
 from decoding.engine.verify import choose
+from decoding.method import MOST, Count, Method, Share
 from decoding.samplers.jacobi import JacobiSampler, JacobiState, guesses, with_old_guesses
 from models.masks import branches
-
-KNOBS = {"block_size": int, "blocks": int, "spawn_ratio": float, "pool_size": int}
 
 
 @dataclass
 class MultiBlockState(JacobiState):
-    """The prompts' lengths, and the guesses that the active blocks have frozen and given up.
+    """The prompts' lengths, and the guesses that the active blocks have frozen and given up."""
 
-    Attributes:
-        end: The position after the last active block, [B].
-        frozen: Which guesses are kept until their block is real-active, bool [B, capacity].
-        pool: Given-up guesses, newest first, int64 [B, pool size, n]; -1 where empty.
-    """
-
-    end: Tensor
-    frozen: Tensor
-    pool: Tensor
+    end: Tensor  # the position after the last active block, [B]
+    frozen: Tensor  # which guesses are kept until their block is real-active, bool [B, capacity]
+    pool: Tensor  # given-up guesses, newest first, int64 [B, pool size, n]; -1 where empty
 
 
 class JacobiMRSampler(JacobiSampler):
@@ -50,22 +46,19 @@ class JacobiMRSampler(JacobiSampler):
         blocks: K, the most blocks that are active at once.
         spawn_ratio: r; a block is begun when ceil(r n) tokens of an active one are accepted.
         pool_size: How many blocks of given-up guesses are kept.
-
-    Raises:
-        ValueError: An option outside its range, or a target that cannot be decoded with.
     """
 
     def __init__(
-        self, *args, blocks: int = 2, spawn_ratio: float = 0.5, pool_size: int = 2, **kwargs
+        self,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        block_size: Count = 16,
+        blocks: Count = 2,
+        spawn_ratio: Share = 0.5,
+        pool_size: Annotated[int, Field(ge=0, le=MOST)] = 2,
     ):
-        super().__init__(*args, running=False, **kwargs)
-        for name, value, ok, rule in (
-            ("blocks", blocks, blocks >= 1, "at least 1"),
-            ("spawn_ratio", spawn_ratio, 0 <= spawn_ratio <= 1, "in [0, 1]"),
-            ("pool_size", pool_size, pool_size >= 0, "at least 0"),
-        ):
-            if not ok:
-                raise ValueError(f"{name}={value} is not allowed: it must be {rule}")
+        super().__init__(target, tokenizer, block_size=block_size, running=False)
         self.blocks, self.spawn_ratio, self.pool_size = blocks, spawn_ratio, pool_size
 
     def margin(self, params: SamplingParams) -> int:
@@ -74,7 +67,6 @@ class JacobiMRSampler(JacobiSampler):
         return (self.blocks + self.pool_size) * n + 2
 
     def begin(self, batch: Batch, params: SamplingParams) -> None:
-        """Prefill the target; one block is active, no guess is frozen, and the pool is empty."""
         super().begin(batch, params)
         n = params.block_size or self.block_size
         batch.state = MultiBlockState(
@@ -85,15 +77,13 @@ class JacobiMRSampler(JacobiSampler):
         )
 
     def cached_target(self, batch: Batch) -> CachedNetwork:
-        """The target with a cache for passes with branches."""
         return CachedNetwork(self.target, branches, batch.tokens.shape[1])
 
     def width(self, batch: Batch, params: SamplingParams) -> Tensor:
-        """How many tokens of the active blocks are not committed, [B]."""
         return batch.state.end - batch.lengths
 
     def cycle(self, batch: Batch, params: SamplingParams) -> tuple[Tensor, Tensor]:
-        """One pass over all active blocks and candidates (Algorithm 1, lines 4 to 15)."""
+        """Run one pass over all active blocks and candidates (Algorithm 1, lines 4 to 15)."""
         n = params.block_size or self.block_size
         width = self.width(batch, params)
         guess = guesses(batch, int(width.max()))
@@ -112,13 +102,10 @@ class JacobiMRSampler(JacobiSampler):
         return choice, emitted
 
     def recall(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Candidates for the next n tokens from the pool.
+        """Find candidates [B, C, n] for the next n tokens in the pool, and each row's number [B].
 
-        A candidate is the tokens that follow the last committed token in a member of the pool; the
-        tokens before it there, that token included, fill it up to n.
-
-        Returns:
-            Candidates [B, C, n], and how many of them each row has, [B]; they come first.
+        A candidate is the tokens that follow the last committed token in a member of the pool,
+        filled up to n with those before it; a row's candidates come first.
         """
         pool = batch.state.pool
         n = pool.shape[-1]
@@ -136,17 +123,9 @@ class JacobiMRSampler(JacobiSampler):
     def branch_pass(
         self, batch: Batch, guess: Tensor, candidates: Tensor, params: SamplingParams
     ) -> tuple[Tensor, list[Tensor]]:
-        """One target pass over the blocks' guesses and the candidates.
+        """Run one target pass over the blocks' guesses [B, W] and the candidates [B, C, n].
 
-        Args:
-            batch: The unfinished requests.
-            guess: The blocks' own guesses, [B, W].
-            candidates: [B, C, n].
-            params: The request's sampling parameters.
-
-        Returns:
-            The target's choices at the guesses and after them, [B, W + 1], and those of each
-            candidate, C tensors [B, n + 1].
+        Returns the target's choices at and after the guesses, [B, W + 1], and C tensors [B, n + 1].
         """
         C, n = candidates.shape[1:]
         W, device = guess.shape[1], guess.device
@@ -183,17 +162,9 @@ class JacobiMRSampler(JacobiSampler):
     ) -> tuple[Tensor, Tensor]:
         """Take the branch that emits most tokens, and keep its keys and values in the cache.
 
-        Args:
-            batch: The unfinished requests.
-            choice: The choices of the blocks' own guesses, branch 0, [B, W + 1].
-            emitted: Tokens that branch 0 emits, [B].
-            candidates: [B, C, n].
-            found: How many candidates each row has, [B].
-            others: The choices of each candidate, C tensors [B, n + 1].
-
-        Returns:
-            The best branch's choices, and after them branch 0's and old guesses,
-            [B, max(W, n) + 1], and the tokens that it emits, [B].
+        Branch 0 has the choices [B, W + 1] and emits `emitted` [B]; see `recall` and `branch_pass`
+        for the others. Returns the best branch's choices, then branch 0's and old guesses, [B,
+        max(W, n) + 1], and what it emits, [B].
         """
         n, W = candidates.shape[-1], choice.shape[1] - 1
         new = guesses(batch, max(W, n) + 1)
@@ -212,7 +183,7 @@ class JacobiMRSampler(JacobiSampler):
         return new, emitted
 
     def pseudo_accepted(self, batch: Batch, guess: Tensor, main: Tensor, n: int) -> Tensor:
-        """Which guesses are right, as are all guesses of their block before them: bool [B, W]."""
+        """Find the guesses that are right, with all of their block before them: bool [B, W]."""
         W = guess.shape[1]
         steps = torch.arange(W, device=guess.device)
         at = batch.lengths[:, None] + steps
@@ -251,19 +222,10 @@ class JacobiMRSampler(JacobiSampler):
 
 
 def later_blocks(batch: Batch, guess: Tensor, emitted: Tensor, n: int) -> Tensor:
-    """Which guesses are in blocks after the one that will be real-active: bool [B, W].
-
-    Args:
-        batch: The unfinished requests.
-        guess: The blocks' guesses, [B, W].
-        emitted: Tokens that this cycle emits, [B].
-        n: Tokens of a block.
-    """
+    """Find the guesses [B, W] in blocks of n after the next real-active one: bool [B, W]."""
     at = batch.lengths[:, None] + torch.arange(guess.shape[1], device=guess.device)
     after = batch.lengths + emitted
     return at >= (after - (after - batch.state.prompt) % n + n)[:, None]
 
 
-def from_export(target, tokenizer, drafter, config: dict) -> JacobiMRSampler:
-    """Make the sampler of an exported model; config is its `parade` entry."""
-    return JacobiMRSampler(target, tokenizer, **{k: config[k] for k in KNOBS if k in config})
+METHOD = Method(JacobiMRSampler)

@@ -7,6 +7,7 @@ from decoding.engine.batch import Batch
 from decoding.engine.params import VERIFY, SamplingParams
 from decoding.engine.sampler import Sampler
 from decoding.engine.verify import choose
+from decoding.method import Method
 
 
 class PlainSampler(Sampler):
@@ -19,11 +20,9 @@ class PlainSampler(Sampler):
     rules = VERIFY
 
     def begin(self, batch: Batch, params: SamplingParams) -> None:
-        """Prefill the target."""
         self.prefill(batch, "target", self.cached_target(batch))
 
     def cycle(self, batch: Batch, params: SamplingParams) -> tuple[Tensor, Tensor]:
-        """One target pass and one token for each request."""
         nothing = batch.tokens[:, :0]
         logits = self.target_pass(batch, nothing, params).logits
         if params.keyed:
@@ -33,6 +32,4 @@ class PlainSampler(Sampler):
         return tokens, torch.ones_like(batch.lengths)
 
 
-def from_export(target, tokenizer, drafter, config: dict) -> PlainSampler:
-    """Make the sampler of an export without a drafter."""
-    return PlainSampler(target, tokenizer)
+METHOD = Method(PlainSampler)

@@ -2,21 +2,20 @@
 
 Source: Spiffy, arXiv 2509.18085, section 4 and Algorithm 1. A pass evaluates the current state of a
 block and D draft states, some steps ahead. The current state's logits determine the next state, as
-in `denoise`; if the next state is among the drafts, its logits are known and determine the state
-after it, and so on. The output is that of `denoise`, token for token, for any drafts: they only
-determine which states are evaluated early.
+in `denoise`; if it is among the drafts, its logits determine the state after it, and so on. The
+output is that of `denoise`, token for token, for any drafts.
 
     drafts                                            from
     a calibrated graph                                the last evaluated state's ranking (Spiffy)
     graph=chain:N                                     the same, as FreeDave (arXiv 2510.00294)
-    draft_cache=prefix or dual, draft_steps=N         passes with a cache of Fast-dLLM
 
-Every block begins as masks, after a text that is known once the block before it has ended. Where it
-may end within a pass, that pass also evaluates the next block's first state, after the most likely
-end (ours: `next_block`); with a graph alone every block begins with a pass that has no drafts.
+A block begins as masks, after a known text. Where the block before it may end within a pass, that
+pass also evaluates the next block's first state, after the most likely end (ours: `next_block`);
+with a graph alone every block begins with a pass that has no drafts.
 """
 
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,38 +25,22 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from decoding.engine.batch import Batch
 from decoding.engine.params import SamplingParams
 from decoding.masked.block_evaluators import CachedBlocks, FrozenTexts, WholeTexts
-from decoding.masked.draft_graph import DraftGraph, chain_graph, graph_of, read_graph
+from decoding.masked.draft_graph import DraftGraph, chain_graph, read_graph
 from decoding.masked.unmasking import next_state, position_order
-from decoding.samplers import denoise
-from decoding.samplers.denoise import CACHES, DenoiseSampler, DenoiseState
+from decoding.method import Text
+from decoding.samplers.denoise import DenoiseMethod, DenoiseSampler, DenoiseState
 from models.blockwise import is_foreign
 
-KNOBS = {
-    **denoise.KNOBS,
-    "graph": str,
-    "pass": str,
-    "next_block": bool,
-    "draft_cache": str | None,
-    "draft_steps": int,
-}
-
-PASSES = ("appended", "batched")
 AHEAD = 8  # steps whose noise ranks the drafts, at most
 
 
 @dataclass
 class SpiffyState(DenoiseState):
-    """The denoising state, and the ranking that the next drafts are made from.
+    """The denoising state, and the ranking that the next drafts are made from."""
 
-    Attributes:
-        order: Positions of the block, the most likely to be decided next first, [B, L].
-        best: The most probable tokens of each position, [B, L, width].
-        left: Masked positions of the ranked state, [B].
-    """
-
-    order: Tensor
-    best: Tensor
-    left: Tensor
+    order: Tensor  # positions of the block, the most likely to be decided next first, [B, L]
+    best: Tensor  # the most probable tokens of each position, [B, L, width]
+    left: Tensor  # masked positions of the ranked state, [B]
 
 
 class SpiffySampler(DenoiseSampler):
@@ -69,16 +52,14 @@ class SpiffySampler(DenoiseSampler):
     is a sequence of its own in the batch, which is always exact.
 
     Args:
-        target: The masked diffusion LM.
-        tokenizer: Its tokenizer.
         graph: The draft graph.
         pass_: 'appended' or 'batched'; None takes 'appended' where it is exact.
         next_block: Whether the first state of the next block is drafted too, where the pass is
             exact.
-        **options: Of `DenoiseSampler`.
+        options: Of `DenoiseSampler`.
 
     Raises:
-        ValueError: The graph or the pass does not fit the model.
+        ValueError: The graph or the pass does not fit the model or another option.
     """
 
     def __init__(
@@ -87,19 +68,12 @@ class SpiffySampler(DenoiseSampler):
         tokenizer: PreTrainedTokenizerBase,
         *,
         graph: DraftGraph,
-        pass_: str | None = None,
+        pass_: Literal["appended", "batched"] | None = None,
         next_block: bool = True,
         **options,
     ):
         super().__init__(target, tokenizer, **options)
-        if pass_ not in (None, *PASSES):
-            raise ValueError(f"unknown pass {pass_!r}. Choose from {list(PASSES)}")
-        if self.cache and pass_ == "batched":
-            raise ValueError(
-                f"cache={self.cache} keeps one text, to which the drafts are appended: leave out "
-                "pass=batched"
-            )
-        self.appended = pass_ == "appended" or (pass_ is None and (self.causal or bool(self.cache)))
+        self.appended = pass_ == "appended" or (pass_ is None and self.causal)
         if self.appended and is_foreign(target):
             raise ValueError(
                 "pass=appended needs an attention mask, which a model with remote code does not "
@@ -110,7 +84,13 @@ class SpiffySampler(DenoiseSampler):
                 f"guidance={self.guidance:g} needs pass=batched, because the pass without the "
                 "prompt is a sequence of its own"
             )
-        self.graph = graph.for_blocks(self.block_size)
+        if graph.block_size != self.block_size:
+            raise ValueError(
+                f"the draft graph was calibrated for block_size={graph.block_size}, but the model "
+                f"decodes with block_size={self.block_size}: calibrate one with python -m "
+                "trainers.fit recipe=spiffy_calibrate"
+            )
+        self.graph = graph
         self.next_block = next_block and (self.causal or not self.appended)
         self.reach = graph.reach if self.next_block else 0
         ranks = max((i for node in graph.nodes for i, _ in node), default=1)
@@ -125,7 +105,7 @@ class SpiffySampler(DenoiseSampler):
 
     def lossy(self, params: SamplingParams) -> str:
         """Lossy where other blocks depend on this one, and so on one of its states only."""
-        if self.cache or self.causal or not self.appended:
+        if self.causal or not self.appended:
             return super().lossy(params)
         return "pass=appended with bidirectional attention"
 
@@ -137,11 +117,11 @@ class SpiffySampler(DenoiseSampler):
             states = nodes + 2 * self.next_block
             capacity = batch.tokens.shape[1] + states * self.block_size
             return CachedBlocks(self.target, self.block_size, self.mask_id, capacity)
-        region = CACHES[self.cache] if self.cache else "block"
-        return self.frozen(batch, region, 1 + nodes, always=self.cache is None)
+        span, length = self.block_size, batch.tokens.shape[1]
+        return FrozenTexts(self.target, span, self.mask_id, length, 1 + nodes, self.shifted)
 
     def begin(self, batch: Batch, params: SamplingParams) -> None:
-        """Make the state; without a ranking yet, the first cycle has no drafts."""
+        # Without a ranking yet, the first cycle has no drafts.
         super().begin(batch, params)
         block = batch.state.block
         batch.state = SpiffyState(
@@ -152,7 +132,7 @@ class SpiffySampler(DenoiseSampler):
         )
 
     def cycle(self, batch: Batch, params: SamplingParams) -> tuple[Tensor, Tensor]:
-        """One pass over the current state and the drafts, and as many steps as are verified."""
+        """Run one pass over the current state and the drafts; take the steps that are verified."""
         states = torch.cat([batch.state.block[:, None], self.drafts(batch, params)], 1)
         end, there = self.block_end(batch)
         begins = there.any()
@@ -166,10 +146,7 @@ class SpiffySampler(DenoiseSampler):
         return found
 
     def block_end(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """How each block will most likely end [B, L], and where a next one is drafted after it [B].
-
-        Where one step may lead to the full block from a state of this pass (`DraftGraph.reach`).
-        """
+        """Guess how each block ends [B, L], and where one step may fill it [B] (`reach`)."""
         s, L = batch.state, self.block_size
         there = (s.left > 0) & (s.left <= self.reach) & (s.start + 2 * L <= s.end)
         return s.block.where(s.block != self.mask_id, s.best[..., 0]), there
@@ -177,13 +154,9 @@ class SpiffySampler(DenoiseSampler):
     def begin_next(
         self, batch: Batch, rows: Tensor, logits: Tensor, params: SamplingParams
     ) -> None:
-        """Take the first step of the next block, and rank, where its first state was evaluated.
+        """Take the next block's first step, and rank, where its first state was evaluated.
 
-        Args:
-            batch: The unfinished requests, whose full blocks have been emitted.
-            rows: Where the block before ended as drafted, [B].
-            logits: Of the next block's first state, [B, L, V].
-            params: The request's parameters.
+        `rows` [B] are those whose blocks ended as drafted; logits [B, L, V] are of the first state.
         """
         if not rows.any():
             return
@@ -200,10 +173,10 @@ class SpiffySampler(DenoiseSampler):
         s.left = s.left.where(rows, left)
 
     def drafts(self, batch: Batch, params: SamplingParams) -> Tensor:
-        """The draft states [B, D', L], of the nodes that fit at least one sequence.
+        """Make the draft states [B, D', L], of the nodes that fit at least one sequence.
 
         A node fits if its positions are masked and it leaves a mask (a full block needs no pass).
-        Where a node fits other sequences only, a sequence has its current state.
+        Where it does not fit, a sequence has its current state.
         """
         i, j, there = self.formulas
         block, left, L = batch.state.block, batch.state.left[:, None], self.block_size
@@ -218,14 +191,7 @@ class SpiffySampler(DenoiseSampler):
         return drafted[:, fits.any(0), :L]
 
     def verify(self, batch: Batch, states: Tensor, logits: Tensor, params: SamplingParams) -> None:
-        """Take steps from the current state on while the next state is a draft (Algorithm 1).
-
-        Args:
-            batch: The unfinished requests; its blocks and steps are updated.
-            states: [B, M, L], the current state first.
-            logits: Their logits [B, M, L, V].
-            params: The request's parameters.
-        """
+        """Take steps while the next state is among the drafts, `states` [B, M, L] (Algorithm 1)."""
         row = torch.arange(len(states), device=states.device)
         at, going = torch.zeros_like(row), torch.ones_like(row, dtype=torch.bool)
         while going.any():
@@ -242,14 +208,8 @@ class SpiffySampler(DenoiseSampler):
     def rank(self, batch: Batch, logits: Tensor, params: SamplingParams) -> None:
         """Rank positions and tokens for the next drafts (Eq. 10-13).
 
-        The next steps are simulated on the same logits, each with its own noise. Without noise one
-        step gives the whole ranking, the paper's order by confidence.
-
-        Args:
-            batch: The unfinished requests; `order`, `best` and `left` of its state are updated.
-            logits: Of the last state that was evaluated, one step before the current one,
-                [B, L, V].
-            params: The request's parameters.
+        The next steps are simulated on logits [B, L, V] of the last evaluated state, each with its
+        own noise. Without noise one step gives the whole ranking, the paper's order by confidence.
         """
         state, L = batch.state.block, self.block_size
         left = (state == self.mask_id).sum(1)
@@ -270,10 +230,9 @@ class SpiffySampler(DenoiseSampler):
 
 
 def formulas(graph: DraftGraph, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """The formulas of a graph as tensors, padded to the longest, [D, longest] each.
+    """Return a graph's position ranks and vocabulary ranks, from 0, and which are no padding.
 
-    Returns:
-        Position ranks and vocabulary ranks, both from 0, and which entries are not padding.
+    Each is [D, longest formula].
 
     >>> graph = graph_of(4, 1, [[(1, 1)], [(1, 1), (2, 3)]])
     >>> [x.tolist() for x in formulas(graph, torch.device("cpu"))]
@@ -285,101 +244,30 @@ def formulas(graph: DraftGraph, device: torch.device) -> tuple[Tensor, Tensor, T
     return (*(pairs - 1).clamp_min(0).unbind(-1), pairs[..., 0] > 0)
 
 
-class CacheDraftedSampler(SpiffySampler):
-    """Speculative sampler whose drafts are the states that steps with an approximate cache lead to.
-
-    A cycle takes `draft_steps` cheap passes with a cache of Fast-dLLM (`FrozenTexts`), each a step,
-    and one exact pass that verifies all states that they led to (`pass=batched`). The text is that
-    of `denoise` without a cache, token for token.
-
-    Args:
-        target: The masked diffusion LM.
-        tokenizer: Its tokenizer.
-        draft_cache: 'prefix' or 'dual'.
-        draft_steps: Steps drafted a cycle.
-        **options: Of `DenoiseSampler`.
-
-    Raises:
-        ValueError: An option is out of range, or does not fit the model or another option.
-    """
-
-    def __init__(
-        self,
-        target: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        draft_cache: str,
-        draft_steps: int = 4,
-        **options,
-    ):
-        nothing = graph_of(options["block_size"], None, [])
-        super().__init__(
-            target, tokenizer, graph=nothing, pass_="batched", next_block=False, **options
-        )
-        self.check_cache("draft_cache", draft_cache)
-        if draft_steps < 1:
-            raise ValueError(f"draft_steps={draft_steps} is not allowed: it must be at least 1")
-        self.draft_cache, self.draft_steps = draft_cache, draft_steps
-
-    def begin(self, batch: Batch, params: SamplingParams) -> None:
-        """Make the state, and the cache of the drafting passes, which their first one fills."""
-        super().begin(batch, params)
-        batch.networks["drafter"] = self.frozen(batch, CACHES[self.draft_cache])
-
-    def drafts(self, batch: Batch, params: SamplingParams) -> Tensor:
-        """The states [B, D', L] of at most `draft_steps` approximate steps; full ones are none."""
-        state, found = batch.state.block, []
-        least = self.rule.tokens_per_step  # 1 with a threshold
-        for step in range(self.draft_steps):
-            if ((state == self.mask_id).sum(1) <= least).all():  # the next state is full
-                break
-            logits = batch.networks["drafter"].ask(batch, state[:, None])[:, 0]
-            scores, confidence = self.judge(batch, logits, params, step)
-            state = next_state(state, scores, confidence, self.mask_id, self.rule)
-            found.append(state)
-        return torch.stack(found, 1) if found else state[:, None][:, :0]
-
-    def rank(self, batch: Batch, logits: Tensor, params: SamplingParams) -> None:
-        """Nothing: these drafts need no ranking."""
-
-
-def from_export(target, tokenizer, drafter, config: dict) -> SpiffySampler:
-    """The sampler of an export that has a draft graph; `config` is its `parade` entry.
-
-    Raises:
-        ValueError: It names no drafts, or two kinds of them.
-    """
-    options = denoise.options(target, tokenizer, config)
-    if draft_cache := config.get("draft_cache"):
-        for other in ("cache", "pass"):
-            if config.get(other):
-                raise ValueError(
-                    f"{other}={config[other]} does not go with draft_cache={draft_cache}, which "
-                    "drafts only and is verified in exact passes: leave one of them out"
-                )
-        steps = {"draft_steps": config["draft_steps"]} if "draft_steps" in config else {}
-        return CacheDraftedSampler(target, tokenizer, draft_cache=draft_cache, **steps, **options)
-    if "graph" not in config:
-        raise ValueError(
-            "this model has no draft graph: calibrate one with python -m trainers.fit "
-            "recipe=spiffy_calibrate, or give a file or a chain of drafts, "
-            "sampler=[method=spiffy,graph=chain:4]"
-        )
-    return SpiffySampler(
-        target, tokenizer, graph=graph_for(config["graph"], options), pass_=config.get("pass"),
-        next_block=config.get("next_block", True), **options,
-    )  # fmt: skip
-
-
 def graph_for(source: str | dict, options: dict) -> DraftGraph:
-    """The graph of a file or of its JSON, or 'chain:N': a chain of N drafts (`chain_graph`).
-
-    Raises:
-        ValueError: There is no such graph.
-    """
+    """Return the graph of a file or of its JSON, or for 'chain:N' a chain of N drafts."""
     if not isinstance(source, str) or not source.startswith("chain:"):
         return read_graph(source)
     if not (length := source.removeprefix("chain:")).isdecimal():
         raise ValueError(f"graph={source!r} is no chain of drafts: give their number, chain:4")
     S = None if options.get("threshold") else options.get("tokens_per_step", 1)
     return chain_graph(options["block_size"], S, int(length))
+
+
+class SpiffyMethod(DenoiseMethod):
+    """A method with the drafts of a graph."""
+
+    def arguments(
+        self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, entry: dict
+    ) -> dict[str, Any]:
+        options = super().arguments(target, tokenizer, entry)
+        if "graph" not in entry:
+            raise ValueError(
+                "this model has no draft graph: calibrate one with python -m trainers.fit "
+                "recipe=spiffy_calibrate, or give a file or a chain of drafts, "
+                "sampler=[method=spiffy,graph=chain:4]"
+            )
+        return {**options, "graph": graph_for(entry["graph"], options)}
+
+
+METHOD = SpiffyMethod(SpiffySampler, keys={"graph": dict | Text})

@@ -10,10 +10,7 @@ class AcceptedText:
     """Finds the accepted drafts in one answer's text, chunk by chunk.
 
     The last token of a pass is the target's own (the bonus token, or a correction), all before it
-    are accepted drafts. A character that several tokens spell counts as the last one's.
-
-    Args:
-        tokenizer: The model's.
+    are accepted drafts. A character spelled by several tokens counts as the last one's.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
@@ -24,11 +21,9 @@ class AcceptedText:
         self._found: list[list[int]] = []
 
     def of(self, chunk: Chunk, stats: Stats) -> list[list[int]]:
-        """[start, end] of each accepted part, in characters of the chunk's text.
+        """Return [start, end] of each accepted part, in characters of the next chunk's text.
 
-        Args:
-            chunk: The answer's next one.
-            stats: Of the answer; further passes may have been counted already.
+        The answer's stats may already include further passes.
         """
         ids = chunk.token_ids
         while ids:
@@ -49,6 +44,6 @@ class AcceptedText:
         return [[a, b] for a, b in parts if a < b]
 
     def _length(self, ids: list[int]) -> int:
-        """Characters of the text after these tokens; half of one is none."""
+        """Return how many whole characters these tokens' text has."""
         self._text.extend(ids)
         return len(self._text.text.rstrip("\ufffd"))

@@ -1,120 +1,40 @@
-"""OpenAI's protocol: what a request may say, and how answers are written."""
+"""OpenAI's protocol: the fields of a request, and the format of its answers."""
 
 import json
-import math
 import time
-from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal, NoReturn
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, with_config
 from transformers import PreTrainedTokenizerBase
+from typing_extensions import TypedDict
 
 from data.text.chat import encode_prompt
 from decoding.engine.detokenize import Detokenizer
 from decoding.engine.likelihood import TokenScore
 from decoding.engine.params import Chunk, Result, SamplingParams
-from decoding.engine.randomness import fresh_seed, request_seeds
+from decoding.engine.randomness import fresh_seed
 
 MOST_CHOICES, MOST_STOPS, MOST_BEST = 64, 16, 20
-
-
-def _is(kind: type | tuple[type, ...]):
-    """Whether a value is of a type; true and false are no numbers."""
-    return lambda x: isinstance(x, kind) and (kind is bool or not isinstance(x, bool))
-
-
-def _best(x: Any) -> bool:
-    return _is(int)(x) and 0 <= x <= MOST_BEST
-
-
-def _texts(x: Any) -> bool:
-    some = [x] if isinstance(x, str) else x
-    return (
-        isinstance(some, list) and len(some) <= MOST_STOPS and all(isinstance(s, str) for s in some)
-    )
-
-
-def _ids(x: Any) -> bool:
-    return isinstance(x, list) and bool(x) and all(map(_is(int), x))
-
-
-def _prompts(x: Any) -> bool:
-    if isinstance(x, str):
-        return True
-    if not isinstance(x, list) or not x:
-        return False
-    return _ids(x) or all(isinstance(p, str) or _ids(p) for p in x)
-
-
-def _messages(x: Any) -> bool:
-    return (
-        bool(x)
-        and isinstance(x, list)
-        and all(
-            isinstance(m, dict)
-            and isinstance(m.get("role"), str)
-            and (isinstance(m.get("content"), str) or _parts(m.get("content")))
-            for m in x
-        )
-    )
-
-
-def _parts(x: Any) -> bool:
-    return (
-        isinstance(x, list)
-        and bool(x)
-        and all(
-            isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str)
-            for p in x
-        )
-    )
-
-
-def _joined(message: dict) -> dict:
-    """A message whose content is one text, where it came in parts."""
-    content = message["content"]
-    if isinstance(content, list):
-        content = "".join(part["text"] for part in content)
-    return {**message, "content": content}
-
-
-NUMBER = (int, float)
-# Of every field that has a meaning here: what it must be, in words and as a check.
-COMMON = {
-    "model": ("a text", _is(str)),
-    "max_tokens": ("an integer", _is(int)),
-    "temperature": ("a number", _is(NUMBER)),
-    "top_p": ("a number", _is(NUMBER)),
-    "top_k": ("an integer", _is(int)),
-    "min_p": ("a number", _is(NUMBER)),
-    "repetition_penalty": ("a number", _is(NUMBER)),
-    "stop": (f"a text, or a list of at most {MOST_STOPS}", _texts),
-    "seed": ("an integer", _is(int)),
-    "n": (f"an integer from 1 to {MOST_CHOICES}", lambda x: _is(int)(x) and 1 <= x <= MOST_CHOICES),
-    "stream": ("true or false", _is(bool)),
-    "stream_options": ("an object", _is(dict)),
-    "ignore_eos": ("true or false", _is(bool)),
-    "verify": ("a text", _is(str)),
-    "user": ("a text", _is(str)),
-}
-COMPLETION = {
-    **COMMON,
-    "prompt": ("a text, token ids, or a list of these", _prompts),
-    "suffix": ("a text", _is(str)),
-    "logprobs": (f"an integer from 0 to {MOST_BEST}", _best),
-    "echo": ("true or false", _is(bool)),
-}
-CHAT = {
-    **COMMON,
-    "messages": (
-        "a list of {role, content}, both texts (content also as parts of type text)",
-        _messages,
-    ),
-    "max_completion_tokens": ("an integer", _is(int)),
-    "logprobs": ("true or false", _is(bool)),
-    "top_logprobs": (f"an integer from 0 to {MOST_BEST}", _best),
-}
-# Fields of the protocol that are not there, and the values with which they ask for nothing.
-NOT_THERE = {
+# An error about a field says that its value must be the field's description.
+Text = Annotated[str | None, Field(description="a text")]
+Integer = Annotated[int | None, Field(description="an integer")]
+Number = Annotated[int | float | None, Field(description="a number")]
+Switch = Annotated[bool, Field(description="true or false")]
+Best = Annotated[
+    int | None, Field(ge=0, le=MOST_BEST, description=f"an integer from 0 to {MOST_BEST}")
+]
+Choices = Annotated[
+    int, Field(ge=1, le=MOST_CHOICES, description=f"an integer from 1 to {MOST_CHOICES}")
+]
+Stops = Annotated[
+    str | Annotated[list[str], Field(max_length=MOST_STOPS)],
+    Field(description=f"a text, or a list of at most {MOST_STOPS}"),
+]
+MESSAGES = "a list of {role, content}, both texts (content also as parts of type text)"
+Ids = Annotated[list[int], Field(min_length=1)]
+# Fields of the protocol that are not offered, and the values with which they ask for nothing.
+NOT_OFFERED = {
     "best_of": (None, 1),
     "logit_bias": (None, {}),
     "presence_penalty": (None, 0),
@@ -124,303 +44,277 @@ NOT_THERE = {
     "functions": (None, []),
     "response_format": (None, {"type": "text"}),
 }
+SAMPLING = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos", "verify"}
 
 
-@dataclass
-class Asked:
-    """What a request asks for.
+class Part(TypedDict):
+    """A part of a message's content."""
 
-    Attributes:
-        model: The name of the model.
-        prompts: Texts or token ids, one for each answer; n of each prompt, one after the other.
-        n: Answers to each prompt.
-        seeds: One for each answer.
-        params: Of all answers.
-        stream: Whether answers are sent as they come.
-        usage: Whether the last event of a stream has the usage.
-        chat: Whether it is a chat.
-        echo: Whether the prompt comes before its answer.
-        suffix: What comes after the answer; None: nothing.
-        best: How many of the most probable tokens come with each token's log probability; None:
-            no log probabilities.
-    """
-
-    model: str
-    prompts: list[str | list[int]]
-    n: int
-    seeds: list[int]
-    params: SamplingParams
-    stream: bool
-    usage: bool
-    chat: bool
-    echo: bool
-    suffix: str | None
-    best: int | None
+    type: Literal["text"]
+    text: str
 
 
-def read(body: bytes) -> dict:
-    """The object that a request's body holds.
+@with_config(ConfigDict(extra="allow"))
+class Message(TypedDict):
+    """A turn of a chat; a template may read further keys."""
 
-    Raises:
-        ValueError: It is no object in JSON; one line.
-    """
+    role: str
+    content: str | Annotated[list[Part], Field(min_length=1)]
+
+
+class Asked(BaseModel):
+    """A request with the fields of both routes; `Completion` and `Chat` write their own answers."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    ID: ClassVar[str]
+    KIND: ClassVar[str]
+    PART: ClassVar[str]
+    ROOM: ClassVar[int]  # tokens of an answer, where a request does not say
+
+    model: Text = None
+    max_tokens: Integer = None
+    temperature: Number = None
+    top_p: Number = None
+    top_k: Integer = None
+    min_p: Number = None
+    repetition_penalty: Number = None
+    stop: Stops = []
+    seed: Integer = Field(default_factory=fresh_seed)
+    n: Choices = 1
+    stream: Switch = False
+    stream_options: Annotated[dict, Field(description="an object")] = {}
+    ignore_eos: Switch = False
+    verify: Text = None
+    user: Text = None
+
+    @property
+    def room(self) -> int:
+        """Return the most tokens of an answer."""
+        return self.ROOM if self.max_tokens is None else self.max_tokens
+
+    @cached_property
+    def params(self) -> SamplingParams:
+        """Return the sampling parameters of all answers."""
+        given = self.model_dump(include=SAMPLING, exclude_none=True)
+        given["top_k"] = max(0, given.get("top_k", 0))  # -1 is vLLM's word for off
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        return SamplingParams(max_new_tokens=self.room, stop=tuple(stop), **given)
+
+    def head(self, number: int, part: bool) -> dict:
+        """Return the first fields of every answer; `part`: of a stream."""
+        kind = self.PART if part else self.KIND
+        head = {"id": f"{self.ID}-{number}", "object": kind, "created": int(time.time())}
+        return head | {"model": self.model}
+
+    def answer_scores(
+        self,
+        prompt: list[int],
+        result: Result,
+        scores: list[TokenScore] | None,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> dict | None:
+        """Return the field `logprobs`; `scores` are of all tokens but the prompt's first."""
+        if scores is None:
+            return None
+        shown = slice(0 if self.echo else len(prompt), None)
+        ids, scores = prompt + result.token_ids, [None, *scores]
+        return self.scored(ids[shown], scores[shown], tokenizer)
+
+    def choice(
+        self, index: int, prompt: list[int], result: Result, scores, tokenizer
+    ) -> dict[str, Any]:
+        """Return an answer as it is sent whole; arguments as of `answer_scores`."""
+        text = result.text
+        if self.suffix:  # the result's text is the whole one
+            text = tokenizer.decode(result.token_ids, skip_special_tokens=True)
+        if self.echo:
+            given = self.texts(tokenizer)[index // self.n]
+            text = (given if isinstance(given, str) else tokenizer.decode(given)) + text
+        found = self.answer_scores(prompt, result, scores, tokenizer)
+        reason = finish(result.finish_reason)
+        return {"index": index, **self.said(text), "logprobs": found, "finish_reason": reason}
+
+    def delta(
+        self, index: int, chunk: Chunk, accepted: list[list[int]] | None, scores: dict | None
+    ) -> dict[str, Any]:
+        """Return a piece of an answer; the number of its tokens and its drafts are our own fields.
+
+        `accepted` are its accepted drafts, None for a model of masked tokens. The last piece has
+        the `scores` of the whole answer.
+        """
+        reason = None if chunk.result is None else finish(chunk.result.finish_reason)
+        ours = {"tokens": len(chunk.token_ids), "accepted": accepted}
+        said = self.said(chunk.text, part=True)
+        return {"index": index, **said, "logprobs": scores, "finish_reason": reason, **ours}
+
+    def usage(self, prompts: list[list[int]], results: list[Result]) -> dict:
+        """Return the answers' cost; target passes and acceptance length are our own fields."""
+        prompt = sum(map(len, prompts[:: self.n]))
+        tokens = sum(len(r.token_ids) for r in results)
+        passes = sum(len(r.stats.emitted) for r in results)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": tokens,
+            "total_tokens": prompt + tokens,
+            "target_passes": passes,
+            "acceptance_length": round(tokens / max(1, passes), 3),
+        }
+
+
+class Completion(Asked):
+    """A request to /v1/completions."""
+
+    ID, KIND, PART, ROOM = "cmpl", "text_completion", "text_completion", 16
+
+    prompt: Annotated[
+        str | Ids | Annotated[list[str | Ids], Field(min_length=1)],
+        Field(description="a text, token ids, or a list of these"),
+    ]
+    suffix: Text = None
+    logprobs: Best = None
+    echo: Switch = False
+
+    @property
+    def best(self) -> int | None:
+        """Return how many tokens with their scores come at each position; None: no scores."""
+        return self.logprobs
+
+    def texts(self, tokenizer: PreTrainedTokenizerBase) -> list[str | list[int]]:
+        """Return the prompts, as texts or token ids."""
+        if self.stream and self.echo:
+            raise ValueError("a stream has no echo: leave out one of them")
+        if self.stream and self.suffix:
+            raise ValueError("what stands before a suffix comes whole: leave out stream")
+        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if one else self.prompt
+
+    def said(self, text: str, part: bool = False) -> dict[str, str]:
+        """Return the fields of a text."""
+        return {"text": text}
+
+    def scored(
+        self,
+        ids: list[int],
+        scores: list[TokenScore | None],
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> dict[str, list]:
+        """Return the tokens with their scores; the first token of a text has none."""
+        words, text, offsets = [tokenizer.decode([i]) for i in ids], Detokenizer(tokenizer), []
+        for i in ids:
+            offsets.append(len(text.text))
+            text.extend([i])
+        best = [
+            # The token itself is always there; of two that read alike the first is the best.
+            s and {word: s.log_prob} | {tokenizer.decode([i]): p for i, p in s.best[::-1]}
+            for word, s in zip(words, scores)
+        ]
+        own = [s and s.log_prob for s in scores]
+        found = {"tokens": words, "token_logprobs": own}
+        return found | {"top_logprobs": best, "text_offset": offsets}
+
+
+class Chat(Asked):
+    """A request to /v1/chat/completions."""
+
+    ID, KIND, PART, ROOM = "chatcmpl", "chat.completion", "chat.completion.chunk", 256
+
+    messages: Annotated[list[Message], Field(min_length=1, description=MESSAGES)]
+    max_completion_tokens: Integer = None
+    logprobs: Switch = False
+    top_logprobs: Best = None
+    echo: ClassVar[bool] = False
+    suffix: ClassVar[None] = None
+
+    @property
+    def room(self) -> int:
+        given = self.max_completion_tokens
+        return super().room if given is None else given
+
+    @property
+    def best(self) -> int | None:
+        """Return how many tokens with their scores come at each position; None: no scores."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def texts(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+        """Return the chat's token ids, as the one prompt."""
+        if not tokenizer.chat_template:
+            raise ValueError("this model has no chat template: ask /v1/completions")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs is for answers with logprobs=true")
+        return [encode_prompt(tokenizer, [joined(message) for message in self.messages])]
+
+    def said(self, text: str, part: bool = False) -> dict[str, dict]:
+        """Return the fields of a text."""
+        if part:
+            return {"delta": {"content": text}}
+        return {"message": {"role": "assistant", "content": text}}
+
+    def scored(
+        self, ids: list[int], scores: list[TokenScore], tokenizer: PreTrainedTokenizerBase
+    ) -> dict[str, list]:
+        """Return the tokens with their scores."""
+
+        def one(token: int, log_prob: float) -> dict:
+            word = tokenizer.decode([token])
+            return {"token": word, "logprob": log_prob, "bytes": [*word.encode()]}
+
+        content = [
+            one(token, score.log_prob) | {"top_logprobs": [one(*other) for other in score.best]}
+            for token, score in zip(ids, scores)
+        ]
+        return {"content": content}
+
+
+def joined(message: Message) -> Message:
+    """Return a message with its parts, if any, joined into one text."""
+    content = message["content"]
+    if not isinstance(content, str):
+        content = "".join(part["text"] for part in content)
+    return {**message, "content": content}
+
+
+def read(body: bytes, kind: type[Asked], models: list[str]) -> Asked:
+    """Return a body's request, for the first model if it names none; a mistake is a ValueError."""
     try:
-        asked = json.loads(body)
-        json.dumps(asked, ensure_ascii=False).encode()  # a lone surrogate is JSON, and no text
+        given = json.loads(body, parse_constant=_refuse_constant)
+        json.dumps(given, ensure_ascii=False).encode()  # a lone surrogate is JSON, and no text
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested without end
         raise ValueError(f"the body is no JSON: {str(error)[:200]}") from error
-    if not isinstance(asked, dict):
-        raise ValueError(f"the body is no object but a {type(asked).__name__}")
+    if not isinstance(given, dict):
+        raise ValueError(f"the body is no object but a {type(given).__name__}")
+    for key in NOT_OFFERED.keys() & given.keys():
+        value = given.pop(key)
+        if isinstance(value, bool) or value not in NOT_OFFERED[key]:  # false is no 0
+            raise ValueError(f"{key}={json.dumps(value)[:60]} is not offered: leave {key} out")
+    fields = kind.model_fields
+    given = {key: x for key, x in given.items() if x is not None or key not in fields}
+    try:
+        asked = kind.model_validate(given)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        key = str(wrong["loc"][0])
+        if key not in fields:
+            known = ", ".join(sorted(fields))
+            raise ValueError(f"unknown field {key[:60]!r}. Known are {known}") from error
+        if key not in given:
+            raise ValueError(f"{key} is missing") from error
+        value, words = json.dumps(given[key])[:60], fields[key].description
+        raise ValueError(f"{key}={value} is not allowed: it must be {words}") from error
+    asked.model = asked.model or models[0]
+    if asked.model not in models:
+        raise ValueError(f"unknown model {asked.model[:100]!r}. Served are {', '.join(models)}")
     return asked
 
 
-def check(asked: dict, fields: dict) -> dict:
-    """A request's fields, without those that are null.
-
-    Raises:
-        ValueError: A field is not of its type, or is not offered; one line that names it.
-    """
-    found = {}
-    for key, value in asked.items():
-        if key in NOT_THERE:
-            # false is no 0: `logprobs: 0` asks for something
-            same = (
-                value == x and isinstance(value, bool) == isinstance(x, bool)
-                for x in NOT_THERE[key]
-            )
-            if not any(same):
-                raise ValueError(f"{key}={json.dumps(value)[:60]} is not offered: leave {key} out")
-            continue
-        if key not in fields:
-            raise ValueError(f"unknown field {key[:60]!r}. Known are {', '.join(sorted(fields))}")
-        words, fits = fields[key]
-        if value is None:
-            continue
-        if not fits(value):
-            raise ValueError(f"{key}={json.dumps(value)[:60]} is not allowed: it must be {words}")
-        found[key] = value
-    return found
-
-
-def asked(body: bytes, chat: bool, tokenizer: PreTrainedTokenizerBase, models: list[str]) -> Asked:
-    """What the body of a request asks for.
-
-    Args:
-        body: As it came.
-        chat: Whether it was sent to /v1/chat/completions.
-        tokenizer: The models' own.
-        models: The names of those that are served; the first where none is named.
-
-    Raises:
-        ValueError: The body, a field or its value is wrong; one line.
-    """
-    fields = check(read(body), CHAT if chat else COMPLETION)
-    name = fields.get("model", models[0])
-    if name not in models:
-        raise ValueError(f"unknown model {name[:100]!r}. Served are {', '.join(models)}")
-    if chat:
-        if "messages" not in fields:
-            raise ValueError("messages is missing")
-        if not tokenizer.chat_template:
-            raise ValueError("this model has no chat template: ask /v1/completions")
-        prompts = [encode_prompt(tokenizer, [_joined(m) for m in fields["messages"]])]
-    else:
-        if "prompt" not in fields:
-            raise ValueError("prompt is missing")
-        prompts = listed(fields["prompt"])
-    best = fields.get("logprobs")
-    if chat:
-        if fields.get("top_logprobs") is not None and not best:
-            raise ValueError("top_logprobs is for answers with logprobs=true")
-        best = fields.get("top_logprobs", 0) if best else None
-    stream, echo = fields.get("stream", False), fields.get("echo", False)
-    if stream and echo:
-        raise ValueError("a stream has no echo: leave out one of them")
-    most = fields.get("max_completion_tokens", fields.get("max_tokens"))
-    stop = fields.get("stop", ())
-    room = 16 if most is None and not chat else 256 if most is None else most
-    suffix = fields.get("suffix") or None
-    if stream and suffix:
-        raise ValueError("what stands before a suffix comes whole: leave out stream")
-    given = {
-        key: fields[key]
-        for key in (
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "repetition_penalty",
-            "ignore_eos",
-            "verify",
-        )
-        if key in fields
-    }
-    if any(isinstance(x, float) and not math.isfinite(x) for x in given.values()):
-        raise ValueError("a number is not finite")
-    given["top_k"] = max(0, given.get("top_k", 0))  # -1 is vLLM's word for off
-    params = SamplingParams(
-        max_new_tokens=room,
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        **given,
-    )
-    n = fields.get("n", 1)
-    seed = fields.get("seed", fresh_seed())
-    prompts = [p for p in prompts for _ in range(n)]
-    return Asked(
-        model=name,
-        prompts=prompts,
-        n=n,
-        seeds=request_seeds(seed, len(prompts)),
-        params=params,
-        stream=stream,
-        usage=bool(fields.get("stream_options", {}).get("include_usage")),
-        chat=chat,
-        echo=echo,
-        suffix=suffix,
-        best=best,
-    )
-
-
-def listed(prompt: str | list) -> list[str | list[int]]:
-    """The prompts of a completion's field `prompt`: one, or a list of them."""
-    if isinstance(prompt, str) or isinstance(prompt[0], int):
-        return [prompt]
-    return prompt
-
-
-def head(asked: Asked, number: int, part: bool) -> dict:
-    """What every answer begins with; part: of a stream."""
-    kind = ("chat.completion" + (".chunk" if part else "")) if asked.chat else "text_completion"
-    prefix = "chatcmpl" if asked.chat else "cmpl"
-    return {
-        "id": f"{prefix}-{number}",
-        "object": kind,
-        "created": int(time.time()),
-        "model": asked.model,
-    }
-
-
-def choice(
-    asked: Asked,
-    index: int,
-    prompt: list[int],
-    result: Result,
-    scores: list[TokenScore] | None,
-    tokenizer: PreTrainedTokenizerBase,
-) -> dict:
-    """A whole answer.
-
-    Args:
-        asked: What was asked for.
-        index: The answer's number.
-        prompt: Token ids.
-        result: The answer.
-        scores: Of all tokens of prompt and answer but the first; None where none are wanted.
-        tokenizer: The models' own.
-    """
-    before, text = "", result.text
-    if asked.suffix is not None:  # the result's text is the whole one
-        text = tokenizer.decode(result.token_ids, skip_special_tokens=True)
-    if asked.echo:
-        given = asked.prompts[index]
-        before = given if isinstance(given, str) else tokenizer.decode(given)
-    found = logprobs(asked, prompt, result, scores, tokenizer)
-    if asked.chat:
-        said = {"message": {"role": "assistant", "content": text}}
-    else:
-        said = {"text": before + text}
-    reason = finish(result.finish_reason)
-    return {"index": index, **said, "logprobs": found, "finish_reason": reason}
-
-
-def logprobs(
-    asked: Asked,
-    prompt: list[int],
-    result: Result,
-    scores: list[TokenScore] | None,
-    tokenizer: PreTrainedTokenizerBase,
-) -> dict | None:
-    """The field `logprobs` of an answer; see `choice`."""
-    if scores is None:
-        return None
-    ids, scores = prompt + result.token_ids, [None, *scores]
-    shown = slice(0 if asked.echo else len(prompt), None)
-    as_asked = chat_scores if asked.chat else text_scores
-    return as_asked(ids[shown], scores[shown], tokenizer)
-
-
-def text_scores(
-    ids: list[int], scores: list[TokenScore | None], tokenizer: PreTrainedTokenizerBase
-) -> dict:
-    """The field `logprobs` of a completion; the first token of a text has no score."""
-    words, text, offsets = [tokenizer.decode([i]) for i in ids], Detokenizer(tokenizer), []
-    for i in ids:
-        offsets.append(len(text.text))
-        text.extend([i])
-    best = [
-        # The token itself is always among them; of two that read alike the first is the best.
-        score and {word: score.log_prob} | {tokenizer.decode([i]): p for i, p in score.best[::-1]}
-        for word, score in zip(words, scores)
-    ]
-    own = [score and score.log_prob for score in scores]
-    return {"tokens": words, "token_logprobs": own, "top_logprobs": best, "text_offset": offsets}
-
-
-def chat_scores(
-    ids: list[int], scores: list[TokenScore], tokenizer: PreTrainedTokenizerBase
-) -> dict:
-    """The field `logprobs` of a chat's answer."""
-
-    def one(token: int, log_prob: float) -> dict:
-        word = tokenizer.decode([token])
-        return {"token": word, "logprob": log_prob, "bytes": [*word.encode()]}
-
-    content = [
-        one(token, score.log_prob) | {"top_logprobs": [one(*other) for other in score.best]}
-        for token, score in zip(ids, scores)
-    ]
-    return {"content": content}
-
-
-def delta(
-    asked: Asked, index: int, chunk: Chunk, accepted: list[list[int]] | None, scores: dict | None
-) -> dict:
-    """A piece of an answer; how many tokens it has and which of its text was drafted are ours.
-
-    The last piece has the `logprobs` of the whole answer, which are computed when it has ended.
-
-    Args:
-        asked: What was asked for.
-        index: The answer's number.
-        chunk: The piece.
-        accepted: Its accepted drafts (`AcceptedText`); None of a model that predicts masked tokens.
-        scores: The field `logprobs`.
-    """
-    said = {"delta": {"content": chunk.text}} if asked.chat else {"text": chunk.text}
-    reason = None if chunk.result is None else finish(chunk.result.finish_reason)
-    ours = {"tokens": len(chunk.token_ids), "accepted": accepted}
-    return {"index": index, **said, "logprobs": scores, "finish_reason": reason, **ours}
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not finite")
 
 
 def finish(reason: str) -> str:
-    """The protocol's word for why an answer ended."""
+    """Return the protocol's word for why an answer ended."""
     return "length" if reason == "length" else "stop"
 
 
-def usage(asked: Asked, prompts: list[list[int]], results: list[Result]) -> dict:
-    """What answers cost; target passes and acceptance length are ours."""
-    prompt = sum(map(len, prompts[:: asked.n]))
-    tokens = sum(len(r.token_ids) for r in results)
-    passes = sum(len(r.stats.emitted) for r in results)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": tokens,
-        "total_tokens": prompt + tokens,
-        "target_passes": passes,
-        "acceptance_length": round(tokens / max(1, passes), 3),
-    }
-
-
 def failure(message: str, kind: str, code: int) -> dict:
-    """The body of an error."""
+    """Return the body of an error."""
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}

@@ -1,7 +1,7 @@
 """The thread that decodes for all clients: those with equal sampling parameters as one batch."""
 
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
@@ -12,9 +12,11 @@ from decoding.engine.params import Chunk, SamplingParams, Stats, accepted_counts
 from decoding.engine.running import Running
 from decoding.engine.sampler import Sampler
 
+Group = tuple[str, SamplingParams]  # a model, and what the requests of a batch share
+
 
 class Full(Exception):
-    """As many requests wait as may."""
+    """The error of a request for which the queue has no room."""
 
 
 @dataclass(eq=False)
@@ -24,14 +26,11 @@ class Job:
     Attributes:
         number: In the order in which they came.
         model: The name of the sampler that decodes it.
-        prompt: What `Sampler.encode` made of it.
-        params: Its own.
-        seed: Its own.
-        show: Called in the scheduler's thread with every chunk, or with what went wrong.
-        best: How many of the most probable tokens are wanted with each token's score; None: no
-            scores.
+        prompt, params, seed: Its own; the prompt as `Sampler.encode` gives it.
+        show: Called in the scheduler's thread with every chunk, or with an error.
+        best: How many of the most probable tokens come with each token's score; None: no scores.
         scores: Of all tokens but the prompt's first, when the answer has ended.
-        stats: Of the answer, once it has begun; they grow with it.
+        stats: The answer's, once it has begun; they grow with it.
     """
 
     number: int
@@ -47,43 +46,34 @@ class Job:
 
 @dataclass
 class Counts:
-    """What has been served since the start.
+    """Counts since the server's start.
 
     Attributes:
         requests: By how they ended: a finish reason, 'cancelled' or 'failed'.
         prompt_tokens, tokens: Of the prompts and of the answers that have ended.
-        passes: Target passes of these answers.
-        drafts: Of these, those that verified a draft.
-        drafted: Tokens that these drafts had together.
+        drafts: Target passes of these answers that verified a draft.
+        drafted: Tokens of these drafts together.
         accepted: How many drafts had at least i + 1 tokens accepted, for each position i.
     """
 
-    requests: dict[str, int] = field(default_factory=dict)
+    requests: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     prompt_tokens: int = 0
     tokens: int = 0
-    passes: int = 0
     drafts: int = 0
     drafted: int = 0
     accepted: list[int] = field(default_factory=list)
 
-    def ended(self, reason: str) -> None:
-        """Count a request's end."""
-        self.requests[reason] = self.requests.get(reason, 0) + 1
-
 
 class Scheduler:
-    """Decodes requests that come and go, in a thread of its own.
+    """Decodes requests that come and go, in its own thread.
 
     Args:
         samplers: By the name of the model that a client asks for.
-        at_once: Requests that are decoded together, at the most.
-        waiting: Further ones that may wait for their turn.
-        longest: Tokens that a prompt and its answer may have together.
-        prefill_tokens: Tokens of prompts that one pass prefills at the most, before the next cycle
-            of those that are decoded; None: any number.
-
-    Attributes:
-        counts: What has been served.
+        at_once: The most requests that are decoded together.
+        waiting: The most further requests that may wait.
+        longest: The most tokens of a prompt and its answer together.
+        prefill_tokens: The most prompt tokens that one pass prefills before the next cycle of the
+            requests being decoded; None: any number.
     """
 
     def __init__(
@@ -100,7 +90,7 @@ class Scheduler:
         self._numbers, self._changed = count(), threading.Condition()
         self._waiting: deque[Job] = deque()
         self._jobs: dict[int, Job] = {}  # that are decoded
-        self._groups: dict[tuple[str, SamplingParams], Running] = {}
+        self._groups: dict[Group, Running] = {}
         self._cancelled: set[int] = set()
         self._unscored: deque[tuple[Job, Chunk]] = deque()  # answers that have ended
         self._open = True
@@ -109,32 +99,18 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        """Requests that are decoded."""
+        """Return how many requests are being decoded."""
         return len(self._jobs)
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for their turn."""
+        """Return how many requests wait."""
         return len(self._waiting)
 
-    def predicts_next(self, model: str) -> bool:
-        """Whether a model's tokens have scores."""
-        return self.samplers[model].predicts_next
-
     def prepared(
-        self,
-        model: str,
-        prompt: str | list[int],
-        params: SamplingParams,
-        suffix: str | None = None,
+        self, model: str, prompt: str | list[int], params: SamplingParams, suffix: str | None = None
     ) -> Any:
-        """A prompt as `submit` takes it.
-
-        suffix: What comes after the answer, of a model that fills holes.
-
-        Raises:
-            ValueError: The model, the prompt or a parameter cannot be decoded with; one line.
-        """
+        """Return a prompt for `submit`; an infilling model takes the suffix after the answer."""
         sampler, most = self.samplers[model], params.max_new_tokens
         sampler.check_params(params)
         if suffix is not None:
@@ -154,11 +130,7 @@ class Scheduler:
         return found
 
     def submit(self, jobs: list[tuple]) -> list[Job]:
-        """Queue requests, all or none: what a `Job` has after its number, of each.
-
-        Raises:
-            Full: There is no room for them.
-        """
+        """Queue requests, given as `Job`'s fields after its number, all or none; raise Full."""
         with self._changed:
             if not self._open or self.waiting + self.running + len(jobs) > self.at_once + self.most:
                 raise Full
@@ -172,13 +144,13 @@ class Scheduler:
         with self._changed:
             if job in self._waiting:
                 self._waiting.remove(job)
-                self.counts.ended("cancelled")
+                self.counts.requests["cancelled"] += 1
             elif job.number in self._jobs:
                 self._cancelled.add(job.number)
                 self._changed.notify()
 
     def close(self) -> None:
-        """Take no more requests, and return when those that were taken have ended."""
+        """Take no more requests, and return when all taken ones have ended."""
         with self._changed:
             self._open = False
             self._changed.notify()
@@ -187,26 +159,29 @@ class Scheduler:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while self._open and not (self._waiting or self._jobs or self._unscored):
-                    self._changed.wait()
-                if not (self._waiting or self._jobs or self._unscored):
+                self._changed.wait_for(lambda: not self._open or self._busy)
+                if not self._busy:
                     return
-                new = self._taken()
+                new = self._take()
             for key, jobs in new.items():
-                self._guarded(key, self._admit, jobs)
+                self._guard(key, self._admit, jobs)
             self._cycle()
             if self._unscored:
                 self._score(*self._unscored.popleft())
 
-    def _cycle(self) -> None:
-        """Drop who was given up, and one cycle of all others."""
-        self._leave()
-        for key in [*self._groups]:
-            self._guarded(key, self._step)
+    @property
+    def _busy(self) -> bool:
+        return bool(self._waiting or self._jobs or self._unscored)
 
-    def _taken(self) -> dict[tuple[str, SamplingParams], list[Job]]:
-        """Waiting requests that there is room for, in their order, by what they share."""
-        found: dict[tuple[str, SamplingParams], list[Job]] = {}
+    def _cycle(self) -> None:
+        """Drop cancelled requests, and run one cycle of all others."""
+        self._drop_cancelled()
+        for key in [*self._groups]:
+            self._guard(key, self._step)
+
+    def _take(self) -> dict[Group, list[Job]]:
+        """Take waiting requests in their order while there is room, by group."""
+        found: dict[Group, list[Job]] = {}
         while self._waiting and self.running < self.at_once:
             job = self._waiting.popleft()
             key = job.model, self.samplers[job.model].shared(job.params)
@@ -214,12 +189,12 @@ class Scheduler:
             self._jobs[job.number] = job
         return found
 
-    def _admit(self, key: tuple[str, SamplingParams], jobs: list[Job]) -> None:
+    def _admit(self, key: Group, jobs: list[Job]) -> None:
         model, shared = key
-        sampler = self.samplers[model]
         if key not in self._groups:
-            capacity = self.longest + sampler.margin(shared)
-            self._groups[key] = Running(sampler, shared, capacity, self.prefill_tokens)
+            capacity = self.longest + self.samplers[model].margin(shared)
+            own = self.samplers[model], shared, capacity, self.prefill_tokens
+            self._groups[key] = Running(*own)
         running = self._groups[key]
         # The caches of all groups together have as many rows as requests may be decoded.
         others = [running for other, running in self._groups.items() if other != key]
@@ -231,7 +206,7 @@ class Scheduler:
         running.admit(*columns, params=params, between=self._cycle)
         self._groups[key] = running  # all that were in it may have ended meanwhile
 
-    def _step(self, key: tuple[str, SamplingParams]) -> None:
+    def _step(self, key: Group) -> None:
         running = self._groups[key]
         for number, answer in running.answers.items():
             self._jobs[number].stats = answer.stats
@@ -258,8 +233,8 @@ class Scheduler:
         else:
             job.show(last)
 
-    def _guarded(self, key: tuple[str, SamplingParams], do: Callable, *given) -> None:
-        """Do it; where it fails, end the requests of this group alone."""
+    def _guard(self, key: Group, do: Callable, *given) -> None:
+        """Call a function; if it fails, end only the requests of this group."""
         try:
             do(key, *given)
         except Exception as error:
@@ -268,11 +243,11 @@ class Scheduler:
                 numbers |= {*running.answers}
                 running.clear()
             for number in numbers & self._jobs.keys():
-                self.counts.ended("failed")
+                self.counts.requests["failed"] += 1
                 self._jobs.pop(number).show(error)
 
-    def _leave(self) -> None:
-        """Drop requests that were given up; one whose prompt is not prefilled yet leaves after."""
+    def _drop_cancelled(self) -> None:
+        """Drop cancelled requests; one whose prompt is being prefilled is dropped after that."""
         with self._changed:
             self._cancelled &= self._jobs.keys()
             numbers = {*self._cancelled}
@@ -281,16 +256,15 @@ class Scheduler:
             running.leave(gone)
             for number in gone:
                 self._jobs.pop(number)
-                self.counts.ended("cancelled")
+                self.counts.requests["cancelled"] += 1
             if not running:
                 del self._groups[key]
 
     def _account(self, job: Job, chunk: Chunk) -> None:
         c, stats = self.counts, chunk.result.stats
-        c.ended(chunk.result.finish_reason)
+        c.requests[chunk.result.finish_reason] += 1
         c.prompt_tokens += len(job.prompt)
         c.tokens += len(chunk.result.token_ids)
-        c.passes += len(stats.emitted)
         if stats.drafted:
             positions = -(-stats.drafted // len(stats.emitted))
             drafts, accepted = accepted_counts(stats.emitted, positions)

@@ -32,23 +32,24 @@ def arguments(lab, export, *more):
 
 
 def test_the_fastest_shape_is_kept(lab, export):
-    assert load(str(export)).nodes == {1: 16}
+    assert load(str(export)).tree.nodes == {1: 16}
     run(arguments(lab, export, "nodes=[3,5]", "sharpness=[0.5,1.0]"))
     lines = list(csv.DictReader((export.parent / "calibration" / "calibration.csv").open()))
     assert len(lines) == 4
     best = max(lines, key=lambda line: float(line["tokens/s"]))
     served = load(str(export))
-    assert served.nodes == {1: int(best["nodes"])}
-    assert sorted(served.sharpness) == ["0", "1"]
-    assert {len(depths) for depths in served.sharpness.values()} == {served.block_size}
+    assert served.tree.nodes == {1: int(best["nodes"])}
+    sharpness = config_of(export)["sharpness"]
+    assert sorted(sharpness) == ["0", "1"]
+    assert {len(depths) for depths in sharpness.values()} == {served.block_size}
     # The factor is in it: twice as sure is twice the number.
     run(
         arguments(
             lab, export, f"nodes=[{best['nodes']}]", f"sharpness=[{2 * float(best['sharpness'])}]"
         )
     )
-    for temperature, depths in load(str(export)).sharpness.items():
-        assert depths == pytest.approx([2 * s for s in served.sharpness[temperature]], abs=0.03)
+    for temperature, depths in config_of(export)["sharpness"].items():
+        assert depths == pytest.approx([2 * s for s in sharpness[temperature]], abs=0.03)
     assert all(float(line["acceptance length, T=1"]) >= 1 for line in lines)
 
 
@@ -132,7 +133,7 @@ def test_what_is_fastest_for_each_batch_and_temperature_is_kept(lab, export, mon
     assert [(line["batch"], int(line["drafted"])) for line in lines] == [
         (batch, k) for batch in "13" for k in (1, 2, 3, served.block_size)
     ]
-    assert served.nodes == {1: 5, 3: 2}
+    assert served.tree.nodes == {1: 5, 3: 2}
     drafted = {}
     for temperature, verify, block_size in product((0.0, 0.4, 1.0), VERIFY, (None, 1)):
         params = SamplingParams(9, temperature, seed=1, verify=verify, block_size=block_size)

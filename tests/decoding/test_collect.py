@@ -15,12 +15,12 @@ from data.corpora.answers import read_answers, shard_path
 from decoding import collect as module
 from decoding.collectors.answers import TeacherAnswers
 from decoding.collectors.trajectories import JacobiTrajectories
-from decoding.commands.cli import one_line
-from decoding.commands.recipes import compose
 from decoding.engine.batch import Batch
 from decoding.engine.params import SamplingParams
 from decoding.loading import load
 from decoding.samplers.denoise import DenoiseSampler
+from recipes.command import one_line
+from recipes.compose import compose
 
 
 def rows(folder):

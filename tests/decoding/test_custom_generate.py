@@ -2,7 +2,7 @@
 
 import functools
 import os
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def drafted(folder):
     """As `model.generate`, but with the drafter."""
-    return functools.partial(custom_generate.generate, deer, drafter=folder)
+    return functools.partial(custom_generate.generate, deer.METHOD, drafter=folder)
 
 
 def plain(model, **values):
@@ -94,7 +94,7 @@ def test_the_targets_own_defaults_count(drafted):
 class Asked:
     """A stub of a sampler: records what it is asked for."""
 
-    def __init__(self, target, tokenizer, drafter, config):
+    def __init__(self, target, tokenizer, drafter, **arguments):
         pass
 
     def stream(self, prompts, params, text):
@@ -127,7 +127,7 @@ def test_the_law_asked_for_is_that_of_transformers_own_processors(folder, argume
     model.generate(ids, custom_generate=peek, max_new_tokens=2, **arguments)
     with pytest.raises(StopAsking) as asked:
         custom_generate.generate(
-            SimpleNamespace(from_export=Asked),
+            replace(deer.METHOD, sampler=Asked),
             model,
             drafter=folder,
             inputs=ids,
@@ -234,7 +234,7 @@ def test_empty_lists_ask_for_nothing(drafted):
 
 def test_a_drafter_must_be_named():
     with pytest.raises(ValueError, match="which drafter"):
-        custom_generate.generate(deer, target(), **padded())
+        custom_generate.generate(deer.METHOD, target(), **padded())
 
 
 def test_a_drafter_is_no_target(drafted, folder):
@@ -247,7 +247,7 @@ def test_a_plain_model_is_no_drafter(tmp_path):
     target().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="names no target"):
         custom_generate.generate(
-            deer, target(), drafter=str(tmp_path), **padded(), max_new_tokens=4
+            deer.METHOD, target(), drafter=str(tmp_path), **padded(), max_new_tokens=4
         )
 
 

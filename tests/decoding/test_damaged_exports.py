@@ -61,7 +61,7 @@ def test_a_damaged_export_decodes_or_is_one_line(export, data):
             (folder / name).unlink()
         else:
             (folder / name).write_bytes(content)
-        with suppress(ValueError, OSError):  # one line, as `decoding.commands.cli.main` prints it
+        with suppress(ValueError, OSError):  # one line, as `recipes.command.main` prints it
             sampler = load(str(folder))
             sampler.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4, temperature=1.0))
     finally:

@@ -6,9 +6,9 @@ import shutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
-from decoding.entry import KEYS, VERSION
-from decoding.loading import load, methods, parade_config, sampling_config
+from decoding.loading import VERSION, load, method_of, methods, parade_config, sampling_config
 
 DEER = {
     "method": "deer",
@@ -23,7 +23,6 @@ DEER = {
     "bigrams": {"0": [0.5]},
     "draft_vocabulary": "draft_vocabulary.tensors",
     "markov_head": True,
-    "noise_input": True,
     "something_new": [1],
 }
 
@@ -69,14 +68,13 @@ def test_an_entry_without_a_method(tmp_path, entry):
         ("draft_vocabulary", "../secret.safetensors"),
         ("draft_vocabulary", ".."),
         ("markov_head", "markov_head.tensors"),
-        ("noise_input", 1),
         ("version", VERSION - 1),
     ],
 )
 def test_a_value_that_is_not_allowed(tmp_path, key, value):
     folder = written(tmp_path, {"parade": DEER | {key: value}})
     with pytest.raises(
-        ValueError, match=rf"config\.json: parade\.{key}=.* is not allowed: it must be"
+        ValueError, match=rf"config\.json: parade\.{key}=.* is not allowed: it must"
     ):
         load(folder)
 
@@ -150,16 +148,17 @@ JSON = st.recursive(
     ),
     max_leaves=5,
 )
+KEYS = sorted({key for name in methods() for key in method_of({"method": name}).types})
 ENTRIES = st.builds(
     lambda method, more: DEER | more | {"method": method},
     st.sampled_from(methods()) | JSON,
-    st.dictionaries(st.sampled_from(sorted(KEYS)), JSON, max_size=3),
+    st.dictionaries(st.sampled_from(KEYS), JSON, max_size=3),
 )
 
 
 @given(ENTRIES | JSON)
 def test_any_entry(tmp_path_factory, entry):
-    """A ValueError of one line, or settings that are of the types that the samplers take."""
+    """A ValueError of one line, or settings that the method takes."""
     folder = tmp_path_factory.mktemp("any")
     path = written(folder, {"parade": entry})
     problem = None
@@ -171,4 +170,38 @@ def test_any_entry(tmp_path_factory, entry):
         assert "\n" not in problem
         return
     assert config["method"] in methods()
-    assert all(shape.fits(config[key]) for key, shape in KEYS.items() if key in config)
+    for key, hint in method_of(config).types.items():
+        if key in config:
+            TypeAdapter(hint).validate_python(config[key])
+
+
+@pytest.mark.parametrize(
+    ("knob", "must"),
+    [
+        ("method=jacobi block_size=0", "be greater than or equal to 1"),
+        ("method=jacobi_mr blocks=0", "be greater than or equal to 1"),
+        ("method=jacobi_mr pool_size=-1", "be greater than or equal to 0"),
+        ("method=jacobi_mr spawn_ratio=1.5", "be less than or equal to 1"),
+        ("method=denoise threshold=0.0", "be greater than 0"),
+        ("method=denoise threshold=1.1", "be less than or equal to 1"),
+        ("method=denoise tokens_per_step=0", "be greater than or equal to 1"),
+        ("method=denoise order=magic", "be 'confidence' or 'random'"),
+        ("method=spiffy pass=magic", "be 'appended' or 'batched'"),
+        ("method=asarm draft=magic", "be 'sequential', 'assd', 'assd_ngram' or 'assd_fused'"),
+        ("method=asarm nodes=0", "be greater than or equal to 1"),
+        ("method=asarm nodes=64", "be less than or equal to 63"),
+        ("method=asarm sharpness=0.0", "be greater than 0"),
+        ("method=asarm tolerance=2.0", "be less than or equal to 1"),
+    ],
+)
+def test_a_knob_that_is_out_of_range(tmp_path, knob, must):
+    method, pair = knob.split()
+    folder = written(tmp_path, {"model_type": "llama"})
+    with pytest.raises(ValueError, match=rf"parade\.{pair.partition('=')[0]}=.* it must {must}"):
+        sampling_config(folder, [method, pair])
+
+
+def test_arguments_that_are_no_json_are_no_keys():
+    """Tensors and networks come from files: an entry's text never takes their place."""
+    for name in methods():
+        assert not {"draft_ids", "markov", "drafter"} & method_of({"method": name}).types.keys()

@@ -97,7 +97,7 @@ def test_generate_prints_the_text_and_its_cost(lab):
         ("max_new_tokens=0", "from 1 to"),
         ("temperature=-1", "temperature=-1.0 is not allowed"),
         ("top_p=1.5", "in (0, 1]"),
-        ("verify=three", "['block', 'coupled', 'multipath', 'rejection', 'traversal', 'tree']"),
+        ("verify=three", "['block', 'coupled', 'rejection', 'tree']"),
         ("max_new_tokens=9999", "context of 256"),
         ("temprature=1", "Did you mean 'temperature'"),
     ],

@@ -8,7 +8,7 @@ import torch
 from decoding import generate
 from decoding.engine import verify
 from decoding.engine.params import SamplingParams
-from decoding.samplers.asarm import DRAFTS, AsarmSampler
+from decoding.samplers.asarm import DRAFTS, METHOD, AsarmSampler
 from tests.support import subsets, tiny
 from tests.support.enumerating import EnumeratingRandomness, output_distribution
 
@@ -95,8 +95,8 @@ def test_a_tolerance_where_it_means_nothing_is_refused(values):
 
 @pytest.mark.parametrize("tolerance", [-0.1, 1.5, float("nan")])
 def test_a_tolerance_is_a_probability(tolerance):
-    with pytest.raises(ValueError, match=re.escape("must be in [0, 1]")):
-        sampler(tolerance)
+    with pytest.raises(ValueError, match=r"tolerance=.* is not allowed: it must be "):
+        METHOD.check({"tolerance": tolerance})
 
 
 def test_generate_says_lossy(monkeypatch, capsys):

@@ -9,7 +9,6 @@ from safetensors.torch import load_file, save_file
 
 from decoding.engine.params import SamplingParams
 from decoding.loading import load, load_tokenizer
-from decoding.samplers.denoise import CACHES
 from models import causal, public
 from tests.support.denoising import L, V, reference, sees
 from tests.support.public_layouts import ATTENTION, CONFIGS, SHIFTED, forward, save
@@ -87,15 +86,10 @@ def test_a_checkpoint_is_decoded_as_it_was_trained(kind, tmp_path, capsys):
     plain = sampler.generate(PROMPTS, GREEDY)
     assert [r.token_ids for r in plain] == expected
     chain = opened(tmp_path, "method=spiffy", "graph=chain:3")
-    assert chain.appended == (attention(kind) == "block_causal")
-    ways = [chain]
-    if attention(kind) == "bidirectional":
-        ways += [opened(tmp_path, "method=spiffy", f"draft_cache={cache}") for cache in CACHES]
-    for way in ways:
-        found = way.generate(PROMPTS, GREEDY)
-        assert [r.token_ids for r in found] == expected
-        assert not any(r.stats.lossy for r in found)
-        assert passes(found) < passes(plain)
+    found = chain.generate(PROMPTS, GREEDY)
+    assert [r.token_ids for r in found] == expected
+    assert not any(r.stats.lossy for r in found)
+    assert passes(found) < passes(plain)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -148,8 +148,8 @@ def add_weight(folder):
             lambda f: change(f, dflash_config={"context": "layerwise", "target_layer_ids": [1]}),
             "it has 2 layers with contexts of 1 states",
         ),
-        (remove_weight, "it lacks hidden_norm.weight"),
-        (add_weight, "it also has selector.weight"),
+        (remove_weight, "lacks tensors of the network: hidden_norm.weight"),
+        (add_weight, "tensors that the network does not have: selector.weight"),
     ],
 )
 def test_another_format_is_one_line(folders, damage, message):

@@ -8,7 +8,6 @@ from safetensors import safe_open
 from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 
 from data.corruption.draft_blocks import DraftBlocks, SuffixNoise
-from decoding.commands.recipes import build, compose
 from decoding.engine.batch import Batch
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import KeyedRandomness
@@ -16,6 +15,7 @@ from decoding.samplers.dflash import DFlashSampler
 from models import dflash
 from models.dflash import draft_states
 from models.hidden_states import capture
+from recipes.compose import build, compose
 from tests.support import tiny
 from trainers.base import Optimization
 

@@ -164,7 +164,6 @@ def test_norms_of_keys_stay_1():
         ({"states": [1, 3]}, "before the final norm"),
         ({"states": 4}, "states=4 is not allowed"),
         ({"layers": [0, 2], "context": "layerwise"}, "before layer 0 there is no state"),
-        ({"context": "own"}, "unknown network.context 'own'"),
         ({"tokenizer": tiny.tokenizer(V + 1)}, "no token of its own"),
         ({"text": [[3], []]}, "no sequence of two tokens"),
     ],

@@ -191,7 +191,3 @@ def test_sizes_of_mar(monkeypatch):
     network = mar("B", "diffusion", {"diffusion": {"steps": 5}}, size=2, patch=1)
     assert network.backbone.config.num_attention_heads == 2
     assert network.head.token.out_features == 16
-    for name, wrong in (("mar_size", {"mar_size": "S", "head": "diffusion"}),
-                        ("head", {"mar_size": "B", "head": "flow"})):  # fmt: skip
-        with pytest.raises(ValueError, match=f"{name} '{wrong[name]}'"):
-            mar(heads={"diffusion": {}}, **wrong)

@@ -1,10 +1,9 @@
 """Tiny masked diffusion LMs, and a straightforward block-wise sampler without any of ours."""
 
 import torch
-from transformers import DynamicCache
 
 from decoding.samplers.denoise import DenoiseSampler
-from decoding.samplers.spiffy import CacheDraftedSampler, SpiffySampler
+from decoding.samplers.spiffy import SpiffySampler
 from tests.support import tiny
 
 V = 12  # tokens; the mask is number V
@@ -29,12 +28,6 @@ def spiffy(model, attention, graph, **options):
     return denoise(model, attention, SpiffySampler, graph=graph, **options)
 
 
-def cache_drafted(
-    model, draft_cache, attention="bidirectional", cls=CacheDraftedSampler, **options
-):
-    return denoise(model, attention, cls, draft_cache=draft_cache, **options)
-
-
 def sees(attention, length, span):
     """What each of `length` tokens sees, by the words of the definition."""
     seen = torch.zeros(length, length, dtype=torch.bool)
@@ -42,28 +35,6 @@ def sees(attention, length, span):
         for k in range(length):
             seen[q, k] = attention == "bidirectional" or k // span <= q // span
     return seen
-
-
-def logits_over(past, model, text, start, end, cache):
-    """Logits of a whole text of which only a region is run, over keys and values of an older pass.
-
-    The region begins at `start`, and ends at `end` (cache='dual') or with the text ('prefix').
-    """
-    end = end if cache == "dual" else len(text)
-    outside = [n for n in range(len(text)) if not start <= n < end]
-    kept = DynamicCache()
-    for n, layer in enumerate(past.layers):
-        kept.update(layer.keys[:, :, outside], layer.values[:, :, outside], n)
-    region = torch.tensor([text[start:end]])
-    found = model(
-        region,
-        attention_mask=torch.ones(1, 1, end - start, len(text), dtype=torch.bool),
-        position_ids=torch.arange(start, end)[None],
-        past_key_values=kept,
-    ).logits[0]
-    logits = torch.full((len(text), found.shape[-1]), torch.nan, dtype=found.dtype)
-    logits[start:end] = found
-    return logits
 
 
 @torch.no_grad()
@@ -78,12 +49,10 @@ def reference(
     guidance=0.0,
     span=L,
     shifted=False,
-    cache=None,
 ):
     """Greedy low-confidence unmasking as the public samplers do it: one text, full forwards.
 
-    Every pass runs the whole text; with `cache` only a block's first pass does. A block-causal text
-    ends with its present block.
+    A block-causal text ends with its present block.
     """
     causal = attention == "block_causal"
     x = list(prompt) + [V] * new
@@ -91,15 +60,11 @@ def reference(
     while len(x) < begin or (len(x) - begin) % span:
         x.append(V)
     for start in range(begin, len(x), span):
-        end, past = start + span, None
+        end = start + span
         while V in x[start:end]:
             text = x[:end] if causal else x
             seen = sees(attention, len(text), span)[None, None]
-            if past is None:
-                output = model(torch.tensor([text]), attention_mask=seen, use_cache=True)
-                logits, past = output.logits[0], cache and output.past_key_values
-            else:
-                logits = logits_over(past, model, text, start - shifted, end, cache)
+            logits = model(torch.tensor([text]), attention_mask=seen).logits[0]
             if guidance:
                 bare = [V] * len(prompt) + text[len(prompt) :]
                 other = model(torch.tensor([bare]), attention_mask=seen).logits[0]

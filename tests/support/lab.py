@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from decoding.collect import collect
-from decoding.commands.recipes import compose
+from recipes.compose import compose
 from trainers.fit import fit
 
 WORDS = (

@@ -10,9 +10,11 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import gelu, layer_norm, linear, silu
 
+from decoding.engine.randomness import ContinuousRandomness
+from decoding.samplers.mar import MarSampler
 from models.mar import MarConfig, MarTransformer
 
 # A chain whose densities of drafter and target overlap, for tests of speculation.
@@ -212,3 +214,47 @@ class Program:
             images[now] = self.denoised(torch.cat(z), free, scale, temperature)
             masked = after
         return images
+
+
+class PublishedRandomness(ContinuousRandomness):
+    """The random numbers of MAR's program, for images that are generated as one batch.
+
+    The program draws orders from NumPy's global generator, and each pass's x_T from the CPU's
+    generator of torch and the noise of its `steps` from the device's; where it is `guided` it draws
+    noise for the rows without a class too, and ignores it. All have one seed.
+    """
+
+    def __init__(self, seed: int, device: torch.device, steps: int, guided: bool):
+        self.shuffles = np.random.RandomState(seed)
+        self.starts = self.noise = torch.Generator().manual_seed(seed)
+        if device.type != "cpu":
+            self.noise = torch.Generator(device).manual_seed(seed)
+        self.steps, self.guided, self.draws = steps, guided, 0
+
+    def orders(self, count: int, tokens: int) -> Tensor:
+        """Return orders of generation [count, tokens]: the program masks in the reverse order."""
+        rows = np.tile(np.arange(tokens), (count, 1))
+        for row in rows:
+            self.shuffles.shuffle(row)
+        return torch.from_numpy(rows).to(self.noise.device).flip(-1)
+
+    def normal(self, shape: tuple[int, ...]) -> Tensor:
+        count, start = math.prod(shape[:-1]), self.draws % (self.steps + 1) == 0
+        self.draws += 1
+        source = self.starts if start else self.noise
+        drawn = count * (2 if self.guided and not start else 1)
+        numbers = torch.randn(drawn, shape[-1], generator=source, device=source.device)
+        return numbers[:count].view(shape).to(self.noise.device, torch.float64)
+
+
+class AsPublished(MarSampler):
+    """MAR's sampler with the random numbers of its program."""
+
+    def order(self, count, randomness):
+        order = randomness.orders(count, self.target.config.tokens)
+        return torch.cat([part.sort(-1).values for part in order.split(self.counts, -1)], -1)
+
+    def sample(self, labels, params):
+        steps, guided = self.target.head.steps, params.guidance != 1
+        numbers = PublishedRandomness(params.seed, self.target.device, steps, guided)
+        return self.generate(labels, params, randomness=numbers)

@@ -11,6 +11,7 @@ from decoding import SamplingParams
 from decoding.loading import load
 from decoding.samplers.dflash import DFlashSampler
 from decoding.samplers.plain import PlainSampler
+from recipes.compose import compose
 from tests import chaos
 from tests.support import tiny
 from tests.support.lab import Lab
@@ -95,17 +96,23 @@ def test_what_it_reads_of_the_target():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("setting", "message"),
     [
-        ({"gamma": 0}, "gamma=0 is not allowed"),
-        ({"dpace": 1.5}, "dpace=1.5 is not allowed"),
-        ({"layout": "pard"}, "unknown module.layout 'pard'"),
-        ({"soft": 2}, "soft=2 is not allowed"),
+        ("gamma=0", "gamma=0 is not allowed"),
+        ("dpace=1.5", "dpace=1.5 is not allowed"),
+        ("soft=2", "soft=2 is not allowed"),
+        ("teacher=nobody", "unknown module.teacher 'nobody'"),
+        ("teacher_loss=total_variatio", "Did you mean 'total_variation'"),
     ],
 )
-def test_bad_settings(options, message):
+def test_bad_settings(setting, message):
     with pytest.raises(ValueError, match=message):
-        module(tiny.causal_lm(V), **options)
+        compose(["recipe=dflash", f"module.{setting}"], "fit")
+
+
+def test_a_layout_of_other_drafters_is_refused():
+    with pytest.raises(ValueError, match="unknown layout 'pard'"):
+        module(tiny.causal_lm(V), layout="pard")
 
 
 def test_another_target_is_refused():

@@ -10,7 +10,7 @@ from data.corruption.noised_blocks import NoisedBlocks
 from data.text.tokenizer import with_mask_token
 from decoding.engine.params import SamplingParams
 from decoding.loading import load
-from models.blockwise import denoised_logits, from_causal_lm
+from models.blockwise import denoised_logits
 from tests.support import tiny
 from tests.support.denoising import KINDS, V, network, sees
 from trainers.base import Optimization
@@ -86,17 +86,6 @@ def test_the_modules_weights_need_no_forward():
     batch = sample("block_causal")
     assert torch.equal(module.losses(batch)[1], module.weight(batch))
     assert set(module.evaluate(batch)) == {"loss", "accuracy"}
-
-
-def test_weights_are_copied_or_random():
-    source, tokenizer = tiny.causal_lm(V).float(), with_mask_token(tiny.tokenizer(V))
-    copied = from_causal_lm(source, tokenizer, "copied")
-    assert torch.equal(copied.lm_head.weight[:V], source.lm_head.weight)
-    scratch = from_causal_lm(source, tokenizer, "random")
-    assert scratch.config.vocab_size == V + 1
-    assert scratch.lm_head.weight.std() < source.lm_head.weight.std() / 2
-    with pytest.raises(ValueError, match=r"'none'.*'copied', 'random'"):
-        from_causal_lm(source, tokenizer, "none")
 
 
 def test_an_unknown_attention_is_asked_for():

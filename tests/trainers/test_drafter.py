@@ -2,7 +2,6 @@
 
 import json
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,13 +14,13 @@ from decoding.engine import vocabulary
 from decoding.samplers.plain import PlainSampler
 from models.diffusion import draft_logits, from_causal_lm
 from models.hidden_states import capture
+from recipes.compose import compose
 from tests.support import tiny
 from trainers.base import DISTRIBUTIONS, HIDDEN_STATES, Optimization
 from trainers.deer import Refinement
 from trainers.fit import give_target
-from trainers.losses import acceptance
-from trainers.losses.diffusion import soft_nll, token_nll
-from trainers.taught import TEACHER_LOSSES
+from trainers.losses.diffusion import soft_nll, token_nll, total_variation
+from trainers.soft_targets import TEACHER_LOSSES
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +151,9 @@ def test_what_a_module_needs_depends_on_its_settings(tokenizer):
     assert reader.needs_target == {DISTRIBUTIONS, HIDDEN_STATES}
 
 
+TARGET = {"recipe": "deer_stage2", "dtype": "bfloat16"}
+
+
 @pytest.mark.parametrize(
     ("soft", "prompts", "loaded"), [(0.0, 0, False), (0.0, 2, True), (0.5, 0, True), (0.5, 2, True)]
 )
@@ -162,8 +164,7 @@ def test_the_target_is_there_for_the_loss_or_the_measurement(
     tokenizer.save_pretrained(tmp_path)
     module = module_of(tokenizer, soft)
     module.attach_target(None)
-    config = config_of(str(tmp_path), prompts)
-    give_target(module, config)
+    give_target(module, str(tmp_path), measured=prompts > 0, **TARGET)
     assert (module.target is not None) == loaded
     if loaded:
         assert module.target.dtype == torch.bfloat16
@@ -179,26 +180,15 @@ def test_processes_that_do_not_measure_load_no_target_for_it(
     monkeypatch.setattr(rank_zero_only, "rank", 1)
     module = module_of(tokenizer, soft)
     module.attach_target(None)
-    give_target(module, config_of(str(tmp_path), 2))
+    give_target(module, str(tmp_path), measured=True, **TARGET)
     assert (module.target is not None) == loaded
-
-
-def config_of(target, prompts):
-    return SimpleNamespace(
-        target=target,
-        recipe="deer_stage2",
-        device_map=None,
-        trainer=SimpleNamespace(devices=1),
-        module=SimpleNamespace(_target_="trainers.deer.Refinement"),
-        acceptance=SimpleNamespace(prompts=prompts, dtype="bfloat16"),
-    )
 
 
 def test_a_target_that_is_needed_and_not_named(tokenizer):
     module = module_of(tokenizer, 0.5)
     with pytest.raises(ValueError, match=r"target=null.*Refinement.*distributions"):
-        give_target(module, config_of(None, 0))
-    give_target(module_of(tokenizer, 0.0), config_of(None, 0))
+        give_target(module, None, measured=False, **TARGET)
+    give_target(module_of(tokenizer, 0.0), None, measured=False, **TARGET)
 
 
 def reduced_of(tokenizer, batch, soft):
@@ -301,8 +291,14 @@ def test_an_export_names_and_holds_the_reduced_vocabulary(tokenizer, tmp_path):
     module.check_vocabulary(module.network)
     module.draft_ids = torch.tensor([1, 1])
     with pytest.raises(ValueError, match="twice"):
-        module.check_vocabulary(module.network)
+        module.attach_target(module.target)
     assert "draft_vocabulary" not in module_of(tokenizer, 0.0).export_config()
+
+
+def test_a_vocabulary_that_is_not_the_targets_is_told_before_training(tokenizer):
+    module = module_of(tokenizer, 0.0)
+    with pytest.raises(ValueError, match=r"the drafter has \d+ tokens, the target 2000: more than"):
+        module.attach_target(tiny.causal_lm(2000))
 
 
 @pytest.mark.parametrize(("size", "allowed"), [(257, True), (258, False), (256, False)])
@@ -350,11 +346,6 @@ def test_soft_zero_is_equation_4_and_soft_one_is_the_teacher_s(tokenizer):
         assert torch.equal(weight, m.weight(batch))
 
 
-def test_bad_soft(tokenizer):
-    with pytest.raises(ValueError, match=r"soft=1\.5.*\[0, 1\]"):
-        module_of(tokenizer, 1.5)
-
-
 def test_the_teachers_share_is_taken_by_the_loss_that_is_named(tokenizer):
     _, batch = batch_of(tokenizer)
     found = {}
@@ -369,25 +360,24 @@ def test_the_teachers_share_is_taken_by_the_loss_that_is_named(tokenizer):
         found[name] = 2 * loss - token_nll(draft_logits(module.network, batch), batch["target"])
     logits, teacher = draft_logits(module.network, batch), module.teacher_logits(batch)
     torch.testing.assert_close(found["kl"], soft_nll(logits, teacher))
-    expected = acceptance.coupled_miss(logits, teacher)
-    torch.testing.assert_close(found["coupled_miss"], expected)
-    torch.testing.assert_close(found["length"], acceptance.length(logits, teacher, batch["target"]))
-    # What a position's prefix costs it: the next token of a block waits for the first.
-    one = found["total_variation"]
-    assert (found["length"] >= one - 1e-9).all()
-    torch.testing.assert_close(found["length"][..., 0], one[..., 0])
-    assert (found["length"][..., 1:] > one[..., 1:] + 1e-6).any()
+    torch.testing.assert_close(found["total_variation"], total_variation(logits, teacher))
 
 
-def test_bad_teacher(tokenizer):
-    with pytest.raises(ValueError, match="teacher"):
-        module_of(tokenizer, 1.0, teacher="nobody")
-    with pytest.raises(ValueError, match="teacher_loss=length"):
-        module_of(tokenizer, 1.0, teacher="answers", teacher_loss="length")
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("module.soft=1.5", r"module.soft=1\.5 is not allowed: at most 1"),
+        ("module.teacher=nobody", r"unknown module.teacher 'nobody'.*'answers', 'target'"),
+        ("module.teacher_loss=total_variatio", r"Did you mean 'total_variation'"),
+    ],
+)
+def test_settings_that_no_recipe_may_have(given, says):
+    with pytest.raises(ValueError, match=says):
+        compose(["recipe=deer_stage2", given], "fit")
 
 
-def test_bad_teacher_loss(tokenizer):
-    with pytest.raises(ValueError, match=r"teacher_loss.*'coupled_mis'.*'coupled_miss'"):
-        module_of(tokenizer, 0.5, teacher_loss="coupled_mis")
+def test_settings_that_do_not_go_together(tokenizer):
+    with pytest.raises(ValueError, match="teacher_loss=total_variation"):
+        module_of(tokenizer, 1.0, teacher="answers", teacher_loss="total_variation")
     with pytest.raises(ValueError, match=r"teacher_loss=total_variation.*soft=0.*module\.soft"):
         module_of(tokenizer, 0.0, teacher_loss="total_variation")

@@ -8,13 +8,14 @@ from pytorch_lightning.callbacks import Callback
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from decoding.commands.recipes import compose
 from decoding.engine.params import SamplingParams
 from decoding.loading import load
 from decoding.samplers.plain import PlainSampler
+from recipes.compose import compose
+from recipes.settings import Optimization
 from tests.support.runs import curve
-from trainers.base import Optimization
-from trainers.fit import build_loaders, build_module, build_trainer, fit
+from trainers import fit as fit_module
+from trainers.fit import assemble, build_module, fit
 from trainers.runs.checkpoint_files import Damaged
 
 
@@ -95,9 +96,9 @@ def gradients(lab, tmp_path, recipe, *overrides):
     config = compose([*arguments, *overrides], "fit")
     seed_everything(0)
     module = build_module(config)
-    trainer = build_trainer(config, tmp_path, module)
+    trainer, loaders, _ = assemble(config, module, tmp_path, 0)
     trainer.callbacks.append(kept := Gradients())
-    trainer.fit(module, *build_loaders(config, trainer, module, 0))
+    trainer.fit(module, *loaders)
     return kept.found
 
 
@@ -129,15 +130,13 @@ class TestWarmup:
                 "optimization.shorten_warmup=false")  # fmt: skip
         rates = self.rates(lab, "warm")
         assert rates == pytest.approx([0.0, 2e-3 / 3, 4e-3 / 3, 2e-3])
-        assert "warmup_steps" not in capsys.readouterr().out
+        assert "4 steps, 3 of them to warm up, to" in capsys.readouterr().out
 
     def test_the_lab_shortens_it_and_says_so(self, lab, capsys):
         lab.fit("ar_target", *self.LONG, "name=warm_lab", "trainer.log_every=1")
         rates = self.rates(lab, "warm_lab")
         assert rates[0] == max(rates) == pytest.approx(2e-3)
-        (line,) = [x for x in capsys.readouterr().out.splitlines() if "warmup_steps" in x]
-        assert "optimization.warmup_steps=3" in line
-        assert "trainer.max_steps=4" in line
+        assert "4 steps, 0 of them to warm up, to" in capsys.readouterr().out
 
     @pytest.mark.parametrize("scale", ["lab", "paper"])
     def test_only_the_lab_may(self, scale):
@@ -184,9 +183,8 @@ class TestMistakes:
             lab.fit("deer_stage1", "name=x6", f"resume={damaged}")
 
     def test_strategy_that_the_machine_cannot_run(self, lab):
-        strategy = "trainer.strategy=deepspeed_stage_2"
-        message = self.refused(lab, "deer_stage1", "name=x7", strategy)
-        assert "strategy=deepspeed_stage_2" in message
+        message = self.refused(lab, "deer_stage1", "name=x7", "strategy=deepspeed_2")
+        assert "strategy=deepspeed_2" in message
         assert "CUDA" in message
 
     def test_batch_that_cannot_be_split(self, lab):
@@ -241,3 +239,20 @@ def test_a_mistake_before_the_first_step_leaves_no_files(tmp_path, monkeypatch, 
     with pytest.raises(ValueError, match=said):
         fit(compose(["recipe=ar_target", f"runs={runs}", given], "fit"))
     assert not [file for file in runs.rglob("*") if file.is_file()]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "given", "said"),
+    [
+        (0, [], "scale=lab, on the CPU; to have another give scale=small|paper\n"),
+        (8, [], "on 1 of the 8 GPUs here; to have another give scale=small|paper, or trainer.dev"),
+        (8, ["trainer.devices=8"], ""),
+    ],
+)
+def test_what_was_not_chosen_is_said(monkeypatch, capsys, gpus, given, said):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(fit_module, "fit", lambda config: None)
+    fit_module.run(["recipe=deer_stage2", *given])
+    shown = capsys.readouterr().out
+    assert said in shown
+    assert bool(shown) == bool(said)

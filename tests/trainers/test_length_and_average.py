@@ -9,12 +9,12 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from decoding.commands.recipes import compose
 from decoding.loading import load
+from recipes.compose import compose
+from recipes.settings import Trainer
 from tests.support.runs import curve, same_run, same_weights
 from trainers.base import BaseModule, Optimization
 from trainers.export import export_checkpoint
-from trainers.fit import check_trainer
 from trainers.runs.checkpoint_files import checkpoint_files, number_of
 
 EMA = "optimization.ema=0.8"
@@ -44,14 +44,12 @@ class TestEpochs:
     )
     def test_exactly_one_is_needed(self, given):
         with pytest.raises(ValueError, match=r"trainer.max_steps=.*trainer.max_epochs=.*exactly"):
-            check_trainer(compose(["recipe=deer_stage1", *given], "fit").trainer)
+            Trainer(**compose(["recipe=deer_stage1", *given], "fit").trainer)
 
     @pytest.mark.parametrize("given", ["0", "-1"])
     def test_it_must_be_positive(self, given):
         with pytest.raises(ValueError, match=rf"trainer.max_epochs={given}"):
-            check_trainer(
-                compose(["recipe=deer_stage1", f"trainer.max_epochs={given}"], "fit").trainer
-            )
+            compose(["recipe=deer_stage1", f"trainer.max_epochs={given}"], "fit")
 
     def test_the_steps_and_the_schedule_follow_from_the_rows(self, lab, capsys):
         folder = lab.runs / "ar_target" / "epochs"
@@ -114,7 +112,7 @@ class TestAverage:
     @pytest.mark.parametrize("ema", [0, 1, 1.5, -0.1])
     def test_a_decay_is_inside_0_and_1(self, ema):
         with pytest.raises(ValueError, match=rf"optimization.ema={ema} "):
-            Optimization(lr=1.0, ema=ema)
+            compose(["recipe=deer_stage1", f"optimization.ema={ema}"], "fit")
 
     def test_the_export_and_the_validation_are_of_the_average(self, lab):
         base = ["trainer.validate_every=2", "trainer.keep_last=9", "trainer.log_every=1"]

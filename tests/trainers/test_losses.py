@@ -42,12 +42,12 @@ def test_stage_one_eq_1_and_2():
     #   (1 / (1 * 2)) * (log 16 + log 32) = 1/2 * 9 log 2.
     masked = torch.tensor([[[True, False, True], [True, True, False]]])
     t, L = torch.tensor([[0.5, 1.0]]), torch.tensor([[3, 2]])
-    loss, weight = deer.distill(LOGITS, TARGET, masked, t, L)
+    loss = diffusion.token_nll(LOGITS, TARGET)
+    weight = diffusion.denoising_weight(masked, t, L)
     assert numbers(loss) == NLL
     assert numbers(weight) == [2 / 3, 0, 2 / 3, 1 / 2, 1 / 2, 0]
     total = (loss * weight).sum(-1)[0]
     assert total.tolist() == pytest.approx([2 / 3 * 4 * log(2), 1 / 2 * 9 * log(2)])
-    assert torch.equal(weight, diffusion.denoising_weight(masked, t, L))
 
 
 def test_the_bound_is_the_loss_of_the_whole_sequence_on_average():
@@ -122,7 +122,7 @@ def modules():
     from tests.support import tiny
     from trainers.ar import Autoregressive
     from trainers.base import Optimization
-    from trainers.deer import Distillation, Refinement
+    from trainers.deer import Refinement
     from trainers.diffusion import MaskedDiffusion
 
     tokenizer = with_draft_tokens(train_tokenizer(["ab"], 257))
@@ -143,7 +143,6 @@ def modules():
     drafter = {"method": "deer", "block_size": 5, "target_name": "target"}
     yield Autoregressive(*base), {k: v[None] for k, v in row.items()}
     yield MaskedDiffusion(*base, **drafter), batch(UniformNoise())
-    yield Distillation(*base, **drafter), batch(UniformNoise())
     yield Refinement(*base, **drafter, alpha=1.01), batch(SuffixNoise())
 
 

@@ -22,7 +22,7 @@ from tests import chaos
 from tests.support import tiny
 from tests.support.runs import curve, cut, same_run
 from tests.trainers.test_dflash import module as dflash_module
-from trainers import drafter
+from trainers import draft_vocabulary
 from trainers.base import Optimization
 from trainers.deer import Refinement
 from trainers.losses.diffusion import token_nll
@@ -172,20 +172,20 @@ def test_a_trained_drafter_gains_and_stays_as_it_is(tokenizer):
 def test_the_wrong_token_before_teaches_nothing(tokenizer, monkeypatch):
     """Negative control: trained on the token two positions before, which tells nothing here."""
     two_before = lambda tokens: torch.nn.functional.pad(tokens, (2, -2), value=-1)  # noqa: E731
-    monkeypatch.setattr(drafter, "_before", two_before)
+    monkeypatch.setattr(draft_vocabulary, "_shifted", two_before)
     assert acceptance(tokenizer, trained_head(tokenizer), "rejection") < BEST
 
 
 def test_the_token_before_is_the_answer_s_own(tokenizer):
     batch = next(batches(tokenizer))
     module = module_of(tokenizer, markov_rank=2)
-    found = module.in_draft_vocabulary(batch)[drafter.PREVIOUS]
+    found = module.in_draft_vocabulary(batch)[draft_vocabulary.PREVIOUS]
     assert torch.equal(found[..., 1:], batch["target"][..., :-1])
     assert (found[..., 0] == -1).all()
     ids = torch.tensor([7, 3, 1, 0])
     module = module_of(tokenizer, markov_rank=2, draft_ids=ids)
     assert module.markov_head.before.weight.shape == (4, 2)
-    found = module.in_draft_vocabulary(batch)[drafter.PREVIOUS]
+    found = module.in_draft_vocabulary(batch)[draft_vocabulary.PREVIOUS]
     for before, token in zip(found[..., 1:].flatten(), batch["target"][..., :-1].flatten()):
         assert ids[before] == token if token in ids else before == -1
 
@@ -248,8 +248,10 @@ def test_a_drafter_that_engines_run_is_to_be_trained_before_its_head():
 
 
 def test_what_a_head_does_not_go_with(tokenizer):
-    with pytest.raises(ValueError, match=r"optimization\.ema=0\.9 .*markov_rank=2"):
+    with pytest.raises(ValueError, match=r"optimization\.ema=0\.9 .*module\.markov_rank"):
         module_of(tokenizer, ema=0.9, markov_rank=2)
+    with pytest.raises(ValueError, match=r"nothing is left to train without module\.markov_rank"):
+        module_of(tokenizer, train_drafter=False)
     module = module_of(tokenizer, markov_rank=2)
     module._trainer = SimpleNamespace(strategy=SimpleNamespace(shard=None))
     with pytest.raises(ValueError, match=r"module\.markov_rank .*strategy=ddp"):
@@ -313,7 +315,7 @@ def test_a_recipe_s_export_decodes_with_its_head(lab, frozen):
             assert s.generate(["def value"], params)[0].token_ids == plain[0].token_ids
     ids = sampler.tokenizer(["def value"], return_tensors="pt").input_ids
     stock = custom_generate.generate(
-        deer,
+        deer.METHOD,
         AutoModelForCausalLM.from_pretrained(lab.runs / "ar_target" / "export"),
         drafter=str(export),
         input_ids=ids,

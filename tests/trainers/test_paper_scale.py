@@ -7,10 +7,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.text.tokenizer import train_tokenizer
 from decoding.collect import collect
-from decoding.commands.recipes import compose
 from decoding.engine.params import SamplingParams
 from decoding.loading import load
 from decoding.samplers.plain import PlainSampler
+from recipes.compose import compose
 from tests.support import tiny
 from tests.support.lab import BLOCKS, SMALL
 from trainers.fit import fit

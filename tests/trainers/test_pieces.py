@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainers.losses import diffusion, pieces
+from trainers.losses import diffusion
 
 B, K, V, TOP = 3, 7, 11, 4
 LOSSES = {
@@ -27,7 +27,7 @@ def test_pieces_change_neither_value_nor_gradient(name, tokens, monkeypatch):
     torch.manual_seed(0)
     logits, others = torch.randn(B, K, V, dtype=torch.double), LOSSES[name]()
     whole = value_and_gradient(name, logits, others)
-    monkeypatch.setitem(pieces.LOGITS, "cpu", tokens * V)
+    monkeypatch.setitem(diffusion.LOGITS, "cpu", tokens * V)
     for a, b in zip(value_and_gradient(name, logits, others), whole):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     other = [torch.roll(x, 1, 0) for x in others]
@@ -56,5 +56,5 @@ def test_no_copy_of_all_logits_is_made(name, monkeypatch):
         return seen.found
 
     assert largest() == B * K * V  # negative control: in one piece
-    monkeypatch.setitem(pieces.LOGITS, "cpu", 2 * V)
+    monkeypatch.setitem(diffusion.LOGITS, "cpu", 2 * V)
     assert largest() < B * K * V // 2

@@ -37,7 +37,7 @@ SAVE_GRADIENTS = """
 import sys
 import torch
 from pytorch_lightning import Callback
-from decoding.commands.recipes import compose
+from recipes.compose import compose
 from trainers import fit
 
 class Save(Callback):
@@ -45,7 +45,7 @@ class Save(Callback):
         if trainer.is_global_zero:
             torch.save({n: p.grad for n, p in module.named_parameters()}, sys.argv[1])
 
-fit.progress = Save
+fit.Progress = Save
 fit.fit(compose(sys.argv[2:], "fit"))
 """
 

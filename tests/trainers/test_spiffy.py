@@ -7,10 +7,10 @@ import shutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from decoding.commands.recipes import compose
 from decoding.engine.params import SamplingParams
 from decoding.loading import load, parade_config
 from decoding.masked.block_evaluators import CachedBlocks
+from recipes.compose import compose
 from tests.support.runs import curve, cut
 from trainers.fit import build_module
 

@@ -9,10 +9,10 @@ import torch
 
 from decoding import generate
 from decoding.bench.denoise import DenoiseBench, measure, report
-from decoding.commands.recipes import compose
 from decoding.engine.params import SamplingParams
 from decoding.loading import load, parade_config
 from decoding.masked.block_evaluators import WholeTexts
+from recipes.compose import compose
 from tests.support.denoising import L, V
 from tests.support.lab import SMALL
 from tests.support.public import public_model

@@ -106,9 +106,9 @@ def test_two_processes_store_their_shares(prepared, both):
         (("dflash", *STEPS, "data.stored_states=1e-9"), r"data\.stored_states allows 1e-09: allow"),
         (("dflash", *STEPS, "data.stored_states=0"), r"data\.stored_states=0 is not allowed"),
         (("dflash", *STEPS, "data.stored_states=-1"), r"data\.stored_states=-1 is not allowed"),
-        (("dflash", *STEPS, "data.stored_states=abc"), r"data\.stored_states=abc is not allowed"),
+        (("dflash", *STEPS, "data.stored_states=abc"), r"data\.stored_states='abc' is of type str"),
         (("dflash", STORED, "module.soft=0.5"), r"give module\.teacher=answers or module\.soft=0"),
-        (("deer_stage1", STORED), "Distillation reads no hidden states of a target"),
+        (("deer_stage1", STORED), "MaskedDiffusion reads no hidden states of a target"),
     ],
 )
 def test_where_it_is_not_allowed(prepared, given, message):

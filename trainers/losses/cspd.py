@@ -14,12 +14,12 @@ from models.densities import GaussianMixture
 
 
 def mixture(density: GaussianMixture, x: Tensor) -> Tensor:
-    """Negative log-likelihood -log p(x) [...] of tokens [..., D], in nats (arXiv 2312.02116)."""
+    """Compute -log p(x) [...] of tokens [..., D], in nats (arXiv 2312.02116)."""
     return -density.log_prob(x)
 
 
 def denoising(eps: Tensor, noise: Tensor) -> Tensor:
-    """Denoising loss |eps - e|^2 / D, [...], of [..., D] each (DDPM Eq. 14; MAR Eq. 1).
+    """Compute the denoising loss |eps - e|^2 / D, [...] (DDPM Eq. 14; MAR Eq. 1).
 
     Example: eps [0, 0], noise [1, 3] -> 5.
     """
@@ -29,21 +29,19 @@ def denoising(eps: Tensor, noise: Tensor) -> Tensor:
 def variational(
     eps: Tensor, raw: Tensor, noise: Tensor, time: Tensor, schedule: DiffusionSchedule
 ) -> Tensor:
-    """Loss of a learned variance: KL of the true posterior from the head's kernel, in nats.
+    """Compute the loss of a learned variance: KL of the true posterior from the head's kernel.
 
-    Improved DDPM, arXiv 2102.09672, Eq. 16. The mean of the kernel gets no gradient. The loss is
-    scaled by noise_steps / 1000, since the paper weights the sum over noise_steps by 0.001. It is
-    the KL at t = 0 too, since the chain's last step has the variance of the step before it.
+    Improved DDPM, arXiv 2102.09672, Eq. 16; the mean of the kernel gets no gradient. Returns the
+    mean over D, [...], in nats, scaled by noise_steps / 1000, since the paper weights the sum over
+    noise_steps by 0.001. It is the KL at t = 0 too, since the chain's last step has the variance of
+    the step before it.
 
     Args:
-        eps: noise estimates [..., D].
-        raw: raw variances of the head [..., D], -1 for the small and 1 for the large variance.
+        eps: Noise estimates [..., D].
+        raw: Raw variances of the head [..., D], -1 for the small and 1 for the large variance.
         noise: e [..., D].
-        time: time steps t [...].
-        schedule: the noise schedule.
-
-    Returns:
-        The mean over D, [...].
+        time: Time steps t [...].
+        schedule: The noise schedule.
     """
     table = _table(schedule._replace(steps=schedule.noise_steps, noisy_last=True), time.device)
     scale, shift, small, large = (column[time][..., None] for column in table)
@@ -57,22 +55,18 @@ def variational(
 def parting(
     eps: Tensor, teacher: Tensor, step: Tensor, schedule: DiffusionSchedule, variance: str
 ) -> Tensor:
-    """-log P(drafter and target chain stay equal in one coupled step), in nats.
+    """Compute -log P(drafter and target chain stay equal in one coupled step) [...], in nats.
 
     P = 2 Phi(-|Delta| / 2 sigma), the overlap of two Gaussians, where Delta, the difference of
     their means, is scale * shift * (eps - teacher) if both chains are in the same state. The sum
-    over the steps of a chain is -log P(the drafted token is accepted). Example: equal estimates
-    give 0.
+    over a chain is -log P(the drafted token is accepted). Example: equal estimates give 0.
 
     Args:
-        eps: the drafter's noise estimates [..., D].
-        teacher: the target's noise estimates at the same states [..., D].
-        step: steps of the chain [...], 0 for the first (noisiest) one.
-        schedule: the noise schedule of both.
+        eps: The drafter's noise estimates [..., D].
+        teacher: The target's noise estimates at the same states [..., D].
+        step: Steps of the chain [...], 0 for the first (noisiest) one.
+        schedule: The noise schedule of both.
         variance: 'small' or 'large', of both.
-
-    Returns:
-        [...].
     """
     table = _table(schedule, step.device)
     # The table is sorted by rising noise, steps by falling noise.
@@ -84,18 +78,14 @@ def parting(
 
 
 def mixture_parting(draft: GaussianMixture, target: GaussianMixture, x: Tensor) -> Tensor:
-    """-log P(a drafted token is accepted), estimated from samples of the target.
+    """Estimate -log P(a drafted token is accepted) [...], in nats, from samples of the target.
 
-    P = int min(q, p) = E_p[min(1, q / p)], here the mean over S samples. Example: equal densities
-    give 0.
+    P = int min(q, p) = E_p[min(1, q / p)], the mean over S samples. Equal densities give 0.
 
     Args:
-        draft: the drafter's densities q, of batch shape [...].
-        target: the target's densities p, of batch shape [...].
-        x: samples of the target [..., S, D].
-
-    Returns:
-        [...], in nats.
+        draft: The drafter's densities q, of batch shape [...].
+        target: The target's densities p, of batch shape [...].
+        x: Samples of the target [..., S, D].
     """
     S = x.shape[-2]
     log_ratio = draft.repeated(S).log_prob(x) - target.repeated(S).log_prob(x)
@@ -103,6 +93,6 @@ def mixture_parting(draft: GaussianMixture, target: GaussianMixture, x: Tensor) 
 
 
 def _table(schedule: DiffusionSchedule, device) -> tuple[Tensor, ...]:
-    """scale, shift, small and large of every kernel, sorted by rising time: [steps] each."""
+    """Return scale, shift, small and large of every kernel, by rising time: [steps] each."""
     found = [k[1:] for k in reversed(kernels(schedule))]
     return tuple(torch.tensor(column, device=device) for column in zip(*found))

@@ -5,36 +5,31 @@ from torch import Tensor
 
 
 def decay_weight(masked: Tensor, gamma: float) -> Tensor:
-    """Weights w_i = exp(-(i - 1) / gamma) of the tokens of a block, i = 1 after the prefix.
+    """Compute weights w_i = exp(-(i - 1) / gamma) [..., K] of a block, i = 1 after the prefix.
 
-    A token counts only where all before it are accepted, so an early one is worth more.
+    A token counts only if all before it are accepted, so an early one is worth more. Weights are 0
+    where a token is not masked. Example: gamma = 1/log 2 gives 1, 1/2, 1/4, ...
 
     Args:
         masked: bool [..., K], tokens to predict.
         gamma: Positions after which the weight has fallen to 1/e; as published 7 for blocks of 16,
-            5 for 10 and 4 for 8. infinity: all tokens weigh the same.
-
-    Returns:
-        [..., K], 0 where a token is not masked. Example: gamma = 1/log 2 gives 1, 1/2, 1/4, ...
+            5 for 10 and 4 for 8. Infinity: equal weights.
     """
     i = torch.arange(masked.shape[-1], device=masked.device)
     return masked * torch.exp(-i / gamma)
 
 
 def adaptive_weight(nll: Tensor, masked: Tensor, alpha: float) -> Tensor:
-    """D-PACE's weights: what a token's probability adds to the expected accepted length.
+    """Compute D-PACE's weights [..., K]: each token's contribution to the expected accepted length.
 
     With q_i the drafter's probability of token i, smoothed to s_i = (1 - alpha) q_i + alpha, the
     chance that the first j tokens are accepted is P_j = s_1 ... s_j, and w_j = P_j + ... + P_K:
-    the derivative of P_1 + ... + P_K with respect to log s_j.
+    the derivative of P_1 + ... + P_K with respect to log s_j. Weights are float32, no gradient.
 
     Args:
         nll: [..., K], -log q of the tokens.
-        masked: bool [..., K], tokens to predict; another has q = 0, as the drafter lacks it.
-        alpha: Of the smoothing, in (0, 1]; 1: w_j = K - j + 1 whatever the drafter knows.
-
-    Returns:
-        [..., K] in float32, without gradient; 0 where a token is not masked.
+        masked: bool [..., K], tokens to predict; the others have q = 0 and weight 0.
+        alpha: Smoothing, in (0, 1]; 1: w_j = K - j + 1 for any drafter.
     """
     q = torch.exp(-nll.detach().float()) * masked
     P = torch.cumprod((1 - alpha) * q + alpha, -1) * masked

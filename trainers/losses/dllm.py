@@ -6,21 +6,20 @@ from trainers.losses.diffusion import token_nll
 
 
 def denoise(logits: Tensor, target: Tensor, masked: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-    """LLaDA, Eq. 3: 1[x_i^t = M] / t * -log p(x_i^0 | x^t), with each token's own rate t.
+    """Compute LLaDA's Eq. 3: 1[x_i^t = M] / t * -log p(x_i^0 | x^t), each token with its rate t.
+
+    Returns unreduced loss and weight, [B, S] each.
+    Example: one token masked at t = 1/2, uniform over V: loss log V, weight 2.
 
     Args:
         logits: [B, S, V].
-        target: clean tokens [B, S].
+        target: Clean tokens [B, S].
         masked: bool [B, S], x_i^t = M.
-        t: masking rates [B, S].
-
-    Returns:
-        Unreduced loss and weight, [B, S] each.
-        Example: one token masked at t = 1/2, uniform over V: loss log V, weight 2.
+        t: Masking rates [B, S].
     """
     return token_nll(logits, target), denoise_weight(masked, t)
 
 
 def denoise_weight(masked: Tensor, t: Tensor) -> Tensor:
-    """The weight of `denoise`, 1[x_i^t = M] / t: [B, S]."""
+    """Compute the weight of `denoise`, 1[x_i^t = M] / t: [B, S]."""
     return masked / t

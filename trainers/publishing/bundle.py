@@ -1,9 +1,8 @@
 """The bundle `custom_generate/` of an export: its sampler's source, run by stock transformers.
 
-`generate(..., custom_generate=...)` of transformers copies `generate.py` and the files beside it
-that a line `from .name import ...` names, and runs the copy. So the modules that a sampler needs
-are written side by side, their imports of each other made relative. They are the very source that
-the tests prove lossless: there is no second sampler.
+`generate(..., custom_generate=...)` of transformers copies `generate.py` and the files next to it
+that a line `from .name import ...` names, and runs the copy. So a sampler's modules are written
+side by side, with relative imports. They are the source that the tests prove lossless.
 """
 
 import ast
@@ -14,7 +13,7 @@ BUNDLE = "custom_generate"  # transformers' name for the folder
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("data", "models", "decoding")
 ENTRY = "decoding.custom_generate"
-REQUIREMENTS = "torch>=2.8\ntransformers>=5.0\n"
+REQUIREMENTS = "torch>=2.8\ntransformers>=5.0\npydantic>=2.11\n"
 
 GENERATE = '''\
 """Lossless decoding with this drafter, by its target's own `generate`:
@@ -25,7 +24,7 @@ Written by parade (trainers/publishing/bundle.py) with copies of its modules.
 """
 
 from .{entry} import generate as _generate
-from . import {sampler} as _method
+from .{sampler} import METHOD as _method
 
 # transformers copies only the files that a line of this form names.
 {modules}
@@ -38,15 +37,7 @@ def generate(model, **arguments):
 
 
 def write_bundle(folder: Path, method: str) -> None:
-    """Write `<folder>/custom_generate/`, which needs torch and transformers only.
-
-    Args:
-        folder: The export.
-        method: The sampler's module in `decoding/samplers/`.
-
-    Raises:
-        ValueError: A module that does not exist, or an import that cannot be made relative.
-    """
+    """Write `<folder>/custom_generate/` for a sampler, `method`; it needs only REQUIREMENTS."""
     sampler = f"decoding.samplers.{method}"
     modules = closure([ENTRY, sampler])
     bundle = folder / BUNDLE
@@ -62,7 +53,7 @@ def write_bundle(folder: Path, method: str) -> None:
 
 
 def closure(modules: Iterable[str]) -> list[str]:
-    """These modules of parade and all of its modules that they import, sorted."""
+    """Return these modules of parade and all of its modules that they import, sorted."""
     found, left = set(), set(modules)
     while left:
         found |= left
@@ -71,11 +62,10 @@ def closure(modules: Iterable[str]) -> list[str]:
 
 
 def flattened(module: str) -> str:
-    """A module's source with its imports of parade's other modules made relative.
+    """Return a module's source with relative imports of parade's other modules.
 
-    `from decoding.engine.params import Stats` becomes
-    `from .decoding_engine_params import Stats`, and `from decoding.engine import verify` becomes
-    `from . import decoding_engine_verify as verify`.
+    `from decoding.engine.params import Stats` becomes `from .decoding_engine_params import Stats`;
+    `from decoding.engine import verify`, `from . import decoding_engine_verify as verify`.
     """
     lines = _source(module).split("\n")
     # From the last to the first, so that the line numbers before it stay right.
@@ -92,12 +82,12 @@ def flattened(module: str) -> str:
 
 
 def flat(module: str) -> str:
-    """The name of a module's copy: 'decoding.engine.sampler' -> 'decoding_engine_sampler'."""
+    """Return the name of a module's copy: 'decoding_engine_verify' for 'decoding.engine.verify'."""
     return module.replace(".", "_")
 
 
 def _internal(module: str) -> Iterator[tuple[ast.ImportFrom, list[str]]]:
-    """The imports of parade's modules in a module, each with the names of those modules."""
+    """Yield the imports of parade's modules in a module, each with the names of those modules."""
     for node in ast.walk(ast.parse(_source(module))):
         if isinstance(node, ast.Import):
             for alias in node.names:

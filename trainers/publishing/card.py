@@ -1,4 +1,4 @@
-"""The model card of an export: what it is, what it was trained from, what was measured and how."""
+"""The model card of an export: its purpose, its training, and measurements with their method."""
 
 import csv
 import re
@@ -12,7 +12,7 @@ from data.files import read_json, read_text
 from models.causal import looks_local
 from trainers.publishing.private import public
 
-# Tables that benches add to a card, by their files beside the export: title, what they say.
+# Tables that benches add to a card, by their files in the run's folder: title and meaning.
 SECTIONS = {
     "bench/bench.csv": (
         "Side by side",
@@ -26,19 +26,29 @@ SECTIONS = {
     ),
 }
 ACCEPTANCE = "acceptance_length_t"
+CARD = """---
+{metadata}
+---
+# A parade model: {method}
+
+{about}
+
+```
+{serve}
+```
+
+{facts}
+
+## Measured
+
+The last value of each until the step of the export; acceptance and `val_`: of a validation.
+
+{measured}
+"""
 
 
 def model_card(config: dict, metrics: dict, folder: Path) -> str:
-    """The text of the README.md of an export.
-
-    Args:
-        config: The export's `parade` entry.
-        metrics: The last value of each metric (`trainers.runs.curve.latest`).
-        folder: The run's, with its config.yaml and provenance.json.
-
-    Returns:
-        Markdown, with the Hub's metadata at its head.
-    """
+    """Write an export's README.md from its `parade` entry, its metrics and the run's folder."""
     config = public(config)
     story = public(read_json(folder / "provenance.json"))
     settings = public(yaml.safe_load(read_text(folder / "config.yaml")))
@@ -52,88 +62,78 @@ def model_card(config: dict, metrics: dict, folder: Path) -> str:
         link = f"https://huggingface.co/{bases[0]}"
         licence = {"license": "other", "license_name": "of-the-base-model", "license_link": link}
         terms = f"that of {' and '.join(bases)}"
-    lora = settings["lora"] if settings.get("lora", {}).get("rank") else None
+    lora = settings["lora"] if settings["lora"]["rank"] else None
     kept = lora is not None and not lora["merge"]
-    tags = ["speculative-decoding"] if target else []
-    # With transformers alone, nothing of parade installed: drafters of language models.
-    if target and "tokenizer_fingerprint" in config and not kept:
-        tags.append("custom_generate")
-    data = ModelCardData(
-        library_name="peft" if kept else "transformers",
-        **licence,
-        base_model=bases or None,
-        tags=["parade", *tags],
-    )
-    prompt = config.get("example", "def fib(n):")
-    serve = f"python -m decoding.generate model=<this folder or repository> prompt='{prompt}'"
-    serve = config.get("command", serve)
-    if "custom_generate" in tags:
-        stock = "custom_generate='<this folder or repository>', trust_remote_code=True"
-        serve += f"\n\n# or, in Python:\ntarget.generate(**inputs, {stock})"
-    trainer, train = settings["trainer"], dict(settings["data"]["train"])
-    epochs = trainer.get("max_epochs")
-    length = f"{trainer['max_steps']} steps" if epochs is None else f"{epochs:g} epochs in steps"
-    reader = train.pop("_target_")
+    # Drafters of language models decode with transformers alone, nothing of parade installed.
+    stock = bool(target) and "tokenizer_fingerprint" in config and not kept
+    tags = ["parade", *["speculative-decoding"] * bool(target), *["custom_generate"] * stock]
+    metadata = ModelCardData(
+        library_name="peft" if kept else "transformers", **licence, base_model=bases or None,
+        tags=tags,
+    )  # fmt: skip
+    about = "A causal LM." if config["method"] == "plain" else "Decoding with it is lossless."
+    if target:
+        about = f"A drafter for `{target}`: decoding with it is lossless."
     details = [k for k in config if k not in ("method", "target", "example", "graph", "command")]
-    dirty = ", with uncommitted changes" if story["git_dirty"] else ""
     facts = {
         "Base model": ", ".join(f"`{name}`" for name in started_from) or "none, random weights",
         "Target": f"`{target}`" if target else None,
         "Method": ", ".join([config["method"], *(f"{k} {config[k]}" for k in details)]),
         "LoRA": _lora(lora) if lora else None,
+        **_origin(settings, story),
+        "Licence": terms,
+    }
+    return CARD.format(
+        metadata=metadata.to_yaml(),
+        method=config["method"],
+        about=about,
+        serve=_serve(config, stock),
+        facts="\n".join(f"- {name}: {fact}" for name, fact in facts.items() if fact),
+        measured=_measured(metrics, settings["acceptance"]),
+    )
+
+
+def _serve(config: dict, stock: bool) -> str:
+    """Return the command that decodes with an export, and the call of stock transformers."""
+    prompt = config.get("example", "def fib(n):")
+    serve = f"python -m decoding.generate model=<this folder or repository> prompt='{prompt}'"
+    serve = config.get("command", serve)
+    if stock:
+        arguments = "custom_generate='<this folder or repository>', trust_remote_code=True"
+        serve += f"\n\n# or, in Python:\ntarget.generate(**inputs, {arguments})"
+    return serve
+
+
+def _origin(settings: dict, story: dict) -> dict[str, str]:
+    """Describe a run's data, inputs, recipe and machine."""
+    trainer, train = settings["trainer"], dict(settings["data"]["train"])
+    epochs = trainer.get("max_epochs")
+    length = f"{trainer['max_steps']} steps" if epochs is None else f"{epochs:g} epochs in steps"
+    reader = train.pop("_target_")
+    dirty = ", with uncommitted changes" if story["git_dirty"] else ""
+    rows = {split: about.get("fingerprint") for split, about in story["data"].items()}
+    packed = [f"{digest} ({split})" for split, digest in rows.items() if digest]
+    inputs = [f"`{name}` ({digest})" for name, digest in story["inputs"].items()]
+    versions = [f"Python {story['python']}", *(f"{k} {v}" for k, v in story["packages"].items())]
+    t, hardware = story["trainer"], story["hardware"]
+    machine = ", ".join(dict.fromkeys(hardware["gpus"])) or hardware["processor"]
+    resumed = [f"at step {s['step']} ({s['time']})" for s in story.get("resumed", [])]
+    return {
         "Data": f"{', '.join(f'{k}={v}' for k, v in train.items())} ({reader})",
-        **_origin(story),
+        "Packed rows": ", ".join(packed),
+        "Inputs": ", ".join(inputs),
         "Recipe": f"`{settings['recipe']}` at scale `{settings['scale']}`: {length} "
         f"of {trainer['batch_size']} rows, seed {settings['seed']}; every setting is in "
         "`parade_config.yaml`",
         "Command": f"`{story['command']}` (commit {story['git_commit']}{dirty})",
-        "Versions": ", ".join(
-            [f"Python {story['python']}", *(f"{k} {v}" for k, v in story["packages"].items())]
-        ),
-        "Licence": terms,
+        "Versions": ", ".join(versions),
+        "Machine": f"{t['world_size']} x {machine}, {t['strategy']} in {t['precision']}"
+        f"{'; resumed ' if resumed else ''}{', '.join(resumed)}",
     }
-    about = "A causal LM." if config["method"] == "plain" else "Decoding with it is lossless."
-    facts = "\n".join(f"- {name}: {fact}" for name, fact in facts.items() if fact)
-    return f"""---
-{data.to_yaml()}
----
-# A parade model: {config["method"]}
-
-{f"A drafter for `{target}`: decoding with it is lossless." if target else about}
-
-```
-{serve}
-```
-
-{facts}
-
-## Measured
-
-The last value of each until the step of the export; acceptance and `val_`: of a validation.
-
-{_measured(metrics, settings["acceptance"])}
-"""
-
-
-def _origin(story: dict) -> dict[str, str]:
-    """The data, inputs and machine of a run, as far as its provenance has them."""
-    rows = {split: about.get("fingerprint") for split, about in story.get("data", {}).items()}
-    packed = [f"{digest} ({split})" for split, digest in rows.items() if digest]
-    inputs = [f"`{name}` ({digest})" for name, digest in story.get("inputs", {}).items()]
-    resumed = [f"at step {s['step']} ({s['time']})" for s in story.get("resumed", [])]
-    facts = {"Packed rows": ", ".join(packed), "Inputs": ", ".join(inputs)}
-    if "trainer" in story:
-        t, hardware = story["trainer"], story["hardware"]
-        machine = ", ".join(dict.fromkeys(hardware["gpus"])) or hardware["processor"]
-        facts["Machine"] = (
-            f"{t['world_size']} x {machine}, {t['strategy']} in {t['precision']}"
-            f"{'; resumed ' if resumed else ''}{', '.join(resumed)}"
-        )
-    return facts
 
 
 def _lora(lora: dict) -> str:
-    values = ", ".join(f"{key} {lora[key]}" for key in ("rank", "alpha", "dropout"))
+    values = ", ".join(f"{key} {lora[key]:g}" for key in ("rank", "alpha", "dropout"))
     kept = "merged into the weights" if lora["merge"] else "kept: peft adds it to the base model"
     return f"{values}, targets {' '.join(lora['targets'])}; {kept}"
 
@@ -157,16 +157,7 @@ Acceptance length is tokens emitted per target pass, the bonus or correction tok
 
 
 def with_bench(card: str, results: Path, command: str) -> str:
-    """A model card with the table of a bench at its end, instead of an earlier one of that bench.
-
-    Args:
-        card: The card's text.
-        results: The CSV file, one of SECTIONS beside an export.
-        command: The command that measured it.
-
-    Returns:
-        The new text.
-    """
+    """Add a bench's table (of SECTIONS) to a model card's end, in place of an older one."""
     head, *rows = csv.reader(read_text(results).splitlines())
     name = results.parent.name
     title, about = SECTIONS[f"{name}/{results.name}"]
@@ -188,7 +179,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence]) -> str:
 
 
 def _paths(node) -> Iterator[str]:
-    """The models that a network's settings load: every value of a key `path`."""
+    """Yield the models that a network's settings load: every value of a key `path`."""
     if isinstance(node, dict):
         for key, value in node.items():
             if key == "path":

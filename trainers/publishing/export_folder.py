@@ -18,7 +18,7 @@ from trainers.publishing.speculators import name_target
 
 
 def is_export(folder: Path) -> bool:
-    """Whether a folder holds an export: whole weights, an adapter, or a reference."""
+    """Return whether a folder holds an export: whole weights, an adapter, or a reference."""
     if (folder / KEPT).is_file():
         return True
     config = folder / "config.json"
@@ -33,21 +33,10 @@ def write_export(
 ) -> None:
     """Write weights, config, tokenizer and model card, reload and compare them, then rename.
 
-    A module without weights of its own (`exports_weights`) exports the `parade` entry, and no copy
-    of its network.
-
-    Args:
-        module: The trained module.
-        export: The export's folder; an earlier one is replaced.
-        metrics: The last value of each metric, for the card.
-        folder: The run's, whose config.yaml and provenance.json are copied, as far as they may
-            leave this machine.
-        merge: Whether adapters become part of the weights; else the export is the adapter alone,
-            and loads its base by itself.
-
-    Raises:
-        ValueError: What the module's `check_vocabulary` and `check_export` find; `export` is
-            unchanged then.
+    A module without `exports_weights` exports the `parade` entry alone. A failed check leaves
+    `export` unchanged. `folder` is the run's; what is private is removed from the copies of its
+    settings and provenance. With `merge` adapters become part of the weights; else they alone are
+    exported.
     """
     network = to_export(module.network, merge)
     module.check_vocabulary(network)
@@ -82,7 +71,7 @@ def _write_weights(module: BaseModule, network: PreTrainedModel, folder: Path) -
         entry = {"parade": network.config.parade}
         (folder / KEPT).write_text(json.dumps(entry, indent=2))
     elif tokenizer is not None and "target" in network.config.parade:
-        # The bundle needs torch and transformers only.
+        # The bundle needs torch, transformers and pydantic only.
         write_bundle(folder, network.config.parade["method"])
 
 
@@ -94,7 +83,7 @@ def _write_reference(module: BaseModule, network: PreTrainedModel, folder: Path)
 
 
 def write_entry(export: Path, entry: dict) -> None:
-    """Replace the `parade` entry of an export, a drafter's; its other files stay."""
+    """Replace the `parade` entry of a drafter's export; its other files stay."""
     file = next(export / name for name in CONFIGS if (export / name).is_file())
     config = read_json(file) | {"parade": entry}
     name_target(config, entry["target"])

@@ -1,7 +1,7 @@
-"""What of a text may leave this machine: no absolute path, name of user or host, no token.
+"""Texts made public: without absolute paths, names of user or host, and tokens.
 
-A model card and the settings beside it name folders, and a command line may hold a token. They are
-written as `public` returns them; a run's own folder keeps them whole.
+Model cards and settings name folders, and a command line may hold a token. Exports have them as
+`public` returns them; a run's own folder keeps them whole.
 """
 
 import getpass
@@ -15,24 +15,20 @@ from huggingface_hub import get_token
 
 NAMES = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_KEY", re.IGNORECASE)
 TOKENS = re.compile(r"\b(hf_[A-Za-z0-9]{16,}|gh[pousr]_\w{20,}|sk-[\w-]{20,}|AKIA[A-Z0-9]{16})\b")
-LOGIN = re.compile(r"(?<=://)[^/\s@]+@")  # of an address
-# Of an address that is no public one: a bare name, a number, or whatever has a port.
+LOGIN = re.compile(r"(?<=://)[^/\s@]+@")  # the login in an address
+# The host of an address that is not public: a bare name, a number, or a host with a port.
 HOST = re.compile(r"(?<=://)([\w-]+|[\d.]+|[\w.-]+(?=:\d))(?=[:/\s]|$)")
 FILE = re.compile(r"\bfile://(?=/)")
-# From the root, and no part of an address or of a relative path.
+# A path from the root that is not part of an address or of a relative path.
 ABSOLUTE = re.compile(r"(?<![\w.~/:*-])/(?!/)[^\s'\"`,;:|)\]}]*[^\s'\"`,;:|)\]}.]")
 SHORTEST = 8  # characters of a secret: shorter values of the environment are words and numbers
 
 
 def public(value: Any) -> Any:
-    """A text, or every text of lists and nodes, as it may leave this machine.
+    """Return a text, or every text of lists and dicts, without what is private.
 
-    Args:
-        value: A text, a list, a dict with its keys, or anything else, which stays.
-
-    Returns:
-        The same with paths below the working directory made relative, those below the home
-        directory begun with ~, .../NAME of all others, and `[secret]` for what is a token.
+    Paths below the working directory become relative, those below the home directory begin with ~,
+    others are .../NAME, and tokens are `[secret]`.
     """
     if isinstance(value, dict):
         return {public(k): public(v) for k, v in value.items()}
@@ -56,7 +52,7 @@ def public(value: Any) -> Any:
 
 
 def _user() -> str:
-    """The name of this process's user; '' for one without a name, as in some containers."""
+    """Return the name of this process's user; '' for none, as in some containers."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -64,7 +60,7 @@ def _user() -> str:
 
 
 def _secrets() -> list[str]:
-    """The tokens and passwords that this process knows, the longest first."""
+    """Return the tokens and passwords that this process knows, the longest first."""
     found = {value for name, value in os.environ.items() if NAMES.search(name)}
     found.add(get_token() or "")
     return sorted((s for s in found if len(s) >= SHORTEST), key=len, reverse=True)

@@ -1,7 +1,6 @@
 """The entry of the package `speculators` in a drafter's config.json, which vLLM reads too.
 
-With it a drafter names its target and how it drafts, so `vllm serve <drafter>` needs no
---speculative-config. The drafter's own layout stays beside it.
+It names the target and how to draft, so `vllm serve <drafter>` needs no --speculative-config.
 """
 
 import shutil
@@ -16,17 +15,7 @@ ENTRY = "speculators_config"
 
 
 def write_speculators(export: Path, dry_run: bool = False) -> None:
-    """Write the entry into an export, whose network knows it (`add_speculators`).
-
-    Args:
-        export: The export, replaced as a whole.
-        dry_run: Whether to change nothing, and check alone that it fits.
-
-    Raises:
-        ValueError: The package has no type for this drafter, its weights are damaged, or its
-            target's config.json cannot be had.
-        OSError: Its target's folder is not there.
-    """
+    """Add the entry to an export, which is replaced; with `dry_run` check only that it fits."""
     config = parade_config(str(export))
     network = load_drafter(config, str(export), "auto") if loads_drafter(config) else None
     if not hasattr(network, "add_speculators"):
@@ -48,6 +37,6 @@ def write_speculators(export: Path, dry_run: bool = False) -> None:
 
 
 def name_target(config: dict, target: str) -> None:
-    """Name another target in a config.json, where it has the entry; changed in place."""
+    """Name another target in the entry of a config.json, if it has one, in place."""
     if ENTRY in config:
         config[ENTRY]["verifier"]["name_or_path"] = target

@@ -1,9 +1,9 @@
-"""Whether an export accepts, where it is served, what training's last validation accepted.
+"""The check that an export has, where it is served, the acceptance of the run's last validation.
 
-A wrong position, layer, norm or mask id leaves every text right and accuracy in training high, and
-ruins acceptance: 1.04 tokens a pass instead of 3. So the export is decoded greedily by programs
-that do not know the trainer (stock transformers with the export's own code; vLLM), over the
-validation's own prompts, and its acceptance at each position is compared with the validation's.
+A wrong position, layer, norm or mask id leaves every text right and accuracy in training high, but
+acceptance falls from 3 tokens a pass to 1.04. So programs that do not know the trainer (stock
+transformers with the export's own code; vLLM) decode the validation's prompts greedily, and
+acceptance at each position is compared.
 """
 
 import json
@@ -23,7 +23,7 @@ from decoding.engine.params import SamplingParams, accepted_counts
 from decoding.external.vllm_engine import ON_CPU, Vllm, interpreter, speculative_config
 from decoding.fetch import fetch
 from decoding.loading import load_tokenizer, parade_config
-from trainers.publishing import stranger
+from trainers.publishing import stock_transformers
 from trainers.runs.callbacks import validation_prompts
 from trainers.runs.curve import latest
 
@@ -32,37 +32,22 @@ ERRORS = 3  # standard errors that are still chance: of 8 positions one in 50 ru
 
 
 def verify(run: Path, programs: Sequence[str], python: str | None = None) -> None:
-    """Compare an export's acceptance in other programs with that of its run's last validation.
-
-    Args:
-        run: The run's folder, with its export.
-        programs: Which of PROGRAMS decode with the export.
-        python: The interpreter that has vLLM; None: that of `make vllm`, or this one.
-
-    Raises:
-        ValueError: The run has not measured acceptance, a program cannot decode with the export,
-            or accepts less or more at a position, which the message names.
-    """
+    """Compare an export's acceptance in `programs` (of PROGRAMS) with its run's last validation."""
     config, export = OmegaConf.load(run / "config.yaml"), run / "export"
-    expected = validated(run)
+    expected = _validated(run)
     entry = parade_config(str(export))
-    tokenizer = load_tokenizer(str(export))
-    prompts = validation_prompts(config.acceptance, tokenizer)
-    target = str(fetch(config.target or entry["target"]))
+    prompts = validation_prompts(config.acceptance, load_tokenizer(str(export)))
+    given = (export, str(fetch(config.target or entry["target"])), prompts, config.acceptance)
     for program in programs:
         if program == "vllm":
-            way = in_vllm(export, target, prompts, config, len(expected), python)
+            way = _in_vllm(*given, len(expected), python)
         else:
-            way = in_transformers(export, target, prompts, config, len(expected))
-        print(f"{program}: {compare(way, expected, program)}")
+            way = _in_transformers(*given, len(expected))
+        print(f"{program}: {_compare(way, expected, program)}")
 
 
-def validated(run: Path) -> list[float]:
-    """The share of passes that accepted at least i tokens, i = 1, 2, ..., of the last validation.
-
-    Raises:
-        ValueError: The run has not measured it at temperature 0.
-    """
+def _validated(run: Path) -> list[float]:
+    """Return the share of the last validation's passes that accepted at least 1, 2, ... tokens."""
     metrics = latest(run / "metrics.csv", sys.maxsize)
     named = ((re.fullmatch(r"accepted_(\d+)_t0", name), x) for name, x in metrics.items())
     found = {int(match[1]): x for match, x in named if match}
@@ -74,24 +59,12 @@ def validated(run: Path) -> list[float]:
     return [found[i] for i in sorted(found)]
 
 
-def compare(way: Way, expected: Sequence[float], program: str) -> str:
-    """Compare acceptance at each position with what was expected.
-
-    Args:
-        way: What a program accepted.
-        expected: The validation's share at each position.
-        program: Its name, for the message.
-
-    Returns:
-        A line that says that they agree, with the shares.
-
-    Raises:
-        ValueError: At a position they are more than ERRORS standard errors apart.
-    """
+def _compare(way: Way, expected: Sequence[float], program: str) -> str:
+    """Return acceptance by position as a line; ValueError if it differs from the validation's."""
     shares = []
     for i, wanted in enumerate(expected):
         share, error = way.at(i)
-        # Of few drafts that all did the same a bootstrap knows no error: Laplace's p has one.
+        # If all drafts agree, a bootstrap finds no error; Laplace's estimate of p has one.
         count = sum(way.drafts)
         p = (share * count + 1) / (count + 2)
         error = max(error, (p * (1 - p) / count) ** 0.5)
@@ -106,27 +79,23 @@ def compare(way: Way, expected: Sequence[float], program: str) -> str:
     return f"accepts what the last validation accepted, by position {' '.join(shares)}"
 
 
-def in_transformers(
-    export: Path, target: str, prompts: list[list[int]], config: DictConfig, positions: int
+def _in_transformers(
+    export: Path, target: str, prompts: list[list[int]], a: DictConfig, positions: int
 ) -> Way:
-    """What stock transformers accepts with the export's own code (custom_generate), greedily.
-
-    Raises:
-        ValueError: It cannot decode with the export; its last line says why.
-    """
-    most = config.acceptance.max_new_tokens
+    """Count the tokens that stock transformers accepts with the export's code (custom_generate)."""
+    most = a.max_new_tokens
     job = {
         "target": target,
         "export": str(export.resolve()),
         "prompts": prompts,
         # Beyond the answer's end, so that its last pass is seen whole.
         "max_new_tokens": most + positions,
-        "dtype": config.acceptance.dtype,
+        "dtype": a.dtype,
         "threads": torch.get_num_threads(),
     }
-    # Without this folder and the script's in the path: nothing stands in for what it imports.
+    # -P and cwd keep this folder and the script's off the path: they would shadow its imports.
     done = subprocess.run(
-        [sys.executable, "-P", str(Path(stranger.__file__).resolve())],
+        [sys.executable, "-P", str(Path(stock_transformers.__file__).resolve())],
         input=json.dumps(job),
         capture_output=True,
         text=True,
@@ -136,7 +105,7 @@ def in_transformers(
         why = done.stderr.strip().splitlines()[-1]
         raise ValueError(f"transformers cannot decode with {export}: {why}")
     found = json.loads(done.stdout.strip().splitlines()[-1])
-    way = Way("transformers", answers=[ids[:most] for ids in found["answers"]])
+    way = Way("transformers")
     for emitted in found["emitted"]:
         before = accumulate(emitted, initial=0)
         passes = [n for n, done in zip(emitted, before) if done < most]
@@ -144,20 +113,15 @@ def in_transformers(
     return way
 
 
-def in_vllm(
+def _in_vllm(
     export: Path,
     target: str,
     prompts: list[list[int]],
-    config: DictConfig,
+    a: DictConfig,
     positions: int,
     python: str | None,
 ) -> Way:
-    """What vLLM accepts, greedily.
-
-    Raises:
-        ValueError: There is no vLLM, or it does not run the export.
-    """
-    a = config.acceptance
+    """Count the tokens that vLLM accepts, greedily."""
     params = SamplingParams(max_new_tokens=a.max_new_tokens, temperature=0)
     settings = speculative_config(export, positions)
     context = max(map(len, prompts)) + a.max_new_tokens + 2 * positions

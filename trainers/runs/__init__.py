@@ -1,1 +1,1 @@
-"""What every run needs whatever its method: checkpoints, resuming, logs, provenance, guards."""
+"""Everything that a run of any method needs: checkpoints, resuming, logs, provenance, guards."""

@@ -14,18 +14,7 @@ from trainers.strategies import whole_network
 
 
 def validation_prompts(a: DictConfig, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """The prompts that a run's validations decode.
-
-    Args:
-        a: The run's settings `acceptance`.
-        tokenizer: Encodes the prompts.
-
-    Returns:
-        Token ids of each prompt.
-
-    Raises:
-        ValueError: As `heldout_prompts` does.
-    """
+    """Return the token ids of each prompt that validations decode; `a` is `acceptance`."""
     which = {"subset": a.subset, "split": a.split, "limit": a.limit, "chat": a.chat}
     prompts = heldout_prompts(a.source, tokenizer, a.prompts, a.prompt_length, **which)
     return [p["prompt_ids"] for p in prompts]
@@ -35,26 +24,16 @@ class AcceptanceLength(Callback):
     """The callback that decodes held-out prompts with the module's sampler at every validation.
 
     It logs `acceptance_length_t<temperature>`: tokens emitted per target pass, the bonus or
-    correction token included. Of a sampler that drafts blocks also `accepted_<i>_t<temperature>`:
-    the share of drafts of which at least i tokens were accepted, i up to the block's size
-    (`accepted_counts`). A module without a sampler is left alone.
-
-    Args:
-        prompts: Token ids of each prompt.
-        temperatures: Each is measured by itself.
-        max_new_tokens: Tokens to decode after each prompt, at the most.
+    correction token included; for a sampler that drafts blocks also `accepted_<i>_t<temperature>`:
+    the share of drafts with at least i accepted tokens (`accepted_counts`).
     """
 
     def __init__(self, prompts: list[list[int]], temperatures: list[float], max_new_tokens: int):
         self.prompts = prompts
-        self.params = [
-            SamplingParams(temperature=t, max_new_tokens=max_new_tokens, seed=0)
-            for t in temperatures
-        ]
+        self.temperatures, self.max_new_tokens = temperatures, max_new_tokens
 
     @torch.compiler.set_stance("force_eager")  # every pass has another shape
     def on_validation_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Decode the prompts at every temperature and log the acceptance lengths."""
         with fused_attention(module.network):
             there = module.sampler() is not None
         # The first process decides for all: only there is a target that training does not read.
@@ -70,13 +49,17 @@ class AcceptanceLength(Callback):
 
     def _measure(self, sampler: Sampler) -> dict[str, float]:
         lengths = {}
-        for params in self.params:
-            drafted = params.temperature > 0 and "rejection" in sampler.rules
-            verify = "rejection" if drafted else "coupled"
-            params = SamplingParams(**{**vars(params), "verify": verify})
+        for temperature in self.temperatures:
+            drafted = temperature > 0 and "rejection" in sampler.rules
+            params = SamplingParams(
+                temperature=temperature,
+                max_new_tokens=self.max_new_tokens,
+                seed=0,
+                verify="rejection" if drafted else "coupled",
+            )
             results = sampler.generate(self.prompts, params)
             emitted = [n for r in results for n in r.stats.emitted]
-            at = f"t{params.temperature:g}"
+            at = f"t{temperature:g}"
             lengths[f"acceptance_length_{at}"] = sum(emitted) / len(emitted)
             positions = getattr(sampler, "block_size", 0)
             counts = [accepted_counts(r.stats.passes, positions) for r in results]

@@ -1,8 +1,7 @@
 """Checkpoints on disk: complete or absent, whatever kills the write.
 
-`step-N.ckpt` is a file, or a folder of shards where the strategy writes one. Both are written under
-a hidden name and renamed when all of the bytes are on the disk: the rename is the mark of a
-complete checkpoint.
+`step-N.ckpt` is a file, or a folder of shards if the strategy writes one. Both have a hidden name
+until all bytes are on the disk: the rename is the mark of a complete checkpoint.
 """
 
 import json
@@ -10,7 +9,6 @@ import pickle
 import re
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from zipfile import BadZipFile, ZipFile
 
@@ -23,10 +21,10 @@ from torch.distributed.checkpoint import load
 from torch.distributed.checkpoint.api import CheckpointException
 
 from data.files import delete, put_in_place
-from trainers.runs.safe_load import Refused, check_folder, read_file, tensors_only
+from trainers.runs.safe_load import Refused, check_folder, read_file
 
-ENGINE = "checkpoint"  # of a folder that DeepSpeed has written: the tag that Lightning gives it
-MANIFEST = "manifest.json"  # of a folder: its step, and the size in bytes of every file
+ENGINE = "checkpoint"  # the tag that Lightning gives to a folder that DeepSpeed writes
+MANIFEST = "manifest.json"  # a folder's step, and the size in bytes of every file
 # Errors that say that a checkpoint is damaged; others say only that it could not be read this time.
 DAMAGE = (BadZipFile, EOFError, KeyError, pickle.UnpicklingError, json.JSONDecodeError,
           UnicodeDecodeError)  # fmt: skip
@@ -37,10 +35,7 @@ class Damaged(ValueError):
 
 
 class DirectIO(TorchCheckpointIO):
-    """The checkpoint plugin that writes a checkpoint straight into its file.
-
-    Lightning's own makes a copy in memory and one in /tmp, which a kill leaves there.
-    """
+    """The plugin that writes a checkpoint directly, not as Lightning's does by memory and /tmp."""
 
     def save_checkpoint(self, checkpoint, path, storage_options=None) -> None:
         """Write the file; an error has the system's reason in its context."""
@@ -50,18 +45,8 @@ class DirectIO(TorchCheckpointIO):
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, oldest step first.
-
-    Args:
-        folder: The run's folder of checkpoints, which need not exist.
-
-    Returns:
-        The paths of complete checkpoints.
-
-    Raises:
-        OSError: The folder is there and cannot be listed (`glob` would find nothing in it).
-    """
-    try:
+    """List the complete checkpoints in a folder, which need not exist, oldest step first."""
+    try:  # `glob` would find nothing in a folder that cannot be listed
         files = [f for f in folder.iterdir() if f.suffix == ".ckpt" and number_of(f) is not None]
     except (FileNotFoundError, NotADirectoryError):
         return []
@@ -69,26 +54,15 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 
 def number_of(path: Path) -> int | None:
-    """The step in a checkpoint's name; None for another name."""
+    """Return the step in a checkpoint's name; None for another name."""
     found = re.fullmatch(r"step-(\d+)", path.stem)
     return int(found[1]) if found else None
 
 
-def checkpoint_path(folder: Path, step: int) -> Path:
-    """The path of the checkpoint of a step."""
-    return folder / f"step-{step}.ckpt"
-
-
 def write_checkpoint(trainer: pl.Trainer, path: Path) -> None:
-    """Save the trainer's state; every process must call.
+    """Save the trainer's state; every process must call, on a file system that all share.
 
-    Args:
-        trainer: Whose state is saved.
-        path: The checkpoint's path, on a file system that all processes share.
-
-    Raises:
-        ValueError: A full or unwritable disk, on all processes. Nothing is left of the write, and
-            the checkpoints before it are untouched.
+    An error of the disk is a ValueError on all processes; earlier checkpoints stay untouched.
     """
     partial = _hidden(path)
 
@@ -120,35 +94,18 @@ def remove_checkpoint(path: Path) -> None:
 
 @rank_zero_only
 def delete_partial(folder: Path) -> None:
-    """Remove the parts that killed writes of checkpoints have left in a folder."""
+    """Remove partial checkpoints, left in a folder by killed writes."""
     for partial in folder.glob(".step-*.partial"):
         delete(partial)
 
 
-def reading(path: Path | None) -> AbstractContextManager:
-    """The context in which a checkpoint is read: without running what it holds.
-
-    DeepSpeed's own are read by DeepSpeed, whose optimizer states are objects of its classes.
-    """
-    if path is None or (path / ENGINE).is_dir():
-        return nullcontext()
-    return tensors_only()
-
-
 def step_of(path: Path) -> int:
-    """The step that a checkpoint was written at, after a check of all of its bytes.
-
-    Args:
-        path: The checkpoint, a file or a folder of shards.
-
-    Returns:
-        Optimizer steps done.
+    """Return the step of a checkpoint, after a check of all of its bytes.
 
     Raises:
         Damaged: Its checksums, sizes or structure are wrong.
         Refused: It asks to call something; nothing of it was run.
-        ValueError: It cannot be read now (no permission, a failing disk, no memory), which says
-            nothing about its content.
+        ValueError: It cannot be read now (no permission, a failing disk, no memory).
     """
     try:
         return (_step_of_folder if path.is_dir() else _step_of_file)(path)
@@ -169,15 +126,7 @@ def step_of(path: Path) -> int:
 
 
 def check_fits(module: nn.Module, path: Path) -> None:
-    """Check that a checkpoint is one of a module's; a folder of shards says so when it is read.
-
-    Args:
-        module: The module.
-        path: The checkpoint, that `step_of` has read.
-
-    Raises:
-        ValueError: It lacks tensors of the module, or has others; one line names the first.
-    """
+    """Raise ValueError for a checkpoint of other tensors; of shards this is seen when they load."""
     if path.is_dir():
         return
     own, stored = module.state_dict(), read_file(path)["state_dict"]
@@ -193,15 +142,7 @@ def check_fits(module: nn.Module, path: Path) -> None:
 
 
 def load_weights(module: nn.Module, path: Path) -> None:
-    """Fill a module with a checkpoint's weights, however many processes have written them.
-
-    Args:
-        module: The module of the run's recipe, on one process.
-        path: The checkpoint, of any strategy, that `step_of` has read.
-
-    Raises:
-        ValueError: It is of another recipe.
-    """
+    """Load into a module, on one process, the weights of a checkpoint that `step_of` has read."""
     check_fits(module, path)
     if path.is_file():
         module.load_state_dict(read_file(path)["state_dict"])
@@ -210,10 +151,7 @@ def load_weights(module: nn.Module, path: Path) -> None:
 
         module.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(str(path), ENGINE))
     else:
-        with (
-            tensors_only(),
-            warnings.catch_warnings(),
-        ):  # that it loads in one process is what is wanted
+        with warnings.catch_warnings():  # that it loads in one process is what is wanted
             warnings.simplefilter("ignore", UserWarning)
             load({"state_dict": module.state_dict()}, checkpoint_id=path, no_dist=True)  # in place
 
@@ -252,7 +190,7 @@ def _put_in_place(partial: Path, path: Path, step: int) -> None:
 
 
 def _problem(action: Callable, *arguments) -> str | None:
-    """Call `action`; returns the reason in a few words if it fails, else None."""
+    """Call `action`; return the reason in a few words if it fails, else None."""
     try:
         action(*arguments)
     except (OSError, RuntimeError, CheckpointException) as error:

@@ -1,4 +1,4 @@
-"""The callback that decides when checkpoints are written, which are kept, and what signals do."""
+"""The callback that decides when checkpoints are written and kept, and that handles signals."""
 
 import math
 import signal
@@ -13,7 +13,6 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from trainers.runs.checkpoint_files import (
     checkpoint_files,
-    checkpoint_path,
     number_of,
     remove_checkpoint,
     write_checkpoint,
@@ -22,11 +21,7 @@ from trainers.runs.set_aside import drop_set_aside
 
 
 class Preempted(Exception):
-    """A run was asked to stop by a signal, and has written its checkpoint.
-
-    Args:
-        number: The signal's.
-    """
+    """The end of a run that a signal has stopped, after its checkpoint."""
 
     def __init__(self, number: int):
         super().__init__(signal.Signals(number).name)
@@ -36,29 +31,18 @@ class Preempted(Exception):
 class Checkpoints(Callback):
     """The callback that writes checkpoints: at intervals, at the end, on signals.
 
-    A checkpoint is written before a step's first forward: everything that the step before has
-    logged and validated is on disk by then, so a resumed run's curve has neither gaps nor doubles.
-    SIGTERM, SIGUSR1 and Ctrl-C ask for one and end the run.
+    SIGTERM, SIGUSR1 and Ctrl-C ask for a checkpoint and end the run. Each is written before a
+    step's first forward: everything that the step before has logged and validated is on disk by
+    then, so a resumed run's curve has neither gaps nor doubles.
 
     Args:
         folder: The folder of the checkpoints.
         every: Steps between two checkpoints.
         keep: How many of the last checkpoints are kept.
-        best: How many are kept beside them, written after the validations with the best results
-            so far (`measured`).
-
-    Raises:
-        ValueError: A number below its least value.
+        best: How many more are kept, of those after the best validations so far (`measured`).
     """
 
     def __init__(self, folder: Path, every: int, keep: int, best: int = 0):
-        for key, value, least in (
-            ("checkpoint_every", every, 1),
-            ("keep_last", keep, 1),
-            ("keep_best", best, 0),
-        ):
-            if value < least:
-                raise ValueError(f"trainer.{key}={value} must be at least {least}")
         self.folder, self.every, self.keep, self.best = folder, every, keep, best
         self.signal = 0
         self.first = 0  # the step that this process starts or goes on at
@@ -75,11 +59,7 @@ class Checkpoints(Callback):
             signal.signal(number, self._note)
 
     def on_train_batch_start(self, trainer, module, batch, index) -> None:
-        """Save between two steps if one is due or a signal came.
-
-        Raises:
-            Preempted: After a signal, on every process in the same step.
-        """
+        """Save between two steps if one is due or a signal came, which raises Preempted."""
         step = trainer.global_step
         if index % trainer.accumulate_grad_batches:
             return
@@ -97,11 +77,11 @@ class Checkpoints(Callback):
         now = trainer.strategy.broadcast(measured(trainer.callback_metrics))
         if math.isfinite(now[1]):
             found = {**self.found, trainer.global_step: now}
-            order = sorted(found, key=lambda step: better(*found[step]), reverse=True)
+            order = sorted(found, key=lambda step: _better(*found[step]), reverse=True)
             self.found = {step: found[step] for step in order[: self.best]}
 
     def on_train_end(self, trainer, module) -> None:
-        """Save the last step, unless the run ended early: Lightning would not go on alike."""
+        """Save the last step; a run that ended early could not resume alike in Lightning."""
         if trainer.global_step < trainer.max_steps:
             return
         self.save(trainer)
@@ -117,7 +97,6 @@ class Checkpoints(Callback):
             self._drop(trainer.global_step)
 
     def on_save_checkpoint(self, trainer, module, checkpoint: dict) -> None:
-        """Add what a resumed run must know of this one."""
         checkpoint["run"] = {
             "processes": trainer.world_size,
             "accumulate": trainer.accumulate_grad_batches,
@@ -125,9 +104,9 @@ class Checkpoints(Callback):
         }
 
     def on_load_checkpoint(self, trainer, module, checkpoint: dict) -> None:
-        """Restore it; on another number of processes say that the run is no longer bit for bit."""
+        """Restore the best; say if another number of processes rules out bit-equal results."""
         now = {"processes": trainer.world_size, "accumulate": trainer.accumulate_grad_batches}
-        before = checkpoint.get("run", {**now, "found": {}})
+        before = checkpoint["run"]
         self.found = before["found"]
         if any(before[key] != now[key] for key in now) and trainer.is_global_zero:
             print(
@@ -142,21 +121,17 @@ class Checkpoints(Callback):
             for key in counts:
                 counts[key] = counts[key] // before["accumulate"] * now["accumulate"]
 
-    def files(self) -> list[Path]:
-        """The checkpoints on disk, oldest step first."""
-        return checkpoint_files(self.folder)
-
     def _path(self, step: int) -> Path:
-        return checkpoint_path(self.folder, step)
+        return self.folder / f"step-{step}.ckpt"
 
     @rank_zero_only
     def _drop(self, step: int) -> None:
         drop_set_aside(self.folder.parent)
-        for path in self.files():
+        for path in checkpoint_files(self.folder):
             if number_of(path) > step:  # a copy of an earlier step, which the run began from
                 remove_checkpoint(path)
         best = {self._path(step) for step in self.found}
-        for path in self.files()[: -self.keep]:
+        for path in checkpoint_files(self.folder)[: -self.keep]:
             if path not in best:
                 remove_checkpoint(path)
 
@@ -167,28 +142,20 @@ class Checkpoints(Callback):
 
 
 def measured(metrics: dict) -> tuple[str, float]:
-    """The metric by which a run's checkpoints are compared, and its value at this validation.
-
-    Args:
-        metrics: The latest value of every metric.
-
-    Returns:
-        (name, value): the acceptance length at the lowest temperature; for a run that measures
-        none, the validation loss; nan without either.
-    """
+    """Return (name, value) of the metric to rank checkpoints by; nan if there is none."""
     lengths = sorted(name for name in metrics if name.startswith("acceptance_length"))
     name = lengths[0] if lengths else "val_loss"
     return name, float(metrics.get(name, math.nan))
 
 
-def better(name: str, value: float) -> float:
-    """A sort key for a metric's value: greater is better."""
+def _better(name: str, value: float) -> float:
+    """Return a sort key for a metric's value: greater is better."""
     return -value if name == "val_loss" else value
 
 
 @contextmanager
 def _between_batches(trainer: pl.Trainer) -> Iterator[None]:
-    """Lightning has counted the batch that is about to start; a checkpoint must not."""
+    """Uncount the batch that is about to start: Lightning has counted it, a checkpoint must not."""
     progress = trainer.fit_loop.epoch_loop.batch_progress
     counted = progress.current.ready - progress.current.completed
     for count in (progress.total, progress.current):

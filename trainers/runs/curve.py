@@ -11,10 +11,7 @@ from data.files import atomic_write
 
 
 def read_curve(file: Path) -> list[dict[str, str]]:
-    """The rows of a metrics.csv, in the order in which they were logged; '' where nothing was.
-
-    Lines that are no row of it, in a file that something else has written, are left out.
-    """
+    """Read the logged rows of a metrics.csv, '' where nothing was logged; skip other lines."""
     if not file.exists():
         return []
     with file.open(newline="", encoding="utf-8", errors="replace") as lines:
@@ -23,7 +20,7 @@ def read_curve(file: Path) -> list[dict[str, str]]:
 
 
 def latest(file: Path, step: int) -> dict[str, float]:
-    """The last value of each metric in a metrics.csv up to a step, rounded to 4 digits."""
+    """Return the last value of each metric in a metrics.csv up to a step, with 4 digits."""
     rows = [row for row in read_curve(file) if int(row.pop("step")) <= step]
     return {name: round(float(x), 4) for row in rows for name, x in row.items() if x}
 
@@ -31,12 +28,8 @@ def latest(file: Path, step: int) -> dict[str, float]:
 class Curve(Logger):
     """The logger that appends a row to metrics.csv for every logged step.
 
-    A new metric adds a column. Rows of steps after `first` are removed with the first row that is
-    logged: those steps are computed again.
-
-    Args:
-        file: The metrics.csv.
-        first: Steps done in the checkpoint that the run goes on from.
+    A new metric adds a column. The first logged row removes those of steps after `first`, which the
+    run resumes from: they are computed again.
     """
 
     def __init__(self, file: Path, first: int = 0):
@@ -45,17 +38,13 @@ class Curve(Logger):
 
     @property
     def name(self) -> str:
-        """Unused: the file's path is fixed."""
-        return ""
+        return ""  # the file's path is fixed
 
-    @property
-    def version(self) -> str:
-        """Unused: the file's path is fixed."""
-        return ""
+    version = name
 
     @rank_zero_only
     def log_hyperparams(self, *args, **kwargs) -> None:
-        """The run's config.yaml holds them."""
+        """Do nothing: the run's config.yaml holds them."""
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:

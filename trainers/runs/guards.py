@@ -1,20 +1,19 @@
 """The errors that stop a run and say in one line what to do: a diverged loss, no memory left."""
 
-import functools
 import math
 import re
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytorch_lightning as pl
 import torch
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.callbacks import Callback
-from torch import Tensor
 
+from trainers.runs.checkpoint_files import checkpoint_files
 from trainers.runs.checkpoints import Checkpoints
 
-# What the libraries say when there is no memory left, in lower case.
+# Messages of the libraries when there is no memory left, in lower case.
 NO_MEMORY = ("out of memory", "allocate memory", "not enough memory", "status_alloc_failed")
 
 
@@ -22,13 +21,12 @@ class LossGuard(Callback):
     """The callback that stops a run whose loss diverges or is not finite.
 
     The last good checkpoint is kept: a step is checked before the next one's checkpoint is written,
-    and weights that are not finite (a finite loss can have such gradients) are never written. The
-    message names the step's data.
+    and weights that are not finite (a finite loss can have such gradients) are never written.
 
     Args:
-        factor: The smoothed loss may be at most `factor` times its best value. Where the best
-            value is small or negative (a density's loss can be), it may exceed it by at most
-            `factor - 1` quarters of the way from the first step's loss to the best value.
+        factor: Maximum ratio of the smoothed loss to its best value. Where that is small or
+            negative (a density's loss can be), the loss may exceed it by at most `factor - 1`
+            quarters of the way from the first step's loss to the best value.
         wait: Steps at the start whose loss only has to be finite.
     """
 
@@ -37,20 +35,13 @@ class LossGuard(Callback):
         self.first, self.smooth, self.best = None, None, math.inf
 
     def state_dict(self) -> dict:
-        """The state by which a resumed run decides as the uninterrupted one does."""
         return {"first": self.first, "smooth": self.smooth, "best": self.best}
 
     def load_state_dict(self, state: dict) -> None:
-        # Checkpoints of before there was a first loss: the best one alone is the measure.
-        self.first = state.get("first", state["best"])
-        self.smooth, self.best = state["smooth"], state["best"]
+        self.first, self.smooth, self.best = state["first"], state["smooth"], state["best"]
 
     def on_train_batch_end(self, trainer, module, outputs, batch, index) -> None:
-        """Check a step's loss, once its last micro-batch is done.
-
-        Raises:
-            ValueError: The loss is not finite, or diverges.
-        """
+        """Raise ValueError, after a step's last micro-batch, for a loss that went wrong."""
         if (index + 1) % trainer.accumulate_grad_batches:
             return
         loss, step = float(trainer.callback_metrics["loss"]), trainer.global_step
@@ -70,29 +61,22 @@ class LossGuard(Callback):
             )
 
     def on_save_checkpoint(self, trainer: pl.Trainer, module, checkpoint) -> None:
-        """Check the weights that are about to be written.
-
-        Raises:
-            ValueError: On every process, if weights of one are not finite.
-        """
-        finite = all_finite(module.network.parameters())
+        """Raise ValueError on every process if weights of one, to be written, are not finite."""
+        weights = module.network.parameters()
+        local = [p.to_local() if hasattr(p, "to_local") else p for p in weights]
+        finite = bool(torch.stack([p.isfinite().all().cpu() for p in local]).all())
         if not trainer.strategy.reduce_boolean_decision(finite):
             raise ValueError(f"the weights are not finite after the update {advice(trainer)}")
 
 
-def all_finite(parameters: Iterable[Tensor]) -> bool:
-    """Whether all of this process's weights are finite numbers."""
-    local = [p.to_local() if hasattr(p, "to_local") else p for p in parameters]
-    return bool(torch.stack([p.isfinite().all().cpu() for p in local]).all())
-
-
 def advice(trainer: pl.Trainer) -> str:
-    """The end of a message: where a run went wrong, what to lower and which checkpoint is kept."""
+    """Say where a run went wrong, what to lower and which checkpoint is kept."""
     step, loader = trainer.global_step, trainer.train_dataloader.loader
     samples = loader.batch_sampler.samples(step - 1)
     rows = [loader.dataset.row_of(n) for n in samples]
     folder = getattr(loader.dataset.rows, "folder", "the training set")
-    files = next(c for c in trainer.callbacks if isinstance(c, Checkpoints)).files()
+    callback = next(c for c in trainer.callbacks if isinstance(c, Checkpoints))
+    files = checkpoint_files(callback.folder)
     kept = f"the last checkpoint is {files[-1]}" if files else "there is no checkpoint yet"
     return (
         f"at step {step}, on samples {samples[0]} to {samples[-1]} (rows {rows} of {folder}): "
@@ -101,33 +85,21 @@ def advice(trainer: pl.Trainer) -> str:
     )
 
 
-def with_memory_advice(fit: Callable[[DictConfig], Path]) -> Callable[[DictConfig], Path]:
-    """A decorator of `fit` that answers a lack of memory with the settings that need less.
-
-    Args:
-        fit: A function of the composed recipe.
-
-    Returns:
-        The same function; it raises ValueError where a library gets no memory.
-    """
-
-    @functools.wraps(fit)
-    def advised(config: DictConfig) -> Path:
-        try:
-            return fit(config)
-        except Exception as error:
-            text = memory_error(error)
-            if text is None:
-                raise
-            raise ValueError(memory_advice(text, config)) from error
-
-    return advised
+@contextmanager
+def memory_advice(config: DictConfig) -> Iterator[None]:
+    """Where a library gets no memory in the block, name the settings that need less."""
+    try:
+        yield
+    except Exception as error:
+        if text := memory_error(error):
+            raise ValueError(less_memory(text, config)) from error
+        raise
 
 
 def memory_error(error: BaseException | None) -> str | None:
-    """The message of the library that got no memory; None if an error has another reason."""
+    """Return the message of the library that got no memory; None for another reason."""
     while error is not None:
-        text = str(error)
+        text = str(error) or type(error).__name__
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
             isinstance(error, (RuntimeError, OSError))
             and any(sign in text.lower() for sign in NO_MEMORY)
@@ -137,17 +109,9 @@ def memory_error(error: BaseException | None) -> str | None:
     return None
 
 
-def memory_advice(text: str, config: DictConfig) -> str:
-    """One line on the settings that need less memory, with their values, the harmless ones first.
-
-    Args:
-        text: The library's message; it tells a GPU from the CPU, and how much was asked for.
-        config: The composed recipe.
-
-    Returns:
-        The line.
-    """
-    t, s = config.trainer, OmegaConf.select
+def less_memory(text: str, config: DictConfig) -> str:
+    """Name the settings that need less memory, the harmless first, for a library's message."""
+    t = config.trainer
     device = "GPU" if re.search("cuda|hip", text, re.IGNORECASE) else "CPU"
     asked = re.search(r"tried to allocate ([\d.]+ \w+)", text, re.IGNORECASE)
     asked = f", which was asked for {asked[1]}" if asked else ""
@@ -168,11 +132,8 @@ def memory_advice(text: str, config: DictConfig) -> str:
             "set acceptance.prompts=0, which leaves the target out of memory unless the loss "
             "reads it"
         )
-    sizes = [
-        f"{key}={s(config, key)}"
-        for key in ("data.train.length", "data.corruption.anchors")
-        if s(config, key) is not None
-    ]
-    if sizes:
+    keys = ("data.train.length", "data.corruption.anchors")
+    values = {key: OmegaConf.select(config, key) for key in keys}
+    if sizes := [f"{key}={value}" for key, value in values.items() if value is not None]:
         ways.append(f"lower {' or '.join(sizes)}, which changes what is trained")
     return f"no memory is left on the {device}{asked}. In this order: {'; '.join(ways)}"

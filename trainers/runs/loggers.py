@@ -1,4 +1,4 @@
-"""The loggers of a run: metrics.csv always, and wandb or TensorBoard beside it."""
+"""The loggers of a run: metrics.csv always, and wandb or TensorBoard where a recipe names one."""
 
 import os
 import shutil
@@ -11,51 +11,27 @@ from pytorch_lightning.loggers import Logger, TensorBoardLogger, WandbLogger
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from data.files import atomic_write
-from decoding.commands.cli import one_line, unknown
+from recipes.command import one_line
 from trainers.runs.curve import Curve
 
 
 def check_logger(name: str | None) -> None:
-    """Check that a logger exists and is installed.
-
-    Args:
-        name: 'tensorboard', 'wandb' or None.
-
-    Raises:
-        ValueError: Another name, or a package that is not installed.
-    """
-    names = ["tensorboard", "wandb"]
-    if name is None:
-        return
-    if name not in names:
-        raise unknown("logger", str(name), names)
-    if find_spec(name) is None:
+    """Raise ValueError for the name of a logger that is not installed."""
+    if name is not None and find_spec(name) is None:
         raise ValueError(f"logger={name} needs a package that is not here: pip install {name}")
 
 
 def build_loggers(config: DictConfig, folder: Path, first: int) -> list[Logger]:
-    """The loggers of a run; those beside metrics.csv are on the first process only.
-
-    Args:
-        config: The composed recipe.
-        folder: The run's.
-        first: The step that the run starts, or goes on, at.
-
-    Returns:
-        `Curve`, and the logger that the recipe names.
-
-    Raises:
-        ValueError: No connection to wandb, or a key that it does not accept.
-    """
+    """Build `Curve` and, on the first process, the logger that the recipe names."""
     loggers: list[Logger] = [Curve(folder / "metrics.csv", first)]
     if config.logger is not None and rank_zero_only.rank == 0:
-        make = {"tensorboard": tensorboard_logger, "wandb": wandb_logger}[config.logger]
+        make = {"tensorboard": _tensorboard, "wandb": _wandb}[config.logger]
         loggers.append(make(config, folder, first))
     return loggers
 
 
-def tensorboard_logger(config: DictConfig, folder: Path, first: int) -> Logger:
-    """The TensorBoard logger, into <folder>/tensorboard; points after step `first` are replaced."""
+def _tensorboard(config: DictConfig, folder: Path, first: int) -> Logger:
+    """Build the logger into <folder>/tensorboard; points after step `first` are replaced."""
     if first == 0:
         shutil.rmtree(folder / "tensorboard", ignore_errors=True)
     logger = TensorBoardLogger(folder, name="tensorboard", version="", purge_step=first + 1)
@@ -71,37 +47,10 @@ class Wandb(WandbLogger):
     def finalize(self, status: str) -> None:
         """End the run, as failed if the fit failed."""
         self.experiment.finish(exit_code=int(status != "success"))
-        forget_environment()
 
 
-def forget_environment() -> None:
-    """Make wandb read mode, key and settings anew in the next fit.
-
-    wandb keeps what it reads first in a process, so the next fit would use the mode or the wrong
-    key of this one. While another run is open in this process, nothing is done.
-    """
-    import wandb
-
-    if wandb.run is None:
-        wandb.teardown()
-
-
-def wandb_logger(config: DictConfig, folder: Path, first: int) -> Logger:
-    """The wandb logger of a run of the project parade, with its files in <folder>/wandb.
-
-    WANDB_MODE is honoured; without it, and without a key, the run stays offline.
-
-    Args:
-        config: The composed recipe.
-        folder: The run's.
-        first: The step that the run starts, or goes on, at; after 0 it keeps its wandb id.
-
-    Returns:
-        The logger.
-
-    Raises:
-        ValueError: No connection to wandb, or a key that it does not accept.
-    """
+def _wandb(config: DictConfig, folder: Path, first: int) -> Logger:
+    """Build the logger of the project parade; a resumed run keeps its wandb id."""
     import wandb
 
     file = folder / "wandb" / "id"
@@ -124,7 +73,6 @@ def wandb_logger(config: DictConfig, folder: Path, first: int) -> Logger:
             settings=wandb.Settings(silent=True, console="off"),
         )
     except wandb.Error as error:
-        forget_environment()
         raise ValueError(
             f"logger=wandb: {one_line(error).rstrip('.')}. See to the network or the key (wandb "
             "login), or set WANDB_MODE=offline and send the run later"

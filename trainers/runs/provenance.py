@@ -1,4 +1,4 @@
-"""The provenance of a run: kept beside its weights and in its model card."""
+"""The provenance of a run, written to its folder and into its model card."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from data.corpora.fingerprints import input_fingerprint
 from data.files import atomic_write, read_json
 from data.rows.packing import PackedRows
-from decoding.commands.cli import typed
+from recipes.command import typed
 
 PACKAGES = ("torch", "transformers", "tokenizers", "pytorch-lightning", "datasets", "hydra-core")
 # Settings that say where and how to run. Any other may name an input.
@@ -30,13 +30,7 @@ NO_INPUTS = ("command", "recipe", "scale", "strategy", "name", "runs", "logger",
 
 @rank_zero_only
 def write_provenance(file: Path, start: dict, resumed: bool) -> None:
-    """Write provenance.json: the first start of a run, and under 'resumed' every later one.
-
-    Args:
-        file: The provenance.json.
-        start: What `provenance` returns for this start.
-        resumed: Whether the run goes on from a checkpoint.
-    """
+    """Write provenance.json: the first start of a run, and under 'resumed' every later one."""
     story = start
     if resumed and file.exists():
         story = read_json(file)
@@ -48,17 +42,7 @@ def write_provenance(file: Path, start: dict, resumed: bool) -> None:
 def provenance(
     config: DictConfig, trainer: pl.Trainer, rows: dict[str, Dataset], first: int
 ) -> dict:
-    """The facts of one start of a run: time, command, code, packages, hardware, data, inputs.
-
-    Args:
-        config: The composed recipe.
-        trainer: Gives the processes, devices, strategy and precision.
-        rows: The packed rows by split.
-        first: The step that the run starts, or goes on, at.
-
-    Returns:
-        What provenance.json holds of this start.
-    """
+    """Gather the facts of one start of a run, at step `first`, with its packed rows by split."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "step": first,
@@ -86,7 +70,7 @@ def provenance(
 
 
 def described_rows(rows: Dataset) -> dict:
-    """The number of rows and, of packed rows, their fingerprint and number of tokens."""
+    """Return the number of rows and, for packed rows, their fingerprint and tokens."""
     if not isinstance(rows, PackedRows):
         return {"rows": len(rows)}
     tokens = rows.manifest["tokens"]
@@ -94,10 +78,7 @@ def described_rows(rows: Dataset) -> dict:
 
 
 def inputs(config: DictConfig) -> dict[str, str]:
-    """The inputs of a run, as its config names them: {path: fingerprint, Hub id: commit}.
-
-    A Hub id that the Hub's cache on this machine does not know is left out.
-    """
+    """Return the inputs that a run's config names: {path: fingerprint, cached Hub id: commit}."""
     settings = OmegaConf.to_container(config, resolve=True)
     for key in NO_INPUTS:
         settings.pop(key, None)
@@ -111,7 +92,7 @@ def inputs(config: DictConfig) -> dict[str, str]:
 
 
 def commit(name: str) -> str | None:
-    """The commit of a Hub model's or data set's main branch in this machine's cache, if any."""
+    """Return the commit of a Hub model's or data set's main branch in the local cache, if any."""
     try:
         validate_repo_id(name)
     except HFValidationError:  # a sentence, a command

@@ -1,4 +1,4 @@
-"""The checkpoint that a run goes on from (`resume=auto | never | PATH`), checked for its folder."""
+"""The checkpoint that a run resumes from (`resume=auto | never | PATH`), checked for its folder."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
-from data.files import same_setting
+from data.files import read_text, same_setting
 from trainers.publishing.export_folder import is_export
 from trainers.runs.checkpoint_files import Damaged, checkpoint_files, step_of
 
@@ -20,20 +20,10 @@ FREE = ("resume", "needs", "logger", "strategy", "device_map", "trainer.devices"
 
 
 def checkpoint_to_resume(config: DictConfig, folder: Path) -> tuple[Path | None, int]:
-    """The checkpoint that `resume=auto | never | PATH` asks for.
+    """Return the checkpoint that `resume=auto | never | PATH` asks for, and its step.
 
-    A folder that holds a run is started at step 0 for `resume=never` only.
-
-    Args:
-        config: The composed recipe.
-        folder: The run's.
-
-    Returns:
-        (the checkpoint, its step); (None, 0) for a start at step 0 or a finished run.
-
-    Raises:
-        ValueError: A folder of another recipe or of other settings, or one whose config.yaml is
-            lost; no checkpoint at PATH; only damaged ones, or one that cannot be read.
+    It is (None, 0) for a start at step 0 or a finished run. A folder that holds a run is started at
+    step 0 for resume=never only.
     """
     before = stored_config(folder / "config.yaml")
     if before is not None and before.recipe != config.recipe:
@@ -52,74 +42,57 @@ def checkpoint_to_resume(config: DictConfig, folder: Path) -> tuple[Path | None,
             )
         return path, step_of(path)
     checkpoints = checkpoint_files(folder / "checkpoints")
-    if before is None:
-        _check_empty(folder, checkpoints)
-        return None, 0
     finished = is_export(folder / "export")
-    changed = _difference(before, config)
     # A run that ended before its first checkpoint has nothing that other settings would mix with.
-    if changed and (checkpoints or finished):
-        key, was, now = changed
-        raise ValueError(
-            f"{folder} holds a run with other settings ({key}: {was}, now {now}): "
-            "give another name=..., or start anew with resume=never"
-        )
-    if finished:
+    if checkpoints or finished:
+        _check_settings(before, config, folder, [*checkpoints, *[folder / "export"] * finished])
+    if not checkpoints or before is None or finished:
         return None, 0
     for path in reversed(checkpoints):
         try:
             return path, step_of(path)
         except Damaged as error:
             rank_zero_only(print)(f"{error}; falling back to the one before")
-    if checkpoints:
-        raise ValueError(
-            f"all checkpoints of {folder} are damaged ({_names(checkpoints)}): give the path of "
-            "another one with resume=PATH, or start anew with resume=never"
-        )
-    return None, 0
+    raise ValueError(
+        f"all checkpoints of {folder} are damaged ({_names(checkpoints)}): give the path of "
+        "another one with resume=PATH, or start anew with resume=never"
+    )
 
 
 def stored_config(file: Path) -> DictConfig | None:
-    """The config of a run; None where it is lost: no file, an empty one, or something else."""
+    """Read the config of a run; None if it is lost: no file, an empty one, something else."""
+    if not file.is_file():
+        return None
     try:
-        stored = OmegaConf.load(file)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        if error.errno is None:  # OmegaConf's, for neither a mapping nor a list
-            return None
-        raise
-    except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException):
-        return None
+        stored = OmegaConf.create(read_text(file))
+    except (ValueError, AssertionError, yaml.YAMLError, OmegaConfBaseException):
+        return None  # AssertionError: OmegaConf's for a number
     return stored if isinstance(stored, DictConfig) and stored.get("recipe") else None
 
 
-def _check_empty(folder: Path, checkpoints: list[Path]) -> None:
-    """Raise ValueError for a run whose config is lost: it may be one of other settings."""
-    found = [*checkpoints, folder / "export"] if is_export(folder / "export") else checkpoints
-    if found:
+def _check_settings(
+    before: DictConfig | None, config: DictConfig, folder: Path, found: list[Path]
+) -> None:
+    """Raise ValueError if `found` in a folder has other settings, or their config is lost."""
+    if before is None:
+        path = next((p for p in reversed(found) if p.suffix == ".ckpt"), "of a checkpoint")
         raise ValueError(
             f"{folder} holds {_names(found)}, but its config.yaml is lost or is none: give "
-            f"resume=PATH ({checkpoints[-1] if checkpoints else 'of a checkpoint'}) to go on with "
-            "these settings, resume=never to start anew, or another name=..."
+            f"resume=PATH ({path}) to go on with these settings, resume=never to start anew, or "
+            "another name=..."
         )
+    then, now = (dict(_flatten(OmegaConf.to_container(c, resolve=True))) for c in (before, config))
+    for key in sorted({*then, *now}):
+        free = any(key == f or key.startswith(f"{f}.") for f in FREE)
+        if not free and not same_setting(then.get(key), now.get(key)):
+            raise ValueError(
+                f"{folder} holds a run with other settings ({key}: {then.get(key)}, now "
+                f"{now.get(key)}): give another name=..., or start anew with resume=never"
+            )
 
 
 def _names(paths: list[Path]) -> str:
     return ", ".join(path.name for path in paths)
-
-
-def _difference(stored: DictConfig, config: DictConfig) -> tuple | None:
-    """The first setting that differs, as (key, before, now)."""
-    flat = []
-    for c in (stored, config):
-        flat.append(dict(_flatten(OmegaConf.to_container(c, resolve=True))))
-    for key in sorted({*flat[0], *flat[1]}):
-        free = any(key == f or key.startswith(f"{f}.") for f in FREE)
-        was, now = (settings.get(key) for settings in flat)
-        if not free and not same_setting(was, now):
-            return key, was, now
-    return None
 
 
 def _flatten(node, prefix=""):

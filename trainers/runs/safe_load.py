@@ -1,24 +1,19 @@
 """Reading checkpoints without running what they hold: a pickle may name any function to call.
 
-Every file of ours has tensors and plain Python values alone, so all are read with torch's
-`weights_only=True`. The metadata of a folder of shards is a pickle of its own, which
-torch.distributed.checkpoint reads without a check; it is checked here first. Folders that DeepSpeed
-has written are read by DeepSpeed, which checks nothing (SECURITY.md).
+Our files have tensors and plain Python values alone, so torch's `weights_only=True` reads them. The
+metadata of shards is a pickle that torch.distributed.checkpoint does not check, so it is checked
+here first. DeepSpeed reads its own folders and checks nothing (SECURITY.md).
 """
 
-import os
 import pickle
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-FORCED = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch's switch, for calls that are not ours
-METADATA = ".metadata"  # of torch.distributed.checkpoint
-# What metadata are made of: classes of these modules, and plain types.
+METADATA = ".metadata"  # the file of torch.distributed.checkpoint
+# Metadata consist of classes of these modules and plain types.
 _OWNERS = ("torch.distributed.checkpoint.", "torch.distributed._shard.")
 _PLAIN = {("torch", "Size"), ("torch.serialization", "_get_layout")}
 _PLAIN |= {("collections", "OrderedDict"), ("builtins", "set")}
@@ -36,14 +31,7 @@ class Refused(ValueError):
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The content of a checkpoint that is one file.
-
-    Args:
-        path: A whole zip file of torch.
-
-    Raises:
-        Refused: It holds more than tensors and plain values.
-    """
+    """Read a checkpoint that is one file; raises Refused for more than tensors and values."""
     try:
         return torch.load(path, weights_only=True, map_location="cpu", mmap=True)
     except pickle.UnpicklingError as error:
@@ -53,31 +41,10 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def check_folder(folder: Path) -> None:
-    """Check that a folder of shards, written by FSDP2, can be read without running what it holds.
-
-    Args:
-        folder: The checkpoint.
-
-    Raises:
-        Refused: Its metadata name something else than the classes of torch's own metadata.
-        OSError: It cannot be read.
-    """
+    """Raise Refused for shards whose metadata name more than the classes of torch's metadata."""
     for file in folder.rglob(METADATA):
         with file.open("rb") as content:
             _Metadata(content, folder).load()
-
-
-@contextmanager
-def tensors_only() -> Iterator[None]:
-    """A context in which torch loads tensors and plain values alone, whoever calls it."""
-    before = os.environ.get(FORCED)
-    os.environ[FORCED] = "1"
-    try:
-        yield
-    finally:
-        os.environ.pop(FORCED)
-        if before is not None:
-            os.environ[FORCED] = before
 
 
 class _Metadata(pickle.Unpickler):
@@ -86,7 +53,6 @@ class _Metadata(pickle.Unpickler):
         self._folder = folder
 
     def find_class(self, module: str, name: str) -> Any:
-        """A class of torch's metadata, or one of the plain types in it."""
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if dtype or (module, name) in _PLAIN:
             return super().find_class(module, name)

@@ -1,8 +1,8 @@
-"""`<run>/.set_aside`: what a run replaces that starts anew or from an older checkpoint.
+"""`<run>/.set_aside`: files replaced by a run that starts anew or from an older checkpoint.
 
-The folder is itself laid out as a run: the checkpoints of later steps, the export, and copies of
-the small files as they were. It is removed when the run has written a new checkpoint or its export.
-Until then nothing is lost: `resume=<run>/.set_aside/checkpoints/step-N.ckpt` goes back.
+It is laid out as a run: later checkpoints, the export, and copies of the small files. It is removed
+when the run has written a new checkpoint or its export. Until then nothing is lost:
+`resume=<run>/.set_aside/checkpoints/step-N.ckpt` goes back.
 """
 
 import shutil
@@ -19,28 +19,20 @@ COPIED = ("config.yaml", "provenance.json", "metrics.csv")
 
 @rank_zero_only
 def set_aside(folder: Path, step: int, source: Path | None = None) -> None:
-    """Move the export and later checkpoints of a run, which it will make again, to `.set_aside`.
+    """Move the export and checkpoints after `step`, to be made again, to `.set_aside`.
 
-    Each move is one rename, in an order that a kill may cut anywhere: first the export, so that
-    the run does not look finished; then the checkpoints, the oldest first, so that the newest is
-    found until all of them are moved. The caller writes the new config.yaml after that.
-
-    Args:
-        folder: The run's.
-        step: The step that the run goes on from; checkpoints of later steps are moved.
-        source: The checkpoint that the run goes on from, which is not moved whatever its name is.
+    Each move is one rename, in an order that a kill may cut anywhere: first the export, so that the
+    run does not look finished; then checkpoints, oldest first, so that the newest is found until
+    all are moved. The caller then writes config.yaml. The run resumes from `source`, which stays.
     """
     for left in folder.glob(".export.*"):  # by killed writes
         delete(left)
     delete_partial(folder / "checkpoints")
     aside = folder / SET_ASIDE
-    checkpoints = [
-        path
-        for path in checkpoint_files(folder / "checkpoints")
-        if number_of(path) > step and not (source and source.exists() and path.samefile(source))
-    ]
-    export = folder / "export"
-    moved = [export, *checkpoints] if export.exists() else checkpoints
+    moved = [folder / "export"] if (folder / "export").exists() else []
+    for path in checkpoint_files(folder / "checkpoints"):
+        if number_of(path) > step and not (source and source.exists() and path.samefile(source)):
+            moved.append(path)
     if not moved:
         return
     (aside / "checkpoints").mkdir(parents=True, exist_ok=True)

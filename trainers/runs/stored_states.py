@@ -1,37 +1,21 @@
-"""Hidden states of a target, computed once before a training instead of in every step of it."""
+"""Hidden states of a target, computed once before training instead of in every step."""
 
 import torch
 from torch.utils.data import Dataset
 
 from data.rows.packing import PackedRows
 from data.rows.states import DTYPE, RowsWithStates
-from decoding.commands.progress import track
+from decoding.report import track
 from trainers.base import DISTRIBUTIONS, HIDDEN_STATES, BaseModule
 
-ROWS = 8  # of one forward of the target
-# Of stored and computed states of the same target, relative: bfloat16's rounding is 0.004, and
-# other kernels, batches or devices add to it.
+ROWS = 8  # rows per forward of the target
+# Relative difference of stored and computed states of the same target: bfloat16's rounding is
+# 0.004, and other kernels, batches or devices add to it.
 TOLERANCE = 0.05
 
 
 def with_states(rows: Dataset, module: BaseModule, target: str, most: float) -> RowsWithStates:
-    """Rows that have the states of the module's target, which it makes when the training begins.
-
-    Args:
-        rows: The packed training rows.
-        module: Takes the rows as its `stored_states`.
-        target: The target's folder or Hub id.
-        most: GB that the states may have on disk.
-
-    Returns:
-        The rows.
-
-    Raises:
-        ValueError: No number of GB is given; the module reads no states, or reads the target in
-            every step anyway; there is no room.
-    """
-    if not isinstance(most, (int, float)) or isinstance(most, bool) or not most > 0:
-        raise ValueError(f"data.stored_states={most} is not allowed: give GB, a number above 0")
+    """Give a module rows with its target's states, at most `most` GB, to be made at the start."""
     needs = module.needs_target
     if HIDDEN_STATES not in needs or not isinstance(rows, PackedRows):
         raise ValueError(
@@ -52,15 +36,7 @@ def with_states(rows: Dataset, module: BaseModule, target: str, most: float) -> 
 
 
 def store_states(module: BaseModule, rows: RowsWithStates) -> None:
-    """Compute the states that are missing, each process its share of the shards.
-
-    Args:
-        module: Whose target computes them, on the module's device.
-        rows: Where they are kept.
-
-    Raises:
-        ValueError: The states that are there are those of another target of the same name.
-    """
+    """Compute the missing states, each process its share of the shards."""
     trainer = module.trainer
     missing = rows.missing()
     if 0 not in missing:  # all processes, so that none waits for one that has found an error
@@ -74,8 +50,8 @@ def store_states(module: BaseModule, rows: RowsWithStates) -> None:
 
 
 def computed(module: BaseModule, rows: RowsWithStates, which: range) -> torch.Tensor:
-    """States [rows, length, width] of some rows, by a forward of the target."""
-    plain = PackedRows.open(rows.folder)
+    """Compute the states [rows, length, width] of some rows, by a forward of the target."""
+    plain = PackedRows(rows.folder)
     found = [plain[i] for i in which]
     columns = {c: torch.stack([row[c] for row in found]).to(module.device) for c in found[0]}
     batch = {  # clean tokens alone: no draft block follows them
@@ -90,7 +66,7 @@ def computed(module: BaseModule, rows: RowsWithStates, which: range) -> torch.Te
 
 
 def _check_first(module: BaseModule, rows: RowsWithStates) -> None:
-    """Raise ValueError unless the first row's states are those of this very target."""
+    """Raise ValueError unless the first row's states are those of this target."""
     known = rows[0]["document"] >= 0
     ours, theirs = computed(module, rows, range(1))[0, known].float(), rows.states(0)[known].float()
     if (ours - theirs).norm() > TOLERANCE * ours.norm():

@@ -178,8 +178,6 @@ def test_bad_sources(tmp_path):
         load_documents(source, "heldout", field="body")
     with pytest.raises(ValueError, match=r"'test'.*'heldout'"):
         load_documents(source, "test")
-    with pytest.raises(ValueError, match="limit=0"):
-        load_documents(source, limit=0)
 
 
 @pytest.mark.parametrize(

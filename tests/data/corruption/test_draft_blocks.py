@@ -200,12 +200,6 @@ def test_shortest_blocks(schedule, length):
     assert length > 1 or noise.masked.all()  # a lone token is masked at rate 1
 
 
-@pytest.mark.parametrize(("anchors", "length"), [(0, 4), (4, 0), (-1, 1)])
-def test_blocks_of_nothing_are_refused(anchors, length):
-    with pytest.raises(ValueError, match=f"anchors={anchors} and length={length}"):
-        DraftBlocks(anchors, length, UniformNoise(), TOKENIZER)
-
-
 def test_a_tokenizer_without_draft_tokens_is_refused():
     with pytest.raises(ValueError, match="with_draft_tokens"):
         DraftBlocks(1, 1, UniformNoise(), train_tokenizer(["ab"], 257))

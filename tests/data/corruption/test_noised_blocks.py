@@ -78,8 +78,3 @@ def test_weights_of_one_over_t_count_every_token_once_on_average():
         sample = corruption(block_size=4)(row([0] * 8), torch.Generator().manual_seed(seed))
         total += sample["masked"] / sample["rate"]
     assert (total / 600).tolist() == pytest.approx([1] * 8, abs=0.15)
-
-
-def test_a_block_without_tokens_is_refused():
-    with pytest.raises(ValueError, match="block_size=0"):
-        corruption(block_size=0)

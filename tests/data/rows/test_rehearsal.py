@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from data.rows.packing import PackedRows
-from data.rows.rehearsal import Rehearsed, answers_and_text, as_answer
+from data.rows.rehearsal import Rehearsed, as_answer
 from data.rows.trajectories import Answer, NoisyBlocks
 from data.text.tokenizer import train_tokenizer
 
@@ -51,8 +51,3 @@ def test_a_short_document_leaves_a_token_to_predict():
     row = as_answer(torch.tensor([4, 5]), 3, 2, 2)
     assert (row.prompt.tolist(), row.prompt_size) == ([0, 0, 4], 1)
     assert (row.clean.tolist(), row.size) == ([[5, 0], [0, 0]], 1)
-
-
-def test_a_share_outside_is_refused():
-    with pytest.raises(ValueError, match=r"share=1\.0"):
-        answers_and_text("", "", "stdlib", 1.0, None, "")

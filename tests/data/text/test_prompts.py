@@ -141,7 +141,7 @@ def test_bad_inputs(folder, tmp_path, tokenizer):
     with pytest.raises(ValueError, match=r" 0 .*length=100000.*count=2"):
         heldout_prompts(folder, tokenizer, 2, 100000, split="train")
     with pytest.raises(ValueError, match="count=0"):
-        heldout_prompts(folder, tokenizer, 0, 8)
+        heldout_prompts(folder, tokenizer, 0, 8, split="train")
     with pytest.raises(ValueError, match=r"'none\.jsonl'"):
         heldout_prompts("none.jsonl", tokenizer, 1, 8)
     source = write_jsonl(tmp_path / "mixed.jsonl", [{"prompt": "x"}, {"title": "y"}])

@@ -7,16 +7,20 @@ import pytest
 import torch
 from scipy import stats
 
-from decoding.audit import Audit, drawn, measure, run
+from decoding.audit import Audit, measure, run
 from decoding.auditing import controls
+from decoding.auditing.controls import drawn
 from decoding.auditing.reference import (
+    ALPHA,
     PROMPT,
     VOCABULARY,
+    Enumerator,
+    chi_square,
+    enumerate_answers,
     exact_distribution,
     index_of,
     tiny_model,
 )
-from decoding.auditing.statistics import ALPHA, Enumerator, chi_square, enumerate_answers
 from decoding.engine.params import SamplingParams
 from decoding.samplers.deer import DeerSampler
 from decoding.samplers.plain import PlainSampler
@@ -123,12 +127,11 @@ def greedy(model, prompt, *, generator, max_new_tokens, temperature):
 def test_programs_of_every_form(program, right):
     found = measure(program, Audit(program="x:y", samples=400))
     assert found.lossless == right
-    assert found.verdict.samples == 400
+    assert found.samples == 400
 
 
 MODULE = """
-from decoding.audit import drawn
-from decoding.auditing.controls import RIGHT as right, WRONG
+from decoding.auditing.controls import RIGHT as right, WRONG, drawn
 
 wrong = WRONG["typical"]
 seeded = drawn(right)

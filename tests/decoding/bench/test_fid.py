@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from data.images import digits
-from decoding.bench import image_features
-from decoding.bench.fid import Fid, Given, measure, run
-from decoding.bench.two_sample import frechet_distance
+from decoding.bench import image_metrics
+from decoding.bench.fid import Fid, measure, run
+from decoding.bench.image_metrics import Given
 from decoding.samplers.sequential import SequentialSampler
 from models.patches import from_config
 
@@ -27,10 +27,33 @@ def target():
 
 def test_the_classifier_knows_its_digits():
     images, labels = digits()
-    features, logits = image_features.load("digits", 1, 8)
+    features, logits = image_metrics.load("digits", 1, 8)
     with torch.no_grad():
         found = logits(features((images + 1) / 2)).argmax(-1)
     assert (found == labels).float().mean() > 0.99
+
+
+def frechet_distance(a, b):
+    """|m_a - m_b|^2 + tr(C_a + C_b - 2 (C_a C_b)^(1/2)): arXiv 1706.08500, Eq. 6."""
+    a, b = a.double(), b.double()
+    one, other = a.T.cov(), b.T.cov()
+    roots = torch.linalg.eigvals(one @ other).real.clamp_min(0).sqrt()
+    gap = (a.mean(0) - b.mean(0)).square().sum()
+    return (gap + (one + other).trace() - 2 * roots.sum()).item()
+
+
+def test_the_distance_of_gaussians():
+    """|m|^2 + sum (s_a - s_b)^2 for diagonal covariances."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(20_000, 3, generator=generator, dtype=torch.float64) for _ in "ab")
+    b = 2 * b + torch.tensor([3.0, 0.0, 0.0])
+    distance = image_metrics.frechet_distance(3)
+    distance.update(a, real=True)
+    distance.update(b, real=False)
+    assert distance.compute().item() == pytest.approx(9 + 3, rel=0.02)
+    distance.reset()
+    distance.update(a, real=False)
+    assert distance.compute().item() == pytest.approx(0, abs=1e-9)
 
 
 def test_fid_is_the_distance_of_the_features(target):
@@ -38,7 +61,7 @@ def test_fid_is_the_distance_of_the_features(target):
     (line,) = measure(request, target)
     from decoding.bench.fid import drawn, real
 
-    features, logits = image_features.load("digits", 1, 8)
+    features, logits = image_metrics.load("digits", 1, 8)
     with torch.no_grad():
         ours = torch.cat([features(x) for x in drawn(request, target, "sequential")])
         theirs = torch.cat([features(x) for x in real(request, 1, 8)])
@@ -60,7 +83,7 @@ def test_the_score_of_sure_and_even_classes_is_their_number():
 
 def test_inception_is_refused_in_one_line_without_its_package_or_weights(tmp_path):
     with pytest.raises(ValueError, match=r"parade\[images\]|weights cannot be had") as error:
-        image_features.load("inception", 3, 32, str(tmp_path / "none.pth"))
+        image_metrics.load("inception", 3, 32, str(tmp_path / "none.pth"))
     assert "\n" not in str(error.value)
 
 
@@ -72,7 +95,7 @@ def test_inception_gives_features_and_logits(tmp_path, monkeypatch):
     torch.save({}, file)
     monkeypatch.setattr(NoTrainInceptionV3, "load_state_dict", lambda self, state: None)
     torch.manual_seed(0)
-    features, logits = image_features.load("inception", 3, 32, str(file))
+    features, logits = image_metrics.load("inception", 3, 32, str(file))
     with torch.no_grad():
         found = features(torch.rand(2, 3, 32, 32))
     assert found.shape == (2, 2048)
@@ -102,4 +125,4 @@ def test_an_unknown_way_is_refused():
 
 def test_too_large_digits_are_refused():
     with pytest.raises(ValueError, match="8 x 8"):
-        image_features.load("digits", 1, 16)
+        image_metrics.load("digits", 1, 16)

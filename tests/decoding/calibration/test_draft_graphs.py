@@ -12,6 +12,7 @@ from decoding.calibration.draft_graphs import (
     OBJECTIVES,
     TracedBlock,
     Tracer,
+    accepted,
     blocks_of,
     candidates_of,
     chains_of,
@@ -19,7 +20,6 @@ from decoding.calibration.draft_graphs import (
     fewest_passes,
     optimum,
     passes,
-    value,
 )
 from decoding.engine.params import SamplingParams
 from decoding.masked.draft_graph import graph_of
@@ -126,6 +126,18 @@ def test_passes_by_hand():
     assert passes([chain[0]], [block]) == 3
     assert passes(chain, [block]) == 2
     assert passes(chain[1:], [block]) == 4  # nothing leads there
+
+
+def value(objective, nodes, candidates):
+    """The value of an objective for a graph's nodes, as the paper has it."""
+    inside, count, total = {*nodes}, candidates.counts, {}
+    if objective == "replay":
+        return sum(n * accepted(inside, chain) for chain, n in candidates.chains.items())
+    for q in sorted(inside, key=len):
+        of_parents = {"degree0": {}, "degree1": count, "total": total}[objective]
+        parents = [p for p in candidates.parents[q] if p in inside]
+        total[q] = count[q] + sum(of_parents.get(p, 0) for p in parents)
+    return sum(total.values())
 
 
 def brute_force(objective, size, candidates):

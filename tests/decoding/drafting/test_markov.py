@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoding.calibration.tree_ranking import observed
-from decoding.drafting import block_sampler, markov, tree
+from decoding.drafting import markov, ranked_tree, tree
 from decoding.drafting.markov import MarkovScores
 from decoding.engine.batch import Batch
 from decoding.engine.params import KEYED, VERIFY, SamplingParams
@@ -324,7 +324,7 @@ def test_filters_wait_for_the_token_before(monkeypatch):
         kept.append(int(logits.isfinite().sum(-1).max()))
         return tree.draft_trees(logits, *rest)
 
-    monkeypatch.setattr(block_sampler, "draft_trees", recorded)
+    monkeypatch.setattr(ranked_tree, "draft_trees", recorded)
     params, found = SamplingParams(6, 1.0, verify="tree", top_k=2), []
     for head in (None, head_of(V + 2)):
         sampler = texts.deer(texts.target(), texts.random_drafter(), 3, markov=head)

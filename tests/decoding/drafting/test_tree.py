@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoding.drafting import tree
+from decoding.drafting.ranked_tree import RankedTree
 from decoding.engine.params import SamplingParams
-from decoding.samplers.deer import DeerSampler
 from models import masks
 from tests.decoding.test_identity import (
     PROMPTS,
@@ -99,7 +99,7 @@ def test_any_tree_gives_the_text_of_plain_decoding(nodes, temperature):
     params = SamplingParams(18, temperature, verify="tree", repetition_penalty=1.2)
     expected = ids(plain_rows(model, params))
     for sampler in (deer(model, random_drafter(), 3), deer(model, drafter_of_target(model), 5)):
-        sampler.nodes = {1: nodes}
+        sampler.tree.nodes = {1: nodes}
         found = sampler.generate(PROMPTS, params, seeds=SEEDS)
         assert ids(found) == expected
 
@@ -108,7 +108,7 @@ def test_a_tree_accepts_at_least_the_block_that_it_holds():
     model, params = target(), SamplingParams(24, 1.0, verify="tree")
     expected = ids(plain_rows(model, params))
     block, wide = (oracle(model, 6, PROMPTS, expected) for _ in range(2))
-    wide.nodes = {1: 40}
+    wide.tree.nodes = {1: 40}
     chain = block.generate(PROMPTS, SamplingParams(24, 1.0), seeds=SEEDS)
     found = wide.generate(PROMPTS, params, seeds=SEEDS)
     assert ids(found) == ids(chain) == expected
@@ -121,19 +121,11 @@ def test_ranking_with_the_noise_takes_fewer_passes():
     model = target()
     params = SamplingParams(60, 1.0, verify="tree")
     passes = []
-    for cls in (DeerSampler, WithoutNoise):
-        sampler = deer(model, drafter_of_target(model), 3, cls)
-        sampler.nodes = {1: 6}
+    for rank_noise in (True, False):
+        sampler = deer(model, drafter_of_target(model), 3, nodes=6, rank_noise=rank_noise)
         found = sampler.generate(PROMPTS, params, seeds=SEEDS)
         passes.append(sum(r.stats.target_passes for r in found))
     assert passes[0] < 0.9 * passes[1]
-
-
-class WithoutNoise(DeerSampler):
-    """Right but slower: the tree is ranked without the noise."""
-
-    def tree_cycle(self, batch, q_logits, noise, params):
-        return super().tree_cycle(batch, q_logits - noise[:, :-1], noise, params)
 
 
 def everything_before(q, k):
@@ -150,7 +142,7 @@ def test_a_wrong_mask_changes_the_text(monkeypatch, wrong):
     expected = ids(plain_rows(model, params))
     right = oracle(model, 5, PROMPTS, expected)
     assert ids(right.generate(PROMPTS, params, seeds=SEEDS)) == expected
-    monkeypatch.setattr("decoding.drafting.block_sampler.tree", wrong)
+    monkeypatch.setattr(RankedTree, "predicate", staticmethod(wrong))
     assert ids(right.generate(PROMPTS, params, seeds=SEEDS)) != expected
 
 

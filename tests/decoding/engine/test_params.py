@@ -22,7 +22,7 @@ BAD = [
     ({"stop": ("x", "")}, "stop=('x', '') "),
     ({"stop": "ab"}, "stop='ab' "),
     ({"block_size": 0}, "block_size=0 "),
-    ({"verify": "magic"}, "['coupled', 'rejection', 'block', 'tree', 'traversal', 'multipath']"),
+    ({"verify": "magic"}, "['coupled', 'rejection', 'block', 'tree']"),
 ]
 
 

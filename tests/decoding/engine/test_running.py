@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import one_hot
 
+from decoding.any_subset.infilling import InfillState
 from decoding.engine import cache
 from decoding.engine.batch import State
 from decoding.engine.cache import CachedNetwork, RaggedCache
@@ -76,8 +77,6 @@ SAMPLERS = {
     "deer, block": (deer, {"verify": "block"}),
     "deer, coupled": (deer, {"verify": "coupled"}),
     "deer, tree": (deer, {"verify": "tree"}),
-    "deer, traversal": (deer, {"verify": "traversal"}),
-    "deer, multipath": (deer, {"verify": "multipath"}),
     "deer, tree at T=0": (deer, {"verify": "tree", "temperature": 0.0}),
     "deer, penalty": (deer, {"verify": "rejection", "repetition_penalty": 1.3}),
     "deer, bidirectional": (lambda: deer(attention="bidirectional"), {"verify": "rejection"}),
@@ -239,7 +238,8 @@ def drafts_of_another(monkeypatch):
     """Those who join verify the drafts of one who is there."""
 
     def join(self, fresh):
-        fresh.draft = self.draft[:1].expand_as(fresh.draft)
+        if isinstance(fresh, InfillState):
+            fresh.draft = self.draft[:1].expand_as(fresh.draft)
         right(self, fresh)
 
     right = State.join
@@ -274,7 +274,8 @@ def whole_prompts_are_known(monkeypatch):
     """Those who join are believed to have keys and values of all of their tokens."""
 
     def join(self, fresh):
-        fresh.cached = fresh.cached + 1
+        if isinstance(fresh, InfillState):
+            fresh.cached = fresh.cached + 1
         right(self, fresh)
 
     right = State.join

@@ -1,6 +1,7 @@
 """A drafter of some of the target's tokens: mapped, verified as drawn, and checked."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ def load_drafter(path, dtype, **options):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A drafter's export whose head knows the tokens IDS alone."""
-    monkeypatch.setattr(deer, "load_drafter", load_drafter, raising=False)
+    monkeypatch.setattr(deer, "METHOD", replace(deer.METHOD, load_drafter=load_drafter))
     drafter = LlamaForCausalLM.from_pretrained(write_drafter(tmp_path / "stock", target()))
     small = SmallHead(drafter.config)
     weights = drafter.state_dict()
@@ -115,7 +116,7 @@ def test_a_whole_head_drafts_as_one_reduced_to_the_same_tokens():
 
 
 def test_stock_transformers_decodes_with_it_too(folder):
-    generate = functools.partial(custom_generate.generate, deer, drafter=str(folder))
+    generate = functools.partial(custom_generate.generate, deer.METHOD, drafter=str(folder))
     model = target()
     found = generate(model, **padded(), max_new_tokens=12, do_sample=False)
     assert torch.equal(found, target().generate(**padded(), max_new_tokens=12, do_sample=False))

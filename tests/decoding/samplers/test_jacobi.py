@@ -252,20 +252,6 @@ def test_keys_of_the_losing_branch_fail_the_same_test(monkeypatch):
     assert ids(broken.generate(PROMPTS, params, seeds=SEEDS)) != expected
 
 
-@pytest.mark.parametrize(
-    ("knobs", "message"),
-    [
-        (dict(block_size=0), "block_size=0 is not allowed"),
-        (dict(block_size=4, blocks=0), "blocks=0 is not allowed"),
-        (dict(block_size=4, pool_size=-1), "pool_size=-1 is not allowed"),
-        (dict(block_size=4, spawn_ratio=1.5), r"spawn_ratio=1.5 .* in \[0, 1\]"),
-    ],
-)
-def test_mistakes(knobs, message):
-    with pytest.raises(ValueError, match=message):
-        JacobiMRSampler(target(), tiny.tokenizer(V), **knobs)
-
-
 def test_another_rule_is_refused_where_it_would_matter():
     sampler = jacobi(target(), 4, True)
     with pytest.raises(ValueError, match=r"verify='block' is not offered .* \['coupled'\]"):

@@ -15,8 +15,23 @@ from decoding.samplers.mar import MarSampler, known_after
 from decoding.samplers.sequential import SequentialSampler
 from models import mar
 from tests.support import images
-from tests.support.image_samples import drawn, p_values
-from tests.support.mar import EASY, Program, checkpoint, model, pair, published, shifted
+from tests.support.image_samples import (
+    check_alone,
+    check_always_accepted,
+    check_other,
+    check_same,
+    drawn,
+)
+from tests.support.mar import (
+    EASY,
+    AsPublished,
+    Program,
+    checkpoint,
+    model,
+    pair,
+    published,
+    shifted,
+)
 
 
 class TestOwnSampler:
@@ -40,10 +55,10 @@ class TestOwnSampler:
             theirs = program.sample(
                 self.LABELS, iterations, guidance, schedule, temperature, seed=5
             )
-        sampler = MarSampler(network, iterations=iterations, numbers="published")
+        sampler = AsPublished(network, iterations=iterations)
         params = {"guidance": guidance, "guidance_schedule": schedule, "temperature": temperature}
         params = ImageParams(**params | {"seed": 5} | other)
-        ours = torch.stack([r.patches for r in sampler.generate(self.LABELS, params)])
+        ours = torch.stack([r.patches for r in sampler.sample(self.LABELS, params)])
         # With random weights a chain's x_0 is large: its noise estimate removes no noise.
         return (ours - theirs).abs().max().item() / theirs.abs().max().item()
 
@@ -56,14 +71,6 @@ class TestOwnSampler:
     ])  # fmt: skip
     def test_others_are_not(self, other):
         assert self.both(self.CASES[2], **other) > 1e-5
-
-    def test_a_second_batch_goes_on_with_the_generators(self):
-        network = model(head=EASY)
-        sampler = MarSampler(network, iterations=2, numbers="published")
-        both = sampler.generate([0, 0], ImageParams(seed=3), at_once=1)
-        (first,) = sampler.generate([0], ImageParams(seed=3))
-        assert torch.equal(both[0].patches, first.patches)
-        assert not torch.equal(both[1].patches, first.patches)
 
     @pytest.mark.parametrize("tokens", [1, 4, 9, 16, 256])
     def test_every_pass_makes_a_token_and_the_last_pass_the_rest(self, tokens):
@@ -90,26 +97,18 @@ class TestOwnSampler:
 
     def test_a_row_does_not_depend_on_its_batch(self):
         sampler = MarSampler(model(size=3, head=EASY), iterations=4)
-        labels, seeds = [0, 1, 2, 0, 1], [*range(11, 16)]
-        params = ImageParams(guidance=1.3)
-        for at_once in (1, 2, 5):
-            together = sampler.generate(labels, params, seeds=seeds, at_once=at_once)
-            for label, seed, result in zip(labels, seeds, together):
-                (alone,) = sampler.generate([label], params, seeds=[seed])
-                torch.testing.assert_close(alone.patches, result.patches, rtol=0, atol=1e-9)
+        for at_once in (1, 3, 8):
+            check_alone(sampler, ImageParams(guidance=1.3), at_once)
 
     def test_mistakes_are_one_line(self):
         network = model()
         wrong = [
             (lambda: MarSampler(network, iterations=0), "iterations=0"),
             (lambda: MarSampler(network, iterations=5), "iterations=5"),
-            (lambda: MarSampler(network, iterations=2, numbers="own"), "'own'"),
             (lambda: MarSampler(images.model(), iterations=2), "method=mar"),
         ]
-        sampler = MarSampler(network, iterations=2, numbers="published")
+        sampler = MarSampler(network, iterations=2)
         wrong += [
-            (lambda: sampler.generate([0], seeds=[1]), "numbers=published"),
-            (lambda: sampler.generate([0], ImageParams(seed=-1)), "seed=-1"),
             (lambda: sampler.generate([]), "class"),
             (lambda: sampler.generate([0], at_once=0), r"\b0 images"),
         ]
@@ -135,11 +134,7 @@ class TestSpeculation:
     def test_the_distribution_is_that_of_sequential_decoding(self, params):
         target, drafter = shifted()
         plain, _ = drawn(SequentialSampler(target), 1, **params)
-        ours, results = drawn(CspdSampler(target, drafter, gamma=2), 2, **params)
-        joint, least = p_values(ours, plain)
-        assert joint > 0.01
-        assert least > 1e-4
-        accepted = torch.stack([r.accepted for r in results]).double().mean()
+        accepted = check_same(CspdSampler(target, drafter, gamma=2), plain, **params)
         assert 0.1 < accepted < 0.9  # both outcomes were seen
 
     def test_other_distributions_are_rejected(self, monkeypatch):
@@ -151,18 +146,11 @@ class TestSpeculation:
         monkeypatch.setattr(PrefixNetwork, "__call__", one_row)
         samples.append(drawn(sampler, 2)[0])
         for wrong in samples:
-            joint, least = p_values(wrong, plain)
-            assert joint == pytest.approx(1 / 200)
-            assert least < 1e-6
+            check_other(wrong, plain)
 
     def test_a_drafter_that_is_the_target_is_always_accepted(self):
         target = model(size=3, head=EASY)
-        params = ImageParams(seed=0, guidance=1.5)
-        results = CspdSampler(target, target, gamma=2).generate([1, 2], params)
-        for result in results:
-            assert result.stats.emitted == [3, 3, 3]
-            assert result.accepted.sum() == 6
-            assert result.stats.target_passes == 3
+        check_always_accepted(target, [1, 2], ImageParams(seed=0, guidance=1.5))
 
     def test_rows_of_one_pass_are_passes_over_each_prefix(self):
         target = model(size=3, head=EASY)
@@ -190,14 +178,8 @@ class TestSpeculation:
     def test_a_row_does_not_depend_on_its_batch(self, at_once):
         target, drafter = pair(0.02, size=3)
         sampler = CspdSampler(target, drafter, gamma=3)
-        params = ImageParams(guidance=1.3)
-        labels, seeds = [0, 1, 2, 0, 1, 2, 0, 1], list(range(11, 19))
-        together = sampler.generate(labels, params, seeds=seeds, at_once=at_once)
+        together = check_alone(sampler, ImageParams(guidance=1.3), at_once)
         assert len({len(r.stats.emitted) for r in together}) > 1  # ragged
-        for label, seed, result in zip(labels, seeds, together):
-            (alone,) = sampler.generate([label], params, seeds=[seed])
-            torch.testing.assert_close(alone.patches, result.patches, rtol=0, atol=1e-9)
-            assert torch.equal(alone.accepted, result.accepted)
 
     def test_a_causal_drafter_drafts_for_a_mar_too(self):
         target, head = model(head=EASY), images.HEADS["learned"]
@@ -264,7 +246,6 @@ WRONG = [
     ({"sampler": ["method=cspd"], "target": "self"}, "gamma"),
     ({"sampler": ["method=cspd", "gamma=2"], "target": "self"}, "noisy_last=true"),
     ({"sampler": ["steps=1"]}, "steps=1"),
-    ({"sampler": ["numbers=own", "iterations=2"]}, "'own'"),
 ]
 
 

@@ -5,9 +5,8 @@ from tokenizers import Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from decoding.engine.detokenize import Detokenizer
+from decoding.engine.answer import Answer
 from decoding.engine.params import SamplingParams, Stats
-from decoding.engine.running import Answer
 from decoding.samplers.plain import PlainSampler
 from decoding.serving.accepted import AcceptedText
 from tests.support import tiny
@@ -36,11 +35,11 @@ def marked(sampler, sizes, text, pieces_are_passes=False, **params):
         params: Of the request.
     """
     ids, sizes = sampler.tokenizer(text)["input_ids"], iter(sizes)
-    answer = Answer([], SamplingParams(**params), [], Stats(), Detokenizer(sampler.tokenizer))
+    answer = Answer(0, [], SamplingParams(**params), sampler.tokenizer)
     accepted, pieces, lengths, chunk = AcceptedText(sampler.tokenizer), [], [], None
     while ids and (chunk is None or chunk.result is None):
         size = next(sizes)
-        chunk, ids = sampler.commit(0, answer, ids[:size], text=True), ids[size:]
+        chunk, ids = sampler.commit(answer, ids[:size], text=True), ids[size:]
         if chunk is None:
             continue
         lengths.append(len(chunk.token_ids))

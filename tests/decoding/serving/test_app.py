@@ -2,7 +2,6 @@
 
 import gc
 import json
-import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ from decoding.samplers.plain import PlainSampler
 from decoding.serving.app import Answers, Server
 from decoding.serving.scheduler import Scheduler
 from tests.support import tiny
+from tests.support.gated import GatedPlain
 
 V = 12
 
@@ -63,18 +63,6 @@ def test_a_cycle_of_references_fails_the_same_test(monkeypatch, wrong):
     assert answers_left(monkeypatch, seconds=1) > 0
 
 
-class Held(PlainSampler):
-    """Plain decoding that waits for a word before each cycle."""
-
-    def __init__(self):
-        super().__init__(tiny.causal_lm(V), tiny.tokenizer(V))
-        self.go = threading.Semaphore(0)
-
-    def cycle(self, batch, params):
-        assert self.go.acquire(timeout=60)
-        return super().cycle(batch, params)
-
-
 def late(stream):
     """What clients get of a server with one place, where nothing is decoded in time.
 
@@ -82,7 +70,7 @@ def late(stream):
         ([(status, error) of one that has the place and of one that waits for it], the status of one
         that comes after them, when so many cycles are made as it needs, how the requests ended)
     """
-    sampler = Held()
+    sampler = GatedPlain()
     scheduler = Scheduler({"m": sampler}, at_once=1, waiting=1, longest=32)
     server = Server(scheduler, sampler.tokenizer, key=None, most=10_000, seconds=0.3)
 
@@ -95,14 +83,12 @@ def late(stream):
     with TestClient(server.app()) as client, ThreadPoolExecutor(2) as pool:
         try:
             both = [*pool.map(ask, (16, 16))]
-            for _ in range(1 + 4):  # the cycle that had begun, and four of the third request
-                sampler.go.release()
+            sampler.go(1 + 4)  # the cycle that had begun, and four of the third request
             server.seconds = 60.0
             third, _ = ask(4)
             ended = {**scheduler.counts.requests}
         finally:
-            for _ in range(100):
-                sampler.go.release()
+            sampler.go(100)
     return both, third, ended
 
 

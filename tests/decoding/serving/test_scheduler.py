@@ -1,7 +1,6 @@
 """The thread that decodes: who comes when, what memory all groups have, and what fails alone."""
 
 import threading
-import time
 
 import pytest
 import torch
@@ -13,32 +12,32 @@ from decoding.samplers.asarm import AsarmSampler
 from decoding.samplers.plain import PlainSampler
 from decoding.serving.scheduler import Full, Scheduler
 from tests.support import subsets, tiny
+from tests.support.gated import Gated, GatedPlain
 
 V = 12
 
 
-class Watching(PlainSampler):
-    """Plain decoding that waits for a word before each cycle."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.go = threading.Semaphore(0)
+class Watching(GatedPlain):
+    """Fails in the cycles of one temperature."""
 
     def cycle(self, batch, params):
-        self.go.acquire()
+        self.wait([*batch.requests])
         if params.temperature == 0.125:
             raise ValueError("the model's logits are no numbers")
-        return super().cycle(batch, params)
+        return PlainSampler.cycle(self, batch, params)
+
+
+def scheduled(sampler, **options):
+    """(sampler, its scheduler); what is left is decoded at the end."""
+    scheduler = Scheduler({"m": sampler}, at_once=3, waiting=2, longest=32, **options)
+    yield sampler, scheduler
+    sampler.go(10_000)
+    scheduler.close()
 
 
 @pytest.fixture
 def watched():
-    sampler = Watching(tiny.causal_lm(V), tiny.tokenizer(V))
-    scheduler = Scheduler({"m": sampler}, at_once=3, waiting=2, longest=32)
-    yield sampler, scheduler
-    for _ in range(10_000):
-        sampler.go.release()
-    scheduler.close()
+    yield from scheduled(Watching())
 
 
 class Client:
@@ -77,7 +76,7 @@ def most_rows(sampler, scheduler):
     for client in clients:
         while not client.ended.wait(0.01):
             most = max(most, rows(scheduler))
-            sampler.go.release()
+            sampler.go(1)
     return most
 
 
@@ -94,8 +93,7 @@ def test_texts_of_all_groups(watched):
     sampler, scheduler = watched
     asked = [(n, 3 + n, {"temperature": t}) for n, t in enumerate((0.0, 1.0, 0.5))]
     clients = [ask(scheduler, *a[:2], **a[2])[1] for a in asked]
-    for _ in range(200):
-        sampler.go.release()
+    sampler.go(200)
     plain = PlainSampler(sampler.target, sampler.tokenizer)
     for client, (seed, tokens, given) in zip(clients, asked):
         assert client.ended.wait(20)
@@ -118,8 +116,7 @@ def test_who_waits_can_be_cancelled_too(watched):
     scheduler.cancel(jobs[4])
     scheduler.cancel(jobs[0])
     _, client = ask(scheduler, 7)
-    for _ in range(200):
-        sampler.go.release()
+    sampler.go(200)
     assert client.ended.wait(20)
     assert scheduler.counts.requests["cancelled"] == 2
     scheduler.cancel(jobs[0])  # again, which does nothing
@@ -129,8 +126,7 @@ def test_who_waits_can_be_cancelled_too(watched):
 def test_what_fails_fails_alone(watched):
     sampler, scheduler = watched
     fine, broken = ask(scheduler, 1)[1], ask(scheduler, 2, temperature=0.125)[1]
-    for _ in range(200):
-        sampler.go.release()
+    sampler.go(200)
     assert fine.ended.wait(20)
     assert broken.ended.wait(20)
     assert "no numbers" in str(broken.chunks[-1])
@@ -139,26 +135,19 @@ def test_what_fails_fails_alone(watched):
     assert (scheduler.running, scheduler.waiting) == (0, 0)
 
 
-class Reading(PlainSampler):
-    """Plain decoding that waits for a word before each pass, and keeps a log of them.
+class Reading(GatedPlain):
+    """It also waits before each pass on a prompt, and logs the tokens of these."""
 
-    log: of a pass on a prompt its tokens, of a cycle its requests.
-    """
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.go, self.log, self.fails = threading.Semaphore(0), [], False
-        self.gone = 0  # passes that `until` let be made
-
-    def _pass(self, what):
-        self.log.append(what)
-        assert self.go.acquire(timeout=20)
+    def __init__(self):
+        super().__init__()
+        self.fails = False
+        self.gone = 0  # passes that `pause_at` let be made
 
     def prefill(self, batch, name, network):
         run = network.run
 
         def watched(tokens, *args):
-            self._pass(tokens.shape[1])
+            self.wait(tokens.shape[1])
             return run(tokens, *args)
 
         network.run = watched
@@ -167,30 +156,26 @@ class Reading(PlainSampler):
         return states
 
     def cycle(self, batch, params):
-        self._pass([*batch.requests])
+        self.wait([*batch.requests])
         if self.fails:
             raise ValueError("the model's logits are no numbers")
-        return super().cycle(batch, params)
+        return PlainSampler.cycle(self, batch, params)
 
-    def until(self, what):
+    def pause_at(self, what):
         """Let passes be made until this one waits."""
-        deadline = time.monotonic() + 20
-        while self.log[-1:] != [what]:
-            assert time.monotonic() < deadline
-            if len(self.log) > self.gone:
+
+        def waits():
+            if self.log[-1:] != [what] and len(self.log) > self.gone:
                 self.gone += 1
-                self.go.release()
-            time.sleep(0.01)
+                self.go(1)
+            return self.log[-1:] == [what]
+
+        self.until(waits)
 
 
 @pytest.fixture
 def reading():
-    sampler = Reading(tiny.causal_lm(V), tiny.tokenizer(V))
-    scheduler = Scheduler({"m": sampler}, at_once=3, waiting=2, longest=32, prefill_tokens=4)
-    yield sampler, scheduler
-    for _ in range(1000):
-        sampler.go.release()
-    scheduler.close()
+    yield from scheduled(Reading(), prefill_tokens=4)
 
 
 LONG = [*range(1, 12)]
@@ -204,15 +189,14 @@ def ask_for(scheduler, prompt, tokens):
 
 
 def ended(sampler, *clients):
-    for _ in range(100):
-        sampler.go.release()
+    sampler.go(100)
     assert all(client.ended.wait(20) for client in clients)
 
 
 def test_others_go_on_while_a_long_prompt_is_read(reading):
     sampler, scheduler = reading
     _, first = ask_for(scheduler, [1], 20)
-    sampler.until([0])
+    sampler.pause_at([0])
     _, second = ask_for(scheduler, LONG, 2)
     ended(sampler, first, second)
     assert sampler.log[1:8] == [4, [0], 4, [0], 2, [0], [0, 1]]
@@ -224,7 +208,7 @@ def test_others_go_on_while_a_long_prompt_is_read(reading):
 def test_given_up_while_its_prompt_is_read(reading):
     sampler, scheduler = reading
     job, client = ask_for(scheduler, LONG, 9)
-    sampler.until(4)
+    sampler.pause_at(4)
     scheduler.cancel(job)
     _, other = ask_for(scheduler, [1], 3)
     ended(sampler, other)
@@ -235,12 +219,12 @@ def test_given_up_while_its_prompt_is_read(reading):
 def test_those_beside_a_long_prompt_fail_alone(reading):
     sampler, scheduler = reading
     _, first = ask_for(scheduler, [1], 20)
-    sampler.until([0])
+    sampler.pause_at([0])
     _, second = ask_for(scheduler, LONG, 2)
-    sampler.until(4)
+    sampler.pause_at(4)
     sampler.fails = True
-    sampler.until([0])
-    sampler.until(4)
+    sampler.pause_at([0])
+    sampler.pause_at(4)
     sampler.fails = False
     ended(sampler, first, second)
     assert "no numbers" in str(first.chunks[-1])
@@ -248,45 +232,30 @@ def test_those_beside_a_long_prompt_fail_alone(reading):
     assert (scheduler.running, scheduler.waiting) == (0, 0)
 
 
-class Filling(AsarmSampler):
-    """Infilling that waits for a word before each cycle, and keeps a log of their requests."""
-
-    def __init__(self):
-        model, options = subsets.network(V).float(), {"draft": "assd", "block_size": 3}
-        super().__init__(model, tiny.tokenizer(V), mask_id=V, **options)
-        self.go, self.log = threading.Semaphore(0), []
-
-    def cycle(self, batch, params):
-        self.log.append([*batch.requests])
-        assert self.go.acquire(timeout=20)
-        return super().cycle(batch, params)
+class Filling(Gated, AsarmSampler):
+    """Infilling that waits for a word before each cycle."""
 
 
 def fill_two():
     """(log of the cycles, texts, texts alone) of two requests, of which one comes later."""
-    sampler = Filling()
+    options = {"mask_id": V, "draft": "assd", "block_size": 3}
+    sampler = Filling(subsets.network(V).float(), tiny.tokenizer(V), **options)
     scheduler = Scheduler({"m": sampler}, at_once=3, waiting=2, longest=32, prefill_tokens=4)
     params = SamplingParams(verify="rejection", temperature=1.0)
     prompts, clients = [[1, *[None] * 9, 2], [5, None, 4, *[None] * 6]], [Client(), Client()]
 
     def ask(n):
-        scheduler.submit(
-            [("m", scheduler.prepared("m", prompts[n], params), params, n, clients[n])]
-        )
+        prompt = scheduler.prepared("m", prompts[n], params)
+        scheduler.submit([("m", prompt, params, n, clients[n])])
 
     ask(0)
-    for _ in range(3):
-        sampler.go.release()
-    deadline = time.monotonic() + 20
-    while len(sampler.log) < 4:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    sampler.go(3)
+    sampler.until(lambda: len(sampler.log) == 4)
     ask(1)
     ended(sampler, *clients)
     scheduler.close()
     texts, log = [client.token_ids for client in clients], [*sampler.log]
-    for _ in range(100):
-        sampler.go.release()
+    sampler.go(100)
     alone = [sampler.generate([p], params, seeds=[n])[0] for n, p in enumerate(prompts)]
     return log, texts, [r.token_ids for r in alone]
 
@@ -322,8 +291,7 @@ def test_what_can_never_fit_is_refused(watched):
 def test_closing_answers_what_was_taken(watched):
     sampler, scheduler = watched
     clients = [ask(scheduler, n)[1] for n in range(5)]
-    for _ in range(1000):
-        sampler.go.release()
+    sampler.go(1000)
     scheduler.close()
     assert all(client.ended.is_set() for client in clients)
     with pytest.raises(Full):

@@ -45,10 +45,10 @@ def required(*packages):
 
 
 def clean_environment(folder):
-    """A virtual environment with torch, transformers and what they need, as links; its Python."""
+    """A virtual environment with a bundle's requirements alone, as links; its Python."""
     venv.create(folder, symlinks=True, with_pip=False)
     site = next(folder.glob("lib/python*/site-packages"))
-    for name in required("torch", "transformers"):
+    for name in required(*(Requirement(r).name for r in bundle.REQUIREMENTS.split())):
         distribution = importlib.metadata.distribution(name)
         for top in {file.parts[0] for file in distribution.files} - {"..", "__pycache__"}:
             if not (site / top).exists():
@@ -105,7 +105,7 @@ print(json.dumps({"found": found + parade, "answers": answers}))
 
 
 def run_clean(folder, target_folder, export, prompts):
-    """What SCRIPT prints, run where nothing but torch and transformers can be imported."""
+    """What SCRIPT prints, run where nothing but its requirements can be imported."""
     home = folder / "home"
     hub_cache(home, export)
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "HF_"))}

@@ -148,11 +148,13 @@ def test_another_name_of_the_target_is_in_both(run):
 
 STORY = {
     "command": "x", "git_commit": "c0ffee", "git_dirty": False, "packages": {}, "python": "3.11",
+    "data": {}, "inputs": {}, "hardware": {"gpus": [], "processor": "x86_64"},
+    "trainer": {"world_size": 1, "strategy": "ddp", "precision": "32-true"},
 }  # fmt: skip
 SETTINGS = {
     "recipe": "dflash", "scale": "lab", "seed": 0, "network": {},
     "data": {"train": {"_target_": "x"}}, "trainer": {"max_steps": 1, "batch_size": 1},
-    "acceptance": {},
+    "acceptance": {}, "lora": {"rank": 0},
 }  # fmt: skip
 
 

@@ -7,20 +7,14 @@ import pytest
 import torch
 
 from data.rows.packing import PackedRows
-from decoding.commands.recipes import compose
+from recipes.compose import compose
+from tests.support.refused import refused
 from tests.support.spoil import nan, spoil
 from trainers.ar import Autoregressive
-from trainers.deer import Distillation
-from trainers.runs.guards import LossGuard, memory_advice, memory_error
+from trainers.diffusion import MaskedDiffusion
+from trainers.runs.guards import LossGuard, less_memory, memory_error
 
 EACH = ("trainer.checkpoint_every=1", "trainer.keep_last=1", "trainer.keep_best=0")
-
-
-def refused(lab, recipe, *overrides):
-    with pytest.raises(ValueError) as error:
-        lab.fit(recipe, *overrides)
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 def checkpoints(lab, name):
@@ -46,10 +40,12 @@ def test_a_loss_that_is_not_finite_names_step_samples_and_rows(lab, monkeypatch,
     whole = Autoregressive.losses
     keep = lambda self, batch: seen.extend(batch["input_ids"]) or whole(self, batch)  # noqa: E731
     monkeypatch.setattr(Autoregressive, "losses", keep)
-    message = refused(lab, "ar_target", f"name={name}", f"trainer.micro_batch_size={micro}", *EACH)
+    message = refused(
+        lab.fit, "ar_target", f"name={name}", f"trainer.micro_batch_size={micro}", *EACH
+    )
     assert "the loss is nan at step 3, on samples 8 to 11" in message
     rows, folder = re.search(r"\(rows \[([\d, ]+)\] of (\S+)\)", message).groups()
-    packed = PackedRows.open(folder)
+    packed = PackedRows(folder)
     named = [packed[int(i)]["input_ids"] for i in rows.split(",")]
     assert torch.equal(torch.stack(named), torch.stack(seen[8:12]))
     assert not torch.equal(torch.stack(named), torch.stack(seen[4:8]))
@@ -70,7 +66,7 @@ def spoil_update(monkeypatch):
 
 def test_weights_that_are_not_finite_are_never_written(lab, monkeypatch):
     spoil_update(monkeypatch)
-    message = refused(lab, "ar_target", "name=no_weights", *EACH)
+    message = refused(lab.fit, "ar_target", "name=no_weights", *EACH)
     assert "the weights are not finite after the update at step 2" in message
     assert checkpoints(lab, "no_weights") == {1: True}
 
@@ -79,7 +75,7 @@ def test_without_the_guard_they_would_be(lab, monkeypatch):
     """Negative control."""
     spoil_update(monkeypatch)
     monkeypatch.delattr(LossGuard, "on_save_checkpoint")
-    message = refused(lab, "ar_target", "name=bad_weights", *EACH)
+    message = refused(lab.fit, "ar_target", "name=bad_weights", *EACH)
     assert "the loss is nan at step 3" in message
     assert checkpoints(lab, "bad_weights") == {2: False}
 
@@ -133,7 +129,7 @@ def no_memory(loss):
 
 def test_no_memory_on_the_cpu_says_what_to_lower(lab, monkeypatch):
     spoil(monkeypatch, Autoregressive, 1, no_memory)
-    message = refused(lab, "ar_target", "name=memory")
+    message = refused(lab.fit, "ar_target", "name=memory")
     assert "CPU" in message
     assert "1152921504606846976 bytes" in message
     assert "trainer.micro_batch_size=4" in message
@@ -149,9 +145,9 @@ def no_gpu_memory(loss):
 
 
 def test_no_memory_on_a_gpu_says_what_to_lower(lab, monkeypatch):
-    spoil(monkeypatch, Distillation, 1, no_gpu_memory)
+    spoil(monkeypatch, MaskedDiffusion, 1, no_gpu_memory)
     one = ("trainer.micro_batch_size=1", "trainer.checkpoint_activations=true")
-    message = refused(lab, "deer_stage1", "name=memory", *one)
+    message = refused(lab.fit, "deer_stage1", "name=memory", *one)
     assert "GPU" in message
     assert "2.50 GiB" in message
     assert "micro_batch_size" not in message  # 1 is the least there is
@@ -176,7 +172,7 @@ def test_other_errors_stay_what_they_are(lab, monkeypatch):
 def test_a_sharded_run_is_told_to_offload():
     def advice(strategy):
         given = ["recipe=deer_stage1", "scale=paper", f"strategy={strategy}"]
-        return memory_advice("CUDA out of memory.", compose(given, "fit"))
+        return less_memory("CUDA out of memory.", compose(given, "fit"))
 
     assert "strategy=fsdp2_offload" in advice("fsdp2")
     assert "strategy=" not in advice("deepspeed_3_offload")

@@ -10,11 +10,10 @@ import wandb
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.support.refused import refused
 from tests.support.spoil import nan, spoil
 from trainers.ar import Autoregressive
-from trainers.runs.loggers import forget_environment
 
-QUIET = wandb.Settings(silent=True, console="off")
 EACH = ("trainer.log_every=1", "trainer.validate_every=2", "trainer.checkpoint_every=2")
 
 
@@ -168,34 +167,12 @@ class TestWandb:
         with pytest.raises(ValueError, match=r"^logger=wandb: .*WANDB_API_KEY.*wandb login"):
             lab.fit("ar_target", "name=w4", "logger=wandb")
 
-    def test_a_fit_knows_nothing_of_the_mode_and_key_of_the_one_before(
-        self, lab, monkeypatch, no_wandb_login
-    ):
-        """wandb itself reads the environment once in a process."""
-        given = ("name=w5", "logger=wandb", "trainer.max_steps=1", "resume=never")
-        with monkeypatch.context() as patch:
-            patch.setenv("WANDB_MODE", "disabled")
-            lab.fit("ar_target", *given)
-        with monkeypatch.context() as patch:
-            patch.setenv("WANDB_API_KEY", "short")
-            with pytest.raises(ValueError, match="WANDB_API_KEY"):
-                lab.fit("ar_target", *given)
-        lab.fit("ar_target", *given)
-        assert len(self.runs(lab, "w5")) == 1
-
-    def test_a_run_of_somebody_else_goes_on(self, lab, tmp_path, no_wandb_login):
-        with wandb.init(mode="offline", dir=tmp_path, settings=QUIET) as other:
-            forget_environment()
-            assert wandb.run is other
-            other.log({"x": 1})
-
 
 class TestMistakes:
     def refused(self, lab, *overrides):
-        with pytest.raises(ValueError) as error:
-            lab.fit("ar_target", "name=refused", *overrides)
+        message = refused(lab.fit, "ar_target", "name=refused", *overrides)
         assert not folder(lab, "refused").exists()
-        return str(error.value)
+        return message
 
     def test_a_logger_that_there_is_not(self, lab):
         message = self.refused(lab, "logger=wandbb")

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from tests.support.spoil import nan, spoil
 from trainers import fit as fit_module
-from trainers.deer import Distillation
-from trainers.runs.progress import Bar, Lines, Pace
+from trainers.diffusion import MaskedDiffusion
+from trainers.runs.progress import Progress
 
 
 def ticking():
@@ -20,31 +20,20 @@ def ticking():
 @pytest.fixture
 def lines(monkeypatch):
     """Every step of a fit is a line."""
-    monkeypatch.setattr(fit_module, "progress", lambda: Lines(seconds=0, clock=ticking()))
+    monkeypatch.setattr(fit_module, "Progress", lambda: Progress(seconds=0, clock=ticking()))
 
 
 def shown(capsys):
     return [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
 
 
-def test_pace_counts_validation_apart():
-    pace = Pace(now=100.0)
-    pace.stepped(102.0)
-    pace.stepped(104.0)
-    pace.validated(114.0)
-    pace.stepped(116.0)
-    assert pace.seconds == 2
+def test_the_time_left_counts_the_last_steps_and_validations():
+    progress = Progress()
+    progress.steps.extend([1000.0, *[2.0] * 50])  # the first one compiled
+    progress.validation = 10.0
     # 3 steps are done of 10: 7 more of 2 s, and the validations after 4, 6, 8 and 10.
-    assert pace.left(3, 10, every=2) == 7 * 2 + 4 * 10
-    assert pace.left(10, 10, every=2) == 0
-
-
-def test_pace_follows_the_last_steps():
-    pace = Pace(now=0.0)
-    pace.stepped(1000.0)  # compiled
-    for i in range(50):
-        pace.stepped(1001.0 + i)
-    assert pace.seconds == 1
+    assert progress._left(3, 10, every=2) == 7 * 2 + 4 * 10
+    assert progress._left(10, 10, every=2) == 0
 
 
 @pytest.mark.parametrize("micro", [4, 1])
@@ -76,7 +65,7 @@ def test_time_left_of_a_resumed_run_counts_what_is_left(lab, lines, capsys):
 
 
 def test_lines_are_rare_but_for_the_end_and_validations(lab, monkeypatch, capsys):
-    monkeypatch.setattr(fit_module, "progress", lambda: Lines(seconds=100, clock=ticking()))
+    monkeypatch.setattr(fit_module, "Progress", lambda: Progress(seconds=100, clock=ticking()))
     lab.fit("deer_stage1", "name=rare", "trainer.max_steps=6", "trainer.validate_every=5")
     found = shown(capsys)
     steps = [line.split("  ")[0] for line in found]
@@ -86,17 +75,17 @@ def test_lines_are_rare_but_for_the_end_and_validations(lab, monkeypatch, capsys
 
 def bar_of(lab, monkeypatch, *overrides, width=80):
     """What a terminal shows of a fit, frame after frame, without colours."""
-    screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True, width=width, legacy_windows=False)
-    bar = Bar(console, clock=ticking())
-    monkeypatch.setattr(fit_module, "progress", lambda: bar)
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=width, legacy_windows=False)
+    shown = Progress(console, clock=ticking())
+    monkeypatch.setattr(fit_module, "Progress", lambda: shown)
     try:
         lab.fit("deer_stage1", *overrides)
     finally:
-        text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue()).replace("\r", "\n")
-        bar.screen = [line.rstrip() for line in text.splitlines()]
-        assert not bar.bar.live.is_started  # the terminal is given back
-    return bar.screen
+        text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue()).replace("\r", "\n")
+        screen = [line.rstrip() for line in text.splitlines()]
+        assert not shown.bar.live.is_started  # the terminal is given back
+    return screen
 
 
 def test_a_terminal_shows_a_bar_and_the_same_figures(lab, monkeypatch):
@@ -120,6 +109,6 @@ def test_the_bar_of_a_resumed_run_starts_where_it_goes_on(lab, monkeypatch):
 
 
 def test_a_run_that_fails_gives_the_terminal_back(lab, monkeypatch):
-    spoil(monkeypatch, Distillation, 2, nan)
+    spoil(monkeypatch, MaskedDiffusion, 2, nan)
     with pytest.raises(ValueError, match="the loss is nan"):
         bar_of(lab, monkeypatch, "name=bar_fails")

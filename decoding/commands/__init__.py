@@ -1,1 +1,0 @@
-"""Shared by all commands: the grammar `key=value`, recipes, their inputs, tables and pictures."""

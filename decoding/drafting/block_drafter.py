@@ -1,0 +1,145 @@
+"""`BlockDrafter`: the interface of a sampler whose drafter drafts a block in one pass."""
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from decoding.drafting.markov import MarkovScores
+from decoding.engine import vocabulary
+from decoding.engine.batch import Batch
+from decoding.engine.params import SamplingParams
+from decoding.engine.sampler import Sampler
+from decoding.engine.verify import choose
+from decoding.engine.warp import fit_vocabulary, seen_tokens, warp
+from models.markov import MarkovHead
+
+
+class BlockDrafter(Sampler):
+    """A sampler whose drafter gives k distributions over the target's tokens in one pass.
+
+    A method supplies `begin_drafting` and `draft_logits`, and `follow` where its drafter reads the
+    target's hidden states.
+
+    Args:
+        target, tokenizer: See `Sampler`.
+        draft_ids: [Vd], the target's tokens that the drafter has logits of (`engine.vocabulary`);
+            None: all.
+        markov: The drafter's Markov head, over the same tokens; None: a block's positions are
+            independent.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        draft_ids: Tensor | None = None,
+        markov: MarkovHead | None = None,
+    ):
+        super().__init__(target, tokenizer)
+        if draft_ids is not None:
+            vocabulary.check_vocabulary(None, self.vocabulary, draft_ids)
+            draft_ids = draft_ids.to(self.device)
+        self.draft_ids, self.markov = draft_ids, None
+        if markov is not None:
+            self.markov = MarkovScores(markov, self.vocabulary, draft_ids, self.device)
+
+    @abstractmethod
+    def begin_drafting(self, batch: Batch, states: tuple[Tensor, ...]) -> None:
+        """Prefill the drafter, and set `batch.state`: all that `draft_logits` needs.
+
+        The target has all prompt tokens but the last; `states` are its `hidden_layers` at these.
+        """
+
+    @abstractmethod
+    def draft_logits(self, batch: Batch, k: int) -> Tensor:
+        """Run the drafter once: return logits [B, k, V] at the next k positions.
+
+        They are independent given the prefix, and -inf for tokens that are never drafted
+        (`fitted`).
+        """
+
+    def follow(
+        self, batch: Batch, states: tuple[Tensor, ...], path: Tensor, counts: Tensor
+    ) -> None:
+        """Give the drafter the target's hidden states at the tokens that a cycle accepted.
+
+        Args:
+            batch: The requests, before their new tokens are committed.
+            states: The outputs [B, Q, H] of `hidden_layers` at the last committed token and the
+                draft.
+            path: [B, m], indices of the accepted tokens in the pass; 0 is the last committed token.
+            counts: [B], entries of a path that count. The token that the target adds has no state
+                yet.
+        """
+
+    def states_before(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Prefill the target; return the hidden states for `begin_drafting`, if it reads any."""
+        if not self.hidden_layers:
+            return ()
+        return self.prefill(batch, "target", self.cached_target(batch))
+
+    def draft_pass(self, batch: Batch, k: int, params: SamplingParams) -> Tensor:
+        """Return warped drafter logits [B, k, V], independent given the prefix."""
+        return self.warped_draft(self.draft_logits(batch, k), batch, params)
+
+    def forced_pass(self, batch: Batch, tokens: Tensor, params: SamplingParams) -> Tensor:
+        """Return warped drafter logits [B, k, V] at known tokens [B, k].
+
+        With a Markov head each position is conditioned on the known token before it.
+        """
+        if self.markov is None:
+            return self.draft_pass(batch, tokens.shape[1], params)
+        added = pad(self.markov.following(tokens[:, :-1]), (0, 0, 1, 0))
+        logits = self.draft_logits(batch, tokens.shape[1]) + added
+        return self.warped_draft(logits, batch, params)
+
+    def draft_chain(
+        self, batch: Batch, k: int, noise: Tensor | None, params: SamplingParams
+    ) -> tuple[Tensor, Tensor | None]:
+        """Draft k tokens in one pass of the drafter; a Markov head then draws them one by one.
+
+        `noise` [B, k or more, V] is keyed; None at temperature 0, or where drafts are accepted by
+        chance. Returns the draft [B, k], and the q [B, k, V] that it was drawn from, None if noise
+        is keyed.
+        """
+        if self.markov is None:
+            return self._drawn(self.draft_pass(batch, k, params), noise, batch, params)
+        logits, draft, q = self.draft_logits(batch, k).split(1, 1), [], []
+        for i, at in enumerate(logits):
+            if i:  # the network has read the token before the first
+                at = at + self.markov.following(draft[-1])
+            g = None if noise is None else noise[:, i:]
+            token, probs = self._drawn(self.warped_draft(at, batch, params), g, batch, params)
+            draft.append(token)
+            q.append(probs)
+        return torch.cat(draft, 1), None if params.keyed else torch.cat(q, 1)
+
+    def _drawn(
+        self, logits: Tensor, noise: Tensor | None, batch: Batch, params: SamplingParams
+    ) -> tuple[Tensor, Tensor | None]:
+        """Draw tokens [B, n] from warped logits [B, n, V]; also return their distributions."""
+        if params.keyed:
+            return choose(logits, noise), None
+        q = logits.softmax(-1)
+        return batch.randomness.categorical(q), q
+
+    def fitted(self, logits: Tensor, excluded: list[int]) -> Tensor:
+        """Return logits [B, k, Vd] over the target's V tokens; -inf for those `excluded`."""
+        return fit_vocabulary(logits, self.vocabulary, excluded, self.draft_ids)
+
+    def warped_draft(self, logits: Tensor, batch: Batch, params: SamplingParams) -> Tensor:
+        """Warp drafter logits [B, n, V] as the target's are warped."""
+        seen = None
+        if params.repetition_penalty != 1.0:
+            nothing = batch.tokens[:, :0]
+            seen = seen_tokens(batch.tokens, batch.lengths, nothing, self.vocabulary)
+        return warp(logits, params, seen)
+
+
+def nearest(known: dict[float, Any], x: float) -> Any:
+    """Return the value of the key that is nearest to x."""
+    return known[min(known, key=lambda other: abs(other - x))]

@@ -1,0 +1,156 @@
+"""Ranked trees: drafts that the target verifies with its keyed noise, in one pass.
+
+The text is that of `coupled`, plain decoding's, for any ranking. So the ranking may use the noise:
+the target chooses a token with probability of about softmax(log q + g).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from decoding.drafting.block_drafter import BlockDrafter, nearest
+from decoding.drafting.prompt_lookup import Lookup
+from decoding.drafting.tree import (
+    LIMIT,
+    Accepted,
+    BigramScores,
+    Trees,
+    check_tree,
+    draft_trees,
+    verify_trees,
+)
+from decoding.engine.batch import Batch, State
+from decoding.engine.cache import TargetOutput
+from decoding.engine.params import SamplingParams
+from models import masks
+
+UNFILTERED = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
+
+@dataclass
+class Lookups(State):
+    """The prompt lookup of each request; None where trees do not use it."""
+
+    lookups: list[Lookup] | None = None
+
+
+class RankedTree:
+    """Drafts and verifies a tree that is ranked best first.
+
+    Args:
+        nodes: Nodes of a tree, by how many requests are decoded together.
+        sharpness: Inverse temperature of the drafter in the ranking (`draft_trees`): a number, or
+            {temperature: one for each depth}, of which the nearest temperature is taken.
+        rank_noise: Whether the target's keyed noise ranks too; False is for comparison.
+        lookup: Whether prompt lookup ranks too, at temperature 0.
+        after: Maps a token to its bigram scores (`decoding.drafting.bigrams`), if there are any.
+        bigram_weights: The weight of these scores at each depth, {temperature: [...]}.
+    """
+
+    predicate = staticmethod(masks.tree)
+
+    def __init__(
+        self,
+        nodes: dict[int, int],
+        sharpness: float | dict[str, list[float]],
+        rank_noise: bool,
+        lookup: bool,
+        after: Callable[[int], Mapping[int, float]] | None,
+        bigram_weights: dict[str, list[float]] | None,
+        device: torch.device,
+    ):
+        for number in nodes.values():
+            check_tree(number, sharpness)
+        self.nodes, self.rank_noise, self.lookup = nodes, rank_noise, lookup
+        if isinstance(sharpness, dict):
+            by_depth = _by_depth(sharpness)
+            self.sharpness = {t: torch.tensor(s, device=device) for t, s in by_depth.items()}
+        else:
+            self.sharpness = {0.0: sharpness}
+        self.scores = {}
+        if after is not None:
+            weights = _by_depth(bigram_weights or {})
+            self.scores = {t: BigramScores(after, weight) for t, weight in weights.items()}
+
+    def most(self, params: SamplingParams) -> int:
+        """Return the most tokens that a cycle drafts."""
+        return max(self.nodes.values())
+
+    def begin(self, sampler: BlockDrafter, batch: Batch, params: SamplingParams) -> None:
+        """Make a batch's prompt lookups, at temperature 0; with noise they make trees worse."""
+        batch.drafts = Lookups()
+        if self.lookup and params.temperature == 0:
+            texts = zip(batch.tokens.tolist(), batch.lengths.tolist())
+            batch.drafts.lookups = [Lookup(tokens[:length]) for tokens, length in texts]
+
+    def cycle(
+        self, sampler: BlockDrafter, batch: Batch, params: SamplingParams
+    ) -> tuple[Tensor, Tensor]:
+        """Draft a tree, verify it in one pass, emit the accepted path and one token more."""
+        k = params.block_size or sampler.block_size
+        noise = sampler.noise(batch, k + 1, params)
+        # Only with the head's terms is it known what top_p and the others exclude.
+        ranked = params if sampler.markov is None else replace(params, **UNFILTERED)
+        logits = sampler.draft_pass(batch, k, ranked)
+        trees = self.ranked(sampler, batch, logits, noise, params)
+        output = tree_pass(sampler, batch, trees, params)
+        tokens, counts = accept(sampler, batch, output, verify_trees(trees, output.logits, noise))
+        if lookups := batch.drafts.lookups:
+            for lookup, new, count in zip(lookups, tokens.tolist(), counts.tolist()):
+                lookup.extend(new[:count])
+        return tokens, counts
+
+    def ranked(
+        self,
+        sampler: BlockDrafter,
+        batch: Batch,
+        logits: Tensor,
+        noise: Tensor | None,
+        params: SamplingParams,
+    ) -> Trees:
+        """Return the best trees under warped drafter logits [B, k, V] and the other scores."""
+        if noise is not None and self.rank_noise:
+            logits = logits + noise[:, : logits.shape[1]]
+        pairs, ids = None, sampler.draft_ids
+        if sampler.markov is not None:
+            pairs, ids = sampler.markov.pairs(params.temperature), sampler.markov.ids
+        if ids is not None:  # no other token has a chance, and a target may have ten times as many
+            logits = logits[..., ids]
+        sharpness = nearest(self.sharpness, params.temperature)
+        bigrams = nearest(self.scores, params.temperature) if self.scores else None
+        nodes = nearest(self.nodes, len(batch.requests))
+        return draft_trees(logits, nodes, sharpness, bigrams, batch.drafts.lookups, pairs, ids)
+
+
+def tree_pass(
+    sampler: BlockDrafter, batch: Batch, trees: Trees, params: SamplingParams
+) -> TargetOutput:
+    """Run the target over the last committed token and N nodes: warped logits [B, N + 1, V]."""
+    batch.drafted = trees.token.shape[1]
+    last, depth = batch.lengths[:, None] - 1, pad(trees.depth, (1, 0))
+    output = batch.networks["target"](
+        torch.cat([batch.tokens.gather(1, last), trees.token], 1),
+        last + depth,
+        keep=depth.shape[1],
+        branch=pad(trees.path, (1, 0), value=-1),
+    )
+    logits = sampler.warped(output.logits, batch, trees.token, params, trees.before())
+    return output._replace(logits=logits)
+
+
+def accept(
+    sampler: BlockDrafter, batch: Batch, output: TargetOutput, accepted: Accepted
+) -> tuple[Tensor, Tensor]:
+    """Keep the accepted paths in the caches; return a cycle's tokens and counts."""
+    batch.networks["target"].keep_path(batch.lengths, accepted.node)
+    counts = accepted.count + 1
+    sampler.follow(batch, output.hidden_states, accepted.along, counts)
+    return accepted.tokens, counts
+
+
+def _by_depth(numbers: dict[str, list[float]]) -> dict[float, list[float]]:
+    """Pad per-depth values to LIMIT by repeating the last one."""
+    return {float(t): [*row, *[row[-1]] * (LIMIT - len(row))] for t, row in numbers.items()}

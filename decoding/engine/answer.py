@@ -1,0 +1,94 @@
+"""One request's answer: its tokens, its text, where it ends, and what may be streamed."""
+
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from decoding.engine.detokenize import Detokenizer
+from decoding.engine.params import Chunk, Result, SamplingParams, Stats
+
+
+class Answer:
+    """One request's answer so far, on the host."""
+
+    def __init__(
+        self,
+        request: int,
+        prompt: Any,
+        params: SamplingParams,
+        tokenizer: PreTrainedTokenizerBase,
+        lossy: str = "",
+    ):
+        self.request, self.prompt, self.params, self.tokenizer = request, prompt, params, tokenizer
+        self.stats, self.text = Stats(lossy=lossy), Detokenizer(tokenizer)
+        self.token_ids: list[int] = []
+        self._printed = self._sent = 0  # characters and tokens that chunks have shown
+
+    def take(self, new: list[int], eos: frozenset[int], text: bool) -> Chunk | None:
+        """Add a cycle's tokens up to the answer's end; return a chunk, or None while there is none.
+
+        `eos` are tokens that end a text. With `text` False only a finished answer gives a chunk,
+        and nothing is detokenised before.
+        """
+        params, before, count = self.params, len(self.token_ids), len(new)
+        new, reason = self._ended(new, eos)
+        self.token_ids += new
+        shown = None
+        if params.stop:
+            known = self.text.extend(new)
+            start = max(0, known - max(map(len, params.stop)))
+            if any(self.text.text.find(s, start) >= 0 for s in params.stop):
+                self.token_ids = self._tokens_until_stop(before)
+                # Cut what these tokens say: a later token may complete an earlier stop string.
+                shown, reason = self._decoded(self.token_ids), "stop"
+                shown = shown[: min(at for s in params.stop if (at := shown.find(s)) >= 0)]
+        elif text:
+            self.text.extend(new)
+        self.stats.emitted.append(len(self.token_ids) - before)
+        self.stats.beyond = count - self.stats.emitted[-1]
+        if reason is None and not text:
+            return None
+        if shown is None:
+            followed = text or params.stop
+            shown = self.text.text if followed else self._decoded(self.token_ids)
+        return self.chunk(shown, reason)
+
+    def chunk(self, text: str, reason: str | None) -> Chunk | None:
+        """Return the part of a text that was not shown yet; `reason` says why it has ended."""
+        safe = text if reason else text[: _safe_length(text, self.params.stop)]
+        piece, self._printed = safe[self._printed :], max(self._printed, len(safe))
+        if not (reason or piece):
+            return None
+        result = Result(text, self.token_ids, reason, self.stats) if reason else None
+        new, self._sent = self.token_ids[self._sent :], len(self.token_ids)
+        return Chunk(self.request, piece, new, result)
+
+    def _ended(self, new: list[int], eos: frozenset[int]) -> tuple[list[int], str | None]:
+        """Cut new tokens where the answer ends; the reason is None where it does not."""
+        room = self.params.max_new_tokens - len(self.token_ids)
+        if not self.params.ignore_eos:
+            end = next((i for i, token in enumerate(new) if token in eos), None)
+            if end is not None and end < room:
+                return new[: end + 1], "eos"
+        return (new[:room], "length") if len(new) >= room else (new, None)
+
+    def _tokens_until_stop(self, before: int) -> list[int]:
+        """Return the tokens up to the one that completes a stop string; it is after `before`."""
+        for n in range(before + 1, len(self.token_ids)):
+            if any(s in self._decoded(self.token_ids[:n]) for s in self.params.stop):
+                return self.token_ids[:n]
+        return self.token_ids
+
+    def _decoded(self, token_ids: list[int]) -> str:
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+def _safe_length(text: str, stop: tuple[str, ...]) -> int:
+    """Return how much of a growing text can be shown: no half character, no start of a stop."""
+    safe = len(text.rstrip("�"))
+    for s in stop:
+        for n in range(min(len(s) - 1, safe), 0, -1):
+            if text[:safe].endswith(s[:n]):
+                safe -= n
+                break
+    return safe

@@ -1,0 +1,435 @@
+"""Recipes: settings, a scale, a recipe and overrides become one config, which is checked and built.
+
+The order, from weakest to strongest: the command's settings (`recipes.settings`),
+`scale/<scale>.yaml`, `recipe/<recipe>.yaml`, the recipe's own `scales.<scale>`, the command line.
+There a key is a dotted path, `+key=value` adds a key that nothing names, and `~key` removes one.
+
+A key's type is that of the setting, or of the argument of a `_target_`, or else of its default.
+"""
+
+import functools
+import inspect
+import itertools
+import re
+import sys
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from inspect import Parameter
+from pathlib import Path
+from typing import Any
+
+from hydra.errors import InstantiationException
+from hydra.utils import get_object, instantiate
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from recipes.command import Line, asked, help_page
+from recipes.options import types_of
+from recipes.settings import Collect, Fit
+from recipes.values import check, convert, members, plain, read, split, unknown
+
+RECIPES = Path(__file__).parent
+MODULES = {"fit": "trainers.fit", "collect": "decoding.collect"}
+SETTINGS = {"fit": Fit, "collect": Collect}
+GROUPS = {"fit": ("recipe", "scale", "strategy"), "collect": ("recipe", "scale")}
+# Of these exactly one is given: one on the command line takes the recipe's place for the other.
+EITHER = ("trainer.max_steps", "trainer.max_epochs")
+# What belongs to the command of an input too: settings of every run, and keys that recipes share.
+OF_EVERY_RUN = ("runs", "strategy", "device_map", "trainer.devices", "trainer.num_nodes",
+                "trainer.accelerator", "trainer.precision")  # fmt: skip
+SHARED = ("scale", "target", "layout")
+CHOSEN = ("command", "recipe", "scale", "strategy")  # keys that are no settings
+GIVEN = ("tokenizer", "network", "optimization", "folder")  # by the command, to a `_target_`
+# Folders in a run's or a collection's own.
+PARTS = ("checkpoints", "export", "bench", "calibration", "shards")
+TARGET = re.compile(r"""\b_target_: *["']?([\w.]+)""")
+YAML_KEY = re.compile(r"^( *)([\w.]+):(.*)$")
+
+
+def names(group: str) -> list[str]:
+    """Return the recipes, scales or strategies that exist."""
+    return sorted(p.stem for p in (RECIPES / group).glob("*.yaml"))
+
+
+def scales_of(recipe: str) -> list[str]:
+    """Return the scales that a recipe has."""
+    return [*_file(recipe).scales]
+
+
+def compose(argv: list[str], command: str) -> DictConfig:
+    """Return the config of `python -m ... recipe=NAME [scale=NAME] [key=value ...]`.
+
+    Its keys are fixed. `--help` and `--cfg job` print and exit with status 0. `command` is 'fit' or
+    'collect'.
+    """
+    wish, pairs = asked(argv)
+    for argument in pairs:
+        if not argument.startswith("~") and not argument.partition("=")[1]:
+            raise ValueError(
+                f"{argument!r} is not of the form key=value. Recipes: {names('recipe')}"
+            )
+    chosen = {"scale": "lab"}
+    chosen |= {k: v for k, _, v in (a.partition("=") for a in pairs) if k in GROUPS[command]}
+    for group, name in chosen.items():
+        if name not in names(group):
+            raise unknown(group, name, names(group))
+    if wish == "help":
+        print(_help(command, chosen))
+        sys.exit(0)
+    if "recipe" not in chosen:
+        raise ValueError(f"recipe= is missing. Choose from {names('recipe')}")
+    config = defaults(command, **chosen)
+    try:
+        _override_all(config, [a for a in pairs if a.partition("=")[0] not in chosen])
+        resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        check_targets(config)
+        _check_node(resolved, SETTINGS[command])
+        _carry_on(config, {a.partition("=")[0] for a in pairs})
+    except OmegaConfBaseException as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    if wish == "config":
+        print(OmegaConf.to_yaml(OmegaConf.create(resolved)), end="")
+        sys.exit(0)
+    OmegaConf.set_struct(config, True)
+    return config
+
+
+def defaults(command: str, recipe: str, scale: str, strategy: str | None = None) -> DictConfig:
+    """Return a recipe at a scale, with a strategy or none, before the user's overrides."""
+    file = _file(recipe).copy()
+    if file.command != command:
+        module = MODULES[file.command]
+        raise ValueError(f"recipe {recipe!r} is run by: python -m {module} recipe={recipe}")
+    scales = file.pop("scales")
+    if scale not in scales:
+        raise unknown(f"scale of recipe={recipe}", scale, list(scales))
+    return OmegaConf.merge(
+        _settings(SETTINGS[command]),
+        OmegaConf.load(RECIPES / "scale" / f"{scale}.yaml").get(command, {}),
+        file,
+        scales[scale] or {},
+        OmegaConf.load(RECIPES / "strategy" / f"{strategy}.yaml") if strategy else {},
+        {"recipe": recipe, "scale": scale} | ({"strategy": strategy} if strategy else {}),
+    )
+
+
+@functools.cache
+def _file(recipe: str) -> DictConfig:
+    return OmegaConf.load(RECIPES / "recipe" / f"{recipe}.yaml")
+
+
+def _settings(kind: type) -> dict:
+    """Return the defaults of a dataclass of settings."""
+    found = {}
+    for f in fields(kind):
+        if is_dataclass(types_of(kind)[f.name]):
+            found[f.name] = _settings(types_of(kind)[f.name])
+        else:
+            default = "???" if f.default is MISSING else f.default
+            found[f.name] = list(default) if isinstance(default, tuple) else default
+    return found
+
+
+def _carry_on(config: DictConfig, given: set[str]) -> None:
+    """Add the keys that the user gave to the input commands that know them."""
+    for need in config.needs:
+        words = OmegaConf.to_container(need, resolve=False).get("command", "").split()
+        stated = dict(word.partition("=")[::2] for word in words)
+        if stated.get("recipe") not in names("recipe"):
+            continue
+        file = _file(stated["recipe"])
+        scale = config.scale if {"scale"} & {*given, *stated} else "lab"
+        own = {"scale", *file, *(file.scales[scale] or {})} if scale in file.scales else {}
+        every = paths(OmegaConf.create(_settings(SETTINGS[file.command])))
+        known = [*(k for k in OF_EVERY_RUN if k in every), *(k for k in SHARED if k in own)]
+        more = (f"{key}=${{{key}}}" for key in known if key in given and key not in stated)
+        need.command = " ".join([*words, *more])
+
+
+def run_folder(config: DictConfig) -> Path:
+    """Return the folder that a composed recipe writes, `<runs>/<recipe>[/<name>]`."""
+    name = "" if config.name is None else str(config.name)  # a number is a name too
+    if not config.runs:
+        raise ValueError(f"runs={config.runs} is not allowed: give a folder")
+    if name == ".." or Path(name).name != name:
+        raise ValueError(f"name={name} is not allowed: give the name of one folder, without '/'")
+    if name in PARTS:
+        raise ValueError(f"name={name} is a folder of the run without a name: give another")
+    return Path(config.runs) / config.recipe / name
+
+
+def build(node: DictConfig, **given):
+    """Return the result of a config's `_target_`, called with the arguments in `given` too.
+
+    The target's ValueError or OSError is a user's mistake and is raised unchanged.
+    """
+    check_targets(node)
+    try:
+        return instantiate(node, **given)
+    except InstantiationException as error:
+        cause: BaseException = error
+        while isinstance(cause, InstantiationException) and cause.__cause__ is not None:
+            cause = cause.__cause__
+        if isinstance(cause, (ValueError, OSError)):
+            raise cause from None
+        if node._get_full_key("") == "network":
+            # Its keys go into classes of other libraries, which raise what they please.
+            reason = " ".join(str(cause).split()) or type(cause).__name__
+            raise ValueError(
+                f"network: {node._target_} makes none with these keys ({reason})"
+            ) from cause
+        raise
+
+
+@functools.cache
+def targets() -> frozenset[str]:
+    """Return everything that a config may build: the `_target_`s of all recipes and strategies.
+
+    A config may come from a stranger, and Hydra would call any function of any package.
+    """
+    files = (*RECIPES.glob("recipe/*.yaml"), *RECIPES.glob("strategy/*.yaml"))
+    # Read as text: to parse all of them as YAML takes every command a quarter of a second.
+    return frozenset(target for file in files for target in TARGET.findall(file.read_text()))
+
+
+def check_targets(node: DictConfig) -> None:
+    """Check that a config, or a part of one, builds nothing but `targets`."""
+    # Resolved: a reference may lead to a node that builds something.
+    nodes = [("", OmegaConf.to_container(node, resolve=True))]
+    while nodes:
+        key, node = nodes.pop()
+        items = enumerate(node) if isinstance(node, list) else node.items()
+        for name, value in items:
+            if name == "_target_" and str(value) not in targets():
+                raise unknown(f"{key}_target_", str(value), targets())
+            if isinstance(value, (dict, list)):
+                nodes.append((f"{key}{name}.", value))
+
+
+def _target(node: Mapping) -> Any:
+    """Return the object that a node's `_target_` names."""
+    check_targets(OmegaConf.create({"_target_": node["_target_"]}))
+    return get_object(node["_target_"])
+
+
+def _takes(node: Mapping, hint: Any) -> tuple[dict[str, Parameter], bool]:
+    """Return the parameters that a node's keys set, and whether it may have other keys.
+
+    They follow from its `_target_` or its type: a dataclass of settings, a TypedDict, a dictionary
+    of such, or one annotated with the functions that take it.
+    """
+    if "_target_" in node:
+        return _parameters_of(_target(node))
+    for kind in members(hint):
+        if is_dataclass(kind):
+            return _parameters_of(kind)[0], kind in SETTINGS.values()
+        if typing.is_typeddict(kind):
+            return _typed(typing.get_type_hints(kind, include_extras=True)), True
+        if typing.get_origin(kind) is dict:
+            return _typed(dict.fromkeys(node, typing.get_args(kind)[1])), True
+    functions = [f for f in getattr(hint, "__metadata__", ()) if inspect.isfunction(f)]
+    return _parameters_of(*functions) if functions else ({}, True)
+
+
+def _typed(hints: dict[str, Any]) -> dict[str, Parameter]:
+    return {n: Parameter(n, Parameter.KEYWORD_ONLY, default=..., annotation=h)
+            for n, h in hints.items()}  # fmt: skip
+
+
+def _parameters_of(*makers: Any) -> tuple[dict[str, Parameter], bool]:
+    """Return the parameters of a callable, and of those that it passes further ones on to."""
+    if inspect.isclass(makers[0]):
+        makers = [c for c in makers[0].__mro__ if "__init__" in vars(c)] or makers
+    found: dict[str, Parameter] = {}
+    for maker in makers:
+        parameters = inspect.signature(maker).parameters.values()
+        named = (p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+        found = {p.name: p for p in named} | found
+        more = [p.annotation for p in parameters if p.kind == p.VAR_KEYWORD]
+        if not more:
+            return found, False
+        if typing.get_origin(more[0]) is typing.Unpack:
+            (keys,) = typing.get_args(more[0])
+            found = _typed(typing.get_type_hints(keys, include_extras=True)) | found
+    return found, True
+
+
+def _check_node(node: dict, hint: Any, key: str = "") -> None:
+    """Check the keys and values of a node at a dotted path, also those of references."""
+    parameters, more = _takes(node, hint)
+    built = "_target_" in node
+    for p in parameters.values():
+        if p.name in node or (p.name in GIVEN and built):
+            continue
+        if not built and is_dataclass(hint):
+            raise ValueError(f"{key}{p.name} is missing: every run has this key")
+        if p.default is p.empty and p.name != "tokenizer":
+            raise ValueError(f"{key}{p.name} is missing: {node.get('_target_', 'it')} needs it")
+    for name, value in node.items():
+        if name not in parameters and not more and not name.startswith("_"):
+            raise unknown("key", f"{key}{name}", [f"{key}{x}" for x in {*parameters} - {*GIVEN}])
+        kind = parameters[name].annotation if name in parameters else Any
+        # null is for what a `_target_` names to refuse, which knows what it would be.
+        if not (value is None and built) and not _builds(value, kind):
+            check(f"{key}{name}", value, kind)
+        if isinstance(value, dict):
+            _check_node(value, kind, f"{key}{name}.")
+
+
+def _builds(value: Any, hint: Any) -> bool:
+    """Return whether a value is a node whose `_target_` returns the type."""
+    if not isinstance(value, dict) or "_target_" not in value:
+        return False
+    built = plain(inspect.signature(_target(value)).return_annotation)
+    return plain(hint) in (Any, dict) or built in (plain(hint), *typing.get_args(plain(hint)))
+
+
+def _override_all(config: DictConfig, arguments: list[str]) -> None:
+    """Apply a command line's arguments to a config."""
+    for argument in arguments:
+        _override(config, argument)
+    given = [key for key in EITHER if any(a.startswith(f"{key}=") for a in arguments)]
+    if len(given) == 1 and OmegaConf.select(config, given[0]) is not None:
+        (other,) = {*EITHER} - {*given}
+        OmegaConf.update(config, other, None)
+
+
+def _override(config: DictConfig, argument: str) -> None:
+    """Change one key of a config: `key=value`, `+key=value` or `~key`."""
+    if (key := argument.lstrip("~+").partition("=")[0]) in CHOSEN:
+        raise ValueError(f"{key}= is not allowed here: recipe=, scale= and strategy= choose a file")
+    if argument.startswith("~"):
+        parent, leaf, _ = _locate(config, argument[1:])
+        if argument[1:] in paths(OmegaConf.create(_settings(SETTINGS[config.command]))):
+            raise ValueError(f"{argument} is not allowed: every run has this key; give it a value")
+        if leaf == "_target_":
+            raise ValueError(f"{argument} is not allowed: it names what is built; give it a value")
+        parent.pop(leaf, None)
+        return
+    key, text = split(argument.lstrip("+"))
+    # A key that is there already has a type, whatever stands before it.
+    added = argument.startswith("+") and OmegaConf.select(config, key) is None
+    if added:
+        value = read(text)
+    else:
+        node, leaf, parameters = _locate(config, key)
+        default = node.get(leaf) if _known(node, leaf) else None
+        hint = _type(node, leaf, parameters)
+        value = read(text) if "${" in text else convert(key, text, hint, default)
+    value = list(value) if isinstance(value, tuple) else value
+    OmegaConf.update(config, key, value, force_add=True)
+
+
+def _locate(config: DictConfig, key: str) -> tuple[DictConfig, str, dict[str, Parameter]]:
+    """Return the node that holds a key, the key's last part, and the node's parameters."""
+    *parents, leaf = key.split(".")
+    node, parameters = config, _takes(config, SETTINGS[config.command])[0]
+    for part in parents:
+        hint = parameters[part].annotation if part in parameters else Any
+        node = node.get(part) if isinstance(node, DictConfig) and part in node else None
+        parameters = _takes(node, hint)[0] if isinstance(node, DictConfig) else {}
+    keys = [*node, *parameters] if isinstance(node, DictConfig) else []
+    if leaf not in keys:
+        known = {".".join([*parents, str(k)]) for k in keys}
+        raise unknown("key", key, known or paths(config))
+    return node, leaf, parameters
+
+
+def _known(node: DictConfig, leaf: str) -> bool:
+    """Return whether a key has a value of its own, which gives its type."""
+    there = leaf in node and not OmegaConf.is_missing(node, leaf)
+    return there and not OmegaConf.is_interpolation(node, leaf)
+
+
+def _type(node: DictConfig, leaf: str, parameters: dict[str, Parameter]) -> Any:
+    """Return a key's declared type, or that of its default."""
+    declared = parameters[leaf].annotation if leaf in parameters else Any
+    if plain(declared) is not Any:
+        return declared
+    default = node.get(leaf) if _known(node, leaf) else None
+    if isinstance(default, DictConfig):
+        return dict | None if types.NoneType in members(declared) else dict
+    return str | None if isinstance(default, str) else Any
+
+
+def paths(config: DictConfig, prefix: str = "") -> list[str]:
+    """Return every key as a dotted path."""
+    found = []
+    for key in config:
+        path = f"{prefix}{key}"
+        found.append(path)
+        if isinstance(node := config._get_node(key), DictConfig) and not node._is_none():
+            found += paths(node, f"{path}.")
+    return found
+
+
+def _help(command: str, chosen: dict[str, str]) -> str:
+    """Return the text of `--help`: all recipes, or every key of the chosen one."""
+    recipe, module, notes = chosen.get("recipe"), MODULES[command], {}
+    if recipe is None:
+        config = OmegaConf.create(_settings(SETTINGS[command]))
+        runs = [r for r in names("recipe") if _file(r).command == command]
+        groups = {"recipe": runs} | {g: names(g) for g in GROUPS[command][1:]}
+        about = "\n\n".join(
+            "\n".join([f"{group}=", *(f"  {n:<22} {_about(group, n)}" for n in known)])
+            for group, known in groups.items()
+        )
+        about = f"Run a recipe; with recipe=NAME --help prints the keys of that one.\n\n{about}"
+        example = f"recipe={runs[0]} scale=lab seed=1"
+    else:
+        config, scale = defaults(command, **chosen), chosen["scale"]
+        head, example = "\n".join(_head("recipe", recipe)), f"recipe={recipe} scale=lab seed=1"
+        about = f"{head}\n\nThe keys of recipe={recipe} at scale={scale}:"
+        for path, note in _notes(RECIPES / "recipe" / f"{recipe}.yaml").items():
+            notes[path.removeprefix(f"scales.{scale}.")] = note
+    return help_page(module, about, _lines(config, SETTINGS[command], notes), example)
+
+
+def _lines(node: DictConfig, hint: Any, notes: dict[str, str], prefix: str = "") -> Iterator[Line]:
+    """Return every key below a node, and the parameters of its `_target_` that no recipe names."""
+    parameters, _ = _takes(node, hint)
+    helps = {f.name: f.metadata.get("help") for f in fields(hint)} if is_dataclass(hint) else {}
+    for key in node:
+        path, value = f"{prefix}{key}", node._get_node(key)
+        if path == "command":
+            continue
+        declared = parameters[key].annotation if key in parameters else Any
+        if isinstance(value, DictConfig) and len(value) and _known(node, key):
+            yield from _lines(value, declared, notes, f"{path}.")
+            continue
+        kind = _type(node, key, parameters)
+        if isinstance(value, (DictConfig, ListConfig)) and _known(node, key):
+            value = OmegaConf.to_container(value)
+            value = "[...]" if any(isinstance(each, dict) for each in value) else value
+        else:
+            value = value._value()
+        yield Line(path, value, kind, notes.get(path) or helps.get(key) or "")
+    for p in parameters.values():
+        unnamed = p.name not in node and p.default not in (p.empty, ...)
+        if unnamed and plain(p.annotation) is not Any:
+            yield Line(f"{prefix}{p.name}", p.default, p.annotation)
+
+
+def _notes(file: Path) -> dict[str, str]:
+    """Return the comments after the keys of a YAML file, by dotted path."""
+    found, above = {}, []
+    for line in file.read_text().splitlines():
+        if matched := YAML_KEY.match(line):
+            indent, key, rest = len(matched[1]), matched[2], matched[3]
+            above = [(i, k) for i, k in above if i < indent] + [(indent, key)]
+            if note := rest.partition(" #")[2].strip():
+                found[".".join(k for _, k in above)] = note
+    return found
+
+
+def _head(group: str, name: str) -> list[str]:
+    """Return the comment at the head of a file."""
+    lines = (RECIPES / group / f"{name}.yaml").read_text().splitlines()
+    return [x[2:] for x in itertools.takewhile(lambda x: x.startswith("#"), lines)]
+
+
+def _about(group: str, name: str) -> str:
+    """Return a file's description: its head up to the commands."""
+    return " ".join(itertools.takewhile(lambda x: "python -m" not in x, _head(group, name)))
