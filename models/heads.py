@@ -155,7 +155,7 @@ class _Block(nn.Module):
 
 def _waves(time: Tensor) -> Tensor:
     """Return the sinusoidal embedding [..., 256] of times [...]."""
-    # Made on the CPU, as a time of 1,000 multiplies what a GPU's exp rounds otherwise.
+    # A time of 1,000 multiplies what `exp` rounds differently on a GPU, so the CPU makes the rates.
     rates = (-math.log(10_000) * torch.arange(128) / 128).exp()
     angles = time[..., None] * rates.to(time.device)
     return torch.cat([angles.cos(), angles.sin()], -1)

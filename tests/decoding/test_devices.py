@@ -115,9 +115,11 @@ def test_an_image_is_the_cpus(head, device):
         results = sampler.generate([0, 1, 2], ImageParams(seed=4))
         return torch.stack([r.patches.cpu() for r in results])
 
+    # The diffusion head embeds times in float32, as published, and devices round cos differently.
+    atol = {"mixture": 1e-6, "diffusion": 1e-5}[head]
     for speculative in (False, True):
-        assert torch.allclose(drawn(device, speculative), drawn("cpu", speculative), atol=1e-6)
-    assert not torch.allclose(drawn(device, True), drawn("cpu", False), atol=1e-6)
+        assert torch.allclose(drawn(device, speculative), drawn("cpu", speculative), atol=atol)
+    assert not torch.allclose(drawn(device, True), drawn("cpu", False), atol=atol)
 
 
 @pytest.mark.parametrize("device", DEVICES)
