@@ -153,9 +153,7 @@ def attention_inputs(network: PreTrainedModel, predicate: Predicate, layout: Lay
     return {"attention_mask": dense(predicate, layout)}
 
 
-def masked_inputs(
-    network: PreTrainedModel, batch: dict[str, Tensor], predicate: Predicate
-) -> dict:
+def masked_inputs(network: PreTrainedModel, batch: dict[str, Tensor], predicate: Predicate) -> dict:
     """Return the arguments of a training forward of packed rows, under an attention pattern.
 
     `batch` has input_ids and the fields of a layout, [B, L] each; position_ids default to its

@@ -153,8 +153,8 @@ def interpreter(python: str | None = None) -> str:
     if find_spec("vllm") is not None:
         return sys.executable
     raise ValueError(
-        "engine=vllm needs vLLM: sh examples/smollm2/vllm_environment.sh (it makes .venv-vllm), or give the "
-        "interpreter of one that has it, python=/path/to/bin/python"
+        "engine=vllm needs vLLM: sh examples/smollm2/vllm_environment.sh (it makes .venv-vllm), "
+        "or give the interpreter of one that has it, python=/path/to/bin/python"
     )
 
 

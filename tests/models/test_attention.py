@@ -5,7 +5,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from models import attention, causal
-from models.attention import GROUPED, WRITTEN_OUT, attention_inputs, fused_attention, switch_attention
+from models.attention import (
+    GROUPED,
+    WRITTEN_OUT,
+    attention_inputs,
+    fused_attention,
+    switch_attention,
+)
 from models.masks import causal as causal_mask
 from tests.models.test_masks import layout
 from tests.support import tiny
