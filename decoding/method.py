@@ -89,8 +89,7 @@ class Method:
         Raises:
             ValueError: A needed value is missing, or values do not go together.
         """
-        keys = {name: _key(name) for name in self._arguments}
-        return {name: entry[key] for name, key in keys.items() if key in entry}
+        return {name: entry[name] for name in self._arguments if name in entry}
 
     def build(
         self,
@@ -117,8 +116,7 @@ class Method:
     @cached_property
     def types(self) -> dict[str, Any]:
         """Return the keys of its entry, with the type of each."""
-        own = {_key(name): hint for name, hint in self._arguments.items()}
-        return {**KEYS, **own, **self.keys}
+        return {**KEYS, **self._arguments, **self.keys}
 
     @cached_property
     def options(self) -> dict[str, Any]:
@@ -165,10 +163,6 @@ def check_values(model: type[BaseModel], entry: dict, where: str) -> None:
             f"{where}{key}={shortened(entry[key])} is not allowed: it must "
             f"{' or '.join(dict.fromkeys(must))}"
         ) from None
-
-
-def _key(argument: str) -> str:
-    return argument.removesuffix("_")  # pass_, as `pass` is a word of Python
 
 
 def _is_json(hint: Any) -> bool:

@@ -186,7 +186,6 @@ def test_any_entry(tmp_path_factory, entry):
         ("method=denoise threshold=1.1", "be less than or equal to 1"),
         ("method=denoise tokens_per_step=0", "be greater than or equal to 1"),
         ("method=denoise order=magic", "be 'confidence' or 'random'"),
-        ("method=spiffy pass=magic", "be 'appended' or 'batched'"),
         ("method=asarm draft=magic", "be 'sequential', 'assd', 'assd_ngram' or 'assd_fused'"),
         ("method=asarm nodes=0", "be greater than or equal to 1"),
         ("method=asarm nodes=64", "be less than or equal to 63"),
