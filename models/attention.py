@@ -129,30 +129,31 @@ def switch_attention(network: PreTrainedModel, kind: str) -> None:
         network.set_attn_implementation(kind)
 
 
-def attention_mask(predicate: Predicate, layout: Layout, implementation: str):
-    """Return a layout's attention mask in an implementation's format.
+def attention_inputs(network: PreTrainedModel, predicate: Predicate, layout: Layout) -> dict:
+    """Return the arguments of a forward that give it an attention pattern.
 
     Args:
+        network: a transformers model; its `config._attn_implementation` decides the mask's format.
         predicate: the attention pattern, one of `models.masks`.
         layout: the tokens of the batch, [B, L] each field.
-        implementation: `config._attn_implementation` of a transformers model.
 
     Returns:
-        A FlexAttention BlockMask for 'flex_attention', else a bool tensor [B, 1, L, L].
+        `attention_mask`: a FlexAttention BlockMask for 'flex_attention', else bool [B, 1, L, L].
     """
+    implementation = network.config._attn_implementation
     if implementation == "flex_attention":
-        return flex(predicate, layout)
+        # Its other kernel, for decoding, is chosen for rows below 128 tokens and not always there.
+        options = {"FORCE_USE_FLEX_ATTENTION": True}
+        return {"attention_mask": flex(predicate, layout), "kernel_options": options}
     if implementation not in DENSE:
         raise ValueError(
             f"attention implementation {implementation!r} is not supported with a custom mask. "
             "Choose from ['sdpa', 'flex_attention']"
         )
-    return dense(predicate, layout)
+    return {"attention_mask": dense(predicate, layout)}
 
 
-def masked_inputs(
-    network: PreTrainedModel, batch: dict[str, Tensor], predicate: Predicate
-) -> dict[str, Tensor | bool]:
+def masked_inputs(network: PreTrainedModel, batch: dict[str, Tensor], predicate: Predicate) -> dict:
     """Return the arguments of a training forward of packed rows, under an attention pattern.
 
     `batch` has input_ids and the fields of a layout, [B, L] each; position_ids default to its
@@ -162,8 +163,8 @@ def masked_inputs(
     return {
         "input_ids": batch["input_ids"],
         "position_ids": batch.get("position_ids", batch["index"]),
-        "attention_mask": attention_mask(predicate, layout, network.config._attn_implementation),
         "use_cache": False,
+        **attention_inputs(network, predicate, layout),
     }
 
 

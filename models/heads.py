@@ -155,8 +155,9 @@ class _Block(nn.Module):
 
 def _waves(time: Tensor) -> Tensor:
     """Return the sinusoidal embedding [..., 256] of times [...]."""
-    rates = (-math.log(10_000) * torch.arange(128, device=time.device) / 128).exp()
-    angles = time[..., None] * rates
+    # A time of 1,000 multiplies what `exp` rounds differently on a GPU, so the CPU makes the rates.
+    rates = (-math.log(10_000) * torch.arange(128) / 128).exp()
+    angles = time[..., None] * rates.to(time.device)
     return torch.cat([angles.cos(), angles.sin()], -1)
 
 

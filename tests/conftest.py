@@ -51,8 +51,8 @@ def as_before_a_command(clean_process):
     """Takes back what a command changes for good, as it may: it is alone in its process."""
     log, verbosity = logging.getLogger("pytorch_lightning"), transformers.logging.get_verbosity()
     level, bars = log.level, transformers.logging.is_progress_bar_enabled()
-    seeds = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")  # Lightning's, of the last fit
-    values = {name: os.environ.get(name) for name in seeds}
+    kept = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "CUDA_DEVICE_ORDER", "TRITON_CACHE_DIR")
+    values = {name: os.environ.get(name) for name in (*kept, "TRITON_PTXAS_PATH")}
     yield
     log.setLevel(level)
     transformers.logging.set_verbosity(verbosity)

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from models.attention import attention_mask
+from models.attention import attention_inputs
 from models.masks import Layout, causal
 from trainers.base import BaseModule
 from trainers.losses.ar import next_token, next_token_weight
@@ -20,7 +20,7 @@ class Autoregressive(BaseModule):
         logits = self.network(
             input_ids=batch["input_ids"],
             position_ids=batch["position"],
-            attention_mask=attention_mask(causal, layout, self.network.config._attn_implementation),
+            **attention_inputs(self.network, causal, layout),
             use_cache=False,
         ).logits
         return next_token(logits, batch["input_ids"], document, batch["trained"])

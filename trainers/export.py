@@ -57,7 +57,9 @@ class Export(Options):
     target: str | None = option(
         None, "Hub id of the export's target, if the run read it from a folder"
     )
-    python: str | None = option(None, "the interpreter that has vllm; null: that of make vllm")
+    python: str | None = option(
+        None, "the interpreter that has vllm; null: .venv-vllm's, or this one"
+    )
     push: str | None = option(None, "org/name on the Hub (HF_TOKEN and HF_ENDPOINT are honoured)")
     private: bool | None = option(None, "of a repository that is new")
     revision: str | None = option(None, "a branch, made if there is none; null: main")

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from data.files import atomic_write
 from data.rows.stream import BatchSchedule, Stream
 from models.attention import WRITTEN_OUT, fused_attention, switch_attention
+from models.placement import input_device
 from recipes.command import main
 from recipes.compose import build, compose, run_folder, scales_of
 from recipes.folders import claimed
@@ -123,6 +124,8 @@ def export_run(module: BaseModule, trainer: pl.Trainer, folder: Path, merge: boo
     """Export a trained module into its run's folder, on the first process."""
     with whole_network(module), fused_attention(module.network):
         if trainer.is_global_zero:
+            if module.target is not None:  # Lightning has moved the module to the CPU, not these
+                module.to(input_device(module.target))
             metrics = latest(folder / "metrics.csv", trainer.global_step)
             with module.averaged():
                 write_export(module, folder / "export", metrics=metrics, folder=folder, merge=merge)

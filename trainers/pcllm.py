@@ -11,7 +11,7 @@ from data.arguments import BlockSize, Share, Small, Weight
 from data.text.tokenizer import fingerprint
 from decoding.engine.sampler import Sampler
 from decoding.loading import sampler_of
-from models.attention import attention_mask
+from models.attention import attention_inputs
 from models.masks import Layout, branches, clean_windows
 from trainers.base import BaseModule
 from trainers.losses.diffusion import soft_nll, token_nll
@@ -91,7 +91,7 @@ class ProgressiveConsistency(BaseModule):
         logits = network(
             input_ids=batch["input_ids"],
             position_ids=batch["position_ids"],
-            attention_mask=attention_mask(predicate, layout, network.config._attn_implementation),
+            **attention_inputs(network, predicate, layout),
             use_cache=False,
             logits_to_keep=1 + 2 * N * n,
         ).logits

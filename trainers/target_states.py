@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from data.corruption.draft_blocks import STATES
-from models.attention import attention_mask
+from models.attention import attention_inputs
 from models.hidden_states import capture
 from models.masks import Layout, causal
 
@@ -50,12 +50,11 @@ def target_states(
         return TargetStates(None, batch[STATES].chunk(len(layers), -1))
     layout = Layout(batch["document"], batch["position_ids"], batch["block"])
     layout = layout.map(lambda t: t[:, :clean])
-    kind = target.config._attn_implementation
     with capture(target, layers) as hidden_states:
         found = target(
             input_ids=batch["input_ids"][:, :clean],
             position_ids=batch["position_ids"][:, :clean],
-            attention_mask=attention_mask(causal, layout, kind),
+            **attention_inputs(target, causal, layout),
             use_cache=False,
             logits_to_keep=0 if logits else 1,  # 0: of all tokens
         ).logits

@@ -31,7 +31,7 @@ class TeacherAnswers:
             http://host:port/v1.
         target: The model that a server serves, for its tokenizer; None: the teacher itself.
         engine: For a teacher that is no server: 'parade', or 'vllm' in its own environment
-            (`make vllm`).
+            (`sh examples/smollm2/vllm_environment.sh`).
         options: Of the server's client, such as {concurrency: 32, retries: 5, model: its name}
             (`decoding.external.openai_client`); of vLLM, such as {python: ..., threads: 8,
             max_model_len: 4096} (`decoding.external.vllm_engine`).

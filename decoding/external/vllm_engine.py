@@ -1,6 +1,7 @@
 """vLLM as another engine, in its own process and environment, called with token ids.
 
-vLLM pins its own torch, so it rarely shares an environment with anything: `make vllm` makes one.
+vLLM pins its own torch, so it rarely shares an environment with anything.
+`sh examples/smollm2/vllm_environment.sh` makes one for it.
 """
 
 import json
@@ -21,7 +22,7 @@ from decoding.external.reply import Engine, Reply
 
 FORMATS = {"pard": "draft_model", "dflash": "dflash"}  # of drafters, and vLLM's methods for them
 WORKER = Path(__file__).with_name("vllm_worker.py")
-OWN_ENVIRONMENT = Path(".venv-vllm/bin/python")  # of `make vllm`
+OWN_ENVIRONMENT = Path(".venv-vllm/bin/python")  # sh examples/smollm2/vllm_environment.sh makes it
 ON_CPU = {  # arguments of `Vllm` where the engine runs on a CPU
     "enforce_eager": True,  # compiling takes minutes
     # vLLM 0.32.0 rewinds the generator of a request whose prompt was read in part, which a
@@ -36,7 +37,7 @@ class Vllm(Engine):
 
     Args:
         model: Folder of the target, which vLLM loads by itself.
-        python: The interpreter of vLLM's environment; None: that of `make vllm`, or this one.
+        python: The interpreter of vLLM's environment; None: .venv-vllm's, or this one.
         threads: CPU threads of the engine; None: vLLM's default.
         **options: Further arguments of `vllm.LLM`, such as speculative_config=, dtype=, seed=.
 
@@ -142,7 +143,7 @@ def worker_environment(threads: int | None) -> dict[str, str]:
 
 
 def interpreter(python: str | None = None) -> str:
-    """Return the interpreter that has vLLM: `python`, or that of `make vllm`, or this one."""
+    """Return the interpreter that has vLLM: `python`, or .venv-vllm's, or this one."""
     if python is not None:
         if shutil.which(python) is None:
             raise ValueError(f"python={python} is no program: give the interpreter that has vLLM")
@@ -152,8 +153,8 @@ def interpreter(python: str | None = None) -> str:
     if find_spec("vllm") is not None:
         return sys.executable
     raise ValueError(
-        "engine=vllm needs vLLM: make vllm (an environment of its own in .venv-vllm), or give the "
-        "interpreter of one that has it, python=/path/to/bin/python"
+        "engine=vllm needs vLLM: sh examples/smollm2/vllm_environment.sh (it makes .venv-vllm), "
+        "or give the interpreter of one that has it, python=/path/to/bin/python"
     )
 
 

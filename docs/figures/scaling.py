@@ -1,4 +1,4 @@
-"""Draw docs/figures/scaling.png from the tables of docs/results/small.md.
+"""Draw docs/figures/scaling.png from the tables of docs/lab_notes/small.md.
 
 python -m docs.figures.scaling
 """
@@ -13,13 +13,13 @@ import matplotlib.pyplot as plt
 from docs.figures.tables import table
 
 HERE = Path(__file__).parent
-RESULTS = HERE.parent / "results" / "small.md"
+RESULTS = HERE.parent / "lab_notes" / "small.md"
 PANELS = {"prompts": "prompts, same steps", "steps": "steps, same prompts"}
 COLOURS = {"T=0": "#3f51b5", "T=1": "#e07b39"}
 
 
 def draw(page: str, file: Path) -> None:
-    """Acceptance length over prompts and over steps, a curve for each temperature."""
+    """Draw acceptance length over prompts and over steps, a curve for each temperature."""
     fig, panels = plt.subplots(1, 2, figsize=(8, 2.8), sharey=True, layout="constrained")
     for axes, (column, title) in zip(panels, PANELS.items()):
         rows = table(page, f"\nBy {column}")

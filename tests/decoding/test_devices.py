@@ -115,9 +115,11 @@ def test_an_image_is_the_cpus(head, device):
         results = sampler.generate([0, 1, 2], ImageParams(seed=4))
         return torch.stack([r.patches.cpu() for r in results])
 
+    # The diffusion head embeds times in float32, as published, and devices round cos differently.
+    atol = {"mixture": 1e-6, "diffusion": 1e-5}[head]
     for speculative in (False, True):
-        assert torch.allclose(drawn(device, speculative), drawn("cpu", speculative), atol=1e-6)
-    assert not torch.allclose(drawn(device, True), drawn("cpu", False), atol=1e-6)
+        assert torch.allclose(drawn(device, speculative), drawn("cpu", speculative), atol=atol)
+    assert not torch.allclose(drawn(device, True), drawn("cpu", False), atol=atol)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -134,6 +136,8 @@ def test_noise_is_the_cpus(device):
 def test_a_gpu_trains_with_block_masks_as_the_cpu_does(lab, recipe):
     key = {"ar_target": None, "diffusion_adapt": "network.source"}.get(recipe, "network")
     flex = [f"+{key}.attention=flex_attention"] if key else []  # the target is made anew
-    lab.fit(recipe, "name=gpu", "trainer.accelerator=cuda", *flex)
-    here, there = (curve(lab.runs / recipe / name)[1] for name in ("gpu", ""))
-    assert here == pytest.approx(there, rel=1e-3)
+    lab.fit(recipe, "name=gpu", "trainer.log_every=1", "trainer.accelerator=cuda", *flex)
+    lab.fit(recipe, "name=cpu", "trainer.log_every=1")
+    here, there = (curve(lab.runs / recipe / name) for name in ("gpu", "cpu"))
+    assert here.keys() == there.keys() == {1, 2, 3, 4}
+    assert [*here.values()] == pytest.approx([*there.values()], rel=1e-3)

@@ -5,7 +5,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from models import attention, causal
-from models.attention import GROUPED, WRITTEN_OUT, attention_mask, fused_attention, switch_attention
+from models.attention import (
+    GROUPED,
+    WRITTEN_OUT,
+    attention_inputs,
+    fused_attention,
+    switch_attention,
+)
 from models.masks import causal as causal_mask
 from tests.models.test_masks import layout
 from tests.support import tiny
@@ -27,10 +33,9 @@ def network():
 def logits_and_gradients(model):
     # Two documents in one row, so that ignoring the mask changes the logits.
     tokens_layout = layout([0, 0, 0, 1, 1], [0, 1, 2, 3, 4], [-1] * 5)
-    kind = model.config._attn_implementation
     tokens = torch.tensor([[1, 2, 3, 4, 5]])
-    mask = attention_mask(causal_mask, tokens_layout, kind)
-    logits = model(tokens, attention_mask=mask, use_cache=False).logits
+    inputs = attention_inputs(model, causal_mask, tokens_layout)
+    logits = model(tokens, use_cache=False, **inputs).logits
     logits.square().sum().backward()
     return logits.detach(), [p.grad for p in model.parameters()]
 
@@ -80,10 +85,8 @@ def test_heads_of_a_group_together():
     fused, other = network(), network()
     switch_attention(other, GROUPED)
     tokens_layout = layout([0, 0, 0, 1, 1], [0, 1, 2, 3, 4], [-1] * 5)
-    tokens, mask = (
-        torch.tensor([[1, 2, 3, 4, 5]]),
-        attention_mask(causal_mask, tokens_layout, GROUPED),
-    )
+    tokens = torch.tensor([[1, 2, 3, 4, 5]])
+    mask = attention_inputs(other, causal_mask, tokens_layout)["attention_mask"]
     expected = fused(tokens, attention_mask=mask).logits
     added = torch.zeros(mask.shape).double().masked_fill(~mask, -torch.inf)
     for given in (mask, added):

@@ -1,9 +1,11 @@
 """Every attention pattern against a matrix drawn by hand, and its two forms against each other."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from models.attention import attention_mask
+from models.attention import attention_inputs
 from models.masks import (
     Layout,
     bidirectional,
@@ -233,11 +235,14 @@ def test_no_clean_token_sees_a_block(seed):
 
 
 def test_the_implementation_chooses_the_form():
-    assert torch.equal(attention_mask(causal, TWO_DOCUMENTS, "sdpa")[0, 0], CAUSAL)
-    block_mask = attention_mask(causal, TWO_DOCUMENTS, "flex_attention")
-    assert block_mask.mask_mod is not None
+    def inputs(implementation):
+        network = SimpleNamespace(config=SimpleNamespace(_attn_implementation=implementation))
+        return attention_inputs(network, causal, TWO_DOCUMENTS)
+
+    assert torch.equal(inputs("sdpa")["attention_mask"][0, 0], CAUSAL)
+    assert inputs("flex_attention")["attention_mask"].mask_mod is not None
     with pytest.raises(ValueError, match=r"'eager'.*'sdpa', 'flex_attention'"):
-        attention_mask(causal, TWO_DOCUMENTS, "eager")
+        inputs("eager")
 
 
 # A text of five tokens in blocks of two, then a noised copy of it, and a padding token.
