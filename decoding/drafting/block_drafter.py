@@ -32,6 +32,9 @@ class BlockDrafter(Sampler):
             independent.
     """
 
+    drafter: PreTrainedModel
+    block_size: int  # tokens drafted a cycle unless a request asks for others
+
     def __init__(
         self,
         target: PreTrainedModel,
