@@ -280,7 +280,7 @@ def entry_of(config: dict, file: Path) -> dict:
         return config["parade"]
     published = config.get(DFLASH)
     if not isinstance(published, dict):
-        return {"method": METHODS.get(config.get("model_type"), "plain")}
+        return {"method": METHODS.get(config.get("model_type") or "", "plain")}
     mask_id, size = published.get("mask_token_id"), config.get("block_size")
     if type(mask_id) is not int or type(size) is not int or mask_id < 0 or not 2 <= size <= MOST:
         raise ValueError(

@@ -68,7 +68,7 @@ def from_target(
         )
     layerwise = context == "layerwise"
     layers, states = _chosen(source, layers, states, layerwise)
-    special: dict[str, object] = {"mask_token_id": None, "target_layer_ids": states, "causal": causal}
+    special: dict = {"mask_token_id": None, "target_layer_ids": states, "causal": causal}
     if layerwise:
         normed = hasattr(source.model.layers[0].self_attn, "q_norm")
         special |= {"context": context, "norms": normed}

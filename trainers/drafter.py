@@ -14,8 +14,8 @@ from data.arguments import BlockSize
 from data.rows.states import RowsWithStates
 from data.text.layouts import layout_of
 from data.text.tokenizer import draft_token_ids, fingerprint
-from decoding.engine import vocabulary
 from decoding.drafting.block_sampler import BlockSampler
+from decoding.engine import vocabulary
 from decoding.loading import load_drafter, loads_drafter, sampler_of
 from models import diffusion
 from models.head import freeze_embeddings, silence_others

@@ -136,9 +136,7 @@ def _push(e: Export, name: str, folder: Path, target: str | None, card: str) -> 
     if target and looks_local(target):
         print(f"its target {target} is a folder here: elsewhere it is loaded with target=...")
     if not e.dry_run:
-        pushed = hub.push(
-            folder, name, revision=e.revision, message=e.message, private=e.private
-        )
+        pushed = hub.push(folder, name, revision=e.revision, message=e.message, private=e.private)
         print(f"pushed: {pushed}")
 
 

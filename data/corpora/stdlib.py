@@ -5,7 +5,6 @@ import sysconfig
 import tokenize
 from pathlib import Path
 
-
 # Character tables, tests and installed packages: not the source code that we want to model.
 _SKIPPED = {
     "encodings", "test", "tests", "site-packages", "dist-packages", "idle_test", "__pycache__",

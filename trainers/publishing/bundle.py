@@ -96,7 +96,9 @@ def _internal(module: str) -> Iterator[tuple[ast.ImportFrom, list[str]]]:
                         f"{module}: `import {alias.name}` cannot be bundled, write "
                         "`from package import module`"
                     )
-        elif isinstance(node, ast.ImportFrom) and (of := node.module or "").split(".")[0] in PACKAGES:
+        elif (
+            isinstance(node, ast.ImportFrom) and (of := node.module or "").split(".")[0] in PACKAGES
+        ):
             if _file(of).is_file():
                 yield node, [of]
             else:  # modules of a package
