@@ -263,7 +263,7 @@ def likeliest_paths(
         sharpness: A number, or one for each depth, [k, 1].
 
     Returns:
-        tokens: Indices of the logits, int64 [B, k, C]; the first depth's are best first.
+        Tokens: Indices of the logits, int64 [B, k, C]; the first depth's are best first.
         conditionals: log q_i(v | u) of a depth's tokens v after each u before, [B, k - 1, C, C].
     """
     best, chosen = logits[:, 0].log_softmax(-1).topk(count)

@@ -65,7 +65,7 @@ class AsarmSampler(Infiller):
         draft: The way of drafting, one of `DRAFTS`; a request may name another.
         block_size: k, tokens drafted a cycle; a request may name another.
         cache: Cache the content stream; False (for comparison) runs the whole text in every pass.
-        tolerance: epsilon of appendix F.5, added to the acceptance ratio; above 0 it is lossy.
+        tolerance: Epsilon of appendix F.5, added to the acceptance ratio; above 0 it is lossy.
         nodes, sharpness: Of the trees of verify=tree (`decoding.drafting.tree.draft_trees`).
     """
 
