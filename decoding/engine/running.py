@@ -168,10 +168,9 @@ class Running:
             else:
                 self.batch, before = fresh, dict.fromkeys(fresh.networks, 0.0)
         passes = {name: n.passes - taken[name] for name, n in self.batch.networks.items()}
+        shared = sampler.tokenizer, self.lossy_reason
         for request, prompt, own in zip(requests, prompts, params):
-            self.answers[request] = Answer(
-                request, prompt, own, sampler.tokenizer, self.lossy_reason
-            )
+            self.answers[request] = Answer(request, prompt, own, *shared)
             self._before[request] = passes, before, self._seconds
         self._first += first
         self._seconds += time.perf_counter() - started - paused

@@ -105,9 +105,10 @@ class AsarmSampler(Infiller):
 
     def begin(self, batch: Batch, params: SamplingParams) -> None:
         way, k = params.draft or self.draft, params.block_size or self.block_size
-        if self.lossy_reason(params) and (params.verify != "rejection" or params.temperature == 0):
+        reason = self.lossy_reason(params)
+        if reason and (params.verify != "rejection" or params.temperature == 0):
             raise ValueError(
-                f"{self.lossy_reason(params)} loosens verify='rejection' at a temperature above 0, but "
+                f"{reason} loosens verify='rejection' at a temperature above 0, but "
                 f"verify={params.verify!r} and temperature={params.temperature:g} were given"
             )
         if way == "assd" and k < 3:
