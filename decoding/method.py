@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from data.files import shortened
 
-MOST = 2**16  # of tokens, nodes, steps: more is a mistake, and would take all memory
+MAX_COUNT = 2**16  # of tokens, nodes, steps: more is a mistake, and would take all memory
 
 
 def _plain(name: str) -> str:
@@ -35,7 +35,7 @@ def _plain(name: str) -> str:
 
 
 T = TypeVar("T")
-Count = Annotated[int, Field(ge=1, le=MOST)]
+Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Text = Annotated[str, Field(min_length=1)]
