@@ -132,15 +132,19 @@ class ModelOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadOptions(ModelOptions):
+class SamplerOptions(ModelOptions):
+    """The sampler of an export, with other knobs than its own."""
+
+    sampler: tuple[str, ...] = option((), "another method or knobs, as [method=jacobi]")
+    trust_remote_code: bool = option(False, "run the code that a model of the Hub brings")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions(SamplerOptions):
     """Options of a command that decodes with one export."""
 
     target: str | None = option(None, "a target instead of the one that the export names")
-    sampler: tuple[str, ...] = option(
-        (), "another method or other knobs, as [method=jacobi,block_size=32]"
-    )
     dtype: Literal[*DTYPES] = option("auto", "of the weights in memory")
-    trust_remote_code: bool = option(False, "run the code that a model of the Hub brings")
 
     @property
     def loading(self) -> dict:
@@ -179,9 +183,7 @@ class PromptOptions(SourceOptions, ChatOptions):
     """Options of a command that measures a model on held-out prompts."""
 
     prompts: Count = option(64, "how many held-out prompts")
-    prompt_length: Tokens | None = option(
-        None, "tokens of a prompt; null: 64 of a text, all of a question"
-    )
+    prompt_length: Tokens | None = option(None, "tokens; null: 64 of a text, all of a question")
     max_new_tokens: Tokens = option(128, "tokens of an answer, at the most")
     ignore_eos: bool = option(False, "go on after end-of-text, to max_new_tokens")
 
@@ -189,7 +191,5 @@ class PromptOptions(SourceOptions, ChatOptions):
     def prompt_set(self) -> dict:
         """Return the arguments of `data.text.prompts.heldout_prompts`, without the tokenizer."""
         names = ("source", "split", "chat", "subset", "limit")
-        return {name: getattr(self, name) for name in names} | {
-            "count": self.prompts,
-            "length": self.prompt_length,
-        }
+        given = {name: getattr(self, name) for name in names}
+        return given | {"count": self.prompts, "length": self.prompt_length}

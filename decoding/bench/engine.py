@@ -44,9 +44,7 @@ class EngineBench(PromptOptions):
     EXAMPLE: ClassVar[str] = "model=runs/deer_stage2/export source=humaneval prompts=64"
 
     target: str | None = option(None, "a target instead of the one that the export names")
-    python: str | None = option(
-        None, "the interpreter that has it; null: .venv-vllm's, or this one"
-    )
+    python: str | None = option(None, "that has the engine; null: .venv-vllm's, or this one")
     threads: Count | None = option(1, "of either engine on a CPU; null: all")
     batch_size: Count = option(1, "prompts that are decoded together")
     block_size: BlockSize | None = option(None, "tokens drafted a cycle; null: the export's own")

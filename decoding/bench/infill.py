@@ -56,9 +56,7 @@ class InfillBench(SourceOptions, ProgramOptions):
     packed: bool = option(False, "windows of packed documents, as in training (WikiText's lines)")
     length: Tokens = option(256, "tokens of a window")
     hidden: float = option(0.95, "share of each window that is hidden")
-    hide: Literal[*HIDE] = option(
-        "random", "anywhere, the middle, whole lines, or all after a prefix"
-    )
+    hide: Literal[*HIDE] = option("random", "anywhere, the middle, lines, or all after a prefix")
     sampler: tuple[str, ...] = option((), "knobs, or a method as [method=asarm] for XLNet")
     drafts: tuple[str, ...] = option((), "ways to draft beside sequential and nodes=; none: all")
     block_sizes: Several[BlockSize] = option((5,), "k of the ways that draft")

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from data.arguments import Count, Several, Temperature
-from recipes.options import MeasureOptions, PromptOptions, option
+from recipes.options import MeasureOptions, PromptOptions, SamplerOptions, option
 
 UNASKED = (
     "this runs programs that a model wrote, on this machine: read in docs/tutorials/pcllm.md what "
@@ -18,14 +18,10 @@ UNASKED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions(MeasureOptions):
+class BenchOptions(SamplerOptions, MeasureOptions):
     """Exports side by side, with other knobs than their own."""
 
     also: tuple[str, ...] = option((), "further exports of its tokenizer, for the same table")
-    sampler: tuple[str, ...] = option(
-        (), "another method or other knobs, as [method=jacobi,block_size=32]"
-    )
-    trust_remote_code: bool = option(False, "run the code that a model of the Hub brings")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +36,7 @@ class ProgramOptions(MeasureOptions):
     """Options for running programs that models wrote, and their limits."""
 
     execute: Literal["sandbox", "unsafe"] | None = option(
-        None, "run what the models wrote: in bubblewrap, or unsafe"
+        None, "run programs: in bubblewrap, or not"
     )
     wall_seconds: Annotated[float, Field(gt=0)] = option(10.0, "that one program may take")
     memory: Count = option(1024, "MiB that one program may use")

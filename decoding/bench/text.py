@@ -50,17 +50,10 @@ class Bench(PromptBenchOptions, ScoreOptions):
     target: str | None = option(None, "a target instead of the one that the export names")
     assistant: str | None = option(None, "a drafter for transformers' assisted generation")
     generate: bool = option(True, "transformers' own plain decoding too")
-    prompt_lookup: Whole = option(
-        10, "tokens that transformers drafts from the text; 0: leave it out"
-    )
+    prompt_lookup: Whole = option(10, "tokens that transformers copies from the text; 0: none")
     batch_sizes: Several[int] = option((1,), "prompts that are decoded together")
-    verify: Several[Literal[*VERIFY]] = option(
-        ("coupled", "rejection", "block", "tree"),
-        "how drafts are verified; those that a sampler has are rows",
-    )
-    drawn: tuple[Literal[*RULES], ...] = option(
-        (), "baselines of tree: rules for trees that are drawn"
-    )
+    verify: Several[Literal[*VERIFY]] = option(VERIFY, "how drafts are verified, a row each")
+    drawn: tuple[Literal[*RULES], ...] = option((), "rules for drawn trees, baselines of tree")
     block_size: BlockSize | None = option(None, "tokens drafted a cycle; null: the export's own")
     profile: bool = option(False, "measure what a pass of the target costs, by its width")
 
