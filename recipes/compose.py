@@ -66,10 +66,8 @@ def compose(argv: list[str], command: str) -> DictConfig:
     """
     wish, pairs = asked(argv)
     for argument in pairs:
-        if not argument.startswith("~") and not argument.partition("=")[1]:
-            raise ValueError(
-                f"{argument!r} is not of the form key=value. Recipes: {names('recipe')}"
-            )
+        if not argument.startswith("~"):
+            split(argument)
     chosen = {"scale": "lab"}
     chosen |= {k: v for k, _, v in (a.partition("=") for a in pairs) if k in GROUPS[command]}
     for group, name in chosen.items():

@@ -7,7 +7,7 @@ a time, after a warm-up.
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from time import perf_counter
 from typing import ClassVar
 
@@ -145,8 +145,7 @@ def summary(row: WatchedRow) -> dict:
         "NFE": row.nfe,
         "NFE speed-up": round(plain.nfe / row.nfe, 2),
         "drafts a pass": round(fmean(row.watch.taken) - 1, 2),
-        "tokens/s": round(row.rate, 1),
-        "speed-up": round(median(row.speedups), 2),
+        **row.speedup,
         **{f"{s} %": round(100 * seconds.get(s, 0.0) / model, 1) for s in STAGES},
         "identical": row.same,
     }

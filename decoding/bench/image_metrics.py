@@ -20,8 +20,6 @@ def load(
     'digits' is the hidden layer of a classifier trained here on scikit-learn's digits. 'inception'
     is the network of FID and IS (F = 2048, K = 1008); weights=None downloads torch-fidelity's.
     """
-    if kind not in KINDS:
-        raise ValueError(f"unknown features {kind!r}. Choose from {list(KINDS)}")
     if kind == "digits":
         if (channels, size) != (1, 8):
             raise ValueError(

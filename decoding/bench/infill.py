@@ -1,10 +1,8 @@
 """`python -m decoding.bench.infill model=... judge=...`: ways to draft side by side.
 
-Every way to draft fills held-out windows with a share of their tokens hidden. Fewer passes must not
-change the distribution of the texts: a judge's perplexity and each text's entropy are compared with
-sequential decoding by Welch's t-test (arXiv 2504.20456, Tables 1, 4 to 9, E.4). A filled middle is
-also compared with the original text by ROUGE (Table 3), and a filled line of a program is run with
-its tests (Table 2).
+Fewer passes must not change the distribution of the texts: a judge's perplexity and each text's
+entropy are compared with sequential decoding by Welch's t-test (arXiv 2504.20456, E.4). A filled
+middle is also compared with the original by ROUGE, and a filled line of a program is tested.
 """
 
 import math
@@ -154,9 +152,8 @@ def tasks(bench: InfillBench, tokenizer: PreTrainedTokenizerBase) -> list[Task]:
         return problem_tasks(bench, problems, tokenizer)
     if bench.execute:
         raise ValueError(
-            f"execute={bench.execute}, but source={bench.source!r} has no problems of infilling: "
-            "give a file with 'task_id', 'prompt', 'suffix', 'canonical_solution', 'test', "
-            "'entry_point'"
+            f"execute={bench.execute}, but source={bench.source!r} has no problems of infilling "
+            "(docs/how_to/benchmarks.md): give a file with 'suffix', 'canonical_solution' and tests"
         )
     where = {"split": bench.split, "subset": bench.subset, "limit": bench.limit}
     if bench.packed:
@@ -164,10 +161,10 @@ def tasks(bench: InfillBench, tokenizer: PreTrainedTokenizerBase) -> list[Task]:
     else:
         given = bench.source, tokenizer, bench.samples, bench.length
         windows = [w["prompt_ids"] for w in heldout_prompts(*given, **where, chat=False)]
-    found = []
-    for ids, prompt in zip(windows, hide(bench, windows, tokenizer)):
-        there = tokenizer.decode([t for t, p in zip(ids, prompt) if p is None])
-        found.append(Task(prompt, None if bench.hide == "random" else there))
+    found = [Task(prompt) for prompt in hide(bench, windows, tokenizer)]
+    if bench.hide != "random":
+        for task, ids in zip(found, windows):
+            task.hidden = tokenizer.decode([t for t, p in zip(ids, task.prompt) if p is None])
     return found
 
 

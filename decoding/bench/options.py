@@ -36,7 +36,7 @@ class ProgramOptions(MeasureOptions):
     """Options for running programs that models wrote, and their limits."""
 
     execute: Literal["sandbox", "unsafe"] | None = option(
-        None, "run programs: in bubblewrap, or not"
+        None, "run what the models wrote: in bubblewrap, or unsafe"
     )
     wall_seconds: Annotated[float, Field(gt=0)] = option(10.0, "that one program may take")
     memory: Count = option(1024, "MiB that one program may use")
@@ -59,7 +59,6 @@ def told_apart(paths: Iterable[str]) -> dict[str, str]:
     >>> told_apart(["runs/a/export", "runs/b/export", "old/b/export", "org/c"]).values()
     dict_values(['a', 'runs/b/export', 'old/b/export', 'c'])
     """
-    runs = {path: Path(path) for path in paths}
-    names = {p: (run.parent if run.name == "export" else run).name for p, run in runs.items()}
-    unique = [name for name, count in Counter(names.values()).items() if name and count == 1]
-    return {path: name if name in unique else path for path, name in names.items()}
+    names = {path: Path(str(Path(path)).removesuffix("/export")).name for path in paths}
+    counts = Counter(names.values())
+    return {path: name if counts[name] == 1 else path for path, name in names.items()}

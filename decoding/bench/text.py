@@ -1,12 +1,7 @@
-"""`python -m decoding.bench model=runs/deer_stage2/export`: samplers side by side, one run.
-
-After a warm-up every prompt goes through every sampler in turn, so that a slow minute of the
-machine affects all of them. In a batch the next prompt takes the slot of one that has ended.
-If the prompts are a benchmark's with scores, the table includes each sampler's score
-(`decoding/bench/scores.py`). `decoding/bench/text_report.py` lists the files that are written.
-"""
+"""`python -m decoding.bench model=runs/deer_stage2/export`: samplers side by side, one run."""
 
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -41,8 +36,7 @@ from recipes.options import check_batch_sizes, option, parse
 class Bench(PromptBenchOptions, ScoreOptions):
     """Compare an export's sampler with plain decoding and with what transformers offers.
 
-    An export in `also` that decodes with weights of its own (an earlier stage, say) is compared
-    with plain decoding of those.
+    An export in `also` with weights of its own is compared with plain decoding of those.
     """
 
     EXAMPLE: ClassVar[str] = "model=runs/deer_stage2/export temperatures=[0,1] batch_sizes=[1,4]"
@@ -74,7 +68,7 @@ def run(argv: list[str]) -> None:
         title = f"{bench.prompts} prompts of {Path(bench.source).name}, {bench.dtype}"
         report(out, rows, prompts, title, bench.seed)
         if bench.profile:
-            profile(rows, out)
+            profile(rows[0].sampler, out)
 
 
 def measure(bench: Bench) -> tuple[list[TextRow], list[dict]]:
@@ -94,28 +88,22 @@ def measure(bench: Bench) -> tuple[list[TextRow], list[dict]]:
     check_one_tokenizer(tokenizers)
     tokenizer = samplers[bench.model].tokenizer
     prompts = heldout_prompts(tokenizer=tokenizer, **bench.prompt_set)
-    ids = [p["prompt_ids"] for p in prompts]
     stock = _transformers(bench, samplers[bench.model], assistant)
-    rows = [
-        row
-        for t in bench.temperatures
-        for size in bench.batch_sizes
-        for row in _rows(bench, samplers, stock, t, size)
-    ]
-    take_turns(rows, ids, bench.seed, "bench")
+    rows = []
+    for temperature, size in product(bench.temperatures, bench.batch_sizes):
+        rows += _rows(bench, samplers, stock, temperature, size)
+    take_turns(rows, [p["prompt_ids"] for p in prompts], bench.seed, "bench")
     return rows, prompts
 
 
 def _transformers(bench: Bench, sampler: Sampler, assistant) -> dict[str, HuggingFace]:
     """Return transformers' ways to generate, by name."""
-    ways = {}
-    if bench.generate:
-        ways["transformers generate"] = HuggingFace(sampler)
+    ways = {"transformers generate": HuggingFace(sampler)} if bench.generate else {}
     if assistant is not None:
         ways["transformers assisted"] = HuggingFace(sampler, assistant_model=assistant)
     if bench.prompt_lookup:
-        lookup = {"prompt_lookup_num_tokens": bench.prompt_lookup}
-        ways["transformers prompt lookup"] = HuggingFace(sampler, **lookup)
+        lookup = HuggingFace(sampler, prompt_lookup_num_tokens=bench.prompt_lookup)
+        ways["transformers prompt lookup"] = lookup
     return ways
 
 
