@@ -74,14 +74,14 @@ def rows(
 
     Args:
         source: 'digits' (scikit-learn's, 8 x 8), or a folder with one folder of images per class.
-        patch: side of a patch, in pixels (of the latents, if there is a VAE).
-        folder: cache of the resized images or latents.
+        patch: Side of a patch, in pixels (of the latents, if there is a VAE).
+        folder: Cache of the resized images or latents.
         split: 'train', or 'heldout' for every tenth image.
-        size: side, in pixels, to which a folder's images are cropped and resized.
-        vae: folder or Hub id of a diffusers AutoencoderKL, or MAR's file. The rows are then latents
+        size: Side, in pixels, to which a folder's images are cropped and resized.
+        vae: Folder or Hub id of a diffusers AutoencoderKL, or MAR's file. The rows are then latents
             (means of the encoder's distribution).
-        scale: factor of the images or latents.
-        flips: also store each image mirrored (latents: of the mirrored pixels), of which
+        scale: Factor of the images or latents.
+        flips: Also store each image mirrored (latents: of the mirrored pixels), of which
             `TokenNoise` takes one at random, as MAR does.
     """
     check_split(split)
@@ -205,9 +205,9 @@ class TokenNoise:
 
     Args:
         order: 'raster', or 'random' (a permutation for each image).
-        no_class: fraction of images whose label is dropped (-1), for classifier-free guidance.
+        no_class: Fraction of images whose label is dropped (-1), for classifier-free guidance.
         repeats: R, noised states per token in one forward (MAR's batch multiplier).
-        jitter: width of uniform noise added to the data: discrete grey levels have no density.
+        jitter: Width of uniform noise added to the data: discrete grey levels have no density.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class TokenNoise:
         """Return a training sample, made from a row of `ImageRows`.
 
         Returns:
-            patches: [N, D], sorted by the order; label: []; order: positions [N]; time: [R, N], in
+            Patches: [N, D], sorted by the order; label: []; order: positions [N]; time: [R, N], in
             [0, 1); noise: standard normal, [R, N, D].
         """
         N, D = row["patches"].shape

@@ -20,7 +20,7 @@ from data.files import read_json, shortened
 from data.text.tokenizer import fingerprint
 from decoding import samplers
 from decoding.engine.sampler import Sampler
-from decoding.method import KEYS, MOST, Method, check_values
+from decoding.method import KEYS, MAX_COUNT, Method, check_values
 from models import causal, mar, public
 from models.attention import GROUPED, switch_attention
 from models.norms import fuse
@@ -282,10 +282,12 @@ def entry_of(config: dict, file: Path) -> dict:
     if not isinstance(published, dict):
         return {"method": METHODS.get(config.get("model_type"), "plain")}
     mask_id, size = published.get("mask_token_id"), config.get("block_size")
-    if type(mask_id) is not int or type(size) is not int or mask_id < 0 or not 2 <= size <= MOST:
+    whole = type(mask_id) is int and type(size) is int
+    if not whole or mask_id < 0 or not 2 <= size <= MAX_COUNT:
         raise ValueError(
             f"{file} is of no whole DFlash drafter: {DFLASH}.mask_token_id={shortened(mask_id)} "
-            f"and block_size={shortened(size)}; it needs a token id and an integer from 2 to {MOST}"
+            f"and block_size={shortened(size)}; it needs a token id and an integer from 2 to "
+            f"{MAX_COUNT}"
         )
     # Its blocks begin with the last committed token, and each mask drafts one; where that token
     # drafts one too, it is another.

@@ -24,10 +24,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from recipes.values import check_json
 
-MOST = 2**16  # of tokens, nodes, steps: more is a mistake, and would take all memory
+MAX_COUNT = 2**16  # of tokens, nodes, steps: more is a mistake, and would take all memory
 
 T = TypeVar("T")
-Count = Annotated[int, Field(ge=1, le=MOST)]
+Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Text = Annotated[str, Field(min_length=1)]
@@ -81,8 +81,7 @@ class Method:
         Raises:
             ValueError: A needed value is missing, or values do not go together.
         """
-        keys = {name: _key(name) for name in self._arguments}
-        return {name: entry[key] for name, key in keys.items() if key in entry}
+        return {name: entry[name] for name in self._arguments if name in entry}
 
     def build(
         self,
@@ -109,8 +108,7 @@ class Method:
     @cached_property
     def types(self) -> dict[str, Any]:
         """Return the keys of its entry, with the type of each."""
-        own = {_key(name): hint for name, hint in self._arguments.items()}
-        return {**KEYS, **own, **self.keys}
+        return {**KEYS, **self._arguments, **self.keys}
 
     @cached_property
     def options(self) -> dict[str, Any]:
@@ -139,10 +137,6 @@ def check_values(types: Mapping[str, Any], entry: Mapping, where: str = "") -> N
     for key, hint in types.items():
         if key in entry:
             check_json(f"{where}{key}", entry[key], hint)
-
-
-def _key(argument: str) -> str:
-    return argument.removesuffix("_")  # pass_, as `pass` is a word of Python
 
 
 def _is_json(hint: Any) -> bool:

@@ -35,12 +35,12 @@ def written_out(
     """Compute attention as plain operations, in the interface of transformers' functions.
 
     Args:
-        module: the attention layer, for its training mode.
+        module: The attention layer, for its training mode.
         query: [B, heads, Q, D].
         key, value: [B, key-value heads, K, D].
         attention_mask: bool [B, 1, Q, K], True where a query may attend to a key.
-        scaling: factor of the scores; D^-1/2 by default.
-        dropout: dropout rate of the attention weights.
+        scaling: Factor of the scores; D^-1/2 by default.
+        dropout: Dropout rate of the attention weights.
 
     Returns:
         softmax(scaling q k^T + mask) v [B, Q, heads, D], and None in place of the weights.
@@ -133,9 +133,9 @@ def attention_inputs(network: PreTrainedModel, predicate: Predicate, layout: Lay
     """Return the arguments of a forward that give it an attention pattern.
 
     Args:
-        network: a transformers model; its `config._attn_implementation` decides the mask's format.
-        predicate: the attention pattern, one of `models.masks`.
-        layout: the tokens of the batch, [B, L] each field.
+        network: A transformers model; its `config._attn_implementation` decides the mask's format.
+        predicate: The attention pattern, one of `models.masks`.
+        layout: The tokens of the batch, [B, L] each field.
 
     Returns:
         `attention_mask`: a FlexAttention BlockMask for 'flex_attention', else bool [B, 1, L, L].

@@ -159,7 +159,6 @@ def files_of(path: str, **hub) -> Callable[[str], Path]:
     It returns the file's local path (in a folder, even if there is no such file), and raises
     ValueError if the Hub has none. `hub` has options of the Hub, such as revision and token.
     """
-
     path = local_path(path)
 
     def fetch(name: str) -> Path:

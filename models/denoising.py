@@ -20,12 +20,12 @@ class DiffusionSchedule(NamedTuple):
     """A cosine noise schedule and its respacing.
 
     Attributes:
-        noise_steps: time steps of the cosine schedule.
-        steps: steps of the sampling chain, at evenly spaced times of the schedule.
-        least_signal: lower bound of abar. With 0, as published, the chain's first step multiplies
+        noise_steps: Time steps of the cosine schedule.
+        steps: Steps of the sampling chain, at evenly spaced times of the schedule.
+        least_signal: Lower bound of abar. With 0, as published, the chain's first step multiplies
             an error of eps by sqrt(abar_before / abar), a factor of hundreds, and most drafts are
             rejected there.
-        noisy_last: whether the last step adds noise. Most samplers add none (False), but then the
+        noisy_last: Whether the last step adds noise. Most samplers add none (False), but then the
             token has no density, and drafts cannot be verified.
     """
 
@@ -39,11 +39,11 @@ class Kernel(NamedTuple):
     """One reverse step: a Gaussian of mean scale * (x - shift * eps).
 
     Attributes:
-        time: the time step that the network is conditioned on.
-        scale: factor of the mean.
-        shift: factor of the noise estimate eps.
-        small: lower bound of the log variance, exact if all data are one point (DDPM section 3.2).
-        large: upper bound of the log variance, exact for data N(0, I). A learned log variance is
+        time: The time step that the network is conditioned on.
+        scale: Factor of the mean.
+        shift: Factor of the noise estimate eps.
+        small: Lower bound of the log variance, exact if all data are one point (DDPM section 3.2).
+        large: Upper bound of the log variance, exact for data N(0, I). A learned log variance is
             interpolated between the two (improved DDPM Eq. 15).
     """
 
@@ -123,11 +123,11 @@ def posterior(
     """Return mean and standard deviation, [..., D], of a reverse kernel at x (DDPM Eq. 11).
 
     Args:
-        x: the current state [..., D].
-        noise: the noise in x, or a network's estimate of it, [..., D].
-        raw: for a learned variance, its interpolation [..., D] from -1 (small) to 1 (large).
-        kernel: the step.
-        variance: one of `VARIANCES`.
+        x: The current state [..., D].
+        noise: The noise in x, or a network's estimate of it, [..., D].
+        raw: For a learned variance, its interpolation [..., D] from -1 (small) to 1 (large).
+        kernel: The step.
+        variance: One of `VARIANCES`.
     """
     mean = kernel.scale * (x - kernel.shift * noise)
     if kernel.large == -math.inf:  # a last step without noise; a share of -inf would be no number

@@ -29,10 +29,10 @@ def from_causal_lm(
     """Return a drafter initialised with the weights of a causal LM.
 
     Args:
-        source: a Llama-style causal LM; not changed.
-        tokenizer: has the draft tokens; the embedding is enlarged if it has too few rows (padded
+        source: A Llama-style causal LM; not changed.
+        tokenizer: Has the draft tokens; the embedding is enlarged if it has too few rows (padded
             vocabularies often have enough).
-        layers: decoder layers to keep, in this order, or a number of them, which `copying` chooses;
+        layers: Decoder layers to keep, in this order, or a number of them, which `copying` chooses;
             None for all. Some layers of a deep model make a shallow drafter.
     """
     vocabulary = len(tokenizer)
@@ -60,7 +60,7 @@ def copying(network: PreTrainedModel, count: int, rows: int = 4, length: int = 4
 
     Answers repeat names and phrases of their prompts. A model copies them with its induction heads
     (arXiv 2209.11895). These are in few layers, often in the middle, and a drafter that begins
-    without them does not grow them from some thousand answers (docs/results/small.md). So `rows`
+    without them does not grow them from some thousand answers (docs/lab_notes/small.md). So `rows`
     sequences of `length` random tokens are read twice over, and a layer's score is the loss of the
     second reading without it: one forward per layer.
     """
@@ -121,12 +121,12 @@ def draft_logits(
     """Return the logits [B, A, K, V] of all drafted tokens of a training batch.
 
     Args:
-        network: the drafter.
-        batch: samples of `data.corruption.draft_blocks.DraftBlocks`.
+        network: The drafter.
+        batch: Samples of `data.corruption.draft_blocks.DraftBlocks`.
         ids: [V], the tokens whose logits are computed; None for all.
-        attention: one of `models.masks.DRAFTERS`. 'bidirectional' costs A forwards of a row instead
+        attention: One of `models.masks.DRAFTERS`. 'bidirectional' costs A forwards of a row instead
             of one; 'causal' needs samples of layout 'pard'.
-        shifted: whether the output at a position predicts the token after it, as a causal LM's and
+        shifted: Whether the output at a position predicts the token after it, as a causal LM's and
             open-dCoder's does; outputs of 'causal' always do.
     """
     B, A, K = batch["target"].shape

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-MOST = 256  # queries a head of keys
+MAX_QUERIES = 256  # queries a head of keys
 _LOCK = threading.Lock()  # some of numba's thread pools must not be entered twice at a time
 
 
@@ -33,7 +33,7 @@ def attends(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
     states = query, key, value, mask
     return (
         query.device.type == "cpu"
-        and query.shape[1] * query.shape[2] <= MOST * key.shape[1]
+        and query.shape[1] * query.shape[2] <= MAX_QUERIES * key.shape[1]
         and all(x.dtype == torch.bfloat16 for x in states)
         and all(x.stride()[2:] == (x.shape[3], 1) for x in (key, value))
         and len(mask) == len(query)

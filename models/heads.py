@@ -37,7 +37,7 @@ class MixtureHead(nn.Module):
         hidden: H, size of the hidden states.
         dim: D, numbers per token.
         components: Gaussians of the mixture.
-        least_std: lower bound of every standard deviation; without it the likelihood is unbounded
+        least_std: Lower bound of every standard deviation; without it the likelihood is unbounded
             on data that lie on a lower-dimensional set.
     """
 
@@ -70,12 +70,12 @@ class DiffusionHead(nn.Module):
     Args:
         hidden: H, size of the hidden states.
         dim: D, numbers per token.
-        width: hidden size of the MLP.
-        depth: residual blocks of the MLP.
+        width: Hidden size of the MLP.
+        depth: Residual blocks of the MLP.
         variance: 'small' or 'large' (fixed; then drafter and target have equal variances, and
             their chains can be coupled by reflection), or 'learned'.
-        affine: whether the blocks' layer norms have a scale and a shift, as in MAR's checkpoints.
-        **schedule: fields of `models.denoising.DiffusionSchedule`.
+        affine: Whether the blocks' layer norms have a scale and a shift, as in MAR's checkpoints.
+        **schedule: Fields of `models.denoising.DiffusionSchedule`.
     """
 
     def __init__(

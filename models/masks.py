@@ -16,11 +16,11 @@ class Layout(NamedTuple):
     """The layout of packed rows: int tensors [B, L] that predicates read.
 
     Attributes:
-        document: number of the document; tokens attend only within theirs. -1 is padding, which no
+        document: Number of the document; tokens attend only within theirs. -1 is padding, which no
             other token attends to.
-        index: a clean token's own index; in a draft block, the number of clean tokens before the
+        index: A clean token's own index; in a draft block, the number of clean tokens before the
             block (its prefix is every clean token of a lower index).
-        block: number of the draft block; -1 for clean tokens.
+        block: Number of the draft block; -1 for clean tokens.
     """
 
     document: Tensor

@@ -114,9 +114,8 @@ def stock_model(layout: PublicLayout, config: dict, path: str) -> dict:
     known["mask_id"] = config.get("mask_token_id") or known["mask_id"]
     known["block_size"] = config.get("block_size") or known["block_size"]
     stock.denoising = known
-    way = "batched" if known["attention"] == "bidirectional" else "appended"
     told = ", ".join(f"{key}={value}" for key, value in known.items())
-    print(f"{path}: a {stock.model_type!r} network, {told}; pass={way}", file=sys.stderr)
+    print(f"{path}: a {stock.model_type!r} network, {told}", file=sys.stderr)
     named = ((renamed(name, layout.renames), tensor) for name, tensor in tensors(path))
     state = dict(piece for name, tensor in named for piece in unfused(name, tensor, stock))
     return {"config": stock, "state_dict": state}

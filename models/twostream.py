@@ -42,14 +42,14 @@ def xlnet_logits(
 
     Args:
         network: XLNet.
-        ids: token ids [B, L].
+        ids: Token ids [B, L].
         seen: bool [B, L, L], the positions that each position attends to, in both streams. The
             diagonal is ignored: a query never attends to its own token, a content token always.
-        positions: different positions to predict [B, Q].
+        positions: Different positions to predict [B, Q].
         asked: bool [B, Q], the queries whose logits are used.
 
     Raises:
-        ValueError: for a used query without any key, which would attend to all tokens, future ones
+        ValueError: For a used query without any key, which would attend to all tokens, future ones
             too.
     """
     seen = seen & ~torch.eye(ids.shape[1], dtype=torch.bool, device=ids.device)

@@ -48,8 +48,8 @@ class CachedXLNet:
             input_ids: [B, Q].
             attention_mask: bool [B, 1, Q, slots], True where an input may attend to a slot.
             position_ids: [B, Q].
-            past_key_values: the cache; its first layer holds positions, the others keys and values.
-            logits_to_keep: indices of the inputs whose logits are computed.
+            past_key_values: The cache; its first layer holds positions, the others keys and values.
+            logits_to_keep: Indices of the inputs whose logits are computed.
         """
         body = self.network.transformer
         if self._reach < past_key_values.capacity:

@@ -14,8 +14,8 @@ class JointDensity(BaseModule):
     """The module of two-stream networks: the joint density of all masked tokens (Eq. 7).
 
     Args:
-        draft: the export's decoding method (see `decoding.samplers.asarm`).
-        block_size: the export's draft length, in tokens.
+        draft: The export's decoding method (see `decoding.samplers.asarm`).
+        block_size: The export's draft length, in tokens.
     """
 
     def __init__(self, *args, draft: str, block_size: BlockSize, **kwargs):

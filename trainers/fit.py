@@ -74,7 +74,7 @@ def fit(config: DictConfig) -> Path:
     A signal asks for a checkpoint and then raises SystemExit(128 + the signal's number).
     """
     check_logger(config.logger)
-    config = of_this_device(config)
+    config = resolve_precision(config)
     settings, optimization = Trainer(**config.trainer), Optimization(**config.optimization)
     if settings.max_steps is not None:
         optimization.warmup(settings.max_steps)  # raises now, not after the inputs are made
@@ -133,7 +133,7 @@ def export_run(module: BaseModule, trainer: pl.Trainer, folder: Path, merge: boo
             print(f"exported to {folder / 'export'}")
 
 
-def of_this_device(config: DictConfig) -> DictConfig:
+def resolve_precision(config: DictConfig) -> DictConfig:
     """Return the recipe with the device's precision where 'auto' is set, also for the target."""
     config = config.copy()
     trainer, acceptance = config.trainer, config.acceptance

@@ -102,12 +102,12 @@ def read_answers(
     """Yield the encoded prompts and teacher answers of a collection, in the order of its shards.
 
     Args:
-        folder: the collection's folder.
+        folder: The collection's folder.
         split: 'train' or 'heldout', by a hash of the prompt's id.
-        where: conditions on the columns, such as 'finish_reason==eos' (`data.corpora.conditions`).
+        where: Conditions on the columns, such as 'finish_reason==eos' (`data.corpora.conditions`).
 
     Raises:
-        ValueError: for a folder without answers, or an unknown split or column.
+        ValueError: For a folder without answers, or an unknown split or column.
     """
     for table, rows in chosen_rows(folder, split, where):
         # As arrays: lists of Python numbers of all distributions take a hundred times the memory.

@@ -33,15 +33,15 @@ class Problem:
     """One problem of a benchmark.
 
     Args:
-        id: unique within the file.
+        id: Unique within the file.
         benchmark: `humaneval`, `humaneval_infilling`, `mbpp`, `gsm8k`, `math500`, `mt_bench`,
             `spec_bench`, or `prompts` (rows of `turns` or `prompt` of no known benchmark).
-        category: the column `category`; MATH's subject.
-        turns: the user's turns, as in the file.
-        reference: the right answer, if the file has one.
-        test: a program that tests an answer and runs after it.
-        entry_point: the function that HumanEval's tests check.
-        suffix: in infilling, the text after the answer; the first turn precedes it.
+        category: The column `category`; MATH's subject.
+        turns: The user's turns, as in the file.
+        reference: The right answer, if the file has one.
+        test: A program that tests an answer and runs after it.
+        entry_point: The function that HumanEval's tests check.
+        suffix: In infilling, the text after the answer; the first turn precedes it.
     """
 
     id: str
@@ -111,11 +111,11 @@ def read_benchmark(
             - MATH-500: `problem`, `answer`, `unique_id`;
             - MT-Bench, Spec-Bench: `question_id` or `prompt_id`, `category`, `turns` or `prompt`;
             - any prompts: `turns` or `prompt`, without an answer.
-        subset: only the problems of this category.
-        limit: maximum number of problems.
+        subset: Only the problems of this category.
+        limit: Maximum number of problems.
 
     Raises:
-        ValueError: for a missing, empty or malformed file, a row with other columns than the first,
+        ValueError: For a missing, empty or malformed file, a row with other columns than the first,
             or an unknown subset.
     """
     path = Path(_installed(source) if source in NAMED else source).expanduser()
@@ -290,9 +290,9 @@ _NUMBER = re.compile(
 
 
 def gsm8k(problem: Problem, answer: str) -> bool:
-    """Return whether an answer's last number is the one after the reference's `####` (2110.14168).
+    r"""Return whether an answer's last number is the one after the reference's `####` (2110.14168).
 
-    >>> problem = Problem(id="1", benchmark="gsm8k", turns=("",), reference="2 * 9 = 18\\n#### 18")
+    >>> problem = Problem(id="1", benchmark="gsm8k", turns=("",), reference="2 * 9 = 18\n#### 18")
     >>> gsm8k(problem, "So she makes 2 * 9 = $18.00."), gsm8k(problem, "18 of 20")
     (True, False)
     """
@@ -306,12 +306,12 @@ def _last_number(text: str) -> Decimal | None:
 
 
 def math500(problem: Problem, answer: str) -> bool:
-    """Return whether an answer's last \\boxed{} equals the reference, both normalised.
+    r"""Return whether an answer's last \boxed{} equals the reference, both normalised.
 
     The normalisation is that of MATH (arXiv 2103.03874), and numbers are compared by value.
 
-    >>> problem = Problem(id="1", benchmark="math500", turns=("",), reference="\\\\frac{3}{4}")
-    >>> math500(problem, "It is $\\\\boxed{\\\\dfrac34}$."), math500(problem, "It is 3/4.")
+    >>> problem = Problem(id="1", benchmark="math500", turns=("",), reference="\\frac{3}{4}")
+    >>> math500(problem, "It is $\\boxed{\\dfrac34}$."), math500(problem, "It is 3/4.")
     (True, False)
     """
     boxed = _last_boxed(answer)
@@ -322,7 +322,7 @@ SCORERS = {"gsm8k": gsm8k, "math500": math500}
 
 
 def _last_boxed(text: str) -> str | None:
-    """Return the content of the last `\\boxed{...}` or `\\fbox{...}`; None if it is not closed."""
+    r"""Return the content of the last `\boxed{...}` or `\fbox{...}`; None if it is not closed."""
     begins = [match.end() for match in re.finditer(r"\\(?:boxed|fbox)\s*\{", text)]
     if not begins:
         return None
@@ -386,10 +386,10 @@ def program(problem: Problem, answer: str, raw: bool = False) -> str | None:
 
 
 def within_function(prompt: str, text: str) -> str:
-    """Return a completion up to the first line that leaves the function.
+    r"""Return a completion up to the first line that leaves the function.
 
-    >>> within_function("def f():\\n", "    return 1\\n\\nprint(f())\\n")
-    '    return 1\\n\\n'
+    >>> within_function("def f():\n", "    return 1\n\nprint(f())\n")
+    '    return 1\n\n'
     """
     whole = prompt + text
     left = _LEAVES.search(whole, len(prompt))

@@ -59,16 +59,16 @@ def load_documents(
             .parquet; a folder written by `Dataset.save_to_disk`; else a Hub data set id.
         split: `train` or `heldout`, separated by a hash of the document's id. A Hub data set has
             its own splits too; its `heldout` is taken out of `train` by the same hash.
-        field: the text column. If not `text`, it is read even from rows that look like chats or
+        field: The text column. If not `text`, it is read even from rows that look like chats or
             pairs.
-        streaming: read a Hub data set without downloading it first.
-        limit: maximum number of documents.
-        subset: the configuration of a Hub data set.
-        where: conditions on the rows' columns, such as 'average_test_score>=1'
+        streaming: Read a Hub data set without downloading it first.
+        limit: Maximum number of documents.
+        subset: The configuration of a Hub data set.
+        where: Conditions on the rows' columns, such as 'average_test_score>=1'
             (`data.corpora.conditions`); `limit` counts only rows that meet them.
 
     Raises:
-        ValueError: for a missing path, an unknown split, a missing column, an invalid line, a
+        ValueError: For a missing path, an unknown split, a missing column, an invalid line, a
             condition on rows without columns, or a source without documents.
     """
     asked = conditions(where)

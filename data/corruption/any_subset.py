@@ -18,11 +18,11 @@ class AnySubset:
     The fraction follows the schedule and the curriculum of appendices E.2 and E.3.
 
     Args:
-        rates: lowest and highest masked fraction, in (0, 1]; the fraction is uniform between them.
-        tokenizer: has a mask token.
-        start: masked fraction at the beginning of the curriculum.
-        curriculum: training steps over which `start` widens linearly to `rates`; 0 for none.
-        batch_size: samples per training step.
+        rates: Lowest and highest masked fraction, in (0, 1]; the fraction is uniform between them.
+        tokenizer: Has a mask token.
+        start: Masked fraction at the beginning of the curriculum.
+        curriculum: Training steps over which `start` widens linearly to `rates`; 0 for none.
+        batch_size: Samples per training step.
         order: 'lattice' (Eq. 4), or 'any' for the ablation of Figure 3.
     """
 

@@ -72,9 +72,9 @@ class DraftBlocks:
     Args:
         anchors: A, the number of blocks per row.
         length: K, the number of drafted tokens per block.
-        schedule: the noise of the blocks.
-        tokenizer: has the layout's tokens (`data.text.tokenizer.with_draft_tokens`).
-        layout: a name in `data.text.layouts.LAYOUTS`.
+        schedule: The noise of the blocks.
+        tokenizer: Has the layout's tokens (`data.text.tokenizer.with_draft_tokens`).
+        layout: A name in `data.text.layouts.LAYOUTS`.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ class NoisedBlocks:
         attention: 'block_causal' appends the noised row to a clean copy, which later blocks attend
             to; 'bidirectional' uses one rate per document and no clean copy.
         block_size: L, in tokens.
-        tokenizer: has a mask token.
+        tokenizer: Has a mask token.
     """
 
     def __init__(self, attention: str, block_size: BlockSize, tokenizer: PreTrainedTokenizerBase):

@@ -52,10 +52,10 @@ def two_streams(ids: Tensor, index: Tensor, present: Tensor, mask_id: int) -> di
     rank and to itself.
 
     Args:
-        ids: token ids [..., N].
-        index: ranks in the generation order [..., N], from `order_index`.
+        ids: Token ids [..., N].
+        index: Ranks in the generation order [..., N], from `order_index`.
         present: bool [..., N], False for padding.
-        mask_id: id of the mask token.
+        mask_id: Id of the mask token.
 
     Returns:
         input_ids, position_ids, document, index, block: [..., 2N] each.

@@ -26,11 +26,11 @@ def progressive_times(count: int, window: int, order: NoiseOrder, generator: Gen
     Example: count 5, window 2, linear: 0, 1/2, 0, 1/2, 0.
 
     Args:
-        count: number of consecutive blocks.
+        count: Number of consecutive blocks.
         window: w, blocks per cycle; ratios are from W = (0, 1/w, ..., (w-1)/w).
         order: 'linear' is t_i = W[i mod w], 'reverse' runs each cycle from the noisiest block
             down, 'random' draws each t_i from W.
-        generator: used by 'random' only.
+        generator: Used by 'random' only.
     """
     step = torch.arange(count) % window
     if order == "reverse":

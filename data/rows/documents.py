@@ -31,10 +31,10 @@ def documents(
     """Return packed rows of a corpus.
 
     Args:
-        source: as in `data.corpora.sources.load_documents`, like the arguments after `folder`.
-        length: tokens per row.
-        tokenizer: encodes the documents.
-        folder: cache of packed rows, keyed by a hash of all other arguments.
+        source: As in `data.corpora.sources.load_documents`, like the arguments after `folder`.
+        length: Tokens per row.
+        tokenizer: Encodes the documents.
+        folder: Cache of packed rows, keyed by a hash of all other arguments.
     """
     made_from = {
         "source": source,
@@ -93,14 +93,14 @@ def answers(
     """Return packed rows of a collection of teacher answers, trained on the answers only.
 
     Args:
-        source: the collection's folder (`python -m decoding.collect`), or several, whose answers
+        source: The collection's folder (`python -m decoding.collect`), or several, whose answers
             alternate.
-        length: tokens per row.
-        tokenizer: the collection's.
-        folder: cache of packed rows.
+        length: Tokens per row.
+        tokenizer: The collection's.
+        folder: Cache of packed rows.
         split: 'train' or 'heldout', by a hash of the prompt's id.
-        prompts: use only the answers to the first `prompts` prompts of the split; None for all.
-        where: as in `data.corpora.answers.read_answers`.
+        prompts: Use only the answers to the first `prompts` prompts of the split; None for all.
+        where: As in `data.corpora.answers.read_answers`.
     """
     sources = [source] if isinstance(source, str) else list(source)
     manifests = [checked_manifest(s, tokenizer) for s in sources]

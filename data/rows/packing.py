@@ -37,8 +37,8 @@ def pack(documents: Iterable[Encoded], length: int, pad_id: int) -> Iterator[dic
     Args:
         documents: `(token ids, training mask)` each, and optionally further values of each token,
             `{name: [n, ...]}`, with the same names for every document.
-        length: tokens per row, at least 2.
-        pad_id: token id of padding.
+        length: Tokens per row, at least 2.
+        pad_id: Token id of padding.
 
     Yields:
         Rows, as `{column: list of length integers}`; further columns are arrays [length, ...].

@@ -13,11 +13,11 @@ class PromptRows(Dataset):
     """A data set of prompts, right-padded: input_ids [length], size [] (tokens of the prompt).
 
     Args:
-        source, split, subset, limit: as in `data.text.prompts.prompt_set`.
-        count: number of prompts.
-        length: maximum tokens per prompt.
-        tokenizer: encodes the prompts.
-        folder: ignored; nothing is cached.
+        source, split, subset, limit: As in `data.text.prompts.prompt_set`.
+        count: Number of prompts.
+        length: Maximum tokens per prompt.
+        tokenizer: Encodes the prompts.
+        folder: Ignored; nothing is cached.
     """
 
     def __init__(

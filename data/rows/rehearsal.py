@@ -31,13 +31,13 @@ def answers_and_text(
     """Return a training set of trajectories and rows of ordinary text.
 
     Args:
-        source, where: the collection of trajectories, as in `data.rows.trajectories.rows`.
-        model: the model that is trained.
-        text, subset: the corpus, as in `data.corpora.sources.load_documents`.
-        share: fraction of rows that are ordinary text, in [0, 1).
-        tokenizer: the model's.
-        folder: cache of rows.
-        limit: documents of the text, at the most.
+        source, where: The collection of trajectories, as in `data.rows.trajectories.rows`.
+        model: The model that is trained.
+        text, subset: The corpus, as in `data.corpora.sources.load_documents`.
+        share: Fraction of rows that are ordinary text, in [0, 1).
+        tokenizer: The model's.
+        folder: Cache of rows.
+        limit: Documents of the text, at the most.
     """
     answers = rows(source, model, tokenizer, folder, where=where)
     P, N, n = answers.shape

@@ -48,11 +48,11 @@ class BatchSchedule(Sampler):
     A step takes the next `batch_size` sample numbers, in equal parts per process.
 
     Args:
-        steps: the training steps, from 0.
-        batch_size: samples per step over all processes, a multiple of world * micro_batch_size.
-        micro_batch_size: samples per forward of one process.
-        rank: this process, from 0.
-        world: number of processes.
+        steps: The training steps, from 0.
+        batch_size: Samples per step over all processes, a multiple of world * micro_batch_size.
+        micro_batch_size: Samples per forward of one process.
+        rank: This process, from 0.
+        world: Number of processes.
     """
 
     def __init__(

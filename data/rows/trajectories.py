@@ -31,10 +31,10 @@ class Answer(NamedTuple):
 
     Attributes:
         prompt: [P], left-padded.
-        prompt_size: tokens of the prompt without padding.
+        prompt_size: Tokens of the prompt without padding.
         clean: [N, n], the fixed points, right-padded.
-        size: tokens of the answer without padding.
-        states: each block's trajectory, [passes + 1, n].
+        size: Tokens of the answer without padding.
+        states: Each block's trajectory, [passes + 1, n].
     """
 
     prompt: Tensor
@@ -50,8 +50,8 @@ class NoisyBlocks:
     Args:
         window: w, blocks per cycle of the noise schedule.
         order: 'linear', 'random' or 'reverse'.
-        tokenizer: gives the padding id.
-        state: how a trajectory's state is chosen: 'wrong' by its number of wrong tokens, as in the
+        tokenizer: Gives the padding id.
+        state: How a trajectory's state is chosen: 'wrong' by its number of wrong tokens, as in the
             paper's text; 'tail' by its tokens from the first wrong one on, as in the authors' code;
             'any' at random, whatever the ratio (CLLM, Eq. 5).
     """
@@ -86,10 +86,10 @@ def nearest_state(states: Tensor, clean: Tensor, size: int, t: float, tail: bool
 
     Args:
         states: [k, n].
-        clean: the fixed point [n].
-        size: tokens of the block without padding, which is not compared.
-        t: noise ratio, in [0, 1].
-        tail: count every token from the first wrong one on as noisy, not only wrong ones.
+        clean: The fixed point [n].
+        size: Tokens of the block without padding, which is not compared.
+        t: Noise ratio, in [0, 1].
+        tail: Count every token from the first wrong one on as noisy, not only wrong ones.
     """
     wrong = (states != clean)[:, :size]
     noisy = (wrong.cumsum(1) > 0 if tail else wrong).sum(1)
@@ -189,12 +189,12 @@ def rows(
     """Return the trajectories of a collection (`decoding.collect recipe=pcllm_trajectories`).
 
     Args:
-        source: the collection's folder.
-        model: the trained model, which must have made the trajectories.
-        tokenizer: the model's.
-        folder: cache of the memory-mapped file.
+        source: The collection's folder.
+        model: The trained model, which must have made the trajectories.
+        tokenizer: The model's.
+        folder: Cache of the memory-mapped file.
         split: 'train' or 'heldout', by a hash of the prompt's id.
-        where: as in `data.corpora.answers.read_answers`.
+        where: As in `data.corpora.answers.read_answers`.
     """
     manifest = checked_manifest(source, tokenizer)
     if manifest.get("weights") != (here := weights_fingerprint(model)):

@@ -69,11 +69,11 @@ def encode_chat(
     opens the chat, and one that the template renders differently once more turns follow.
 
     Args:
-        tokenizer: has a chat template.
-        messages: turns `{"role": ..., "content": ...}`.
+        tokenizer: Has a chat template.
+        messages: Turns `{"role": ..., "content": ...}`.
 
     Raises:
-        ValueError: without a chat template or messages, if the template rejects the messages, or
+        ValueError: Without a chat template or messages, if the template rejects the messages, or
             if it renders no answer as a continuation of its prompt.
     """
     _check_chat(tokenizer, messages)

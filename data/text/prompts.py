@@ -85,26 +85,26 @@ def prompt_set(
     A collection (`python -m decoding.collect`) gives the prompts of the split's answers.
 
     Args:
-        source: a corpus as in `data.corpora.sources.load_documents`, a benchmark as in
+        source: A corpus as in `data.corpora.sources.load_documents`, a benchmark as in
             `data.corpora.benchmarks.read_benchmark`, or a collection's folder.
-        tokenizer: encodes the prompts.
-        count: number of prompts; None for all.
-        length: tokens per prompt: exactly (windows) or at most (whole prompts, which lose their
+        tokenizer: Encodes the prompts.
+        count: Number of prompts; None for all.
+        length: Tokens per prompt: exactly (windows) or at most (whole prompts, which lose their
             beginning). None: `WINDOW` for texts, unlimited for questions.
         split: 'heldout' or 'train'; ignored for a benchmark (GSM8K's: see above).
-        chat: render problems and pairs' prompts with the tokenizer's chat template; None: if it has
+        chat: Render problems and pairs' prompts with the tokenizer's chat template; None: if it has
             one. Texts are never rendered, chats always.
-        subset: a benchmark's category, or the configuration of a Hub data set.
-        limit: maximum number of documents to read.
-        where: conditions on rows, as in `load_documents` or `data.corpora.answers.read_answers`.
-        **options: further arguments of `load_documents`.
+        subset: A benchmark's category, or the configuration of a Hub data set.
+        limit: Maximum number of documents to read.
+        where: Conditions on rows, as in `load_documents` or `data.corpora.answers.read_answers`.
+        **options: Further arguments of `load_documents`.
 
     Returns:
         `count` prompts `{"id": str, "prompt_ids": list[int], "text": str}`; those of a benchmark
         also have its `category` (without any, the benchmark's name).
 
     Raises:
-        ValueError: as `load_documents` and `read_benchmark` do, for options that the source does
+        ValueError: As `load_documents` and `read_benchmark` do, for options that the source does
             not support, for a collection of another tokenizer, or for fewer than `count` prompts.
     """
     options |= {"limit": limit, "where": where}

@@ -95,13 +95,13 @@ def with_draft_tokens(
     """Return a copy of the tokenizer with the tokens that a layout's draft blocks need.
 
     Args:
-        tokenizer: the target's; it keeps its mask token.
+        tokenizer: The target's; it keeps its mask token.
         layout: 'separator' adds a mask token and a separator token with ids after the whole
             vocabulary, so existing ids keep their meaning; others add nothing (`spare_token_id`).
-        mask_token: a special token of the tokenizer that becomes the mask token.
+        mask_token: A special token of the tokenizer that becomes the mask token.
 
     Raises:
-        ValueError: for an unknown layout, a mask token that is no special token, or a tokenizer
+        ValueError: For an unknown layout, a mask token that is no special token, or a tokenizer
             that has no spare token where one is needed.
     """
     separator = layout_of(layout).separator

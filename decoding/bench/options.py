@@ -12,8 +12,8 @@ from data.arguments import Count, Several, Temperature
 from recipes.options import MeasureOptions, PromptOptions, SamplerOptions, option
 
 UNASKED = (
-    "this runs programs that a model wrote, on this machine: read in docs/tutorials/pcllm.md what "
-    "guards it, and give execute=sandbox"
+    "this runs programs that a model wrote, on this machine: read in docs/how_to/benchmarks.md "
+    "what guards it, and give execute=sandbox"
 )
 
 

@@ -16,7 +16,7 @@ from decoding.engine.batch import Batch
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import KeyedRandomness, request_seeds
 
-LEAST, MOST = 0.05, 20.0  # sharpness
+MIN_SHARPNESS, MAX_SHARPNESS = 0.05, 20.0
 TURNS = 4  # of maximising in w, then in s
 RANKED = 4096  # tokens of a depth that the likelihood is over; no tree reaches as far
 
@@ -46,25 +46,25 @@ def fit(
         known = is_choice.any(-1)
         at, ids, chosen = at[known].double(), ids[known], is_choice[known].int().argmax(-1)
         at = at.masked_fill(at.isinf(), torch.finfo(torch.float32).min)  # 0 times -inf is NaN
-        s, w = _best(at, chosen, torch.zeros(()), LEAST) if len(at) else 1.0, 0.0
+        s, w = _best(at, chosen, torch.zeros(()), MIN_SHARPNESS) if len(at) else 1.0, 0.0
         if i and bigrams is not None and len(at):
             score = bigrams.rows(choice[known, i - 1]).gather(-1, ids).double()
             for _ in range(TURNS):
                 w = _best(score, chosen, s * at, 0.0)
-                s = _best(at, chosen, w * score, LEAST)
+                s = _best(at, chosen, w * score, MIN_SHARPNESS)
         sharpness.append(round(s, 2))
         weights.append(round(w, 2))
     return sharpness, weights
 
 
 def _best(x: Tensor, choice: Tensor, others: Tensor, least: float) -> float:
-    """Return argmax_a of mean log softmax(a x + others)[choice], within [least, MOST].
+    """Return argmax_a of mean log softmax(a x + others)[choice], within [least, MAX_SHARPNESS].
 
     The objective is concave in a, with slope x[choice] - E_a[x]: bisection finds where the mean
     slope is 0. x is [n, V], choice [n], others broadcasts with x.
     """
     chosen = x.gather(-1, choice[:, None]).mean()
-    low, high = least, MOST
+    low, high = least, MAX_SHARPNESS
     for _ in range(20):
         a = (low + high) / 2
         expected = ((a * x + others).softmax(-1) * x).sum(-1).mean()

@@ -13,7 +13,7 @@ from torch import Tensor
 from decoding.engine.randomness import ContinuousRandomness
 from models.densities import Density, Gaussian, at
 
-FIRST, MOST = 8, 256  # draws per round of a residual loop: in the first round, and at most
+FIRST, MAX_DRAWS = 8, 256  # draws per round of a residual loop: in the first round, and at most
 
 
 def acceptance_probability(x: Tensor, q: Density, p: Density) -> Tensor:
@@ -65,7 +65,7 @@ def residual(p: Density, q: Density, randomness: ContinuousRandomness, wanted: T
         kept = randomness.accept(-torch.expm1(many_q.log_prob(y) - many_p.log_prob(y)))
         found = kept.any(-1) & left
         x[here] = torch.where(found[..., None], _first(y, kept), x[here])
-        left, m = left & ~found, min(4 * m, MOST)
+        left, m = left & ~found, min(4 * m, MAX_DRAWS)
 
 
 def reflection(

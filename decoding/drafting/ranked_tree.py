@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from decoding.drafting.block_drafter import BlockDrafter, nearest
 from decoding.drafting.prompt_lookup import Lookup
 from decoding.drafting.tree import (
-    LIMIT,
+    MAX_NODES,
     Accepted,
     BigramScores,
     Trees,
@@ -152,5 +152,5 @@ def accept(
 
 
 def _by_depth(numbers: dict[str, list[float]]) -> dict[float, list[float]]:
-    """Pad per-depth values to LIMIT by repeating the last one."""
-    return {float(t): [*row, *[row[-1]] * (LIMIT - len(row))] for t, row in numbers.items()}
+    """Pad per-depth values to MAX_NODES by repeating the last one."""
+    return {float(t): [*row, *[row[-1]] * (MAX_NODES - len(row))] for t, row in numbers.items()}

@@ -17,7 +17,7 @@ from decoding.drafting.prompt_lookup import Lookup, Suffix, append
 from decoding.engine.verify import choose
 
 ROOT = -1
-LIMIT = 63  # nodes of a tree: a path is a set of nodes, one bit each
+MAX_NODES = 63  # nodes of a tree: a path is a set of nodes, one bit each
 CANDIDATES = 20  # tokens of a depth whose scores may depend on the text or on bigrams
 
 Ranked = tuple[list[int], list[float]]  # tokens, best first, and their log-probabilities
@@ -126,9 +126,9 @@ class Trees(NamedTuple):
 
 
 def check_tree(nodes: int, sharpness: float | dict[str, list[float]]) -> None:
-    """Check that `nodes` is in 1..LIMIT, and each sharpness positive and finite."""
-    if not 1 <= nodes <= LIMIT:
-        raise ValueError(f"nodes={nodes} is not allowed: it must be from 1 to {LIMIT}")
+    """Check that `nodes` is in 1..MAX_NODES, and each sharpness positive and finite."""
+    if not 1 <= nodes <= MAX_NODES:
+        raise ValueError(f"nodes={nodes} is not allowed: it must be from 1 to {MAX_NODES}")
     depths = sharpness.values() if isinstance(sharpness, dict) else [[sharpness]]
     if not depths or not all(0 < x < inf for depth in depths for x in depth):
         raise ValueError(f"sharpness={sharpness} is not allowed: it must be above 0, and finite")
@@ -263,7 +263,7 @@ def likeliest_paths(
         sharpness: A number, or one for each depth, [k, 1].
 
     Returns:
-        tokens: Indices of the logits, int64 [B, k, C]; the first depth's are best first.
+        Tokens: Indices of the logits, int64 [B, k, C]; the first depth's are best first.
         conditionals: log q_i(v | u) of a depth's tokens v after each u before, [B, k - 1, C, C].
     """
     best, chosen = logits[:, 0].log_softmax(-1).topk(count)

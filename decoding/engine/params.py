@@ -29,7 +29,7 @@ class SamplingParams:
             `tree` the text is that of plain decoding with the same seed, with any drafter or none.
         block_size: Tokens drafted a cycle; None takes the drafter's own.
         draft: How drafts are made, for a sampler with several ways (infilling); None takes its own.
-        lossy: Allow options that are not lossless (`Sampler.lossy`); the result's stats name them.
+        lossy: Allow options that are not lossless; the result's stats name them.
     """
 
     max_new_tokens: int = 128

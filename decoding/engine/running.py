@@ -27,7 +27,7 @@ class Cycles(Protocol):
     tokenizer: PreTrainedTokenizerBase
     starts_alone: bool
 
-    def lossy(self, params: SamplingParams) -> str:
+    def lossy_reason(self, params: SamplingParams) -> str:
         """Name the option that changes the distribution, '' if none."""
 
     def new_batch(
@@ -72,7 +72,7 @@ class Running:
     ):
         self.sampler, self.params, self.capacity = sampler, params, capacity
         self.prefill_tokens = prefill_tokens
-        self.lossy = sampler.lossy(params)
+        self.lossy_reason = sampler.lossy_reason(params)
         self.answers: dict[int, Answer] = {}
         self.batch: Batch | None = None
         self._seconds = 0.0
@@ -168,8 +168,9 @@ class Running:
             else:
                 self.batch, before = fresh, dict.fromkeys(fresh.networks, 0.0)
         passes = {name: n.passes - taken[name] for name, n in self.batch.networks.items()}
+        shared = sampler.tokenizer, self.lossy_reason
         for request, prompt, own in zip(requests, prompts, params):
-            self.answers[request] = Answer(request, prompt, own, sampler.tokenizer, self.lossy)
+            self.answers[request] = Answer(request, prompt, own, *shared)
             self._before[request] = passes, before, self._seconds
         self._first += first
         self._seconds += time.perf_counter() - started - paused

@@ -178,13 +178,13 @@ class Sampler(ABC):
                 f"verify={params.verify!r} is not offered by this sampler. "
                 f"Choose from {list(self.rules)}"
             )
-        if (lossy := self.lossy(params)) and not params.lossy:
+        if (lossy := self.lossy_reason(params)) and not params.lossy:
             raise ValueError(
                 f"{lossy} is lossy: the text would not have the distribution of plain decoding. "
                 "Leave it out, or allow it with lossy=true"
             )
 
-    def lossy(self, params: SamplingParams) -> str:
+    def lossy_reason(self, params: SamplingParams) -> str:
         """Name the option that makes the distribution another than plain decoding's; '' if none."""
         return ""
 

@@ -42,7 +42,7 @@ class Vllm(Engine):
         **options: Further arguments of `vllm.LLM`, such as speculative_config=, dtype=, seed=.
 
     Attributes:
-        version: vLLM's.
+        version: VLLM's.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Block evaluators: logits of several states of each sequence's current block in one forward.
 
-Each class has a method `ask(batch, states)`. `states` [B, M, L] are M states of the block of L
-tokens that begins at position `batch.state.start` of each sequence; the result [B, M, L, V] has the
-logits of the sequence with each state as its block. The exact ones take `ended` [B, L] too, a full
+Each class has a method `ask(batch, states, ended=None)`. `states` [B, M, L] are M states of the
+block of L tokens that begins at position `batch.state.start` of each sequence; the result
+[B, M, L, V] has the logits of the sequence with each state as its block. `ended` [B, L] is a full
 block: the result then has one more entry, the logits of the next block as masks after it. Of
 `batch.state` they read `start`, `given` (tokens of the prompt), `end` (where the masks of later
 blocks end) and `cached` (tokens in the cache), all [B].
@@ -10,8 +10,6 @@ blocks end) and `cached` (tokens in the cache), all [B].
     WholeTexts      each state is a whole sequence of the batch: exact for any attention
     CachedBlocks    the states are appended to the cached text, side by side: exact for block-causal
                     attention, where no other token depends on the block
-    FrozenTexts     the states are appended to a cached text that attended to an earlier state:
-                    *not exact*, for bidirectional attention
 """
 
 import torch
@@ -147,69 +145,6 @@ class WholeTexts(CountedNetwork):
 def at_positions(logits: Tensor, at: Tensor) -> Tensor:
     """Return the logits [B, L, V] at positions `at` [B, L] of logits [B, W, V]."""
     return logits.gather(1, at[..., None].expand(-1, -1, logits.shape[-1]))
-
-
-class FrozenTexts(CachedNetwork):
-    """Evaluates states appended to a bidirectional text, as Spiffy's Fig. 2 does: *not exact*.
-
-    A pass runs the whole text with the first state in it, and copies of the block, each with a
-    state in it: a copy attends to itself and to the text outside the block, which attended to the
-    first state. Slot s of the cache holds position s; the copies use the slots after the text.
-
-    Args:
-        network: A masked diffusion LM that takes attention masks.
-        span, mask_id: Tokens of a block, and the mask token.
-        length: Tokens of the longest text, with the masks of all later blocks.
-        states: States of a pass at most.
-        shifted: Whether the logits at a position predict the token after it. A copy then begins
-            with the token before the block.
-    """
-
-    def __init__(
-        self,
-        network: PreTrainedModel,
-        span: int,
-        mask_id: int,
-        length: int,
-        states: int,
-        shifted: bool,
-    ):
-        self.mask_id, self.shift = mask_id, int(shifted)
-        copy = span + self.shift
-        super().__init__(network, predicate_of("bidirectional", copy), length + states * copy + 1)
-
-    def ask(self, batch: Batch, states: Tensor) -> Tensor:
-        """Return the logits [B, M, L, V] of states [B, M, L]; see the module's docstring."""
-        M, L = states.shape[1:]
-        first = batch.state.start[:, None] - self.shift  # where the regions begin
-        end, W = batch.state.end[:, None], int(batch.state.end.max())
-        in_text = self._slots[:, :W].expand(len(first), -1)
-        texts = batch.tokens[:, :W].masked_fill(in_text >= first + self.shift, self.mask_id)
-        at = batch.state.start[:, None] + self._slots[:, :L]
-        R = L + self.shift
-        offset = self._slots[:, :R].repeat(1, M)
-        copies = texts.gather(1, (first + offset).clamp_max(W - 1)).unflatten(1, (M, R))
-        copies = copies.slice_scatter(states, 2, self.shift, self.shift + L).flatten(1)
-        copy = (self._slots[:, : M * R] // R).expand(len(first), -1)
-        slots = in_text.where(in_text < end, self.cache.capacity - 1)
-        lent = (W + self._slots[:, : M * R]).expand(len(first), -1)
-        tokens = torch.cat([texts.scatter(1, at, states[:, 0]), copies], 1)
-        positions = torch.cat([in_text, first + offset], 1)
-        k = Layout(
-            (positions >= end).long(),  # after a text there are stale slots, and padding
-            positions - first,
-            torch.cat([torch.full_like(in_text, -1), copy], 1),
-        )
-        q = k._replace(document=torch.zeros_like(k.document))  # padding must attend to something
-        asked = W + (self._slots[0, :M, None] * R + self._slots[:, :L]).flatten()
-        logits = self.run(
-            tokens,
-            positions,
-            torch.cat([slots, lent], 1),
-            dense(predicate_of("bidirectional", R), q, k),
-            keep=asked,
-        ).logits
-        return logits.unflatten(1, (M, L))
 
 
 class CachedBlocks(CachedNetwork):

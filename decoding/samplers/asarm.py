@@ -35,7 +35,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from data.corruption.orders import binary_lattice, order_index, two_streams
 from decoding.any_subset.infilling import Infiller, InfillState
 from decoding.any_subset.two_stream_cache import Branches, TwoStreamNetwork, two_stream
-from decoding.drafting.tree import LIMIT, Trees, draft_trees, verify_trees
+from decoding.drafting.tree import MAX_NODES, Trees, draft_trees, verify_trees
 from decoding.engine import verify
 from decoding.engine.batch import Batch
 from decoding.engine.params import SamplingParams
@@ -65,7 +65,7 @@ class AsarmSampler(Infiller):
         draft: The way of drafting, one of `DRAFTS`; a request may name another.
         block_size: k, tokens drafted a cycle; a request may name another.
         cache: Cache the content stream; False (for comparison) runs the whole text in every pass.
-        tolerance: epsilon of appendix F.5, added to the acceptance ratio; above 0 it is lossy.
+        tolerance: Epsilon of appendix F.5, added to the acceptance ratio; above 0 it is lossy.
         nodes, sharpness: Of the trees of verify=tree (`decoding.drafting.tree.draft_trees`).
     """
 
@@ -82,7 +82,7 @@ class AsarmSampler(Infiller):
         block_size: Count = 5,
         cache: bool = True,
         tolerance: Share = 0.0,
-        nodes: Annotated[int, Field(ge=1, le=LIMIT)] = 16,
+        nodes: Annotated[int, Field(ge=1, le=MAX_NODES)] = 16,
         sharpness: Annotated[float, Field(gt=0)] = 1.0,
     ):
         super().__init__(target, tokenizer, mask_id=mask_id)
@@ -91,7 +91,7 @@ class AsarmSampler(Infiller):
         self.nodes, self.sharpness = nodes, sharpness
         self._forward = lambda: None
 
-    def lossy(self, params: SamplingParams) -> str:
+    def lossy_reason(self, params: SamplingParams) -> str:
         # Where nothing is drafted a tolerance has no effect.
         if self.tolerance and (params.draft or self.draft) != "sequential":
             return f"tolerance={self.tolerance:g}"
@@ -105,9 +105,10 @@ class AsarmSampler(Infiller):
 
     def begin(self, batch: Batch, params: SamplingParams) -> None:
         way, k = params.draft or self.draft, params.block_size or self.block_size
-        if self.lossy(params) and (params.verify != "rejection" or params.temperature == 0):
+        reason = self.lossy_reason(params)
+        if reason and (params.verify != "rejection" or params.temperature == 0):
             raise ValueError(
-                f"{self.lossy(params)} loosens verify='rejection' at a temperature above 0, but "
+                f"{reason} loosens verify='rejection' at a temperature above 0, but "
                 f"verify={params.verify!r} and temperature={params.temperature:g} were given"
             )
         if way == "assd" and k < 3:

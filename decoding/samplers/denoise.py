@@ -19,7 +19,7 @@ from decoding.engine.batch import Batch, State
 from decoding.engine.params import SamplingParams
 from decoding.engine.sampler import Sampler
 from decoding.engine.vocabulary import check_known
-from decoding.masked.block_evaluators import CachedBlocks, FrozenTexts, WholeTexts
+from decoding.masked.block_evaluators import CachedBlocks, WholeTexts
 from decoding.masked.unmasking import Unmasking, judge, next_state
 from decoding.method import Amount, Count, Method, Text, TokenId
 from models.blockwise import is_foreign, predicate_of, told
@@ -59,6 +59,7 @@ class DenoiseSampler(Sampler):
     rules = ("coupled",)
     bench = "decoding.bench.denoise"
     predicts_next = False  # it predicts masked tokens, of all others
+    states = 1  # of a block that a pass evaluates, at most
 
     def __init__(
         self,
@@ -121,17 +122,13 @@ class DenoiseSampler(Sampler):
         )
         batch.networks["target"] = self.network(batch)
 
-    def network(self, batch: Batch) -> WholeTexts | CachedBlocks | FrozenTexts:
+    def network(self, batch: Batch) -> WholeTexts | CachedBlocks:
         """Make the evaluator of a block's states; the first cycle's pass prefills the prompt."""
+        L, mask = self.block_size, self.mask_id
         if self.causal and not self.guidance:
-            capacity = batch.tokens.shape[1]
-            return CachedBlocks(self.target, self.block_size, self.mask_id, capacity)
-        return self.whole()
-
-    def whole(self) -> WholeTexts:
-        """Make the evaluator of whole texts, which is exact."""
-        options = self.mask_id, self.guidance, self.shifted
-        return WholeTexts(self.target, self.attention, self.block_size, *options)
+            capacity = batch.tokens.shape[1] + (self.states - 1) * L
+            return CachedBlocks(self.target, L, mask, capacity)
+        return WholeTexts(self.target, self.attention, L, mask, self.guidance, self.shifted)
 
     def cycle(self, batch: Batch, params: SamplingParams) -> tuple[Tensor, Tensor]:
         block = batch.state.block

@@ -22,7 +22,7 @@ from decoding.engine.batch import Batch
 from decoding.engine.cache import CachedNetwork
 from decoding.engine.params import SamplingParams
 from decoding.engine.verify import choose
-from decoding.method import MOST, Count, Method, Share
+from decoding.method import MAX_COUNT, Count, Method, Share
 from decoding.samplers.jacobi import JacobiSampler, JacobiState, guesses, with_old_guesses
 from models.masks import branches
 
@@ -56,7 +56,7 @@ class JacobiMRSampler(JacobiSampler):
         block_size: Count = 16,
         blocks: Count = 2,
         spawn_ratio: Share = 0.5,
-        pool_size: Annotated[int, Field(ge=0, le=MOST)] = 2,
+        pool_size: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 2,
     ):
         super().__init__(target, tokenizer, block_size=block_size, running=False)
         self.blocks, self.spawn_ratio, self.pool_size = blocks, spawn_ratio, pool_size

@@ -15,7 +15,7 @@ with a graph alone every block begins with a pass that has no drafts.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,12 +24,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.engine.batch import Batch
 from decoding.engine.params import SamplingParams
-from decoding.masked.block_evaluators import CachedBlocks, FrozenTexts, WholeTexts
 from decoding.masked.draft_graph import DraftGraph, chain_graph, read_graph
 from decoding.masked.unmasking import next_state, position_order
 from decoding.method import Text
 from decoding.samplers.denoise import DenoiseMethod, DenoiseSampler, DenoiseState
-from models.blockwise import is_foreign
 
 AHEAD = 8  # steps whose noise ranks the drafts, at most
 
@@ -46,20 +44,18 @@ class SpiffyState(DenoiseState):
 class SpiffySampler(DenoiseSampler):
     """Speculative sampler of a masked diffusion LM.
 
-    With pass 'appended' the draft states are appended to the sequence, each attending to the
-    sequence and to itself: exact and cached with block-causal attention, where no other token
-    depends on the block; lossy with bidirectional attention. With pass 'batched' each draft state
-    is a sequence of its own in the batch, which is always exact.
+    With block-causal attention, where no other token depends on the block, the draft states are
+    appended to the cached sequence, each attending to the sequence and to itself. With
+    bidirectional attention or guidance that pass, the paper's (Fig. 2), would not be exact, so each
+    draft state is a sequence of its own in the batch.
 
     Args:
         graph: The draft graph.
-        pass_: 'appended' or 'batched'; None takes 'appended' where it is exact.
-        next_block: Whether the first state of the next block is drafted too, where the pass is
-            exact.
+        next_block: Whether the first state of the next block is drafted too.
         options: Of `DenoiseSampler`.
 
     Raises:
-        ValueError: The graph or the pass does not fit the model or another option.
+        ValueError: The graph does not fit the model.
     """
 
     def __init__(
@@ -68,30 +64,18 @@ class SpiffySampler(DenoiseSampler):
         tokenizer: PreTrainedTokenizerBase,
         *,
         graph: DraftGraph,
-        pass_: Literal["appended", "batched"] | None = None,
         next_block: bool = True,
         **options,
     ):
         super().__init__(target, tokenizer, **options)
-        self.appended = pass_ == "appended" or (pass_ is None and self.causal)
-        if self.appended and is_foreign(target):
-            raise ValueError(
-                "pass=appended needs an attention mask, which a model with remote code does not "
-                "take: use pass=batched"
-            )
-        if self.appended and self.guidance:
-            raise ValueError(
-                f"guidance={self.guidance:g} needs pass=batched, because the pass without the "
-                "prompt is a sequence of its own"
-            )
         if graph.block_size != self.block_size:
             raise ValueError(
                 f"the draft graph was calibrated for block_size={graph.block_size}, but the model "
                 f"decodes with block_size={self.block_size}: calibrate one with python -m "
                 "trainers.fit recipe=spiffy_calibrate"
             )
-        self.graph = graph
-        self.next_block = next_block and (self.causal or not self.appended)
+        self.graph, self.next_block = graph, next_block
+        self.states = 1 + len(graph.nodes) + 2 * next_block
         self.reach = graph.reach if self.next_block else 0
         ranks = max((i for node in graph.nodes for i, _ in node), default=1)
         self.simulated = AHEAD if self.next_block else min(AHEAD, ranks)  # steps
@@ -102,23 +86,6 @@ class SpiffySampler(DenoiseSampler):
                 f"{self.vocabulary - 1} tokens beside its mask"
             )
         self.formulas = formulas(graph, self.device)
-
-    def lossy(self, params: SamplingParams) -> str:
-        """Lossy where other blocks depend on this one, and so on one of its states only."""
-        if self.causal or not self.appended:
-            return super().lossy(params)
-        return "pass=appended with bidirectional attention"
-
-    def network(self, batch: Batch) -> WholeTexts | CachedBlocks | FrozenTexts:
-        nodes = len(self.graph.nodes)
-        if not self.appended:
-            return self.whole()
-        if self.causal:
-            states = nodes + 2 * self.next_block
-            capacity = batch.tokens.shape[1] + states * self.block_size
-            return CachedBlocks(self.target, self.block_size, self.mask_id, capacity)
-        span, length = self.block_size, batch.tokens.shape[1]
-        return FrozenTexts(self.target, span, self.mask_id, length, 1 + nodes, self.shifted)
 
     def begin(self, batch: Batch, params: SamplingParams) -> None:
         # Without a ranking yet, the first cycle has no drafts.

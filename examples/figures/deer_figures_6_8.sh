@@ -8,7 +8,7 @@
 # Needs:  pip install -c constraints.txt -e '.[train,lab]' (make quickstart installs it)
 # Time:   seven trainings of 300 steps and a bench, after deer_inputs.sh: hours on 2 cores
 # Result: alpha = 1.01, 1.02 and 1.05 converge alike (validation loss 3.45, 3.48, 3.43). Acceptance
-#         length by block size, 2 virtual cores of an Intel Xeon with AMX (docs/results/deer.md):
+#         length by block size, 2 virtual cores of an Intel Xeon with AMX (docs/results/deer_ablations.md):
 #
 #                        4             8             16            32
 #         T=0, chains    2.71 ± 0.11   2.93 ± 0.16   3.01 ± 0.19   3.08 ± 0.21

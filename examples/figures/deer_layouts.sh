@@ -7,7 +7,7 @@
 # Needs:  pip install -c constraints.txt -e '.[train,lab]' (make quickstart installs it)
 # Time:   hours on 2 cores
 # Result: acceptance length, 64 held-out prompts, 2 virtual cores of an Intel Xeon with AMX
-#         (docs/results/deer.md):
+#         (docs/results/deer_ablations.md):
 #
 #                          separator, bidirectional   causal (layout=pard)
 #         T=0              2.30 ± 0.07                2.54 ± 0.07

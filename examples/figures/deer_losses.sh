@@ -4,7 +4,7 @@
 # Needs:  pip install -c constraints.txt -e '.[train,lab]' (make quickstart installs it)
 # Time:   three trainings of 300 steps and a bench, after deer_inputs.sh
 # Result: acceptance length of 16 held-out prompts, 2 virtual cores of an AMD EPYC with AVX-512
-#         (docs/results/deer.md):
+#         (docs/results/deer_ablations.md):
 #
 #         loss                    T=0    T=0, tree   T=1, block   T=1, tree
 #         kl                      2.81   3.48        2.28         2.59

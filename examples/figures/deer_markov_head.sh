@@ -9,7 +9,7 @@
 #         of make quickstart
 # Time:   half an hour on 2 cores
 # Result: acceptance length, 64 held-out prompts, 2 virtual cores of an Intel Xeon with AMX
-#         (docs/results/deer.md):
+#         (docs/results/markov_head.md):
 #
 #                        no head       head alone    together
 #         T=0, chains    3.87 ± 0.20   4.62 ± 0.23   5.60 ± 0.21

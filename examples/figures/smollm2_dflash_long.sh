@@ -13,7 +13,7 @@
 # Time:   22 minutes for the states, then 2.6 s a step of DFlash on one of 2 virtual cores of an AMD
 #         EPYC with AVX-512, another training on the other one: hours in all
 # Result: HumanEval, 64 problems, T=0, same machine; DEER had 890 steps in this table
-#         (docs/results/small.md):
+#         (docs/results/dflash.md):
 #
 #         sampler                                        times plain   tokens a pass
 #         dflash, a context for each layer, chains of 8  1.37 ± 0.04   2.05 ± 0.04

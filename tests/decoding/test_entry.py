@@ -185,7 +185,6 @@ def test_any_entry(tmp_path_factory, entry):
         ("method=denoise threshold=1.1", "it must be less than or equal to 1"),
         ("method=denoise tokens_per_step=0", "it must be greater than or equal to 1"),
         ("method=denoise order=magic", r"'magic'. Choose from \['confidence', 'random'\]"),
-        ("method=spiffy pass=magic", r"'magic'. Choose from \['appended', 'batched'\]"),
         ("method=asarm draft=magic", "Choose from .*'sequential'"),
         ("method=asarm nodes=0", "it must be greater than or equal to 1"),
         ("method=asarm nodes=64", "it must be less than or equal to 63"),

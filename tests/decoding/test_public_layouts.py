@@ -70,13 +70,11 @@ def test_two_tensors_in_each_others_stead_fail_the_same_test(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_is_decoded_as_it_was_trained(kind, tmp_path, capsys):
-    """The texts, the pass that the loader chooses and names, and drafts that change nothing."""
+    """The texts, what the loader chooses and names, and drafts that change nothing."""
     save(kind, tmp_path)
     sampler = opened(tmp_path)
     said = capsys.readouterr()
-    way = {"block_causal": "appended", "bidirectional": "batched"}[attention(kind)]
     assert f"attention={attention(kind)}" in said.err
-    assert f"pass={way}" in said.err
     assert said.out == ""
     assert (sampler.mask_id, sampler.attention) == (V, attention(kind))
     assert sampler.shifted == (kind in SHIFTED)
@@ -139,13 +137,6 @@ def test_another_attention_than_the_trained_one_is_refused(kind, tmp_path):
         opened(tmp_path, f"attention={wrong}")
     assert "\n" not in str(error.value)
     assert opened(tmp_path, f"attention={trained}").attention == trained
-
-
-def test_an_appended_pass_where_it_is_not_exact_stays_lossy(tmp_path):
-    save("llada", tmp_path)
-    sampler = opened(tmp_path, "method=spiffy", "graph=chain:3", "pass=appended")
-    with pytest.raises(ValueError, match=r"pass=appended .*lossy=true"):
-        sampler.generate([[1]], GREEDY)
 
 
 def test_end_tokens_are_those_of_the_generation_config(tmp_path):

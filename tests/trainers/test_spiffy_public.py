@@ -169,7 +169,7 @@ def test_a_known_layout_is_calibrated_without_its_code(kind, tmp_path, monkeypat
     plain = load(str(export), sampler=("method=denoise",), dtype="float32")
     expected = plain.generate(PROMPTS, GREEDY)
     sampler = load(str(export), dtype="float32")
-    assert sampler.appended == (kind == "sdar")
+    assert sampler.causal == (kind == "sdar")
     found = sampler.generate(PROMPTS, GREEDY)
     assert [r.token_ids for r in found] == [r.token_ids for r in expected]
     totals = [sum(r.stats.target_passes for r in results) for results in (found, expected)]

@@ -12,7 +12,7 @@ from recipes.compose import build, compose, names
 from tests.chaos import finish
 from tests.support import runs, tiny
 from trainers import export, strategies
-from trainers.fit import of_this_device
+from trainers.fit import resolve_precision
 from trainers.strategies import DeepSpeed, strategy_of, with_weights, without_weights
 
 WEIGHTS = "model.safetensors"
@@ -185,12 +185,12 @@ class TestDeepSpeed:
 @pytest.mark.parametrize("native", [True, False])
 def test_precision_follows_the_device(monkeypatch, native):
     monkeypatch.setattr(strategies, "multiplies_bfloat16", lambda: native)
-    config = of_this_device(compose(["recipe=ar_target", "trainer.accelerator=cpu"], "fit"))
+    config = resolve_precision(compose(["recipe=ar_target", "trainer.accelerator=cpu"], "fit"))
     found = config.trainer.precision, config.acceptance.dtype
     assert found == (("bf16-mixed", "bfloat16") if native else ("32-true", "float32"))
     # What is given stays.
     given = ["trainer.precision=64-true", "acceptance.dtype=bfloat16"]
-    config = of_this_device(compose(["recipe=ar_target", *given], "fit"))
+    config = resolve_precision(compose(["recipe=ar_target", *given], "fit"))
     assert (config.trainer.precision, config.acceptance.dtype) == ("64-true", "bfloat16")
 
 

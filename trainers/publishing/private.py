@@ -18,7 +18,7 @@ TOKENS = re.compile(r"\b(hf_[A-Za-z0-9]{16,}|gh[pousr]_\w{20,}|sk-[\w-]{20,}|AKI
 LOGIN = re.compile(r"(?<=://)[^/\s@]+@")  # the login in an address
 # The host of an address that is not public: a bare name, a number, or a host with a port.
 HOST = re.compile(r"(?<=://)([\w-]+|[\d.]+|[\w.-]+(?=:\d))(?=[:/\s]|$)")
-FILE = re.compile(r"\bfile://(?=/)")
+FILE_URL = re.compile(r"\bfile://(?=/)")
 # A path from the root that is not part of an address or of a relative path.
 ABSOLUTE = re.compile(r"(?<![\w.~/:*-])/(?!/)[^\s'\"`,;:|)\]}]*[^\s'\"`,;:|)\]}.]")
 SHORTEST = 8  # characters of a secret: shorter values of the environment are words and numbers
@@ -38,7 +38,7 @@ def public(value: Any) -> Any:
         return value
     for secret in _secrets():
         value = value.replace(secret, "[secret]")
-    value = FILE.sub("", HOST.sub("host", LOGIN.sub("", TOKENS.sub("[secret]", value))))
+    value = FILE_URL.sub("", HOST.sub("host", LOGIN.sub("", TOKENS.sub("[secret]", value))))
     value = re.sub(re.escape(f"{Path.cwd()}") + r"(/|(?![\w.-]))", "", value)
     home = str(Path.home())
     if len(Path(home).parts) > 1:  # a machine's / is nobody's

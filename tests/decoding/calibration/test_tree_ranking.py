@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from decoding.calibration import tree_ranking
-from decoding.calibration.tree_ranking import MOST, fit, observed
+from decoding.calibration.tree_ranking import MAX_SHARPNESS, fit, observed
 from decoding.drafting.tree import ROOT, draft_trees
 from decoding.engine.params import SamplingParams
 from decoding.engine.warp import warp
@@ -53,7 +53,7 @@ def test_the_tokens_of_a_large_vocabulary_that_no_tree_reaches_are_left_out(monk
 
 def test_a_drafter_that_is_always_right_or_always_wrong():
     z, _ = drawn([1.0])
-    assert fit(z, z.argmax(-1))[0] == pytest.approx([MOST], abs=0.01)
+    assert fit(z, z.argmax(-1))[0] == pytest.approx([MAX_SHARPNESS], abs=0.01)
     assert fit(z, z.argmin(-1))[0][0] < 0.1
 
 

@@ -1,4 +1,4 @@
-"""Spiffy's output is denoise's, token for token, for any draft graph; and a pass that is lossy."""
+"""Spiffy's output is denoise's, token for token, for any draft graph."""
 
 import json
 import random
@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from decoding.engine.params import SamplingParams
+from decoding.masked.block_evaluators import WholeTexts
 from decoding.masked.draft_graph import DraftGraph, graph_of, read_graph
 from decoding.samplers.spiffy import SpiffySampler
 from tests.support.denoising import KINDS, L, V, denoise, network, spiffy
@@ -57,16 +58,13 @@ def cases():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize(
-    ("attention", "way"),
-    [("block_causal", None), ("block_causal", "batched"), ("bidirectional", None)],
-)
-def test_the_text_is_that_of_denoise(attention, way, temperature):
+@pytest.mark.parametrize("attention", KINDS)
+def test_the_text_is_that_of_denoise(attention, temperature):
     model = network().float()
     params = SamplingParams(max_new_tokens=NEW, temperature=temperature)
     for graph, rule in cases():
         expected = denoise(model, attention, **rule).generate(PROMPTS, params, seeds=SEEDS)
-        sampler = spiffy(model, attention, graph, pass_=way, **rule)
+        sampler = spiffy(model, attention, graph, **rule)
         found = sampler.generate(PROMPTS, params, seeds=SEEDS)
         assert ids(found) == ids(expected), (graph, rule)
         assert passes(found) <= passes(expected)
@@ -146,32 +144,30 @@ def first_pass(sampler, prompt, states):
 STATES = [[V, V, V, V], [5, V, V, V], [5, V, 2, V], [5, 9, 2, V]]
 
 
-@pytest.mark.parametrize(
-    ("attention", "way", "exact"),
-    [
-        ("block_causal", "appended", True),
-        ("block_causal", "batched", True),
-        ("bidirectional", "batched", True),
-        ("bidirectional", "appended", False),
-    ],
-)
-def test_appended_drafts_of_a_bidirectional_model_have_other_logits(attention, way, exact):
-    """Every other block attended to the current state only, so this pass must stay lossy."""
+@pytest.mark.parametrize("attention", KINDS)
+def test_drafts_have_the_logits_of_states_alone(attention):
     model, prompt = network(scale=1.0, layers=3), [2, 7, 1, 8]
-    together = spiffy(model, attention, PAPER, pass_=way)
-    alone = denoise(model, attention)
+    together, alone = spiffy(model, attention, PAPER), denoise(model, attention)
     found = first_pass(together, prompt, STATES)
     expected = torch.cat([first_pass(alone, prompt, [state]) for state in STATES])
-    error = (found - expected).abs().amax((1, 2))
-    assert error[0] < 1e-12  # the current state is what the other blocks attended to
-    assert (error[1:].max() < 1e-12) if exact else (error[1:].min() > 1e-3)
+    assert (found - expected).abs().max() < 1e-12
+    # Negative control: attention of the other kind, in the same places.
+    other = denoise(model, next(kind for kind in KINDS if kind != attention))
+    assert (found[1:] - first_pass(other, prompt, STATES[1:])).abs().amax((1, 2)).min() > 1e-3
+
+
+class Uncached(SpiffySampler):
+    """Runs whole texts with block-causal attention too."""
+
+    def network(self, batch):
+        return WholeTexts(self.target, self.attention, self.block_size, self.mask_id)
 
 
 def test_a_cached_block_is_the_block_in_its_final_state():
     """The keys of a finished block come from a pass over it, not from its last masked state."""
     model, params = network().float(), SamplingParams(max_new_tokens=5 * L, temperature=0)
     cached = spiffy(model, "block_causal", CHAIN).generate(PROMPTS, params)
-    whole = spiffy(model, "block_causal", CHAIN, pass_="batched").generate(PROMPTS, params)
+    whole = denoise(model, "block_causal", Uncached, graph=CHAIN).generate(PROMPTS, params)
     assert ids(cached) == ids(whole)
     assert [r.stats.emitted for r in cached] == [r.stats.emitted for r in whole]
 
@@ -200,7 +196,7 @@ def test_a_model_that_looks_at_nothing_is_guessed_at_once(temperature, rule):
 def test_guidance_is_speculated_on_in_texts():
     model, params = network(), SamplingParams(max_new_tokens=8, temperature=0)
     expected = ids(denoise(model, "block_causal", guidance=0.5).generate(PROMPTS, params))
-    sampler = spiffy(model, "block_causal", PAPER, guidance=0.5, pass_="batched")
+    sampler = spiffy(model, "block_causal", PAPER, guidance=0.5)
     assert ids(sampler.generate(PROMPTS, params)) == expected
 
 
@@ -249,7 +245,6 @@ class TestGraph:
 MISTAKES = [
     ({"graph": graph_of(8, 1, [[(1, 1)]])}, r"block_size=8.* block_size=4"),
     ({"graph": graph_of(L, 1, [[(1, V + 1)]])}, rf"rank {V + 1}.* {V} "),
-    ({"pass_": "appended", "guidance": 1.0}, r"guidance=1 .*pass=batched"),
 ]
 
 
@@ -258,11 +253,3 @@ def test_a_mistake_is_one_line(options, named):
     with pytest.raises(ValueError, match=named) as error:
         spiffy(network(), "bidirectional", **{"graph": PAPER, **options})
     assert "\n" not in str(error.value)
-
-
-def test_an_inexact_pass_runs_for_those_only_who_allow_it():
-    sampler = spiffy(network(), "bidirectional", PAPER, pass_="appended")
-    with pytest.raises(ValueError, match=r"pass=appended .*lossy=true"):
-        sampler.generate([[1, 2]], SamplingParams(max_new_tokens=L))
-    (result,) = sampler.generate([[1, 2]], SamplingParams(max_new_tokens=L, lossy=True))
-    assert result.stats.lossy == sampler.lossy(SamplingParams())
