@@ -80,11 +80,16 @@ def compose(argv: list[str], command: str) -> DictConfig:
         raise ValueError(f"recipe= is missing. Choose from {names('recipe')}")
     config = defaults(command, **chosen)
     try:
-        _override_all(config, [a for a in pairs if a.partition("=")[0] not in chosen])
+        given = {a.partition("=")[0] for a in pairs}
+        for argument in pairs:
+            if argument.partition("=")[0] not in chosen:
+                _override(config, argument)
+        if len(either := given & {*EITHER}) == 1 and OmegaConf.select(config, *either) is not None:
+            OmegaConf.update(config, *({*EITHER} - either), None)
         resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
         check_targets(config)
         _check_node(resolved, SETTINGS[command])
-        _carry_on(config, {a.partition("=")[0] for a in pairs})
+        _carry_on(config, given)
     except OmegaConfBaseException as error:
         raise ValueError(" ".join(str(error).split())) from error
     if wish == "config":
@@ -282,16 +287,6 @@ def _builds(value: Any, hint: Any) -> bool:
         return False
     built = plain(inspect.signature(_target(value)).return_annotation)
     return plain(hint) in (Any, dict) or built in (plain(hint), *typing.get_args(plain(hint)))
-
-
-def _override_all(config: DictConfig, arguments: list[str]) -> None:
-    """Apply a command line's arguments to a config."""
-    for argument in arguments:
-        _override(config, argument)
-    given = [key for key in EITHER if any(a.startswith(f"{key}=") for a in arguments)]
-    if len(given) == 1 and OmegaConf.select(config, given[0]) is not None:
-        (other,) = {*EITHER} - {*given}
-        OmegaConf.update(config, other, None)
 
 
 def _override(config: DictConfig, argument: str) -> None:

@@ -9,7 +9,7 @@ import inspect
 import re
 import sys
 import typing
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -62,7 +62,7 @@ def parse(argv: list[str], into: type, command: str):
     """
     wish, pairs = asked(argv)
     hints = types_of(into)
-    defaults = {f.name: _default(f) for f in fields(into)}
+    defaults = {f.name: f.default for f in fields(into)}
     helps = _helps(into)
     if wish == "help":
         lines = [Line(name, defaults[name], hint, helps[name]) for name, hint in hints.items()]
@@ -85,10 +85,6 @@ def parse(argv: list[str], into: type, command: str):
             about = helps[name] and f" ({helps[name]})"
             raise ValueError(f"{name}= is missing{about}: python -m {command} {name}=...")
     return into(**given)
-
-
-def _default(f: Field) -> Any:
-    return f.default_factory() if f.default_factory is not MISSING else f.default
 
 
 def _helps(into: type) -> dict[str, str]:
@@ -172,16 +168,10 @@ class SourceOptions(MeasureOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatOptions(MeasureOptions):
-    """Options of a command that asks a model questions."""
-
-    chat: bool | None = option(None, "ask in the chat template; null: where the model has one")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptOptions(SourceOptions, ChatOptions):
+class PromptOptions(SourceOptions):
     """Options of a command that measures a model on held-out prompts."""
 
+    chat: bool | None = option(None, "ask in the chat template; null: where the model has one")
     prompts: Count = option(64, "how many held-out prompts")
     prompt_length: Tokens | None = option(None, "tokens; null: 64 of a text, all of a question")
     max_new_tokens: Tokens = option(128, "tokens of an answer, at the most")

@@ -178,20 +178,18 @@ def accepted(row: WatchedRow, levels: int) -> dict:
 
 def draw_graphs(graphs: dict[str, DraftGraph], file: Path) -> None:
     """Draw each draft graph by levels, from the current state down."""
+    box = {"boxstyle": "round", "facecolor": "white"}
     with picture(file, ncols=len(graphs), figsize=(6 * len(graphs), 5)) as axes:
         for axis, (name, graph) in zip(axes[0], graphs.items()):
-            positions = {0: (0.0, 0)}
-            for level in sorted({*graph.levels}):
-                here = [n for n, found in enumerate(graph.levels, 1) if found == level]
-                positions |= {n: (i - (len(here) - 1) / 2, -level) for i, n in enumerate(here)}
-            for n, parents in enumerate(graph.parents, 1):
-                for p in parents:
-                    axis.plot(*zip(positions[p], positions[n]), color="0.7", zorder=1)
-            for n, position in positions.items():
-                axis.annotate(
-                    show(graph.formula(n)), position, ha="center", va="center", fontsize=7,
-                    bbox={"boxstyle": "round", "facecolor": "white"},
-                )  # fmt: skip
+            positions, levels = {0: (0.0, 0)}, graph.levels
+            for n, (level, parents) in enumerate(zip(levels, graph.parents), 1):
+                before, there = levels[: n - 1].count(level), levels.count(level)
+                positions[n] = (before - (there - 1) / 2, -level)
+                for parent in parents:
+                    axis.plot(*zip(positions[parent], positions[n]), color="0.7", zorder=1)
+            for n, at in positions.items():
+                text = show(graph.formula(n))
+                axis.annotate(text, at, ha="center", va="center", fontsize=7, bbox=box)
             axis.set_title(name)
             axis.set_axis_off()
             axis.margins(0.2)

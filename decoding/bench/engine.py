@@ -179,13 +179,13 @@ def measure(bench: EngineBench) -> list[Way]:
     named = target_of(str(model), config, bench.target)
     if named is None and config["method"] != "plain":
         raise ValueError(f"{bench.model} is no drafter (it names no target), and no ordinary model")
-    speculative = speculative_config(model, bench.block_size) if named else None
+    speculative = speculative_config(model, bench.block_size) if named else {}
     target = fetch(named) if named else model
     if bench.threads is not None:
         torch.set_num_threads(bench.threads)
     sampler = load(str(model), target=bench.target, **bench.placing)
     ids = questions(bench, sampler.tokenizer)
-    width = speculative["num_speculative_tokens"] if speculative else None
+    width = speculative.get("num_speculative_tokens")
     params = params_of(bench, temperature=bench.temperature, block_size=width)
 
     given = {"params": params, "batch": bench.batch_size}

@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import ClassVar, Literal
 
 import torch
+from scipy.stats import entropy, ttest_ind
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -27,7 +28,6 @@ from decoding.engine.params import Result, SamplingParams
 from decoding.engine.sampler import Sampler
 from decoding.loading import load, load_tokenizer, sampler_of, sampling_config
 from decoding.report import results, track, write_table
-from decoding.samplers.asarm import AsarmSampler
 from models import causal
 from models.placement import input_device
 from recipes.command import main
@@ -63,7 +63,6 @@ class InfillBench(SourceOptions, ProgramOptions):
     lossy: bool = option(False, "allow knobs that are not lossless, as tolerance=0.05 (Table 8)")
     batch_size: Count = option(8, "windows that are filled together")
     temperature: Temperature = option(1.0, "of the sampling; 0 is greedy")
-    verify: Literal[*AsarmSampler.rules] = option("rejection", "how drafts are verified")
 
 
 @dataclass
@@ -110,7 +109,8 @@ class FilledRow(Row):
         tokenizer = self.sampler.tokenizer
         if judge is not None:
             self.perplexity.append(generative_perplexity(*judge, result.text))
-            self.entropy.append(entropy(judge[1](result.text)["input_ids"]))
+            counts = Counter(judge[1](result.text)["input_ids"])
+            self.entropy.append(float(entropy([*counts.values()], base=2)))  # Eq. 22
         if task.hidden is not None:
             self.rouge.append(rouge(tokenizer.decode(result.token_ids), task.hidden))
         if task.problem is not None and bench.execute:
@@ -152,8 +152,8 @@ def tasks(bench: InfillBench, tokenizer: PreTrainedTokenizerBase) -> list[Task]:
         return problem_tasks(bench, problems, tokenizer)
     if bench.execute:
         raise ValueError(
-            f"execute={bench.execute}, but source={bench.source!r} has no problems of infilling "
-            "(docs/how_to/benchmarks.md): give a file with 'suffix', 'canonical_solution' and tests"
+            f"execute={bench.execute}, but source={bench.source!r} has no problems of infilling, "
+            "with 'suffix', 'canonical_solution' and tests"
         )
     where = {"split": bench.split, "subset": bench.subset, "limit": bench.limit}
     if bench.packed:
@@ -182,8 +182,7 @@ def problem_tasks(
     """Return infilling problems, each with a hole of as many tokens as its solution has."""
     if len(problems) < bench.samples:
         raise ValueError(
-            f"source={bench.source!r} has {len(problems)} problems, but samples={bench.samples}: "
-            "lower it"
+            f"{bench.source!r} has {len(problems)} problems, fewer than samples={bench.samples}"
         )
     if bench.execute:
         check(bench)
@@ -218,24 +217,18 @@ def ways(bench: InfillBench, first: Sampler, knob: str) -> list[FilledRow]:
             raise unknown("draft", name, sampler.drafts)
     if bench.drafts:
         others = [name for name in others if name in bench.drafts]
-    rows: list[FilledRow] = []
-
-    def add(by: Sampler, draft: str, k: int | None, verify: str, nodes: int | None = None):
-        params = SamplingParams(
-            temperature=bench.temperature, verify=verify, draft=draft, block_size=k,
-            lossy=bench.lossy,
-        )  # fmt: skip
-        given = {"plain": rows[0] if rows else None, "knob": knob, "nodes": nodes}
-        rows.append(FilledRow(draft, by, params, bench.batch_size, **given))
-
-    add(sampler, plain, None, bench.verify)
-    for draft in others:
-        for k in bench.block_sizes:
-            add(sampler, draft, k, bench.verify)
+    found = [(sampler, plain, None, None)]
+    found += [(sampler, draft, k, None) for draft in others for k in bench.block_sizes]
     for nodes in bench.nodes:
         trees = sampler_of({**config, "nodes": nodes}, first.target, first.tokenizer)
-        for k in bench.block_sizes:
-            add(trees, "assd_fused", k, "tree", nodes)
+        found += [(trees, "assd_fused", k, nodes) for k in bench.block_sizes]
+    rows: list[FilledRow] = []
+    for by, draft, k, nodes in found:
+        shared = {"temperature": bench.temperature, "lossy": bench.lossy}
+        verify = "tree" if nodes else "rejection"
+        params = SamplingParams(verify=verify, draft=draft, block_size=k, **shared)
+        given = {"plain": rows[0] if rows else None, "knob": knob, "nodes": nodes}
+        rows.append(FilledRow(draft, by, params, bench.batch_size, **given))
     return rows
 
 
@@ -302,20 +295,8 @@ def generative_perplexity(
     return torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:]).exp().item()
 
 
-def entropy(ids: list[int]) -> float:
-    """Return the entropy of a text's token frequencies in bits, arXiv 2504.20456, Eq. 22.
-
-    >>> entropy([7, 8, 7, 8])
-    1.0
-    """
-    shares = [count / len(ids) for count in Counter(ids).values()]
-    return -sum(p * math.log2(p) for p in shares)
-
-
 def summary(row: FilledRow) -> dict:
     """Return a row of the table, by column; ratios and p-values are against sequential decoding."""
-    from scipy.stats import ttest_ind
-
     plain, lossy = row.plain or row, row.stats[0].lossy
     line = {"knob": row.knob} if row.knob else {}
     line["draft"] = f"{row.name} (lossy: {lossy})" if lossy else row.name

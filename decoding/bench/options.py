@@ -18,16 +18,10 @@ UNASKED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions(SamplerOptions, MeasureOptions):
-    """Exports side by side, with other knobs than their own."""
+class PromptBenchOptions(SamplerOptions, PromptOptions):
+    """Exports side by side on held-out prompts, with other knobs than their own."""
 
     also: tuple[str, ...] = option((), "further exports of its tokenizer, for the same table")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptBenchOptions(BenchOptions, PromptOptions):
-    """Exports side by side on held-out prompts."""
-
     temperatures: Several[Temperature] = option((0.0, 1.0), "of the sampling; 0 is greedy")
 
 

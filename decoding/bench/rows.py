@@ -7,6 +7,7 @@ from statistics import fmean, median, stdev
 from time import perf_counter
 
 import numpy
+from scipy.stats import bootstrap
 from transformers import PreTrainedTokenizerBase
 
 from data.text.prompts import heldout_prompts
@@ -135,24 +136,15 @@ def params_of(options: PromptOptions, **more) -> SamplingParams:
     return SamplingParams(**shared, **more)
 
 
-def check_goes_on(model: str, sampler: Sampler) -> None:
-    """Raise ValueError for a model that does not decode token by token; it has its own bench."""
-    if sampler.bench != "decoding.bench":
-        raise ValueError(
-            f"{model} does not decode token by token, so this bench cannot compare it: "
-            f"python -m {sampler.bench} model={model}"
-        )
-
-
-def cycle(stats: list[Stats], digits: int = 3) -> dict[str, float]:
-    """Return the milliseconds per cycle (one target pass) in drafter, target and everything else.
+def cycle(stats: list[Stats]) -> dict[str, float]:
+    """Return the milliseconds per cycle (one target pass) in target, drafter and everything else.
 
     A cycle of several requests counts once for each of them.
     """
-    parts = {"drafter": "drafter_s", "target": "target_s", "rest": "sampler_s"}
+    parts = {"target": "target_s", "drafter": "drafter_s", "rest": "sampler_s"}
     passes = sum(s.target_passes for s in stats)
     spent = {name: sum(getattr(s, key) for s in stats) for name, key in parts.items()}
-    return {name: round(1000 * seconds / passes, digits) for name, seconds in spent.items()}
+    return {name: round(1000 * seconds / passes, 3) for name, seconds in spent.items()}
 
 
 def mean_error(values: list[float]) -> float:
@@ -183,8 +175,6 @@ def ratio_error(above: list[int], below: list[int]) -> float | str:
 
 def _bootstrap_error(statistic: Callable, *samples: list[float]) -> float | str:
     """Return the standard error of a statistic by the bootstrap (Efron 1979); '' for one prompt."""
-    from scipy.stats import bootstrap
-
     if len(samples[0]) < 2:
         return ""
     settings = {"n_resamples": 2000, "method": "basic", "random_state": 0}

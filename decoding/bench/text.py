@@ -10,7 +10,7 @@ from data.text.prompts import heldout_prompts
 from decoding.bench.baselines import HuggingFace
 from decoding.bench.drawn_trees import RULES, drawing
 from decoding.bench.options import PromptBenchOptions, ScoreOptions, results_folder, told_apart
-from decoding.bench.rows import check_goes_on, params_of, take_turns
+from decoding.bench.rows import params_of, take_turns
 from decoding.bench.scores import scorer
 from decoding.bench.text_report import TextRow, profile, report
 from decoding.drafting.block_sampler import BlockSampler
@@ -77,7 +77,8 @@ def measure(bench: Bench) -> tuple[list[TextRow], list[dict]]:
     options |= bench.placing | {"trust_remote_code": bench.trust_remote_code}
     samplers = {name: load(name, **options) for name in (bench.model, *bench.also)}
     for name, sampler in samplers.items():
-        check_goes_on(name, sampler)
+        if sampler.bench != "decoding.bench":
+            raise ValueError(f"{name} has its own bench: python -m {sampler.bench} model={name}")
     tokenizers = {name: s.tokenizer for name, s in samplers.items()}
     assistant = None
     if bench.assistant is not None:
