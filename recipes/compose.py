@@ -375,8 +375,8 @@ def _help(command: str, chosen: dict[str, str]) -> str:
         config, scale = defaults(command, **chosen), chosen["scale"]
         head, example = "\n".join(_head("recipe", recipe)), f"recipe={recipe} scale=lab seed=1"
         about = f"{head}\n\nThe keys of recipe={recipe} at scale={scale}:"
-        for path, note in _notes(RECIPES / "recipe" / f"{recipe}.yaml").items():
-            notes[path.removeprefix(f"scales.{scale}.")] = note
+        found = _notes(RECIPES / "recipe" / f"{recipe}.yaml")
+        notes = {path.removeprefix(f"scales.{scale}."): note for path, note in found.items()}
     return help_page(module, about, _lines(config, SETTINGS[command], notes), example)
 
 

@@ -1,7 +1,4 @@
-"""Keys that every recipe has: types, defaults and descriptions, as `--help` shows them.
-
-A recipe, its scale and the command line override them, in this order.
-"""
+"""Keys that every recipe has: types, defaults and descriptions, as `--help` shows them."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal

@@ -30,7 +30,6 @@ from data.files import shortened
 WORDS = {"null": None, "true": True, "false": False}
 VERBATIM = "verbatim"  # in an annotation: quotes around the text belong to it
 LARGEST = 2**31 - 1  # of an integer whose type has no limit
-STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 class WrongType(ValueError):
@@ -128,10 +127,9 @@ def _refused(key: str, value: Any, hint: Any, problems: Sequence[dict], default:
             return ValueError(f"{key}={_brief(value)} is not allowed: {who} must {must}")
     value = problems[0]["input"]
     known = "" if default is MISSING or "{" in show(default) else f" (default {show(default)})"
-    named = {tuple: "list", types.NoneType: "null", dict: "a node with keys"}
     return WrongType(
         f"{key}={repr(_brief(value)) if isinstance(value, str) else _brief(value)} is of type "
-        f"{named.get(type(value)) or type(value).__name__}, but {type_name(hint)} is needed{known}"
+        f"{type_name(type(value))}, but {type_name(hint)} is needed{known}"
     )
 
 
@@ -198,7 +196,7 @@ def plain(hint: Any) -> Any:
 
 @functools.cache
 def _adapter(hint: Any) -> TypeAdapter:
-    return TypeAdapter(hint, config=STRICT)
+    return TypeAdapter(hint, config=ConfigDict(strict=True, allow_inf_nan=False))
 
 
 def _tuples(value: Any) -> Any:

@@ -1,8 +1,4 @@
-"""`python -m decoding.bench.denoise model=runs/spiffy_calibrate/export`: passes saved by drafts.
-
-Every held-out prompt is decoded by vanilla denoising and by each draft graph in turn, one prompt at
-a time, after a warm-up.
-"""
+"""`python -m decoding.bench.denoise model=runs/spiffy_calibrate/export`: passes saved by drafts."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -59,11 +55,6 @@ class Watch:
                 if hasattr(sampler, name):
                     setattr(sampler, name, self._timed(stage, getattr(sampler, name)))
 
-    def forget(self) -> None:
-        """Forget all that was observed."""
-        self.taken.clear()
-        self.seconds.clear()
-
     def _note(self, batch: Batch):
         self.taken.append(int(batch.state.step[0]) - self._before)
         found = self._finished(batch)
@@ -88,7 +79,8 @@ class WatchedRow(Row):
 
     def warm_up(self, prompts: list[list[int]]) -> None:
         super().warm_up(prompts)
-        self.watch.forget()
+        self.watch.taken.clear()
+        self.watch.seconds.clear()
 
     @property
     def nfe(self) -> int:

@@ -13,15 +13,7 @@ import torch
 
 from data.arguments import BlockSize, Count, Temperature, Whole
 from decoding.bench.options import results_folder
-from decoding.bench.rows import (
-    ERROR,
-    Row,
-    on_screen,
-    params_of,
-    questions,
-    ratio_error,
-    take_turns,
-)
+from decoding.bench.rows import ERROR, Row, on_screen, params_of, questions, ratio_error, take_turns
 from decoding.engine.params import Result, SamplingParams, Stats, accepted_counts
 from decoding.external.vllm_engine import ON_CPU, Vllm, interpreter, speculative_config
 from decoding.fetch import fetch
@@ -62,7 +54,6 @@ class Way(Row):
 
     @property
     def turn(self) -> int:
-        """Prompts that are timed together: a batch."""
         return self.batch
 
     def add(self, drafts: int, accepted: list[int]) -> None:

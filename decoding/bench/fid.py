@@ -82,8 +82,8 @@ def measure(request: Fid, sampler: SequentialSampler) -> list[dict]:
             score.update(logits(found).cpu())
         mean, deviation = score.compute()
         line = {"way": f"{way} (lossy)" if way == "relaxed" else way}
-        line["FID"] = f"{distance.compute().item():.4g}"
-        lines.append(line | {"IS": f"{mean.item():.3f} ± {deviation.item():.3f}"})
+        line |= {"FID": f"{distance.compute().item():.4g}", "IS": f"{mean:.3f} ± {deviation:.3f}"}
+        lines.append(line)
     return lines
 
 

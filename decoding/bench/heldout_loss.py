@@ -55,7 +55,13 @@ def run(argv: list[str]) -> None:
         texts = heldout_texts(h, load_tokenizer(h.model))
         tokens = ", ".join(f"{sum(sum(t) for _, t in of)} of {what}" for what, of in texts.items())
         title = f"next-token loss in nats, {h.dtype}, held-out tokens: {tokens}"
-        found, lines = {name: losses(h, name, texts) for name in names}, []
+        found, lines = {}, []
+        for name in names:
+            sampler = load(name, **h.placing)
+            if not sampler.continues:
+                raise ValueError(f"{name} fills holes and predicts no next token: give causal LMs")
+            network, size = sampler.target, h.batch_size
+            found[name] = {what: mean_loss(network, of, size) for what, of in texts.items()}
         for name, loss in found.items():
             line = {"model": name} | {what: round(x, 4) for what, x in loss.items()}
             above = {what: 100 * (x / found[h.model][what] - 1) for what, x in loss.items()}
@@ -63,14 +69,6 @@ def run(argv: list[str]) -> None:
                 line | {f"{what}, % above first": round(x, 2) for what, x in above.items()}
             )
         write_table(lines, out / "heldout_loss.csv", title, "decoding.bench.heldout_loss")
-
-
-def losses(h: HeldoutLoss, name: str, texts: dict[str, list[Encoded]]) -> dict[str, float]:
-    """Return one model's mean loss in nats on each kind of text."""
-    sampler = load(name, **h.placing)
-    if not sampler.continues:
-        raise ValueError(f"{name} fills holes and predicts no next token: give causal LMs")
-    return {what: mean_loss(sampler.target, of, h.batch_size) for what, of in texts.items()}
 
 
 def heldout_texts(h: HeldoutLoss, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[Encoded]]:

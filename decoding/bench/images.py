@@ -55,8 +55,7 @@ WAYS = {
     "exact, last step": {"coupled": 1},
     "relaxed (lossy)": RELAXED,
 }
-SWEPT = {"gamma": "gammas", "prefill": "prefills", "guidance": "guidances",
-         "temperature": "temperatures"}  # fmt: skip
+SWEPT = ("gamma", "prefill", "guidance", "temperature")  # `gammas` are values of `gamma`
 
 
 def run(argv: list[str]) -> None:
@@ -77,17 +76,16 @@ def report(bench: ImageBench, sampler: CspdSampler, out: Path) -> None:
     draw_grid(grid, out / "accepted.png")
     title = f"{bench.samples} samples a set, {bench.dtype}"
     write_table(ways(bench, sampler), out / "ways.csv", title, command)
-    print(
-        "acceptance rate: accepted drafts of those that were judged; tokens a pass: the bonus or "
-        "correction token included; p: permutation test against sequential samples"
-    )
+    print("acceptance rate: accepted drafts of those that were judged")
+    print("tokens a pass: the bonus or correction token included")
+    print("p: permutation test against sequential samples")
 
 
 def sweep(bench: ImageBench, sampler: CspdSampler) -> tuple[list[dict], Tensor]:
     """Return the acceptance for each value of each knob, and by image position [S/p, S/p]."""
     lines, base = [], params_of(bench)
-    for knob, values in SWEPT.items():
-        for value in getattr(bench, values):
+    for knob in SWEPT:
+        for value in getattr(bench, f"{knob}s"):
             params = replace(base, **{knob: value})
             results = drawn(bench, sampler, params, bench.images)
             judged = accepted(results, params.gamma, prefilled(params, sampler))
@@ -119,9 +117,8 @@ def accepted(results: list[ImageResult], gamma: int, prefilled: int) -> dict:
 def ways(bench: ImageBench, sampler: CspdSampler) -> list[dict]:
     """Return a line for each way to decode: acceptance, speed, distance to sequential samples."""
     plain, lines, base = SequentialSampler(sampler.target), [], params_of(bench)
-    reference = drawn(bench, plain, base, bench.samples, first=1) if bench.samples else None
-    compare = reference is not None and bench.features is not None
-    if compare:
+    reference = drawn(bench, plain, base, bench.samples, first=1) if bench.samples else []
+    if reference and bench.features:
         shown = pictures(bench, sampler, reference)
         features, _ = load_features(bench.features, *shown.shape[1:3])
         expected = features(shown)
@@ -137,11 +134,11 @@ def ways(bench: ImageBench, sampler: CspdSampler) -> list[dict]:
             line["acceptance rate"] = ""
         for size in bench.batch_sizes:
             line |= speed(bench, way, params, size)
-        if reference is not None:
+        if reference:
             sets = [torch.stack([r.patches for r in of]).cpu() for of in (results, reference)]
             energy, p = permutation_test(*sets, PERMUTATIONS, bench.seed)
             line |= {"energy distance": f"{energy:.2e}", "p": round(p, 4)}
-        if compare:
+        if reference and bench.features:
             distance.reset()
             distance.update(features(pictures(bench, sampler, results)), real=False)
             line["Fréchet"] = f"{distance.compute().item():.3g}"

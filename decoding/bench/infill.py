@@ -21,7 +21,7 @@ from data.arguments import BlockSize, Count, Several, Small, Temperature, Tokens
 from data.corpora.benchmarks import Problem, is_benchmark, program, read_benchmark
 from data.rows.documents import packed_windows
 from data.text.prompts import heldout_prompts
-from decoding.bench.options import UNASKED, ProgramOptions, results_folder
+from decoding.bench.options import ProgramOptions, results_folder
 from decoding.bench.rows import ERROR, Row, mean_error, spread
 from decoding.bench.sandbox import check, execute
 from decoding.engine.params import Result, SamplingParams
@@ -156,10 +156,10 @@ def tasks(bench: InfillBench, tokenizer: PreTrainedTokenizerBase) -> list[Task]:
             "with 'suffix', 'canonical_solution' and tests"
         )
     where = {"split": bench.split, "subset": bench.subset, "limit": bench.limit}
+    given = bench.source, tokenizer, bench.samples, bench.length
     if bench.packed:
-        windows = packed_windows(bench.source, tokenizer, bench.samples, bench.length, **where)
+        windows = packed_windows(*given, **where)
     else:
-        given = bench.source, tokenizer, bench.samples, bench.length
         windows = [w["prompt_ids"] for w in heldout_prompts(*given, **where, chat=False)]
     found = [Task(prompt) for prompt in hide(bench, windows, tokenizer)]
     if bench.hide != "random":
@@ -170,9 +170,8 @@ def tasks(bench: InfillBench, tokenizer: PreTrainedTokenizerBase) -> list[Task]:
 
 def infilling_problems(bench: InfillBench) -> list[Problem]:
     """Return the infilling problems of a bench's source; none if the source has none."""
-    if not is_benchmark(bench.source):
-        return []
-    problems = read_benchmark(bench.source, subset=bench.subset)
+    known = is_benchmark(bench.source)
+    problems = read_benchmark(bench.source, subset=bench.subset) if known else []
     return [problem for problem in problems if problem.suffix is not None]
 
 
@@ -184,10 +183,7 @@ def problem_tasks(
         raise ValueError(
             f"{bench.source!r} has {len(problems)} problems, fewer than samples={bench.samples}"
         )
-    if bench.execute:
-        check(bench)
-    else:
-        print(f"no pass@1 in the table: {UNASKED}")
+    check(bench)
     found = []
     for problem in problems[: bench.samples]:
         size = len(tokenizer(problem.reference, add_special_tokens=False)["input_ids"])
@@ -215,8 +211,7 @@ def ways(bench: InfillBench, first: Sampler, knob: str) -> list[FilledRow]:
     for name in bench.drafts:
         if name not in sampler.drafts:
             raise unknown("draft", name, sampler.drafts)
-    if bench.drafts:
-        others = [name for name in others if name in bench.drafts]
+    others = [name for name in others if name in (bench.drafts or others)]
     found = [(sampler, plain, None, None)]
     found += [(sampler, draft, k, None) for draft in others for k in bench.block_sizes]
     for nodes in bench.nodes:
@@ -333,10 +328,8 @@ def report(bench: InfillBench, rows: list[FilledRow], out: Path) -> None:
     lines = [*map(summary, rows)]
     write_table(lines, out / "infill.csv", title, "decoding.bench.infill")
     best = min(lines, key=lambda line: line["calls / sequential"])
-    print(
-        f"fewest calls: {best['draft']}, k = {best['k']}: {best['calls / sequential']} "
-        f"± {best['calls / sequential ±']} of the sequential calls"
-    )
+    share = f"{best['calls / sequential']} ± {best['calls / sequential ±']}"
+    print(f"fewest calls: {best['draft']}, k = {best['k']}: {share} of the sequential calls")
     print("calls: network passes a window; p: Welch's t-test against sequential decoding")
     print("ms a pass: the network's time for a batch, the pass that brings the prompt included")
 

@@ -11,11 +11,6 @@ from pydantic import Field
 from data.arguments import Count, Several, Temperature
 from recipes.options import MeasureOptions, PromptOptions, SamplerOptions, option
 
-UNASKED = (
-    "this runs programs that a model wrote, on this machine: read in docs/how_to/benchmarks.md "
-    "what guards it, and give execute=sandbox"
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class PromptBenchOptions(SamplerOptions, PromptOptions):

@@ -83,10 +83,7 @@ class Row:
 
     @property
     def speedups(self) -> list[float]:
-        """Return the tokens/s of each turn over those of plain decoding.
-
-        Seconds are not compared: answers with the same distribution may differ in length.
-        """
+        """Return the tokens/s of each turn over those of plain decoding; lengths may differ."""
         return [a / b for a, b in zip(self.rates, (self.plain or self).rates)]
 
     @property

@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.corpora.benchmarks import Problem, is_benchmark, metric, program, read_benchmark, score
 from data.text.prompts import asks_in_chat
-from decoding.bench.options import UNASKED, ScoreOptions
+from decoding.bench.options import ScoreOptions
 from decoding.bench.rows import Row
 from decoding.bench.sandbox import check, execute
 
@@ -61,11 +61,8 @@ def scorer(options: ScoreOptions) -> Scorer | None:
         )
     if len(names) != 1 or names == {None}:
         return None
-    if names == {"pass@1"}:
-        if not options.execute:
-            print(f"no pass@1 in the table: {UNASKED}")
-            return None
-        check(options)
+    if names == {"pass@1"} and not check(options):
+        return None
     by_id = {problem.id: problem for problem in problems}
     if len(by_id) < len(problems):
         raise ValueError(f"source={options.source!r} has several problems with the same id.")

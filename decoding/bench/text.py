@@ -80,16 +80,15 @@ def measure(bench: Bench) -> tuple[list[TextRow], list[dict]]:
         if sampler.bench != "decoding.bench":
             raise ValueError(f"{name} has its own bench: python -m {sampler.bench} model={name}")
     tokenizers = {name: s.tokenizer for name, s in samplers.items()}
-    assistant = None
+    first, assistant = samplers[bench.model], None
     if bench.assistant is not None:
         tokenizers[bench.assistant] = load_tokenizer(bench.assistant)
-        first = samplers[bench.model].device  # beside its target, whole
-        assistant = causal.load(bench.assistant, dtype=bench.dtype, device=first)
+        # Beside its target, whole.
+        assistant = causal.load(bench.assistant, dtype=bench.dtype, device=first.device)
         for_inference(assistant)  # as the samplers' networks are
     check_one_tokenizer(tokenizers)
-    tokenizer = samplers[bench.model].tokenizer
-    prompts = heldout_prompts(tokenizer=tokenizer, **bench.prompt_set)
-    stock = _transformers(bench, samplers[bench.model], assistant)
+    prompts = heldout_prompts(tokenizer=first.tokenizer, **bench.prompt_set)
+    stock = _transformers(bench, first, assistant)
     rows = []
     for temperature, size in product(bench.temperatures, bench.batch_sizes):
         rows += _rows(bench, samplers, stock, temperature, size)

@@ -12,15 +12,7 @@ from statistics import median
 import torch
 
 from decoding.bench.baselines import HuggingFace
-from decoding.bench.rows import (
-    ERROR,
-    REFILLED,
-    Row,
-    cycle,
-    on_screen,
-    ratio_error,
-    share_of,
-)
+from decoding.bench.rows import ERROR, REFILLED, Row, cycle, on_screen, ratio_error, share_of
 from decoding.engine.cache import CachedNetwork
 from decoding.engine.params import accepted_counts
 from decoding.engine.randomness import KeyedRandomness
