@@ -64,10 +64,9 @@ def run(argv: list[str]) -> None:
             found[name] = {what: mean_loss(network, of, size) for what, of in texts.items()}
         for name, loss in found.items():
             line = {"model": name} | {what: round(x, 4) for what, x in loss.items()}
-            above = {what: 100 * (x / found[h.model][what] - 1) for what, x in loss.items()}
-            lines.append(
-                line | {f"{what}, % above first": round(x, 2) for what, x in above.items()}
-            )
+            for what, x in loss.items():
+                line[f"{what}, % above first"] = round(100 * (x / found[h.model][what] - 1), 2)
+            lines.append(line)
         write_table(lines, out / "heldout_loss.csv", title, "decoding.bench.heldout_loss")
 
 
@@ -87,8 +86,8 @@ def heldout_texts(h: HeldoutLoss, tokenizer: PreTrainedTokenizerBase) -> dict[st
     for what, of in texts.items():
         if not any(any(trained[1:]) for _, trained in of):
             raise ValueError(
-                f"there is no held-out token in the {what} of {h.source} and {h.answers}: about "
-                "one text in forty is held out, so give more of them"
+                f"no held-out token to predict in {h.source if what == 'corpus' else h.answers}"
+                ": about one text in forty is held out, so give more of them"
             )
     return texts
 

@@ -101,10 +101,8 @@ def bubblewrap(packages: str) -> list[str]:
 def check(options: ProgramOptions) -> bool:
     """Print what contains the programs, if any may run; ValueError if none at all would pass."""
     if options.execute is None:
-        print(
-            "no pass@1 in the table: this runs programs that a model wrote, on this machine: read"
-        )
-        print("in docs/how_to/benchmarks.md what guards it, and give execute=sandbox")
+        print("no pass@1 in the table: this runs programs that a model wrote, on this machine:")
+        print("read in docs/how_to/benchmarks.md what guards it, and give execute=sandbox")
         return False
     found = execute("pass", options)
     if found.outcome != "passed":
