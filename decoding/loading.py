@@ -20,7 +20,7 @@ from data.files import read_json, shortened
 from data.text.tokenizer import fingerprint
 from decoding import samplers
 from decoding.engine.sampler import Sampler
-from decoding.method import KEYS, MAX_COUNT, Method, check_values, entry_model
+from decoding.method import KEYS, MAX_COUNT, Method, check_values
 from models import causal, mar, public
 from models.attention import GROUPED, switch_attention
 from models.norms import fuse
@@ -260,7 +260,7 @@ def read_config(file: Path) -> dict:
     entry = config["parade"]
     if not isinstance(entry, dict) or "method" not in entry:
         raise ValueError(f"{file}: parade={shortened(entry)} is not allowed: it needs a method")
-    check_values(entry_model(KEYS), entry, f"{file}: parade.")
+    check_values(KEYS, entry, f"{file}: parade.")
     if entry.get("version", VERSION) > VERSION:
         raise ValueError(
             f"{file} is of version {entry['version']}, and this parade reads up to {VERSION}: "

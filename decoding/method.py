@@ -12,7 +12,6 @@ from files of the export (`read_files`), or from other keys (`arguments`).
 """
 
 import inspect
-import re
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,26 +19,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from data.files import shortened
+from recipes.values import check_json
 
 MAX_COUNT = 2**16  # of tokens, nodes, steps: more is a mistake, and would take all memory
-
-
-def _plain(name: str) -> str:
-    if name != Path(name).name or name in ("", ".."):
-        raise ValueError("should be the name of a file beside it")
-    return name
-
 
 T = TypeVar("T")
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Text = Annotated[str, Field(min_length=1)]
-FileName = Annotated[str, AfterValidator(_plain)]
+FileName = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]  # of a file beside it
 Amount = Annotated[float, Field(ge=0)]
 Amounts = Annotated[list[Amount], Field(min_length=1)]
 # A value for each of some batch sizes or temperatures; JSON has them as text.
@@ -111,7 +103,7 @@ class Method:
         Raises:
             ValueError: A value is not allowed; one line of `where`, key, value and limits.
         """
-        check_values(self._entry, entry, where)
+        check_values(self.types, entry, where)
 
     @cached_property
     def types(self) -> dict[str, Any]:
@@ -139,31 +131,12 @@ class Method:
                 break
         return {name: hint for name, hint in found.items() if _is_json(hint)}
 
-    @cached_property
-    def _entry(self) -> type[BaseModel]:
-        return entry_model(self.types)
 
-
-def entry_model(keys: Mapping[str, Any]) -> type[BaseModel]:
-    """Make a model of entries with these keys; it ignores others."""
-    config = ConfigDict(strict=True, allow_inf_nan=False)
-    fields: dict[str, Any] = {k: (hint, None) for k, hint in keys.items()}
-    return create_model("Entry", __config__=config, **fields)
-
-
-def check_values(model: type[BaseModel], entry: dict, where: str) -> None:
-    """Check an entry by its model: ValueError of one line for the first bad key."""
-    try:
-        model.model_validate(entry)
-    except ValidationError as error:
-        problems = error.errors(include_url=False, include_context=False, include_input=False)
-        key = problems[0]["loc"][0]
-        # "Input should be a valid integer": one for each type of a union.
-        must = [re.sub(r"^.*?should ", "", p["msg"]) for p in problems if p["loc"][0] == key]
-        raise ValueError(
-            f"{where}{key}={shortened(entry[key])} is not allowed: it must "
-            f"{' or '.join(dict.fromkeys(must))}"
-        ) from None
+def check_values(types: Mapping[str, Any], entry: Mapping, where: str = "") -> None:
+    """Check an entry's values by their types: ValueError of one line for the first bad one."""
+    for key, hint in types.items():
+        if key in entry:
+            check_json(f"{where}{key}", entry[key], hint)
 
 
 def _is_json(hint: Any) -> bool:

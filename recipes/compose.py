@@ -66,10 +66,8 @@ def compose(argv: list[str], command: str) -> DictConfig:
     """
     wish, pairs = asked(argv)
     for argument in pairs:
-        if not argument.startswith("~") and not argument.partition("=")[1]:
-            raise ValueError(
-                f"{argument!r} is not of the form key=value. Recipes: {names('recipe')}"
-            )
+        if not argument.startswith("~"):
+            split(argument)
     chosen = {"scale": "lab"}
     chosen |= {k: v for k, _, v in (a.partition("=") for a in pairs) if k in GROUPS[command]}
     for group, name in chosen.items():
@@ -82,11 +80,16 @@ def compose(argv: list[str], command: str) -> DictConfig:
         raise ValueError(f"recipe= is missing. Choose from {names('recipe')}")
     config = defaults(command, **chosen)
     try:
-        _override_all(config, [a for a in pairs if a.partition("=")[0] not in chosen])
+        given = {a.partition("=")[0] for a in pairs}
+        for argument in pairs:
+            if argument.partition("=")[0] not in chosen:
+                _override(config, argument)
+        if len(either := given & {*EITHER}) == 1 and OmegaConf.select(config, *either) is not None:
+            OmegaConf.update(config, *({*EITHER} - either), None)
         resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
         check_targets(config)
         _check_node(resolved, SETTINGS[command])
-        _carry_on(config, {a.partition("=")[0] for a in pairs})
+        _carry_on(config, given)
     except OmegaConfBaseException as error:
         raise ValueError(" ".join(str(error).split())) from error
     if wish == "config":
@@ -286,16 +289,6 @@ def _builds(value: Any, hint: Any) -> bool:
     return plain(hint) in (Any, dict) or built in (plain(hint), *typing.get_args(plain(hint)))
 
 
-def _override_all(config: DictConfig, arguments: list[str]) -> None:
-    """Apply a command line's arguments to a config."""
-    for argument in arguments:
-        _override(config, argument)
-    given = [key for key in EITHER if any(a.startswith(f"{key}=") for a in arguments)]
-    if len(given) == 1 and OmegaConf.select(config, given[0]) is not None:
-        (other,) = {*EITHER} - {*given}
-        OmegaConf.update(config, other, None)
-
-
 def _override(config: DictConfig, argument: str) -> None:
     """Change one key of a config: `key=value`, `+key=value` or `~key`."""
     if (key := argument.lstrip("~+").partition("=")[0]) in CHOSEN:
@@ -382,8 +375,8 @@ def _help(command: str, chosen: dict[str, str]) -> str:
         config, scale = defaults(command, **chosen), chosen["scale"]
         head, example = "\n".join(_head("recipe", recipe)), f"recipe={recipe} scale=lab seed=1"
         about = f"{head}\n\nThe keys of recipe={recipe} at scale={scale}:"
-        for path, note in _notes(RECIPES / "recipe" / f"{recipe}.yaml").items():
-            notes[path.removeprefix(f"scales.{scale}.")] = note
+        found = _notes(RECIPES / "recipe" / f"{recipe}.yaml")
+        notes = {path.removeprefix(f"scales.{scale}."): note for path, note in found.items()}
     return help_page(module, about, _lines(config, SETTINGS[command], notes), example)
 
 

@@ -9,7 +9,7 @@ import inspect
 import re
 import sys
 import typing
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -62,7 +62,7 @@ def parse(argv: list[str], into: type, command: str):
     """
     wish, pairs = asked(argv)
     hints = types_of(into)
-    defaults = {f.name: _default(f) for f in fields(into)}
+    defaults = {f.name: f.default for f in fields(into)}
     helps = _helps(into)
     if wish == "help":
         lines = [Line(name, defaults[name], hint, helps[name]) for name, hint in hints.items()]
@@ -85,10 +85,6 @@ def parse(argv: list[str], into: type, command: str):
             about = helps[name] and f" ({helps[name]})"
             raise ValueError(f"{name}= is missing{about}: python -m {command} {name}=...")
     return into(**given)
-
-
-def _default(f: Field) -> Any:
-    return f.default_factory() if f.default_factory is not MISSING else f.default
 
 
 def _helps(into: type) -> dict[str, str]:
@@ -132,15 +128,19 @@ class ModelOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadOptions(ModelOptions):
+class SamplerOptions(ModelOptions):
+    """The sampler of an export, with other knobs than its own."""
+
+    sampler: tuple[str, ...] = option((), "another method or knobs, as [method=jacobi]")
+    trust_remote_code: bool = option(False, "run the code that a model of the Hub brings")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions(SamplerOptions):
     """Options of a command that decodes with one export."""
 
     target: str | None = option(None, "a target instead of the one that the export names")
-    sampler: tuple[str, ...] = option(
-        (), "another method or other knobs, as [method=jacobi,block_size=32]"
-    )
     dtype: Literal[*DTYPES] = option("auto", "of the weights in memory")
-    trust_remote_code: bool = option(False, "run the code that a model of the Hub brings")
 
     @property
     def loading(self) -> dict:
@@ -168,20 +168,12 @@ class SourceOptions(MeasureOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatOptions(MeasureOptions):
-    """Options of a command that asks a model questions."""
-
-    chat: bool | None = option(None, "ask in the chat template; null: where the model has one")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptOptions(SourceOptions, ChatOptions):
+class PromptOptions(SourceOptions):
     """Options of a command that measures a model on held-out prompts."""
 
+    chat: bool | None = option(None, "ask in the chat template; null: where the model has one")
     prompts: Count = option(64, "how many held-out prompts")
-    prompt_length: Tokens | None = option(
-        None, "tokens of a prompt; null: 64 of a text, all of a question"
-    )
+    prompt_length: Tokens | None = option(None, "tokens; null: 64 of a text, all of a question")
     max_new_tokens: Tokens = option(128, "tokens of an answer, at the most")
     ignore_eos: bool = option(False, "go on after end-of-text, to max_new_tokens")
 
@@ -189,7 +181,5 @@ class PromptOptions(SourceOptions, ChatOptions):
     def prompt_set(self) -> dict:
         """Return the arguments of `data.text.prompts.heldout_prompts`, without the tokenizer."""
         names = ("source", "split", "chat", "subset", "limit")
-        return {name: getattr(self, name) for name in names} | {
-            "count": self.prompts,
-            "length": self.prompt_length,
-        }
+        given = {name: getattr(self, name) for name in names}
+        return given | {"count": self.prompts, "length": self.prompt_length}

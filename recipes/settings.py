@@ -1,7 +1,4 @@
-"""Keys that every recipe has: types, defaults and descriptions, as `--help` shows them.
-
-A recipe, its scale and the command line override them, in this order.
-"""
+"""Keys that every recipe has: types, defaults and descriptions, as `--help` shows them."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -23,17 +20,13 @@ class Optimization:
     """The settings of AdamW and of its learning-rate schedule."""
 
     lr: Weight = option(1e-3, "the peak learning rate")
-    beside_lr: Weight | None = option(
-        None, "of what is trained with the network (a Markov head); null: lr"
-    )
+    beside_lr: Weight | None = option(None, "of what is trained with it, a Markov head; null: lr")
     weight_decay: Weight = option(0.1, "of matrices; vectors (norms, biases) have none")
     betas: tuple[Below1, Below1] = option((0.9, 0.95), "AdamW's two decay rates")
     warmup_steps: Whole = option(100, "optimizer steps until the peak rate")
     schedule: str = option("cosine", "a name of transformers.get_scheduler")
     shorten_warmup: bool = option(False, "to a fifth of max_steps, where it is longer")
-    ema: Decay | None = option(
-        None, "decay of a moving average of the weights, which is then exported"
-    )
+    ema: Decay | None = option(None, "decay of an average of the weights, to be exported")
 
     def warmup(self, steps: int) -> int:
         """Return the length of the warm-up in a run of `steps` optimizer steps."""
@@ -55,9 +48,7 @@ class Data:
     train: dict = option(NEEDED, "")
     validation: dict = option(NEEDED, "")
     validation_rows: Count = option(64, "of the validation set, at the most")
-    stored_states: Positive | None = option(
-        None, "GB of the target's hidden states on disk; null: none stored"
-    )
+    stored_states: Positive | None = option(None, "GB of the target's states on disk; null: none")
     corruption: dict | None = option(None, "makes a training sample of a row, such as masking")
     validation_corruption: dict | None = option(None, "null: that of training")
 
@@ -69,9 +60,7 @@ class Lora:
     rank: Annotated[int, Field(ge=0, le=65536)] = option(0, "of adapters; 0: train all weights")
     alpha: Positive = option(16, "the scale of adapters is alpha / rank")
     dropout: Below1 = option(0.0, "of the inputs of adapters")
-    targets: Several[str] = option(
-        ("all-linear",), "layers, as [q_proj]; all-linear: all but the head"
-    )
+    targets: Several[str] = option(("all-linear",), "or layers, as [q_proj]; not the head")
     merge: bool = option(True, "false: export the adapter only (needs peft)")
 
 
@@ -87,25 +76,17 @@ class Trainer:
     devices: Annotated[int, Field(ge=-1)] = option(1, "processes of a machine; -1: all its GPUs")
     num_nodes: Count = option(1, "machines")
     strategy: str | dict = option("auto", "set by strategy=; or one of Lightning's names")
-    precision: str = option(
-        "auto", "bf16-mixed where the device has bfloat16, else 32-true; or Lightning's"
-    )
+    precision: str = option("auto", "auto: bf16-mixed where the device has it, else 32-true")
     gradient_clip: Weight | None = option(1.0, "largest norm of the gradient")
     checkpoint_activations: bool = option(False, "recompute activations: slower, far less memory")
-    compile: bool = option(
-        False, "torch.compile: faster steps after minutes (docs/how_to/train.md)"
-    )
-    workers: Annotated[int, Field(ge=0, le=256)] = option(
-        0, "data loader processes; each copies the rows"
-    )
+    compile: bool = option(False, "torch.compile: faster steps after minutes (how_to/train.md)")
+    workers: Annotated[int, Field(ge=0, le=256)] = option(0, "data loader's; each copies the rows")
     log_every: Count = option(10, "steps")
     validate_every: Count = option(500, "steps at the most: validations are evenly spaced")
     checkpoint_every: Count = option(500, "steps")
     keep_last: Count = option(2, "checkpoints")
     keep_best: Whole = option(1, "in addition, by acceptance length, or else by val_loss")
-    divergence_factor: Annotated[float, Field(ge=1)] = option(
-        1.5, "stop above so many times the lowest loss"
-    )
+    divergence_factor: Annotated[float, Field(ge=1)] = option(1.5, "largest loss over the lowest")
     divergence_wait: Whole = option(200, "steps before this check begins")
 
     def __post_init__(self):
@@ -143,12 +124,8 @@ class Recipe:
     seed: Seed = option(0, "of all that is drawn")
     build_inputs: bool = option(False, "run the commands of missing inputs first")
     needs: tuple[dict, ...] = option((), "inputs that must exist: [{path, command that makes it}]")
-    target: str | None = option(
-        None, "folder, Hub id or gguf file of the model that is drafted for"
-    )
-    device_map: DeviceMap = option(
-        None, "spreads the target: auto, or limits as 0:60GiB,cpu:200GiB"
-    )
+    target: str | None = option(None, "the model that is drafted for: folder, Hub id, gguf file")
+    device_map: DeviceMap = option(None, "spread the target: auto, or limits as 0:60GiB,cpu:200GiB")
 
 
 @dataclass(kw_only=True)

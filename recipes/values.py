@@ -25,16 +25,11 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, is_type
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from data.files import shortened
+
 WORDS = {"null": None, "true": True, "false": False}
 VERBATIM = "verbatim"  # in an annotation: quotes around the text belong to it
 LARGEST = 2**31 - 1  # of an integer whose type has no limit
-STRICT = ConfigDict(strict=True, allow_inf_nan=False)
-RULES = {
-    "greater_than_equal": "at least {ge}",
-    "greater_than": "above {gt}",
-    "less_than_equal": "at most {le}",
-    "less_than": "below {lt}",
-}
 
 
 class WrongType(ValueError):
@@ -108,7 +103,11 @@ def check(key: str, value: Any, hint: Any, default: Any = MISSING) -> Any:
     A type that no command line can express takes anything; a value of another type is a
     `WrongType`.
     """
-    hint, value = plain(hint), _tuples(value)
+    return check_json(key, _tuples(value), plain(hint), default)
+
+
+def check_json(key: str, value: Any, hint: Any, default: Any = MISSING) -> Any:
+    """Return a value of JSON, checked by its whole type; raise ValueError of one line otherwise."""
     try:
         return _adapter(hint).validate_python(value)
     except ValidationError as invalid:
@@ -118,27 +117,27 @@ def check(key: str, value: Any, hint: Any, default: Any = MISSING) -> Any:
 def _refused(key: str, value: Any, hint: Any, problems: Sequence[dict], default: Any) -> ValueError:
     """Return a one-line error for pydantic's findings, limits before types."""
     for problem in problems:
-        kind, context = problem["type"], problem.get("ctx", {})
+        kind, (_, should, must) = problem["type"], problem["msg"].partition("should ")
         if kind == "value_error":  # of a function in the annotation
-            return context["error"]
+            return problem["ctx"]["error"]
         if kind == "literal_error":
-            return unknown(key, problem["input"], re.findall("'(.*?)'", context["expected"]))
-        if kind == "finite_number":
-            return ValueError(f"{key}={show(value)} is not allowed: it must be a finite number")
-        if kind == "too_short" and not value:
-            return ValueError(f"{key}=[] is not allowed: at least one item is needed")
-        if kind in RULES:
-            each = "each " if isinstance(value, tuple) else ""
-            bounds = {name: int(x) if x == int(x) else x for name, x in context.items()}
-            rule = RULES[kind].format(**bounds)
-            return ValueError(f"{key}={show(value)} is not allowed: {each}{rule}")
+            return unknown(key, problem["input"], re.findall("'(.*?)'", problem["ctx"]["expected"]))
+        if should and kind != "none_required" and not kind.endswith("_type"):
+            who = "each" if isinstance(value, tuple) and value else "it"
+            return ValueError(f"{key}={_brief(value)} is not allowed: {who} must {must}")
     value = problems[0]["input"]
     known = "" if default is MISSING or "{" in show(default) else f" (default {show(default)})"
-    named = {tuple: "list", types.NoneType: "null", dict: "a node with keys"}
     return WrongType(
-        f"{key}={repr(value) if isinstance(value, str) else show(value)} is of type "
-        f"{named.get(type(value)) or type(value).__name__}, but {type_name(hint)} is needed{known}"
+        f"{key}={repr(_brief(value)) if isinstance(value, str) else _brief(value)} is of type "
+        f"{type_name(type(value))}, but {type_name(hint)} is needed{known}"
     )
+
+
+def _brief(value: Any) -> str:
+    """Return a value for an error message, cut where a file's is long."""
+    if isinstance(value, (dict, list)):
+        return shortened(value)
+    return f"{value[:97]}..." if isinstance(value, str) and len(value) > 100 else show(value)
 
 
 def type_name(hint: Any) -> str:
@@ -197,7 +196,7 @@ def plain(hint: Any) -> Any:
 
 @functools.cache
 def _adapter(hint: Any) -> TypeAdapter:
-    return TypeAdapter(hint, config=STRICT)
+    return TypeAdapter(hint, config=ConfigDict(strict=True, allow_inf_nan=False))
 
 
 def _tuples(value: Any) -> Any:

@@ -59,7 +59,7 @@ def commands(lab: Lab) -> dict[str, tuple[list[str], list[str]]]:
         images = fitted(lab.runs, "cspd_draft", "module.gamma=2")
     texts = [f"source={lab.corpus}", "prompts=2", "prompt_length=8", "max_new_tokens=4"]
     windows = [f"source={lab.corpus}", "samples=2", "length=8", "block_sizes=[2]"]
-    few = ["images=2", "samples=4", "permutations=3", "batch_sizes=[1]", "batches=1"]
+    few = ["images=2", "samples=4", "batch_sizes=[1]", "batches=1"]
     found = {
         "decoding.generate": [f"model={drafter}", "prompt=self", "max_new_tokens=4"],
         "decoding.bench.text": [f"model={drafter}", *texts, "temperatures=[0]"],

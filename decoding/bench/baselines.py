@@ -32,8 +32,8 @@ class HuggingFace:
     ) -> list[Result]:
         """Decode with transformers' own cache and loop; a batch waits for its longest answer.
 
-        Of `params` the length, temperature, top_k and ignore_eos are used. A batch's first seed
-        seeds torch's generator. Of the statistics only the target's passes are set.
+        Of `params` the length, temperature, top_k and ignore_eos are used, and a batch's first
+        seed. Of the statistics only the target's passes are set.
         """
         size, found = at_once or len(prompts), []
         for start in range(0, len(prompts), size):

@@ -1,15 +1,9 @@
-"""`python -m decoding.bench.denoise model=runs/spiffy_calibrate/export`: passes saved by drafts.
-
-Every held-out prompt is decoded by vanilla denoising and by each draft graph in turn, one prompt at
-a time, after a warm-up. NFE are network passes; the speed-up in NFE is computed over all tokens
-and, as published, over the blocks up to the first end token.
-"""
+"""`python -m decoding.bench.denoise model=runs/spiffy_calibrate/export`: passes saved by drafts."""
 
 from collections import Counter
-from dataclasses import dataclass, field
-from itertools import zip_longest
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from time import perf_counter
 from typing import ClassVar
 
@@ -17,7 +11,6 @@ from data.arguments import Several, Temperature
 from decoding.bench.options import PromptBenchOptions, results_folder, told_apart
 from decoding.bench.rows import Row, params_of, questions, take_turns
 from decoding.engine.batch import Batch
-from decoding.engine.params import Result
 from decoding.loading import load, parade_config, sampler_of, sampling_config
 from decoding.masked.draft_graph import DraftGraph, show
 from decoding.report import picture, results, write_table
@@ -28,7 +21,7 @@ from recipes.command import main
 from recipes.options import option, parse
 
 # And the methods of a sampler whose seconds they are; ranking is part of verifying.
-STAGES = {"drafts": ("drafts",), "verify": ("verify", "begin_next"), "rank": ("rank",)}
+STAGES = {"drafts": ("draft_states",), "verify": ("verify", "begin_next"), "rank": ("rank",)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,30 +40,26 @@ class Watch:
     """A sampler's observer: counts the steps of its passes and times its stages.
 
     Attributes:
-        blocks: By the position where a block of the current request begins, the steps that each
-            pass over it took: the accepted drafts plus one. A first step taken on the pass before
-            counts as a draft of the block's first pass.
+        taken: The steps that each pass took: its accepted drafts plus one. A first step taken on
+            the pass before counts as a draft of the block's first pass.
         seconds: By stage, over all decodes.
     """
 
     def __init__(self, sampler: DenoiseSampler):
-        self.blocks: dict[int, list[int]] = {}
+        self.taken: list[int] = []
         self.seconds: Counter[str] = Counter()
+        self._before = 0  # steps of the current block in the passes so far
         self._finished, sampler.finished = sampler.finished, self._note
         for stage, methods in STAGES.items():
             for name in methods:
                 if hasattr(sampler, name):
                     setattr(sampler, name, self._timed(stage, getattr(sampler, name)))
 
-    def take(self) -> list[list[int]]:
-        """Return the steps of the finished decode by block, first block first, and forget them."""
-        done, self.blocks = [steps for _, steps in sorted(self.blocks.items())], {}
-        return done
-
     def _note(self, batch: Batch):
-        taken = self.blocks.setdefault(int(batch.state.start[0]), [])
-        taken.append(int(batch.state.step[0]) - sum(taken))
-        return self._finished(batch)
+        self.taken.append(int(batch.state.step[0]) - self._before)
+        found = self._finished(batch)
+        self._before = int(batch.state.step[0])  # 0 at the end of a block
+        return found
 
     def _timed(self, stage: str, call):
         def timed(*arguments):
@@ -84,39 +73,19 @@ class Watch:
 
 @dataclass
 class WatchedRow(Row):
-    """One way to decode at one temperature; `steps` has an item for each prompt."""
+    """One way to decode at one temperature."""
 
     watch: Watch | None = None
-    steps: list[list[list[int]]] = field(default_factory=list)
-    prompts: list[int] = field(default_factory=list)  # the number of tokens of each
-
-    def decode(self, prompts: list[list[int]], seeds: list[int]) -> None:
-        super().decode(prompts, seeds)
-        self.steps.append(self.watch.take())
-        self.prompts += map(len, prompts)
 
     def warm_up(self, prompts: list[list[int]]) -> None:
         super().warm_up(prompts)
-        self.watch.take()
+        self.watch.taken.clear()
         self.watch.seconds.clear()
 
     @property
-    def nfe(self) -> list[int]:
-        """Return the network passes of each prompt."""
-        return [sum(map(len, blocks)) for blocks in self.steps]
-
-    @property
-    def nfe_until_end(self) -> list[int]:
-        """Return the network passes of each prompt up to the block with the first end token."""
-        kept = zip(self.results, self.steps, self.prompts)
-        return [sum(map(len, steps[: self.ending(result, n)])) for result, steps, n in kept]
-
-    def ending(self, result: Result, prompt_length: int) -> int:
-        """Return the number of blocks up to the one with the first end token."""
-        ids, L = result.token_ids, self.sampler.block_size
-        end = next((n for n, t in enumerate(ids) if t in self.sampler.eos), len(ids) - 1)
-        begun = prompt_length % L if self.sampler.causal else 0
-        return (begun + end) // L + 1
+    def nfe(self) -> int:
+        """Return the network passes of all prompts."""
+        return sum(s.target_passes for s in self.stats)
 
 
 def run(argv: list[str]) -> None:
@@ -159,19 +128,16 @@ def _rows(bench: DenoiseBench, loaded: DenoiseSampler, temperature: float) -> li
 def summary(row: WatchedRow) -> dict:
     """Return a row of the first table, by column; ratios are against vanilla denoising."""
     plain = row.plain or row
-    taken = [n for blocks in row.steps for steps in blocks for n in steps]
     model = sum(s.target_s for s in row.stats)
     seconds = dict(row.watch.seconds)
     seconds["verify"] = seconds.get("verify", 0.0) - seconds.get("rank", 0.0)
     return {
         "sampler": row.name,
         "temperature": row.params.temperature,
-        "NFE": sum(row.nfe),
-        "NFE speed-up": round(sum(plain.nfe) / sum(row.nfe), 2),
-        "up to the end": round(sum(plain.nfe_until_end) / sum(row.nfe_until_end), 2),
-        "drafts a pass": round(fmean(taken) - 1, 2),
-        "tokens/s": round(row.rate, 1),
-        "speed-up": round(median(row.speedups), 2),
+        "NFE": row.nfe,
+        "NFE speed-up": round(plain.nfe / row.nfe, 2),
+        "drafts a pass": round(fmean(row.watch.taken) - 1, 2),
+        **row.speedup,
         **{f"{s} %": round(100 * seconds.get(s, 0.0) / model, 1) for s in STAGES},
         "identical": row.same,
     }
@@ -183,53 +149,39 @@ def report(bench: DenoiseBench, rows: list[WatchedRow], out: Path) -> None:
     title = f"{bench.prompts} prompts of {Path(bench.source).name}, {most}, {bench.dtype}"
     command = "decoding.bench.denoise"
     write_table([*map(summary, rows)], out / "denoise.csv", title, command)
-    print("NFE: network passes; up to the end: NFE speed-up over blocks up to the first end token;")
+    print("NFE: network passes; up to the first end token, unless ignore_eos=true;")
     print("drafts, verify, rank: seconds in per cent of those in the network's passes;")
     drafted = [row for row in rows if isinstance(row.sampler, SpiffySampler)]
-    lines = [accepted(row, max(len(by_level(r)) for r in drafted)) for row in drafted]
-    title = "share of passes that accept each level; accepted drafts a pass in each block"
-    write_table(lines, out / "accepted.csv", title, command)
+    levels = max(max(row.watch.taken) for row in drafted)
+    lines = [accepted(row, levels) for row in drafted]
+    write_table(lines, out / "accepted.csv", "share of passes that accept each level", command)
     graphs = {row.name: row.sampler.graph for row in drafted if row.sampler.graph.nodes}
     if graphs:
         draw_graphs(graphs, out / "graph.png")
 
 
 def accepted(row: WatchedRow, levels: int) -> dict:
-    """Return a row of the second table, by column: the first `levels` levels, then the blocks."""
-    shares = [*by_level(row), *[0.0] * levels][:levels]
-    named = {f"level {n}": round(share, 3) for n, share in enumerate(shares, 1)}
-    named |= {f"block {n}": round(mean, 3) for n, mean in enumerate(by_block(row), 1)}
-    return {"sampler": row.name, "temperature": row.params.temperature, **named}
-
-
-def by_level(row: WatchedRow) -> list[float]:
-    """Return the share of passes that accepted a draft of level 1, 2, ..."""
-    taken = [n for blocks in row.steps for steps in blocks for n in steps]
-    return [sum(n > level for n in taken) / len(taken) for level in range(1, max(taken))]
-
-
-def by_block(row: WatchedRow) -> list[float]:
-    """Return the accepted drafts per pass in the first block, the second, ..."""
-    blocks = zip_longest(*row.steps, fillvalue=[])
-    return [fmean(n - 1 for steps in block for n in steps) for block in blocks]
+    """Return a row of the second table: the share of passes that accepted a draft of each level."""
+    taken = row.watch.taken
+    shares = {f"level {n}": sum(x > n for x in taken) / len(taken) for n in range(1, levels)}
+    named = {"sampler": row.name, "temperature": row.params.temperature}
+    return named | {level: round(share, 3) for level, share in shares.items()}
 
 
 def draw_graphs(graphs: dict[str, DraftGraph], file: Path) -> None:
     """Draw each draft graph by levels, from the current state down."""
+    box = {"boxstyle": "round", "facecolor": "white"}
     with picture(file, ncols=len(graphs), figsize=(6 * len(graphs), 5)) as axes:
         for axis, (name, graph) in zip(axes[0], graphs.items()):
-            positions = {0: (0.0, 0)}
-            for level in sorted({*graph.levels}):
-                here = [n for n, found in enumerate(graph.levels, 1) if found == level]
-                positions |= {n: (i - (len(here) - 1) / 2, -level) for i, n in enumerate(here)}
-            for n, parents in enumerate(graph.parents, 1):
-                for p in parents:
-                    axis.plot(*zip(positions[p], positions[n]), color="0.7", zorder=1)
-            for n, position in positions.items():
-                axis.annotate(
-                    show(graph.formula(n)), position, ha="center", va="center", fontsize=7,
-                    bbox={"boxstyle": "round", "facecolor": "white"},
-                )  # fmt: skip
+            positions, levels = {0: (0.0, 0)}, graph.levels
+            for n, (level, parents) in enumerate(zip(levels, graph.parents), 1):
+                before, there = levels[: n - 1].count(level), levels.count(level)
+                positions[n] = (before - (there - 1) / 2, -level)
+                for parent in parents:
+                    axis.plot(*zip(positions[parent], positions[n]), color="0.7", zorder=1)
+            for n, at in positions.items():
+                text = show(graph.formula(n))
+                axis.annotate(text, at, ha="center", va="center", fontsize=7, bbox=box)
             axis.set_title(name)
             axis.set_axis_off()
             axis.margins(0.2)

@@ -1,37 +1,24 @@
 """`python -m decoding.bench.engine model=runs/deer_stage2/export`: a drafter in a serving engine.
 
-Our sampler and vLLM decode the same prompts in turn, plainly and with the export's drafter, each
-with its own caches and kernels. An ordinary model is only decoded plainly. The engine must accept
-as many drafted tokens at each position as our sampler: this is the test that finds a shift by one
-in positions, a wrong norm or a wrong mask. Ours drafts chains (`verify=coupled`), as such engines
-do.
+The engine must accept as many drafted tokens at each position as our sampler. This finds a shift
+by one in positions, a wrong norm or a wrong mask. Ours drafts chains as engines do.
 """
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
 from typing import ClassVar
 
 import torch
 
 from data.arguments import BlockSize, Count, Temperature, Whole
 from decoding.bench.options import results_folder
-from decoding.bench.rows import (
-    ERROR,
-    Row,
-    median_error,
-    on_screen,
-    params_of,
-    questions,
-    ratio_error,
-)
+from decoding.bench.rows import ERROR, Row, on_screen, params_of, questions, ratio_error, take_turns
 from decoding.engine.params import Result, SamplingParams, Stats, accepted_counts
-from decoding.engine.sampler import Sampler
 from decoding.external.vllm_engine import ON_CPU, Vllm, interpreter, speculative_config
 from decoding.fetch import fetch
 from decoding.loading import load, parade_config, target_of
-from decoding.report import results, track, write_table
+from decoding.report import results, write_table
 from decoding.samplers.plain import PlainSampler
 from recipes.command import main
 from recipes.options import PromptOptions, option, parse
@@ -44,9 +31,7 @@ class EngineBench(PromptOptions):
     EXAMPLE: ClassVar[str] = "model=runs/deer_stage2/export source=humaneval prompts=64"
 
     target: str | None = option(None, "a target instead of the one that the export names")
-    python: str | None = option(
-        None, "the interpreter that has it; null: .venv-vllm's, or this one"
-    )
+    python: str | None = option(None, "that has the engine; null: .venv-vllm's, or this one")
     threads: Count | None = option(1, "of either engine on a CPU; null: all")
     batch_size: Count = option(1, "prompts that are decoded together")
     block_size: BlockSize | None = option(None, "tokens drafted a cycle; null: the export's own")
@@ -69,7 +54,6 @@ class Way(Row):
 
     @property
     def turn(self) -> int:
-        """Prompts that are timed together: a batch."""
         return self.batch
 
     def add(self, drafts: int, accepted: list[int]) -> None:
@@ -87,9 +71,7 @@ class Way(Row):
         length, error = _ratio(emitted, self.drafts) if self.drafts else (1.0, 0.0)
         found = {
             "engine": self.name,
-            "tokens/s": round(self.rate, 1),
-            "speed-up": round(median(self.speedups), 2),
-            f"speed-up{ERROR}": median_error(self.speedups) if self.plain else "",
+            **self.speedup,
             "acceptance length": round(length, 2),
             f"acceptance length{ERROR}": error if self.plain else "",
         }
@@ -97,6 +79,45 @@ class Way(Row):
             share, error = self.at(i) if self.drafts and i < len(self.accepted[0]) else ("", "")
             found |= {f"at {i + 1}": share, f"at {i + 1}{ERROR}": error}
         return found | {"identical to its plain": self.same}
+
+
+class Ours(Way):
+    """Our sampler."""
+
+    def decode(self, prompts: list[list[int]], seeds: list[int]) -> None:
+        results = super().decode(prompts, seeds)
+        # An engine's prefill gives the first token without a draft.
+        drafted = [i for i, r in enumerate(results) if r.stats.drafted and len(r.token_ids) > 1]
+        if drafted:
+            rest = replace(self.params, max_new_tokens=self.params.max_new_tokens - 1)
+            begun = [prompts[i] + results[i].token_ids[:1] for i in drafted]
+            for result in self.sampler.generate(begun, rest, seeds=[seeds[i] for i in drafted]):
+                self.add(*accepted_counts(result.stats.passes, self.params.block_size))
+
+
+@dataclass
+class Theirs(Way):
+    """A serving engine, with the end tokens of our sampler."""
+
+    engine: Vllm | None = None
+    eos: list[int] = field(default_factory=list)
+
+    def decode(self, prompts: list[list[int]], seeds: list[int]) -> None:
+        measure_engine(self, self.engine, prompts, seeds, self.params, self.eos)
+
+    def warm_up(self, prompts: list[list[int]]) -> None:
+        self.engine.generate(prompts[: self.batch], self.params, eos=self.eos)
+
+
+def measure_engine(
+    way: Way, engine: Vllm, ids: list, seeds: list[int], params: SamplingParams, eos: list[int]
+) -> None:
+    """Measure a serving engine on a batch: answers, seconds and, if it drafts, acceptance."""
+    reply = engine.generate(ids, params, eos=eos, seeds=seeds)
+    way.results += [Result("", answer, "", Stats()) for answer in reply.token_ids]
+    way.seconds.append(reply.seconds)
+    if "accepted_tokens_per_pos" in reply.drafts:
+        way.add(reply.drafts["drafts"], reply.drafts["accepted_tokens_per_pos"])
 
 
 def _ratio(above: list[int], below: list[int]) -> tuple[float, float]:
@@ -116,8 +137,7 @@ def report(bench: EngineBench, ways: list[Way], out: Path) -> None:
     positions = max((len(way.accepted[0]) for way in ways if way.drafts), default=0)
     lines = [way.line(positions) for way in ways]
     title = f"{bench.prompts} prompts of {Path(bench.source).name}, {bench.dtype}"
-    if bench.batch_size > 1:
-        title += f", {bench.batch_size} together"
+    title += f", batch {bench.batch_size}"
     command = "decoding.bench.engine"
     write_table(lines, out / "engine.csv", title, command, [*map(on_screen, lines)])
     print("at i: share of drafts with at least i tokens accepted; ±: standard error over prompts")
@@ -139,11 +159,7 @@ def agreement(ours: Way, theirs: Way) -> str:
 
 
 def measure(bench: EngineBench) -> list[Way]:
-    """Decode every prompt in every way, all ways in turn.
-
-    Returns:
-        The ways: 'ours, plain' and 'ours', and of the engine plain decoding, its prompt lookup
-        where it is asked for, and the drafter. An ordinary model has no drafter.
+    """Decode every prompt in every way, all ways in turn; an ordinary model has no drafter.
 
     Raises:
         ValueError: The export is no drafter that the engine runs, or the engine does not start.
@@ -154,26 +170,24 @@ def measure(bench: EngineBench) -> list[Way]:
     named = target_of(str(model), config, bench.target)
     if named is None and config["method"] != "plain":
         raise ValueError(f"{bench.model} is no drafter (it names no target), and no ordinary model")
-    speculative = speculative_config(model, bench.block_size) if named else None
+    speculative = speculative_config(model, bench.block_size) if named else {}
     target = fetch(named) if named else model
     if bench.threads is not None:
         torch.set_num_threads(bench.threads)
     sampler = load(str(model), target=bench.target, **bench.placing)
     ids = questions(bench, sampler.tokenizer)
-    width = speculative["num_speculative_tokens"] if speculative else None
+    width = speculative.get("num_speculative_tokens")
     params = params_of(bench, temperature=bench.temperature, block_size=width)
 
-    def way(name: str, plain: Way | None = None, by: Sampler | None = None) -> Way:
-        return Way(name, by, params, bench.batch_size, plain)
-
-    plain = way("ours, plain", by=PlainSampler(sampler.target, sampler.tokenizer))
-    ours = [plain, way("ours", plain, sampler)] if named else [plain]
-    base = way("vllm, plain")
-    theirs = [(base, None)]
+    given = {"params": params, "batch": bench.batch_size}
+    plain = Ours("ours, plain", PlainSampler(sampler.target, sampler.tokenizer), **given)
+    ours = [plain, Ours("ours", sampler, plain=plain, **given)] if named else [plain]
+    engines = {"vllm, plain": {}}
     if bench.ngram:
         lookup = {"method": "ngram", "num_speculative_tokens": bench.ngram, "prompt_lookup_max": 4}
-        theirs.append((way("vllm, ngram", base), lookup))
-    theirs += [(way("vllm", base), speculative)] if named else []
+        engines["vllm, ngram"] = {"speculative_config": lookup}
+    if named:
+        engines["vllm"] = {"speculative_config": speculative}
     # Room for drafts that reach beyond the answer.
     context = max(map(len, ids)) + bench.max_new_tokens + 2 * max(bench.ngram, width or 0)
     options = {
@@ -185,58 +199,13 @@ def measure(bench: EngineBench) -> list[Way]:
         **(ON_CPU if bench.device == "cpu" else {}),
     }
     with ExitStack() as stack:
-        engines = []
-        for each, how in theirs:
-            more = {} if how is None else {"speculative_config": how}
-            engine = Vllm(str(target), python, bench.threads, **options, **more)
-            engines.append((each, stack.enter_context(engine)))
-        decode_in_turn(ours, engines, ids, bench.seed, sorted(sampler.eos))
-    return [*ours, *(each for each, _ in theirs)]
-
-
-def decode_in_turn(
-    ours: list[Way], engines: list[tuple[Way, Vllm]], ids: list, seed: int, eos: list[int]
-) -> None:
-    """Decode all prompts in batches, every way in turn, after a warm-up with the first batch."""
-    size = ours[0].batch
-
-    def decode(start: int, warm_up: bool = False) -> None:
-        some = slice(start, start + size)
-        batch, seeds = ids[some], [seed + i for i in range(len(ids))][some]
-        for way in ours:
-            empty = {"results": [], "seconds": [], "drafts": [], "accepted": []}
-            _ours(replace(way, **empty) if warm_up else way, batch, seeds)
-        for way, engine in engines:
-            kept = Way("") if warm_up else way
-            measure_engine(kept, engine, batch, seeds, ours[0].params, eos)
-
-    decode(0, warm_up=True)
-    for start in track(range(0, len(ids), size), "bench"):
-        decode(start)
-
-
-def _ours(way: Way, ids: list, seeds: list[int]) -> None:
-    """Measure one of our samplers on a batch."""
-    results, params = way.decode(ids, seeds), way.params
-    # An engine's prefill gives the first token without a draft: so counted, passes are the same.
-    drafted = [i for i, r in enumerate(results) if r.stats.drafted and len(r.token_ids) > 1]
-    if not drafted:
-        return
-    rest = replace(params, max_new_tokens=params.max_new_tokens - 1)
-    prompts = [ids[i] + results[i].token_ids[:1] for i in drafted]
-    for result in way.sampler.generate(prompts, rest, seeds=[seeds[i] for i in drafted]):
-        way.add(*accepted_counts(result.stats.passes, params.block_size))
-
-
-def measure_engine(
-    way: Way, engine: Vllm, ids: list, seeds: list[int], params: SamplingParams, eos: list[int]
-) -> None:
-    """Measure a serving engine on a batch: answers, seconds and, if it drafts, acceptance."""
-    reply = engine.generate(ids, params, eos=eos, seeds=seeds)
-    way.results += [Result("", answer, "", Stats()) for answer in reply.token_ids]
-    way.seconds.append(reply.seconds)
-    if "accepted_tokens_per_pos" in reply.drafts:
-        way.add(reply.drafts["drafts"], reply.drafts["accepted_tokens_per_pos"])
+        theirs, eos = [], sorted(sampler.eos)
+        for name, how in engines.items():
+            engine = Vllm(str(target), python, bench.threads, **options, **how)
+            more = {"engine": stack.enter_context(engine), "eos": eos}
+            theirs.append(Theirs(name, plain=theirs[0] if theirs else None, **given, **more))
+        take_turns([*ours, *theirs], ids, bench.seed, "engine bench")
+    return [*ours, *theirs]
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ Fréchet inception distance: Heusel et al., arXiv 1706.08500. Inception Score: S
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -14,12 +15,12 @@ from torch import Tensor
 from torchmetrics.image.inception import InceptionScore
 
 from data.arguments import Count, Several, Small
-from data.images import pictures
+from data.images import pictures as real_pictures
 from decoding.bench.image_metrics import KINDS, Given, frechet_distance
 from decoding.bench.image_metrics import load as load_features
+from decoding.bench.images import RELAXED, classes, params_of, pictures
 from decoding.bench.options import results_folder
-from decoding.continuous.image_state import ImageParams
-from decoding.images import ImageOptions, pixels
+from decoding.images import ImageOptions
 from decoding.loading import load
 from decoding.report import results, write_table
 from decoding.samplers.cspd import CspdSampler
@@ -27,11 +28,7 @@ from decoding.samplers.sequential import SequentialSampler
 from recipes.command import main
 from recipes.options import NEEDED, MeasureOptions, option, parse
 
-RULES = {
-    "sequential": {},
-    "exact": {"verify": "exact"},
-    "relaxed": {"verify": "relaxed", "lossy": True},
-}
+RULES = {"sequential": {}, "exact": {"verify": "exact"}, "relaxed": RELAXED}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +44,6 @@ class Fid(ImageOptions, MeasureOptions):
     features: Literal[*KINDS] = option("inception", "what images are compared by")
     weights: str | None = option(None, "Inception's file; null downloads it")
     gamma: Small | None = option(None, "tokens drafted a cycle; null: the export's own")
-    inner_temperature: float = option(42.0, "of the relaxed rule: the authors' program has 42")
-
-
-PARAMS = ("gamma", "prefill", "guidance", "guidance_schedule", "temperature", "inner_temperature")
 
 
 def run(argv: list[str]) -> None:
@@ -73,9 +66,8 @@ def run(argv: list[str]) -> None:
 def measure(request: Fid, sampler: SequentialSampler) -> list[dict]:
     """Return FID and Inception Score of each of `request.ways`, as lines of the table."""
     channels, side = next(drawn(request, sampler, request.ways[0])).shape[1:3]
-    features, logits = load_features(
-        request.features, channels, side, request.weights, request.device
-    )
+    given = request.features, channels, side, request.weights, request.device
+    features, logits = load_features(*given)
     size = features(torch.zeros(1, channels, side, side, device=request.device)).shape[1]
     distance = frechet_distance(size)
     for images in real(request, channels, side):
@@ -90,40 +82,33 @@ def measure(request: Fid, sampler: SequentialSampler) -> list[dict]:
             score.update(logits(found).cpu())
         mean, deviation = score.compute()
         line = {"way": f"{way} (lossy)" if way == "relaxed" else way}
-        line["FID"] = f"{distance.compute().item():.4g}"
-        lines.append(line | {"IS": f"{mean.item():.3f} ± {deviation.item():.3f}"})
+        line |= {"FID": f"{distance.compute().item():.4g}", "IS": f"{mean:.3f} ± {deviation:.3f}"}
+        lines.append(line)
     return lines
 
 
 def drawn(request: Fid, sampler: SequentialSampler, way: str) -> Iterator[Tensor]:
     """Yield batches of the model's images, pixels [B, C, S, S] in [0, 1]; ways share no seed."""
-    config = sampler.target.config
-    plain = way == "sequential"
-    options = {name: getattr(request, name) for name in PARAMS} | RULES[way]
-    source = SequentialSampler(sampler.target) if plain else sampler
+    source = SequentialSampler(sampler.target) if way == "sequential" else sampler
+    params = replace(params_of(request), **RULES[way])
+    labels = classes(sampler, request.samples)
     first = request.seed + [*RULES].index(way) * request.samples
     for start in range(0, request.samples, request.batch_size):
-        count = min(request.batch_size, request.samples - start)
-        labels = [(start + i) % config.classes for i in range(count)]
-        results = source.generate(labels, ImageParams(seed=first + start, **options))
-        yield pixels(results, config, request.vae, request.scale).permute(0, 3, 1, 2)
+        batch = labels[start : start + request.batch_size]
+        results = source.generate(batch, replace(params, seed=first + start))
+        yield pictures(request, sampler, results)
 
 
 def real(request: Fid, channels: int, side: int) -> Iterator[Tensor]:
     """Yield batches of the real images, pixels [B, C, S, S] in [0, 1]."""
-    batch = []
-    for image in pictures(request.real, side):
-        if len(image) != channels:
+    images = iter(real_pictures(request.real, side))
+    while batch := [*islice(images, request.batch_size)]:
+        if odd := [image for image in batch if len(image) != channels]:
             raise ValueError(
-                f"real={request.real!r} has images of {len(image)} channels, the model's have "
+                f"real={request.real!r} has images of {len(odd[0])} channels, the model's have "
                 f"{channels}: give vae=... if it makes latents, or other images"
             )
-        batch.append((image + 1) / 2)
-        if len(batch) == request.batch_size:
-            yield torch.stack(batch)
-            batch = []
-    if batch:
-        yield torch.stack(batch)
+        yield (torch.stack(batch) + 1) / 2
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """`python -m decoding.bench.heldout_loss model=runs/ar_target/export also=[...]`.
 
-The next-token loss of causal LMs on the same held-out text, compared with the first model's: it
-shows the cost of a change of weights. Written as a table and `heldout_loss.csv`.
+The loss on the same held-out text, compared with the first model's: the cost of new weights.
 """
 
 from collections.abc import Iterator
@@ -21,13 +20,7 @@ from data.rows.documents import documents
 from data.rows.packing import Encoded
 from data.rows.stream import Stream
 from data.text.tokenizer import checked_manifest
-from decoding.loading import (
-    check_one_tokenizer,
-    is_drafter,
-    load,
-    load_tokenizer,
-    parade_config,
-)
+from decoding.loading import check_one_tokenizer, is_drafter, load, load_tokenizer, parade_config
 from decoding.report import results, write_table
 from models.placement import DTYPES, input_device
 from recipes.command import main
@@ -62,31 +55,23 @@ def run(argv: list[str]) -> None:
         texts = heldout_texts(h, load_tokenizer(h.model))
         tokens = ", ".join(f"{sum(sum(t) for _, t in of)} of {what}" for what, of in texts.items())
         title = f"next-token loss in nats, {h.dtype}, held-out tokens: {tokens}"
-        lines = [{"model": name, **losses(h, name, texts)} for name in names]
-        for line in lines:
-            for what in texts:
-                line[f"{what}, % above first"] = round(100 * (line[what] / lines[0][what] - 1), 2)
-        lines = [{k: round(x, 4) if k in texts else x for k, x in line.items()} for line in lines]
+        found, lines = {}, []
+        for name in names:
+            sampler = load(name, **h.placing)
+            if not sampler.continues:
+                raise ValueError(f"{name} fills holes and predicts no next token: give causal LMs")
+            network, size = sampler.target, h.batch_size
+            found[name] = {what: mean_loss(network, of, size) for what, of in texts.items()}
+        for name, loss in found.items():
+            line = {"model": name} | {what: round(x, 4) for what, x in loss.items()}
+            for what, x in loss.items():
+                line[f"{what}, % above first"] = round(100 * (x / found[h.model][what] - 1), 2)
+            lines.append(line)
         write_table(lines, out / "heldout_loss.csv", title, "decoding.bench.heldout_loss")
 
 
-def losses(h: HeldoutLoss, name: str, texts: dict[str, list[Encoded]]) -> dict[str, float]:
-    """Return one model's mean loss in nats on each kind of text."""
-    sampler = load(name, **h.placing)
-    if not sampler.continues:
-        raise ValueError(f"{name} fills holes and predicts no next token: give causal LMs")
-    return {what: mean_loss(sampler.target, of, h.batch_size) for what, of in texts.items()}
-
-
 def heldout_texts(h: HeldoutLoss, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[Encoded]]:
-    """Read the texts to measure on.
-
-    Returns:
-        `(ids, trained)` of every text, by its kind: 'corpus', 'answers'.
-
-    Raises:
-        ValueError: A kind has no held-out token to predict, or the collection cannot be used.
-    """
+    """Read the `(ids, trained)` of every text to measure on, by its kind: 'corpus', 'answers'."""
     if h.answers is not None:
         checked_manifest(h.answers, tokenizer)  # before rows of the corpus are written
     which = {"split": h.split, "subset": h.subset, "limit": h.limit}
@@ -101,9 +86,8 @@ def heldout_texts(h: HeldoutLoss, tokenizer: PreTrainedTokenizerBase) -> dict[st
     for what, of in texts.items():
         if not any(any(trained[1:]) for _, trained in of):
             raise ValueError(
-                f"there is no held-out token to predict in the {what} of "
-                f"{h.source if what == 'corpus' else h.answers}: about one text in forty is held "
-                "out, so give more of them"
+                f"no held-out token to predict in {h.source if what == 'corpus' else h.answers}"
+                ": about one text in forty is held out, so give more of them"
             )
     return texts
 

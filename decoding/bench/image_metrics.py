@@ -20,8 +20,6 @@ def load(
     'digits' is the hidden layer of a classifier trained here on scikit-learn's digits. 'inception'
     is the network of FID and IS (F = 2048, K = 1008); weights=None downloads torch-fidelity's.
     """
-    if kind not in KINDS:
-        raise ValueError(f"unknown features {kind!r}. Choose from {list(KINDS)}")
     if kind == "digits":
         if (channels, size) != (1, 8):
             raise ValueError(
@@ -60,16 +58,10 @@ class Inception(nn.Module):
             from torchmetrics.image.fid import NoTrainInceptionV3
 
             self.network = NoTrainInceptionV3("inception-v3-compat", ["2048"], weights)
-        except ModuleNotFoundError as error:
+        except (ModuleNotFoundError, OSError) as error:
             raise ValueError(
-                f"features='inception' needs torch-fidelity ({error}). Run: pip install "
-                "'parade[images]'"
-            ) from None
-        except OSError as error:
-            raise ValueError(
-                f"Inception's weights cannot be had ({error}): download "
-                "weights-inception-2015-12-05-6726825d.pth from torch-fidelity's releases on "
-                "GitHub and give its path as weights="
+                f"Inception cannot be had ({error}): pip install 'parade[images]', or weights= "
+                "with weights-inception-2015-12-05-6726825d.pth of torch-fidelity's releases"
             ) from None
 
     def forward(self, pixels: Tensor) -> Tensor:

@@ -1,9 +1,4 @@
-"""`python -m decoding.bench.images model=runs/cspd_draft/export`: acceptance and speed of images.
-
-It measures the acceptance rate against draft length, pre-filling, guidance and temperature; the
-positions in the image where drafts are accepted; images/s at several batch sizes; and, by a
-permutation test of their energy distance, if sample sets differ from sequential ones.
-"""
+"""`python -m decoding.bench.images model=runs/cspd_draft/export`: acceptance and speed."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +25,7 @@ from recipes.options import MeasureOptions, option, parse
 
 @dataclass(frozen=True, kw_only=True)
 class ImageBench(ImageOptions, MeasureOptions):
-    """Sweep the knobs of a drafter, time it, and test its sample sets.
+    """Sweep the knobs of a drafter, time it, and test if its samples differ from sequential ones.
 
     One knob at a time is swept; the others keep the values of gamma, prefill, guidance and
     temperature.
@@ -45,22 +40,22 @@ class ImageBench(ImageOptions, MeasureOptions):
     temperatures: Several[Temperature] = option((0.8, 0.9, 1.0, 1.1), "to sweep")
     images: Count = option(128, "of each point of a sweep")
     samples: Whole = option(2000, "of each set of the permutation test; 0 leaves it out")
-    permutations: Count = option(499, "of the test")
     batch_sizes: Several[Count] = option((1, 8, 128), "images made at once, to time")
     batches: Count = option(8, "that are timed, of each size")
-    inner_temperature: float = option(42.0, "of the relaxed rule: the authors' program has 42")
     features: Literal[*KINDS] | None = option(None, "adds Fréchet distances of these features")
 
 
+PERMUTATIONS = 499
+# The published rule, with the inner temperature of the authors' program.
+RELAXED = {"verify": "relaxed", "lossy": True, "inner_temperature": 42.0}
 WAYS = {
     "sequential": None,
     "exact": {},
     "exact, not aligned": {"align": False},
     "exact, last step": {"coupled": 1},
-    "relaxed (lossy)": {"verify": "relaxed", "lossy": True},
+    "relaxed (lossy)": RELAXED,
 }
-SWEPT = {"gamma": "gammas", "prefill": "prefills", "guidance": "guidances",
-         "temperature": "temperatures"}  # fmt: skip
+SWEPT = ("gamma", "prefill", "guidance", "temperature")  # `gammas` are values of `gamma`
 
 
 def run(argv: list[str]) -> None:
@@ -81,17 +76,16 @@ def report(bench: ImageBench, sampler: CspdSampler, out: Path) -> None:
     draw_grid(grid, out / "accepted.png")
     title = f"{bench.samples} samples a set, {bench.dtype}"
     write_table(ways(bench, sampler), out / "ways.csv", title, command)
-    print(
-        "acceptance rate: accepted drafts of those that were judged; tokens a pass: the bonus or "
-        "correction token included; p: permutation test against sequential samples"
-    )
+    print("acceptance rate: accepted drafts of those that were judged")
+    print("tokens a pass: the bonus or correction token included")
+    print("p: permutation test against sequential samples")
 
 
 def sweep(bench: ImageBench, sampler: CspdSampler) -> tuple[list[dict], Tensor]:
     """Return the acceptance for each value of each knob, and by image position [S/p, S/p]."""
     lines, base = [], params_of(bench)
-    for knob, values in SWEPT.items():
-        for value in getattr(bench, values):
+    for knob in SWEPT:
+        for value in getattr(bench, f"{knob}s"):
             params = replace(base, **{knob: value})
             results = drawn(bench, sampler, params, bench.images)
             judged = accepted(results, params.gamma, prefilled(params, sampler))
@@ -123,9 +117,8 @@ def accepted(results: list[ImageResult], gamma: int, prefilled: int) -> dict:
 def ways(bench: ImageBench, sampler: CspdSampler) -> list[dict]:
     """Return a line for each way to decode: acceptance, speed, distance to sequential samples."""
     plain, lines, base = SequentialSampler(sampler.target), [], params_of(bench)
-    reference = drawn(bench, plain, base, bench.samples, first=1) if bench.samples else None
-    compare = reference is not None and bench.features is not None
-    if compare:
+    reference = drawn(bench, plain, base, bench.samples, first=1) if bench.samples else []
+    if reference and bench.features:
         shown = pictures(bench, sampler, reference)
         features, _ = load_features(bench.features, *shown.shape[1:3])
         expected = features(shown)
@@ -134,8 +127,6 @@ def ways(bench: ImageBench, sampler: CspdSampler) -> list[dict]:
     for name, options in WAYS.items():
         way = plain if options is None else sampler
         params = replace(base, **options or {})
-        if params.verify == "relaxed":
-            params = replace(params, inner_temperature=bench.inner_temperature)
         results = drawn(bench, way, params, bench.samples or bench.images, first=2)
         judged = accepted(results, bench.gamma, prefilled(base, sampler))
         line = {"way": name, **judged}
@@ -143,11 +134,11 @@ def ways(bench: ImageBench, sampler: CspdSampler) -> list[dict]:
             line["acceptance rate"] = ""
         for size in bench.batch_sizes:
             line |= speed(bench, way, params, size)
-        if reference is not None:
-            sets = flat(results), flat(reference)
-            energy, p = permutation_test(*sets, bench.permutations, bench.seed)
+        if reference:
+            sets = [torch.stack([r.patches for r in of]).cpu() for of in (results, reference)]
+            energy, p = permutation_test(*sets, PERMUTATIONS, bench.seed)
             line |= {"energy distance": f"{energy:.2e}", "p": round(p, 4)}
-        if compare:
+        if reference and bench.features:
             distance.reset()
             distance.update(features(pictures(bench, sampler, results)), real=False)
             line["Fréchet"] = f"{distance.compute().item():.3g}"
@@ -166,11 +157,10 @@ def speed(bench: ImageBench, sampler: SequentialSampler, params: ImageParams, si
     results = sampler.generate(labels, replace(params, seed=bench.seed), at_once=size)
     rate = len(labels) / (perf_counter() - started)
     spent = cycle([result.stats for result in results])
+    parts = ", ".join(f"{ms:.1f}" for ms in spent.values())
     return {
         f"images/s, batch {size}": round(rate, 2),
-        f"ms: target, drafter, rest, batch {size}": ", ".join(
-            f"{spent[part]:.1f}" for part in ("target", "drafter", "rest")
-        ),
+        f"ms: {', '.join(spent)}, batch {size}": parts,
     }
 
 
@@ -191,8 +181,8 @@ def draw_grid(grid: Tensor, file: Path) -> None:
         axes[0, 0].figure.colorbar(shown, label="share of accepted drafts")
 
 
-def params_of(bench: ImageBench) -> ImageParams:
-    """Return the sampling parameters that a sweep keeps for all knobs but one."""
+def params_of(bench: ImageOptions) -> ImageParams:
+    """Return the sampling parameters of a bench; a sweep keeps all but one."""
     names = (*SWEPT, "guidance_schedule")
     return ImageParams(**{name: getattr(bench, name) for name in names})
 
@@ -208,14 +198,9 @@ def classes(sampler: SequentialSampler, count: int) -> list[int]:
     return [i % sampler.target.config.classes for i in range(count)]
 
 
-def pictures(bench: ImageBench, sampler: SequentialSampler, results: list[ImageResult]) -> Tensor:
+def pictures(bench: ImageOptions, sampler: SequentialSampler, results: list[ImageResult]) -> Tensor:
     """Return pixels [count, C, S, S] in [0, 1]."""
     return pixels(results, sampler.target.config, bench.vae, bench.scale).permute(0, 3, 1, 2)
-
-
-def flat(results: list[ImageResult]) -> Tensor:
-    """Return the images' patches as vectors [count, N * D]; every set has the same classes."""
-    return torch.stack([r.patches for r in results]).flatten(1).cpu()
 
 
 if __name__ == "__main__":

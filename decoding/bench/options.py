@@ -9,29 +9,14 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from data.arguments import Count, Several, Temperature
-from recipes.options import MeasureOptions, PromptOptions, option
-
-UNASKED = (
-    "this runs programs that a model wrote, on this machine: read in docs/how_to/benchmarks.md "
-    "what guards it, and give execute=sandbox"
-)
+from recipes.options import MeasureOptions, PromptOptions, SamplerOptions, option
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions(MeasureOptions):
-    """Exports side by side, with other knobs than their own."""
+class PromptBenchOptions(SamplerOptions, PromptOptions):
+    """Exports side by side on held-out prompts, with other knobs than their own."""
 
     also: tuple[str, ...] = option((), "further exports of its tokenizer, for the same table")
-    sampler: tuple[str, ...] = option(
-        (), "another method or other knobs, as [method=jacobi,block_size=32]"
-    )
-    trust_remote_code: bool = option(False, "run the code that a model of the Hub brings")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptBenchOptions(BenchOptions, PromptOptions):
-    """Exports side by side on held-out prompts."""
-
     temperatures: Several[Temperature] = option((0.0, 1.0), "of the sampling; 0 is greedy")
 
 
@@ -63,7 +48,6 @@ def told_apart(paths: Iterable[str]) -> dict[str, str]:
     >>> told_apart(["runs/a/export", "runs/b/export", "old/b/export", "org/c"]).values()
     dict_values(['a', 'runs/b/export', 'old/b/export', 'c'])
     """
-    runs = {path: Path(path) for path in paths}
-    names = {p: (run.parent if run.name == "export" else run).name for p, run in runs.items()}
-    unique = [name for name, count in Counter(names.values()).items() if name and count == 1]
-    return {path: name if name in unique else path for path, name in names.items()}
+    names = {path: Path(str(Path(path)).removesuffix("/export")).name for path in paths}
+    counts = Counter(names.values())
+    return {path: name if counts[name] == 1 else path for path, name in names.items()}

@@ -1,12 +1,13 @@
 """Rows of benches, which decode in turn on one clock, and comparisons and standard errors."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import sqrt
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from time import perf_counter
 
-import torch
-from torch import Tensor
+import numpy
+from scipy.stats import bootstrap
 from transformers import PreTrainedTokenizerBase
 
 from data.text.prompts import heldout_prompts
@@ -16,7 +17,6 @@ from decoding.report import track
 from recipes.options import PromptOptions
 
 REFILLED = 4  # prompts for each place of a batch, in the time between two readings of the clock
-RESAMPLES = 2000  # of the prompts, for standard errors
 ERROR = " ±"  # ends the name of a column of standard errors
 
 
@@ -83,11 +83,17 @@ class Row:
 
     @property
     def speedups(self) -> list[float]:
-        """Return the tokens/s of each turn over those of plain decoding.
-
-        Seconds are not compared: answers with the same distribution may differ in length.
-        """
+        """Return the tokens/s of each turn over those of plain decoding; lengths may differ."""
         return [a / b for a, b in zip(self.rates, (self.plain or self).rates)]
+
+    @property
+    def speedup(self) -> dict:
+        """Return columns of a table: tokens/s, and the speed-up with its standard error."""
+        return {
+            "tokens/s": round(self.rate, 1),
+            "speed-up": round(median(self.speedups), 2),
+            f"speed-up{ERROR}": median_error(self.speedups) if self.plain else "",
+        }
 
     @property
     def emitted(self) -> list[int]:
@@ -127,24 +133,15 @@ def params_of(options: PromptOptions, **more) -> SamplingParams:
     return SamplingParams(**shared, **more)
 
 
-def check_goes_on(model: str, sampler: Sampler) -> None:
-    """Raise ValueError for a model that does not decode token by token; it has its own bench."""
-    if sampler.bench != "decoding.bench":
-        raise ValueError(
-            f"{model} does not decode token by token, so this bench cannot compare it: "
-            f"python -m {sampler.bench} model={model}"
-        )
-
-
-def cycle(stats: list[Stats], digits: int = 3) -> dict[str, float]:
-    """Return the milliseconds per cycle (one target pass) in drafter, target and everything else.
+def cycle(stats: list[Stats]) -> dict[str, float]:
+    """Return the milliseconds per cycle (one target pass) in target, drafter and everything else.
 
     A cycle of several requests counts once for each of them.
     """
-    parts = {"drafter": "drafter_s", "target": "target_s", "rest": "sampler_s"}
+    parts = {"target": "target_s", "drafter": "drafter_s", "rest": "sampler_s"}
     passes = sum(s.target_passes for s in stats)
     spent = {name: sum(getattr(s, key) for s in stats) for name, key in parts.items()}
-    return {name: round(1000 * seconds / passes, digits) for name, seconds in spent.items()}
+    return {name: round(1000 * seconds / passes, 3) for name, seconds in spent.items()}
 
 
 def mean_error(values: list[float]) -> float:
@@ -164,26 +161,21 @@ def share_of(right: list[bool]) -> tuple[float, float]:
 
 
 def median_error(values: list[float]) -> float | str:
-    """Return the standard error of a median by the bootstrap (Efron 1979); '' for one value."""
-    if len(values) < 2:
-        return ""
-    drawn = torch.tensor(values)[_resampled(len(values))]
-    return round(float(drawn.quantile(0.5, dim=1).std()), 3)
+    """Return the standard error of a median over prompts; '' for one value."""
+    return _bootstrap_error(numpy.median, values)
 
 
 def ratio_error(above: list[int], below: list[int]) -> float | str:
-    """Return the standard error of sum(above) / sum(below) by the bootstrap; '' for one pair."""
-    if len(above) < 2:
+    """Return the standard error of sum(above) / sum(below) over prompts; '' for one pair."""
+    return _bootstrap_error(lambda a, b, axis: a.sum(axis) / b.sum(axis), above, below)
+
+
+def _bootstrap_error(statistic: Callable, *samples: list[float]) -> float | str:
+    """Return the standard error of a statistic by the bootstrap (Efron 1979); '' for one prompt."""
+    if len(samples[0]) < 2:
         return ""
-    drawn = _resampled(len(above))
-    sums = [torch.tensor(x, dtype=torch.double)[drawn].sum(1) for x in (above, below)]
-    return round(float((sums[0] / sums[1]).std()), 3)
-
-
-def _resampled(count: int) -> Tensor:
-    """Draw prompts with replacement RESAMPLES times: indices [RESAMPLES, count]."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(count, (RESAMPLES, count), generator=generator)
+    settings = {"n_resamples": 2000, "method": "basic", "random_state": 0}
+    return round(float(bootstrap(samples, statistic, paired=True, **settings).standard_error), 3)
 
 
 def on_screen(line: dict) -> dict:

@@ -98,15 +98,19 @@ def bubblewrap(packages: str) -> list[str]:
     return [*command, "--remount-ro", "/"]
 
 
-def check(options: ProgramOptions) -> None:
-    """Print what contains the programs; raise ValueError if no program at all would pass."""
+def check(options: ProgramOptions) -> bool:
+    """Print what contains the programs, if any may run; ValueError if none at all would pass."""
+    if options.execute is None:
+        print("no pass@1 in the table: this runs programs that a model wrote, on this machine:")
+        print("read in docs/how_to/benchmarks.md what guards it, and give execute=sandbox")
+        return False
     found = execute("pass", options)
     if found.outcome != "passed":
         raise ValueError(
             f"even an empty program {found.outcome} ({found.error}). Give more memory= or "
             "wall_seconds=; where bubblewrap is forbidden, as in some containers, execute=unsafe"
         )
-    if options.execute == "sandbox":
-        print("programs run in bubblewrap: no network, no other process, no file but their own")
-    else:
-        print("execute=unsafe: programs may do on this machine what you may do")
+    walls = "programs run in bubblewrap: no network, no other process, no file but their own"
+    free = "execute=unsafe: programs may do on this machine what you may do"
+    print(walls if options.execute == "sandbox" else free)
+    return True

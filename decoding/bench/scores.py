@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.corpora.benchmarks import Problem, is_benchmark, metric, program, read_benchmark, score
 from data.text.prompts import asks_in_chat
-from decoding.bench.options import UNASKED, ScoreOptions
+from decoding.bench.options import ScoreOptions
 from decoding.bench.rows import Row
 from decoding.bench.sandbox import check, execute
 
@@ -48,7 +48,11 @@ def scorer(options: ScoreOptions) -> Scorer | None:
     """Return the scorer of a bench's source, or None; programs are scored only with `execute`."""
     known = is_benchmark(options.source)
     problems = read_benchmark(options.source, subset=options.subset) if known else []
-    refuse_infilling(options.source, problems)
+    if any(problem.suffix is not None for problem in problems):
+        raise ValueError(
+            f"{options.source!r} has problems of infilling, which no continuation answers: "
+            f"python -m decoding.bench.infill model=... source={options.source}"
+        )
     names = {metric(problem) for problem in problems}
     if options.execute and "pass@1" not in names:
         raise ValueError(
@@ -57,24 +61,12 @@ def scorer(options: ScoreOptions) -> Scorer | None:
         )
     if len(names) != 1 or names == {None}:
         return None
-    if names == {"pass@1"}:
-        if not options.execute:
-            print(f"no pass@1 in the table: {UNASKED}")
-            return None
-        check(options)
+    if names == {"pass@1"} and not check(options):
+        return None
     by_id = {problem.id: problem for problem in problems}
     if len(by_id) < len(problems):
         raise ValueError(f"source={options.source!r} has several problems with the same id.")
     return Scorer(*names, by_id, options)
-
-
-def refuse_infilling(source: str, problems: list[Problem]) -> None:
-    """Raise ValueError for problems whose answer is between two texts."""
-    if any(problem.suffix is not None for problem in problems):
-        raise ValueError(
-            f"{source!r} has problems of infilling, which no continuation of a prompt answers: "
-            f"python -m decoding.bench.infill model=... source={source}"
-        )
 
 
 def continuation(tokenizer: PreTrainedTokenizerBase, prompt: list[int], answer: list[int]) -> str:

@@ -1,12 +1,7 @@
-"""`python -m decoding.bench model=runs/deer_stage2/export`: samplers side by side, one run.
-
-After a warm-up every prompt goes through every sampler in turn, so that a slow minute of the
-machine affects all of them. In a batch the next prompt takes the slot of one that has ended.
-If the prompts are a benchmark's with scores, the table includes each sampler's score
-(`decoding/bench/scores.py`). `decoding/bench/text_report.py` lists the files that are written.
-"""
+"""`python -m decoding.bench model=runs/deer_stage2/export`: samplers side by side, one run."""
 
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -15,7 +10,7 @@ from data.text.prompts import heldout_prompts
 from decoding.bench.baselines import HuggingFace
 from decoding.bench.drawn_trees import RULES, drawing
 from decoding.bench.options import PromptBenchOptions, ScoreOptions, results_folder, told_apart
-from decoding.bench.rows import check_goes_on, params_of, take_turns
+from decoding.bench.rows import params_of, take_turns
 from decoding.bench.scores import scorer
 from decoding.bench.text_report import TextRow, profile, report
 from decoding.drafting.block_sampler import BlockSampler
@@ -41,8 +36,7 @@ from recipes.options import check_batch_sizes, option, parse
 class Bench(PromptBenchOptions, ScoreOptions):
     """Compare an export's sampler with plain decoding and with what transformers offers.
 
-    An export in `also` that decodes with weights of its own (an earlier stage, say) is compared
-    with plain decoding of those.
+    An export in `also` with weights of its own is compared with plain decoding of those.
     """
 
     EXAMPLE: ClassVar[str] = "model=runs/deer_stage2/export temperatures=[0,1] batch_sizes=[1,4]"
@@ -50,17 +44,10 @@ class Bench(PromptBenchOptions, ScoreOptions):
     target: str | None = option(None, "a target instead of the one that the export names")
     assistant: str | None = option(None, "a drafter for transformers' assisted generation")
     generate: bool = option(True, "transformers' own plain decoding too")
-    prompt_lookup: Whole = option(
-        10, "tokens that transformers drafts from the text; 0: leave it out"
-    )
+    prompt_lookup: Whole = option(10, "tokens that transformers copies from the text; 0: none")
     batch_sizes: Several[int] = option((1,), "prompts that are decoded together")
-    verify: Several[Literal[*VERIFY]] = option(
-        ("coupled", "rejection", "block", "tree"),
-        "how drafts are verified; those that a sampler has are rows",
-    )
-    drawn: tuple[Literal[*RULES], ...] = option(
-        (), "baselines of tree: rules for trees that are drawn"
-    )
+    verify: Several[Literal[*VERIFY]] = option(VERIFY, "how drafts are verified, a row each")
+    drawn: tuple[Literal[*RULES], ...] = option((), "rules for drawn trees, baselines of tree")
     block_size: BlockSize | None = option(None, "tokens drafted a cycle; null: the export's own")
     profile: bool = option(False, "measure what a pass of the target costs, by its width")
 
@@ -81,7 +68,7 @@ def run(argv: list[str]) -> None:
         title = f"{bench.prompts} prompts of {Path(bench.source).name}, {bench.dtype}"
         report(out, rows, prompts, title, bench.seed)
         if bench.profile:
-            profile(rows, out)
+            profile(rows[0].sampler, out)
 
 
 def measure(bench: Bench) -> tuple[list[TextRow], list[dict]]:
@@ -90,39 +77,33 @@ def measure(bench: Bench) -> tuple[list[TextRow], list[dict]]:
     options |= bench.placing | {"trust_remote_code": bench.trust_remote_code}
     samplers = {name: load(name, **options) for name in (bench.model, *bench.also)}
     for name, sampler in samplers.items():
-        check_goes_on(name, sampler)
+        if sampler.bench != "decoding.bench":
+            raise ValueError(f"{name} has its own bench: python -m {sampler.bench} model={name}")
     tokenizers = {name: s.tokenizer for name, s in samplers.items()}
-    assistant = None
+    first, assistant = samplers[bench.model], None
     if bench.assistant is not None:
         tokenizers[bench.assistant] = load_tokenizer(bench.assistant)
-        first = samplers[bench.model].device  # beside its target, whole
-        assistant = causal.load(bench.assistant, dtype=bench.dtype, device=first)
+        # Beside its target, whole.
+        assistant = causal.load(bench.assistant, dtype=bench.dtype, device=first.device)
         for_inference(assistant)  # as the samplers' networks are
     check_one_tokenizer(tokenizers)
-    tokenizer = samplers[bench.model].tokenizer
-    prompts = heldout_prompts(tokenizer=tokenizer, **bench.prompt_set)
-    ids = [p["prompt_ids"] for p in prompts]
-    stock = _transformers(bench, samplers[bench.model], assistant)
-    rows = [
-        row
-        for t in bench.temperatures
-        for size in bench.batch_sizes
-        for row in _rows(bench, samplers, stock, t, size)
-    ]
-    take_turns(rows, ids, bench.seed, "bench")
+    prompts = heldout_prompts(tokenizer=first.tokenizer, **bench.prompt_set)
+    stock = _transformers(bench, first, assistant)
+    rows = []
+    for temperature, size in product(bench.temperatures, bench.batch_sizes):
+        rows += _rows(bench, samplers, stock, temperature, size)
+    take_turns(rows, [p["prompt_ids"] for p in prompts], bench.seed, "bench")
     return rows, prompts
 
 
 def _transformers(bench: Bench, sampler: Sampler, assistant) -> dict[str, HuggingFace]:
     """Return transformers' ways to generate, by name."""
-    ways = {}
-    if bench.generate:
-        ways["transformers generate"] = HuggingFace(sampler)
+    ways = {"transformers generate": HuggingFace(sampler)} if bench.generate else {}
     if assistant is not None:
         ways["transformers assisted"] = HuggingFace(sampler, assistant_model=assistant)
     if bench.prompt_lookup:
-        lookup = {"prompt_lookup_num_tokens": bench.prompt_lookup}
-        ways["transformers prompt lookup"] = HuggingFace(sampler, **lookup)
+        lookup = HuggingFace(sampler, prompt_lookup_num_tokens=bench.prompt_lookup)
+        ways["transformers prompt lookup"] = lookup
     return ways
 
 

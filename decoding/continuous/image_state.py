@@ -10,7 +10,7 @@ from data.arguments import Positive
 from decoding.engine.cache import CountedNetwork, RaggedCache
 from decoding.engine.params import Stats
 from decoding.engine.randomness import ContinuousRandomness
-from decoding.method import Amount, Count, Share, check_values, entry_model
+from decoding.method import Amount, Count, Share, check_values
 from models.masks import Layout, causal, dense
 from models.patches import PatchTransformer
 
@@ -49,7 +49,7 @@ class ImageParams:
     coupled: Count | None = None
 
     def __post_init__(self):
-        check_values(_PARAMS, vars(self), "")
+        check_values(_PARAMS, vars(self))
         if self.verify == "relaxed" and not self.lossy:
             raise ValueError(
                 "verify='relaxed' changes the distribution of the images: allow it with "
@@ -57,7 +57,7 @@ class ImageParams:
             )
 
 
-_PARAMS = entry_model(get_type_hints(ImageParams, include_extras=True))
+_PARAMS = get_type_hints(ImageParams, include_extras=True)
 
 
 @dataclass

@@ -73,9 +73,8 @@ def test_an_entry_without_a_method(tmp_path, entry):
 )
 def test_a_value_that_is_not_allowed(tmp_path, key, value):
     folder = written(tmp_path, {"parade": DEER | {key: value}})
-    with pytest.raises(
-        ValueError, match=rf"config\.json: parade\.{key}=.* is not allowed: it must"
-    ):
+    refused = r"is not allowed: it must|is of type .*, but .* is needed"
+    with pytest.raises(ValueError, match=rf"config\.json: parade\.{key}=.* ({refused})"):
         load(folder)
 
 
@@ -178,25 +177,25 @@ def test_any_entry(tmp_path_factory, entry):
 @pytest.mark.parametrize(
     ("knob", "must"),
     [
-        ("method=jacobi block_size=0", "be greater than or equal to 1"),
-        ("method=jacobi_mr blocks=0", "be greater than or equal to 1"),
-        ("method=jacobi_mr pool_size=-1", "be greater than or equal to 0"),
-        ("method=jacobi_mr spawn_ratio=1.5", "be less than or equal to 1"),
-        ("method=denoise threshold=0.0", "be greater than 0"),
-        ("method=denoise threshold=1.1", "be less than or equal to 1"),
-        ("method=denoise tokens_per_step=0", "be greater than or equal to 1"),
-        ("method=denoise order=magic", "be 'confidence' or 'random'"),
-        ("method=asarm draft=magic", "be 'sequential', 'assd', 'assd_ngram' or 'assd_fused'"),
-        ("method=asarm nodes=0", "be greater than or equal to 1"),
-        ("method=asarm nodes=64", "be less than or equal to 63"),
-        ("method=asarm sharpness=0.0", "be greater than 0"),
-        ("method=asarm tolerance=2.0", "be less than or equal to 1"),
+        ("method=jacobi block_size=0", "it must be greater than or equal to 1"),
+        ("method=jacobi_mr blocks=0", "it must be greater than or equal to 1"),
+        ("method=jacobi_mr pool_size=-1", "it must be greater than or equal to 0"),
+        ("method=jacobi_mr spawn_ratio=1.5", "it must be less than or equal to 1"),
+        ("method=denoise threshold=0.0", "it must be greater than 0"),
+        ("method=denoise threshold=1.1", "it must be less than or equal to 1"),
+        ("method=denoise tokens_per_step=0", "it must be greater than or equal to 1"),
+        ("method=denoise order=magic", r"'magic'. Choose from \['confidence', 'random'\]"),
+        ("method=asarm draft=magic", "Choose from .*'sequential'"),
+        ("method=asarm nodes=0", "it must be greater than or equal to 1"),
+        ("method=asarm nodes=64", "it must be less than or equal to 63"),
+        ("method=asarm sharpness=0.0", "it must be greater than 0"),
+        ("method=asarm tolerance=2.0", "it must be less than or equal to 1"),
     ],
 )
 def test_a_knob_that_is_out_of_range(tmp_path, knob, must):
     method, pair = knob.split()
     folder = written(tmp_path, {"model_type": "llama"})
-    with pytest.raises(ValueError, match=rf"parade\.{pair.partition('=')[0]}=.* it must {must}"):
+    with pytest.raises(ValueError, match=rf"parade\.{pair.partition('=')[0]}.*{must}"):
         sampling_config(folder, [method, pair])
 
 

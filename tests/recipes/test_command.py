@@ -112,9 +112,15 @@ def test_what_is_shown_can_be_typed(value):
         (["model=m", "loud=yes"], ["loud='yes'", "bool is needed (default false)"]),
         (["model=m", "sizes=[1,x]"], ["sizes='x'", "list of int is needed (default [1,2])"]),
         (["model=m", "sizes=[1,2"], ["sizes='[1,2'", "list of int is needed"]),
-        (["model=m", "sizes=[1,-2]"], ["sizes=[1,-2] is not allowed", "at least 0"]),
+        (
+            ["model=m", "sizes=[1,-2]"],
+            ["sizes=[1,-2] is not allowed", "each must be greater than or equal to 0"],
+        ),
         (["model=m", "sizes=[]"], ["sizes=[] is not allowed"]),
-        (["model=m", "count=0"], ["count=0 is not allowed", "at least 1"]),
+        (
+            ["model=m", "count=0"],
+            ["count=0 is not allowed", "it must be greater than or equal to 1"],
+        ),
         (["model=m", "rate=nan"], ["rate=nan is not allowed"]),
         (["model=m", "rate=-Inf"], ["rate=-inf is not allowed"]),
         (["model=m", "dtype=bloat16"], ["'bloat16'", "Did you mean 'bfloat16'? Choose from"]),

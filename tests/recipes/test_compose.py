@@ -103,10 +103,10 @@ def test_a_number_without_limits_would_be_seen():
 @pytest.mark.parametrize(
     ("given", "allowed"),
     [
-        ("trainer.batch_size=0", "at least 1"),
-        ("trainer.workers=1000000", "at most 256"),
-        ("data.train.length=99999999", "at most 1048576"),
-        ("acceptance.temperatures=[0.5,-1]", "each at least 0"),
+        ("trainer.batch_size=0", "greater than or equal to 1"),
+        ("trainer.workers=1000000", "less than or equal to 256"),
+        ("data.train.length=99999999", "less than or equal to 1048576"),
+        ("acceptance.temperatures=[0.5,-1]", "each must be greater than or equal to 0"),
         ("network=null", "a node with keys is needed"),
         ("data.validation=null", "a node with keys is needed"),
     ],

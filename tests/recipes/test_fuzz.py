@@ -120,5 +120,5 @@ def test_recipes(recipe, data):
 def test_what_would_fill_the_memory_is_refused(module, given):
     """The limits of recipes hold for the options of commands."""
     key = given[-1].partition("=")[0]
-    with pytest.raises(ValueError, match=f"^{key}=.*at most"):
+    with pytest.raises(ValueError, match=f"^{key}=.*less than or equal"):
         importlib.import_module(f"decoding.bench.{module}").run(["model=x", *given])

@@ -83,7 +83,7 @@ def export(lab):
 
 @pytest.mark.parametrize("setting", ["draft=foo", "block_size=0"])
 def test_an_export_that_could_not_be_decoded_is_not_trained(lab, setting):
-    with pytest.raises(ValueError, match=r"draft=\"foo\" is not allowed|block_size=0"):
+    with pytest.raises(ValueError, match=r"draft 'foo'|block_size=0"):
         lab.fit("asarm_joint", "name=refused", f"module.{setting}")
     assert not (lab.runs / "asarm_joint" / "refused").exists()
 

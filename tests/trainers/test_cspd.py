@@ -227,7 +227,7 @@ def test_images_are_written(exports, tmp_path, capsys):
 def test_the_bench_reports(exports, tmp_path):
     bench = ImageBench(
         model=str(exports["diffusion"][1]), gamma=2, gammas=(1, 2), prefills=(0.5,),
-        guidances=(1.5,), temperatures=(0.9,), images=6, samples=20, permutations=9,
+        guidances=(1.5,), temperatures=(0.9,), images=6, samples=20,
         batch_sizes=(1, 4), batches=1, seed=1, features="digits",
     )  # fmt: skip
     report(bench, load(bench.model), tmp_path)

@@ -366,7 +366,7 @@ def test_the_teachers_share_is_taken_by_the_loss_that_is_named(tokenizer):
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ("module.soft=1.5", r"module.soft=1\.5 is not allowed: at most 1"),
+        ("module.soft=1.5", r"module.soft=1\.5 is not allowed: it must be less than or equal to 1"),
         ("module.teacher=nobody", r"unknown module.teacher 'nobody'.*'answers', 'target'"),
         ("module.teacher_loss=total_variatio", r"Did you mean 'total_variation'"),
     ],

@@ -11,7 +11,7 @@ from pathlib import Path
 
 BUNDLE = "custom_generate"  # transformers' name for the folder
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("data", "models", "decoding")
+PACKAGES = ("data", "models", "recipes", "decoding")
 ENTRY = "decoding.custom_generate"
 REQUIREMENTS = "torch>=2.8\ntransformers>=5.0\npydantic>=2.11\n"
 

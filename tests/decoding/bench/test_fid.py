@@ -82,7 +82,7 @@ def test_the_score_of_sure_and_even_classes_is_their_number():
 
 
 def test_inception_is_refused_in_one_line_without_its_package_or_weights(tmp_path):
-    with pytest.raises(ValueError, match=r"parade\[images\]|weights cannot be had") as error:
+    with pytest.raises(ValueError, match=r"parade\[images\]|Inception cannot be had") as error:
         image_metrics.load("inception", 3, 32, str(tmp_path / "none.pth"))
     assert "\n" not in str(error.value)
 
