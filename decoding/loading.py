@@ -281,7 +281,8 @@ def entry_of(config: dict, file: Path) -> dict:
     published = config.get(DFLASH)
     if not isinstance(published, dict):
         return {"method": METHODS.get(config.get("model_type") or "", "plain")}
-    mask_id, size = published.get("mask_token_id"), config.get("block_size")
+    mask_id: Any = published.get("mask_token_id")
+    size: Any = config.get("block_size")
     whole = type(mask_id) is int and type(size) is int
     if not whole or mask_id < 0 or not 2 <= size <= MAX_COUNT:
         raise ValueError(

@@ -84,6 +84,7 @@ def from_target(
     if draft_ids is not None:
         ids = draft_ids.sort().values
         network.d2t.copy_(ids - torch.arange(len(ids)))
+        assert network.lm_head is not None
         with torch.no_grad():
             network.lm_head.weight.copy_(source.get_output_embeddings().weight[ids])
     return network
