@@ -20,7 +20,6 @@ from decoding.bench.engine import EngineBench
 from decoding.bench.heldout_loss import HeldoutLoss
 from decoding.bench.images import ImageBench
 from decoding.bench.infill import InfillBench
-from decoding.bench.pass_at_1 import PassAt1
 from decoding.bench.text import Bench
 from decoding.calibrate import Calibrate
 from models.causal import looks_local
@@ -39,7 +38,6 @@ MEASURES = {
     "decoding.bench.heldout_loss": HeldoutLoss,
     "decoding.bench.images": ImageBench,
     "decoding.bench.infill": InfillBench,
-    "decoding.bench.pass_at_1": PassAt1,
 }
 OTHERS = {"decoding.calibrate": Calibrate, "trainers.export": Export}
 RECIPES = {"trainers.fit": "fit", "decoding.collect": "collect"}

@@ -26,7 +26,6 @@ class Model(LlamaForCausalLM):
 class Tokens(PreTrainedTokenizerFast):
     pass
 """
-PROBLEM = {"task_id": "0", "prompt": "def f():", "test": "", "entry_point": "f"}
 
 
 @pytest.fixture
@@ -50,7 +49,6 @@ def stranger(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", [*sys.path])  # transformers adds its folder of code
     monkeypatch.chdir(tmp_path)
-    Path("problems.jsonl").write_text(json.dumps(PROBLEM))
     return str(folder), mark
 
 
@@ -63,7 +61,6 @@ COMMANDS = {
     "decoding.bench.heldout_loss": ["model={}"],
     "decoding.bench.infill": ["model={}"],
     "decoding.bench.denoise": ["model={}"],
-    "decoding.bench.pass_at_1": ["model={}", "problems=problems.jsonl", "execute=unsafe"],
     "decoding.collect": ["recipe=deer_answers", "scale=small", "target={}"],
     "trainers.fit": ["recipe=diffusion_adapt", "scale=small", "target={}"],
 }

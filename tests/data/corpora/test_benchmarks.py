@@ -17,6 +17,7 @@ from data.corpora.benchmarks import (
     program,
     read_benchmark,
     score,
+    within_function,
 )
 from data.text.prompts import heldout_prompts
 
@@ -174,6 +175,8 @@ GOOD = json.dumps(MATH).encode() + b"\n"
         (GOOD + b"[1]", "line 2.*JSON.*list"),
         (GOOD + b'{"problem": "\xff"}', "line 2.*UTF-8.*byte 13"),
         (GOOD + b'{"problem": "x", "answer": 3}', r"line 2.*'unique_id'.*\['answer', 'problem'\]"),
+        (b"{", "line 1.*JSON"),
+        (json.dumps(HUMANEVAL).encode() + b'\n{"task_id": "2", "prompt": "x"}', "line 2.*'test'"),
         (b"\x1f\x8b\x08", "line 1.*UTF-8.*unpack"),
         (b"\n", "no rows"),
     ],
@@ -394,6 +397,29 @@ def test_a_raw_answer_continues_the_prompt(tmp_path):
     # A chat answer without indentation is a body too; a raw one leaves the function.
     assert passes(program(found, BODY.strip()))
     assert not passes(program(found, BODY.strip(), raw=True))
+
+
+def test_a_program_is_prompt_completion_and_tests(tmp_path):
+    found = program(problem(HUMANEVAL, tmp_path), BODY, raw=True)
+    assert found == f"{HUMANEVAL['prompt']}{BODY}\n{HUMANEVAL['test']}\ncheck(f)\n"
+
+
+HEAD = "def add(a, b):\n"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "kept"),
+    [
+        (HEAD, "    return 1\nprint(2)\n", "    return 1\n"),
+        (HEAD, "\n    x = 1\n\n    return x\n\n\n# end\n", "\n    x = 1\n\n    return x\n\n\n"),
+        (HEAD, "    return 1", "    return 1"),
+        (HEAD, "x = 1\n", ""),
+        (HEAD, "", ""),
+        (HEAD + "    return", " 1\n    # more\né = 1\n", " 1\n    # more\n"),
+    ],
+)
+def test_a_completion_is_cut_where_it_leaves_the_function(prompt, text, kept):
+    assert within_function(prompt, text) == kept
 
 
 def test_an_entry_point_that_is_no_name_is_refused(tmp_path):

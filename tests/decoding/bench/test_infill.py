@@ -24,7 +24,6 @@ from decoding.bench.infill import (
     summary,
     ways,
 )
-from decoding.bench.pass_at_1 import read_problems
 from decoding.bench.scores import scorer
 from decoding.bench.text import Bench
 from decoding.engine.params import Result, Stats
@@ -195,9 +194,7 @@ def test_what_was_filled_in_keeps_its_spaces():
     assert filling(problem, dataclasses.replace(result, text="ac b"), tokenizer) == "c"
 
 
-def test_benches_of_continuations_refuse_problems_of_infilling(problems):
-    with pytest.raises(ValueError, match=r"decoding\.bench\.infill"):
-        read_problems(problems)
+def test_the_bench_of_continuations_refuses_problems_of_infilling(problems):
     with pytest.raises(ValueError, match=r"decoding\.bench\.infill"):
         scorer(Bench(model="x", source=problems))
 

@@ -1,12 +1,17 @@
-"""Which sources have scores, and what is refused before a model is loaded."""
+"""Which sources have scores, which answers are correct, and what is refused early."""
 
+import copy
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from data.text.tokenizer import train_tokenizer
 from decoding.bench import scores
 from decoding.bench.options import ScoreOptions
-from decoding.bench.scores import scorer
+from decoding.bench.rows import Row
+from decoding.bench.scores import continuation, scorer
+from decoding.engine.params import Result, Stats
 
 ROWS = {
     "humaneval": {"task_id": "1", "prompt": "def f():\n", "entry_point": "f",
@@ -41,6 +46,48 @@ def test_a_right_and_a_wrong_answer(name, tmp_path):
     wrong = answer.replace("2" if not code else "1", "3")
     assert judge.right("1", answer, raw=True) is True
     assert judge.right("1", wrong, raw=True) is False
+
+
+@pytest.mark.parametrize(
+    ("body", "right"),
+    [
+        ("    return 1\n", True),
+        ("    return 1\n\nassert False\n", True),  # cut off with what leaves the function
+        ("    return 2\n", False),
+        ("    import sys\n    sys.exit(0)\n", False),
+        ("    while True:\n        pass\n", False),
+        ("return 1\n", False),
+    ],
+)
+def test_a_program_is_right_if_it_passes_its_tests(body, right, tmp_path):
+    source = write(tmp_path / "x.jsonl", ROWS["humaneval"])
+    judge = scorer(options(source, execute="unsafe", wall_seconds=1))
+    assert judge.right("1", body, raw=True) is right
+
+
+TOKENIZER = train_tokenizer(["def f():\n    return 1\n"], 300)
+
+
+def test_a_continuation_keeps_its_first_space():
+    prompt, answer = (TOKENIZER(text)["input_ids"] for text in ("def f():\n", "    return 1"))
+    assert continuation(TOKENIZER, prompt, [*answer, TOKENIZER.eos_token_id]) == "    return 1"
+
+
+@pytest.mark.parametrize(("chat", "right"), [(None, [True, False]), (False, [False, True])])
+def test_a_block_of_code_is_an_answer_in_a_chat_only(chat, right, tmp_path):
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    source = write(tmp_path / "x.jsonl", ROWS["humaneval"])
+    judge = scorer(options(source, execute="unsafe", chat=chat))
+    answers = [
+        "Sure:\n```python\ndef f():\n    return 1\n```\nDone.",
+        "    return 1\nand goes on",
+    ]
+    ids = [tokenizer(text)["input_ids"] for text in answers]
+    results = [Result(text, i, "eos", Stats()) for text, i in zip(answers, ids)]
+    row = Row("plain", SimpleNamespace(tokenizer=tokenizer), results=results)
+    asked = [{"id": "1", "prompt_ids": tokenizer("def f():\n")["input_ids"]}] * 2
+    assert judge(row, asked) == right
 
 
 def test_a_program_is_run_once(tmp_path, monkeypatch):
