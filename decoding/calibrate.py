@@ -73,10 +73,6 @@ class Calibrate(PromptOptions):
         return f"{self.prompts} held-out prompts, {self.dtype}"
 
 
-# By a name, a sampler and options of `SamplingParams`.
-Ways = dict[Any, tuple[Sampler, dict]]
-
-
 def run(argv: list[str]) -> None:
     """Run the command with its arguments `key=value`."""
     c = parse(argv, Calibrate, "decoding.calibrate")
@@ -119,7 +115,7 @@ def fastest_tree(
     if sampler.markov is not None:
         parts["markov"] = sampler.markov.head
     entry, target, drafter = parade_config(c.model), sampler.target, sampler.drafter
-    ways: Ways = {}
+    ways: dict = {}
     for shape, knobs in shapes.items():
         weights = knobs["bigrams"]
         scores = {"bigrams": table, "bigram_weights": weights} if weights else {}
@@ -147,7 +143,7 @@ def fastest_lengths(
     for batch in c.batch_sizes:
         # Above the smallest batch size only keyed drafts use a calibrated length.
         rule = "block" if batch == min(c.batch_sizes) else "coupled"
-        ways: Ways = {k: (sampler, {"verify": rule, "block_size": k}) for k in tried}
+        ways: dict = {k: (sampler, {"verify": rule, "block_size": k}) for k in tried}
         figures = measure(c, ways, prompts, batch)
         lines += [{"batch": batch, "drafted": k, **figures[k]} for k in tried]
         rates = {f"{t:g}": f"tokens/s, T={t:g}" for t in c.temperatures}

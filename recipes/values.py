@@ -24,7 +24,6 @@ from dataclasses import MISSING, is_dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, is_typeddict
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
-from pydantic_core import ErrorDetails
 
 from data.files import shortened
 
@@ -116,9 +115,7 @@ def check_json(key: str, value: Any, hint: Any, default: Any = MISSING) -> Any:
         raise _refused(key, value, hint, invalid.errors(), default) from None
 
 
-def _refused(
-    key: str, value: Any, hint: Any, problems: list[ErrorDetails], default: Any
-) -> ValueError:
+def _refused(key: str, value: Any, hint: Any, problems: list, default: Any) -> ValueError:
     """Return a one-line error for pydantic's findings, limits before types."""
     for problem in problems:
         kind, (_, should, must) = problem["type"], problem["msg"].partition("should ")

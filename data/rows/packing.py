@@ -168,9 +168,7 @@ def _read_manifest(folder: Path) -> dict | None:
 
 def _write(folder: Path, documents: Iterable[Encoded], length: int, pad_id: int) -> dict:
     """Write packed rows into `folder` as they arrive, and return the counts for the manifest."""
-    rows, tokens = 0, 0
-    files: dict[str, BinaryIO] = {}
-    kinds: dict[str, tuple] = {}
+    rows, tokens, files, kinds = 0, 0, dict[str, BinaryIO](), dict[str, tuple]()
     try:
         for row in pack(documents, length, pad_id):
             arrays = {c: np.asarray(v, _DTYPE if c in COLUMNS else None) for c, v in row.items()}

@@ -5,6 +5,7 @@ decode loop does it: tokens are kept in the order of generation, not in that of 
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -104,9 +105,7 @@ class Infiller(Sampler):
                 "encoding in float32: load it with dtype=float32"
             )
 
-    def encode(
-        self, prompt: str | list[int] | list[int | None], params: SamplingParams
-    ) -> Template:
+    def encode(self, prompt: str | Sequence[int | None], params: SamplingParams) -> Template:
         if params.stop:
             raise ValueError("stop= is not allowed here: a hole's length says where it ends")
         template = Template(self._tokens(prompt) if isinstance(prompt, str) else list(prompt))

@@ -65,9 +65,6 @@ class InfillBench(SourceOptions, ProgramOptions):
     temperature: Temperature = option(1.0, "of the sampling; 0 is greedy")
 
 
-Judge = tuple[PreTrainedModel, PreTrainedTokenizerBase]
-
-
 @dataclass
 class Task:
     """A text with holes: token ids with None in the holes, or a text with `<hole:n>`.
@@ -107,11 +104,11 @@ class FilledRow(Row):
         self.network_s += max(r.stats.target_s for r in results)
         return results
 
-    def rate_text(self, task: Task, result: Result, bench: InfillBench, judge: Judge | None):
+    def rate_text(self, task: Task, result: Result, bench: InfillBench, judge: tuple | None):
         """Add the figures of one filled text; the judge is a causal LM and its tokenizer."""
         tokenizer = self.sampler.tokenizer
         if judge is not None:
-            self.perplexity.append(generative_perplexity(*judge, result.text))
+            self.perplexity.append(generative_perplexity(judge[0], judge[1], result.text))
             counts = Counter(judge[1](result.text)["input_ids"])
             self.entropy.append(float(entropy([*counts.values()], base=2)))  # Eq. 22
         if task.hidden is not None:

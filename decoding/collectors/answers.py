@@ -1,6 +1,7 @@
 """Teacher answers: the training data of DEER's drafters (arXiv 2512.15176, section 3.1.1)."""
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -81,7 +82,6 @@ class TeacherAnswers:
         self.engine, self.options = engine, dict(options or {})
         self.placing = {"dtype": dtype, "device": device, "device_map": device_map}
         self.top_k, self.at_once = top_k, at_once
-        self._teacher: SamplerTeacher | EngineTeacher | None = None
 
     def made_with(self) -> dict:
         """Return the options that the answers depend on, for the collection's manifest."""
@@ -117,7 +117,6 @@ class TeacherAnswers:
         Returns rows of a table: id, answer, temperature, prompt_ids, answer_ids [n], finish_reason;
         with `top_k` also teacher_ids and teacher_probs [n * top_k].
         """
-        teacher = self._teacher = self._teacher or self._open()
         answers = [(i, j) for j in range(self.number) for i in range(len(prompts))]
         rows: dict[tuple[int, int], dict] = {}
         for turn, params in enumerate(self.params):
@@ -125,7 +124,7 @@ class TeacherAnswers:
             for start in range(0, len(mine), len(prompts)):
                 batch = mine[start : start + len(prompts)]
                 asked = [(prompts[i], j) for i, j in batch]
-                rows |= dict(zip(batch, self._answer(teacher, asked, params)))
+                rows |= dict(zip(batch, self._answer(asked, params)))
         found = [rows[answer] for answer in answers]
         known = [row for row in found if row["answer_ids"] is not None]
         if not known:
@@ -138,15 +137,10 @@ class TeacherAnswers:
             print(f"{left} of {len(found)} answers left out: the server counts other tokens")
         return known
 
-    def _answer(
-        self,
-        teacher: SamplerTeacher | EngineTeacher,
-        asked: list[tuple[dict, int]],
-        params: SamplingParams,
-    ) -> Iterator[dict]:
+    def _answer(self, asked: list[tuple[dict, int]], params: SamplingParams) -> Iterator[dict]:
         """Yield the rows for (prompt, answer's number), decoded as one batch."""
         seeds = [self.seed_of(prompt["id"], number) for prompt, number in asked]
-        found = teacher.answer([p["prompt_ids"] for p, _ in asked], params, seeds)
+        found = self._teacher.answer([p["prompt_ids"] for p, _ in asked], params, seeds)
         for (prompt, number), answer in zip(asked, found):
             yield {
                 "id": prompt["id"],
@@ -158,7 +152,8 @@ class TeacherAnswers:
                 **answer.distributions,
             }
 
-    def _open(self) -> SamplerTeacher | EngineTeacher:
+    @cached_property
+    def _teacher(self) -> SamplerTeacher | EngineTeacher:
         """Open the teacher."""
         server = self.teacher.startswith(SERVER)
         if not server and self.engine == "parade":

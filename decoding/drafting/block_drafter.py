@@ -1,8 +1,7 @@
 """`BlockDrafter`: the interface of a sampler whose drafter drafts a block in one pass."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +16,6 @@ from decoding.engine.sampler import Sampler
 from decoding.engine.verify import choose
 from decoding.engine.warp import fit_vocabulary, seen_tokens, warp
 from models.markov import MarkovHead
-
-Number = TypeVar("Number", int, float)
-Value = TypeVar("Value")
 
 
 class BlockDrafter(Sampler):
@@ -148,6 +144,6 @@ class BlockDrafter(Sampler):
         return warp(logits, params, seen)
 
 
-def nearest(known: Mapping[Number, Value], x: float) -> Value:
+def nearest(known: dict, x: float) -> Any:
     """Return the value of the key that is nearest to x."""
     return known[min(known, key=lambda other: abs(other - x))]

@@ -113,6 +113,7 @@ class Scheduler:
     ) -> Any:
         """Return a prompt for `submit`; an infilling model takes the suffix after the answer."""
         sampler, most = self.samplers[model], params.max_new_tokens
+        whole: Any = prompt
         sampler.check_params(params)
         if suffix is not None:
             if not isinstance(sampler, Infiller):
@@ -121,9 +122,7 @@ class Scheduler:
                     "leave it out"
                 )
             whole = sampler.between(prompt, suffix, min(most, self.longest))
-            found = sampler.encode(whole, params)
-        else:
-            found = sampler.encode(prompt, params)
+        found = sampler.encode(whole, params)
         most = most if sampler.continues else found.holes
         if len(found) + most > self.longest:
             raise ValueError(
@@ -228,12 +227,11 @@ class Scheduler:
     def _score(self, job: Job, last: Chunk) -> None:
         """Score an answer's tokens, and show its last chunk."""
         assert last.result is not None
-        assert job.best is not None
         ids = job.prompt + last.result.token_ids
         try:
             target = self.samplers[job.model].target
             options = {"chunk": self.prefill_tokens or len(ids), "between": self._cycle}
-            job.scores = token_scores(target, ids, job.best, **options)
+            job.scores = token_scores(target, ids, job.best or 0, **options)
         except Exception as error:
             job.show(error)
         else:

@@ -5,6 +5,7 @@ import json
 import shutil
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -161,6 +162,12 @@ def test_what_is_fastest_for_each_batch_and_temperature_is_kept(lab, export, mon
 
 def config_of(export):
     return json.loads((export / "config.json").read_text())["parade"]
+
+
+def test_a_drafter_of_images_is_refused(lab, export, monkeypatch):
+    monkeypatch.setattr(calibrate, "load", lambda *args, **options: SimpleNamespace(drafter=1))
+    with pytest.raises(ValueError, match="drafts no trees"):
+        run(arguments(lab, export))
 
 
 def test_mistakes(lab, export):

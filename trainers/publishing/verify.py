@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from decoding.bench.engine import Way, measure_engine
+from decoding.bench.engine import Theirs, Way
 from decoding.collectors.teachers import end_ids
 from decoding.engine.params import SamplingParams, accepted_counts
 from decoding.external.vllm_engine import ON_CPU, Vllm, interpreter, speculative_config
@@ -125,7 +125,6 @@ def _in_vllm(
     params = SamplingParams(max_new_tokens=a.max_new_tokens, temperature=0)
     settings = speculative_config(export, positions)
     context = max(map(len, prompts)) + a.max_new_tokens + 2 * positions
-    way = Way("vllm")
     options = {"dtype": a.dtype, "max_model_len": context, "max_num_seqs": 1}
     eos = end_ids(target, load_tokenizer(target))
     with Vllm(
@@ -136,6 +135,7 @@ def _in_vllm(
         **({} if torch.cuda.is_available() else ON_CPU),
         **options,
     ) as engine:
+        way = Theirs("vllm", params=params, engine=engine, eos=eos)
         for prompt in prompts:  # one by one, so that the errors are those over prompts
-            measure_engine(way, engine, [prompt], [0], params, eos)
+            way.decode([prompt], [0])
     return way

@@ -373,6 +373,7 @@ def passes(text):
         BODY,
         f"{BODY}\n\ndef f2(): pass\n",
         WHOLE,
+        WHOLE.replace("def ", "def\t"),
         f"Here it is:\n\nimport math\n{WHOLE}",
         f"Sure!\n```python\n{WHOLE}```\nIt takes the root.",
         f"```\n{BODY}```",
@@ -387,6 +388,12 @@ def test_programs_of_answers_that_are_right(answer, tmp_path):
     assert passes(program(found, answer))
     # Only the function is wrong.
     assert not passes(program(found, answer.replace("half(x)", "x")))
+
+
+def test_an_answer_begins_at_any_definition(tmp_path):
+    text = program(problem(HUMANEVAL, tmp_path), f"So:\nasync \tdef  f(x):\n{BODY}")
+    assert f"\n\n\nasync \tdef  f(x):\n{BODY}" in text
+    assert "So:" not in text
 
 
 def test_a_raw_answer_continues_the_prompt(tmp_path):

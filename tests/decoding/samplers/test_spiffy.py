@@ -75,8 +75,8 @@ def test_the_text_is_that_of_denoise(attention, temperature):
 class Careless(SpiffySampler):
     """Wrong: takes the first draft for the next state, without looking whether it is."""
 
-    def drafts(self, batch, params):
-        self.drafted = super().drafts(batch, params)
+    def draft_states(self, batch, params):
+        self.drafted = super().draft_states(batch, params)
         return self.drafted
 
     def verify(self, batch, states, logits, params):
@@ -91,6 +91,12 @@ def test_accepting_without_looking_fails_the_same_test(attention):
     expected = ids(denoise(model, attention).generate(PROMPTS, params))
     wrong = denoise(model, attention, Careless, graph=CHAIN)
     assert ids(wrong.generate(PROMPTS, params)) != expected
+
+
+def test_it_drafts_in_one_way_only():
+    params = SamplingParams(draft="ngram")
+    with pytest.raises(ValueError, match=r"draft='ngram' .*one way only"):
+        spiffy(network(), "block_causal", PAPER).generate(PROMPTS, params)
 
 
 class Hasty(SpiffySampler):
