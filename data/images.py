@@ -108,10 +108,9 @@ def digits() -> tuple[Tensor, Tensor]:
 def _cached(source: Path, folder: Path, size: int, vae: str | None, scale: float, flips: bool):
     """Return a folder's images or latents [M, C, S, S], the mirrored or None, labels [M]."""
     files = image_files(source)
-    made_from: dict[str, object] = {
-        "files": [[f.relative_to(source).as_posix(), f.stat().st_size] for f, _ in files]
-    }
-    made_from |= {"source": str(source), "size": size, "vae": vae, "scale": scale, "flips": flips}
+    sizes = [[f.relative_to(source).as_posix(), f.stat().st_size] for f, _ in files]
+    made_from = {"files": sizes, "source": str(source), "size": size}
+    made_from |= {"vae": vae, "scale": scale, "flips": flips}
     name = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
     cache = folder / f"images-{name}"
     if not (cache / "manifest.json").is_file():  # written last: the cache is complete

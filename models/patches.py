@@ -173,7 +173,7 @@ def mar(
         "num_attention_heads": hidden // 64,
     }
     sizes: HeadSizes = {"width": width, "depth": depth} if head == "diffusion" else {}
-    config["backbone"] = backbone
+    config["backbone"] = {**backbone, **config.get("backbone", {})}
     return from_config(head, {head: {**sizes, **heads[head]}}, **config)
 
 

@@ -78,9 +78,7 @@ def _empty_row() -> dict[str, list]:
 def _padded(row: dict[str, list], length: int, pad_id: int) -> dict[str, Any]:
     padding = {"input_ids": pad_id, "document": -1, "position": 0, "trained": 0}
     missing = length - len(row["input_ids"])
-    padded: dict[str, Any] = {
-        column: row[column] + [padding[column]] * missing for column in COLUMNS
-    }
+    padded: dict[str, Any] = {c: row[c] + [padding[c]] * missing for c in COLUMNS}
     for name in row.keys() - padding.keys():
         values = np.concatenate(row[name])
         padded[name] = np.pad(values, [(0, missing)] + [(0, 0)] * (values.ndim - 1))

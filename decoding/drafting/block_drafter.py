@@ -111,8 +111,7 @@ class BlockDrafter(Sampler):
         """
         if self.markov is None:
             return self._drawn(self.draft_pass(batch, k, params), noise, batch, params)
-        draft: list[Tensor] = []
-        logits, q = self.draft_logits(batch, k).split(1, 1), []
+        logits, draft, q = self.draft_logits(batch, k).split(1, 1), list[Tensor](), []
         for i, at in enumerate(logits):
             if i:  # the network has read the token before the first
                 at = at + self.markov.following(draft[-1])

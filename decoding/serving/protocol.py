@@ -274,7 +274,6 @@ class Chat(Asked):
     def scored(
         self, ids: list[int], scores: list[TokenScore], tokenizer: PreTrainedTokenizerBase
     ) -> dict[str, list]:
-
         def one(token: int, log_prob: float) -> dict:
             word = tokenizer.decode([token])
             return {"token": word, "logprob": log_prob, "bytes": [*word.encode()]}

@@ -203,9 +203,8 @@ class Scheduler:
         if sum(r.rows for r in others) + len(running) + len(jobs) > self.at_once:
             for other in others:
                 other.trim()
-        numbers, prompts, seeds, params = zip(
-            *((j.number, j.prompt, j.seed, j.params) for j in jobs)
-        )
+        rows = ((job.number, job.prompt, job.seed, job.params) for job in jobs)
+        numbers, prompts, seeds, params = zip(*rows)
         running.admit(numbers, prompts, seeds, params, between=self._cycle)
         self._groups[key] = running  # all that were in it may have ended meanwhile
 

@@ -188,6 +188,10 @@ def test_guidance_of_one_is_no_guidance_and_of_zero_is_no_class():
 
 def test_sizes_of_mar(monkeypatch):
     monkeypatch.setitem(patches.MAR, "B", (128, 1, 16, 2))
-    network = mar("B", "diffusion", {"diffusion": {"steps": 5}}, size=2, patch=1)
+    given = {"heads": {"diffusion": {"steps": 5}}, "size": 2, "patch": 1}
+    network = mar("B", "diffusion", **given)
     assert network.backbone.config.num_attention_heads == 2
     assert network.head.token.out_features == 16
+    # A size that is given counts.
+    wide = mar("B", "diffusion", **given, backbone={"num_attention_heads": 4})
+    assert wide.backbone.config.num_attention_heads == 4

@@ -96,13 +96,12 @@ def _internal(module: str) -> Iterator[tuple[ast.ImportFrom, list[str]]]:
                         f"{module}: `import {alias.name}` cannot be bundled, write "
                         "`from package import module`"
                     )
-        elif (
-            isinstance(node, ast.ImportFrom) and (of := node.module or "").split(".")[0] in PACKAGES
-        ):
-            if _file(of).is_file():
-                yield node, [of]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PACKAGES:
+            assert node.module is not None
+            if _file(node.module).is_file():
+                yield node, [node.module]
             else:  # modules of a package
-                yield node, [f"{of}.{alias.name}" for alias in node.names]
+                yield node, [f"{node.module}.{alias.name}" for alias in node.names]
 
 
 def _file(module: str) -> Path:
