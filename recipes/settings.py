@@ -20,7 +20,7 @@ class Optimization:
     """The settings of AdamW and of its learning-rate schedule."""
 
     lr: Weight = option(1e-3, "the peak learning rate")
-    beside_lr: Weight | None = option(None, "of what is trained with it, a Markov head; null: lr")
+    aux_lr: Weight | None = option(None, "learning rate of auxiliary heads; null: lr")
     weight_decay: Weight = option(0.1, "of matrices; vectors (norms, biases) have none")
     betas: tuple[Below1, Below1] = option((0.9, 0.95), "AdamW's two decay rates")
     warmup_steps: Whole = option(100, "optimizer steps until the peak rate")

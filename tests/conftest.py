@@ -12,8 +12,10 @@ from models.attention import GROUPED, WRITTEN_OUT, grouped, written_out
 from tests.support.lab import Lab
 from tests.support.process_state import changed, process_state, seed_everything
 
-# Tiny models: a second thread only waits (and `make test` shares the cores among workers).
+# Tiny models: a second thread only waits, in the processes that tests start too (and `make test`
+# shares the cores among workers).
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_configure(config):

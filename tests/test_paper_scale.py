@@ -368,7 +368,7 @@ STATEMENTS = [
           data__train__prompts=800_000),
     *said("dflash", "DFlash (v2) 4.2 and A.1", epochs=6, optimization__lr=6e-4,
           optimization__schedule="cosine", trainer__gradient_clip=1.0, data__train__length=3072,
-          module__gamma=7.0, module__soft=0.0, module__dpace=None),
+          module__gamma=7.0, module__soft=0.0),
     Statement("dflash", "network.layers", 5, "DFlash (v2) 5: layers of the drafter",
               [0, 1, 2, 3, 35], "five, that begin as copies of these layers of the target"),
     Statement("dflash", "module.block_size", 16, "DFlash (v2) 5", 15,

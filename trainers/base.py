@@ -238,10 +238,10 @@ class BaseModule(pl.LightningModule):
             {"params": [p for p in own if p.ndim <= 1], "weight_decay": 0.0},
         ]
         known = {id(p) for p in own}
-        beside = [p for p in self.parameters() if p.requires_grad and id(p) not in known]
-        if beside:
-            rate = o.lr if o.beside_lr is None else o.beside_lr
-            groups.append({"params": beside, "weight_decay": o.weight_decay, "lr": rate})
+        auxiliary = [p for p in self.parameters() if p.requires_grad and id(p) not in known]
+        if auxiliary:
+            rate = o.lr if o.aux_lr is None else o.aux_lr
+            groups.append({"params": auxiliary, "weight_decay": o.weight_decay, "lr": rate})
         AdamW = getattr(self.trainer.strategy, "optimizer", torch.optim.AdamW)
         optimizer = AdamW(groups, lr=o.lr, betas=tuple(o.betas))
         steps = self.trainer.max_steps

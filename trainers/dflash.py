@@ -1,6 +1,5 @@
 """DFlash (arXiv 2602.06036): block drafters that read the target's hidden states."""
 
-import math
 from typing import Annotated
 
 from pydantic import Field
@@ -8,7 +7,7 @@ from torch import Tensor
 
 from decoding.engine import vocabulary
 from models.dflash import DFlashDraftModel, check_fits, draft_states
-from trainers.losses.dflash import adaptive_weight, decay_weight
+from trainers.losses.dflash import decay_weight
 from trainers.losses.diffusion import token_nll
 from trainers.soft_targets import SoftTargetModule
 from trainers.target_states import TargetStates
@@ -23,8 +22,6 @@ class DFlash(SoftTargetModule):
         gamma: Decay of a block's weights (`trainers.losses.dflash.decay_weight`), positive.
         layout: Layout of draft blocks (`data.text.layouts`): 'dflash' as published, or 'dspark',
             whose last committed token drafts the first token, as a causal LM's does.
-        dpace: alpha in (0, 1] of D-PACE's weights (`adaptive_weight`), which replace gamma's; 0.5
-            as published. None: gamma's weights.
     """
 
     layouts = ("dflash", "dspark")
@@ -34,7 +31,6 @@ class DFlash(SoftTargetModule):
         network: DFlashDraftModel,
         *args,
         gamma: Annotated[float, Field(gt=0, le=4096)] = 4.0,
-        dpace: Annotated[float, Field(gt=0, le=1)] | None = None,
         layout: str = "dflash",
         **kwargs,
     ):
@@ -52,7 +48,7 @@ class DFlash(SoftTargetModule):
             )
         if self.layout.anchored:
             network.config.dflash_config["sample_from_anchor"] = True
-        self.gamma, self.dpace = gamma, dpace
+        self.gamma = gamma
         self.target_layers = network.target_layer_ids
         network.config.dflash_config["mask_token_id"] = self.mask_id
         network.config.block_size = self.layout.width(self.block_size)  # what it reads
@@ -66,9 +62,7 @@ class DFlash(SoftTargetModule):
         super().attach_target(target)
 
     def block_weight(self, batch: dict[str, Tensor]) -> Tensor:
-        # D-PACE's weights are known after the forward alone, so there they are part of the loss.
-        gamma = self.gamma if self.dpace is None else math.inf
-        return decay_weight(batch["masked"], gamma)
+        return decay_weight(batch["masked"], self.gamma)
 
     def draft_logits(self, batch: dict[str, Tensor], states: TargetStates | None) -> Tensor:
         assert states is not None
@@ -79,10 +73,7 @@ class DFlash(SoftTargetModule):
         self, logits: Tensor, batch: dict[str, Tensor], states: TargetStates | None
     ) -> tuple[Tensor, Tensor]:
         nll = token_nll(logits, batch["target"])
-        loss = self.with_soft_targets(nll, logits, batch, states)
-        if self.dpace is not None:
-            loss = loss * adaptive_weight(nll, batch["masked"], self.dpace)
-        return loss, self.block_weight(batch)
+        return self.with_soft_targets(nll, logits, batch, states), self.block_weight(batch)
 
     def export_config(self) -> dict:
         entry = super().export_config()

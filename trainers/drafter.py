@@ -254,12 +254,6 @@ class DrafterModule(BaseModule):
             metrics[f"accuracy_{i + 1}"] = (right[..., i].sum(), batch["masked"][..., i].sum())
         return metrics
 
-    def teacher_logits(self, batch: dict[str, Tensor]) -> Tensor:
-        """Return the target's logits [B, A, K, V] of every drafted token, given the true prefix."""
-        logits = self.target_states(batch).logits
-        assert logits is not None
-        return logits
-
     def target_states(
         self, batch: dict[str, Tensor], layers: Sequence[int] = (), logits: bool = True
     ) -> TargetStates:

@@ -1,6 +1,6 @@
 """Auxiliary heads: small networks that are trained together with a drafter and add to its logits.
 
-They are whole in every process, with their own learning rate (`optimization.beside_lr`) and their
+They are whole in every process, with their own learning rate (`optimization.aux_lr`) and their
 own file in an export. To add one, write a class with the interface of `AuxiliaryHead` and add it to
 `auxiliary_heads`.
 """

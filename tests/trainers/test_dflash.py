@@ -18,8 +18,7 @@ from tests.support.lab import Lab
 from tests.support.runs import curve, cut, same_run
 from trainers.base import DISTRIBUTIONS, HIDDEN_STATES, Optimization
 from trainers.dflash import DFlash
-from trainers.losses.dflash import adaptive_weight, decay_weight
-from trainers.losses.diffusion import token_nll
+from trainers.losses.dflash import decay_weight
 
 V = 12
 OWN_HEAD = (
@@ -33,47 +32,6 @@ def test_weights_fall_to_1_over_e():
     torch.testing.assert_close(halves, torch.tensor([1.0, 0.5, 0.0, 0.125]))
     weights = decay_weight(torch.ones(15, dtype=torch.bool), 7.0)
     torch.testing.assert_close(weights[7], torch.tensor(1.0).exp().reciprocal())
-    even = decay_weight(torch.ones(4, dtype=torch.bool), float("inf"))
-    assert even.tolist() == [1, 1, 1, 1]
-
-
-@pytest.mark.parametrize("alpha", [0.1, 0.5, 1.0])
-def test_adaptive_weights_are_what_a_token_adds_to_the_accepted_length(alpha):
-    """They are the derivative of the smoothed expected accepted length; fixed weights are not."""
-    torch.manual_seed(0)
-    nll = torch.rand(7, 5, dtype=torch.float64) * 4
-    log_s = ((1 - alpha) * torch.exp(-nll) + alpha).log().requires_grad_()
-    length = log_s.cumsum(-1).exp().sum()
-    (wanted,) = torch.autograd.grad(length, log_s)
-    everywhere = torch.ones_like(nll, dtype=torch.bool)
-    found = adaptive_weight(nll, everywhere, alpha)
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=0)
-    if alpha == 1:
-        torch.testing.assert_close(found[0], torch.tensor([5.0, 4, 3, 2, 1]))
-    else:
-        assert not torch.allclose(found[0], found[1])
-
-
-def test_adaptive_weights_of_a_token_that_the_drafter_lacks_and_of_padding():
-    nll = torch.tensor([[0.0, 0.0, 0.0, 0.0]])
-    lacks = adaptive_weight(nll, torch.tensor([[True, False, True, True]]), 0.25)
-    torch.testing.assert_close(lacks, torch.tensor([[1.5, 0.0, 0.5, 0.25]]))
-    padded = adaptive_weight(nll, torch.tensor([[True, True, False, False]]), 0.25)
-    torch.testing.assert_close(padded, torch.tensor([[2.0, 1.0, 0.0, 0.0]]))
-
-
-def test_the_loss_with_adaptive_weights():
-    torch.manual_seed(0)
-    logits = torch.randn(2, 2, 3, V, requires_grad=True)
-    batch = {"target": torch.randint(V, (2, 2, 3)), "masked": torch.ones(2, 2, 3).bool()}
-    batch["masked"][0, 0, 1:] = False
-    loss, weight = module(tiny.causal_lm(V), dpace=0.5).block_losses(logits, batch, None)
-    nll = token_nll(logits, batch["target"])
-    fixed = adaptive_weight(nll, batch["masked"], 0.5)
-    wanted, found = (nll * fixed).sum(), (loss * weight).sum()
-    gradients = [torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (found, wanted)]
-    torch.testing.assert_close(*gradients)  # weights have no gradient of their own
-    assert not gradients[0][0, 0, 1:].any()
 
 
 def module(model, **options):
@@ -99,7 +57,6 @@ def test_what_it_reads_of_the_target():
     ("setting", "message"),
     [
         ("gamma=0", "gamma=0 is not allowed"),
-        ("dpace=1.5", "dpace=1.5 is not allowed"),
         ("soft=2", "soft=2 is not allowed"),
         ("teacher=nobody", "unknown module.teacher 'nobody'"),
         ("teacher_loss=total_variatio", "Did you mean 'total_variation'"),

@@ -50,10 +50,10 @@ def batch_of(tokenizer):
     return row, {name: x[None] for name, x in sample.items()}
 
 
-def test_teacher_logits_are_those_of_the_true_prefix(tokenizer):
+def test_the_teachers_logits_are_those_of_the_true_prefix(tokenizer):
     module = module_of(tokenizer, soft=1.0)
     row, batch = batch_of(tokenizer)
-    found = module.teacher_logits(batch)
+    found = module.target_states(batch).logits
     checked = 0
     for a, i in batch["masked"][0].nonzero().tolist():
         at = int(batch["start"][0, a]) + i  # the token that is drafted
@@ -69,7 +69,7 @@ def test_hidden_states_are_those_of_the_true_prefix_and_come_with_the_logits(tok
     module = module_of(tokenizer, soft=1.0)
     row, batch = batch_of(tokenizer)
     states = module.target_states(batch, (1, 0))
-    assert torch.equal(states.logits, module.teacher_logits(batch))
+    assert torch.equal(states.logits, module.target_states(batch).logits)
     for first, end in ((0, 7), (7, 13)):
         with torch.no_grad(), capture(module.target, (1, 0)) as expected:
             module.target(row["input_ids"][first:end][None])
@@ -117,7 +117,7 @@ def test_a_bidirectional_drafter_has_the_same_losses(tokenizer, soft):
     assert (found[0] - expected[0])[kept].abs().max() > 1e-3
     logits = draft_logits(full.network, batch, attention="bidirectional")
     hard = token_nll(logits, batch["target"])
-    taught = soft_nll(logits, full.teacher_logits(batch))
+    taught = soft_nll(logits, full.target_states(batch).logits)
     torch.testing.assert_close(found[0], torch.lerp(hard, taught, soft))
     assert full.export_config()["attention"] == "bidirectional"
     assert "shifted" not in full.export_config()
@@ -221,8 +221,8 @@ def test_tokens_outside_a_reduced_vocabulary_weigh_nothing(tokenizer):
 def test_the_teacher_is_asked_about_the_drafters_tokens(tokenizer):
     _, batch = batch_of(tokenizer)
     module, ids = reduced_of(tokenizer, batch, 1.0)
-    teacher = module_of(tokenizer, 1.0).teacher_logits(batch)
-    assert torch.equal(module.teacher_logits(batch), teacher[..., ids])
+    teacher = module_of(tokenizer, 1.0).target_states(batch).logits
+    assert torch.equal(module.target_states(batch).logits, teacher[..., ids])
     loss, _ = module.losses(batch)
     torch.testing.assert_close(
         loss, soft_nll(draft_logits(module.network, batch), teacher[..., ids])
@@ -237,7 +237,7 @@ def stored(teacher, k):
 
 def test_stored_distributions_of_all_tokens_are_the_teacher_s(tokenizer):
     _, batch = batch_of(tokenizer)
-    teacher = module_of(tokenizer, 1.0).teacher_logits(batch)
+    teacher = module_of(tokenizer, 1.0).target_states(batch).logits
     module = module_of(tokenizer, 1.0, teacher="answers")
     assert module.needs_target == frozenset()
     loss, weight = module.losses({**batch, **stored(teacher, 257)})
@@ -253,7 +253,7 @@ def test_stored_distributions_in_a_reduced_vocabulary(tokenizer):
     _, batch = batch_of(tokenizer)
     module, _ = reduced_of(tokenizer, batch, 1.0)
     expected, _ = module.losses(batch)
-    teacher = module_of(tokenizer, 1.0).teacher_logits(batch)
+    teacher = module_of(tokenizer, 1.0).target_states(batch).logits
     module.teacher = "answers"
     loss, _ = module.losses({**batch, **stored(teacher, 257)})
     torch.testing.assert_close(loss, expected)  # renormalised over the tokens that it has
@@ -358,7 +358,7 @@ def test_the_teachers_share_is_taken_by_the_loss_that_is_named(tokenizer):
         assert torch.isfinite(gradient).all()
         assert gradient.abs().sum() > 0
         found[name] = 2 * loss - token_nll(draft_logits(module.network, batch), batch["target"])
-    logits, teacher = draft_logits(module.network, batch), module.teacher_logits(batch)
+    logits, teacher = draft_logits(module.network, batch), module.target_states(batch).logits
     torch.testing.assert_close(found["kl"], soft_nll(logits, teacher))
     torch.testing.assert_close(found["total_variation"], total_variation(logits, teacher))
 

@@ -262,12 +262,12 @@ def test_what_a_head_does_not_go_with(tokenizer):
         module_of(tokenizer, network=network, markov_rank=2, train_drafter=False)
 
 
-@pytest.mark.parametrize("beside_lr", [None, 0.05])
-def test_a_head_may_have_a_rate_of_its_own(tokenizer, beside_lr):
+@pytest.mark.parametrize("aux_lr", [None, 0.05])
+def test_a_head_may_have_a_rate_of_its_own(tokenizer, aux_lr):
     """Adam's first step moves each weight that has a gradient by its rate."""
     module = module_of(tokenizer, markov_rank=2)
     module.optimization = Optimization(
-        1e-3, beside_lr, weight_decay=0.0, warmup_steps=0, schedule="constant"
+        1e-3, aux_lr, weight_decay=0.0, warmup_steps=0, schedule="constant"
     )
     module._trainer = SimpleNamespace(strategy=None, max_steps=10)
     (optimizer,), _ = module.configure_optimizers()
@@ -279,7 +279,7 @@ def test_a_head_may_have_a_rate_of_its_own(tokenizer, beside_lr):
         if name == "markov_head.after.weight":
             assert rate == 0  # as U begins at 0, V has no gradient yet
         else:
-            expected = beside_lr if name.startswith("markov_head") and beside_lr else 1e-3
+            expected = aux_lr if name.startswith("markov_head") and aux_lr else 1e-3
             torch.testing.assert_close(rate, torch.tensor(expected), rtol=1e-2, atol=0)
 
 
@@ -291,7 +291,7 @@ def weights(export):
 def test_a_recipe_s_export_decodes_with_its_head(lab, frozen):
     """Trained with the drafter, or on the finished one, whose weights and vocabulary stay."""
     finished = lab.runs / "deer_stage2" / "export"
-    form = [f"name=head_{frozen}", "module.markov_rank=5", "optimization.beside_lr=0.1"]
+    form = [f"name=head_{frozen}", "module.markov_rank=5", "optimization.aux_lr=0.1"]
     if frozen:
         form += ["module.train_drafter=false", f"drafter={finished}"]
     export = lab.fit("deer_stage2", *form)
@@ -338,7 +338,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(lab):
 
 def test_two_processes_give_the_loss_curve_of_one(lab):
     form = ["module.markov_rank=5", "trainer.max_steps=8", "trainer.log_every=1"]
-    form += ["trainer.micro_batch_size=2", "optimization.beside_lr=0.03"]
+    form += ["trainer.micro_batch_size=2", "optimization.aux_lr=0.03"]
     one = lab.fit("deer_stage2", *form, "name=head_one").parent
     two = ("trainer.devices=2", "strategy=ddp", "name=head_two")
     chaos.finish(lab.start("deer_stage2", *form, *two))
