@@ -29,9 +29,10 @@ test: .venv/installed  ## the tests that take minutes, in random order; SEED=3 (
 test-all: .venv/installed  ## every test, as CI runs them
 	$(TEST) $(PYTEST)
 
-lint: .venv/installed  ## ruff, as CI runs it
+lint: .venv/installed  ## ruff and mypy, as CI runs them
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(PY) -m mypy
 
 docs: .venv/docs  ## the documentation site, strictly, into site/
 	$(MKDOCS) build --strict

@@ -108,13 +108,16 @@ def digits() -> tuple[Tensor, Tensor]:
 def _cached(source: Path, folder: Path, size: int, vae: str | None, scale: float, flips: bool):
     """Return a folder's images or latents [M, C, S, S], the mirrored or None, labels [M]."""
     files = image_files(source)
-    made_from = {"files": [[f.relative_to(source).as_posix(), f.stat().st_size] for f, _ in files]}
+    made_from: dict[str, object] = {
+        "files": [[f.relative_to(source).as_posix(), f.stat().st_size] for f, _ in files]
+    }
     made_from |= {"source": str(source), "size": size, "vae": vae, "scale": scale, "flips": flips}
     name = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
     cache = folder / f"images-{name}"
     if not (cache / "manifest.json").is_file():  # written last: the cache is complete
         cache.mkdir(parents=True, exist_ok=True)
-        skipped, made = [], {"images": [], "labels": [], "mirrored": []}
+        skipped: list[str] = []
+        made: dict[str, list] = {"images": [], "labels": [], "mirrored": []}
         for pixels, label in _pixels(source, files, size, skipped):
             made["images"].append(_stored(pixels, vae, scale))
             made["labels"].append(label)

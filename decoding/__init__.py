@@ -45,7 +45,7 @@ def check_not_shadowed(*packages: str) -> None:
         spec = find_spec(name)
         if spec is None:
             continue  # the import itself says that it is missing
-        found = Path(next(iter(spec.submodule_search_locations or [spec.origin]))).resolve()
+        found = Path(next(iter(spec.submodule_search_locations or [spec.origin or ""]))).resolve()
         if found.parent == root:
             continue
         message = (

@@ -121,8 +121,8 @@ def measure(program: Callable, audit: Audit) -> Finding:
     model = tiny_model(TARGET)
     exact = exact_distribution(model, PROMPT, new, audit.temperature)
     with tempfile.TemporaryDirectory() as folder:
-        options = {"max_new_tokens": new, "temperature": audit.temperature}
-        options |= {"model": model, "path": folder}
+        options = {"model": model, "path": folder, "max_new_tokens": new}
+        options["temperature"] = audit.temperature
         named = inspect.signature(program).parameters
         if "path" in named:
             model.save_pretrained(folder)

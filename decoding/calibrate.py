@@ -73,6 +73,10 @@ class Calibrate(PromptOptions):
         return f"{self.prompts} held-out prompts, {self.dtype}"
 
 
+# By a name, a sampler and options of `SamplingParams`.
+Ways = dict[Any, tuple[Sampler, dict]]
+
+
 def run(argv: list[str]) -> None:
     """Run the command with its arguments `key=value`."""
     c = parse(argv, Calibrate, "decoding.calibrate")
@@ -82,7 +86,7 @@ def run(argv: list[str]) -> None:
     # Bigrams of an earlier calibration are not needed, and a damaged table must be replaceable.
     bare = ["bigrams=false"] if "bigrams" in parade_config(c.model) else []
     sampler = load(c.model, target=c.target, sampler=bare, **c.placing)
-    if getattr(sampler, "drafter", None) is None:
+    if not isinstance(sampler, BlockSampler):
         raise ValueError(f"{c.model} drafts no trees: there is nothing to calibrate")
     number = c.prompts + c.fit_prompts
     prompts = heldout_prompts(tokenizer=sampler.tokenizer, **(c.prompt_set | {"count": number}))
@@ -114,12 +118,12 @@ def fastest_tree(
     parts = {"draft_ids": sampler.draft_ids}
     if sampler.markov is not None:
         parts["markov"] = sampler.markov.head
-    entry, models = parade_config(c.model), (sampler.target, sampler.tokenizer, sampler.drafter)
-    ways = {}
+    entry, target, drafter = parade_config(c.model), sampler.target, sampler.drafter
+    ways: Ways = {}
     for shape, knobs in shapes.items():
         weights = knobs["bigrams"]
         scores = {"bigrams": table, "bigram_weights": weights} if weights else {}
-        way = sampler_of({**entry, **knobs}, *models, **parts, **scores)
+        way = sampler_of({**entry, **knobs}, target, sampler.tokenizer, drafter, **parts, **scores)
         ways[shape] = way, {"verify": "tree"}
     names = ("bigrams", "nodes", "sharpness")
     lines, nodes = [], {}
@@ -143,7 +147,7 @@ def fastest_lengths(
     for batch in c.batch_sizes:
         # Above the smallest batch size only keyed drafts use a calibrated length.
         rule = "block" if batch == min(c.batch_sizes) else "coupled"
-        ways = {k: (sampler, {"verify": rule, "block_size": k}) for k in tried}
+        ways: Ways = {k: (sampler, {"verify": rule, "block_size": k}) for k in tried}
         figures = measure(c, ways, prompts, batch)
         lines += [{"batch": batch, "drafted": k, **figures[k]} for k in tried]
         rates = {f"{t:g}": f"tokens/s, T={t:g}" for t in c.temperatures}
@@ -184,7 +188,7 @@ def measure(
     so a slow minute of the machine affects all of them.
     """
     batches = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
-    emitted = {(name, t): [] for name in ways for t in c.temperatures}
+    emitted: dict[tuple, list[int]] = {(name, t): [] for name in ways for t in c.temperatures}
     seconds = dict.fromkeys(emitted, 0.0)
     for rows in track([None, *batches], f"calibrate, batch {batch}"):
         for (name, (sampler, options)), t in product(ways.items(), c.temperatures):
@@ -211,7 +215,7 @@ def keep(config: Path, knobs: dict, table: Bigrams | None) -> None:
 
     Without `knobs["bigrams"]` the table of an earlier calibration is removed.
     """
-    if knobs["bigrams"]:
+    if knobs["bigrams"] and table is not None:
         write(table, config.parent)
     entry = read_config(config)
     entry["parade"] = entry_of(entry, config) | knobs  # a published drafter has none yet

@@ -7,6 +7,7 @@ import inspect
 from contextlib import closing
 from pathlib import Path
 from types import FrameType
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -200,7 +201,7 @@ def _check_window(model: PreTrainedModel, length: int) -> None:
 
 def _values(
     config: GenerationConfig, processors: LogitsProcessorList, model_kwargs: dict
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Return the sampling parameters that transformers prepared; refuse anything else in them."""
     mode = config.get_generation_mode()
     if mode not in ("greedy_search", "sample"):
@@ -252,9 +253,8 @@ def _load(
             raise ValueError(f"{name!r} is no drafter: its config.json names no target")
         method.check(entry, f"{name}: parade.")
         parts = method.read_files(causal.files_of(name, **hub), entry)
-        ours, theirs = (
-            getattr(n.config.get_text_config(), "vocab_size", None) for n in (network, model)
-        )
+        ours = getattr(network.config.get_text_config(), "vocab_size", None)
+        theirs = model.config.get_text_config().vocab_size
         check_vocabulary(
             ours, theirs, parts.get("draft_ids"), f" ({name!r} drafts for {entry['target']!r})"
         )

@@ -55,7 +55,7 @@ def run(argv: list[str]) -> None:
     if not isinstance(sampler, Sampler):
         raise ValueError(f"{g.model!r} makes no text but images: use python -m decoding.images")
     params = SamplingParams(**{name: getattr(g, name) for name in PARAM_NAMES})
-    if not g.chat:
+    if prompt is not None and not g.chat:
         go_on(sampler, prompt, params)
         return
     chat = Chat(sampler, params, g.system)
@@ -92,9 +92,11 @@ def go_on(sampler: Sampler, prompt: str, params: SamplingParams) -> None:
         print(prompt, end="", flush=True)
     for chunk in sampler.stream([prompt], params):
         print(shown(chunk), end="", flush=True)
-    s, n = chunk.result.stats, len(chunk.result.token_ids)
+    result = chunk.result
+    assert result is not None  # of the last chunk
+    s, n = result.stats, len(result.token_ids)
     seconds = s.target_s + s.drafter_s + s.sampler_s
-    print(f"\n\n{cost(n, seconds, s, chunk.result.finish_reason)}")
+    print(f"\n\n{cost(n, seconds, s, result.finish_reason)}")
 
 
 if __name__ == "__main__":

@@ -127,7 +127,8 @@ class ParadeLM(TemplateLM):
         If both do not fit the model's context, the answer is shortened, but not below half of the
         context; if that is not enough, the beginning of the prompt is left out.
         """
-        groups, texts = {}, [""] * len(requests)
+        texts = [""] * len(requests)
+        groups: dict[tuple[SamplingParams, frozenset[int]], list[tuple[int, list[int]]]] = {}
         for n, request in enumerate(requests):
             prompt, given = request.args
             params, ends = self._sampling(given)
@@ -144,6 +145,7 @@ class ParadeLM(TemplateLM):
             chunks = self.sampler.stream(prompts, params, **given, text=False)
             for _, chunk in zip(track(range(len(group)), "answers"), chunks):
                 n, result = numbers[chunk.request], chunk.result
+                assert result is not None  # `text` is false
                 texts[n] = result.text
                 self.emitted += result.stats.emitted
                 self.cache_hook.add_partial("generate_until", requests[n].args, result.text)
@@ -201,8 +203,8 @@ class ParadeLM(TemplateLM):
                     f"a continuation of {len(continuation)} tokens is longer than the model's "
                     f"context of {self.max_length}: choose other tasks"
                 )
-            ids = (context + continuation)[-(self.max_length + 1) :][:-1]
-            asked.setdefault(tuple(ids), []).append(n)
+            given = (context + continuation)[-(self.max_length + 1) :][:-1]
+            asked.setdefault(tuple(given), []).append(n)
         inputs, answers = sorted(asked, key=len, reverse=True), [(0.0, True)] * len(requests)
         for start in track(range(0, len(inputs), self._batch_size), "likelihoods"):
             batch = inputs[start : start + self._batch_size]

@@ -280,8 +280,9 @@ def entry_of(config: dict, file: Path) -> dict:
         return config["parade"]
     published = config.get(DFLASH)
     if not isinstance(published, dict):
-        return {"method": METHODS.get(config.get("model_type"), "plain")}
-    mask_id, size = published.get("mask_token_id"), config.get("block_size")
+        return {"method": METHODS.get(config.get("model_type") or "", "plain")}
+    mask_id: Any = published.get("mask_token_id")
+    size: Any = config.get("block_size")
     whole = type(mask_id) is int and type(size) is int
     if not whole or mask_id < 0 or not 2 <= size <= MAX_COUNT:
         raise ValueError(

@@ -123,8 +123,8 @@ class Method:
         for base in self.sampler.__mro__:  # a subclass passes further arguments on
             if "__init__" not in vars(base):
                 continue
-            parameters = inspect.signature(base.__init__).parameters.values()
-            hints = get_type_hints(base.__init__, include_extras=True)
+            parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
+            hints = get_type_hints(vars(base)["__init__"], include_extras=True)
             own = {p.name: hints.get(p.name) for p in parameters if p.kind is p.KEYWORD_ONLY}
             found = own | found
             if not any(p.kind is p.VAR_KEYWORD for p in parameters):

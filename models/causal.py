@@ -121,7 +121,8 @@ def load(
         options["offload_folder"] = offloaded.name
     path = local_path(path)
     with one_line("a model", path):
-        kind, source = AutoModelForCausalLM, path
+        source: str | None = path
+        kind = AutoModelForCausalLM
         check_depth(PreTrainedConfig.get_config_dict(path)[0])
         if trust_remote_code:
             kind = _remote_class(path)

@@ -133,6 +133,7 @@ def posterior(
     if kernel.large == -math.inf:  # a last step without noise; a share of -inf would be no number
         return mean, torch.zeros_like(mean)
     if variance == "learned":
+        assert raw is not None
         share = (raw + 1) / 2
         return mean, (0.5 * (share * kernel.large + (1 - share) * kernel.small)).exp()
     return mean, torch.full_like(mean, math.exp(0.5 * getattr(kernel, variance)))

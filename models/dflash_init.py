@@ -68,7 +68,7 @@ def from_target(
         )
     layerwise = context == "layerwise"
     layers, states = _chosen(source, layers, states, layerwise)
-    special = {"mask_token_id": None, "target_layer_ids": states, "causal": causal}
+    special: dict = {"mask_token_id": None, "target_layer_ids": states, "causal": causal}
     if layerwise:
         normed = hasattr(source.model.layers[0].self_attn, "q_norm")
         special |= {"context": context, "norms": normed}
@@ -84,6 +84,7 @@ def from_target(
     if draft_ids is not None:
         ids = draft_ids.sort().values
         network.d2t.copy_(ids - torch.arange(len(ids)))
+        assert network.lm_head is not None
         with torch.no_grad():
             network.lm_head.weight.copy_(source.get_output_embeddings().weight[ids])
     return network
@@ -203,7 +204,7 @@ def fitted_context(
     H, eps = matrices[0].shape[1], source.config.get_text_config().rms_norm_eps
     inverse = torch.linalg.pinv(torch.cat(matrices)).split([len(m) for m in matrices], 1)
     to_best = [p @ m for p, m in zip(inverse, matrices)]  # c* = sum of to_best[i] x_i
-    gram, products = 0, 0
+    gram = products = torch.zeros(())
     for tokens in text:
         ids = torch.tensor([[*tokens]], device=source.device)
         hidden = source.model(ids, use_cache=False, output_hidden_states=True).hidden_states

@@ -55,6 +55,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
     (keys, key_lines), (values, value_lines) = _lines(key), _lines(value)
     lines, hidden = (*key_lines, *value_lines), bits(mask[:, 0].contiguous())
     compiled, threads = loops(), torch.get_num_threads()
+    assert compiled is not None  # as `attends` has made sure
     with _LOCK:
         compiled.numba.set_num_threads(min(threads, compiled.numba.config.NUMBA_NUM_THREADS))
         compiled.attention(bits(asked), keys, values, lines, hidden, scale, bits(found))

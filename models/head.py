@@ -20,7 +20,7 @@ class ReducedHead:
     def __init__(self, network: PreTrainedModel, ids: Tensor | None):
         self.network, self.ids, self.tensors = network, ids, {}
         head = None if ids is None else network.get_output_embeddings()
-        if head is None or len(ids) == len(head.weight):
+        if ids is None or head is None or len(ids) == len(head.weight):
             self.ids = None
         elif not hasattr(head.weight, "placements"):  # FSDP would put its own back
             (name,) = [name for name, module in network.named_modules() if module is head]

@@ -8,7 +8,7 @@ import numpy as np
 try:
     import numba
 except ImportError:
-    numba = None
+    numba = None  # type: ignore[assignment]  # a module elsewhere
 
 f32, u16, u32 = np.float32, np.uint16, np.uint32
 ANY_ORDER = {"reassoc", "contract", "nsz", "nnan"}  # of a sum, but the same one each time

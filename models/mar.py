@@ -188,8 +188,8 @@ class _Attention(nn.Module):
         self.qkv, self.proj = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
 
     def forward(self, h: Tensor, visible: Tensor | None = None) -> Tensor:
-        qkv = self.qkv(h).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        out = scaled_dot_product_attention(*qkv, attn_mask=visible)
+        q, k, v = self.qkv(h).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=visible)
         return self.proj(out.transpose(1, 2).flatten(2))
 
 

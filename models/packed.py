@@ -118,7 +118,7 @@ def pack(network: PreTrainedModel) -> None:
             for name, layer in parent.named_children()
             if type(layer) is nn.Linear and layer.weight.dtype == torch.bfloat16
         }
-        groups = [names for names in TOGETHER if alone.keys() >= {*names}]
+        groups: list[tuple[str, ...]] = [names for names in TOGETHER if alone.keys() >= {*names}]
         groups += [(name,) for name in alone if not any(name in names for names in groups)]
         for names in groups:
             layers, start = [alone[name] for name in names], 0

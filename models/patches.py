@@ -6,7 +6,8 @@ cached. Input i is token i - 1 of the order, with the embeddings of its own posi
 position to predict, that of token i (sigma-GPT, arXiv 2404.09562); input 0 is the class.
 """
 
-from typing import Literal, Unpack
+from collections.abc import Mapping
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from transformers import LlamaConfig, LlamaModel, PreTrainedConfig, PreTrainedMo
 from transformers import initialization as init
 
 from models.heads import HEADS
-from models.sizes import HeadSizes, ImageSizes
+from models.sizes import HeadSizes, ImageSizes, TransformerSizes
 from models.weights import load_own, one_line
 
 ORDERS = ("raster", "random")
@@ -68,7 +69,7 @@ class PatchConfig(ImageConfig):
         classes: int = 10,
         order: str = "raster",
         head: dict | None = None,
-        backbone: dict | None = None,
+        backbone: Mapping[str, Any] | None = None,
         **kwargs,
     ):
         if order not in ORDERS:
@@ -164,16 +165,16 @@ def mar(
     The other arguments are those of `from_config`.
     """
     hidden, layers, width, depth = MAR[mar_size]
-    backbone = {
+    backbone: TransformerSizes = {
         "hidden_size": hidden,
         # A gated MLP of 8/3 the width has the weights of a plain one of 4 times the width.
         "intermediate_size": hidden * 8 // 3 // 64 * 64,
         "num_hidden_layers": layers,
         "num_attention_heads": hidden // 64,
     }
-    sizes = {"diffusion": {"width": width, "depth": depth}}
-    heads = {kind: {**sizes.get(kind, {}), **keys} for kind, keys in heads.items()}
-    return from_config(head, heads, backbone=backbone, **config)
+    sizes: HeadSizes = {"width": width, "depth": depth} if head == "diffusion" else {}
+    config["backbone"] = backbone
+    return from_config(head, {head: {**sizes, **heads[head]}}, **config)
 
 
 def check_pair(target: PatchTransformer, drafter: PatchTransformer) -> None:

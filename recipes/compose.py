@@ -125,7 +125,7 @@ def _file(recipe: str) -> DictConfig:
 
 def _settings(kind: type) -> dict:
     """Return the defaults of a dataclass of settings."""
-    found = {}
+    found: dict[str, Any] = {}
     for f in fields(kind):
         if is_dataclass(types_of(kind)[f.name]):
             found[f.name] = _settings(types_of(kind)[f.name])
@@ -244,7 +244,7 @@ def _typed(hints: dict[str, Any]) -> dict[str, Parameter]:
 def _parameters_of(*makers: Any) -> tuple[dict[str, Parameter], bool]:
     """Return the parameters of a callable, and of those that it passes further ones on to."""
     if inspect.isclass(makers[0]):
-        makers = [c for c in makers[0].__mro__ if "__init__" in vars(c)] or makers
+        makers = tuple(c for c in makers[0].__mro__ if "__init__" in vars(c)) or makers
     found: dict[str, Parameter] = {}
     for maker in makers:
         parameters = inspect.signature(maker).parameters.values()
@@ -407,7 +407,7 @@ def _lines(node: DictConfig, hint: Any, notes: dict[str, str], prefix: str = "")
 
 def _notes(file: Path) -> dict[str, str]:
     """Return the comments after the keys of a YAML file, by dotted path."""
-    found, above = {}, []
+    found, above = {}, list[tuple[int, str]]()
     for line in file.read_text().splitlines():
         if matched := YAML_KEY.match(line):
             indent, key, rest = len(matched[1]), matched[2], matched[3]

@@ -67,7 +67,7 @@ def parse(argv: list[str], into: type, command: str):
     if wish == "help":
         lines = [Line(name, defaults[name], hint, helps[name]) for name, hint in hints.items()]
         lines.sort(key=lambda line: line.default is not MISSING)
-        print(help_page(command, inspect.getdoc(into), lines, getattr(into, "EXAMPLE", "")))
+        print(help_page(command, inspect.getdoc(into) or "", lines, getattr(into, "EXAMPLE", "")))
         sys.exit(0)
     given = dict(defaults)
     for argument in pairs:

@@ -24,6 +24,7 @@ from dataclasses import MISSING, is_dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, is_typeddict
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
 from data.files import shortened
 
@@ -94,6 +95,7 @@ def convert(key: str, text: str, hint: Any, default: Any = MISSING) -> Any:
         except ValueError as error:
             if problem is None or isinstance(problem, WrongType):
                 problem = error
+    assert problem is not None  # there is a reading, at least
     raise problem
 
 
@@ -114,7 +116,9 @@ def check_json(key: str, value: Any, hint: Any, default: Any = MISSING) -> Any:
         raise _refused(key, value, hint, invalid.errors(), default) from None
 
 
-def _refused(key: str, value: Any, hint: Any, problems: Sequence[dict], default: Any) -> ValueError:
+def _refused(
+    key: str, value: Any, hint: Any, problems: list[ErrorDetails], default: Any
+) -> ValueError:
     """Return a one-line error for pydantic's findings, limits before types."""
     for problem in problems:
         kind, (_, should, must) = problem["type"], problem["msg"].partition("should ")
@@ -188,9 +192,9 @@ def plain(hint: Any) -> Any:
         kinds = [plain(each) for each in arguments]
         return Any if Any in kinds else Union[tuple(kinds)]  # noqa: UP007 (of a list)
     if origin is tuple and arguments[-1] is not ...:
-        return tuple[tuple(plain(each) for each in arguments)]
+        return tuple.__class_getitem__(tuple(plain(each) for each in arguments))
     if origin in (list, tuple, Sequence):
-        return tuple[plain(arguments[0]), ...]
+        return tuple.__class_getitem__((plain(arguments[0]), ...))
     return Any
 
 

@@ -43,11 +43,9 @@ class BaseModule(pl.LightningModule):
 
     Attributes:
         exports_weights: False where an export only names its model, as its target.
-        needs_target: The outputs of the target that training reads (DISTRIBUTIONS, HIDDEN_STATES).
     """
 
     exports_weights = True
-    needs_target: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -64,11 +62,17 @@ class BaseModule(pl.LightningModule):
             self.average = copy.deepcopy(network).requires_grad_(False)
         self.attach_target(target)
         self._sums: dict[str, Tensor] = {}
+        self._step_loss: Tensor | int = 0
 
     @property
     def target(self) -> PreTrainedModel | None:
         """The model that the drafter drafts for; None if there is none, or it is not loaded."""
         return self._target[0]
+
+    @property
+    def needs_target(self) -> frozenset[str]:
+        """The outputs of the target that training reads (DISTRIBUTIONS, HIDDEN_STATES)."""
+        return frozenset()
 
     def attach_target(self, target: PreTrainedModel | None) -> None:
         """Give the module its target, which is neither trained nor saved."""

@@ -117,6 +117,7 @@ class Draft(Target):
 
         For a mixture, P is of a token; for a diffusion head, the mean is over R chain states.
         """
+        assert self.target is not None  # `needs_target` asks for it
         head, teacher = self.network.head, self.target.head
         if head.schedule is None:
             with torch.no_grad():

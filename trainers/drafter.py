@@ -14,8 +14,8 @@ from data.arguments import BlockSize
 from data.rows.states import RowsWithStates
 from data.text.layouts import layout_of
 from data.text.tokenizer import draft_token_ids, fingerprint
+from decoding.drafting.block_sampler import BlockSampler
 from decoding.engine import vocabulary
-from decoding.engine.sampler import Sampler
 from decoding.loading import load_drafter, loads_drafter, sampler_of
 from models import diffusion
 from models.head import freeze_embeddings, silence_others
@@ -263,14 +263,16 @@ class DrafterModule(BaseModule):
         clean = batch["input_ids"].shape[1] - A * self.layout.width(K)
         return target_states(self.target, batch, clean, layers, logits, self.draft_ids)
 
-    def sampler(self) -> Sampler | None:
+    def sampler(self) -> BlockSampler | None:
         if self.target is None:
             return None
         parts = {head.argument: head for head in self.heads}
         if self.draft_ids is not None:
             parts["draft_ids"] = self.draft_ids
         entry = self.export_config()
-        return sampler_of(entry, self.target, self.tokenizer, self.network, **parts)
+        sampler = sampler_of(entry, self.target, self.tokenizer, self.network, **parts)
+        assert isinstance(sampler, BlockSampler)
+        return sampler
 
     def export_config(self) -> dict:
         return {

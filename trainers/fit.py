@@ -94,7 +94,7 @@ def _fit(config: DictConfig, folder: Path, checkpoint: Path | None, first: int) 
     prepare_inputs(config.needs, config.build_inputs)
     pl.seed_everything(config.seed, verbose=False)
     module = build_module(config)
-    if config.resume not in ("auto", "never"):
+    if checkpoint is not None and config.resume not in ("auto", "never"):
         check_fits(module, checkpoint)
     trainer, loaders, rows = assemble(config, module, folder, first)
     set_aside(folder, first, checkpoint)
@@ -225,6 +225,7 @@ def assemble(
     if t.max_epochs is not None:
         steps = math.ceil(t.max_epochs * len(train) / t.batch_size)
         t = replace(t, max_steps=steps, max_epochs=None)
+    assert t.max_steps is not None
     module.optimization.warmup(t.max_steps)
     callbacks = build_callbacks(t, Acceptance(**config.acceptance), module, folder)
     trainer = build_trainer(t, config.strategy, callbacks)
@@ -305,8 +306,8 @@ def build_trainer(t: Trainer, strategy: str, callbacks: list[Callback]) -> pl.Tr
     schedule = BatchSchedule(range(0), t.batch_size, t.micro_batch_size, world=trainer.world_size)
     trainer.accumulate_grad_batches = schedule.accumulate
     # Evenly: the last one is at the end, or fewer steps before it than there are validations.
-    checks = math.ceil(t.max_steps / t.validate_every)
-    trainer.val_check_interval = t.max_steps // checks * schedule.accumulate
+    checks = math.ceil(trainer.max_steps / t.validate_every)
+    trainer.val_check_interval = trainer.max_steps // checks * schedule.accumulate
     return trainer
 
 

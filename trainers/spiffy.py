@@ -31,6 +31,7 @@ from decoding.engine.randomness import derived_seed
 from decoding.loading import sampler_of, sampling_config
 from decoding.masked.draft_graph import DraftGraph, Formula, graph_of, reach_of, show
 from decoding.samplers import denoise
+from decoding.samplers.spiffy import SpiffySampler
 from models import public
 from models.blockwise import is_foreign
 from trainers.base import BaseModule
@@ -92,11 +93,14 @@ class Calibration(BaseModule):
         self.rate = None if threshold else self.entry.get("tokens_per_step", 1)
         # As the export's sampler has it.
         sampled = {**self.entry, "graph": "chain:1"}
-        self.next_block = sampler_of(sampled, self.network, self.tokenizer).next_block
+        sampler = sampler_of(sampled, self.network, self.tokenizer)
+        assert isinstance(sampler, SpiffySampler)
+        self.next_block = sampler.next_block
         if is_foreign(self.network) or public.layout_of(model):
             self.exports_weights = False  # it is there for everyone: the export refers to it
         self.nodes, self.objective, self.lookahead, self.top = nodes, objective, lookahead, top
-        self.width, self.traces, self._graph = width, [], None
+        self.width, self.traces = width, list[Tensor]()
+        self._graph: DraftGraph | None = None
         self.model, self.folder, self.seed = model, traces, seed
         self.digest = input_fingerprint(model) if Path(model).exists() else commit(model) or model
         self.params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature)

@@ -145,7 +145,8 @@ def frequent_tokens(source: str, count: Count) -> Tensor:
     They are a drafter's vocabulary. Tokens that only prompts use come next, by their frequency
     there; tokens that occur in neither are left out.
     """
-    answers, prompts = Counter(), Counter()
+    answers: Counter[int] = Counter()
+    prompts: Counter[int] = Counter()
     for ids, trained, *_ in read_answers(source, "train"):
         start = len(ids) - sum(trained)
         prompts.update(ids[:start])

@@ -189,9 +189,10 @@ def _texts(row: dict, *columns: str) -> bool:
 
 def _strings(value: object) -> tuple[str, ...]:
     """Return the turns of a cell that holds a text or a list of texts; none for any other cell."""
-    turns = (value,) if isinstance(value, str) else value
-    whole = isinstance(turns, list | tuple) and all(isinstance(turn, str) for turn in turns)
-    return tuple(turns) if whole else ()
+    turns = [value] if isinstance(value, str) else value
+    if isinstance(turns, list | tuple) and all(isinstance(turn, str) for turn in turns):
+        return tuple(turns)
+    return ()
 
 
 def _problem(row: dict, id: str, benchmark: str, turns: tuple[str, ...], **known) -> Problem:
@@ -296,6 +297,7 @@ def gsm8k(problem: Problem, answer: str) -> bool:
     >>> gsm8k(problem, "So she makes 2 * 9 = $18.00."), gsm8k(problem, "18 of 20")
     (True, False)
     """
+    assert problem.reference is not None  # `metric` asks
     right = _last_number(problem.reference.rpartition("####")[2])
     return right is not None and _last_number(answer) == right
 
@@ -314,6 +316,7 @@ def math500(problem: Problem, answer: str) -> bool:
     >>> math500(problem, "It is $\\boxed{\\dfrac34}$."), math500(problem, "It is 3/4.")
     (True, False)
     """
+    assert problem.reference is not None  # `metric` asks
     boxed = _last_boxed(answer)
     return boxed is not None and _normal(boxed) == _normal(problem.reference)
 
@@ -381,7 +384,7 @@ def program(problem: Problem, answer: str, raw: bool = False) -> str | None:
     elif raw:
         whole = prompt + within_function(prompt, answer)
     else:
-        whole = _whole(problem, _code(answer, name))
+        whole = _whole(problem, name, _code(answer, name))
     return f"{whole}\n{problem.test}\ncheck({name})\n"
 
 
@@ -399,22 +402,22 @@ def within_function(prompt: str, text: str) -> str:
 _LEAVES = re.compile(r"^\S", re.MULTILINE)
 
 
-def _whole(problem: Problem, code: str) -> str:
+def _whole(problem: Problem, name: str, code: str) -> str:
     """Return HumanEval's function, with the code before it, from a function or its body."""
-    prompt, definition = problem.turns[0], _definition(problem.entry_point)
+    prompt, definition = problem.turns[0], _definition(name)
     first = next((line for line in code.splitlines() if line.strip()), " ")
     if first[0].isspace():
         return prompt + code
     if not definition.search(code):
         return prompt + textwrap.indent(code, "    ")
     # What precedes the function in the prompt: imports, and functions that it calls.
-    head = definition.search(prompt)
-    begin = _BEGIN.search(code)
+    head, begin = definition.search(prompt), _BEGIN.search(code)
+    assert begin is not None  # the definition, or what comes before it
     return (prompt[: head.start()] if head else "") + code[begin.start() :]
 
 
 # Where an answer without a fence leaves prose and begins to be Python.
-_BEGIN = re.compile(r"^(?:def|async def|class|import|from) |^@", re.MULTILINE)
+_BEGIN = re.compile(r"^(?:(?:async[ \t]+)?def|class|import|from)[ \t]|^@", re.MULTILINE)
 
 
 def _definition(name: str) -> re.Pattern:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from data.corpora.stdlib import Split, check_split, is_held_out, source_files
+from data.corpora.stdlib import check_split, is_held_out, source_files
 
 LONGEST = 2000  # characters of a prompt; longer ones are manuals, which leave no room to answer
 
@@ -34,7 +34,7 @@ class _Function:
     source: str
 
 
-def docstring_documents(split: Split) -> list[dict[str, str]]:
+def docstring_documents(split: str) -> list[dict[str, str]]:
     """Return a document for every top-level function that has a docstring.
 
     Duplicates (same name, arguments and docstring), code that this Python cannot parse, methods,
@@ -48,7 +48,7 @@ def docstring_documents(split: Split) -> list[dict[str, str]]:
     return [{"id": f.id, "prompt": f.words, "answer": f.source} for f in functions]
 
 
-def function_documents(split: Split) -> list[dict[str, str]]:
+def function_documents(split: str) -> list[dict[str, str]]:
     """Return the same documents, but half of the prompts are function heads to complete.
 
     Such an answer begins as its prompt ends, which teaches a drafter to copy. A hash of the id
@@ -62,7 +62,7 @@ def function_documents(split: Split) -> list[dict[str, str]]:
     return found
 
 
-def _of_split(split: Split, source: str) -> list[_Function]:
+def _of_split(split: str, source: str) -> list[_Function]:
     check_split(split)
     roots = {name: sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
     functions = _functions(tuple(dict.fromkeys(roots.values())))
@@ -101,8 +101,7 @@ def _of_module(text: str, path: str) -> Iterator[_Function]:
     for match in _FUNCTION.finditer(text):
         source = match[0].rstrip()
         node = _parsed(source) if '"""' in source or "'''" in source else None
-        docstring = ast.get_docstring(node) if node else None
-        if docstring:
+        if node and (docstring := ast.get_docstring(node)):
             words = f"Write a Python function `{node.name}({ast.unparse(node.args)})`. {docstring}"
             head = "\n".join(source.splitlines()[: node.body[0].end_lineno])
             if len(words) <= LONGEST:
@@ -116,4 +115,5 @@ def _parsed(source: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
             [node] = ast.parse(source).body
     except (SyntaxError, ValueError, RecursionError):
         return None
+    assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)  # as `_FUNCTION` matches
     return node

@@ -3,7 +3,7 @@
 import gzip
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, cycle, islice
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from data.corpora.stdlib import check_split, is_held_out, stdlib_documents
 from data.files import package
 
 # Corpora of the installed Python, by the name of their source.
-INSTALLED = {
+INSTALLED: dict[str, Callable[[str], list[dict[str, str]]]] = {
     "stdlib": stdlib_documents,
     "docstrings": docstring_documents,
     "functions": function_documents,

@@ -4,9 +4,6 @@ import hashlib
 import sysconfig
 import tokenize
 from pathlib import Path
-from typing import Literal
-
-Split = Literal["train", "heldout"]
 
 # Character tables, tests and installed packages: not the source code that we want to model.
 _SKIPPED = {
@@ -25,7 +22,7 @@ def check_split(split: str) -> None:
         raise ValueError(f"Unknown split {split!r}. Choose from 'train', 'heldout'.")
 
 
-def stdlib_documents(split: Split) -> list[dict[str, str]]:
+def stdlib_documents(split: str) -> list[dict[str, str]]:
     """Return the standard library's files, `{"id": relative POSIX path, "text": source code}`."""
     check_split(split)
     root = Path(sysconfig.get_path("stdlib"))

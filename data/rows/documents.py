@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from data.arguments import Count, Tokens
 from data.corpora.answers import AnsweredPrompt, read_answers
 from data.corpora.sources import load_documents
-from data.rows.packing import PackedRows, pack
+from data.rows.packing import Encoded, PackedRows, pack
 from data.text.chat import encode_document
 from data.text.tokenizer import checked_manifest, fingerprint
 
@@ -117,8 +117,10 @@ def _in_turn(
     taken: set[tuple[int, str]] = set()
     for turn in zip_longest(*(read_answers(source, split, where) for source in sources)):
         for number, answer in enumerate(turn):
-            prompt = (number, answer.prompt) if answer else None
-            if answer and (prompt in taken or prompts is None or len(taken) < prompts):
+            if answer is None:
+                continue
+            prompt = (number, answer.prompt)
+            if prompt in taken or prompts is None or len(taken) < prompts:
                 taken.add(prompt)
                 yield answer
     if prompts is not None and len(taken) < prompts:
@@ -129,7 +131,7 @@ def _in_turn(
 
 
 def _build(
-    encoded: Iterable[tuple[list[int], list[bool]]],
+    encoded: Iterable[Encoded],
     length: int,
     tokenizer: PreTrainedTokenizerBase,
     folder: str,

@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -24,10 +25,10 @@ COLUMNS = ("input_ids", "document", "position", "trained")
 _DTYPE = "<i4"
 
 Columns = Mapping[str, np.ndarray]
-Encoded = tuple[list[int], list[bool]] | tuple[list[int], list[bool], Columns]
+Encoded = tuple[list[int], list[bool], *tuple[Any, ...]]  # and columns, where there are any
 
 
-def pack(documents: Iterable[Encoded], length: int, pad_id: int) -> Iterator[dict[str, list[int]]]:
+def pack(documents: Iterable[Encoded], length: int, pad_id: int) -> Iterator[dict[str, Any]]:
     """Yield packed rows of exactly `length` tokens, filled greedily with documents in their order.
 
     A document that does not fit continues in the next row as a new chunk. A chunk has at least two
@@ -70,14 +71,16 @@ def pack(documents: Iterable[Encoded], length: int, pad_id: int) -> Iterator[dic
         yield _padded(row, length, pad_id)
 
 
-def _empty_row() -> dict[str, list[int]]:
+def _empty_row() -> dict[str, list]:
     return {column: [] for column in COLUMNS}
 
 
-def _padded(row: dict[str, list[int]], length: int, pad_id: int) -> dict[str, list[int]]:
+def _padded(row: dict[str, list], length: int, pad_id: int) -> dict[str, Any]:
     padding = {"input_ids": pad_id, "document": -1, "position": 0, "trained": 0}
     missing = length - len(row["input_ids"])
-    padded = {column: row[column] + [padding[column]] * missing for column in COLUMNS}
+    padded: dict[str, Any] = {
+        column: row[column] + [padding[column]] * missing for column in COLUMNS
+    }
     for name in row.keys() - padding.keys():
         values = np.concatenate(row[name])
         padded[name] = np.pad(values, [(0, missing)] + [(0, 0)] * (values.ndim - 1))
@@ -93,12 +96,13 @@ class PackedRows(Dataset):
 
     def __init__(self, folder: str | os.PathLike) -> None:
         self.folder = Path(folder)
-        self.manifest = _read_manifest(self.folder)
-        if self.manifest is None:
+        manifest = _read_manifest(self.folder)
+        if manifest is None:
             raise ValueError(
                 f"{self.folder} holds no packed rows. "
                 "Build them first with PackedRows.build(folder, documents, ...)."
             )
+        self.manifest = manifest
         self._columns = {
             column: read_array(self.folder / f"{column}.npy")
             for column in [*COLUMNS, *self.manifest["columns"]]
@@ -164,7 +168,9 @@ def _read_manifest(folder: Path) -> dict | None:
 
 def _write(folder: Path, documents: Iterable[Encoded], length: int, pad_id: int) -> dict:
     """Write packed rows into `folder` as they arrive, and return the counts for the manifest."""
-    rows, tokens, files, kinds = 0, 0, {}, {}
+    rows, tokens = 0, 0
+    files: dict[str, BinaryIO] = {}
+    kinds: dict[str, tuple] = {}
     try:
         for row in pack(documents, length, pad_id):
             arrays = {c: np.asarray(v, _DTYPE if c in COLUMNS else None) for c, v in row.items()}

@@ -41,8 +41,8 @@ def answers_and_text(
     """
     answers = rows(source, model, tokenizer, folder, where=where)
     P, N, n = answers.shape
-    which = {"subset": subset, "limit": limit}
-    return Rehearsed(answers, documents(text, P + N * n, tokenizer, folder, **which), share)
+    others = documents(text, P + N * n, tokenizer, folder, subset=subset, limit=limit)
+    return Rehearsed(answers, others, share)
 
 
 class Rehearsed(Dataset):

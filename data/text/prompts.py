@@ -124,7 +124,7 @@ def prompt_set(
             "benchmark, chats or prompt-answer pairs, or leave chat out."
         )
     length = length or (WINDOW if text else None)
-    if text and not source.endswith(".jsonl"):
+    if text and length and not source.endswith(".jsonl"):
         found = _windows(documents, tokenizer, length)
     else:
         found = _whole_prompts(documents, tokenizer, length, in_chat)
@@ -166,7 +166,7 @@ def _collected(
     del options  # how a corpus is read
     _check_subset(source, subset)
     checked_manifest(source, tokenizer)
-    prompts = {}
+    prompts: dict[str, list[int]] = {}
     for answer in read_answers(source, split, where):
         size = len(answer.trained) - sum(answer.trained)
         prompts.setdefault(answer.prompt, answer.ids[:size][-(length or 0) :])

@@ -56,8 +56,8 @@ class Template:
     def filled(self, answer: list[int]) -> list[int]:
         """Return the text's tokens up to the first hole that a partial answer leaves open."""
         new = iter(answer)
-        ids = (next(new, None) if t is None else t for t in self.ids)
-        return list(takewhile(lambda t: t is not None, ids))
+        ids = (next(new, -1) if t is None else t for t in self.ids)
+        return list(takewhile(lambda t: t >= 0, ids))
 
 
 @dataclass
@@ -104,7 +104,9 @@ class Infiller(Sampler):
                 "encoding in float32: load it with dtype=float32"
             )
 
-    def encode(self, prompt: str | list[int | None], params: SamplingParams) -> Template:
+    def encode(
+        self, prompt: str | list[int] | list[int | None], params: SamplingParams
+    ) -> Template:
         if params.stop:
             raise ValueError("stop= is not allowed here: a hole's length says where it ends")
         template = Template(self._tokens(prompt) if isinstance(prompt, str) else list(prompt))

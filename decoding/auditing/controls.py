@@ -50,7 +50,7 @@ def speculate(
     model: PreTrainedModel, prompt: Sequence[int], randomness, rule: Rule, new: int, T: float
 ) -> list[int]:
     """Decode `new` tokens: another tiny model drafts, and a rule verifies."""
-    drafter, answer = _drafter(DRAFTER), []
+    drafter, answer = _drafter(DRAFTER), list[int]()
 
     def p(network: PreTrainedModel, *more: int) -> Tensor:
         return _next(network, (*prompt, *answer, *more), T)

@@ -38,9 +38,9 @@ prompt_lookup = partial(generate, prompt_lookup_num_tokens=DRAFTED)  # copies fr
 
 def vllm_generate(
     path, prompt, *, seeds, max_new_tokens, temperature, speculative: dict | None = None
-) -> list[list[int]]:
+) -> list[list[int] | None]:
     """Decode with vLLM, one token per pass or with a `speculative_config`."""
-    options = {} if speculative is None else {"speculative_config": speculative}
+    options: dict = {} if speculative is None else {"speculative_config": speculative}
     options |= {"dtype": "float32", "skip_tokenizer_init": True, **ON_CPU}
     params = SamplingParams(max_new_tokens, temperature, ignore_eos=True)
     with Vllm(path, threads=1, max_model_len=64, max_num_seqs=64, **options) as engine:
@@ -52,7 +52,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": DRAFTED, "prompt_lookup_ma
 vllm_ngram = partial(vllm_generate, speculative=NGRAM)
 
 
-def vllm_draft_model(path, prompt, *, seeds, max_new_tokens, temperature) -> list[list[int]]:
+def vllm_draft_model(path, prompt, *, seeds, max_new_tokens, temperature) -> list[list[int] | None]:
     """Decode with vLLM and a draft model."""
     options = {"seeds": seeds, "max_new_tokens": max_new_tokens, "temperature": temperature}
     with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,7 @@
 """`python -m decoding.bench.denoise model=runs/spiffy_calibrate/export`: passes saved by drafts."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from time import perf_counter
@@ -11,6 +11,7 @@ from data.arguments import Several, Temperature
 from decoding.bench.options import PromptBenchOptions, results_folder, told_apart
 from decoding.bench.rows import Row, params_of, questions, take_turns
 from decoding.engine.batch import Batch
+from decoding.engine.sampler import Sampler
 from decoding.loading import load, parade_config, sampler_of, sampling_config
 from decoding.masked.draft_graph import DraftGraph, show
 from decoding.report import picture, results, write_table
@@ -21,7 +22,7 @@ from recipes.command import main
 from recipes.options import option, parse
 
 # And the methods of a sampler whose seconds they are; ranking is part of verifying.
-STAGES = {"drafts": ("drafts",), "verify": ("verify", "begin_next"), "rank": ("rank",)}
+STAGES = {"drafts": ("draft_states",), "verify": ("verify", "begin_next"), "rank": ("rank",)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,8 @@ class Watch:
         self.taken: list[int] = []
         self.seconds: Counter[str] = Counter()
         self._before = 0  # steps of the current block in the passes so far
-        self._finished, sampler.finished = sampler.finished, self._note
+        self._finished = sampler.finished
+        sampler.finished = self._note  # type: ignore[method-assign]  # it observes
         for stage, methods in STAGES.items():
             for name in methods:
                 if hasattr(sampler, name):
@@ -75,7 +77,7 @@ class Watch:
 class WatchedRow(Row):
     """One way to decode at one temperature."""
 
-    watch: Watch | None = None
+    watch: Watch = field(kw_only=True)
 
     def warm_up(self, prompts: list[list[int]]) -> None:
         super().warm_up(prompts)
@@ -104,7 +106,7 @@ def measure(bench: DenoiseBench) -> list[WatchedRow]:
     return rows
 
 
-def _rows(bench: DenoiseBench, loaded: DenoiseSampler, temperature: float) -> list[WatchedRow]:
+def _rows(bench: DenoiseBench, loaded: Sampler, temperature: float) -> list[WatchedRow]:
     drafting = spiffy.METHOD.options.keys() - denoise.METHOD.options.keys()
     common = [knob for knob in bench.sampler if knob.partition("=")[0] not in drafting]
     # Knobs of drafts change nothing of vanilla denoising, which does not know them.
@@ -117,8 +119,9 @@ def _rows(bench: DenoiseBench, loaded: DenoiseSampler, temperature: float) -> li
             )
         configs[f"spiffy ({name})"] = sampling_config(path, bench.sampler)
     samplers = {n: sampler_of(c, loaded.target, loaded.tokenizer) for n, c in configs.items()}
-    rows = []
+    rows: list[WatchedRow] = []
     for name, sampler in samplers.items():
+        assert isinstance(sampler, DenoiseSampler)
         params = params_of(bench, temperature=temperature)
         plain = rows[0] if rows else None
         rows.append(WatchedRow(name, sampler, params, plain=plain, watch=Watch(sampler)))
@@ -129,7 +132,7 @@ def summary(row: WatchedRow) -> dict:
     """Return a row of the first table, by column; ratios are against vanilla denoising."""
     plain = row.plain or row
     model = sum(s.target_s for s in row.stats)
-    seconds = dict(row.watch.seconds)
+    seconds: dict[str, float] = {**row.watch.seconds}
     seconds["verify"] = seconds.get("verify", 0.0) - seconds.get("rank", 0.0)
     return {
         "sampler": row.name,

@@ -161,7 +161,7 @@ def leaves_first(parents: list[int]) -> list[int]:
     >>> leaves_first([0, 1, 1, 0])
     [2, 3, 1, 4, 0]
     """
-    children = [[] for _ in range(len(parents) + 1)]
+    children: list[list[int]] = [[] for _ in range(len(parents) + 1)]
     for node, parent in enumerate(parents, 1):
         children[parent].append(node)
 

@@ -14,7 +14,7 @@ import torch
 from data.arguments import BlockSize, Count, Temperature, Whole
 from decoding.bench.options import results_folder
 from decoding.bench.rows import ERROR, Row, on_screen, params_of, questions, ratio_error, take_turns
-from decoding.engine.params import Result, SamplingParams, Stats, accepted_counts
+from decoding.engine.params import Result, Stats, accepted_counts
 from decoding.external.vllm_engine import ON_CPU, Vllm, interpreter, speculative_config
 from decoding.fetch import fetch
 from decoding.loading import load, parade_config, target_of
@@ -76,15 +76,16 @@ class Way(Row):
             f"acceptance length{ERROR}": error if self.plain else "",
         }
         for i in range(positions):
-            share, error = self.at(i) if self.drafts and i < len(self.accepted[0]) else ("", "")
-            found |= {f"at {i + 1}": share, f"at {i + 1}{ERROR}": error}
+            at = self.at(i) if self.drafts and i < len(self.accepted[0]) else ("", "")
+            found |= dict(zip((f"at {i + 1}", f"at {i + 1}{ERROR}"), at))
         return found | {"identical to its plain": self.same}
 
 
 class Ours(Way):
     """Our sampler."""
 
-    def decode(self, prompts: list[list[int]], seeds: list[int]) -> None:
+    def decode(self, prompts: list, seeds: list[int] | None = None) -> list[Result]:
+        assert seeds is not None
         results = super().decode(prompts, seeds)
         # An engine's prefill gives the first token without a draft.
         drafted = [i for i, r in enumerate(results) if r.stats.drafted and len(r.token_ids) > 1]
@@ -92,32 +93,28 @@ class Ours(Way):
             rest = replace(self.params, max_new_tokens=self.params.max_new_tokens - 1)
             begun = [prompts[i] + results[i].token_ids[:1] for i in drafted]
             for result in self.sampler.generate(begun, rest, seeds=[seeds[i] for i in drafted]):
-                self.add(*accepted_counts(result.stats.passes, self.params.block_size))
+                self.add(*accepted_counts(result.stats.passes, self.params.block_size or 0))
+        return results
 
 
 @dataclass
 class Theirs(Way):
     """A serving engine, with the end tokens of our sampler."""
 
-    engine: Vllm | None = None
-    eos: list[int] = field(default_factory=list)
+    engine: Vllm = field(kw_only=True)
+    eos: list[int] = field(kw_only=True)
 
-    def decode(self, prompts: list[list[int]], seeds: list[int]) -> None:
-        measure_engine(self, self.engine, prompts, seeds, self.params, self.eos)
+    def decode(self, prompts: list, seeds: list[int] | None = None) -> list[Result]:
+        reply = self.engine.generate(prompts, self.params, eos=self.eos, seeds=seeds)
+        results = [Result("", answer or [], "", Stats()) for answer in reply.token_ids]
+        self.results += results
+        self.seconds.append(reply.seconds)
+        if "accepted_tokens_per_pos" in reply.drafts:
+            self.add(reply.drafts["drafts"], reply.drafts["accepted_tokens_per_pos"])
+        return results
 
     def warm_up(self, prompts: list[list[int]]) -> None:
         self.engine.generate(prompts[: self.batch], self.params, eos=self.eos)
-
-
-def measure_engine(
-    way: Way, engine: Vllm, ids: list, seeds: list[int], params: SamplingParams, eos: list[int]
-) -> None:
-    """Measure a serving engine on a batch: answers, seconds and, if it drafts, acceptance."""
-    reply = engine.generate(ids, params, eos=eos, seeds=seeds)
-    way.results += [Result("", answer, "", Stats()) for answer in reply.token_ids]
-    way.seconds.append(reply.seconds)
-    if "accepted_tokens_per_pos" in reply.drafts:
-        way.add(reply.drafts["drafts"], reply.drafts["accepted_tokens_per_pos"])
 
 
 def _ratio(above: list[int], below: list[int]) -> tuple[float, float]:
@@ -179,10 +176,10 @@ def measure(bench: EngineBench) -> list[Way]:
     width = speculative.get("num_speculative_tokens")
     params = params_of(bench, temperature=bench.temperature, block_size=width)
 
-    given = {"params": params, "batch": bench.batch_size}
+    given: dict = {"params": params, "batch": bench.batch_size}
     plain = Ours("ours, plain", PlainSampler(sampler.target, sampler.tokenizer), **given)
     ours = [plain, Ours("ours", sampler, plain=plain, **given)] if named else [plain]
-    engines = {"vllm, plain": {}}
+    engines: dict[str, dict] = {"vllm, plain": {}}
     if bench.ngram:
         lookup = {"method": "ngram", "num_speculative_tokens": bench.ngram, "prompt_lookup_max": 4}
         engines["vllm, ngram"] = {"speculative_config": lookup}
@@ -199,11 +196,11 @@ def measure(bench: EngineBench) -> list[Way]:
         **(ON_CPU if bench.device == "cpu" else {}),
     }
     with ExitStack() as stack:
-        theirs, eos = [], sorted(sampler.eos)
+        theirs, eos = list[Theirs](), sorted(sampler.eos)
         for name, how in engines.items():
             engine = Vllm(str(target), python, bench.threads, **options, **how)
-            more = {"engine": stack.enter_context(engine), "eos": eos}
-            theirs.append(Theirs(name, plain=theirs[0] if theirs else None, **given, **more))
+            given |= {"engine": stack.enter_context(engine), "eos": eos}
+            theirs.append(Theirs(name, plain=theirs[0] if theirs else None, **given))
         take_turns([*ours, *theirs], ids, bench.seed, "engine bench")
     return [*ours, *theirs]
 

@@ -28,7 +28,7 @@ from decoding.samplers.sequential import SequentialSampler
 from recipes.command import main
 from recipes.options import NEEDED, MeasureOptions, option, parse
 
-RULES = {"sequential": {}, "exact": {"verify": "exact"}, "relaxed": RELAXED}
+RULES: dict[str, dict] = {"sequential": {}, "exact": {"verify": "exact"}, "relaxed": RELAXED}
 
 
 @dataclass(frozen=True, kw_only=True)

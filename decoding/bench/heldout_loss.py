@@ -74,7 +74,7 @@ def heldout_texts(h: HeldoutLoss, tokenizer: PreTrainedTokenizerBase) -> dict[st
     """Read the `(ids, trained)` of every text to measure on, by its kind: 'corpus', 'answers'."""
     if h.answers is not None:
         checked_manifest(h.answers, tokenizer)  # before rows of the corpus are written
-    which = {"split": h.split, "subset": h.subset, "limit": h.limit}
+    which: dict = {"split": h.split, "subset": h.subset, "limit": h.limit}
     corpus = documents(h.source, h.length, tokenizer, f"{h.runs}/data", **which)
     stream = Stream(corpus, h.seed)
     chosen = (stream[n] for n in range(min(h.rows, len(corpus))))
@@ -82,7 +82,8 @@ def heldout_texts(h: HeldoutLoss, tokenizer: PreTrainedTokenizerBase) -> dict[st
     if h.answers is not None:
         answers = [(a.ids, a.trained) for a in read_answers(h.answers, "heldout")]
         stream = Stream(answers, h.seed)
-        texts["answers"] = [stream[n] for n in range(min(h.rows, len(answers)))]
+        numbers = range(min(h.rows, len(answers)))
+        texts["answers"] = [answers[stream.row_of(n)] for n in numbers]
     for what, of in texts.items():
         if not any(any(trained[1:]) for _, trained in of):
             raise ValueError(

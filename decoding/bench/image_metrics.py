@@ -8,7 +8,8 @@ from torchmetrics.image.fid import FrechetInceptionDistance
 
 from data.images import digits
 
-Features = Logits = Callable[[Tensor], Tensor]
+Features = Callable[[Tensor], Tensor]
+Logits = Callable[[Tensor], Tensor]
 KINDS = ("digits", "inception")
 
 

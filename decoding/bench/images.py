@@ -88,7 +88,7 @@ def sweep(bench: ImageBench, sampler: CspdSampler) -> tuple[list[dict], Tensor]:
         for value in getattr(bench, f"{knob}s"):
             params = replace(base, **{knob: value})
             results = drawn(bench, sampler, params, bench.images)
-            judged = accepted(results, params.gamma, prefilled(params, sampler))
+            judged = accepted(results, params.gamma or sampler.gamma, prefilled(params, sampler))
             lines.append({"knob": knob, "value": value, **judged})
     results = drawn(bench, sampler, base, bench.images)
     side = sampler.target.config.size // sampler.target.config.patch
@@ -135,8 +135,8 @@ def ways(bench: ImageBench, sampler: CspdSampler) -> list[dict]:
         for size in bench.batch_sizes:
             line |= speed(bench, way, params, size)
         if reference:
-            sets = [torch.stack([r.patches for r in of]).cpu() for of in (results, reference)]
-            energy, p = permutation_test(*sets, PERMUTATIONS, bench.seed)
+            a, b = (torch.stack([r.patches for r in of]).cpu() for of in (results, reference))
+            energy, p = permutation_test(a, b, PERMUTATIONS, bench.seed)
             line |= {"energy distance": f"{energy:.2e}", "p": round(p, 4)}
         if reference and bench.features:
             distance.reset()

@@ -65,6 +65,9 @@ class InfillBench(SourceOptions, ProgramOptions):
     temperature: Temperature = option(1.0, "of the sampling; 0 is greedy")
 
 
+Judge = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+
+
 @dataclass
 class Task:
     """A text with holes: token ids with None in the holes, or a text with `<hole:n>`.
@@ -104,7 +107,7 @@ class FilledRow(Row):
         self.network_s += max(r.stats.target_s for r in results)
         return results
 
-    def rate_text(self, task: Task, result: Result, bench: InfillBench, judge: tuple | None):
+    def rate_text(self, task: Task, result: Result, bench: InfillBench, judge: Judge | None):
         """Add the figures of one filled text; the judge is a causal LM and its tokenizer."""
         tokenizer = self.sampler.tokenizer
         if judge is not None:
@@ -115,6 +118,7 @@ class FilledRow(Row):
             self.rouge.append(rouge(tokenizer.decode(result.token_ids), task.hidden))
         if task.problem is not None and bench.execute:
             code = program(task.problem, filling(task.problem, result, tokenizer))
+            assert code is not None  # problems of infilling have tests
             self.passed.append(execute(code, bench).outcome == "passed")
 
 
@@ -155,7 +159,7 @@ def tasks(bench: InfillBench, tokenizer: PreTrainedTokenizerBase) -> list[Task]:
             f"execute={bench.execute}, but source={bench.source!r} has no problems of infilling, "
             "with 'suffix', 'canonical_solution' and tests"
         )
-    where = {"split": bench.split, "subset": bench.subset, "limit": bench.limit}
+    where: dict = {"split": bench.split, "subset": bench.subset, "limit": bench.limit}
     given = bench.source, tokenizer, bench.samples, bench.length
     if bench.packed:
         windows = packed_windows(*given, **where)
@@ -197,7 +201,7 @@ def filling(problem: Problem, result: Result, tokenizer: PreTrainedTokenizerBase
 
     It is cut from the whole text if possible: decoded alone, the tokens may lose spaces.
     """
-    before, after, text = problem.turns[0], problem.suffix, result.text
+    before, after, text = problem.turns[0], problem.suffix or "", result.text
     if text.startswith(before) and text.endswith(after) and len(text) >= len(before) + len(after):
         return text[len(before) : len(text) - len(after)]
     return tokenizer.decode(result.token_ids)
@@ -212,18 +216,18 @@ def ways(bench: InfillBench, first: Sampler, knob: str) -> list[FilledRow]:
         if name not in sampler.drafts:
             raise unknown("draft", name, sampler.drafts)
     others = [name for name in others if name in (bench.drafts or others)]
-    found = [(sampler, plain, None, None)]
+    found: list[tuple[Sampler, str, int | None, int | None]] = [(sampler, plain, None, None)]
     found += [(sampler, draft, k, None) for draft in others for k in bench.block_sizes]
-    for nodes in bench.nodes:
-        trees = sampler_of({**config, "nodes": nodes}, first.target, first.tokenizer)
-        found += [(trees, "assd_fused", k, nodes) for k in bench.block_sizes]
+    for n in bench.nodes:
+        trees = sampler_of({**config, "nodes": n}, first.target, first.tokenizer)
+        found += [(trees, "assd_fused", k, n) for k in bench.block_sizes]
     rows: list[FilledRow] = []
     for by, draft, k, nodes in found:
-        shared = {"temperature": bench.temperature, "lossy": bench.lossy}
+        shared: dict = {"temperature": bench.temperature, "lossy": bench.lossy}
         verify = "tree" if nodes else "rejection"
         params = SamplingParams(verify=verify, draft=draft, block_size=k, **shared)
-        given = {"plain": rows[0] if rows else None, "knob": knob, "nodes": nodes}
-        rows.append(FilledRow(draft, by, params, bench.batch_size, **given))
+        given = draft, by, params, bench.batch_size, rows[0] if rows else None
+        rows.append(FilledRow(*given, knob=knob, nodes=nodes))
     return rows
 
 
@@ -293,7 +297,7 @@ def generative_perplexity(
 def summary(row: FilledRow) -> dict:
     """Return a row of the table, by column; ratios and p-values are against sequential decoding."""
     plain, lossy = row.plain or row, row.stats[0].lossy
-    line = {"knob": row.knob} if row.knob else {}
+    line: dict = {"knob": row.knob} if row.knob else {}
     line["draft"] = f"{row.name} (lossy: {lossy})" if lossy else row.name
     if row.nodes:
         line["draft"] += f", trees of {row.nodes}"

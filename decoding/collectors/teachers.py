@@ -35,7 +35,7 @@ class SamplerTeacher:
     """A model that decodes with its own sampler; arguments as of `TeacherAnswers`."""
 
     def __init__(self, name: str, top_k: int, at_once: int | None = None, **placing):
-        self.sampler, self.top_k, self.at_once = load(name, **placing), top_k, at_once
+        self.sampler, self.at_once = load(name, **placing), at_once
         if not self.sampler.continues:
             raise ValueError(
                 f"collector.teacher={name} does not continue text, so it cannot answer a prompt: "
@@ -51,7 +51,7 @@ class SamplerTeacher:
         results = self.sampler.generate(prompts, params, seeds=seeds, at_once=self.at_once)
         answers = []
         for n, r in enumerate(results):
-            kept = self.sampler.recorded.pop(n) if self.top_k else {}
+            kept = self.sampler.recorded.pop(n) if isinstance(self.sampler, Recording) else {}
             found = {k: np.concatenate(v[: len(r.token_ids)]) for k, v in kept.items()}
             answers.append(Answer(r.token_ids, r.finish_reason, found))
         return answers
@@ -67,9 +67,9 @@ class EngineTeacher:
         self, prompts: list[list[int]], params: SamplingParams, seeds: list[int]
     ) -> list[Answer]:
         """Decode the prompts together; the engine makes its own batches."""
-        options = {"eos": self.eos, "seeds": seeds, "logprobs": self.top_k}
-        reply = self.engine.generate(prompts, params, **options)
-        tops = reply.top or [None] * len(prompts)
+        asked = self.engine.generate
+        reply = asked(prompts, params, eos=self.eos, seeds=seeds, logprobs=self.top_k)
+        tops: Sequence[list | None] = reply.top or [None] * len(prompts)
         return [
             Answer(ids, reason, {} if ids is None or top is None else self._columns(top))
             for ids, reason, top in zip(reply.token_ids, reply.finish_reasons, tops)
@@ -81,8 +81,8 @@ class EngineTeacher:
         for i, step in enumerate(top):
             kept = np.array(step[: self.top_k])
             found[i, : len(kept), 0], found[i, : len(kept), 1] = kept[:, 0], np.exp(kept[:, 1])
-        columns = found[..., 0].astype(np.int32), found[..., 1].astype(np.float16)
-        return {name: column.reshape(-1) for name, column in zip(TEACHER, columns)}
+        ids, probs = found[..., 0].astype(np.int32), found[..., 1].astype(np.float16)
+        return dict(zip(TEACHER, (ids.reshape(-1), probs.reshape(-1))))
 
 
 def end_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -48,7 +48,7 @@ class JacobiTrajectories:
         self.teacher, self.block_size, self.seed = teacher, block_size, seed
         self.params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0)
         self.tokenizer, self.at_once = load_tokenizer(teacher), at_once
-        self.placing = {"dtype": dtype, "device": device, "device_map": device_map}
+        self.placing: dict = {"dtype": dtype, "device": device, "device_map": device_map}
         self._sampler: Recorder | None = None
 
     def made_with(self) -> dict:

@@ -30,8 +30,9 @@ def couple(
     it no residual is drawn, and y is undefined. Returns y [B, ..., D], distributed as p, and
     accepted [B, ...].
     """
-    gaussian = isinstance(q, Gaussian) and isinstance(p, Gaussian)
-    return (reflection if gaussian else maximal)(x, q, p, randomness, in_order)
+    if isinstance(q, Gaussian) and isinstance(p, Gaussian):
+        return reflection(x, q, p, randomness, in_order)
+    return maximal(x, q, p, randomness, in_order)
 
 
 def maximal(

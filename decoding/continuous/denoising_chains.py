@@ -123,7 +123,7 @@ def follow_relaxed(
             log_sigma = log_sigma + (q.std.double().log() - p.std.double().log()).sum(-1)
         x = p.mean + p.std * noise
     p = step(len(draft.kernels) - 1, x)
-    last, wide = (draft.states[-1], draft.kernels[-1], p), {"inner_temperature": inner_temperature}
-    y, accepted = relaxed(*last, randomness, log_sigma=log_sigma, **wide)
+    last, tau = (draft.states[-1], draft.kernels[-1], p), inner_temperature
+    y, accepted = relaxed(*last, randomness, log_sigma=log_sigma, inner_temperature=tau)
     own = p.sample(randomness)
     return torch.where(drafted[..., None], y, own), accepted & drafted

@@ -1,7 +1,7 @@
 """Decoding of images as continuous tokens: parameters, results, batch state and cached network."""
 
 from dataclasses import dataclass
-from typing import Literal, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 import torch
 from torch import Tensor
@@ -103,7 +103,7 @@ class ImageBatch:
         self.accepted = torch.zeros_like(self.order, dtype=torch.bool)
         self.lengths = torch.zeros_like(label)
         self.randomness = randomness
-        self.networks: dict[str, CountedNetwork] = {}
+        self.networks: dict[str, Any] = {}
 
     def append(self, patches: Tensor, counts: Tensor, accepted: Tensor) -> None:
         """Commit the first counts [B] of patches [B, m, D]; accepted [B, m] marks drafted ones."""
@@ -117,7 +117,7 @@ class ImageBatch:
         """Keep only these rows of the batch, by index."""
         rows = torch.tensor(keep, device=self.lengths.device)
         for network in self.networks.values():
-            network.select(rows, len(self.requests))
+            network.keep(rows, len(self.requests))
         self.requests = [self.requests[b] for b in keep]
         for name in self.TENSORS:
             setattr(self, name, getattr(self, name)[rows])
@@ -144,7 +144,7 @@ class PatchNetwork(CountedNetwork):
     def __init__(self, network: PatchTransformer, capacity: int, free: bool):
         super().__init__(network)
         self.free = free
-        self.cache = RaggedCache(capacity, network.backbone.config.num_hidden_layers)
+        self.cache: RaggedCache = RaggedCache(capacity, network.backbone.config.num_hidden_layers)
 
     def __call__(
         self, batch: ImageBatch, index: Tensor, keep: int = 0
@@ -181,7 +181,8 @@ class PatchNetwork(CountedNetwork):
         start = self.network.embed_class(label, following)
         return torch.where((index == 0)[..., None], start, tokens)
 
-    def select(self, rows: Tensor, batch: int) -> None:
+    def keep(self, rows: Tensor, batch: int) -> None:
+        """Keep these rows of a batch of so many, in this order."""
         self.cache.select(torch.cat([rows, rows + batch]) if self.free else rows)
 
 

@@ -61,7 +61,7 @@ class PrefixNetwork(CountedNetwork):
         z = z.unflatten(0, (-1, *lengths.shape))
         return z[0], z[1] if self.free else None
 
-    def select(self, rows: Tensor, batch: int) -> None:
+    def keep(self, rows: Tensor, batch: int) -> None:
         """Do nothing: there is no cache."""
 
 

@@ -1,7 +1,8 @@
 """`BlockDrafter`: the interface of a sampler whose drafter drafts a block in one pass."""
 
 from abc import abstractmethod
-from typing import Any
+from collections.abc import Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from decoding.engine.verify import choose
 from decoding.engine.warp import fit_vocabulary, seen_tokens, warp
 from models.markov import MarkovHead
 
+Number = TypeVar("Number", int, float)
+Value = TypeVar("Value")
+
 
 class BlockDrafter(Sampler):
     """A sampler whose drafter gives k distributions over the target's tokens in one pass.
@@ -31,6 +35,9 @@ class BlockDrafter(Sampler):
         markov: The drafter's Markov head, over the same tokens; None: a block's positions are
             independent.
     """
+
+    drafter: PreTrainedModel
+    block_size: int  # tokens drafted a cycle unless a request asks for others
 
     def __init__(
         self,
@@ -108,7 +115,8 @@ class BlockDrafter(Sampler):
         """
         if self.markov is None:
             return self._drawn(self.draft_pass(batch, k, params), noise, batch, params)
-        logits, draft, q = self.draft_logits(batch, k).split(1, 1), [], []
+        draft: list[Tensor] = []
+        logits, q = self.draft_logits(batch, k).split(1, 1), []
         for i, at in enumerate(logits):
             if i:  # the network has read the token before the first
                 at = at + self.markov.following(draft[-1])
@@ -140,6 +148,6 @@ class BlockDrafter(Sampler):
         return warp(logits, params, seen)
 
 
-def nearest(known: dict[float, Any], x: float) -> Any:
+def nearest(known: Mapping[Number, Value], x: float) -> Value:
     """Return the value of the key that is nearest to x."""
     return known[min(known, key=lambda other: abs(other - x))]

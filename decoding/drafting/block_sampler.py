@@ -62,7 +62,7 @@ class BlockSampler(BlockDrafter):
         rank_noise: bool = True,
         lengths: ByNumber[ByNumber[Count]] | None = None,
         bigrams: Bigrams | None = None,
-        bigram_weights: dict[str, list[float]] | None = None,
+        bigram_weights: ByNumber[list[float]] | None = None,
         lookup: bool = True,
         draft_ids: Tensor | None = None,
         markov: MarkovHead | None = None,

@@ -11,6 +11,7 @@ from decoding.engine import verify
 from decoding.engine.batch import Batch
 from decoding.engine.params import SamplingParams
 from decoding.engine.verify import choose
+from decoding.method import ByNumber
 from models.masks import causal
 
 
@@ -24,7 +25,7 @@ class Chain:
 
     predicate = staticmethod(causal)
 
-    def __init__(self, block_size: int, lengths: dict[str, dict[str, int]] | None = None):
+    def __init__(self, block_size: int, lengths: ByNumber[ByNumber[int]] | None = None):
         self.block_size = block_size
         self.lengths = {
             int(requests): {float(t): k for t, k in by_temperature.items()}

@@ -6,6 +6,7 @@ the target chooses a token with probability of about softmax(log q + g).
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,9 +26,10 @@ from decoding.drafting.tree import (
 from decoding.engine.batch import Batch, State
 from decoding.engine.cache import TargetOutput
 from decoding.engine.params import SamplingParams
+from decoding.method import ByNumber
 from models import masks
 
-UNFILTERED = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+UNFILTERED: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
 @dataclass
@@ -55,11 +57,11 @@ class RankedTree:
     def __init__(
         self,
         nodes: dict[int, int],
-        sharpness: float | dict[str, list[float]],
+        sharpness: float | ByNumber[list[float]],
         rank_noise: bool,
         lookup: bool,
         after: Callable[[int], Mapping[int, float]] | None,
-        bigram_weights: dict[str, list[float]] | None,
+        bigram_weights: ByNumber[list[float]] | None,
         device: torch.device,
     ):
         for number in nodes.values():
@@ -151,6 +153,6 @@ def accept(
     return accepted.tokens, counts
 
 
-def _by_depth(numbers: dict[str, list[float]]) -> dict[float, list[float]]:
+def _by_depth(numbers: ByNumber[list[float]]) -> dict[float, list[float]]:
     """Pad per-depth values to MAX_NODES by repeating the last one."""
     return {float(t): [*row, *[row[-1]] * (MAX_NODES - len(row))] for t, row in numbers.items()}

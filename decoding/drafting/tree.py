@@ -3,7 +3,7 @@
 With a Markov head (`models.markov`) the product is of conditionals.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from heapq import heappop, heappush
 from math import exp, expm1, inf, log, log1p
@@ -125,7 +125,7 @@ class Trees(NamedTuple):
         return pad(self.path, (1, 0))[:, :, None] >> bit & 1
 
 
-def check_tree(nodes: int, sharpness: float | dict[str, list[float]]) -> None:
+def check_tree(nodes: int, sharpness: float | dict[float, list[float]]) -> None:
     """Check that `nodes` is in 1..MAX_NODES, and each sharpness positive and finite."""
     if not 1 <= nodes <= MAX_NODES:
         raise ValueError(f"nodes={nodes} is not allowed: it must be from 1 to {MAX_NODES}")
@@ -221,19 +221,19 @@ def draft_trees(
     if pairs is None:
         count = nodes if bigrams is None and lookups is None else CANDIDATES
         scores, chosen = marginals.topk(min(count, logits.shape[-1]))
-        conditionals = [None] * len(marginals)
+        conditionals: list[list | None] = [None] * len(marginals)
     else:
         count = min(4 + nodes // 8, logits.shape[-1])
         chosen, after = likeliest_paths(logits, count, pairs, sharpness)
         scores, conditionals = marginals.gather(-1, chosen), after.tolist()
     tokens = (chosen if ids is None else ids[chosen]).tolist()
-    lookups = lookups or [None] * len(marginals)
+    texts: Sequence[Lookup | None] = lookups or [None] * len(marginals)
     rankings = [
         (
             child_ranking([*zip(*row)], bigrams, lookup, after),
             lookup.suffix if lookup else (),
         )
-        for *row, lookup, after in zip(tokens, scores.tolist(), lookups, conditionals)
+        for *row, lookup, after in zip(tokens, scores.tolist(), texts, conditionals)
     ]
     rows = [best_first(children, nodes, suffix) for children, suffix in rankings]
     fewest, most = (f(len(row.token) for row in rows) for f in (min, max))
@@ -304,14 +304,14 @@ def child_ranking(
             marginal = marginal if parent is None else conditionals[depth - 1][parent]
         scores = marginal
         known = bigrams.after(suffix[-1]) if bigrams and depth else {}
-        if both := known.keys() & index.keys():
+        if bigrams and (both := known.keys() & index.keys()):
             added = {index[v]: bigrams.weight[depth] * known[v] for v in both}
             total = log1p(sum(exp(marginal[i]) * expm1(x) for i, x in added.items()))
             scores = [x - total for x in marginal]
             for i, x in added.items():
                 scores[i] += x
         guess, weight = lookup.guess(suffix) if lookup else (None, 0.0)
-        if weight:
+        if guess is not None and weight:
             scores = [x + log1p(-weight) for x in scores]
             if guess in index:
                 scores[index[guess]] = log(exp(scores[index[guess]]) + weight)

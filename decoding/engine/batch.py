@@ -2,12 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from decoding.engine.cache import CountedNetwork
 from decoding.engine.randomness import Randomness
 
 
@@ -26,7 +25,7 @@ class State:
             else:
                 assert value is None, f"{f.name} is no tensor [B, ...], no list of B items, no None"
 
-    def join(self, fresh: "State") -> None:
+    def join(self, fresh: Self) -> None:
         """Append the rows of another state."""
         for f in fields(self):
             ours, theirs = getattr(self, f.name), getattr(fresh, f.name)
@@ -43,7 +42,7 @@ class Batch:
         requests: The number of each row's request in the call.
         tokens: [B, capacity], committed tokens and, after them, guesses or nothing.
         lengths: [B], how many tokens are committed.
-        networks: The method's cached networks by name ('target', 'drafter').
+        networks: The method's networks by name ('target', 'drafter'), of kinds of `CountedNetwork`.
         drafts: The state of the chain or tree that drafts (`decoding.drafting`).
         drafted: Tokens that the last pass verified: of every row, or of each [B].
         expected: Rows once others have joined, for which caches reserve memory.
@@ -58,7 +57,7 @@ class Batch:
             self.tokens[b, : len(prompt)] = torch.tensor(prompt, device=device)
         self.lengths = torch.tensor([len(p) for p in prompts], device=device)
         self.randomness = randomness
-        self.networks: dict[str, CountedNetwork] = {}
+        self.networks: dict[str, Any] = {}
         self.state: Any = State()
         self.drafts: Any = State()
         self.drafted: int | Tensor = 0

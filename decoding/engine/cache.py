@@ -152,6 +152,7 @@ class RaggedCache(Cache):
             theirs = fresh._memory.get(of)
             ours = self._memory.get(of)
             if ours is None:
+                assert theirs is not None
                 depth, _, heads, _, size = theirs.shape
                 shape = depth, max(count + new, self.expected), heads, self._room, size
                 self._memory[of] = ours = theirs.new_zeros(shape)
@@ -177,7 +178,7 @@ class CountedNetwork:
 
     def join(self, fresh: "CountedNetwork", count: int, new: int) -> None:
         """Append another batch's rows after the first `count`, and add its seconds."""
-        if self.cache is not None:
+        if self.cache is not None and fresh.cache is not None:
             self.cache.join(fresh.cache, count, new)
         self.seconds += fresh.seconds
 
@@ -232,7 +233,7 @@ class CachedNetwork(CountedNetwork):
         self.predicate = predicate
         config = network.config.get_text_config()
         on = layers_by_device(network)
-        self.cache = RaggedCache(capacity, config.num_hidden_layers, on)
+        self.cache: RaggedCache = RaggedCache(capacity, config.num_hidden_layers, on)
         self._several = len(on) > 1
         self._adds = network.dtype if config._attn_implementation == GROUPED else None
         # bfloat16 sums round by their width, so no row's width may depend on the longest row.

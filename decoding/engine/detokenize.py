@@ -14,8 +14,8 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self._tokenizer, self._ids = tokenizer, []
-        self.text = ""
+        self._tokenizer, self.text = tokenizer, ""
+        self._ids: list[int] = []
 
     def __len__(self) -> int:
         """Return the number of tokens so far."""

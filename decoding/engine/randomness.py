@@ -7,7 +7,7 @@ seed and never on the other requests of its batch.
 import hashlib
 import math
 import secrets
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class Randomness(Protocol):
     def select(self, rows: Tensor) -> None:
         """Keep these rows of the batch, in this order; the others are finished."""
 
-    def join(self, fresh: "Randomness") -> None:
+    def join(self, fresh: Self) -> None:
         """Append the rows of `fresh`."""
 
 
@@ -41,7 +41,7 @@ class ContinuousRandomness(Randomness, Protocol):
     def split(self) -> "ContinuousRandomness":
         """Return new randomness for a loop in which some rows draw more; it costs one draw."""
 
-    def replace(self, rows: Tensor, fresh: "ContinuousRandomness") -> None:
+    def replace(self, rows: Tensor, fresh: Self) -> None:
         """Replace these rows of the batch by those of `fresh`, which keep their draw counts."""
 
 
@@ -134,13 +134,13 @@ class KeyedRandomness(ContinuousRandomness):
         self._ahead = self._ahead[rows]
         self._last = self._last[0][rows], self._last[1][rows]
 
-    def join(self, fresh: "KeyedRandomness") -> None:
+    def join(self, fresh: Self) -> None:
         self.keys = torch.cat([self.keys, fresh.keys])
         self.offset = torch.cat([self.offset, self.draws - fresh.draws + fresh.offset])
         self._ahead = self._numbers(slice(None), self._ahead.shape[-1])
         self._last = _nothing(self.keys)
 
-    def replace(self, rows: Tensor, fresh: "KeyedRandomness") -> None:
+    def replace(self, rows: Tensor, fresh: Self) -> None:
         self.keys[rows] = fresh.keys
         self._last = self._last[0][:, :0], self._last[1]
         self.offset[rows] = self.draws - fresh.draws + fresh.offset

@@ -125,9 +125,10 @@ class Running:
             cost = PASS_COSTS.get(self.sampler.device.type, FEW_PASSES)
             groups = prefill_groups([*map(len, prompts)], cost, self.prefill_tokens)
         for group in groups:
-            some = [[of[n] for n in group] for of in (requests, prompts, seeds, params)]
+            rows = ((requests[n], prompts[n], seeds[n], params[n]) for n in group)
+            numbers, texts, keys, own = zip(*rows)
             expected = 0 if self.answers else len(prompts)
-            self._enter(*some, randomness, between, expected)
+            self._enter(numbers, texts, keys, own, randomness, between, expected)
 
     def _enter(
         self,
@@ -150,7 +151,7 @@ class Running:
 
         with torch.inference_mode():
             randomness = randomness or KeyedRandomness([*seeds], sampler.device)
-            fresh = sampler.new_batch(prompts, self.params, randomness, self.capacity)
+            fresh = sampler.new_batch([*prompts], self.params, randomness, self.capacity)
             fresh.requests = [*requests]
             # Several together fit into one pass, so nobody's prompt is cut because of others.
             fresh.chunk = self.prefill_tokens if len(prompts) == 1 else None
@@ -163,7 +164,7 @@ class Running:
                 pause()
             taken = {name: n.passes - prefilled[name] for name, n in fresh.networks.items()}
             before = self._spent()
-            if self.answers:
+            if self.batch is not None:
                 self.batch.join(fresh)
             else:
                 self.batch, before = fresh, dict.fromkeys(fresh.networks, 0.0)
@@ -219,7 +220,7 @@ class Running:
     def leave(self, requests: Iterable[int]) -> None:
         """Drop requests, finished or not."""
         gone = {*requests}
-        if not gone:
+        if not gone or self.batch is None:
             return
         for request in gone:
             self.answers.pop(request)
@@ -248,6 +249,7 @@ class Running:
         """Fill in the passes and the split of the seconds when a request ends."""
         stats = self.answers[request].stats
         passes, spent, began = self._before[request]
+        assert self.batch is not None
         networks = self.batch.networks
         taken = {name: n.passes - passes[name] for name, n in networks.items()}
         seconds = {name: n.seconds - spent[name] for name, n in networks.items()}

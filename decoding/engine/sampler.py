@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,12 +100,13 @@ class Sampler(ABC):
         Raises:
             ValueError: A prompt or a parameter that this sampler cannot decode with.
         """
-        results: list[Result | None] = [None] * len(prompts)
-        options = {"seeds": seeds, "randomness": randomness, "at_once": at_once}
-        for chunk in self.stream(prompts, params, **options, text=False):
+        results: dict[int, Result] = {}
+        for chunk in self.stream(
+            prompts, params, seeds=seeds, randomness=randomness, at_once=at_once, text=False
+        ):
             if chunk.result is not None:
                 results[chunk.request] = chunk.result
-        return results
+        return [results[n] for n in range(len(prompts))]
 
     def stream(
         self,
@@ -161,8 +163,8 @@ class Sampler(ABC):
             room = most - len(running)
             new = [waiting.popleft() for _ in range(min(room, len(waiting)))]
             if new:
-                given = [[of[n] for n in new] for of in (prompts, seeds, own)]
-                running.admit(new, *given, randomness=randomness)
+                ids, keys, each = zip(*((prompts[n], seeds[n], own[n]) for n in new))
+                running.admit(new, ids, keys, each, randomness=randomness)
             # Nothing of torch's modes is changed across a yield: they are the thread's.
             yield from running.step(text)
 
@@ -283,8 +285,8 @@ class Sampler(ABC):
         """Return what requests decoded together must share: all but how they end."""
         return replace(params, max_new_tokens=1, stop=(), ignore_eos=False, seed=None)
 
-    def encode(self, prompt: str | list[int], params: SamplingParams) -> list[int]:
-        """Return a prompt's token ids; ValueError for one that cannot be decoded."""
+    def encode(self, prompt: str | list[int], params: SamplingParams) -> Any:
+        """Return a prompt's ids, for `new_batch`; ValueError for one that cannot be decoded."""
         ids = self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise ValueError("the prompt is empty: give at least one token")

@@ -57,9 +57,9 @@ class Engine(ABC):
         asked = {name: getattr(params, name) for name in names}
         asked["max_tokens"] = params.max_new_tokens
         asked["stop_token_ids"] = [] if params.ignore_eos else [*eos]
-        seeds = [params.seed] * len(prompts) if seeds is None else seeds
+        own: Sequence[int | None] = [params.seed] * len(prompts) if seeds is None else seeds
         # An engine's seed has 64 bits with a sign.
-        each = [asked | {"seed": None if seed is None else seed % 2**63} for seed in seeds]
+        each = [asked | {"seed": None if seed is None else seed % 2**63} for seed in own]
         return self._decode(prompts, each, [*eos], logprobs)
 
     @abstractmethod

@@ -60,6 +60,9 @@ class Vllm(Engine):
             env=worker_environment(threads),
             start_new_session=True,  # the engine has processes of its own, which end with it
         )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._to, self._from = self._process.stdin, self._process.stdout
         arguments = {"model": model, "disable_log_stats": False, **options}
         try:
             drafter = options.get("speculative_config") or {}
@@ -89,9 +92,9 @@ class Vllm(Engine):
         """Send a message and wait for its reply."""
         line = ""
         with suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(message) + "\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
+            self._to.write(json.dumps(message) + "\n")
+            self._to.flush()
+            line = self._from.readline()
         found = json.loads(line or "{}")
         if line and "error" not in found:
             return found
@@ -109,12 +112,12 @@ class Vllm(Engine):
     def close(self) -> None:
         """End the engine and all of its processes."""
         with suppress(subprocess.TimeoutExpired, BrokenPipeError):
-            self._process.stdin.close()
+            self._to.close()
             self._process.wait(timeout=20)
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        self._process.stdout.close()
+        self._from.close()
         self._folder.cleanup()
 
     def __enter__(self) -> "Vllm":

@@ -50,16 +50,6 @@ class WholeTexts(CountedNetwork):
         self.predicate = predicate_of(attention, span)
         self.later, self.shift = attention == "bidirectional", int(shifted)
         self.mask_id, self.guidance = mask_id, guidance
-        self.cache, self.allocated = self, 0
-
-    def trim(self, count: int) -> None:
-        """Do nothing: there is no cache."""
-
-    def select(self, rows: Tensor) -> None:
-        """Do nothing: there is no cache."""
-
-    def join(self, fresh: CountedNetwork, count: int, new: int) -> None:
-        self.seconds += fresh.seconds
 
     def ask(self, batch: Batch, states: Tensor, ended: Tensor | None = None) -> Tensor:
         """Return the logits [B, M, L, V] of states [B, M, L]; see the module's docstring."""

@@ -52,8 +52,10 @@ def judge(
         logits.index_fill(-1, torch.tensor(mask_id, device=logits.device), float("-inf")), params
     )
     if params.temperature > 0:
+        assert noise is not None
         scores = scores + noise[..., :V]
     if rule.order == "random":
+        assert noise is not None
         return scores, noise[..., V]
     p = logits.to(scores.dtype).softmax(-1)
     return scores, p.gather(-1, scores.max(-1, keepdim=True).indices)[..., 0]

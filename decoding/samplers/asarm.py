@@ -23,6 +23,7 @@ Every pass emits at least one token, so passes never exceed the tokens filled in
 
 import warnings
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
@@ -89,7 +90,7 @@ class AsarmSampler(Infiller):
         self.draft, self.block_size, self.cache = draft, block_size, cache
         self.tolerance = tolerance
         self.nodes, self.sharpness = nodes, sharpness
-        self._forward = lambda: None
+        self._forward: Callable[[], Any] = lambda: None
 
     def lossy_reason(self, params: SamplingParams) -> str:
         # Where nothing is drafted a tolerance has no effect.

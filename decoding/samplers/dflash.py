@@ -5,6 +5,7 @@ keys and values of the drafter's context, those of rejected ones never do.
 """
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ class DFlashState(State):
     states: Tensor
     missing: Tensor
 
-    def join(self, fresh: "DFlashState") -> None:
+    def join(self, fresh: Self) -> None:
         width = max(self.states.shape[1], fresh.states.shape[1])
         for state in (self, fresh):
             state.states = pad(state.states, (0, 0, width - state.states.shape[1], 0))
@@ -47,7 +48,7 @@ class CachedDrafter(CountedNetwork):
     def __init__(self, network: DFlashDraftModel, target: PreTrainedModel, capacity: int):
         super().__init__(network)
         self.target = target
-        self.cache = RaggedCache(capacity, network.config.num_hidden_layers)
+        self.cache: RaggedCache = RaggedCache(capacity, network.config.num_hidden_layers)
         self._slots = torch.arange(capacity, device=network.device)[None]
 
     def __call__(self, states: Tensor, missing: Tensor, block: Tensor, lengths: Tensor) -> Tensor:

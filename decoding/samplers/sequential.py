@@ -95,7 +95,8 @@ class SequentialSampler:
         randomness: ContinuousRandomness | None,
     ) -> list[ImageResult]:
         """Return the results of the waiting images, in order."""
-        N, results = self.target.config.tokens, [None] * len(waiting)
+        N, count = self.target.config.tokens, len(waiting)
+        results: dict[int, ImageResult] = {}
         emitted: list[list[int]] = [[] for _ in waiting]
         batch = self.new_batch(waiting, at_once, params, randomness)
         self.begin(batch, params)
@@ -123,7 +124,7 @@ class SequentialSampler:
             if done:
                 keep = [b for b in range(len(batch.requests)) if b not in done]
                 batch.select(keep) if keep else batch.requests.clear()
-        return results
+        return [results[n] for n in range(count)]
 
     def new_batch(
         self,

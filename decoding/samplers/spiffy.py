@@ -100,7 +100,7 @@ class SpiffySampler(DenoiseSampler):
 
     def cycle(self, batch: Batch, params: SamplingParams) -> tuple[Tensor, Tensor]:
         """Run one pass over the current state and the drafts; take the steps that are verified."""
-        states = torch.cat([batch.state.block[:, None], self.drafts(batch, params)], 1)
+        states = torch.cat([batch.state.block[:, None], self.draft_states(batch, params)], 1)
         end, there = self.block_end(batch)
         begins = there.any()
         asked = (states, end) if begins else (states,)
@@ -139,7 +139,7 @@ class SpiffySampler(DenoiseSampler):
         s.best = s.best.where(rows[:, None, None], best)
         s.left = s.left.where(rows, left)
 
-    def drafts(self, batch: Batch, params: SamplingParams) -> Tensor:
+    def draft_states(self, batch: Batch, params: SamplingParams) -> Tensor:
         """Make the draft states [B, D', L], of the nodes that fit at least one sequence.
 
         A node fits if its positions are masked and it leaves a mask (a full block needs no pass).

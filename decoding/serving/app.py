@@ -4,10 +4,11 @@ import asyncio
 import hmac
 import json
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib import resources
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -87,7 +88,7 @@ class Server:
             Route("/v1/completions", text, methods=["POST"]),
             Route("/v1/chat/completions", chat, methods=["POST"]),
         ]
-        handlers = {Refused: refusal, ClientDisconnect: hung_up}
+        handlers: dict = {Refused: refusal, ClientDisconnect: hung_up}
         return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
 
     async def page(self, request: Request) -> HTMLResponse:
@@ -173,7 +174,7 @@ class Server:
         head = asked.head(answers.number, part=False)
         return head | {"choices": choices, "usage": asked.usage(prompts, results)}
 
-    def written(self, write: Callable[..., dict], *columns) -> list[dict]:
+    def written(self, write: Callable[..., Any], *columns) -> list:
         """Write each row of the columns, with the tokenizer locked."""
         with self._tokenizing:
             return [write(*row, self.tokenizer) for row in zip(*columns)]
@@ -290,9 +291,9 @@ def exposition(scheduler: Scheduler) -> str:
     """Return the scheduler's counts in Prometheus' text format, with vLLM's names."""
     c, lines = scheduler.counts, []
 
-    def metric(name: str, kind: str, values: float | dict[str, float]) -> None:
+    def metric(name: str, kind: str, values: float | Mapping[str, float]) -> None:
         lines.append(f"# TYPE vllm:{name} {kind}")
-        values = values if isinstance(values, dict) else {"": values}
+        values = values if isinstance(values, Mapping) else {"": values}
         lines.extend(f"vllm:{name}{labels} {value}" for labels, value in values.items())
 
     metric("num_requests_running", "gauge", scheduler.running)

@@ -2,8 +2,10 @@
 
 import json
 import time
+from abc import abstractmethod
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, with_config
 from transformers import PreTrainedTokenizerBase
@@ -71,7 +73,7 @@ class Asked(BaseModel):
     PART: ClassVar[str]
     ROOM: ClassVar[int]  # tokens of an answer, where a request does not say
 
-    model: Text = None
+    model: Annotated[str, Field(description="a text")] = ""
     max_tokens: Integer = None
     temperature: Number = None
     top_p: Number = None
@@ -79,13 +81,38 @@ class Asked(BaseModel):
     min_p: Number = None
     repetition_penalty: Number = None
     stop: Stops = []
-    seed: Integer = Field(default_factory=fresh_seed)
+    seed: Annotated[int, Field(description="an integer")] = Field(default_factory=fresh_seed)
     n: Choices = 1
     stream: Switch = False
     stream_options: Annotated[dict, Field(description="an object")] = {}
     ignore_eos: Switch = False
     verify: Text = None
     user: Text = None
+
+    if TYPE_CHECKING:  # fields of `Completion`, constants of `Chat`
+
+        @property
+        def echo(self) -> bool: ...
+
+        @property
+        def suffix(self) -> str | None: ...
+
+    @property
+    @abstractmethod
+    def best(self) -> int | None:
+        """Return how many tokens with their scores come at each position; None: no scores."""
+
+    @abstractmethod
+    def texts(self, tokenizer: PreTrainedTokenizerBase) -> Sequence[str | list[int]]:
+        """Return the prompts, as texts or token ids."""
+
+    @abstractmethod
+    def said(self, text: str, part: bool = False) -> dict[str, Any]:
+        """Return the fields of a text."""
+
+    @abstractmethod
+    def scored(self, ids: list[int], scores: list, tokenizer: PreTrainedTokenizerBase) -> dict:
+        """Return the tokens with their scores; the first token of a text may have none."""
 
     @property
     def room(self) -> int:
@@ -117,8 +144,8 @@ class Asked(BaseModel):
         if scores is None:
             return None
         shown = slice(0 if self.echo else len(prompt), None)
-        ids, scores = prompt + result.token_ids, [None, *scores]
-        return self.scored(ids[shown], scores[shown], tokenizer)
+        ids, all_scores = prompt + result.token_ids, [None, *scores]
+        return self.scored(ids[shown], all_scores[shown], tokenizer)
 
     def choice(
         self, index: int, prompt: list[int], result: Result, scores, tokenizer
@@ -176,20 +203,18 @@ class Completion(Asked):
 
     @property
     def best(self) -> int | None:
-        """Return how many tokens with their scores come at each position; None: no scores."""
         return self.logprobs
 
     def texts(self, tokenizer: PreTrainedTokenizerBase) -> list[str | list[int]]:
-        """Return the prompts, as texts or token ids."""
         if self.stream and self.echo:
             raise ValueError("a stream has no echo: leave out one of them")
         if self.stream and self.suffix:
             raise ValueError("what stands before a suffix comes whole: leave out stream")
-        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-        return [self.prompt] if one else self.prompt
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item]  # no list of lists
+        return self.prompt  # type: ignore[return-value]  # a list of prompts
 
     def said(self, text: str, part: bool = False) -> dict[str, str]:
-        """Return the fields of a text."""
         return {"text": text}
 
     def scored(
@@ -198,7 +223,6 @@ class Completion(Asked):
         scores: list[TokenScore | None],
         tokenizer: PreTrainedTokenizerBase,
     ) -> dict[str, list]:
-        """Return the tokens with their scores; the first token of a text has none."""
         words, text, offsets = [tokenizer.decode([i]) for i in ids], Detokenizer(tokenizer), []
         for i in ids:
             offsets.append(len(text.text))
@@ -232,7 +256,6 @@ class Chat(Asked):
 
     @property
     def best(self) -> int | None:
-        """Return how many tokens with their scores come at each position; None: no scores."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def texts(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -244,7 +267,6 @@ class Chat(Asked):
         return [encode_prompt(tokenizer, [joined(message) for message in self.messages])]
 
     def said(self, text: str, part: bool = False) -> dict[str, dict]:
-        """Return the fields of a text."""
         if part:
             return {"delta": {"content": text}}
         return {"message": {"role": "assistant", "content": text}}
@@ -252,7 +274,6 @@ class Chat(Asked):
     def scored(
         self, ids: list[int], scores: list[TokenScore], tokenizer: PreTrainedTokenizerBase
     ) -> dict[str, list]:
-        """Return the tokens with their scores."""
 
         def one(token: int, log_prob: float) -> dict:
             word = tokenizer.decode([token])
@@ -265,12 +286,12 @@ class Chat(Asked):
         return {"content": content}
 
 
-def joined(message: Message) -> Message:
+def joined(message: Message) -> dict[str, str]:
     """Return a message with its parts, if any, joined into one text."""
     content = message["content"]
     if not isinstance(content, str):
         content = "".join(part["text"] for part in content)
-    return {**message, "content": content}
+    return {**message, "content": content}  # type: ignore[dict-item]  # all are texts now
 
 
 def read(body: bytes, kind: type[Asked], models: list[str]) -> Asked:

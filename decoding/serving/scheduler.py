@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+from decoding.any_subset.infilling import Infiller
 from decoding.engine.likelihood import TokenScore, token_scores
-from decoding.engine.params import Chunk, SamplingParams, Stats, accepted_counts
+from decoding.engine.params import Chunk, Result, SamplingParams, Stats, accepted_counts
 from decoding.engine.running import Running
 from decoding.engine.sampler import Sampler
 
@@ -41,7 +42,7 @@ class Job:
     show: Callable[[Chunk | Exception], None]
     best: int | None = None
     scores: list[TokenScore] | None = None
-    stats: Stats | None = None
+    stats: Stats = field(default_factory=Stats)
 
 
 @dataclass
@@ -114,13 +115,15 @@ class Scheduler:
         sampler, most = self.samplers[model], params.max_new_tokens
         sampler.check_params(params)
         if suffix is not None:
-            if sampler.continues:
+            if not isinstance(sampler, Infiller):
                 raise ValueError(
                     f"suffix is for models that fill holes, and {model} goes on from a prompt: "
                     "leave it out"
                 )
-            prompt = sampler.between(prompt, suffix, min(most, self.longest))
-        found = sampler.encode(prompt, params)
+            whole = sampler.between(prompt, suffix, min(most, self.longest))
+            found = sampler.encode(whole, params)
+        else:
+            found = sampler.encode(prompt, params)
         most = most if sampler.continues else found.holes
         if len(found) + most > self.longest:
             raise ValueError(
@@ -201,9 +204,10 @@ class Scheduler:
         if sum(r.rows for r in others) + len(running) + len(jobs) > self.at_once:
             for other in others:
                 other.trim()
-        columns = ([getattr(job, name) for job in jobs] for name in ("number", "prompt", "seed"))
-        params = [job.params for job in jobs]
-        running.admit(*columns, params=params, between=self._cycle)
+        numbers, prompts, seeds, params = zip(
+            *((j.number, j.prompt, j.seed, j.params) for j in jobs)
+        )
+        running.admit(numbers, prompts, seeds, params, between=self._cycle)
         self._groups[key] = running  # all that were in it may have ended meanwhile
 
     def _step(self, key: Group) -> None:
@@ -213,7 +217,7 @@ class Scheduler:
         for chunk in running.step():
             job = self._jobs[chunk.request]
             if chunk.result is not None:
-                self._account(self._jobs.pop(chunk.request), chunk)
+                self._account(self._jobs.pop(chunk.request), chunk.result)
                 if job.best is not None:
                     self._unscored.append((job, chunk))
                     continue
@@ -223,6 +227,8 @@ class Scheduler:
 
     def _score(self, job: Job, last: Chunk) -> None:
         """Score an answer's tokens, and show its last chunk."""
+        assert last.result is not None
+        assert job.best is not None
         ids = job.prompt + last.result.token_ids
         try:
             target = self.samplers[job.model].target
@@ -260,11 +266,11 @@ class Scheduler:
             if not running:
                 del self._groups[key]
 
-    def _account(self, job: Job, chunk: Chunk) -> None:
-        c, stats = self.counts, chunk.result.stats
-        c.requests[chunk.result.finish_reason] += 1
+    def _account(self, job: Job, result: Result) -> None:
+        c, stats = self.counts, result.stats
+        c.requests[result.finish_reason] += 1
         c.prompt_tokens += len(job.prompt)
-        c.tokens += len(chunk.result.token_ids)
+        c.tokens += len(result.token_ids)
         if stats.drafted:
             positions = -(-stats.drafted // len(stats.emitted))
             drafts, accepted = accepted_counts(stats.emitted, positions)

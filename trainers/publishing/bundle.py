@@ -71,7 +71,7 @@ def flattened(module: str) -> str:
     # From the last to the first, so that the line numbers before it stay right.
     for node, names in sorted(_internal(module), key=lambda pair: -pair[0].lineno):
         if names == [node.module]:
-            new = [ast.unparse(ast.ImportFrom(flat(node.module), node.names, level=1))]
+            new = [ast.unparse(ast.ImportFrom(flat(names[0]), node.names, level=1))]
         else:
             new = [
                 f"from . import {flat(name)} as {alias.asname or alias.name}"
@@ -96,11 +96,13 @@ def _internal(module: str) -> Iterator[tuple[ast.ImportFrom, list[str]]]:
                         f"{module}: `import {alias.name}` cannot be bundled, write "
                         "`from package import module`"
                     )
-        elif isinstance(node, ast.ImportFrom) and node.module.split(".")[0] in PACKAGES:
-            if _file(node.module).is_file():
-                yield node, [node.module]
+        elif (
+            isinstance(node, ast.ImportFrom) and (of := node.module or "").split(".")[0] in PACKAGES
+        ):
+            if _file(of).is_file():
+                yield node, [of]
             else:  # modules of a package
-                yield node, [f"{node.module}.{alias.name}" for alias in node.names]
+                yield node, [f"{of}.{alias.name}" for alias in node.names]
 
 
 def _file(module: str) -> Path:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from data.text.tokenizer import fingerprint
-from decoding.engine.sampler import Sampler
+from decoding.drafting.block_sampler import BlockSampler
 from decoding.loading import load_tokenizer
 
 PROMPT = tuple(range(1, 9))  # the token ids on which drafts are compared
@@ -47,7 +47,7 @@ def check_outputs(network: PreTrainedModel, again: PreTrainedModel) -> None:
     _check_same(getattr(ours, "logits", ours), getattr(theirs, "logits", theirs))
 
 
-def check_drafts(sampler: Sampler, network: PreTrainedModel, again: PreTrainedModel) -> None:
+def check_drafts(sampler: BlockSampler, network: PreTrainedModel, again: PreTrainedModel) -> None:
     """Raise ValueError unless a sampler drafts the same with two drafters, bit for bit."""
     drafts = []
     for drafter in (network, own_memory(again)):
@@ -57,7 +57,7 @@ def check_drafts(sampler: Sampler, network: PreTrainedModel, again: PreTrainedMo
 
 
 @torch.inference_mode()
-def first_draft(sampler: Sampler, prompt: list[int]) -> Tensor:
+def first_draft(sampler: BlockSampler, prompt: list[int]) -> Tensor:
     """Compute the drafter's logits [k, V] for the first block, by the sampler's own pass."""
     rows, params = sampler.start(prompt)
     sampler.begin(rows, params)

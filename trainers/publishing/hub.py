@@ -107,7 +107,7 @@ def push(
 
 def _reason(error: Exception, endpoint: str) -> str:
     """Return in one line the cause of an error, and its remedy."""
-    if isinstance(error, RuntimeError) and error.__cause__ is not None:
+    if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):
         error = error.__cause__  # of the upload of one file
     if isinstance(error, HfHubHTTPError):
         status = error.response.status_code

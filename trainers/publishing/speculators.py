@@ -18,13 +18,15 @@ def write_speculators(export: Path, dry_run: bool = False) -> None:
     """Add the entry to an export, which is replaced; with `dry_run` check only that it fits."""
     config = parade_config(str(export))
     network = load_drafter(config, str(export), "auto") if loads_drafter(config) else None
-    if not hasattr(network, "add_speculators"):
+    if network is None or not hasattr(network, "add_speculators"):
         raise ValueError(
             f"format=speculators does not fit {str(export)!r}: the package has no type for what "
             f"method={config['method']} decodes with"
         )
-    target = files_of(target_of(str(export), config))("config.json")
-    network.add_speculators(config["target"], read_json(target).get("architectures") or [])
+    target = target_of(str(export), config)
+    assert target is not None  # it is a drafter
+    known = read_json(files_of(target)("config.json"))
+    network.add_speculators(config["target"], known.get("architectures") or [])
     if dry_run:
         return
     with atomic_folder(export) as temporary:

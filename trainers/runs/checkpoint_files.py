@@ -47,16 +47,16 @@ class DirectIO(TorchCheckpointIO):
 def checkpoint_files(folder: Path) -> list[Path]:
     """List the complete checkpoints in a folder, which need not exist, oldest step first."""
     try:  # `glob` would find nothing in a folder that cannot be listed
-        files = [f for f in folder.iterdir() if f.suffix == ".ckpt" and number_of(f) is not None]
+        files = [f for f in folder.iterdir() if f.suffix == ".ckpt" and number_of(f) >= 0]
     except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted(files, key=number_of)
 
 
-def number_of(path: Path) -> int | None:
-    """Return the step in a checkpoint's name; None for another name."""
+def number_of(path: Path) -> int:
+    """Return the step in a checkpoint's name; -1 for another name."""
     found = re.fullmatch(r"step-(\d+)", path.stem)
-    return int(found[1]) if found else None
+    return int(found[1]) if found else -1
 
 
 def write_checkpoint(trainer: pl.Trainer, path: Path) -> None:

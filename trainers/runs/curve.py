@@ -34,7 +34,8 @@ class Curve(Logger):
 
     def __init__(self, file: Path, first: int = 0):
         super().__init__()
-        self.file, self.first, self.columns = file, first, []
+        self.file, self.first = file, first
+        self.columns: list[str] = []
 
     @property
     def name(self) -> str:
@@ -47,7 +48,7 @@ class Curve(Logger):
         """Do nothing: the run's config.yaml holds them."""
 
     @rank_zero_only
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
         """Append one row, which is on disk before the next step."""
         if not self.columns:
             rows = [r for r in read_curve(self.file) if int(r["step"]) <= self.first]

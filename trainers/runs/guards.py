@@ -32,7 +32,9 @@ class LossGuard(Callback):
 
     def __init__(self, factor: float, wait: int):
         self.factor, self.wait = factor, wait
-        self.first, self.smooth, self.best = None, None, math.inf
+        self.first: float | None = None
+        self.smooth: float | None = None
+        self.best = math.inf
 
     def state_dict(self) -> dict:
         return {"first": self.first, "smooth": self.smooth, "best": self.best}
@@ -47,7 +49,7 @@ class LossGuard(Callback):
         loss, step = float(trainer.callback_metrics["loss"]), trainer.global_step
         if not math.isfinite(loss):
             raise ValueError(f"the loss is {loss} {advice(trainer)}")
-        if self.smooth is None:
+        if self.first is None or self.smooth is None:
             self.first = self.smooth = loss
         self.smooth = 0.95 * self.smooth + 0.05 * loss
         if step < self.wait:
@@ -113,8 +115,8 @@ def less_memory(text: str, config: DictConfig) -> str:
     """Name the settings that need less memory, the harmless first, for a library's message."""
     t = config.trainer
     device = "GPU" if re.search("cuda|hip", text, re.IGNORECASE) else "CPU"
-    asked = re.search(r"tried to allocate ([\d.]+ \w+)", text, re.IGNORECASE)
-    asked = f", which was asked for {asked[1]}" if asked else ""
+    found = re.search(r"tried to allocate ([\d.]+ \w+)", text, re.IGNORECASE)
+    asked = f", which was asked for {found[1]}" if found else ""
     ways = []
     if t.micro_batch_size > 1:
         ways.append(

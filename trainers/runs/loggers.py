@@ -69,7 +69,7 @@ def _wandb(config: DictConfig, folder: Path, first: int) -> Logger:
             id=file.read_text(),
             resume="allow",
             allow_val_change=True,  # see FREE in trainers/runs/resume.py
-            mode="offline" if keyless else mode,
+            mode="offline" if keyless else mode,  # type: ignore[arg-type]  # wandb checks it
             settings=wandb.Settings(silent=True, console="off"),
         )
     except wandb.Error as error:

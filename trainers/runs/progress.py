@@ -31,7 +31,8 @@ class Progress(Callback):
         if console is None and sys.stdout.isatty():
             console = Console()
         self.console, self.seconds, self.clock = console, seconds, clock
-        self.bar, self.last_line = None, float("-inf")
+        self.bar: _BarAndLine | None = None
+        self.last_line = float("-inf")
         self.steps: deque[float] = deque(maxlen=50)  # seconds of each
         self.validation = 0.0  # seconds of the last one
 

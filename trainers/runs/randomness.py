@@ -34,7 +34,7 @@ class RandomStates(Callback):
         mine, device = {"torch": torch.get_rng_state()}, trainer.strategy.root_device
         if device.type == "cuda":  # a GPU has a generator of its own
             mine["cuda"] = torch.cuda.get_rng_state(device)
-        states = [mine]
+        states: list[dict | None] = [mine]
         if trainer.world_size > 1:
             states = [None] * trainer.world_size
             torch.distributed.all_gather_object(states, mine)

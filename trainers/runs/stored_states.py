@@ -28,6 +28,7 @@ def with_states(rows: Dataset, module: BaseModule, target: str, most: float) -> 
             "module.teacher=answers or module.soft=0"
         )
     layers = [*module.target_layers]
+    assert module.target is not None  # `needs_target` asks for it
     size = module.target.config.get_text_config().hidden_size
     made_by = {"target": target, "layers": layers, "dtype": str(module.target.dtype)}
     module.stored_states = RowsWithStates(rows.folder, made_by, len(layers) * size)
