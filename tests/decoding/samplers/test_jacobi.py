@@ -9,27 +9,11 @@ from decoding.engine.cache import RaggedCache
 from decoding.engine.params import SamplingParams
 from decoding.samplers.jacobi import JacobiSampler
 from decoding.samplers.jacobi_mr import JacobiMRSampler
-from decoding.samplers.plain import PlainSampler
 from tests.support import tiny
+from tests.support.results import ids
+from tests.support.texts import PROMPTS, SEEDS, V, plain_rows, target
 
-V = 12
-PROMPTS = [[1], [2, 7, 1, 8], [3, 1, 4, 1, 5, 9, 2, 6], [11, 10], [6, 6, 6, 0, 9]]
-SEEDS = [5, 71, 3, 900, 12]
 NEW = 26
-
-
-def target(**config):
-    return tiny.causal_lm(V, seed=0, **config).float()
-
-
-def plain_rows(model, params, prompts=PROMPTS, seeds=SEEDS):
-    """The reference: plain decoding of every prompt alone."""
-    sampler = PlainSampler(model, tiny.tokenizer(V))
-    return [sampler.generate([p], params, seeds=[s])[0] for p, s in zip(prompts, seeds)]
-
-
-def ids(results):
-    return [r.token_ids for r in results]
 
 
 def knowing(cls, texts, miss):
