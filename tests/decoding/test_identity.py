@@ -8,6 +8,7 @@ from decoding.engine.randomness import request_seeds
 from decoding.samplers.deer import DeerSampler
 from decoding.samplers.plain import PlainSampler
 from tests.support import tiny
+from tests.support.lossless import noise_of_the_block, one_too_many
 from tests.support.results import ids
 from tests.support.texts import (
     PROMPTS,
@@ -102,23 +103,10 @@ def test_neighbouring_seeds_share_no_noise():
     assert ids(counted)[1] == two[0]  # what it would be
 
 
-class ShiftedNoise(DeerSampler):
-    """Wrong: the noise is keyed by the block's number instead of the absolute position."""
-
-    def noise(self, batch, count, params):
-        first = batch.lengths
-        batch.lengths = first - first % count
-        noise = super().noise(batch, count, params)
-        batch.lengths = first
-        return noise
+class ShiftedNoise(noise_of_the_block(DeerSampler)): ...
 
 
-class ForgottenRollback(DeerSampler):
-    """Wrong: the drafted tokens are emitted though they were not accepted."""
-
-    def cycle(self, batch, params):
-        tokens, counts = super().cycle(batch, params)
-        return tokens, (counts + 1).clamp_max(self.block_size + 1)
+class ForgottenRollback(one_too_many(DeerSampler)): ...
 
 
 @pytest.mark.parametrize("wrong", [ShiftedNoise, ForgottenRollback])

@@ -12,9 +12,9 @@ from decoding.loading import load
 from decoding.samplers.dflash import DFlashSampler
 from decoding.samplers.plain import PlainSampler
 from recipes.compose import compose
-from tests import chaos
 from tests.support import tiny
-from tests.support.lab import Lab
+from tests.support.lab import Lab, finish
+from tests.support.modules import dflash as module
 from tests.support.runs import curve, cut, same_run
 from trainers.base import DISTRIBUTIONS, HIDDEN_STATES, Optimization
 from trainers.dflash import DFlash
@@ -74,13 +74,6 @@ def test_the_loss_with_adaptive_weights():
     gradients = [torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (found, wanted)]
     torch.testing.assert_close(*gradients)  # weights have no gradient of their own
     assert not gradients[0][0, 0, 1:].any()
-
-
-def module(model, **options):
-    tokenizer = tiny.tokenizer(V)
-    tokenizer.mask_token = tokenizer.convert_ids_to_tokens(V - 1)
-    given = {"method": "dflash", "block_size": 3, "target_name": "x", **options}
-    return DFlash(tiny.dflash(model), tokenizer, Optimization(1e-3), model, **given)
 
 
 def test_what_it_reads_of_the_target():
@@ -213,7 +206,7 @@ def test_two_processes_give_the_loss_curve_of_one(prepared, strategy):
     steps = ("trainer.max_steps=8", "trainer.log_every=1", "trainer.micro_batch_size=2")
     one = prepared.fit("dflash", *steps, f"name=one_{strategy}").parent
     two = ("trainer.devices=2", f"strategy={strategy}", f"name=two_{strategy}")
-    chaos.finish(prepared.start("dflash", *steps, *two))
+    finish(prepared.start("dflash", *steps, *two))
     ours, theirs = curve(one), curve(one.with_name(f"two_{strategy}"))
     assert ours.keys() == theirs.keys()
     assert max(abs(ours[s] - theirs[s]) for s in ours) < 1e-5

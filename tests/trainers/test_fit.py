@@ -5,7 +5,6 @@ import pytest
 import torch
 from pytorch_lightning import seed_everything
 from pytorch_lightning.callbacks import Callback
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from decoding.engine.params import SamplingParams
@@ -13,18 +12,10 @@ from decoding.loading import load
 from decoding.samplers.plain import PlainSampler
 from recipes.compose import compose
 from recipes.settings import Optimization
-from tests.support.runs import curve
+from tests.support.runs import curve, same, weights
 from trainers import fit as fit_module
 from trainers.fit import assemble, build_module, fit
 from trainers.runs.checkpoint_files import Damaged
-
-
-def weights(export):
-    return load_file(export / "model.safetensors")
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
 @pytest.mark.parametrize("recipe", ["ar_target", "diffusion_adapt", "deer_stage1", "deer_stage2"])

@@ -7,7 +7,6 @@ import sys
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from data.text.tokenizer import draft_token_ids, train_tokenizer, with_draft_tokens
@@ -18,6 +17,7 @@ from models.diffusion import from_causal_lm
 from recipes.compose import compose
 from tests.support import tiny
 from tests.support.refused import refused
+from tests.support.runs import same, weights
 from trainers.fit import build_module
 from trainers.lora import add_lora, to_export
 from trainers.publishing import hub
@@ -150,14 +150,6 @@ class TestRefusals:
         # Negative control: the same network whole.
         whole = from_causal_lm(base(), tokenizer)
         assert hasattr(add_lora(whole, tokenizer, **{**PLAIN, "merge": False}), "peft_config")
-
-
-def weights(export):
-    return load_file(export / "model.safetensors")
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
 def changed(before, after):

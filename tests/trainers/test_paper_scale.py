@@ -12,13 +12,9 @@ from decoding.loading import load
 from decoding.samplers.plain import PlainSampler
 from recipes.compose import compose
 from tests.support import tiny
-from tests.support.lab import BLOCKS, SMALL
+from tests.support.files import write_jsonl
+from tests.support.lab import BLOCKS, SMALL, TEMPLATE
 from trainers.fit import fit
-
-TEMPLATE = (
-    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<eos>{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +37,8 @@ def hub(tmp_path_factory):
         for i, t in enumerate(texts)
     ]  # fmt: skip
     code = [{"id": f"o{i}", "input": f"write f{i}", "output": t} for i, t in enumerate(texts)]
-    (root / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
-    (root / "code.jsonl").write_text("\n".join(map(json.dumps, code)))
+    write_jsonl(root / "chats.jsonl", chats)
+    write_jsonl(root / "code.jsonl", code)
     return root
 
 

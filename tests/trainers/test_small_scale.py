@@ -1,7 +1,5 @@
 """scale=small: the one key target= makes a drafter for tiny random models of several classes."""
 
-import json
-
 import pytest
 import torch
 from transformers import (
@@ -20,8 +18,8 @@ from decoding.loading import load
 from decoding.samplers.plain import PlainSampler
 from recipes.compose import compose
 from tests.support import tiny
-from tests.support.lab import BLOCKS, SMALL
-from tests.trainers.test_paper_scale import TEMPLATE
+from tests.support.files import write_jsonl
+from tests.support.lab import BLOCKS, SMALL, TEMPLATE
 from trainers.fit import fit
 
 TEXTS = [f"def f{i}(x):\n    return x + {i}\n" for i in range(200)]
@@ -49,7 +47,7 @@ def pairs(tmp_path_factory):
     rows = [
         {"id": f"p{i}", "prompt": f"write f{i}", "answer": text} for i, text in enumerate(TEXTS)
     ]
-    file.write_text("\n".join(map(json.dumps, rows)))
+    write_jsonl(file, rows)
     return file
 
 

@@ -13,6 +13,7 @@ from decoding.bench.pass_at_1 import STOP, read_problems, run
 from decoding.bench.scores import continuation
 from decoding.engine.params import Chunk, Result, Stats
 from tests.support import tiny
+from tests.support.files import write_jsonl
 
 TOKENIZER = train_tokenizer(["def add(a, b):\n    return a + b\n"], 300)
 PROMPT = "def add(a, b):\n"
@@ -57,7 +58,7 @@ def row(name):
 @pytest.fixture
 def problems(tmp_path):
     file = tmp_path / "problems.jsonl"
-    file.write_text("\n".join(json.dumps(row(name)) for name in COMPLETIONS) + "\n")
+    write_jsonl(file, map(row, COMPLETIONS))
     return file
 
 
@@ -139,7 +140,7 @@ def test_mbpp_is_read(tmp_path, monkeypatch):
 
     row = {"text": "Add one.", "code": "", "test_list": ["assert g(1) == 2"]}
     file = tmp_path / "mbpp.jsonl"
-    file.write_text("".join(json.dumps({**row, "task_id": n}) + "\n" for n in (1, 2)))
+    write_jsonl(file, [{**row, "task_id": n} for n in (1, 2)])
     monkeypatch.setattr(pass_at_1, "load", lambda model, **options: Writer())
     run(arguments(file, "model=writer"))
     assert [r["outcome"] for r in results(file)[0]] == ["passed", "failed"]

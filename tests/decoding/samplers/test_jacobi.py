@@ -10,6 +10,7 @@ from decoding.engine.params import SamplingParams
 from decoding.samplers.jacobi import JacobiSampler
 from decoding.samplers.jacobi_mr import JacobiMRSampler
 from tests.support import tiny
+from tests.support.lossless import noise_of_the_block
 from tests.support.results import ids
 from tests.support.texts import PROMPTS, SEEDS, V, plain_rows, target
 
@@ -187,15 +188,7 @@ def test_only_committed_tokens_are_streamed():
         assert streamed == expected
 
 
-class ShiftedNoise(JacobiMRSampler):
-    """Wrong: the noise is keyed by the pass's number instead of the absolute position."""
-
-    def noise(self, batch, count, params):
-        first = batch.lengths
-        batch.lengths = first - first % count
-        noise = super().noise(batch, count, params)
-        batch.lengths = first
-        return noise
+class ShiftedNoise(noise_of_the_block(JacobiMRSampler)): ...
 
 
 class OneTooMany(JacobiMRSampler):
