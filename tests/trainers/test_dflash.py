@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 from decoding import SamplingParams
 from decoding.loading import load
 from decoding.samplers.dflash import DFlashSampler
-from decoding.samplers.plain import PlainSampler
 from recipes.compose import compose
 from tests.support import tiny
 from tests.support.lab import Lab, finish
 from tests.support.modules import dflash as module
+from tests.support.results import as_plain
 from tests.support.runs import curve, cut, same_run
 from trainers.base import DISTRIBUTIONS, HIDDEN_STATES, Optimization
 from trainers.dflash import DFlash
@@ -174,9 +174,7 @@ def test_a_head_for_a_finished_drafter(prepared):
     sampler = load(str(export), dtype="float32")
     assert sampler.markov.head.before.weight.shape == (len(sampler.draft_ids), 4)
     params = SamplingParams(24, 1.0, verify="tree", seed=3)
-    plain = PlainSampler(sampler.target, sampler.tokenizer)
-    texts = [s.generate(["def value"], params)[0].token_ids for s in (sampler, plain)]
-    assert texts[0] == texts[1]
+    as_plain(sampler, ["def value"], params)
 
 
 def test_a_new_drafter_cannot_be_frozen_nor_one_with_another_mask():

@@ -14,12 +14,12 @@ from decoding import SamplingParams, custom_generate, load
 from decoding.drafting import markov
 from decoding.samplers import deer
 from decoding.samplers.deer import DeerSampler
-from decoding.samplers.plain import PlainSampler
 from models.diffusion import draft_logits, from_causal_lm
 from models.markov import MarkovHead
 from tests.support import tiny
 from tests.support.lab import finish
 from tests.support.modules import dflash as dflash_module
+from tests.support.results import as_plain
 from tests.support.runs import curve, cut, same_run, weights
 from trainers import draft_vocabulary
 from trainers.base import Optimization
@@ -305,9 +305,8 @@ def test_a_recipe_s_export_decodes_with_its_head(lab, frozen):
     assert without.markov is None
     for rule in ("coupled", "tree"):
         params = SamplingParams(24, 1.0, verify=rule, seed=3)
-        plain = PlainSampler(sampler.target, sampler.tokenizer).generate(["def value"], params)
         for s in (sampler, without):
-            assert s.generate(["def value"], params)[0].token_ids == plain[0].token_ids
+            as_plain(s, ["def value"], params)
     ids = sampler.tokenizer(["def value"], return_tensors="pt").input_ids
     stock = custom_generate.generate(
         deer.METHOD,
