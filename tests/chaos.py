@@ -6,22 +6,20 @@ and resumed each time by the same command; so is a collection. Status 1 if weigh
 shards differ from the undisturbed ones.
 """
 
-import logging
 import os
 import random
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
 from recipes.command import main
 from recipes.folders import LOCK
 from recipes.options import parse
-from tests.support.lab import Lab
+from tests.support.kills import kill, last_step
+from tests.support.lab import Lab, finish, prepared
 from tests.support.runs import same_run
 
 METHODS = ("deer_stage2", "asarm_joint", "dllm_block")
@@ -49,18 +47,6 @@ def run(argv: list[str]) -> None:
         found.append(killed_collection(lab, of_collection, draw))
     print(f"{c.kills} kills, {time.perf_counter() - started:.0f} s")
     sys.exit(0 if all(found) else 1)
-
-
-def prepared(root: Path) -> Lab:
-    """What the runs need: tiny networks that draw dropout while they train."""
-    lab = Lab(root)
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        lab.fit("ar_target", "+network.attention_dropout=0.1")
-        lab.fit("diffusion_adapt")
-        lab.collect()
-        lab.fit("deer_stage1")
-    return lab
 
 
 def killed_run(lab: Lab, method: str, kills: int, draw: random.Random) -> bool:
@@ -131,63 +117,6 @@ def kill_export(process: subprocess.Popen, folder: Path) -> bool:
     process.kill()
     process.communicate()
     return not (folder / "export").exists()
-
-
-def kill(process: subprocess.Popen, folder: Path, steps: int | None) -> bool:
-    """SIGKILL after so many logged steps of this process, or in its next write of a checkpoint.
-
-    steps: None for a write. Returns whether a write was cut: what it has left is still there.
-    """
-    stale, begun = writes(folder), time.time()
-    due = (lambda: writes(folder) - stale) if steps is None else logged(folder, begun, steps)
-    while process.poll() is None and not due():
-        time.sleep(0.0002)
-    process.kill()
-    output, _ = process.communicate()
-    assert process.returncode < 0, f"the run ended before the kill:\n{output}"
-    return bool(writes(folder) - stale)
-
-
-def writes(folder: Path) -> set[tuple]:
-    """The unfinished checkpoints there are; one that is begun anew is another one."""
-    found = set()
-    for path in folder.glob("checkpoints/.step-*.partial"):
-        try:
-            found.add((path.name, path.stat().st_ino, path.stat().st_ctime_ns))
-        except FileNotFoundError:  # it is finished
-            continue
-    return found
-
-
-def logged(folder: Path, begun: float, steps: int) -> Callable[[], bool]:
-    """Whether a process that began at a time has logged so many steps."""
-    first = None
-
-    def due() -> bool:
-        nonlocal first
-        file = folder / "metrics.csv"
-        if not file.exists() or file.stat().st_mtime < begun:
-            return False
-        now = last_step(folder)
-        first = now if first is None else first
-        return now - first >= steps - 1
-
-    return due
-
-
-def last_step(folder: Path) -> int:
-    """The last step in metrics.csv."""
-    file = folder / "metrics.csv"
-    whole = file.read_text().rpartition("\n")[0] if file.exists() else ""
-    step = whole.rpartition("\n")[2].partition(",")[0]
-    return int(step) if step.isdigit() else 0
-
-
-def finish(process: subprocess.Popen) -> str:
-    """Wait for a run that must succeed; its output."""
-    output, _ = process.communicate()
-    assert process.returncode == 0, output
-    return output
 
 
 if __name__ == "__main__":

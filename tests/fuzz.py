@@ -25,9 +25,7 @@ import torch
 from data.arguments import Count, Seed
 from recipes.compose import defaults, paths
 from recipes.options import Options, option, parse
-from tests.chaos import prepared
-from tests.support.lab import Lab
-from tests.trainers.test_cspd import fitted
+from tests.support.lab import Lab, fit_images, prepared
 
 SECONDS = 20
 # Values of any kind; no path that could be written to outside of the folder of an input.
@@ -55,8 +53,8 @@ def commands(lab: Lab) -> dict[str, tuple[list[str], list[str]]]:
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         lab.fit("dllm_block")
         graph, infilling = (lab.fit(r) for r in ("spiffy_calibrate", "asarm_joint"))
-        fitted(lab.runs, "cspd_target")
-        images = fitted(lab.runs, "cspd_draft", "module.gamma=2")
+        fit_images(lab.runs, "cspd_target")
+        images = fit_images(lab.runs, "cspd_draft", "module.gamma=2")
     texts = [f"source={lab.corpus}", "prompts=2", "prompt_length=8", "max_new_tokens=4"]
     windows = [f"source={lab.corpus}", "samples=2", "length=8", "block_sizes=[2]"]
     few = ["images=2", "samples=4", "batch_sizes=[1]", "batches=1"]

@@ -23,7 +23,7 @@ from data.arguments import Seed, Several
 from decoding import SamplingParams, load
 from recipes.command import main
 from recipes.options import Options, option, parse
-from tests.chaos import prepared
+from tests.support.lab import prepared
 
 RUN = ("deer_stage2", "trainer.max_steps=1000000000", "trainer.checkpoint_every=50",
        "trainer.validate_every=50", "trainer.log_every=1")  # fmt: skip

@@ -17,28 +17,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.layers import LAYERS_OF_DATA, LAYERS_OF_DECODING
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {"trainers": 4, "decoding": 3, "recipes": 2, "models": 1, "data": 1}
 INDEPENDENT = [{"models", "data"}]  # packages that must not import each other
 HEAVY = {"pytorch_lightning", "lightning", "deepspeed", "accelerate", "wandb", "hydra", "omegaconf"}
 HEAVY |= {"torch.distributed"}
-LAYERS_OF_DECODING = [  # a package of decoding/ imports from those before it, and from itself
-    {"report", "engine"},
-    {"external", "method"},
-    {"drafting", "any_subset", "masked", "continuous"},
-    {"samplers"},
-    {"loading"},
-    {"calibration", "collectors", "auditing", "chat", "serving"},
-    {"generate", "images", "collect", "calibrate", "fetch", "harness", "audit", "serve"},
-    {"bench", "lm_eval"},
-]
-LAYERS_OF_DATA = [
-    {"arguments", "files", "vae"},
-    {"corpora"},
-    {"text"},
-    {"corruption"},
-    {"rows", "images"},
-]
 # Only what composes recipes may need Hydra.
 COMPOSES = {"recipes/compose.py", "recipes/inputs.py", "decoding/collect.py"}
 LAZY = {"datasets"}  # there only inside functions
@@ -295,6 +280,37 @@ def untracked_or_unlinted(root):
     listed = run([sys.executable, "-m", "ruff", "check", "--show-files"]).stdout.split()
     linted = {Path(p).resolve().relative_to(root.resolve()).as_posix() for p in listed}
     return sorted(there - {*tracked}), sorted(there - linted)
+
+
+def imported_tests(root):
+    """Imports of test files and of the scripts beside them: only tests/support is shared."""
+    found = []
+    for path in sorted((root / "tests").rglob("*.py")):
+        here = path.relative_to(root)
+        for name, _ in imports(path):
+            package, _, part = name.partition(".")
+            if package == "tests" and part and not within(part, "support"):
+                found.append(f"{here} imports {name}")
+    return found
+
+
+def test_tests_import_from_support_only():
+    assert imported_tests(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from tests.decoding.test_identity import PROMPTS",
+        "def f():\n    import tests.models.test_masks as masks",
+        "from tests import chaos",
+    ],
+)
+def test_an_import_of_a_test_would_be_seen(text, tmp_path):
+    clean = {"tests__test_x": "from tests.support import tiny\nimport tests.support.lab"}
+    assert imported_tests(small_tree(tmp_path, **clean)) == []
+    found = imported_tests(small_tree(tmp_path, tests__trainers__test_y=text))
+    assert {line.split()[0] for line in found} == {"tests/trainers/test_y.py"}
 
 
 def test_every_file_is_tracked_and_linted():

@@ -11,7 +11,7 @@ import pytest
 from docs.figures.speedup import WAYS, tokens_per_second
 from recipes.compose import compose
 from recipes.options import parse
-from tests.test_architecture import LAYERS_OF_DECODING
+from tests.support.layers import LAYERS_OF_DECODING
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

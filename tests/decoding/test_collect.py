@@ -21,12 +21,7 @@ from decoding.loading import load
 from decoding.samplers.denoise import DenoiseSampler
 from recipes.command import one_line
 from recipes.compose import compose
-
-
-def rows(folder):
-    return [
-        r for s in sorted((folder / "shards").glob("*")) for r in parquet.read_table(s).to_pylist()
-    ]
+from tests.support.runs import rows
 
 
 def test_answers_are_keyed_by_prompt_and_temperature(lab):

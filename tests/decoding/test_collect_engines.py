@@ -5,8 +5,8 @@ import pytest
 
 from decoding.engine.params import SamplingParams
 from decoding.loading import load
-from tests.decoding.test_collect import rows
 from tests.support.openai_server import serving
+from tests.support.runs import rows
 
 GREEDY = ("collector.temperatures=[0.0]", "collector.number=1", "prompts.count=12", "shard_size=4")
 SERVED = ("ar_target/export",)  # the name of the lab's target

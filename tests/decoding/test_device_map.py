@@ -2,7 +2,6 @@
 
 import csv
 
-import pyarrow.parquet as parquet
 import pytest
 import torch
 
@@ -12,16 +11,10 @@ from decoding.engine.cache import RaggedCache
 from decoding.engine.params import SamplingParams
 from decoding.loading import load
 from models import causal
-from tests.support.runs import same_run
+from tests.support.runs import rows, same_run
 
 LIMITS = "cpu:100KB"
 PROMPTS = ["self return value", "if name in", "class key value def"]
-
-
-def rows(folder):
-    return [
-        r for s in sorted((folder / "shards").glob("*")) for r in parquet.read_table(s).to_pylist()
-    ]
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from decoding.samplers.denoise import DenoiseSampler
 from decoding.samplers.jacobi import JacobiSampler
 from decoding.samplers.plain import PlainSampler
 from tests.support import tiny
+from tests.support.files import write_jsonl
 
 END, TURN = "<e>", "<t>"
 PAIRS = [("abc", "de"), ("abc", "d"), ("abc", "e"), ("", "fgh"), ("q", "rstuv"), ("ab" * 9, "z")]
@@ -183,7 +184,7 @@ def test_lm_eval_finds_the_model_by_its_name(monkeypatch):
 def folder(tmp_path):
     """Two tasks on the same documents: choices, and answers that are generated."""
     documents = [{"q": "abc", "right": 1}, {"q": "xyz", "right": 0}, {"q": "hello", "right": 2}]
-    (tmp_path / "documents.jsonl").write_text("\n".join(map(json.dumps, documents)))
+    write_jsonl(tmp_path / "documents.jsonl", documents)
     shared = {
         "dataset_path": "json",
         "dataset_kwargs": {

@@ -12,6 +12,7 @@ from decoding.loading import load, load_tokenizer
 from models import causal, public
 from tests.support.denoising import L, V, reference, sees
 from tests.support.public_layouts import ATTENTION, CONFIGS, SHIFTED, forward, save
+from tests.support.results import passes
 
 PROMPTS = [[1], [2, 7, 1, 8], [3, 1, 4, 1, 5, 9], [9, 9, 2, 1]]
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0)
@@ -20,10 +21,6 @@ KINDS = list(CONFIGS)
 
 def attention(kind):
     return ATTENTION.get(kind, "bidirectional")
-
-
-def passes(results):
-    return sum(r.stats.target_passes for r in results)
 
 
 def opened(folder, *knobs, **options):

@@ -13,8 +13,8 @@ from models.attention import (
     switch_attention,
 )
 from models.masks import causal as causal_mask
-from tests.models.test_masks import layout
 from tests.support import tiny
+from tests.support.masks import layout
 
 
 def network():

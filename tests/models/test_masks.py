@@ -19,21 +19,12 @@ from models.masks import (
     flex,
     numbered_blocks,
 )
+from tests.support.masks import drawn, layout
 
 PREDICATES = [
     *[causal, draft_blocks, numbered_blocks(3, causal=True), branches],
     *[clean_windows(3), block_causal(3), bidirectional(3)],
 ]
-
-
-def layout(document, index, block):
-    return Layout(*(torch.tensor([list(x)]) for x in (document, index, block)))
-
-
-def drawn(picture):
-    """A matrix of 'x' (sees) and '.' (does not)."""
-    rows = [line.split() for line in picture.strip().splitlines()]
-    return torch.tensor([[c == "x" for c in row] for row in rows])
 
 
 # Two documents of three and two tokens, and one padding token.

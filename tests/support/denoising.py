@@ -2,6 +2,7 @@
 
 import torch
 
+from decoding.masked.draft_graph import graph_of
 from decoding.samplers.denoise import DenoiseSampler
 from decoding.samplers.spiffy import SpiffySampler
 from tests.support import tiny
@@ -9,6 +10,11 @@ from tests.support import tiny
 V = 12  # tokens; the mask is number V
 L = 4  # tokens of a block
 KINDS = ("block_causal", "bidirectional")
+PROMPTS = [[1], [2, 7, 1, 8], [3, 1, 4, 1, 5, 9], [11, 10, 2]]
+SEEDS = [5, 71, 3, 900]
+PAPER = graph_of(  # the Spiffy paper, Fig. 2
+    L, 1, [[(1, 1)], [(2, 1)], [(1, 1), (2, 1)], [(1, 1), (3, 1)], [(1, 1), (2, 1), (3, 1)]]
+)
 
 
 def network(seed=0, scale=3.0, **config):

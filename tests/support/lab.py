@@ -1,9 +1,12 @@
 """One tiny chain for the whole session: corpus, target, diffusion LM, answers, both stages."""
 
+import logging
 import os
 import random
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
 
 from decoding.collect import collect
 from recipes.compose import compose
@@ -40,6 +43,19 @@ SMALL = [
     "optimization.shorten_warmup=true",
 ]
 BLOCKS = ["data.corruption.anchors=4", "data.corruption.length=4", "module.block_size=4"]
+SMALL_IMAGES = [
+    "trainer.max_steps=4", "trainer.batch_size=4", "trainer.micro_batch_size=4",
+    "trainer.validate_every=4", "trainer.checkpoint_every=2", "trainer.accelerator=cpu",
+    "data.validation_rows=4", "network.patch=4", "network.backbone.hidden_size=16",
+    "network.backbone.intermediate_size=16", "network.backbone.num_attention_heads=2",
+    "network.backbone.num_hidden_layers=1", "network.heads.diffusion.width=8",
+    "network.heads.diffusion.steps=3", "network.heads.mixture.components=2",
+    "optimization.shorten_warmup=true",
+]  # fmt: skip
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 
 
 def write_corpus(folder, documents=160):
@@ -131,3 +147,27 @@ class Lab:
 
     def collect(self, *overrides):
         return collect(compose(self.collect_arguments(*overrides), "collect"))
+
+
+def prepared(root: Path) -> Lab:
+    """What the runs need: tiny networks that draw dropout while they train."""
+    lab = Lab(root)
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        lab.fit("ar_target", "+network.attention_dropout=0.1")
+        lab.fit("diffusion_adapt")
+        lab.collect()
+        lab.fit("deer_stage1")
+    return lab
+
+
+def finish(process: subprocess.Popen) -> str:
+    """Wait for a run that must succeed; its output."""
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    return output
+
+
+def fit_images(runs, recipe, *overrides):
+    """Train on the digits with a tiny network; the export's folder."""
+    return fit(compose([f"recipe={recipe}", f"runs={runs}", *SMALL_IMAGES, *overrides], "fit"))

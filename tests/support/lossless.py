@@ -18,11 +18,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.engine import verify
 from decoding.engine.params import KEYED, SamplingParams
-from decoding.engine.running import Running
 from decoding.engine.sampler import Sampler
 from decoding.samplers.plain import PlainSampler
 from tests.support import tiny
-from tests.support.enumerating import output_distribution
+from tests.support.arrivals import texts_of
+from tests.support.exact import always_take_the_target, distance, forget_the_temperature
+from tests.support.results import ids
 
 Make = Callable[[PreTrainedModel, PreTrainedTokenizerBase], Sampler]
 
@@ -94,7 +95,7 @@ def identity(make: Make, rule: str, layers: int = 2) -> None:
         params = SamplingParams(**{"max_new_tokens": 18, "verify": rule} | options)
         target, tokenizer = _large(layers)
         found = make(target, tokenizer).generate(PROMPTS, params, seeds=SEEDS)
-        assert _ids(found) == _alone(PlainSampler(target, tokenizer), params), (
+        assert ids(found) == _alone(PlainSampler(target, tokenizer), params), (
             f"verify={rule}, {options}: the text is not plain decoding's"
         )
         for result in found:
@@ -112,7 +113,7 @@ def wrong_noise_fails(make: Make, rule: str, layers: int = 2) -> None:
     for wrong in (noise_of_the_block, one_too_many):
         sampler = make(target, tokenizer)
         sampler.__class__ = wrong(type(sampler))
-        found = _ids(sampler.generate(PROMPTS, params, seeds=SEEDS))
+        found = ids(sampler.generate(PROMPTS, params, seeds=SEEDS))
         assert found != expected, f"verify={rule}: the text is the same with {wrong.__name__}"
 
 
@@ -121,58 +122,14 @@ def batches_and_arrivals(make: Make, rule: str, layers: int = 2) -> None:
     sampler = make(*_large(layers, eos_token_id=4))
     params = SamplingParams(max_new_tokens=14, verify=rule)
     alone = _alone(sampler, params)
-    assert _ids(sampler.generate(PROMPTS, params, seeds=SEEDS)) == alone, (
+    assert ids(sampler.generate(PROMPTS, params, seeds=SEEDS)) == alone, (
         f"verify={rule}: a request's text is another in a batch"
     )
     for prefill_tokens in (None, 3):
-        for request, ids in staggered(sampler, params, prefill_tokens).items():
-            assert ids == alone[request], f"verify={rule}: request {request}, which came later"
-
-
-def distance(sampler: Sampler, params: SamplingParams, eos: set[int] = frozenset()) -> float:
-    """Return the total variation of a sampler's distribution from plain decoding's."""
-    found = output_distribution(sampler, [0, 1, 1], params)
-    expected = tiny.plain_distribution(sampler.target, [0, 1, 1], params, eos)
-    return tiny.total_variation(found, expected)
-
-
-def staggered(sampler: Sampler, params: SamplingParams, prefill_tokens: int | None) -> dict:
-    """Return texts by request of a run in which requests come and are cancelled between cycles."""
-    prompts = [sampler.encode(p, params) for p in PROMPTS]
-    running = Running(sampler, params, sampler.capacity(prompts, params), prefill_tokens)
-    waiting, found = [*range(len(prompts))], {}
-
-    def step():
-        if running:
-            chunks = running.step(text=False)
-            found.update({c.request: c.result.token_ids for c in chunks if c.result is not None})
-
-    for come, cancelled in [*STAGGERED, *[(0, -1)] * 99]:
-        new, waiting = waiting[:come], waiting[come:]
-        if new:
-            given = [[of[n] for n in new] for of in (prompts, SEEDS)]
-            running.admit(new, *given, between=step if prefill_tokens else lambda: None)
-        if cancelled in running.answers:
-            running.leave([cancelled])
-        step()
-    assert not running
-    assert len(found) >= len(PROMPTS) - 1  # one was cancelled
-    return found
-
-
-def always_take_the_target(rule):
-    """Wrong: a correction is drawn from p instead of the residual."""
-
-    def wrong(draft, q, p, randomness):
-        accepted, _ = rule(draft, q, p, randomness)
-        return accepted, randomness.categorical(verify._at(p, accepted))
-
-    return wrong
-
-
-def forget_the_temperature(rule):
-    """Wrong: the draft is verified with a q that it was not drawn from."""
-    return lambda draft, q, p, randomness: rule(draft, (q.log() / 2).softmax(-1), p, randomness)
+        found = texts_of(sampler, params, PROMPTS, SEEDS, STAGGERED, prefill_tokens)
+        assert len(found) >= len(PROMPTS) - 1  # one was cancelled
+        for request, text in found.items():
+            assert text == alone[request], f"verify={rule}: request {request}, which came later"
 
 
 def noise_of_the_block(cls):
@@ -213,9 +170,5 @@ def _large(layers, **config):
     return tiny.causal_lm(V, layers=layers, **config).float(), tiny.tokenizer(V)
 
 
-def _ids(results):
-    return [result.token_ids for result in results]
-
-
 def _alone(sampler, params):
-    return [_ids(sampler.generate([p], params, seeds=[s]))[0] for p, s in zip(PROMPTS, SEEDS)]
+    return [ids(sampler.generate([p], params, seeds=[s]))[0] for p, s in zip(PROMPTS, SEEDS)]

@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+import pyarrow.parquet as parquet
 import torch
 from safetensors.torch import load_file
 
@@ -16,10 +17,19 @@ def curve(folder: Path, column: str = "loss") -> dict[int, float]:
     return {int(r["step"]): float(r[column]) for r in rows if r[column]}
 
 
+def weights(export: Path) -> dict[str, torch.Tensor]:
+    """The tensors of an export."""
+    return load_file(export / "model.safetensors")
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    """Whether tensors are the same, bit for bit."""
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
 def same_weights(a: Path, b: Path) -> bool:
     """Whether two runs have exported the same, bit for bit."""
-    one, other = (load_file(f / "export" / "model.safetensors") for f in (a, b))
-    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+    return same(weights(a / "export"), weights(b / "export"))
 
 
 def same_run(a: Path, b: Path) -> bool:
@@ -44,3 +54,10 @@ def cut(whole: Path, name: str, step: int) -> Path:
         if step_of(path) > step:
             path.unlink()
     return copy
+
+
+def rows(folder: Path) -> list[dict]:
+    """The rows of a collection's shards."""
+    return [
+        r for s in sorted((folder / "shards").glob("*")) for r in parquet.read_table(s).to_pylist()
+    ]

@@ -16,6 +16,7 @@ from decoding.loading import load, load_tokenizer
 from models import causal
 from recipes.compose import compose
 from tests.support import subsets, tiny
+from tests.support.files import write_jsonl
 from tests.support.lab import SMALL
 from trainers.asarm import JointDensity
 from trainers.base import Optimization
@@ -160,7 +161,7 @@ def test_code_at_paper_scale_keeps_its_whitespace(tmp_path):
     size = {"d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 32}
     XLNetLMHeadModel(XLNetConfig(vocab_size=len(tokenizer), **size)).save_pretrained(folder)
     rows = [{"content": f"def f{i}(a):\n    return a + {i}\n"} for i in range(200)]
-    source.write_text("\n".join(map(json.dumps, rows)))
+    write_jsonl(source, rows)
     words = [
         *("recipe=asarm_code", "scale=paper", f"runs={tmp_path}", f"source={source}"),
         *(f"tokenizer.tokenizer.path={folder}", f"network.path={folder}"),

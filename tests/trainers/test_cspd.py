@@ -22,6 +22,7 @@ from models.patches import MAR
 from recipes.compose import compose
 from tests.support import images
 from tests.support.drawing import gaussian_overlap
+from tests.support.lab import SMALL_IMAGES, fit_images
 from tests.support.runs import curve, cut, same_run
 from trainers.base import Optimization
 from trainers.cspd import Drawn, Target
@@ -139,21 +140,6 @@ def test_training_learns_a_density():
     assert losses[-1] < losses[0] - 0.5
 
 
-SMALL = [
-    "trainer.max_steps=4", "trainer.batch_size=4", "trainer.micro_batch_size=4",
-    "trainer.validate_every=4", "trainer.checkpoint_every=2", "trainer.accelerator=cpu",
-    "data.validation_rows=4", "network.patch=4", "network.backbone.hidden_size=16",
-    "network.backbone.intermediate_size=16", "network.backbone.num_attention_heads=2",
-    "network.backbone.num_hidden_layers=1", "network.heads.diffusion.width=8",
-    "network.heads.diffusion.steps=3", "network.heads.mixture.components=2",
-    "optimization.shorten_warmup=true",
-]  # fmt: skip
-
-
-def fitted(runs, recipe, *overrides):
-    return fit(compose([f"recipe={recipe}", f"runs={runs}", *SMALL, *overrides], "fit"))
-
-
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory):
     """A mixture pair and a diffusion pair, both with distillation."""
@@ -161,9 +147,9 @@ def exports(tmp_path_factory):
     found = {}
     for head, weight in (("mixture", 0.5), ("diffusion", 1.0)):
         name = [f"name={head}", f"network.head={head}"]
-        target = fitted(runs, "cspd_target", *name)
+        target = fit_images(runs, "cspd_target", *name)
         options = [f"target={target}", f"module.distillation={weight}", "module.gamma=2"]
-        found[head] = (target, fitted(runs, "cspd_draft", *name, *options))
+        found[head] = (target, fit_images(runs, "cspd_draft", *name, *options))
     return found
 
 
@@ -190,9 +176,9 @@ def test_recipes_train_export_and_draw(exports, head):
 
 
 def test_a_killed_run_goes_on_as_if_it_had_not_been(exports, tmp_path):
-    whole = fitted(tmp_path, "cspd_target", "name=whole").parent
+    whole = fit_images(tmp_path, "cspd_target", "name=whole").parent
     killed = cut(whole, "killed", 2)
-    fitted(tmp_path, "cspd_target", "name=killed")
+    fit_images(tmp_path, "cspd_target", "name=killed")
     assert same_run(whole, killed)
 
 
@@ -206,7 +192,7 @@ def test_the_published_scale_on_a_tiny_folder(tmp_path, monkeypatch):
         "trainer.workers=0", "network.mar_size=B", "network.size=2", "network.channels=3",
         "network.patch=1", "network.classes=2", "network.heads.diffusion.steps=3",
         "data.train.size=4", "data.validation.size=4", "data.train.vae=tiny",
-        *(a for a in SMALL if not a.startswith("network")), "trainer.batch_size=2",
+        *(a for a in SMALL_IMAGES if not a.startswith("network")), "trainer.batch_size=2",
         "trainer.micro_batch_size=2",
     ]  # fmt: skip
     target = fit(compose(["recipe=cspd_target", *arguments], "fit"))
@@ -271,7 +257,7 @@ MISTAKES = [
 def test_mistakes_are_one_line(exports, tmp_path, overrides, message):
     target = [f"target={exports['mixture'][0]}"]
     with pytest.raises(ValueError, match=message) as error:
-        fitted(tmp_path, "cspd_draft", *target, *overrides)
+        fit_images(tmp_path, "cspd_draft", *target, *overrides)
     assert "\n" not in str(error.value)
 
 

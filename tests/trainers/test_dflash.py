@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 from decoding import SamplingParams
 from decoding.loading import load
 from decoding.samplers.dflash import DFlashSampler
-from decoding.samplers.plain import PlainSampler
 from recipes.compose import compose
-from tests import chaos
 from tests.support import tiny
-from tests.support.lab import Lab
+from tests.support.lab import Lab, finish
+from tests.support.modules import dflash as module
+from tests.support.results import as_plain
 from tests.support.runs import curve, cut, same_run
 from trainers.base import DISTRIBUTIONS, HIDDEN_STATES, Optimization
 from trainers.dflash import DFlash
@@ -32,13 +32,6 @@ def test_weights_fall_to_1_over_e():
     torch.testing.assert_close(halves, torch.tensor([1.0, 0.5, 0.0, 0.125]))
     weights = decay_weight(torch.ones(15, dtype=torch.bool), 7.0)
     torch.testing.assert_close(weights[7], torch.tensor(1.0).exp().reciprocal())
-
-
-def module(model, **options):
-    tokenizer = tiny.tokenizer(V)
-    tokenizer.mask_token = tokenizer.convert_ids_to_tokens(V - 1)
-    given = {"method": "dflash", "block_size": 3, "target_name": "x", **options}
-    return DFlash(tiny.dflash(model), tokenizer, Optimization(1e-3), model, **given)
 
 
 def test_what_it_reads_of_the_target():
@@ -138,9 +131,7 @@ def test_a_head_for_a_finished_drafter(prepared):
     sampler = load(str(export), dtype="float32")
     assert sampler.markov.head.before.weight.shape == (len(sampler.draft_ids), 4)
     params = SamplingParams(24, 1.0, verify="tree", seed=3)
-    plain = PlainSampler(sampler.target, sampler.tokenizer)
-    texts = [s.generate(["def value"], params)[0].token_ids for s in (sampler, plain)]
-    assert texts[0] == texts[1]
+    as_plain(sampler, ["def value"], params)
 
 
 def test_a_new_drafter_cannot_be_frozen_nor_one_with_another_mask():
@@ -170,7 +161,7 @@ def test_two_processes_give_the_loss_curve_of_one(prepared, strategy):
     steps = ("trainer.max_steps=8", "trainer.log_every=1", "trainer.micro_batch_size=2")
     one = prepared.fit("dflash", *steps, f"name=one_{strategy}").parent
     two = ("trainer.devices=2", f"strategy={strategy}", f"name=two_{strategy}")
-    chaos.finish(prepared.start("dflash", *steps, *two))
+    finish(prepared.start("dflash", *steps, *two))
     ours, theirs = curve(one), curve(one.with_name(f"two_{strategy}"))
     assert ours.keys() == theirs.keys()
     assert max(abs(ours[s] - theirs[s]) for s in ours) < 1e-5

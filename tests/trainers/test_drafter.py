@@ -11,11 +11,11 @@ from data.corruption.draft_blocks import DraftBlocks, SuffixNoise
 from data.text.tokenizer import train_tokenizer, with_draft_tokens
 from decoding import SamplingParams, load
 from decoding.engine import vocabulary
-from decoding.samplers.plain import PlainSampler
 from models.diffusion import draft_logits, from_causal_lm
 from models.hidden_states import capture
 from recipes.compose import compose
 from tests.support import tiny
+from tests.support.results import as_plain
 from trainers.base import DISTRIBUTIONS, HIDDEN_STATES, Optimization
 from trainers.deer import Refinement
 from trainers.fit import give_target
@@ -135,9 +135,7 @@ def test_a_recipe_trains_a_drafter_without_a_cache(lab):
     sampler = load(str(export), dtype="float32")
     assert not sampler.drafter_caches
     params = SamplingParams(max_new_tokens=12, seed=3)
-    plain = PlainSampler(sampler.target, sampler.tokenizer)
-    texts = [s.generate(["def value"], params)[0].text for s in (sampler, plain)]
-    assert texts[0] == texts[1]
+    as_plain(sampler, ["def value"], params)
     with pytest.warns(UserWarning, match="prefix_causal"):
         lab.fit("deer_stage2", "name=narrow", f"drafter={export}", "trainer.max_steps=2")
 

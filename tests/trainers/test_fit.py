@@ -5,26 +5,17 @@ import pytest
 import torch
 from pytorch_lightning import seed_everything
 from pytorch_lightning.callbacks import Callback
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from decoding.engine.params import SamplingParams
 from decoding.loading import load
-from decoding.samplers.plain import PlainSampler
 from recipes.compose import compose
 from recipes.settings import Optimization
-from tests.support.runs import curve
+from tests.support.results import as_plain
+from tests.support.runs import curve, same, weights
 from trainers import fit as fit_module
 from trainers.fit import assemble, build_module, fit
 from trainers.runs.checkpoint_files import Damaged
-
-
-def weights(export):
-    return load_file(export / "model.safetensors")
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
 @pytest.mark.parametrize("recipe", ["ar_target", "diffusion_adapt", "deer_stage1", "deer_stage2"])
@@ -40,12 +31,9 @@ def test_exports_load_in_stock_transformers(lab, recipe):
 
 def test_the_served_drafter_gives_the_text_of_plain_decoding(lab):
     sampler = load(str(lab.runs / "deer_stage2" / "export"), dtype="float32")
-    plain = PlainSampler(sampler.target, sampler.tokenizer)
     params = SamplingParams(max_new_tokens=24, temperature=0.8, seed=5)
-    prompts = ["self return", "def class print list"]
-    a, b = sampler.generate(prompts, params), plain.generate(prompts, params)
-    assert [r.token_ids for r in a] == [r.token_ids for r in b]
-    assert a[0].stats.drafter_passes > 0
+    found = as_plain(sampler, ["self return", "def class print list"], params)
+    assert found[0].stats.drafter_passes > 0
 
 
 def test_acceptance_length_and_accuracy_are_logged_at_validation(lab):

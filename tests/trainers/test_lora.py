@@ -7,17 +7,17 @@ import sys
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from data.text.tokenizer import draft_token_ids, train_tokenizer, with_draft_tokens
 from decoding.engine.params import SamplingParams
 from decoding.loading import load, load_tokenizer, parade_config
-from decoding.samplers.plain import PlainSampler
 from models.diffusion import from_causal_lm
 from recipes.compose import compose
 from tests.support import tiny
 from tests.support.refused import refused
+from tests.support.results import as_plain
+from tests.support.runs import same, weights
 from trainers.fit import build_module
 from trainers.lora import add_lora, to_export
 from trainers.publishing import hub
@@ -152,14 +152,6 @@ class TestRefusals:
         assert hasattr(add_lora(whole, tokenizer, **{**PLAIN, "merge": False}), "peft_config")
 
 
-def weights(export):
-    return load_file(export / "model.safetensors")
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
-
 def changed(before, after):
     """(names of the tensors that differ, rows of the embedding that differ)."""
     names = {name for name in after if not torch.equal(after[name], before[name])}
@@ -247,11 +239,8 @@ def test_a_kept_export_is_the_adapter_and_loads_its_base(lab, kept):
 
 def test_a_kept_drafter_gives_the_text_of_plain_decoding(kept):
     sampler = load(str(kept), dtype="float32")
-    plain = PlainSampler(sampler.target, sampler.tokenizer)
     params = SamplingParams(max_new_tokens=24, temperature=0.8, seed=5)
-    prompts = ["self return", "def class print list"]
-    a, b = sampler.generate(prompts, params), plain.generate(prompts, params)
-    assert [r.token_ids for r in a] == [r.token_ids for r in b]
+    as_plain(sampler, ["self return", "def class print list"], params)
     assert hasattr(sampler.drafter, "peft_config")
 
 

@@ -5,12 +5,8 @@ from math import log
 import pytest
 import torch
 
+from tests.support.tiny import logits_of
 from trainers.losses import ar, deer, diffusion
-
-
-def logits_of(*probabilities):
-    """Logits whose softmax gives these distributions: [..., V]."""
-    return torch.tensor(probabilities, dtype=torch.float64).log() + 3.0  # any shift
 
 
 def numbers(tensor):

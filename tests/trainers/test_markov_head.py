@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from data.corruption.draft_blocks import DraftBlocks, SuffixNoise
@@ -15,13 +14,13 @@ from decoding import SamplingParams, custom_generate, load
 from decoding.drafting import markov
 from decoding.samplers import deer
 from decoding.samplers.deer import DeerSampler
-from decoding.samplers.plain import PlainSampler
 from models.diffusion import draft_logits, from_causal_lm
 from models.markov import MarkovHead
-from tests import chaos
 from tests.support import tiny
-from tests.support.runs import curve, cut, same_run
-from tests.trainers.test_dflash import module as dflash_module
+from tests.support.lab import finish
+from tests.support.modules import dflash as dflash_module
+from tests.support.results import as_plain
+from tests.support.runs import curve, cut, same_run, weights
 from trainers import draft_vocabulary
 from trainers.base import Optimization
 from trainers.deer import Refinement
@@ -283,10 +282,6 @@ def test_a_head_may_have_a_rate_of_its_own(tokenizer, aux_lr):
             torch.testing.assert_close(rate, torch.tensor(expected), rtol=1e-2, atol=0)
 
 
-def weights(export):
-    return load_file(export / "model.safetensors")
-
-
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_recipe_s_export_decodes_with_its_head(lab, frozen):
     """Trained with the drafter, or on the finished one, whose weights and vocabulary stay."""
@@ -310,9 +305,8 @@ def test_a_recipe_s_export_decodes_with_its_head(lab, frozen):
     assert without.markov is None
     for rule in ("coupled", "tree"):
         params = SamplingParams(24, 1.0, verify=rule, seed=3)
-        plain = PlainSampler(sampler.target, sampler.tokenizer).generate(["def value"], params)
         for s in (sampler, without):
-            assert s.generate(["def value"], params)[0].token_ids == plain[0].token_ids
+            as_plain(s, ["def value"], params)
     ids = sampler.tokenizer(["def value"], return_tensors="pt").input_ids
     stock = custom_generate.generate(
         deer.METHOD,
@@ -341,7 +335,7 @@ def test_two_processes_give_the_loss_curve_of_one(lab):
     form += ["trainer.micro_batch_size=2", "optimization.aux_lr=0.03"]
     one = lab.fit("deer_stage2", *form, "name=head_one").parent
     two = ("trainer.devices=2", "strategy=ddp", "name=head_two")
-    chaos.finish(lab.start("deer_stage2", *form, *two))
+    finish(lab.start("deer_stage2", *form, *two))
     ours, theirs = curve(one), curve(one.with_name("head_two"))
     assert ours.keys() == theirs.keys()
     assert max(abs(ours[s] - theirs[s]) for s in ours) < 1e-5

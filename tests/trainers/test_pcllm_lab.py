@@ -2,7 +2,6 @@
 
 import shutil
 
-import pyarrow.parquet as parquet
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,6 +17,8 @@ from decoding.samplers.plain import PlainSampler
 from models.attention import GROUPED
 from recipes.compose import compose
 from tests.support.lab import SMALL, Lab
+from tests.support.results import as_plain
+from tests.support.runs import rows as shards
 from trainers.fit import fit
 
 
@@ -58,10 +59,6 @@ def chain(tmp_path_factory):
     return chain
 
 
-def shards(folder):
-    return [r for s in sorted(folder.glob("shards/*")) for r in parquet.read_table(s).to_pylist()]
-
-
 @pytest.mark.parametrize("number", [1, 2])
 def test_the_export_gives_the_text_of_its_own_plain_decoding(chain, number):
     export = str(chain.runs / f"pcllm_round{number}" / "export")
@@ -70,11 +67,9 @@ def test_the_export_gives_the_text_of_its_own_plain_decoding(chain, number):
     assert served.block_size == 16 * number
     params = SamplingParams(max_new_tokens=24, temperature=0.8, seed=5)
     prompts = ["self return", "def class print list"]
-    plain = PlainSampler(served.target, served.tokenizer).generate(prompts, params)
     others = [["method=jacobi", "block_size=5"], ["blocks=4", "pool_size=1", "spawn_ratio=0.2"]]
     for sampler in (served, *(load(export, dtype="float32", sampler=knobs) for knobs in others)):
-        found = sampler.generate(prompts, params)
-        assert [r.token_ids for r in found] == [r.token_ids for r in plain]
+        as_plain(sampler, prompts, params)
 
 
 def test_an_ordinary_model_decodes_with_any_method(chain):
@@ -124,9 +119,7 @@ def test_an_adapter_is_trained_and_served(chain):
     assert all("proj" in k for k in changed)
     served = load(str(export), dtype="float32")
     params = SamplingParams(max_new_tokens=12, temperature=0.0)
-    plain = PlainSampler(served.target, served.tokenizer).generate(["self return"], params)
-    found = served.generate(["self return"], params)
-    assert found[0].token_ids == plain[0].token_ids
+    as_plain(served, ["self return"], params)
 
 
 def test_validation_measures_the_sampler_and_both_terms(chain):

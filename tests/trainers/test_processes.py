@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import chaos
+from tests.support.kills import kill
+from tests.support.lab import finish
 from tests.support.runs import curve, cut, kept, same_run, same_weights
 from trainers.runs.checkpoint_files import checkpoint_files
 
@@ -80,7 +81,7 @@ def greatest_difference(a, b):
 
 def test_two_processes_give_the_loss_curve_of_one(lab, whole):
     """In float32, over 50 steps with the same global batch, to 1e-6 of a loss of about 5."""
-    chaos.finish(lab.start("deer_stage2", *LONG, *TWO, "name=two"))
+    finish(lab.start("deer_stage2", *LONG, *TWO, "name=two"))
     one, two = curve(whole), curve(whole.with_name("two"))
     assert len(one) == 50
     difference = greatest_difference(one, two)
@@ -95,7 +96,7 @@ def test_two_processes_give_the_loss_curve_of_one(lab, whole):
 def test_the_first_process_alone_has_the_target_that_only_acceptance_needs(lab):
     """It is spread there; what it measures is on the curve of both."""
     spread = ("device_map=cpu:100KB", "name=first")
-    output = chaos.finish(lab.start("deer_stage1", *TWO, *spread))
+    output = finish(lab.start("deer_stage1", *TWO, *spread))
     assert output.count("offloaded to the") == 1  # accelerate's line, once a process
     for column in ("acceptance_length_t0", "acceptance_length_t1"):
         one, two = (curve(lab.runs / "deer_stage1" / n, column) for n in ("", "first"))
@@ -178,7 +179,7 @@ class TestStopped:
         other = lab.start("deer_stage2", *LONG, "name=twice")
         said, _ = other.communicate(timeout=120)
         one.send_signal(signal.SIGCONT)
-        chaos.finish(one)
+        finish(one)
         assert other.returncode == 2
         assert "another process works on" in said
         assert same_run(folder, whole)
@@ -199,23 +200,23 @@ class TestStopped:
     def test_every_process_draws_its_own_dropout_again(self, lab):
         """Two processes, stopped and resumed by the signal and the command of the first one."""
         run = ("ar_target", *DROPOUT, *TWO)
-        chaos.finish(lab.start(*run, "name=two_whole"))
+        finish(lab.start(*run, "name=two_whole"))
         folder = lab.runs / "ar_target" / "two_stopped"
         stop(lab.start(*run, "name=two_stopped"), folder, signal.SIGTERM, step=4)
         last = checkpoint_files(folder / "checkpoints")[-1]
         mine, other = torch.load(last, weights_only=False)["random_states"]
         assert not torch.equal(mine["torch"], other["torch"])
-        chaos.finish(lab.start(*run, "name=two_stopped"))
+        finish(lab.start(*run, "name=two_stopped"))
         assert same_run(folder, folder.with_name("two_whole"))
 
 
 def test_chaos(lab, whole):
     """`make chaos` in short: SIGKILL some steps after the start, then in a checkpoint's write."""
     folder = whole.with_name("killed")
-    chaos.kill(lab.start("deer_stage2", *LONG, "name=killed"), folder, steps=7)
+    kill(lab.start("deer_stage2", *LONG, "name=killed"), folder, steps=7)
     cuts = 0
     while not cuts:
-        cuts += chaos.kill(lab.start("deer_stage2", *LONG, "name=killed"), folder, steps=None)
+        cuts += kill(lab.start("deer_stage2", *LONG, "name=killed"), folder, steps=None)
     assert list((folder / "checkpoints").glob(".step-*.partial"))
     assert kept(folder)
     lab.fit("deer_stage2", *LONG, "name=killed")

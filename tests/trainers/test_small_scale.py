@@ -1,7 +1,5 @@
 """scale=small: the one key target= makes a drafter for tiny random models of several classes."""
 
-import json
-
 import pytest
 import torch
 from transformers import (
@@ -17,11 +15,11 @@ from data.text.tokenizer import train_tokenizer
 from decoding.collect import collect
 from decoding.engine.params import SamplingParams
 from decoding.loading import load
-from decoding.samplers.plain import PlainSampler
 from recipes.compose import compose
 from tests.support import tiny
-from tests.support.lab import BLOCKS, SMALL
-from tests.trainers.test_paper_scale import TEMPLATE
+from tests.support.files import write_jsonl
+from tests.support.lab import BLOCKS, SMALL, TEMPLATE
+from tests.support.results import as_plain
 from trainers.fit import fit
 
 TEXTS = [f"def f{i}(x):\n    return x + {i}\n" for i in range(200)]
@@ -49,7 +47,7 @@ def pairs(tmp_path_factory):
     rows = [
         {"id": f"p{i}", "prompt": f"write f{i}", "answer": text} for i, text in enumerate(TEXTS)
     ]
-    file.write_text("\n".join(map(json.dumps, rows)))
+    write_jsonl(file, rows)
     return file
 
 
@@ -89,11 +87,9 @@ def test_a_target_of_one_s_own_is_one_key(kind, layout, pairs, tmp_path):
         assert known.tolist() == sorted(sampler.draft_ids.tolist())
         with pytest.raises(ValueError, match="layout=pard"):
             fit(compose(["recipe=deer_stage2", *few[:-1], schedule, "name=other"], "fit"))
-    plain = PlainSampler(sampler.target, sampler.tokenizer)
     for verify in ("coupled", "tree"):
         params = SamplingParams(max_new_tokens=16, temperature=1.0, seed=2, verify=verify)
-        a, b = (s.generate(["def f3(x):"], params)[0] for s in (sampler, plain))
-        assert a.token_ids == b.token_ids
+        as_plain(sampler, ["def f3(x):"], params)
 
 
 @pytest.fixture(scope="module")
@@ -119,10 +115,7 @@ def test_pcllm_on_a_model_of_one_s_own(model, pairs, tmp_path):
     asked = ["acceptance.prompts=2", "acceptance.max_new_tokens=6", f"acceptance.source={pairs}"]
     export = little("pcllm_round1", tmp_path, f"model={model}", text, *asked)
     sampler = load(str(export), dtype="float32")
-    plain = PlainSampler(sampler.target, sampler.tokenizer)
-    params = SamplingParams(max_new_tokens=16, temperature=0.8, seed=2)
-    a, b = (s.generate(["def f3(x):"], params)[0] for s in (sampler, plain))
-    assert a.token_ids == b.token_ids
+    as_plain(sampler, ["def f3(x):"], SamplingParams(max_new_tokens=16, temperature=0.8, seed=2))
 
 
 def test_masked_diffusion_and_spiffy_on_a_model_of_one_s_own(model, pairs, tmp_path):

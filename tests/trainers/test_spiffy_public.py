@@ -14,6 +14,7 @@ from decoding.loading import load, parade_config
 from decoding.masked.block_evaluators import WholeTexts
 from recipes.compose import compose
 from tests.support.denoising import L, V
+from tests.support.files import write_jsonl
 from tests.support.lab import SMALL
 from tests.support.public import public_model
 from tests.support.public_layouts import save
@@ -38,7 +39,7 @@ class Public:
         self.runs, self.prompts = root / "runs", root / "prompts.jsonl"
         rows = [{"id": str(i), "prompt": f"ab{chr(97 + i % V)}{chr(97 + i * i % V)}"}
                 for i in range(24)]  # fmt: skip
-        self.prompts.write_text("\n".join(map(json.dumps, rows)))
+        write_jsonl(self.prompts, rows)
 
     def calibrate(self, *overrides):
         rows = [f"data.{s}.{key}" for s in ("train", "validation")

@@ -4,7 +4,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from data.rows.states import RowsWithStates
-from tests import chaos
+from tests.support.lab import finish
 from tests.support.runs import curve, same_run
 from trainers.runs import stored_states
 
@@ -95,7 +95,7 @@ def test_two_processes_store_their_shares(prepared, both):
     for file in folder.iterdir():
         file.unlink()
     two = (*STEPS, "trainer.devices=2", "trainer.micro_batch_size=2", "strategy=ddp")
-    chaos.finish(prepared.start("dflash", *two, STORED, "name=two"))
+    finish(prepared.start("dflash", *two, STORED, "name=two"))
     assert {f.name for f in folder.iterdir()} == before.keys()
     assert furthest(both[1], prepared.runs / "dflash" / "two") < 2e-3
 

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, modeling_utils
 
 from recipes.compose import build, compose, names
-from tests.chaos import finish
 from tests.support import runs, tiny
+from tests.support.lab import finish
 from trainers import export, strategies
 from trainers.fit import resolve_precision
 from trainers.strategies import DeepSpeed, strategy_of, with_weights, without_weights

@@ -3,12 +3,8 @@
 import pytest
 import torch
 
+from tests.support.tiny import logits_of
 from trainers.losses.diffusion import total_variation
-
-
-def logits_of(*probabilities):
-    """Logits whose softmax gives these distributions: [..., V]."""
-    return torch.tensor(probabilities, dtype=torch.float64).log() + 3.0  # any shift
 
 
 def random_logits(*shape, seed=0, spread=2.0):

@@ -20,6 +20,7 @@ from data.corpora.benchmarks import (
     within_function,
 )
 from data.text.prompts import heldout_prompts
+from tests.support.files import write_jsonl
 
 HUMANEVAL = {
     "task_id": "HumanEval/1",
@@ -79,20 +80,15 @@ REFERENCES = [
 ]  # fmt: skip
 
 
-def jsonl(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def problem(row, tmp_path):
-    [found] = read_benchmark(jsonl(tmp_path / "x.jsonl", row))
+    [found] = read_benchmark(write_jsonl(tmp_path / "x.jsonl", [row]))
     return found
 
 
 @pytest.mark.parametrize(("case", "reference"), zip(CASES, REFERENCES, strict=True))
 def test_the_columns_tell_the_benchmark(case, reference, tmp_path):
     row, benchmark, id, category, turns = case
-    source = jsonl(tmp_path / "x.jsonl", row)
+    source = write_jsonl(tmp_path / "x.jsonl", [row])
     assert is_benchmark(source)
     [found] = read_benchmark(source)
     assert (found.benchmark, found.id, found.category) == (benchmark, id, category)
@@ -129,7 +125,7 @@ def test_packed_files_hold_the_same(row, pack, tmp_path):
     ],
 )
 def test_other_files_are_none(row, tmp_path):
-    source = jsonl(tmp_path / "humaneval.jsonl", row)
+    source = write_jsonl(tmp_path / "humaneval.jsonl", [row])
     assert not is_benchmark(source)
     with pytest.raises(ValueError, match=r"humaneval\.jsonl, line 1.*'turns'") as raised:
         read_benchmark(source)
@@ -141,13 +137,14 @@ def test_names_and_folders_are_none(tmp_path):
     assert not is_benchmark("stdlib")
     assert not is_benchmark(str(tmp_path))
     assert not is_benchmark(str(tmp_path / "none.jsonl"))
-    assert not is_benchmark(jsonl(tmp_path / "x.txt", PROMPT))
+    assert not is_benchmark(write_jsonl(tmp_path / "x.txt", [PROMPT]))
 
 
 def test_spec_bench_holds_mt_bench(tmp_path):
-    both = read_benchmark(jsonl(tmp_path / "x.jsonl", MT_BENCH, SPEC_BENCH))
+    both = read_benchmark(write_jsonl(tmp_path / "x.jsonl", [MT_BENCH, SPEC_BENCH]))
     assert [p.benchmark for p in both] == ["spec_bench", "spec_bench"]
-    other = read_benchmark(jsonl(tmp_path / "x.jsonl", MT_BENCH, {**SPEC_BENCH, "category": "new"}))
+    rows = [MT_BENCH, {**SPEC_BENCH, "category": "new"}]
+    other = read_benchmark(write_jsonl(tmp_path / "x.jsonl", rows))
     assert [p.benchmark for p in other] == ["prompts", "prompts"]
 
 
@@ -155,14 +152,14 @@ def test_subset_and_limit(tmp_path):
     rows = [
         {**SPEC_BENCH, "question_id": i, "category": c} for i, c in enumerate(("qa", "rag") * 3)
     ]
-    source = jsonl(tmp_path / "x.jsonl", *rows)
+    source = write_jsonl(tmp_path / "x.jsonl", rows)
     assert [p.id for p in read_benchmark(source, subset="rag")] == ["1", "3", "5"]
     assert [p.id for p in read_benchmark(source, subset="rag", limit=2)] == ["1", "3"]
     assert [p.id for p in read_benchmark(source, limit=2)] == ["0", "1"]
     with pytest.raises(ValueError, match=r"x\.jsonl.*'tales'.*\['qa', 'rag'\]"):
         read_benchmark(source, subset="tales")
     with pytest.raises(ValueError, match=r"subset='qa'.*no subsets"):
-        read_benchmark(jsonl(tmp_path / "y.jsonl", PROMPT), subset="qa")
+        read_benchmark(write_jsonl(tmp_path / "y.jsonl", [PROMPT]), subset="qa")
 
 
 GOOD = json.dumps(MATH).encode() + b"\n"
@@ -252,7 +249,7 @@ def test_braces_of_a_turn_are_kept():
 
 
 def test_prompts_are_asked_in_a_chat(tmp_path, tokenizer, chat_tokenizer):
-    source = jsonl(tmp_path / "x.jsonl", HUMANEVAL)
+    source = write_jsonl(tmp_path / "x.jsonl", [HUMANEVAL])
     asked = instruction(problem(HUMANEVAL, tmp_path))
     [chat] = heldout_prompts(source, chat_tokenizer, 1, 900)
     assert chat["text"] == f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n"
@@ -266,7 +263,7 @@ def test_prompts_are_asked_in_a_chat(tmp_path, tokenizer, chat_tokenizer):
 
 def test_prompts_of_a_subset(tmp_path, tokenizer):
     rows = [SPEC_BENCH, {**SPEC_BENCH, "question_id": 91, "category": "rag"}]
-    source = jsonl(tmp_path / "x.jsonl", *rows)
+    source = write_jsonl(tmp_path / "x.jsonl", rows)
     [found] = heldout_prompts(source, tokenizer, 1, 99, subset="rag")
     assert found["id"] == "91"
     with pytest.raises(ValueError, match="count=2"):
@@ -275,7 +272,7 @@ def test_prompts_of_a_subset(tmp_path, tokenizer):
 
 def test_only_gsm8k_keeps_the_splits_of_pairs(tmp_path, tokenizer):
     """Its training set, which may be trained on, has the same columns."""
-    source = jsonl(tmp_path / "x.jsonl", *[GSM8K] * 200)
+    source = write_jsonl(tmp_path / "x.jsonl", [GSM8K] * 200)
     ids = {
         split: {p["id"] for p in heldout_prompts(source, tokenizer, count, 99, split=split)}
         for split, count in (("heldout", 1), ("train", 150), ("test", 200))
@@ -284,7 +281,7 @@ def test_only_gsm8k_keeps_the_splits_of_pairs(tmp_path, tokenizer):
     assert ids["heldout"]
     assert not ids["heldout"] & ids["train"]
     rows = [{**MATH, "unique_id": str(i)} for i in range(200)]
-    assert heldout_prompts(jsonl(tmp_path / "y.jsonl", *rows), tokenizer, 200, 99)
+    assert heldout_prompts(write_jsonl(tmp_path / "y.jsonl", rows), tokenizer, 200, 99)
 
 
 # Scores.
@@ -470,12 +467,12 @@ INFILLING = {
 
 def test_a_problem_of_infilling_has_what_follows_the_answer(tmp_path):
     """The columns of HumanEval and two more; the program is prefix, answer, suffix and test."""
-    [found] = read_benchmark(str(jsonl(tmp_path / "any.jsonl", INFILLING)))
+    [found] = read_benchmark(write_jsonl(tmp_path / "any.jsonl", [INFILLING]))
     assert (found.benchmark, found.suffix) == ("humaneval_infilling", INFILLING["suffix"])
     assert found.reference == INFILLING["canonical_solution"]
     assert metric(found) == "pass@1"
     exec(program(found, found.reference), {})
     with pytest.raises(AssertionError):
         exec(program(found, "    y = y * 3"), {})
-    [other] = read_benchmark(str(jsonl(tmp_path / "other.jsonl", HUMANEVAL)))
+    [other] = read_benchmark(write_jsonl(tmp_path / "other.jsonl", [HUMANEVAL]))
     assert (other.benchmark, other.suffix) == ("humaneval", None)

@@ -1,7 +1,5 @@
 """`where=`: conditions on the columns of data sets, collections and trajectories."""
 
-import json
-
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -10,6 +8,7 @@ from data.corpora.answers import read_answers, shard_path
 from data.corpora.conditions import Condition, conditions, keeps
 from data.corpora.sources import load_documents
 from data.corpora.stdlib import is_held_out
+from tests.support.files import write_jsonl
 
 IDS = [i for i in map(str, range(60)) if not is_held_out(i)]
 
@@ -22,9 +21,7 @@ def scored(tmp_path):
          "average_test_score": ["1.0", "0.9", None][n % 3]}
         for n, i in enumerate(IDS)
     ]  # fmt: skip
-    file = tmp_path / "a.jsonl"
-    file.write_text("\n".join(map(json.dumps, rows)))
-    return str(file)
+    return write_jsonl(tmp_path / "a.jsonl", rows)
 
 
 def found(source, **options):

@@ -1,6 +1,5 @@
 """Every kind of source gives the same three shapes, and bad ones one clear line."""
 
-import json
 import re
 import sys
 
@@ -9,13 +8,9 @@ import pytest
 
 from data.corpora.sources import load_documents
 from data.corpora.stdlib import is_held_out, stdlib_documents
+from tests.support.files import write_jsonl
 
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
-
-
-def write_jsonl(path, rows):
-    path.write_text("\n".join(json.dumps(row) for row in rows))
-    return str(path)
 
 
 def test_library_is_split_by_the_hash_of_the_path(heldout_library):

@@ -10,6 +10,7 @@ from data.corpora.answers import shard_path
 from data.corpora.stdlib import is_held_out
 from data.rows.documents import answers, packed_windows
 from data.text.tokenizer import fingerprint, train_tokenizer
+from tests.support.files import write_jsonl
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def test_more_prompts_than_there_are(collection, tokenizer):
 def test_packed_windows_share_short_documents(tmp_path, tokenizer):
     """As training packs them: every document ends with its end-of-text, and none is left out."""
     source = tmp_path / "lines.jsonl"
-    source.write_text("".join(json.dumps({"text": t * 3}) + "\n" for t in "abcdefgh"))
+    write_jsonl(source, [{"text": t * 3} for t in "abcdefgh"])
     a, b, c = (tokenizer(t)["input_ids"][0] for t in "abc")
     end = tokenizer.eos_token_id
     windows = packed_windows(str(source), tokenizer, 2, 6, split="train")

@@ -12,11 +12,7 @@ import pytest
 from data.corpora.answers import shard_path
 from data.text.prompts import WINDOW, heldout_prompts
 from data.text.tokenizer import fingerprint
-
-
-def write_jsonl(path, rows):
-    path.write_text("\n".join(json.dumps(row) for row in rows))
-    return str(path)
+from tests.support.files import write_jsonl
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from decoding.any_subset.two_stream_cache import TwoStreamNetwork
 from decoding.engine.params import SamplingParams
 from decoding.samplers.asarm import DRAFTS, AsarmSampler
 from tests.support import subsets, tiny
+from tests.support.results import ids
 
 V = 12
 _ = None
@@ -41,10 +42,6 @@ def sampler(draft="assd_fused", k=4, model=None, cls=AsarmSampler, **options):
     model = model or subsets.network(V).float()
     options = {"mask_id": V, "draft": draft, "block_size": k, **options}
     return cls(model, tiny.tokenizer(V), **options)
-
-
-def ids(results):
-    return [r.token_ids for r in results]
 
 
 def one_by_one(params, model=None, prompts=PROMPTS, seeds=SEEDS):

@@ -9,6 +9,7 @@ from decoding.samplers import asarm
 from decoding.samplers.asarm import DRAFTS, AsarmSampler
 from tests.support import subsets, tiny
 from tests.support.enumerating import output_distribution
+from tests.support.exact import always_take_the_target
 
 TOKENS = [1, 0, 0, 1]
 
@@ -83,12 +84,6 @@ def test_the_distribution_of_a_warped_model(name, draft):
     assert distance(s, [None, 2, None, None, 0], params) <= 1e-9
 
 
-def take_the_target(draft, q, p, randomness):
-    """Wrong: a correction drawn from p instead of the residual."""
-    accepted, _ = verify.rejection(draft, q, p, randomness)
-    return accepted, randomness.categorical(verify._at(p, accepted))
-
-
 class Parallel(AsarmSampler):
     """Wrong, as a discrete diffusion sampler is: independent drafts are emitted unverified."""
 
@@ -126,7 +121,7 @@ HOLES = [None, 1, None, None]
 def test_a_wrong_rule_fails_the_same_test(monkeypatch, draft):
     s = sampler(3, 3, draft)
     assert distance(s, HOLES, SamplingParams(verify="block")) <= 1e-9
-    monkeypatch.setattr(verify, "block", take_the_target)
+    monkeypatch.setattr(verify, "block", always_take_the_target(verify.rejection))
     assert distance(s, HOLES, SamplingParams(verify="block")) > 1e-3
 
 

@@ -14,6 +14,7 @@ from decoding.bench import infill
 from decoding.generate import run as generate
 from decoding.samplers.asarm import DRAFTS
 from tests.support import subsets, tiny
+from tests.support.files import write_jsonl
 
 PROMPT = "def a(<hole:4>):return<hole:3>"
 SIZE = {"d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 32}
@@ -77,7 +78,7 @@ def test_the_bench(folder, tmp_path, capsys):
     draw = random.Random(0)
     texts = [" ".join(draw.choices(["def", "return", "if", "a", "u"], k=40)) for _ in range(4)]
     source = tmp_path / "texts.jsonl"
-    source.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    write_jsonl(source, [{"prompt": text} for text in texts])
     judge = tmp_path / "judge"
     tokenizer = train_tokenizer(texts, 259)
     tiny.causal_lm(len(tokenizer)).save_pretrained(judge)

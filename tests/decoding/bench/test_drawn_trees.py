@@ -10,11 +10,9 @@ from decoding.bench import drawn_trees
 from decoding.bench.drawn_trees import RULES, DrawnTree
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import KeyedRandomness
-from tests.decoding import test_identity as texts
-from tests.decoding.drafting.test_markov import head_of
-from tests.decoding.samplers.test_dflash import dflash
-from tests.decoding.test_exact_distribution import CASES, deer, distance, first_cycle
-from tests.support import tiny
+from tests.support import texts, tiny
+from tests.support.exact import CASES, deer, distance, first_cycle
+from tests.support.samplers import dflash, head_of
 
 EXACT = 1e-12  # total variation; what is left is rounding in float64
 WRONG = 1e-3

@@ -1,7 +1,6 @@
 """Which sources have scores, which answers are correct, and what is refused early."""
 
 import copy
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +11,7 @@ from decoding.bench.options import ScoreOptions
 from decoding.bench.rows import Row
 from decoding.bench.scores import continuation, scorer
 from decoding.engine.params import Result, Stats
+from tests.support.files import write_jsonl
 
 ROWS = {
     "humaneval": {"task_id": "1", "prompt": "def f():\n", "entry_point": "f",
@@ -27,11 +27,6 @@ RIGHT = {
 }  # fmt: skip
 
 
-def write(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def options(source, **given):
     return ScoreOptions(model="x", source=source, **given)
 
@@ -39,7 +34,7 @@ def options(source, **given):
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_and_a_wrong_answer(name, tmp_path):
     code = name in ("humaneval", "mbpp")
-    source = write(tmp_path / "x.jsonl", ROWS[name])
+    source = write_jsonl(tmp_path / "x.jsonl", [ROWS[name]])
     judge = scorer(options(source, execute="unsafe" if code else None))
     assert judge.metric == ("pass@1" if code else "accuracy")
     answer = RIGHT[name]
@@ -60,7 +55,7 @@ def test_a_right_and_a_wrong_answer(name, tmp_path):
     ],
 )
 def test_a_program_is_right_if_it_passes_its_tests(body, right, tmp_path):
-    source = write(tmp_path / "x.jsonl", ROWS["humaneval"])
+    source = write_jsonl(tmp_path / "x.jsonl", [ROWS["humaneval"]])
     judge = scorer(options(source, execute="unsafe", wall_seconds=1))
     assert judge.right("1", body, raw=True) is right
 
@@ -77,7 +72,7 @@ def test_a_continuation_keeps_its_first_space():
 def test_a_block_of_code_is_an_answer_in_a_chat_only(chat, right, tmp_path):
     tokenizer = copy.deepcopy(TOKENIZER)
     tokenizer.chat_template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
-    source = write(tmp_path / "x.jsonl", ROWS["humaneval"])
+    source = write_jsonl(tmp_path / "x.jsonl", [ROWS["humaneval"]])
     judge = scorer(options(source, execute="unsafe", chat=chat))
     answers = [
         "Sure:\n```python\ndef f():\n    return 1\n```\nDone.",
@@ -91,7 +86,8 @@ def test_a_block_of_code_is_an_answer_in_a_chat_only(chat, right, tmp_path):
 
 
 def test_a_program_is_run_once(tmp_path, monkeypatch):
-    judge = scorer(options(write(tmp_path / "x.jsonl", ROWS["humaneval"]), execute="unsafe"))
+    source = write_jsonl(tmp_path / "x.jsonl", [ROWS["humaneval"]])
+    judge = scorer(options(source, execute="unsafe"))
     assert judge.right("1", RIGHT["humaneval"], raw=True)
     monkeypatch.setattr(scores, "execute", lambda *given: pytest.fail("ran again"))
     assert judge.right("1", RIGHT["humaneval"], raw=True)
@@ -101,31 +97,31 @@ def test_a_program_is_run_once(tmp_path, monkeypatch):
 
 def test_sources_without_scores(tmp_path):
     assert scorer(options("stdlib")) is None
-    assert scorer(options(write(tmp_path / "x.jsonl", ROWS["prompts"]))) is None
+    assert scorer(options(write_jsonl(tmp_path / "x.jsonl", [ROWS["prompts"]]))) is None
 
 
 def test_code_without_leave_is_not_run(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(scores, "execute", lambda *given: pytest.fail("ran"))
-    assert scorer(options(write(tmp_path / "x.jsonl", ROWS["humaneval"]))) is None
+    assert scorer(options(write_jsonl(tmp_path / "x.jsonl", [ROWS["humaneval"]]))) is None
     assert "execute=sandbox" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "prompts", "stdlib"])
 def test_leave_to_run_what_is_no_program_is_refused(name, tmp_path):
-    source = write(tmp_path / "x.jsonl", ROWS[name]) if name in ROWS else name
+    source = write_jsonl(tmp_path / "x.jsonl", [ROWS[name]]) if name in ROWS else name
     with pytest.raises(ValueError, match=r"execute=unsafe.*no tests"):
         scorer(options(source, execute="unsafe"))
 
 
 def test_problems_with_the_same_id_are_refused(tmp_path):
-    source = write(tmp_path / "x.jsonl", ROWS["gsm8k"], ROWS["gsm8k"])
+    source = write_jsonl(tmp_path / "x.jsonl", [ROWS["gsm8k"], ROWS["gsm8k"]])
     with pytest.raises(ValueError, match="same id"):
         scorer(options(source))
 
 
 def test_an_unknown_subset_is_refused(tmp_path):
     row = {**ROWS["gsm8k"], "category": "sums"}
-    source = write(tmp_path / "x.jsonl", row)
+    source = write_jsonl(tmp_path / "x.jsonl", [row])
     assert scorer(options(source, subset="sums")) is not None
     with pytest.raises(ValueError, match=r"subset='tales'.*\['sums'\]"):
         scorer(options(source, subset="tales"))

@@ -23,10 +23,7 @@ from decoding.calibration.draft_graphs import (
 )
 from decoding.engine.params import SamplingParams
 from decoding.masked.draft_graph import graph_of
-from tests.support.denoising import KINDS, L, V, denoise, network, spiffy
-
-PROMPTS = [[1], [2, 7, 1, 8], [3, 1, 4, 1, 5, 9], [11, 10, 2]]
-SEEDS = [5, 71, 3, 900]
+from tests.support.denoising import KINDS, PROMPTS, SEEDS, L, V, denoise, network, spiffy
 
 
 def traces(model, attention, params, lookahead=L, **rule):

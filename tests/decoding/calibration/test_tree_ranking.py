@@ -9,7 +9,7 @@ from decoding.drafting.tree import ROOT, draft_trees
 from decoding.engine.params import SamplingParams
 from decoding.engine.warp import warp
 from decoding.samplers.deer import DeerSampler
-from tests.decoding.test_identity import PROMPTS, deer, random_drafter, target
+from tests.support.texts import PROMPTS, deer, random_drafter, target
 
 
 def drawn(sharpness, n=4000, V=6):

@@ -1,7 +1,7 @@
 """Bigram scores: counts by hand, the trees that they rank, and outputs that they do not change."""
 
 import math
-from itertools import pairwise, product
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from decoding.calibration.tree_ranking import fit
 from decoding.drafting import bigrams, tree
 from decoding.engine.params import SamplingParams
-from tests.decoding.test_identity import PROMPTS, SEEDS, V, deer, drafter_of_target, ids, target
-from tests.decoding.test_identity import plain_rows as plain
+from tests.support.results import ids
+from tests.support.texts import PROMPTS, SEEDS, V, deer, drafter_of_target, target
+from tests.support.texts import plain_rows as plain
+from tests.support.trees import assert_likeliest, numbers
 
 TEXTS = [[0, 1, 0, 1, 2], [2, 2], [3]]
 
@@ -71,9 +73,6 @@ def test_a_file_keeps_them_and_a_damaged_one_is_one_line(tmp_path):
         bigrams.count([[1], []], 4)
 
 
-numbers = st.lists(st.floats(-3, 3), min_size=3, max_size=3)
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.lists(numbers, min_size=2, max_size=3), st.lists(numbers, min_size=3, max_size=3),
        st.integers(1, 14))  # fmt: skip
@@ -90,16 +89,6 @@ def test_the_nodes_are_the_likeliest_prefixes_under_bigram_scores(logits, scores
         return p.item()
 
     assert_likeliest(found, chance, min(len(z), nodes), nodes)
-
-
-def assert_likeliest(found, chance, k, nodes):
-    """A tree's nodes are the `nodes` likeliest of all prefixes of three tokens up to length k."""
-    every = (prefix for n in range(1, k + 1) for prefix in product(range(3), repeat=n))
-    best = sorted(map(chance, every), reverse=True)[:nodes]
-    prefixes = []
-    for path in found.path:
-        prefixes.append([found.token[i] for i in range(len(found.path)) if path >> i & 1])
-    assert sorted(map(chance, prefixes), reverse=True) == pytest.approx(best)
 
 
 def test_of_many_tokens_the_rest_keeps_its_share():

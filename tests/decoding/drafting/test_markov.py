@@ -15,25 +15,13 @@ from decoding.engine.params import KEYED, VERIFY, SamplingParams
 from decoding.engine.randomness import KeyedRandomness
 from decoding.engine.warp import warp
 from decoding.samplers.deer import DeerSampler
-from models.markov import MarkovHead
-from tests.decoding import test_identity as texts
-from tests.decoding.drafting.test_bigrams import assert_likeliest
-from tests.decoding.samplers.test_dflash import dflash
-from tests.decoding.test_exact_distribution import CASES, deer, distance
-from tests.decoding.test_identity import PROMPTS, SEEDS, WARPS, ids, plain_rows
-from tests.support import tiny
-
-V = texts.V
-
-
-def head_of(vocabulary, seed=7, scale=1.5):
-    """A random head in float64, whose terms are as large as logits."""
-    head = MarkovHead(vocabulary, 2)
-    draw = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in head.parameters():
-            p.normal_(0, scale, generator=draw)
-    return head.double()
+from tests.support import texts, tiny
+from tests.support.exact import CASES, deer, distance
+from tests.support.lossless import one_too_many
+from tests.support.results import ids
+from tests.support.samplers import dflash, head_of
+from tests.support.texts import PROMPTS, SEEDS, WARPS, V, plain_rows
+from tests.support.trees import assert_likeliest, numbers
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
@@ -161,19 +149,12 @@ def test_the_text_is_plain_decoding_s(name, temperature, rule):
     assert emitted[:2] != emitted[2:]  # the head does change what is drafted
 
 
-class EmitsTheDraft(DeerSampler):
-    """Wrong: one drafted token more is emitted than is accepted."""
-
-    def cycle(self, batch, params):
-        tokens, counts = super().cycle(batch, params)
-        return tokens, (counts + 1).clamp_max(tokens.shape[1])
-
-
 @pytest.mark.parametrize("rule", KEYED)
 def test_a_wrong_sampler_has_another_text(rule):
     model, params = texts.target(), SamplingParams(18, 1.0, verify=rule)
     expected = ids(plain_rows(model, params))
-    broken = texts.deer(model, texts.random_drafter(), 3, EmitsTheDraft, markov=head_of(V + 2))
+    wrong = one_too_many(DeerSampler)
+    broken = texts.deer(model, texts.random_drafter(), 3, wrong, markov=head_of(V + 2))
     assert ids(broken.generate(PROMPTS, params, seeds=SEEDS)) != expected
 
 
@@ -196,7 +177,6 @@ def pairs_of(table):
     return tree.Pairs(table, torch.eye(len(table)))
 
 
-numbers = st.lists(st.floats(-3, 3), min_size=3, max_size=3)
 square = st.lists(numbers, min_size=3, max_size=3)
 
 

@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from decoding.drafting import tree
 from decoding.drafting.prompt_lookup import ORDER, Lookup, append
 from decoding.engine.params import SamplingParams
-from tests.decoding.drafting.test_bigrams import assert_likeliest
-from tests.decoding.test_identity import (
+from tests.support.results import ids
+from tests.support.texts import (
     PROMPTS,
     SEEDS,
     deer,
     drafter_of_target,
-    ids,
     plain_rows,
     random_drafter,
     target,
 )
+from tests.support.trees import assert_likeliest, numbers
 
 
 def test_guesses_by_hand():
@@ -52,9 +52,6 @@ def test_a_text_in_parts_gives_the_same_guesses(tokens):
         assert 0 <= weight < 1
         at = [i for i in range(1, len(tokens)) if tokens[i - 1] == suffix[-1]]
         assert guess in ([tokens[i] for i in at] or [None])
-
-
-numbers = st.lists(st.floats(-3, 3), min_size=3, max_size=3)
 
 
 @settings(max_examples=40, deadline=None)

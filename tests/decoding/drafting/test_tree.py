@@ -12,18 +12,18 @@ from decoding.drafting import tree
 from decoding.drafting.ranked_tree import RankedTree
 from decoding.engine.params import SamplingParams
 from models import masks
-from tests.decoding.test_identity import (
+from tests.support.masks import drawn, layout
+from tests.support.results import ids
+from tests.support.texts import (
     PROMPTS,
     SEEDS,
     deer,
     drafter_of_target,
-    ids,
     oracle,
     plain_rows,
     random_drafter,
     target,
 )
-from tests.models.test_masks import drawn, layout
 
 logits = st.lists(st.floats(-4, 4), min_size=3, max_size=3)
 

@@ -23,11 +23,12 @@ from decoding.samplers.jacobi import JacobiSampler
 from decoding.samplers.jacobi_mr import JacobiMRSampler
 from decoding.samplers.plain import PlainSampler
 from tests.support import subsets, tiny
-from tests.support.denoising import denoise, spiffy
+from tests.support.arrivals import texts_of
+from tests.support.denoising import PAPER, denoise, spiffy
 from tests.support.denoising import network as dllm
+from tests.support.lossless import PROMPTS
 
 V = 12
-PROMPTS = [[1], [2, 7, 1, 8], [3, 1, 4, 1, 5, 9, 2, 6], [11, 10], [6, 6, 6, 0, 9], [4, 4]]
 _ = None
 HOLES = [
     [3, _, _, _, 7, _, _, _],
@@ -66,8 +67,6 @@ def infill(draft, model=None, **options):
 
 
 def drafts(attention):
-    from tests.decoding.samplers.test_spiffy import PAPER
-
     return spiffy(dllm(), attention, PAPER)
 
 
@@ -136,33 +135,8 @@ def built(name):
 
 
 def run(sampler, params, events, prefill_tokens=None):
-    """Texts by request of a run in which requests come and are cancelled between cycles.
-
-    events: in each cycle how many come first, and the number of one that is cancelled then (if it
-    is there). Those that are left at the end come together. Between two passes that prefill, those
-    who are there go on.
-    """
-    prompts = [sampler.encode(p, params) for p in prompts_of(sampler)]
-    running = Running(sampler, params, sampler.capacity(prompts, params), prefill_tokens)
-    waiting, found = [*range(len(prompts))], {}
-
-    def step():
-        if running:
-            chunks = running.step(text=False)
-            found.update({c.request: c.result.token_ids for c in chunks if c.result is not None})
-
-    for come, cancelled in [*events, *[(len(PROMPTS), -1)] * 99]:
-        new, waiting = waiting[:come], waiting[come:]
-        if new:
-            of_new = ([of[n] for n in new] for of in (prompts, SEEDS))
-            running.admit(new, *of_new, between=step if prefill_tokens else lambda: None)
-        if cancelled in running.answers:
-            running.leave([cancelled])
-        if running:
-            step()
-        elif not waiting:
-            return found
-    raise AssertionError("requests are left")
+    """Texts by request: they come and are cancelled between cycles."""
+    return texts_of(sampler, params, prompts_of(sampler), SEEDS, events, prefill_tokens)
 
 
 EVENTS = st.lists(st.tuples(st.integers(0, 2), st.integers(-1, 5)), min_size=1, max_size=12)

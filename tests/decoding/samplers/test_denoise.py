@@ -12,9 +12,9 @@ from decoding.engine.randomness import KeyedRandomness
 from decoding.masked.unmasking import Unmasking, judge, next_state, position_order
 from decoding.samplers.denoise import DenoiseSampler
 from tests.support import tiny
-from tests.support.denoising import KINDS, L, V, denoise, network, reference
+from tests.support.denoising import KINDS, PROMPTS, L, V, denoise, network, reference
+from tests.support.results import ids
 
-PROMPTS = [[1], [2, 7, 1, 8], [3, 1, 4, 1, 5, 9], [11, 10, 2]]
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0)
 RULES = [
     {},
@@ -23,10 +23,6 @@ RULES = [
     {"threshold": 0.5},
     {"threshold": 0.9},
 ]
-
-
-def ids(results):
-    return [r.token_ids for r in results]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)

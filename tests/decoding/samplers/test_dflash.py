@@ -9,24 +9,16 @@ from decoding.engine.params import KEYED, VERIFY, SamplingParams
 from decoding.engine.randomness import KeyedRandomness
 from decoding.samplers.dflash import DFlashSampler
 from decoding.samplers.plain import PlainSampler
-from tests.decoding.test_exact_distribution import (
+from tests.support import tiny
+from tests.support.exact import (
     CASES,
     always_take_the_target,
     distance,
     forget_the_temperature,
     go_on_after_a_rejection,
 )
-from tests.decoding.test_identity import PROMPTS, SEEDS, WARPS, V
-from tests.support import tiny
-
-
-def dflash(model, k, cls=DFlashSampler, **knobs):
-    vocabulary = model.config.vocab_size
-    own = {name: knobs.pop(name) for name in ("layout", "causal", "context") if name in knobs}
-    drafter = tiny.dflash(model, scale=knobs.pop("scale", 2.0), **own)
-    tokenizer = tiny.tokenizer(vocabulary)
-    return cls(model, tokenizer, drafter, block_size=k, mask_id=vocabulary - 1, **knobs)
-
+from tests.support.samplers import dflash
+from tests.support.texts import PROMPTS, SEEDS, WARPS, V
 
 BLOCKS = [
     {},
@@ -55,7 +47,7 @@ def test_a_wrong_rule_fails_the_same_test(monkeypatch, wrong):
     sampler = dflash(tiny.causal_lm(3), 2)
     params = SamplingParams(max_new_tokens=2, verify="block")
     assert distance(sampler, params) <= 1e-9
-    monkeypatch.setattr(verify, "block", wrong)
+    monkeypatch.setattr(verify, "block", wrong(verify.rejection))
     assert distance(sampler, params) > 1e-3
 
 

@@ -9,27 +9,12 @@ from decoding.engine.cache import RaggedCache
 from decoding.engine.params import SamplingParams
 from decoding.samplers.jacobi import JacobiSampler
 from decoding.samplers.jacobi_mr import JacobiMRSampler
-from decoding.samplers.plain import PlainSampler
 from tests.support import tiny
+from tests.support.lossless import noise_of_the_block
+from tests.support.results import ids
+from tests.support.texts import PROMPTS, SEEDS, V, plain_rows, target
 
-V = 12
-PROMPTS = [[1], [2, 7, 1, 8], [3, 1, 4, 1, 5, 9, 2, 6], [11, 10], [6, 6, 6, 0, 9]]
-SEEDS = [5, 71, 3, 900, 12]
 NEW = 26
-
-
-def target(**config):
-    return tiny.causal_lm(V, seed=0, **config).float()
-
-
-def plain_rows(model, params, prompts=PROMPTS, seeds=SEEDS):
-    """The reference: plain decoding of every prompt alone."""
-    sampler = PlainSampler(model, tiny.tokenizer(V))
-    return [sampler.generate([p], params, seeds=[s])[0] for p, s in zip(prompts, seeds)]
-
-
-def ids(results):
-    return [r.token_ids for r in results]
 
 
 def knowing(cls, texts, miss):
@@ -203,15 +188,7 @@ def test_only_committed_tokens_are_streamed():
         assert streamed == expected
 
 
-class ShiftedNoise(JacobiMRSampler):
-    """Wrong: the noise is keyed by the pass's number instead of the absolute position."""
-
-    def noise(self, batch, count, params):
-        first = batch.lengths
-        batch.lengths = first - first % count
-        noise = super().noise(batch, count, params)
-        batch.lengths = first
-        return noise
+class ShiftedNoise(noise_of_the_block(JacobiMRSampler)): ...
 
 
 class OneTooMany(JacobiMRSampler):

@@ -4,17 +4,12 @@ import pytest
 
 from decoding.engine.params import SamplingParams
 from decoding.masked.draft_graph import chain_graph
-from tests.support.denoising import L, V, denoise, network, reference, spiffy
+from tests.support.denoising import PROMPTS, SEEDS, L, V, denoise, network, reference, spiffy
+from tests.support.results import ids
 
-PROMPTS = [[1], [2, 7, 1, 8], [3, 1, 4, 1, 5, 9], [11, 10, 2]]
-SEEDS = [5, 71, 3, 900]
 NEW = 12
 GREEDY = SamplingParams(max_new_tokens=NEW, temperature=0)
 RULES = [{}, {"tokens_per_step": 2}, {"threshold": 0.5}]
-
-
-def ids(results):
-    return [r.token_ids for r in results]
 
 
 def expected(model, rule, shifted):

@@ -10,15 +10,11 @@ from decoding.engine.params import SamplingParams
 from decoding.masked.block_evaluators import WholeTexts
 from decoding.masked.draft_graph import DraftGraph, graph_of, read_graph
 from decoding.samplers.spiffy import SpiffySampler
-from tests.support.denoising import KINDS, L, V, denoise, network, spiffy
+from tests.support.denoising import KINDS, PAPER, PROMPTS, SEEDS, L, V, denoise, network, spiffy
+from tests.support.results import ids, passes
 
-PROMPTS = [[1], [2, 7, 1, 8], [3, 1, 4, 1, 5, 9], [11, 10, 2]]
-SEEDS = [5, 71, 3, 900]
 NEW = 12
 CHAIN = graph_of(L, 1, [[(i, 1) for i in range(1, n + 1)] for n in range(1, L + 1)])
-PAPER = graph_of(  # Fig. 2
-    L, 1, [[(1, 1)], [(2, 1)], [(1, 1), (2, 1)], [(1, 1), (3, 1)], [(1, 1), (2, 1), (3, 1)]]
-)
 WRONG = graph_of(L, 1, [[(4, 9)], [(4, 9), (3, 8)], [(4, 9), (2, 7)]])
 NOTHING = graph_of(L, 1, [])
 
@@ -37,14 +33,6 @@ def random_graph(seed, S=1, size=8):
 
 
 GRAPHS = [CHAIN, PAPER, WRONG, NOTHING, *map(random_graph, range(3))]
-
-
-def ids(results):
-    return [r.token_ids for r in results]
-
-
-def passes(results):
-    return sum(r.stats.target_passes for r in results)
 
 
 def cases():

@@ -14,6 +14,7 @@ from huggingface_hub import constants
 
 from decoding.engine.params import SamplingParams
 from decoding.loading import load
+from tests.support.cards import CONFIG, METRICS, STORY
 from tests.support.hub_server import READ, WRITE, Blob, HubServer
 from tests.support.refused import refused
 from tests.support.tiny import causal_lm, tokenizer
@@ -22,39 +23,6 @@ from trainers.publishing import hub
 from trainers.publishing.card import model_card
 
 REPO = "org/name"
-CONFIG = {
-    "recipe": "some_recipe",
-    "scale": "lab",
-    "seed": 3,
-    "network": {
-        "_target_": "models.x",
-        "source": {"_target_": "models.y", "path": "runs/a/export"},
-    },
-    "data": {
-        "train": {"_target_": "data.rows.documents.documents", "source": "stdlib", "length": 256}
-    },
-    "trainer": {"max_steps": 60, "batch_size": 8},
-    "lora": {"rank": 0},
-    "acceptance": {
-        "source": "stdlib",
-        "prompts": 8,
-        "prompt_length": 64,
-        "max_new_tokens": 48,
-        "dtype": "bfloat16",
-    },
-}
-STORY = {
-    "command": "python -m trainers.fit recipe=some_recipe",
-    "git_commit": "c0ffee",
-    "git_dirty": False,
-    "packages": {"torch": "2.13.0"},
-    "python": "3.11.7",
-    "data": {"train": {"fingerprint": "88072c4ae3d2bc55"}},
-    "inputs": {},
-    "trainer": {"world_size": 1, "strategy": "ddp", "precision": "32-true"},
-    "hardware": {"gpus": [], "processor": "x86_64"},
-}
-METRICS = {"val_loss": 1.5, "acceptance_length_t0": 2.5, "acceptance_length_t1": 2.25}
 COMMAND = "python -m decoding.bench model=runs/x/export prompts=3"
 BENCH = "sampler,temperature,tokens/s\nplain,0.0,10.5\nours,0.0,21.0\n"
 STRANGERS = {

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.trainers.publishing.test_hub import CONFIG, METRICS, STORY
+from tests.support.cards import CONFIG, METRICS, STORY
 from trainers.publishing.card import model_card, with_bench
 from trainers.publishing.private import public
 

@@ -1,0 +1,25 @@
+"""A DFlash sampler with a random drafter, and a random Markov head."""
+
+import torch
+
+from decoding.samplers.dflash import DFlashSampler
+from models.markov import MarkovHead
+from tests.support import tiny
+
+
+def dflash(model, k, cls=DFlashSampler, **knobs):
+    vocabulary = model.config.vocab_size
+    own = {name: knobs.pop(name) for name in ("layout", "causal", "context") if name in knobs}
+    drafter = tiny.dflash(model, scale=knobs.pop("scale", 2.0), **own)
+    tokenizer = tiny.tokenizer(vocabulary)
+    return cls(model, tokenizer, drafter, block_size=k, mask_id=vocabulary - 1, **knobs)
+
+
+def head_of(vocabulary, seed=7, scale=1.5):
+    """A random head in float64, whose terms are as large as logits."""
+    head = MarkovHead(vocabulary, 2)
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in head.parameters():
+            p.normal_(0, scale, generator=draw)
+    return head.double()
