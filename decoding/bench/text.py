@@ -134,7 +134,7 @@ def _rows(
                 if batch == 1 or not way.arguments:  # transformers drafts for one request only
                     add(name, way, plain[target], exact=not temperature)
         name = sampling_config(path, bench.sampler)["method"] + other
-        rules = ("coupled",) if isinstance(sampler, PlainSampler) else sampler.rules
+        rules = () if isinstance(sampler, PlainSampler) else sampler.rules  # it has its row
         for rule in rules:
             # At temperature 0 the others are `coupled`.
             if rule in bench.verify and (temperature or rule in KEYED):

@@ -17,9 +17,8 @@ set -eu
 PATH="$PWD/.venv/bin:$PATH"  # the environment that make quickstart makes, where there is one
 RUNS="${RUNS:-runs}"
 
-# verify: nothing is drafted, so each model has the one row of plain decoding.
 python -m decoding.bench model="$RUNS/small/pcllm_round1/export" \
     also=HuggingFaceTB/SmolLM2-135M-Instruct source=humaneval prompts=164 execute=sandbox \
     max_new_tokens=512 'batch_sizes=[8]' 'temperatures=[0]' 'sampler=[method=plain]' \
-    'verify=[block]' generate=false prompt_lookup=0 dtype=auto \
+    generate=false prompt_lookup=0 dtype=auto \
     out="$RUNS/small/pcllm_round1/pass_at_1"
