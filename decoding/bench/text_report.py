@@ -66,6 +66,26 @@ def report(out: Path, rows: list[TextRow], prompts: list[dict], title: str, seed
     drafting = [row for row in rows if row.drafts]
     if drafting:
         draw_accepted(drafting, out / "accepted.png")
+    for here in settings(drafting):
+        print(conclusion(max(here, key=lambda row: median(row.speedups))))
+
+
+def settings(rows: list[TextRow]) -> list[list[TextRow]]:
+    """Return the rows of each temperature and batch size."""
+    groups: dict[tuple, list[TextRow]] = {}
+    for row in rows:
+        groups.setdefault((row.params.temperature, row.batch), []).append(row)
+    return [*groups.values()]
+
+
+def conclusion(row: TextRow) -> str:
+    """Say in words what a sampler gives."""
+    prompts, what = len(row.results), "the distribution of plain decoding"
+    if row.guarantee == "same text":
+        same = row.same == f"{prompts}/{prompts}"
+        what = "the same text as plain decoding" + ("" if same else f" in {row.same} prompts")
+    where = f"T={row.params.temperature:g}" + (f", batch {row.batch}" if row.batch > 1 else "")
+    return f"{row.name} at {where}: {what}, {median(row.speedups):.1f} times as fast"
 
 
 def summary(row: TextRow) -> dict:
@@ -190,17 +210,15 @@ def draw_accepted(rows: list[TextRow], file: Path) -> None:
 
 def draw_speedups(rows: list[TextRow], file: Path) -> None:
     """Draw the speed-up over plain decoding with its quartiles, one panel for each group."""
-    groups: dict[tuple, list[TextRow]] = {}
-    for row in rows:
-        groups.setdefault((row.params.temperature, row.batch), []).append(row)
-    size = (4.6 * len(groups), 0.32 * max(map(len, groups.values())) + 1.4)
+    groups = settings(rows)
+    size = (4.6 * len(groups), 0.32 * max(map(len, groups)) + 1.4)
     with picture(file, ncols=len(groups), figsize=size) as axes:
-        for axis, ((temperature, batch), here) in zip(axes[0], groups.items()):
+        for axis, here in zip(axes[0], groups):
             axis.boxplot([row.speedups for row in here], vert=False, showfliers=False)
             axis.set_yticks(range(1, 1 + len(here)), [row.name for row in here], fontsize=8)
             axis.invert_yaxis()
             axis.axvline(1, color="#555555", linewidth=0.8, linestyle=":")
-            axis.set_title(f"temperature {temperature:g}, batch {batch}")
+            axis.set_title(f"temperature {here[0].params.temperature:g}, batch {here[0].batch}")
             axis.set_xlabel("speed-up against plain decoding")
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from decoding.bench.rows import median_error, on_screen, ratio_error
-from decoding.bench.text_report import TextRow, summary
+from decoding.bench.text_report import TextRow, conclusion, summary
 from decoding.engine.params import Result, SamplingParams, Stats
 
 
@@ -76,3 +76,13 @@ def test_scores_are_a_share_with_its_error():
     line = summary(found)
     assert line["pass@1"] == 0.25
     assert line["pass@1 ±"] == pytest.approx((0.25 * 0.75 / 4) ** 0.5, abs=1e-4)
+
+
+def test_the_conclusion_in_words():
+    plain = row([10, 10], [1.0, 1.0])
+    drawn = row([10, 10], [0.5, 0.4], plain)
+    assert conclusion(drawn) == "x at T=1: the distribution of plain decoding, 2.2 times as fast"
+    drawn.guarantee = "same text"
+    assert conclusion(drawn) == "x at T=1: the same text as plain decoding, 2.2 times as fast"
+    drawn.results[1] = Result("", [8], "eos", drawn.results[1].stats)
+    assert "the same text as plain decoding in 1/2 prompts, " in conclusion(drawn)
