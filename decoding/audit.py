@@ -1,18 +1,7 @@
 """`python -m decoding.audit module:function`: check that a program's decoding is lossless.
 
-The program decodes a prompt with a tiny random model all of whose answers can be enumerated. So
-plain decoding's distribution is known exactly, and the program's is compared with it. The program
-takes the parameters that it names:
-
-- `model` (a transformers causal LM) or `path` (the folder of one), and `prompt`, token ids;
-- its randomness, one of: `randomness`, with `categorical(probs) -> index` and `accept(prob) ->
-  bool`, whose every outcome is enumerated, so the audit is exact; `generator`, a torch.Generator;
-  `seed`; or `seeds`, a list, for a program that answers the prompt once for each seed;
-- `max_new_tokens` and `temperature`.
-
-It returns the token ids of the answer, with or without the prompt's (for `seeds`, a list of them).
-`decoding.auditing.peers` has programs of other projects. First the audit shows that it finds wrong
-rules with the same effort (`decoding.auditing.controls`).
+The program decodes a prompt with a tiny random model, all of whose answers can be enumerated, and
+its distribution is compared with plain decoding's. docs/how_to/audit.md says what a program takes.
 """
 
 import importlib
@@ -52,7 +41,7 @@ RANDOMNESS = ("randomness", "generator", "seed", "seeds")
 class Audit(Options):
     """Compare the distribution of a program's answers with plain decoding's, over a tiny model."""
 
-    EXAMPLE: ClassVar[str] = "program=decoding.auditing.peers:assisted_generation"
+    EXAMPLE: ClassVar[str] = "program=examples.audit_peers:assisted_generation"
 
     program: str = option(NEEDED, "module:function; 'program=' may be left out")
     samples: Annotated[int, Field(ge=100)] = option(

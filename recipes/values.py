@@ -123,6 +123,8 @@ def _refused(key: str, value: Any, hint: Any, problems: list, default: Any) -> V
             return problem["ctx"]["error"]
         if kind == "literal_error":
             return unknown(key, problem["input"], re.findall("'(.*?)'", problem["ctx"]["expected"]))
+        if kind == "too_short" and problem["input"]:  # it counts only the items that are right
+            continue
         if should and kind != "none_required" and not kind.endswith("_type"):
             who = "each" if isinstance(value, tuple) and value else "it"
             return ValueError(f"{key}={_brief(value)} is not allowed: {who} must {must}")

@@ -12,7 +12,7 @@ from decoding.bench.drawn_trees import RULES, drawing
 from decoding.bench.options import PromptBenchOptions, ScoreOptions, results_folder, told_apart
 from decoding.bench.rows import params_of, take_turns
 from decoding.bench.scores import scorer
-from decoding.bench.text_report import TextRow, profile, report
+from decoding.bench.text_report import TextRow, report
 from decoding.drafting.block_sampler import BlockSampler
 from decoding.engine.params import KEYED, VERIFY
 from decoding.engine.sampler import Sampler
@@ -49,7 +49,6 @@ class Bench(PromptBenchOptions, ScoreOptions):
     verify: Several[Literal[*VERIFY]] = option(VERIFY, "how drafts are verified, a row each")
     drawn: tuple[Literal[*RULES], ...] = option((), "rules for drawn trees, baselines of tree")
     block_size: BlockSize | None = option(None, "tokens drafted a cycle; null: the export's own")
-    profile: bool = option(False, "measure what a pass of the target costs, by its width")
 
     def __post_init__(self):
         super().__post_init__()
@@ -67,8 +66,6 @@ def run(argv: list[str]) -> None:
                 row.metric, row.scores = score.metric, score(row, prompts)
         title = f"{bench.prompts} prompts of {Path(bench.source).name}, {bench.dtype}"
         report(out, rows, prompts, title, bench.seed)
-        if bench.profile:
-            profile(rows[0].sampler, out)
 
 
 def measure(bench: Bench) -> tuple[list[TextRow], list[dict]]:

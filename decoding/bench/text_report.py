@@ -13,18 +13,12 @@ import torch
 
 from decoding.bench.baselines import HuggingFace
 from decoding.bench.rows import ERROR, REFILLED, Row, cycle, on_screen, ratio_error, share_of
-from decoding.engine.cache import CachedNetwork
 from decoding.engine.params import accepted_counts
 from decoding.engine.randomness import KeyedRandomness
-from decoding.engine.sampler import Sampler
 from decoding.engine.warp import warp
 from decoding.report import picture, write_table
 from decoding.samplers.plain import PlainSampler
-from models.masks import causal
 from recipes.command import typed
-
-WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # of the passes whose cost is measured
-CONTEXT = 128  # tokens in front of them
 
 
 @dataclass
@@ -220,24 +214,3 @@ def draw_speedups(rows: list[TextRow], file: Path) -> None:
             axis.axvline(1, color="#555555", linewidth=0.8, linestyle=":")
             axis.set_title(f"temperature {here[0].params.temperature:g}, batch {here[0].batch}")
             axis.set_xlabel("speed-up against plain decoding")
-
-
-def profile(sampler: Sampler, out: Path, repeats: int = 20) -> None:
-    """Print and write the median cost of a target pass over a cache, by its width."""
-    network = CachedNetwork(sampler.target, causal, CONTEXT + max(WIDTHS) + 1)
-    tokens = torch.zeros(1, CONTEXT + max(WIDTHS), dtype=torch.long, device=sampler.device)
-    positions = torch.arange(tokens.shape[1], device=sampler.device)[None]
-
-    def seconds(first: int, width: int) -> float:
-        these, before = slice(first, first + width), network.seconds
-        network(tokens[:, these], positions[:, these], keep=width)
-        return network.seconds - before
-
-    lines = []
-    with torch.inference_mode():
-        seconds(0, CONTEXT)
-        for width in WIDTHS:
-            times = [seconds(CONTEXT, width) for _ in range(repeats + 3)]
-            lines.append({"width": width, "ms": round(1000 * median(times[3:]), 3)})
-    title = f"a pass of the target over {CONTEXT} tokens, by its width"
-    write_table(lines, out / "pass_cost.csv", title, "decoding.bench")

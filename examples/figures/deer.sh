@@ -34,6 +34,6 @@ python -m decoding.calibrate ignore_eos=true model="${STAGE}2/export" \
     answers="$RUNS/lab-deer/deer_answers" 'nodes=[5,8,12,20,32,48]' 'sharpness=[1.0]' \
     'batch_sizes=[1,16]' prompts=16
 python -m decoding.bench ignore_eos=true model="${STAGE}2/export" \
-    assistant="$RUNS/lab-deer/ar_drafter/export" 'batch_sizes=[1,16]' max_new_tokens=64 profile=true
+    assistant="$RUNS/lab-deer/ar_drafter/export" 'batch_sizes=[1,16]' max_new_tokens=64
 python -m decoding.bench ignore_eos=true model="${STAGE}2/export" also="${STAGE}1/export" \
     prompt_lookup=0 out="${STAGE}2/bench_stages"

@@ -1,6 +1,6 @@
 """Other projects' speculative decoding, as programs that `python -m decoding.audit` takes.
 
-python -m decoding.audit decoding.auditing.peers:assisted_generation
+python -m decoding.audit examples.audit_peers:assisted_generation
 """
 
 import tempfile
