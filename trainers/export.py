@@ -117,7 +117,7 @@ def _checked_export(e: Export) -> Path:
     return folder
 
 
-def _push(e: Export, name: str, folder: Path, target: str | None, card: str) -> None:
+def _push(e: Export, repo: str, folder: Path, target: str | None, card: str) -> None:
     """List the files to push, and push them unless it is a dry run."""
     if target and public(target) != target:
         raise ValueError(
@@ -127,7 +127,7 @@ def _push(e: Export, name: str, folder: Path, target: str | None, card: str) -> 
     files, others = hub.uploads(folder)
     files["README.md"] = len(card.encode())
     would = "would push" if e.dry_run else "pushing"
-    print(f"{would} {folder} to {name}, revision {e.revision or 'main'}:")
+    print(f"{would} {folder} to {repo}, revision {e.revision or 'main'}:")
     for name, size in files.items():
         print(f"{size:>16,}  {name}")
     print(f"{len(files)} files, {sum(files.values()):,} bytes")
@@ -136,7 +136,7 @@ def _push(e: Export, name: str, folder: Path, target: str | None, card: str) -> 
     if target and looks_local(target):
         print(f"its target {target} is a folder here: elsewhere it is loaded with target=...")
     if not e.dry_run:
-        pushed = hub.push(folder, name, revision=e.revision, message=e.message, private=e.private)
+        pushed = hub.push(folder, repo, revision=e.revision, message=e.message, private=e.private)
         print(f"pushed: {pushed}")
 
 

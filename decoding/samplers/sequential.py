@@ -95,7 +95,7 @@ class SequentialSampler:
         randomness: ContinuousRandomness | None,
     ) -> list[ImageResult]:
         """Return the results of the waiting images, in order."""
-        N, count = self.target.config.tokens, len(waiting)
+        N, images = self.target.config.tokens, len(waiting)
         results: dict[int, ImageResult] = {}
         emitted: list[list[int]] = [[] for _ in waiting]
         batch = self.new_batch(waiting, at_once, params, randomness)
@@ -124,7 +124,7 @@ class SequentialSampler:
             if done:
                 keep = [b for b in range(len(batch.requests)) if b not in done]
                 batch.select(keep) if keep else batch.requests.clear()
-        return [results[n] for n in range(count)]
+        return [results[n] for n in range(images)]
 
     def new_batch(
         self,
