@@ -173,8 +173,8 @@ BAD = [
     ({"gamma": 0}, "gamma=0"),
     ({"prefill": 1.5}, "prefill=1.5"),
     ({"temperature": 0.0}, "temperature=0.0"),
-    ({"guidance_schedule": "cosine"}, 'guidance_schedule="cosine"'),
-    ({"verify": "loose"}, 'verify="loose"'),
+    ({"guidance_schedule": "cosine"}, "guidance_schedule 'cosine'"),
+    ({"verify": "loose"}, "verify 'loose'"),
     ({"verify": "relaxed"}, "lossy=true"),
 ]
 
