@@ -36,7 +36,7 @@ def pytest_terminal_summary(terminalreporter, config):
     """How to run in this order again; -q hides the header that says it."""
     seed = config.getoption("randomly_seed", None)
     if isinstance(seed, int):
-        terminalreporter.write_line(f"in this order again: make test SEED={seed}")
+        terminalreporter.write_line(f"in this order again: the same command with SEED={seed}")
 
 
 @pytest.fixture(autouse=True)

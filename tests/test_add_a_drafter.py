@@ -16,6 +16,8 @@ import pytest
 
 from tests.support.lab import SMALL, Lab
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "how_to" / "add_a_drafter.md"
 FILE = re.compile(r'^```\w+ title="(\S+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[1]
 LEAKS = {
     "os.environ['LEFT']": "os.environ['LEFT'] = '1'",

@@ -13,6 +13,8 @@ from decoding.loading import load, load_tokenizer
 from models import causal
 from tests.support import tiny
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).resolve().parents[1]
 CODE = """
 from pathlib import Path

@@ -9,7 +9,9 @@ from huggingface_hub import hf_hub_download
 
 from data.text.tokenizer import train_tokenizer
 from decoding import loading
+from decoding.generate import run
 from decoding.loading import load
+from recipes.command import main
 from tests.support import tiny
 
 
@@ -102,8 +104,11 @@ def test_generate_prints_the_text_and_its_cost(lab):
         ("temprature=1", "Did you mean 'temperature'"),
     ],
 )
-def test_mistakes_are_one_line(lab, argument, message):
-    done = generate(f"model={lab.runs / 'deer_stage2' / 'export'}", "prompt=def", argument)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+def test_mistakes_are_one_line(lab, argument, message, monkeypatch, capsys):
+    model = f"model={lab.runs / 'deer_stage2' / 'export'}"
+    monkeypatch.setattr(sys, "argv", ["generate", model, "prompt=def", argument])
+    with pytest.raises(SystemExit) as stopped:
+        main(run)
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line

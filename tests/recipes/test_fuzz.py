@@ -14,6 +14,8 @@ import decoding
 from recipes.compose import RECIPES, compose, defaults, names, paths, run_folder
 from recipes.options import Options, parse
 
+pytestmark = pytest.mark.processes
+
 ODD = [
     "null",
     "[]",

@@ -16,6 +16,8 @@ from tests.support.lab import finish
 from tests.support.runs import curve, cut, kept, same_run, same_weights
 from trainers.runs.checkpoint_files import checkpoint_files
 
+pytestmark = pytest.mark.processes
+
 LONG = ("trainer.max_steps=50", "trainer.log_every=1", "trainer.validate_every=20")
 TWO = ("trainer.devices=2", "strategy=ddp", "trainer.micro_batch_size=2")
 DROPOUT = ("trainer.max_steps=30", "trainer.log_every=1", "+network.attention_dropout=0.4")

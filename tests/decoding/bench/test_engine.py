@@ -8,6 +8,8 @@ import pytest
 from decoding.bench.engine import EngineBench, Way, agreement, measure, run
 from tests.support import learned
 
+pytestmark = pytest.mark.processes
+
 PROMPTS = [f"def {name}" for name in ("area", "sum", "row", "last", "tail", "head", "left", "best")]
 
 

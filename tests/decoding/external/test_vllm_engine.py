@@ -17,6 +17,8 @@ from decoding.external.vllm_engine import (
 )
 from tests.support import tiny
 
+pytestmark = pytest.mark.processes
+
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0)
 
 

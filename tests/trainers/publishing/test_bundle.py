@@ -22,6 +22,8 @@ from tests.support.drafters import PROMPTS, V, target, write_drafter
 from tests.support.enumerating import output_distribution
 from trainers.publishing import bundle
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).resolve().parents[3]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPOSITORY = "some-org/a-drafter.v1"  # names that Python modules cannot have

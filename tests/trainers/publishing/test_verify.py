@@ -17,6 +17,8 @@ from trainers.publishing.bundle import write_bundle
 from trainers.publishing.verify import verify
 from trainers.runs.callbacks import AcceptanceLength
 
+pytestmark = pytest.mark.processes
+
 PROMPTS = [f"def {name}" for name in ("area", "sum", "row", "last", "tail", "head", "left", "best")]
 NEW = 24
 
