@@ -256,6 +256,7 @@ UNWANTED = [
 ]
 
 
+@pytest.mark.processes
 def test_decoding_needs_no_training_library():
     samplers = [p.stem for p in (ROOT / "decoding" / "samplers").glob("*.py")]
     code = "import decoding, decoding.loading, models.diffusion, data.text.tokenizer\n"
@@ -266,6 +267,7 @@ def test_decoding_needs_no_training_library():
     assert [name for name in UNWANTED if name in loaded] == []
 
 
+@pytest.mark.processes
 def test_a_training_library_would_be_seen():
     assert "hydra" in loaded_by("import recipes.compose").split()
 
@@ -330,6 +332,7 @@ def test_an_ignored_file_would_be_seen(tmp_path):
 SHADOWED = "from decoding import load; print(load.__module__)"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ["data", "models", "recipes"])
 def test_a_folder_that_hides_a_package_is_named(name, tmp_path):
     (tmp_path / name).mkdir()

@@ -20,6 +20,7 @@ def dflash(target, tokenizer):
     return DFlashSampler(target, tokenizer, tiny.dflash(target), block_size=2, mask_id=mask)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [deer, dflash])
 def test_right_samplers_pass(make):
     lossless.prove(make)

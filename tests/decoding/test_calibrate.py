@@ -32,6 +32,7 @@ def arguments(lab, export, *more):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_fastest_shape_is_kept(lab, export):
     assert load(str(export)).tree.nodes == {1: 16}
     run(arguments(lab, export, "nodes=[3,5]", "sharpness=[0.5,1.0]"))
@@ -113,6 +114,7 @@ def test_bigrams_come_into_the_export_if_they_are_faster(lab, export, monkeypatc
     assert not (export / "bigrams.tensors").exists()
 
 
+@pytest.mark.slow
 def test_what_is_fastest_for_each_batch_and_temperature_is_kept(lab, export, monkeypatch):
     """Drafts that are no tree take its length, unless a request asks for another."""
     lengths = {1: {"tokens/s, T=0": 3, "tokens/s, T=1": 2}, 3: dict.fromkeys(RATES[1:], 1)}

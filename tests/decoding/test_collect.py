@@ -41,6 +41,7 @@ def test_only_answers_are_trained(lab):
     assert all(trained[8:])
 
 
+@pytest.mark.processes
 def test_killed_and_started_again_is_the_collection_that_was_not(lab):
     """kill -9 of a real process, twice; then the rest."""
     folder = lab.runs / "deer_answers" / "killed"

@@ -51,6 +51,7 @@ def damages(draw, files):
     return name, json.dumps(with_value(config, path, draw(st.sampled_from(HOSTILE)))).encode()
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[*HealthCheck])
 @given(data=st.data())
 def test_a_damaged_export_decodes_or_is_one_line(export, data):

@@ -17,6 +17,7 @@ from tests.support.exact import (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 @pytest.mark.parametrize("name", CASES)
 def test_deer_has_the_plain_distribution(name, rule):
@@ -38,6 +39,7 @@ def test_a_causal_drafter_has_the_plain_distribution(name, rule):
     assert distance(sampler, params, {eos} - {None}) <= 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 @pytest.mark.parametrize("form", [{}, {"shifted": True}], ids=str)
 def test_a_drafter_without_a_cache_has_the_plain_distribution(rule, form):

@@ -167,6 +167,7 @@ def test_what_was_printed_before_an_interruption_is_remembered(capfd):
     assert capfd.readouterr().out == f"{cut}\n{answer(small(), 'def add', cut, 'return')}\n"
 
 
+@pytest.mark.processes
 def test_an_interruption_ends_the_answer_and_not_the_chat(tmp_path):
     sampler = small(context=40000)
     sampler.target.save_pretrained(tmp_path)

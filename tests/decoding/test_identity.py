@@ -24,6 +24,7 @@ from tests.support.texts import (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", KEYED)
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize("name", WARPS)
@@ -140,6 +141,7 @@ def test_eos_inside_a_block_ends_the_row_there(ignore_eos):
 RAGGED = [*PROMPTS, [0, 5, 0, 5, 0, 5], [9, 8, 7], [4]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize("rule", VERIFY)
 def test_a_batch_of_eight_is_row_for_row_a_batch_of_one(rule, temperature):

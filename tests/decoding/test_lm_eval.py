@@ -291,6 +291,7 @@ def test_a_task_without_its_split_is_one_line(command, folder):
         command(small(), "tasks=splitless")
 
 
+@pytest.mark.slow
 def test_lm_evals_own_tasks_are_known():
     with pytest.raises(ValueError, match="'gsm8k'"):
         known_tasks(LmEval(model="m", tasks=("gsm8kk",)))

@@ -11,8 +11,8 @@ from data.text.tokenizer import train_tokenizer
 from decoding import loading
 from decoding.generate import run
 from decoding.loading import load
-from recipes.command import main
 from tests.support import tiny
+from tests.support.commands import refusal
 
 
 def test_method_and_target_come_from_the_export(lab):
@@ -82,6 +82,7 @@ def test_a_pickle_that_asks_for_more_than_tensors(lab, tmp_path):
         load(str(folder))
 
 
+@pytest.mark.processes
 def test_generate_prints_the_text_and_its_cost(lab):
     model = f"model={lab.runs / 'deer_stage2' / 'export'}"
     done = generate(model, "prompt=def key", "max_new_tokens=8", "temperature=0.7", "seed=1")
@@ -106,9 +107,4 @@ def test_generate_prints_the_text_and_its_cost(lab):
 )
 def test_mistakes_are_one_line(lab, argument, message, monkeypatch, capsys):
     model = f"model={lab.runs / 'deer_stage2' / 'export'}"
-    monkeypatch.setattr(sys, "argv", ["generate", model, "prompt=def", argument])
-    with pytest.raises(SystemExit) as stopped:
-        main(run)
-    assert stopped.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
+    assert message in refusal(run, [model, "prompt=def", argument], monkeypatch, capsys)

@@ -108,6 +108,7 @@ def test_a_block_of_which_all_tokens_draft_drafts_one_more(folders):
     assert load(drafter, target=target, dtype="float32").block_size == 4
 
 
+@pytest.mark.slow
 def test_commands_take_it(folders, capsys, tmp_path):
     target, drafter, _ = folders
     generate.run([f"model={drafter}", f"target={target}", "prompt=abc", "max_new_tokens=4"])

@@ -108,6 +108,7 @@ def second_reading(network, once):
     return torch.nn.functional.cross_entropy(logits.mT, once[:, 1:]).item()
 
 
+@pytest.mark.slow
 def test_a_number_of_layers_are_those_that_copy():
     source = tiny.causal_lm(16, layers=6, hidden=64).float().train()
     for i in (1, 2, 4):  # these do nothing, whatever is learned

@@ -105,6 +105,7 @@ def test_the_recipe_trains_exports_and_fills_holes(lab, export):
     assert "val_loss" in rows
 
 
+@pytest.mark.processes
 def test_generate_prints_the_filled_text(export):
     command = [sys.executable, "-m", "decoding.generate", f"model={export}", "seed=1"]
     done = subprocess.run([*command, "prompt=def <hole:4> self"], capture_output=True, text=True)

@@ -84,6 +84,7 @@ ANCHORED = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", ["the target's", "its own", "dspark"])
 def test_it_learns_and_its_export_decodes(prepared, head):
     own = [OWN_HEAD % (prepared.runs / "deer_answers")] if head == "its own" else []
@@ -156,6 +157,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(prepared):
     assert same_run(whole, killed)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_two_processes_give_the_loss_curve_of_one(prepared, strategy):
     steps = ("trainer.max_steps=8", "trainer.log_every=1", "trainer.micro_batch_size=2")

@@ -330,6 +330,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(lab):
     assert torch.equal(*heads)
 
 
+@pytest.mark.processes
 def test_two_processes_give_the_loss_curve_of_one(lab):
     form = ["module.markov_rank=5", "trainer.max_steps=8", "trainer.log_every=1"]
     form += ["trainer.micro_batch_size=2", "optimization.aux_lr=0.03"]

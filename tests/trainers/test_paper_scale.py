@@ -85,6 +85,7 @@ def test_the_published_chain_runs_on_local_models(hub):
     as_plain(sampler, ["def f3(x):"], params)
 
 
+@pytest.mark.slow
 def test_the_math_drafter_learns_from_both_collections(hub):
     """Two collections, a length in epochs, acceptance on the collections' own prompts."""
     target, runs = f"target={hub / 'target'}", f"runs={hub / 'math'}"

@@ -54,6 +54,7 @@ def pairs(tmp_path_factory):
 OWN = [(kind, "separator") for kind in ("qwen2", "qwen3", *GEMMAS)] + [("llama", "pard")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "layout"), OWN)
 def test_a_target_of_one_s_own_is_one_key(kind, layout, pairs, tmp_path):
     target = tmp_path / "target"

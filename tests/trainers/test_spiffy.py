@@ -141,6 +141,7 @@ def test_the_paper_scale_calibrates_on_small_inputs(lab, model, tmp_path):
     assert parade_config(str(export))["graph"]["nodes"]
 
 
+@pytest.mark.processes
 def test_two_processes_make_the_graph_of_one(lab, export, tmp_path):
     two = ["name=two", "trainer.devices=2", "strategy=ddp", "trainer.micro_batch_size=2"]
     two.append(f"module.traces={tmp_path}")

@@ -89,6 +89,7 @@ def test_states_of_another_target_are_refused(prepared, both):
         file.write_bytes(kept)
 
 
+@pytest.mark.processes
 def test_two_processes_store_their_shares(prepared, both):
     (folder,) = folders(prepared)
     before = {f.name: f.read_bytes() for f in folder.iterdir()}

@@ -74,6 +74,7 @@ def test_a_wrong_noise_fails_the_same_test(draft, rule):
     assert ids(wrong) != one_by_one(SamplingParams())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize("name", WARPS)
 @pytest.mark.parametrize(("k", "nodes"), [(1, 3), (3, 1), (3, 12), (4, 30)])

@@ -36,6 +36,7 @@ def distance(s, prompt, params):
     return tiny.total_variation(distribution, subsets.infill_distribution(s.target, prompt, params))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.filterwarnings("ignore:block_size=")

@@ -123,6 +123,7 @@ def greedy(model, prompt, *, generator, max_new_tokens, temperature):
     return model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=max_new_tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("program", "right"), [(ours, True), (many, True), (greedy, False)])
 def test_programs_of_every_form(program, right):
     found = measure(program, Audit(program="x:y", samples=400))

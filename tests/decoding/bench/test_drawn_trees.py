@@ -30,6 +30,7 @@ SAMPLED = {name: case for name, case in CASES.items() if name != "greedy"}
 SAMPLED["eos inside a block"] = CASES["eos inside a block"] | {"vocabulary": 2, "eos": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", SAMPLED)
 def test_the_plain_distribution(name, rule):
@@ -42,6 +43,7 @@ def test_the_plain_distribution(name, rule):
     assert distance(sampler, params, {eos} - {None}) <= EXACT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(
     "sampler",
@@ -154,6 +156,7 @@ def root_first(parents):
     return [*range(1, len(parents) + 1), 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "wrong"),
     [
@@ -187,6 +190,7 @@ def largest_gap_last(p, q):
     return (q - p).argsort(descending=True, stable=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [by_number, largest_gap_last])
 def test_paths_may_be_selected_in_any_order(monkeypatch, order):
     monkeypatch.setattr(drawn_trees, "by_ratio", order)

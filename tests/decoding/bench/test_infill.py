@@ -261,6 +261,7 @@ def test_metrics_by_hand():
     assert generative_perplexity(short, tiny.tokenizer(4), "abcdabcd" + "a" * 20) == first
 
 
+@pytest.mark.slow
 def test_a_model_that_fills_no_holes_is_refused(lab):
     model = f"model={lab.runs / 'ar_target' / 'export'}"
     command = [sys.executable, "-m", "decoding.bench.infill", model, f"judge={model[6:]}"]

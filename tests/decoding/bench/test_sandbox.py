@@ -98,6 +98,7 @@ def test_leaving_before_the_tests_is_no_pass(how, early):
     assert outcome(early, how).outcome != "passed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "program",
     [

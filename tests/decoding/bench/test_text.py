@@ -1,7 +1,5 @@
 import csv
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from decoding.bench.text import Bench, measure, run
 from decoding.bench.text_report import explain_divergence, margin, report, summary
 from decoding.engine.running import Running
 from tests.support import tiny
+from tests.support.commands import refusal
 from tests.support.lab import write_corpus
 
 
@@ -307,12 +306,7 @@ def test_exports_of_different_tokenizers_are_refused(bench, tmp_path):
         ("verify=[trees]", "Did you mean 'tree'"),
     ],
 )
-def test_a_mistake_is_one_line_without_traceback(lab, argument, message):
+def test_a_mistake_is_one_line_without_traceback(lab, argument, message, monkeypatch, capsys):
     model = f"model={lab.runs / 'deer_stage2' / 'export'}"
     arguments = [argument] if argument.startswith("mod") else [model, argument]
-    done = subprocess.run(
-        [sys.executable, "-m", "decoding.bench", *arguments], capture_output=True, text=True
-    )
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    assert message in refusal(run, arguments, monkeypatch, capsys)

@@ -54,6 +54,7 @@ def random_blocks(seed, count=12, length=6, S=1):
     return blocks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [{}, {"tokens_per_step": 2}, {"threshold": 0.6}], ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("attention", KINDS)

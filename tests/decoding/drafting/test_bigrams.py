@@ -117,6 +117,7 @@ def with_bigrams(model, drafter, weight, nodes=6):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weight", [0.7, 20.0])
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_the_output_is_plain_decodings_whatever_the_bigram_scores(temperature, weight):

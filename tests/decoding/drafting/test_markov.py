@@ -24,6 +24,7 @@ from tests.support.texts import PROMPTS, SEEDS, WARPS, V, plain_rows
 from tests.support.trees import assert_likeliest, numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 @pytest.mark.parametrize("name", CASES)
 def test_it_has_the_plain_distribution(name, rule):
@@ -65,6 +66,7 @@ class VerifiesAnotherParent(DeerSampler):
         return draft, q
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [VerifiesMarginals, VerifiesAnotherParent])
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_a_wrong_q_fails_the_same_test(rule, wrong):
@@ -131,6 +133,7 @@ def test_a_coupled_draft_is_the_choice_under_the_conditional():
     assert not torch.equal((alone + noise[:, :4]).argmax(-1), draft)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", KEYED)
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize("name", ["no warp", "all"])

@@ -92,6 +92,7 @@ def test_the_mask_of_a_tree():
     assert torch.equal(before[0, 1:].bool(), drawing[2:, 2:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, 2, 7, 63])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_any_tree_gives_the_text_of_plain_decoding(nodes, temperature):

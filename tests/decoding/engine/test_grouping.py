@@ -2,6 +2,7 @@
 
 from itertools import product
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,6 +13,7 @@ def computed(lengths, groups):
     return sum(len(group) * max(lengths[n] for n in group) for group in groups)
 
 
+@pytest.mark.slow
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
     cost=st.integers(0, 12),

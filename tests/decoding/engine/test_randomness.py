@@ -33,6 +33,7 @@ def p_value_of_plain_decoding(randomness=None, rows=4000, **warp):
     return stats.chisquare(list(counts.values()), expected).pvalue
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("warp", [{}, {"temperature": 0.6}, {"top_k": 3}, {"verify": "rejection"}])
 def test_plain_sampling_has_the_distribution_of_the_model(warp):
     assert p_value_of_plain_decoding(**warp) > 1e-3

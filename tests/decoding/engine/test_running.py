@@ -143,6 +143,7 @@ EVENTS = st.lists(st.tuples(st.integers(0, 2), st.integers(-1, 5)), min_size=1, 
 STAGGERED = [(2, -1), (1, -1), (0, -1), (1, 0), (1, -1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLERS)
 @given(events=EVENTS, prefill_tokens=st.none() | st.integers(1, 9))
 @settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow], deadline=None)
@@ -364,6 +365,7 @@ def test_a_wrong_join_fails_the_same_test(monkeypatch, name, wrong):
     assert any(alone[n] != ids for n, ids in run(sampler, params, STAGGERED).items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_caches_grow_with_their_texts(monkeypatch, name):
     """Slot by slot, a few at a time, while requests come and go."""

@@ -31,6 +31,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("head", "params"), CASES)
 def test_the_distribution_is_that_of_sequential_decoding(head, params):
     target, drafter = images.pair(head)
@@ -77,6 +78,7 @@ def test_sequential_decoding_is_the_plain_chain(head, order):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", images.HEADS)
 @pytest.mark.parametrize("options", [{}, {"order": "random"}])
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ BLOCKS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 @pytest.mark.parametrize(
     ("name", "blocks"),
@@ -51,6 +52,7 @@ def test_a_wrong_rule_fails_the_same_test(monkeypatch, wrong):
     assert distance(sampler, params) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("warp", "blocks"),
     [*((warp, {}) for warp in WARPS), *((next(iter(WARPS)), blocks) for blocks in BLOCKS[1:])],
@@ -116,6 +118,7 @@ def worst(cls, rule, temperature, **blocks):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", BLOCKS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("rule", VERIFY)
@@ -123,6 +126,7 @@ def test_the_context_follows_the_accepted_tokens(rule, temperature, blocks):
     assert worst(Recording, rule, temperature, **blocks) < 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["coupled", "tree"])
 @pytest.mark.parametrize("wrong", [KeepsRejected, ForgetsLast])
 def test_a_wrong_context_is_seen(wrong, rule):

@@ -64,6 +64,7 @@ def samplers(model, n, texts):
         yield multi(model, n, blocks, pool, ratio, knowing(JacobiMRSampler, texts, 5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 8, 64])
 def test_every_way_is_plain_decoding_in_a_ragged_batch_and_alone(n, temperature):
@@ -79,6 +80,7 @@ def test_every_way_is_plain_decoding_in_a_ragged_batch_and_alone(n, temperature)
             assert alone[0].stats.emitted == together[2].stats.emitted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_two_hundred_prompts(temperature):
     """Batches of 5, as ragged as they come; the end token may fall anywhere."""
@@ -97,6 +99,7 @@ def test_two_hundred_prompts(temperature):
     assert 0 < ended < 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offset", range(1, 9))
 def test_an_end_at_every_offset_of_a_block(offset):
     """The end is made to fall on the offset by asking for the token that plain decoding has."""

@@ -128,6 +128,7 @@ def one_row(self, batch, index, keep=0):
 class TestSpeculation:
     """`CspdSampler` with two MARs against sequential decoding of the target."""
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("params", [
         {}, {"guidance": 2.0, "guidance_schedule": "linear", "temperature": 0.9}, {"coupled": 2},
     ])  # fmt: skip
@@ -137,6 +138,7 @@ class TestSpeculation:
         accepted = check_same(CspdSampler(target, drafter, gamma=2), plain, **params)
         assert 0.1 < accepted < 0.9  # both outcomes were seen
 
+    @pytest.mark.slow
     def test_other_distributions_are_rejected(self, monkeypatch):
         target, drafter = shifted()
         plain, _ = drawn(SequentialSampler(target), 1)

@@ -45,6 +45,7 @@ def cases():
         yield graph_of(L, None, PAPER.nodes), {"threshold": threshold}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("attention", KINDS)
 def test_the_text_is_that_of_denoise(attention, temperature):

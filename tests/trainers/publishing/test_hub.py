@@ -417,6 +417,7 @@ def test_uploads_never_holds_what_lies_deeper(folder):
     assert set(files) == on_disk(folder).keys() - {"deeper/config.json"}
 
 
+@pytest.mark.processes
 def test_the_command_pushes_and_decoding_loads_it_back(folder, tmp_path):
     """Both as a user starts them: HF_ENDPOINT is read when the client is imported."""
     export = folder / "export"
