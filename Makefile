@@ -21,7 +21,7 @@ TEST = $(PY) -m pytest -n 2 $(if $(SEED),--randomly-seed=$(SEED) --hypothesis-se
 
 quickstart: .venv/installed  ## train and decode with DEER at lab scale, from nothing (minutes)
 	$(FIT) recipe=deer_stage2 runs=$(RUNS)
-	$(PY) -m decoding.bench model=$(RUNS)/deer_stage2/export prompts=8 max_new_tokens=64 verify=[coupled,tree] generate=false
+	$(PY) -m decoding.bench model=$(RUNS)/deer_stage2/export prompts=8 max_new_tokens=64 dtype=float32 verify=[coupled,tree] generate=false
 
 test: .venv/installed  ## the tests that take minutes, in random order; SEED=3 (printed at the end) repeats one
 	$(TEST) -m "not slow and not processes" $(PYTEST)
