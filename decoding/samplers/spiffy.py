@@ -44,18 +44,14 @@ class SpiffyState(DenoiseState):
 class SpiffySampler(DenoiseSampler):
     """Speculative sampler of a masked diffusion LM.
 
-    With block-causal attention, where no other token depends on the block, the draft states are
-    appended to the cached sequence, each attending to the sequence and to itself. With
-    bidirectional attention or guidance that pass, the paper's (Fig. 2), would not be exact, so each
-    draft state is a sequence of its own in the batch.
+    With block-causal attention the draft states are appended to the cached sequence, as in Fig. 2.
+    With bidirectional attention or guidance that would not be exact, since other tokens depend on
+    the block: each draft state is a sequence of its own in the batch.
 
     Args:
-        graph: The draft graph.
+        graph: The draft graph; ValueError where it does not fit the model.
         next_block: Whether the first state of the next block is drafted too.
         options: Of `DenoiseSampler`.
-
-    Raises:
-        ValueError: The graph does not fit the model.
     """
 
     def __init__(
