@@ -108,7 +108,10 @@ def files() -> set[Path]:
 def attempt(module: str, arguments: list[str]) -> tuple[str, str]:
     """How a command ends ('worked', 'one line' or what is wrong), and what it said."""
 
+    rang = []
+
     def late(*_):
+        rang.append(True)
         raise TimeoutError
 
     signal.signal(signal.SIGALRM, late)
@@ -119,7 +122,7 @@ def attempt(module: str, arguments: list[str]) -> tuple[str, str]:
             importlib.import_module(module.partition(" ")[0]).run(arguments)
         return "worked", ""
     except (ValueError, OSError) as error:
-        if isinstance(error, TimeoutError):
+        if rang:  # a command may have made a line of it
             return "LATE", traceback.format_exc()
         if "\n" in str(error):
             return "MANY LINES", str(error)

@@ -115,7 +115,7 @@ def syntax_errors(script: Path) -> list[str]:
 
 
 class Walk:
-    """What the commands of a script make, read and measure, and what is wrong with them.
+    """The paths that a script's commands make, read and measure, and the mistakes in them.
 
     Attributes:
         made: Folders of runs and collections, their exports and `complete.json`.

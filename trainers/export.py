@@ -183,8 +183,6 @@ def export_checkpoint(run: Path, checkpoint: Path, trust_remote_code: bool = Fal
     """
     if not (run / "config.yaml").is_file():
         raise ValueError(f"{str(run)!r} is no run: it holds no config.yaml")
-    if not checkpoint.exists():
-        raise ValueError(f"checkpoint={str(checkpoint)!r} does not exist")
     step = step_of(checkpoint)
     config = stored_config(run / "config.yaml")
     if config is None:

@@ -170,9 +170,9 @@ def _problem(choice, ids: list[int] | None, top: list | None, most: int) -> str:
     """Describe what is wrong with an answer's length, '' if nothing is."""
     count = most if ids is None else len(ids)
     if count > most:
-        return f"{count} tokens where {most} were asked for"
+        return f"{count} tokens, more than max_tokens={most}"
     if choice.finish_reason == "length" and count < most:
-        return f"{count} tokens, cut before the {most} that were asked for"
+        return f"{count} tokens, cut before max_tokens={most}"
     if ids is not None and top is not None and len(top) != count:
         return f"{count} tokens and {len(top)} distributions"
     return ""

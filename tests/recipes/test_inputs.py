@@ -1,4 +1,4 @@
-"""What a recipe needs: folders are looked for, Hub ids are left to who loads them."""
+"""Inputs of a recipe: missing folders are built or named; Hub ids are left to their loader."""
 
 import pytest
 from omegaconf import OmegaConf

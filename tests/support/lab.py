@@ -150,7 +150,7 @@ class Lab:
 
 
 def prepared(root: Path) -> Lab:
-    """What the runs need: tiny networks that draw dropout while they train."""
+    """Make the lab whose tiny networks draw dropout while they train."""
     lab = Lab(root)
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):

@@ -1,4 +1,4 @@
-"""What a user reads of a mistake."""
+"""The errors that users see."""
 
 import pytest
 

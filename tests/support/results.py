@@ -1,4 +1,4 @@
-"""What tests read of results."""
+"""Token ids and pass counts of results."""
 
 from decoding.samplers.plain import PlainSampler
 

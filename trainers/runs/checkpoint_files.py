@@ -105,8 +105,12 @@ def step_of(path: Path) -> int:
     Raises:
         Damaged: Its checksums, sizes or structure are wrong.
         Refused: It asks to call something; nothing of it was run.
-        ValueError: It cannot be read now (no permission, a failing disk, no memory).
+        ValueError: There is none, or it cannot be read now (no permission, no memory).
     """
+    if not (path.is_file() or path.is_dir()):  # a device has no end
+        raise ValueError(
+            f"{str(path)!r} is no checkpoint: give the path of one (resume= takes auto and never)"
+        )
     try:
         return (_step_of_folder if path.is_dir() else _step_of_file)(path)
     except Refused:

@@ -34,13 +34,7 @@ def checkpoint_to_resume(config: DictConfig, folder: Path) -> tuple[Path | None,
     if config.resume == "never":
         return None, 0
     if config.resume != "auto":
-        path = Path(config.resume)
-        if not (path.is_file() or path.is_dir()):  # a device has no end
-            raise ValueError(
-                f"resume={config.resume!r} is no checkpoint. Choose from ['auto', 'never'] "
-                "or give the path of one"
-            )
-        return path, step_of(path)
+        return Path(config.resume), step_of(Path(config.resume))
     checkpoints = checkpoint_files(folder / "checkpoints")
     finished = is_export(folder / "export")
     # A run that ended before its first checkpoint has nothing that other settings would mix with.

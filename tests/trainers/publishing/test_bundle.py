@@ -107,7 +107,7 @@ print(json.dumps({"found": found + parade, "answers": answers}))
 
 
 def run_clean(folder, target_folder, export, prompts):
-    """What SCRIPT prints, run where nothing but its requirements can be imported."""
+    """Run SCRIPT where only its requirements can be imported; return its output."""
     home = folder / "home"
     hub_cache(home, export)
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "HF_"))}

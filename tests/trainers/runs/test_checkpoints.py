@@ -588,3 +588,10 @@ def test_a_row_that_a_kill_cut_short_is_forgotten(tmp_path):
     file.write_text("step,loss\n119,3.5\n120,3.25\n12")
     Curve(file, first=120).log_metrics({"loss": 3.0}, step=121)
     assert file.read_text().split() == ["step,loss", "119,3.5", "120,3.25", "121,3.0"]
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "/nowhere/step-4.ckpt"])
+def test_a_device_or_nothing_is_no_checkpoint(path):
+    """A device has no end: to read it would take all memory."""
+    with pytest.raises(ValueError, match=f"'{path}' is no checkpoint: give the path of one"):
+        step_of(Path(path))
