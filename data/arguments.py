@@ -4,7 +4,7 @@ from typing import Annotated, TypeVar
 
 from pydantic import Field
 
-Count = Annotated[int, Field(ge=1, le=10**9)]
+Count = Annotated[int, Field(ge=1, le=10**8)]
 Tokens = Annotated[int, Field(ge=1, le=2**20)]  # of a text, a row or an answer
 Small = Annotated[int, Field(ge=1, le=4096)]  # tokens or candidates of one cycle
 BlockSize = Annotated[int, Field(ge=1, le=1024)]
@@ -13,7 +13,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Weight = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 Temperature = Annotated[float, Field(ge=0, le=1000)]  # of sampling; 0 is greedy
-Whole = Annotated[int, Field(ge=0)]
+Whole = Annotated[int, Field(ge=0, le=10**8)]
 
 Item = TypeVar("Item")
 Several = Annotated[tuple[Item, ...], Field(min_length=1)]

@@ -106,7 +106,7 @@ class Acceptance:
     split: str = option("heldout", "of the source")
     limit: Count | None = option(None, "documents that are read, at the most; null: all")
     chat: bool | None = option(None, "null: in the chat template where the tokenizer has one")
-    prompts: Annotated[int, Field(ge=0, le=10**9)] = option(8, "0: do not measure")
+    prompts: Whole = option(8, "0: do not measure")
     prompt_length: Tokens | None = option(None, "tokens; null: 64 of a text, all of a question")
     max_new_tokens: Tokens = option(48, "tokens of an answer")
     temperatures: Several[Temperature] = option((0.0, 1.0), "of the sampling")

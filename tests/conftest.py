@@ -1,5 +1,6 @@
 import logging
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import transformers
 from transformers import AttentionInterface
 
 from models.attention import GROUPED, WRITTEN_OUT, grouped, written_out
+from tests.support import forked as forks
 from tests.support.lab import Lab
 from tests.support.process_state import changed, process_state, seed_everything
 
@@ -16,6 +18,7 @@ from tests.support.process_state import changed, process_state, seed_everything
 # shares the cores among workers).
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+forks.start_server()  # before any test has left a thread, a file or a process group
 
 
 def pytest_configure(config):
@@ -64,6 +67,14 @@ def as_before_a_command(clean_process):
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
+
+
+@pytest.fixture(scope="module")
+def forked():
+    """Python commands that a module's tests start are forks: see `tests.support.forked`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", forks.Forked)
+        yield
 
 
 @pytest.fixture(scope="session")

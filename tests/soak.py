@@ -25,7 +25,7 @@ from recipes.command import main
 from recipes.options import Options, option, parse
 from tests.support.lab import prepared
 
-RUN = ("deer_stage2", "trainer.max_steps=1000000000", "trainer.checkpoint_every=50",
+RUN = ("deer_stage2", "trainer.max_steps=100000000", "trainer.checkpoint_every=50",
        "trainer.validate_every=50", "trainer.log_every=1")  # fmt: skip
 SLACK = 1.02  # of memory: allocators keep a few pages
 

@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.lab import SMALL, Lab
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("forked")]
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "how_to" / "add_a_drafter.md"

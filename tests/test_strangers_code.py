@@ -13,7 +13,7 @@ from decoding.loading import load, load_tokenizer
 from models import causal
 from tests.support import tiny
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("forked")]
 
 ROOT = Path(__file__).resolve().parents[1]
 CODE = """

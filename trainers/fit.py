@@ -218,16 +218,16 @@ def assemble(
     config: DictConfig, module: BaseModule, folder: Path, first: int
 ) -> tuple[pl.Trainer, tuple[WholeSteps, DataLoader], dict[str, Dataset]]:
     """Build a run from step `first`: trainer (no loggers), (train, validation) loaders, rows."""
-    data, given = config.data, with_tokenizer(module.tokenizer)
+    data, given, t = config.data, with_tokenizer(module.tokenizer), Trainer(**config.trainer)
+    # Its prompts are read here: what is wrong with them is said before rows are packed.
+    callbacks = build_callbacks(t, Acceptance(**config.acceptance), module, folder)
     train = build(data.train, folder=data.folder, **given)
     held_out = build(data.validation, folder=data.folder, **given)
-    t = Trainer(**config.trainer)
     if t.max_epochs is not None:
         steps = math.ceil(t.max_epochs * len(train) / t.batch_size)
         t = replace(t, max_steps=steps, max_epochs=None)
     assert t.max_steps is not None
     module.optimization.warmup(t.max_steps)
-    callbacks = build_callbacks(t, Acceptance(**config.acceptance), module, folder)
     trainer = build_trainer(t, config.strategy, callbacks)
     speed_up(module, trainer, t)
     if data.stored_states is not None:

@@ -28,6 +28,7 @@ from decoding.samplers.sequential import SequentialSampler
 from recipes.command import main
 from recipes.options import NEEDED, MeasureOptions, option, parse
 
+TwoOrMore = Annotated[int, Field(ge=2, le=10**8)]
 RULES: dict[str, dict] = {"sequential": {}, "exact": {"verify": "exact"}, "relaxed": RELAXED}
 
 
@@ -39,7 +40,7 @@ class Fid(ImageOptions, MeasureOptions):
 
     real: str = option(NEEDED, "'digits', or a folder with a folder of images for each class")
     ways: Several[Literal[*tuple(RULES)]] = option(tuple(RULES), "to sample; relaxed is lossy")
-    samples: Annotated[int, Field(ge=2)] = option(50_000, "of each way; only equal numbers compare")
+    samples: TwoOrMore = option(50_000, "of each way; only equal numbers compare")
     batch_size: Count = option(64, "images that are made at once")
     features: Literal[*KINDS] = option("inception", "what images are compared by")
     weights: str | None = option(None, "Inception's file; null downloads it")

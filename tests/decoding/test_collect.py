@@ -23,6 +23,8 @@ from recipes.command import one_line
 from recipes.compose import compose
 from tests.support.runs import rows
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 
 def test_answers_are_keyed_by_prompt_and_temperature(lab):
     found = rows(lab.runs / "deer_answers")

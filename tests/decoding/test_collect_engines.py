@@ -8,7 +8,7 @@ from decoding.loading import load
 from tests.support.openai_server import serving
 from tests.support.runs import rows
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("forked")]
 
 GREEDY = ("collector.temperatures=[0.0]", "collector.number=1", "prompts.count=12", "shard_size=4")
 SERVED = ("ar_target/export",)  # the name of the lab's target

@@ -14,6 +14,8 @@ from decoding.loading import load
 from tests.support import tiny
 from tests.support.commands import refusal
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 
 def test_method_and_target_come_from_the_export(lab):
     assert type(load(str(lab.runs / "deer_stage2" / "export"))).__name__ == "DeerSampler"

@@ -30,7 +30,7 @@ from decoding.serve import requests_within, row_bytes, run
 from decoding.serving.scheduler import Scheduler
 from tests.support import browser, tiny
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("forked")]
 
 PROMPTS = ["def area", "self return", "class name for", "if value in key", "x"]
 

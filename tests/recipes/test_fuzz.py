@@ -117,6 +117,7 @@ def test_recipes(recipe, data):
         ("infill", ["block_sizes=[8,1000000000]"]),
         ("images", ["gamma=1000000000"]),
         ("images", ["gammas=[1,1000000000]"]),
+        ("fid", ["samples=1000000000"]),
     ],
 )
 def test_what_would_fill_the_memory_is_refused(module, given):

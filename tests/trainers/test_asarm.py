@@ -23,6 +23,8 @@ from trainers.base import Optimization
 from trainers.fit import assemble, build_module, fit
 from trainers.losses.asarm import joint
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 V = 4
 
 

@@ -20,6 +20,8 @@ from trainers.base import DISTRIBUTIONS, HIDDEN_STATES, Optimization
 from trainers.dflash import DFlash
 from trainers.losses.dflash import decay_weight
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 V = 12
 OWN_HEAD = (
     "network.draft_ids={_target_: data.corpora.answers.frequent_tokens, source: %s, count: 64}"

@@ -26,6 +26,8 @@ from trainers.base import Optimization
 from trainers.deer import Refinement
 from trainers.losses.diffusion import token_nll
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 N, K = 6, 4
 V = 2 * N
 

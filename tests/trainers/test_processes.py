@@ -16,7 +16,7 @@ from tests.support.lab import finish
 from tests.support.runs import curve, cut, kept, same_run, same_weights
 from trainers.runs.checkpoint_files import checkpoint_files
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("forked")]
 
 LONG = ("trainer.max_steps=50", "trainer.log_every=1", "trainer.validate_every=20")
 TWO = ("trainer.devices=2", "strategy=ddp", "trainer.micro_batch_size=2")

@@ -14,6 +14,8 @@ from recipes.compose import compose
 from tests.support.runs import curve, cut
 from trainers.fit import build_module
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 
 @pytest.fixture(scope="module")
 def model(lab):

@@ -8,6 +8,8 @@ from tests.support.lab import finish
 from tests.support.runs import curve, same_run
 from trainers.runs import stored_states
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 STEPS = (
     "trainer.max_steps=8",
     "trainer.log_every=1",

@@ -15,7 +15,7 @@ from trainers import export, strategies
 from trainers.fit import resolve_precision
 from trainers.strategies import DeepSpeed, strategy_of, with_weights, without_weights
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("forked")]
 
 WEIGHTS = "model.safetensors"
 STEPS = ("trainer.max_steps=24", "trainer.log_every=1", "trainer.validate_every=12")

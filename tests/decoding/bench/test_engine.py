@@ -8,7 +8,7 @@ import pytest
 from decoding.bench.engine import EngineBench, Way, agreement, measure, run
 from tests.support import learned
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("forked")]
 
 PROMPTS = [f"def {name}" for name in ("area", "sum", "row", "last", "tail", "head", "left", "best")]
 

@@ -30,6 +30,8 @@ from decoding.loading import load, load_tokenizer
 from decoding.samplers.asarm import AsarmSampler
 from tests.support import tiny
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 
 @pytest.fixture(scope="module")
 def bench(lab, tmp_path_factory):

@@ -17,7 +17,7 @@ from decoding.external.vllm_engine import (
 )
 from tests.support import tiny
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("forked")]
 
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0)
 

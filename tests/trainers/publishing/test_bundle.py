@@ -22,7 +22,7 @@ from tests.support.drafters import PROMPTS, V, target, write_drafter
 from tests.support.enumerating import output_distribution
 from trainers.publishing import bundle
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("forked")]
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

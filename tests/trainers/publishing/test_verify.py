@@ -17,7 +17,7 @@ from trainers.publishing.bundle import write_bundle
 from trainers.publishing.verify import verify
 from trainers.runs.callbacks import AcceptanceLength
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("forked")]
 
 PROMPTS = [f"def {name}" for name in ("area", "sum", "row", "last", "tail", "head", "left", "best")]
 NEW = 24
