@@ -1,7 +1,7 @@
 # Every target runs in .venv, and makes it where it is missing. Experiments are in examples/.
 PY := .venv/bin/python
 FIT := $(PY) -m trainers.fit
-RUNS ?= runs
+RUNS ?= runs/quickstart
 KILLS ?= 10
 INPUTS ?= 1000
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs
@@ -19,8 +19,8 @@ TEST = $(PY) -m pytest -n 2 $(if $(SEED),--randomly-seed=$(SEED) --hypothesis-se
 	$(PY) -m pip install -q -c constraints.txt -e '.[docs]'
 	touch $@
 
-quickstart: .venv/installed  ## train and decode with DEER at lab scale, from nothing (minutes)
-	$(FIT) recipe=deer_stage2 runs=$(RUNS)
+quickstart: .venv/installed  ## train a small target and a DEER drafter, and decode with them, from nothing (minutes)
+	$(FIT) recipe=deer_stage2 scale=quick runs=$(RUNS)
 	$(PY) -m decoding.bench model=$(RUNS)/deer_stage2/export prompts=8 max_new_tokens=64 dtype=float32 verify=[coupled,tree] generate=false
 
 test: .venv/installed  ## the tests that take minutes, in random order; SEED=3 (printed at the end) repeats one

@@ -1,9 +1,10 @@
-"""Any arguments of any command end in its work or in one line, within seconds.
+"""Any arguments of any command, and any file, end in its work or in one line, within seconds.
 
-`python -m tests.fuzz [inputs=1000] [seed=0]`: every command's own `run`, on tiny models, with one
-to three arguments that are drawn: a key of it, or a broken one, with a value of any kind. Status 1
-where one ends in a traceback, takes longer than 20 s, says an error in more than a line, or leaves
-a file in the working directory beside its error.
+`python -m tests.fuzz [inputs=1000] [seed=0] [files=0.5]`: every command's own `run`, on tiny
+models, with one to three arguments that are drawn: a key of it, or a broken one, with a value of
+any kind; or with a changed file in a folder that it reads (`tests.support.damage`). Status 1 where
+one ends in a traceback, takes longer than 20 s, says an error in more than a line, leaves a file in
+the working directory beside its error, writes outside of it, or runs code of a file.
 """
 
 import importlib
@@ -22,9 +23,11 @@ from pathlib import Path
 
 import torch
 
-from data.arguments import Count, Seed
+from data.arguments import Count, Seed, Share
+from decoding.bench import image_metrics
 from recipes.compose import defaults, paths
 from recipes.options import Options, option, parse
+from tests.support.damage import WRITES, damage, theirs
 from tests.support.lab import Lab, fit_images, prepared
 
 SECONDS = 20
@@ -45,6 +48,7 @@ class Fuzz(Options):
 
     inputs: Count = option(1000, "how many")
     seed: Seed = option(0, "of what is drawn")
+    files: Share = option(0.5, "share of inputs that change a file instead of arguments")
 
 
 def commands(lab: Lab) -> dict[str, tuple[list[str], list[str]]]:
@@ -70,6 +74,8 @@ def commands(lab: Lab) -> dict[str, tuple[list[str], list[str]]]:
         "decoding.calibrate": [f"model={drafter}", f"answers={lab.runs / 'deer_answers'}", *texts],
         "trainers.export": [f"run={lab.runs / 'deer_stage1'}"],
     }
+    digits = image_metrics._digits()  # it is trained for seconds
+    image_metrics._digits = lambda: digits
     keys = {module: options_of(module) for module in found}
     quick = ["build_inputs=false"]  # an input that is built takes minutes
     for recipe in ("ar_target", "deer_stage1"):
@@ -103,6 +109,44 @@ def drawn(draw: random.Random, keys: list[str]) -> list[str]:
 def files() -> set[Path]:
     """All files below the working directory."""
     return {path for path in Path().rglob("*") if path.is_file()}
+
+
+class Watch:
+    """What a command does beside its work, as Python's audit events tell it."""
+
+    def __init__(self, root: Path):
+        self.root, self.seen, self.here = str(root), [], None
+        sys.addaudithook(self.hook)
+
+    def hook(self, event: str, given: tuple) -> None:
+        """Note code of a stranger's file, its commands, and files that are written elsewhere."""
+        if self.here is None:
+            return
+        if event == "exec" and getattr(given[0], "co_filename", "").startswith(self.here):
+            self.seen.append(f"code of {given[0].co_filename}")
+        elif event in ("os.system", "os.exec", "subprocess.Popen") and WRITES in str(given):
+            self.seen.append(f"{event} {given}")
+        elif event == "open" and isinstance(given[0], str) and given[2] & (os.O_WRONLY | os.O_RDWR):
+            path = os.path.abspath(given[0])
+            inside = path.startswith((self.here, f"{self.root}/runs/"))  # the folders of arguments
+            if (path.startswith(self.root) and not inside) or path.endswith(WRITES):
+                self.seen.append(f"writes {path}")
+
+
+def changed(draw: random.Random, arguments: list[str], root: Path) -> tuple[list[str], str]:
+    """Copy one of the folders that arguments name, change a file in it: (arguments, what)."""
+    given = [(i, *a.partition("=")[::2]) for i, a in enumerate(arguments)]
+    runs = root / "runs"
+    given = [(i, key, path) for i, key, path in given if runs in (Path(path), *Path(path).parents)]
+    i, key, folder = draw.choice(given)
+    theirs(Path(folder), Path("theirs"))
+    told = damage(draw, Path("theirs"))
+    found = [*arguments]
+    found[i] = f"{key}=theirs"
+    steps = sorted(Path("theirs").glob("checkpoints/*"))
+    if key == "run" and steps and draw.random() < 0.5:
+        found.append(f"checkpoint={draw.choice(steps)}")
+    return found, told
 
 
 def attempt(module: str, arguments: list[str]) -> tuple[str, str]:
@@ -145,17 +189,27 @@ def main() -> None:
     draw, counts, begun = random.Random(f.seed), Counter(), time.monotonic()
     with tempfile.TemporaryDirectory() as root:
         known = commands(prepared(Path(root)))
+        watch = Watch(Path(root))
         for number in range(f.inputs):
             module = draw.choice([*known])
             base, keys = known[module]
-            arguments = drawn(draw, keys)
             with tempfile.TemporaryDirectory(dir=root) as here:
                 os.chdir(here)
-                end, said = attempt(module, [*base, *arguments])
+                if draw.random() < f.files:
+                    arguments, told = changed(draw, base, Path(root))
+                else:
+                    told = drawn(draw, keys)
+                    arguments = [*base, *told]
+                watch.here = here
+                end, said = attempt(module, arguments)
+                watch.here = None
                 os.chdir(root)
+            if watch.seen:
+                end, said = "DOES MORE", "\n".join(watch.seen[:5])
+                watch.seen.clear()
             counts[end] += 1
             if end.isupper():
-                print(f"{number}: {end}: {module} {arguments}\n{said}", flush=True)
+                print(f"{number}: {end}: {module} {told}\n{said}", flush=True)
     minutes = (time.monotonic() - begun) / 60
     print(f"{f.inputs} inputs of {len(known)} commands in {minutes:.0f} minutes: {dict(counts)}")
     sys.exit(1 if any(end.isupper() for end in counts) else 0)

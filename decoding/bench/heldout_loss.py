@@ -52,12 +52,13 @@ def run(argv: list[str]) -> None:
             raise ValueError(f"{name} is a drafter, which changes no text: give its target")
     check_one_tokenizer({name: load_tokenizer(name) for name in names})
     with results(Path(h.out)) as out:
+        first = load(h.model, **h.placing)  # before rows are written
         texts = heldout_texts(h, load_tokenizer(h.model))
         tokens = ", ".join(f"{sum(sum(t) for _, t in of)} of {what}" for what, of in texts.items())
         title = f"next-token loss in nats, {h.dtype}, held-out tokens: {tokens}"
         found, lines = {}, []
         for name in names:
-            sampler = load(name, **h.placing)
+            sampler = first if name == h.model else load(name, **h.placing)
             if not sampler.continues:
                 raise ValueError(f"{name} fills holes and predicts no next token: give causal LMs")
             network, size = sampler.target, h.batch_size

@@ -1,12 +1,12 @@
 #!/bin/sh
-# A Markov head for the quickstart's drafter: trained together with it, and alone.
+# A Markov head for the lab's DEER drafter: trained together with it, and alone.
 #
-# All three drafters go on from the quickstart's for 300 steps: without a head, with a head of rank
+# All three drafters go on from it for 300 steps: without a head, with a head of rank
 # 64, and with a head alone while the drafter stays as it is.
 #
 # Needs:  pip install -c constraints.txt -e '.[train,lab]' (make quickstart installs it)
 # Reads:  runs/deer_stage2/export, runs/deer_answers
-#         of make quickstart
+#         (python -m trainers.fit recipe=deer_stage2)
 # Time:   half an hour on 2 cores
 # Result: acceptance length, 64 held-out prompts, 2 virtual cores of an Intel Xeon with AMX
 #         (docs/results/markov_head.md):

@@ -1,12 +1,12 @@
 #!/bin/sh
 # Noise-ranked trees, without and with noise and bigrams, against drawn trees and chains.
 #
-# Acceptance length at equal numbers of nodes, of the quickstart's drafter. It does not depend on
+# Acceptance length at equal numbers of nodes, of the lab's DEER drafter. It does not depend on
 # the batch, so sixteen prompts are decoded at a time.
 #
 # Needs:  pip install -c constraints.txt -e '.[train,lab]' (make quickstart installs it)
 # Reads:  runs/deer_stage2/export, runs/deer_answers
-#         of make quickstart
+#         (python -m trainers.fit recipe=deer_stage2)
 # Time:   an hour on 2 cores
 # Result: 16 nodes, 64 held-out prompts, 2 virtual cores of an Intel Xeon with AMX
 #         (docs/explanation/noise_ranked_trees.md):
