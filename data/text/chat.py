@@ -134,9 +134,7 @@ def _assistant_spans(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> 
     return text, spans
 
 
-def _render(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, **options
-) -> tuple[str, Spans]:
+def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages, **options) -> tuple[str, Spans]:
     given = [{k: v for k, v in message.items() if v is not None} for message in messages]
     options = {**tokenizer.special_tokens_map, **options}
     try:
