@@ -49,7 +49,9 @@ class Serve(LoadOptions):
     prefill_tokens: Count = option(512, "of prompts that one pass prefills, before others' tokens")
     body_mb: Positive = option(4.0, "of a request's body at the most")
     seconds: Positive = option(600.0, "that a request may take, waiting too")
-    grace: Positive = option(30.0, "seconds after SIGTERM for the requests that it has")
+    grace: Annotated[float, Field(gt=0, le=86400)] = option(
+        30.0, "seconds after SIGTERM for the requests that it has"
+    )
     api_key: str | None = option(None, "that clients must send; null: PARADE_API_KEY, or none")
 
 
@@ -97,13 +99,18 @@ def run(argv: list[str]) -> None:
         timeout_keep_alive=PATIENCE,
         timeout_graceful_shutdown=math.ceil(s.grace) + HURRY,
     )
-    http = Http(config, partial(server.end_within, s.grace), s.grace)
+
+    def end() -> None:
+        server.end_within(s.grace)
+        if hasattr(signal, "alarm"):  # should a thread hang, the system ends it
+            signal.alarm(math.ceil(s.grace) + 2 * HURRY)
+
     print(f"{', '.join(samplers)}: {at_once} requests at once of up to {longest} tokens each")
     address = f"http://{s.host}:{listening.getsockname()[1]}/"
     print(f"{address} (Ctrl-C or SIGTERM: what was asked is answered first)", flush=True)
     # uvicorn raises it once more after it has ended in good order.
     signal.signal(signal.SIGTERM, lambda *_: None)
-    http.run(sockets=[listening])
+    Http(config, end).run(sockets=[listening])
 
 
 def length_of(sampler: Sampler, given: int | None) -> int:

@@ -33,7 +33,7 @@ def render(template: str, messages: list[dict], **options) -> tuple[str, Spans]:
     Raises:
         ValueError: In one line, if the template refuses the chat, fails, or has no end.
     """
-    options |= {"chat_template": template, "conversations": [messages]}
+    options |= {"chat_template": template, "conversations": [messages], "seconds": SECONDS}
     try:
         asked = json.dumps(options, default=str).encode() + b"\n"
     except RecursionError:
@@ -91,9 +91,10 @@ def _serve() -> None:
             most = int(file.read().split()[0]) * resource.getpagesize() + MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
     for line in sys.stdin.buffer:
-        signal.alarm(SECONDS)  # it ends the process, whatever that is doing
+        given = json.loads(line)
+        signal.alarm(given.pop("seconds"))  # it ends the process, whatever that is doing
         try:
-            [text], spans = render_jinja_template(**json.loads(line))
+            [text], spans = render_jinja_template(**given)
             if len(text) > CHARACTERS:
                 raise ValueError(f"it writes more than {CHARACTERS} characters")
             reply = json.dumps({"text": text, "spans": spans[0] if spans else []}).encode()

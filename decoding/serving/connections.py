@@ -1,7 +1,5 @@
 """Connections: bounded in number, and closed if their client keeps the server waiting."""
 
-import math
-import signal
 from asyncio import TimerHandle
 from collections.abc import Callable
 
@@ -136,21 +134,13 @@ class Connection(H11Protocol):
 
 
 class Http(uvicorn.Server):
-    """A server that ends `grace` seconds after SIGTERM, whatever its clients do.
+    """A server that calls a function when it begins to end."""
 
-    Args:
-        config: Its configuration, with `http=` a `Connection`.
-        end: Called when it begins to end.
-        grace: Seconds for the requests that it has.
-    """
-
-    def __init__(self, config: uvicorn.Config, end: Callable[[], None], grace: float):
+    def __init__(self, config: uvicorn.Config, end: Callable[[], None]):
         super().__init__(config)
-        self._end, self._grace = end, grace
+        self._end = end
 
     async def shutdown(self, sockets=None) -> None:
-        if hasattr(signal, "alarm"):  # it needs no thread of this process
-            signal.alarm(math.ceil(self._grace + 2 * HURRY))
         self._end()
         await super().shutdown(sockets)
 

@@ -45,7 +45,7 @@ Stops = Annotated[
     ),
 ]
 MESSAGES = "a list of {role, content}, both texts (content also as parts of type text)"
-Ids = Annotated[list[int], Field(min_length=1, fail_fast=True)]
+Ids = Annotated[list[Int64], Field(min_length=1, fail_fast=True)]
 # Fields of the protocol that are not offered, and the values with which they ask for nothing.
 NOT_OFFERED = {
     "best_of": (None, 1),
