@@ -16,9 +16,7 @@ from tests.support import tiny
 CHAT = [{"role": "user", "content": "abc"}]
 FINE = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}{{ eos_token }}"
 NESTED = "{% for a in range(99999) %}" * 4 + "{% endfor %}" * 4
-TWICE = (
-    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(50) }}"
-)
+TWICE = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(50) }}"
 DOUBLED = (
     "{% set s = namespace(x='a') %}{% for i in range(60) %}{% set s.x = s.x ~ s.x %}{% endfor %}"
 )

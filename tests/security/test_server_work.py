@@ -83,9 +83,9 @@ BAD = [
     ('{"prompt": "a", "temperature": %s}' % ("9" * 4000), "a number of at most"),
     ('{"prompt": "a", "top_p": 1e999}', "a number of at most"),
     ('{"prompt": [%s]}' % ("9" * 4000), "it must be a text, token ids"),
-    ('{"prompt": %s}' % DEEP, "it must be a text, token ids"),
-    ('{"prompt": "a", "user": %s}' % DEEP, "it must be a text"),
-    ('{"prompt": "a", "tools": %s}' % DEEP, "is not offered"),
+    (f'{{"prompt": {DEEP}}}', "it must be a text, token ids"),
+    (f'{{"prompt": "a", "user": {DEEP}}}', "it must be a text"),
+    (f'{{"prompt": "a", "tools": {DEEP}}}', "is not offered"),
     ('{"prompt": "a", "%s": 1}' % ("k" * 1_000_000), "unknown field 'kkk"),
     ("[" * 100_000, "no JSON"),
     ('{"prompt": "\\udc00"}', "surrogates not allowed"),
@@ -118,7 +118,7 @@ BAD_CHATS = [
     (messages([{"type": "image"}] * 100_000), "parts of type text"),
     ({"messages": [{}] * 900_000}, "a list of {role, content}"),
     (messages(""), "the prompt is empty"),
-    ('{"messages": [{"role": "user", "content": "a", "more": %s}]}' % DEEP, "RecursionError"),
+    (f'{{"messages": [{{"role": "user", "content": "a", "more": {DEEP}}}]}}', "RecursionError"),
 ]
 
 
