@@ -10,7 +10,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 PATIENCE = 30  # seconds for a client to send a request, or to read on
 HURRY = 5  # the same when the server ends
 DISCARDED = 2**28  # bytes that a client may go on sending after its request was refused
-CHUNKS, SHORT = 2048, 64  # more chunks of a body than this have so many bytes each on average
+CHUNKS, SHORT = 512, 64  # more chunks of a body than this have so many bytes each on average
 LEAST = 2**16  # bytes that a client reads in PATIENCE seconds to be waited for further
 
 
@@ -70,6 +70,7 @@ class Connection(H11Protocol):
         self._look()
 
     def on_response_complete(self) -> None:
+        """Wait for the next request."""
         self._begun, self._discarded = False, 0
         super().on_response_complete()
         self._look()
@@ -84,6 +85,7 @@ class Connection(H11Protocol):
         self._look()
 
     def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP, and close the connection."""
         try:
             super().send_400_response(msg)
         except h11.LocalProtocolError:  # an answer has begun
@@ -141,6 +143,7 @@ class Http(uvicorn.Server):
         self._end = end
 
     async def shutdown(self, sockets=None) -> None:
+        """End, as uvicorn does."""
         self._end()
         await super().shutdown(sockets)
 

@@ -334,7 +334,7 @@ def read(body: bytes | bytearray, kind: type[Asked], models: list[str]) -> Asked
     try:
         text = body.decode()
         given = json.loads(text, parse_constant=_refuse_constant)
-        if SURROGATE.search(text):  # alone it is JSON, and no text
+        if "\\u" in text and SURROGATE.search(text):  # alone it is JSON, and no text
             json.dumps(given, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested without end
         raise ValueError(f"the body is no JSON: {str(error)[:200]}") from error
