@@ -3,10 +3,12 @@
 In float32 the same seed gives the same text, whatever else the server decodes.
 """
 
+import math
 import os
 import signal
 import socket
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -47,6 +49,9 @@ class Serve(LoadOptions):
     prefill_tokens: Count = option(512, "of prompts that one pass prefills, before others' tokens")
     body_mb: Positive = option(4.0, "of a request's body at the most")
     seconds: Positive = option(600.0, "that a request may take, waiting too")
+    grace: Annotated[float, Field(gt=0, le=86400)] = option(
+        30.0, "seconds after SIGTERM for the requests that it has"
+    )
     api_key: str | None = option(None, "that clients must send; null: PARADE_API_KEY, or none")
 
 
@@ -58,6 +63,7 @@ def run(argv: list[str]) -> None:
     import uvicorn
 
     from decoding.serving.app import Server
+    from decoding.serving.connections import HURRY, PATIENCE, Connection, Http, room
     from decoding.serving.scheduler import Scheduler
 
     try:  # before minutes of loading
@@ -82,14 +88,29 @@ def run(argv: list[str]) -> None:
     scheduler = Scheduler(samplers, at_once, s.waiting, longest, s.prefill_tokens)
     limits = {"most": int(1e6 * s.body_mb), "seconds": s.seconds}
     key = s.api_key or os.environ.get("PARADE_API_KEY")
-    app = Server(scheduler, sampler.tokenizer, key=key, **limits).app()
-    http = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_keep_alive=30))
+    server = Server(scheduler, sampler.tokenizer, key=key, **limits)
+    most, backlog = room(wanted=max(1024, 2 * (at_once + s.waiting)))
+    config = uvicorn.Config(
+        server.app(),
+        http=partial(Connection, most=most),  # type: ignore[arg-type]  # it makes one
+        ws="none",
+        backlog=backlog,
+        log_level="error",  # who asks nonsense does not fill a log
+        timeout_keep_alive=PATIENCE,
+        timeout_graceful_shutdown=math.ceil(s.grace) + HURRY,
+    )
+
+    def end() -> None:
+        server.end_within(s.grace)
+        if hasattr(signal, "alarm"):  # should a thread hang, the system ends it
+            signal.alarm(math.ceil(s.grace) + 2 * HURRY)
+
     print(f"{', '.join(samplers)}: {at_once} requests at once of up to {longest} tokens each")
     address = f"http://{s.host}:{listening.getsockname()[1]}/"
     print(f"{address} (Ctrl-C or SIGTERM: what was asked is answered first)", flush=True)
     # uvicorn raises it once more after it has ended in good order.
     signal.signal(signal.SIGTERM, lambda *_: None)
-    http.run(sockets=[listening])
+    Http(config, end).run(sockets=[listening])
 
 
 def length_of(sampler: Sampler, given: int | None) -> int:

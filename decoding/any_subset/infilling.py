@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from data.corruption.orders import binary_lattice
 from decoding.engine.answer import Answer
 from decoding.engine.batch import Batch, State
-from decoding.engine.params import Chunk, SamplingParams
+from decoding.engine.params import LONGEST_ANSWER, Chunk, SamplingParams
 from decoding.engine.randomness import Randomness
 from decoding.engine.sampler import Sampler
 from decoding.engine.vocabulary import check_known
@@ -145,8 +145,11 @@ class Infiller(Sampler):
         for i, piece in enumerate(HOLE.split(text)):
             if i % 2 == 0:
                 ids += self._piece(piece)
-            elif int(piece) == 0:
-                raise ValueError("<hole:0> is not allowed: a hole has at least 1 token")
+            elif len(piece) > 7 or not 0 < int(piece) <= LONGEST_ANSWER - len(ids):
+                raise ValueError(
+                    f"<hole:{piece[:20]}> is not allowed: a hole has at least 1 token, and a text "
+                    f"at most {LONGEST_ANSWER}"
+                )
             else:
                 ids += [None] * int(piece)
         return ids

@@ -1,18 +1,28 @@
 """The HTTP side: OpenAI's routes, health, metrics and a page, over a `Scheduler`."""
 
 import asyncio
+import copy
 import hmac
 import json
+import logging
+import math
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from importlib import resources
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.responses import (
+    HTMLResponse,
+    JSONResponse,
+    PlainTextResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.routing import Route
 from transformers import PreTrainedTokenizerBase
 
@@ -20,10 +30,15 @@ from decoding.engine.params import Chunk
 from decoding.engine.randomness import request_seeds
 from decoding.serving import protocol
 from decoding.serving.accepted import AcceptedText
+from decoding.serving.connections import HURRY, PATIENCE
 from decoding.serving.protocol import Asked
 from decoding.serving.scheduler import Full, Job, Scheduler
 
 RETRY_AFTER = 1  # seconds
+HELD = 2**26  # bytes of all bodies together that are not read yet
+LARGE = 2**16  # bytes of a body that is read after others as large, and keeps no other waiting
+SPELLED = 64  # characters that a token may have where the vocabulary has no longer ones
+log = logging.getLogger(__name__)
 
 
 class Refused(Exception):
@@ -36,9 +51,10 @@ class Refused(Exception):
 
 async def refusal(request: Request, error: Refused) -> JSONResponse:
     """Answer a refused request."""
-    # What is left of a body that is too long is not read: it may have no end.
-    headers = {429: {"Retry-After": str(RETRY_AFTER)}, 413: {"Connection": "close"}}
-    return JSONResponse(error.body, error.code, headers=headers.get(error.code))
+    # After 408 and 413 the rest of the body is read for a while, and forgotten: a connection that
+    # is closed at once loses the answer on its way.
+    headers = {"Retry-After": str(RETRY_AFTER)} if error.code in (429, 503) else None
+    return JSONResponse(error.body, error.code, headers=headers)
 
 
 async def hung_up(request: Request, error: ClientDisconnect) -> PlainTextResponse:
@@ -55,6 +71,9 @@ class Server:
         key: The API key that clients must send; None: none.
         most: The most bytes of a body.
         seconds: The most seconds for a request, waiting included.
+
+    Bodies are read in threads of their own, large ones apart from others, and chats from
+    completions: who sends what takes long to read keeps only the like waiting.
     """
 
     def __init__(
@@ -69,7 +88,19 @@ class Server:
         self.scheduler, self.tokenizer, self.key = scheduler, tokenizer, key
         self.most, self.seconds = most, seconds
         self.models = [*scheduler.samplers]
-        self._tokenizing = threading.Lock()  # a tokenizer is for one thread at a time
+        vocabulary = map(len, tokenizer.get_vocab())
+        self.characters = scheduler.longest * max(SPELLED, *vocabulary)
+        self._coming: dict[asyncio.Timeout, bytearray] = {}  # bodies
+        self._held = 0  # bytes of bodies that have come and are not read yet
+        self._timeouts: set[asyncio.Timeout] = set()
+        self._ends = math.inf  # when all requests end
+        self._lanes: dict[tuple, tuple] = {}
+        for large in (False, True):
+            own = copy.deepcopy(tokenizer)  # a tokenizer is for one thread at a time
+            own.name_or_path = self.models[0]  # a path is nothing for clients
+            lock = threading.Lock()
+            for kind in (protocol.Chat, protocol.Completion):
+                self._lanes[kind, large] = ThreadPoolExecutor(1), own, lock
 
     def app(self) -> Starlette:
         """Return the application that a server such as uvicorn runs."""
@@ -77,7 +108,8 @@ class Server:
         @asynccontextmanager
         async def lifespan(_):
             yield
-            await asyncio.to_thread(self.scheduler.close)  # what was taken is still answered
+            # What was taken has been answered, or given up.
+            await asyncio.to_thread(self.scheduler.close, HURRY)
 
         chat, text = (partial(self.answer, kind=k) for k in (protocol.Chat, protocol.Completion))
         routes = [
@@ -114,15 +146,40 @@ class Server:
     async def answer(self, request: Request, kind: type[Asked]):
         """Answer a request as one body or as a stream."""
         self.check_key(request)
-        body = await self.body(request)
-        try:  # in a thread: a long text takes a while to tokenize
-            asked, prompts = await asyncio.to_thread(self.read, body, kind)
-        except ValueError as error:
-            raise Refused(flat(error).replace("max_new_tokens", "max_tokens")) from error
-        answers = Answers(self.scheduler, request, asked, prompts, self.seconds)
+        deadline = asyncio.get_running_loop().time() + self.seconds
+        async with self.until(deadline), self.body(request) as body:
+            asked, prompts = await self.read(body, kind)
+        answers = Answers(self, request, asked, prompts, deadline)
         if asked.stream:
             return StreamingResponse(self.events(answers), media_type="text/event-stream")
-        return JSONResponse(await self.whole(answers))
+        return Response(await self.whole(answers), media_type="application/json")
+
+    def end_within(self, seconds: float) -> None:
+        """Give up the requests that have not ended after so many seconds."""
+        self._ends = asyncio.get_running_loop().time() + seconds
+        for timeout in self._timeouts:
+            if not timeout.expired():
+                timeout.reschedule(min(timeout.when() or 0.0, self._ends))
+
+    @asynccontextmanager
+    async def until(self, deadline: float) -> AsyncIterator[None]:
+        """Do what follows before a deadline, or the server's end."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout_at(min(deadline, self._ends)) as timeout:
+                if loop.time() >= deadline:  # what is there at once would still be taken
+                    raise TimeoutError
+                self._timeouts.add(timeout)
+                try:
+                    yield
+                finally:
+                    self._timeouts.discard(timeout)
+        except TimeoutError:
+            if self._ends < deadline:
+                message = "the server is ending: ask again when it is back"
+                raise Refused(message, 503, "server_error") from None
+            message = f"not ended within {self.seconds:g} seconds"
+            raise Refused(message, 504, "timeout_error") from None
 
     def check_key(self, request: Request) -> None:
         """Refuse a client without the key."""
@@ -130,37 +187,106 @@ class Server:
         if self.key is not None and not hmac.compare_digest(given, self.key.encode()):
             raise Refused("a wrong API key, or none", 401, "authentication_error")
 
-    async def body(self, request: Request) -> bytes:
-        """Return a request's body; refuse one that is too long."""
-        found = b""
-        async for part in request.stream():
-            found += part
-            if len(found) > self.most:
-                raise Refused(f"the body has more than {self.most} bytes", 413)
-        return found
+    @asynccontextmanager
+    async def body(self, request: Request) -> AsyncIterator[bytearray]:
+        """Take in a request's body and hold it; refuse one that is too long or too slow."""
+        if int(request.headers.get("content-length", 0)) > self.most:
+            raise self.too_long()
+        found = bytearray()
+        try:
+            async with asyncio.timeout(PATIENCE) as timeout:
+                self._coming[timeout] = found
+                try:
+                    async for part in request.stream():
+                        found += part
+                        if len(found) > self.most:
+                            raise self.too_long()
+                        self.make_room()
+                finally:
+                    del self._coming[timeout]
+        except TimeoutError:
+            message = f"the body has not come within {PATIENCE:g} seconds, or had to make room"
+            raise Refused(message, 408, "timeout_error") from None
+        self._held += len(found)
+        try:
+            yield found
+        finally:
+            self._held -= len(found)
 
-    def read(self, body: bytes, kind: type[Asked]) -> tuple[Asked, list[list[int]]]:
+    def too_long(self) -> Refused:
+        """Return the error of a body that is too long."""
+        return Refused(f"the body has more than {self.most} bytes", 413)
+
+    def make_room(self) -> None:
+        """Give up the largest bodies that are coming in while all have too many bytes."""
+        while self._held + sum(map(len, self._coming.values())) > max(HELD, 4 * self.most):
+            timeout, largest = max(self._coming.items(), key=lambda item: len(item[1]))
+            if not largest:
+                return
+            largest.clear()
+            if not timeout.expired():
+                timeout.reschedule(0)
+
+    async def read(
+        self, body: bytearray, kind: type[Asked]
+    ) -> tuple[Asked, list[str] | list[list[int]]]:
         """Return a body's request, and the prompt of each of its answers."""
+        thread, *own = self._lanes[kind, len(body) > LARGE]
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(thread, self.read_in_thread, body, kind, *own)
+        except ValueError as error:
+            message = flat(error).replace("max_new_tokens", "max_tokens")
+            raise Refused(message[:400]) from error
+        except RuntimeError as error:
+            raise Refused(str(error), 500, "server_error") from error
+
+    def read_in_thread(
+        self,
+        body: bytearray,
+        kind: type[Asked],
+        tokenizer: PreTrainedTokenizerBase,
+        lock: threading.Lock,
+    ) -> tuple[Asked, list]:
+        """Read a body with a thread's own tokenizer; everything is counted before it is done."""
         scheduler, most = self.scheduler, self.scheduler.at_once + self.scheduler.most
-        with self._tokenizing:
+        try:
             asked = protocol.read(body, kind, self.models)
-            texts = [text for text in asked.texts(self.tokenizer) for _ in range(asked.n)]
-            if (count := len(texts)) > most:
+            if (count := asked.count * asked.n) > most:
                 raise ValueError(f"{count} answers are asked for, and this server takes {most}")
             if asked.best is not None and not self.predicts_next(asked):
                 raise ValueError(
                     f"{asked.model} predicts masked tokens and not the next one, so it has no "
                     "logprobs: leave them out"
                 )
-            given = asked.params, asked.suffix or None
-            return asked, [scheduler.prepared(asked.model, text, *given) for text in texts]
+            params, suffix = asked.params, asked.suffix or None
+            texts = asked.texts(tokenizer)
+            longest = max(len(x) for x in (*texts, suffix or "") if isinstance(x, str))
+            if longest > self.characters:
+                raise ValueError(
+                    f"the prompt has {longest} characters, more than the {scheduler.longest} "
+                    f"tokens of this server can have ({self.characters}): shorten it"
+                )
+            with lock:
+                found = [
+                    scheduler.prepared(
+                        asked.model, asked.encoded(text, tokenizer), params, suffix, tokenizer
+                    )
+                    for text in texts
+                ]
+        except ValueError:
+            raise
+        except BaseException as error:  # a panic of tokenizers is no Exception
+            log.error("a request could not be read", exc_info=error)
+            raise RuntimeError("the request could not be read") from None
+        return asked, [prompt for prompt in found for _ in range(asked.n)]
 
     def predicts_next(self, asked: Asked) -> bool:
         """Return whether the model's tokens have scores."""
         return self.scheduler.samplers[asked.model].predicts_next
 
-    async def whole(self, answers: "Answers") -> dict:
-        """Return the answers once all have ended."""
+    async def whole(self, answers: "Answers") -> str:
+        """Return the answers, as JSON, once all have ended."""
         asked, prompts, found = answers.asked, answers.prompts, {}
         try:
             async for index, chunk in answers:
@@ -171,13 +297,13 @@ class Server:
         results = [found[i] for i in range(len(prompts))]
         columns = range(len(prompts)), prompts, results, [job.scores for job in answers.jobs]
         choices = await asyncio.to_thread(self.written, asked.choice, *columns)
-        head = asked.head(answers.number, part=False)
-        return head | {"choices": choices, "usage": asked.usage(prompts, results)}
+        head = asked.head(answers.number, part=False) | {"usage": asked.usage(prompts, results)}
+        return f'{json.dumps(head)[:-1]}, "choices": [{", ".join(choices)}]}}'
 
-    def written(self, write: Callable[..., Any], *columns) -> list:
-        """Write each row of the columns, with the tokenizer locked."""
-        with self._tokenizing:
-            return [write(*row, self.tokenizer) for row in zip(*columns)]
+    def written(self, write: Callable[..., Any], *columns) -> list[str]:
+        """Write each row of the columns as JSON, one by one: others have their turn between."""
+        rows = (write(*row, self.tokenizer) for row in zip(*columns))
+        return [json.dumps(row, ensure_ascii=False, allow_nan=False) for row in rows]
 
     async def events(self, answers: "Answers") -> AsyncIterator[str]:
         """Yield server-sent events of answers as they come."""
@@ -189,8 +315,8 @@ class Server:
                 if chunk.result is not None:
                     results.append(chunk.result)
                     if job.scores is not None:
-                        row = [job.prompt], [chunk.result], [job.scores]
-                        [scores] = await asyncio.to_thread(self.written, asked.answer_scores, *row)
+                        row = job.prompt, chunk.result, job.scores, self.tokenizer
+                        scores = await asyncio.to_thread(asked.answer_scores, *row)
                 if self.predicts_next(asked):
                     accepted = texts[index].of(chunk, job.stats)
                 part = asked.delta(index, chunk, accepted, scores)
@@ -211,33 +337,34 @@ class Answers:
     """The chunks of one request's answers, as they come: (which answer, chunk).
 
     The client's `request` is watched, because it may disconnect before anything is sent. Reading
-    the chunks raises Refused if decoding fails or takes more than `seconds`, and ClientDisconnect.
+    the chunks raises Refused if decoding fails or is not done by the `deadline` (a time of the
+    event loop), and ClientDisconnect.
     """
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        server: Server,
         request: Request,
         asked: Asked,
-        prompts: list[list[int]],
-        seconds: float,
+        prompts: list,
+        deadline: float,
     ):
-        self.scheduler, self.request, self.seconds = scheduler, request, seconds
-        self.asked, self.prompts = asked, prompts
+        self.server, self.scheduler, self.request = server, server.scheduler, request
+        self.asked, self.prompts, self.deadline = asked, prompts, deadline
         queue: asyncio.Queue[tuple[int, Chunk | Exception]] = asyncio.Queue()
         self.queue, loop = queue, asyncio.get_running_loop()
 
         def show(index: int, chunk: Chunk | Exception) -> None:  # in the thread that decodes
-            loop.call_soon_threadsafe(queue.put_nowait, (index, chunk))
+            with suppress(RuntimeError):  # the loop is closed: the server has ended
+                loop.call_soon_threadsafe(queue.put_nowait, (index, chunk))
 
-        self.deadline = loop.time() + seconds
         seeds = request_seeds(asked.seed, len(prompts))
         jobs = [
             (asked.model, prompt, asked.params, seed, partial(show, i), asked.best)
             for i, (prompt, seed) in enumerate(zip(prompts, seeds))
         ]
         try:
-            self.jobs: list[Job] = scheduler.submit(jobs)
+            self.jobs: list[Job] = self.scheduler.submit(jobs)
         except Full:
             message = "the server has as many requests as it takes: try again later"
             raise Refused(message, 429, "rate_limit_error") from None
@@ -256,16 +383,14 @@ class Answers:
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Chunk]]:
         while self.left:
-            try:
-                async with asyncio.timeout_at(self.deadline):
-                    index, chunk = await self.queue.get()
-            except TimeoutError:
-                message = f"not ended within {self.seconds:g} seconds"
-                raise Refused(message, 504, "timeout_error") from None
+            async with self.server.until(self.deadline):
+                index, chunk = await self.queue.get()
             if isinstance(chunk, ClientDisconnect):
                 raise chunk
             if isinstance(chunk, Exception):
-                raise Refused(f"decoding failed: {flat(chunk)[:300]}", 500, "server_error")
+                # What it says is for who runs the server: it may name files.
+                log.error("decoding failed", exc_info=chunk)
+                raise Refused("decoding failed", 500, "server_error")
             self.left -= chunk.result is not None
             yield index, chunk
 

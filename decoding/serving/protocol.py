@@ -1,6 +1,7 @@
 """OpenAI's protocol: the fields of a request, and the format of its answers."""
 
 import json
+import re
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -11,17 +12,23 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, with_config
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import TypedDict
 
-from data.text.chat import encode_prompt
+from data.text.chat import render_prompt
 from decoding.engine.detokenize import Detokenizer
 from decoding.engine.likelihood import TokenScore
 from decoding.engine.params import Chunk, Result, SamplingParams
 from decoding.engine.randomness import fresh_seed
 
 MOST_CHOICES, MOST_STOPS, MOST_BEST = 64, 16, 20
+LONGEST_STOP = 1000  # characters
+# Lists are checked up to their first mistake: an error for each item would take all memory.
 # An error about a field says that its value must be the field's description.
 Text = Annotated[str | None, Field(description="a text")]
-Integer = Annotated[int | None, Field(description="an integer")]
-Number = Annotated[int | float | None, Field(description="a number")]
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+Integer = Annotated[Int64 | None, Field(description="an integer of 64 bits")]
+Number = Annotated[
+    Annotated[int | float, Field(ge=-1e30, le=1e30)] | None,
+    Field(description="a number of at most 1e30"),
+]
 Switch = Annotated[bool, Field(description="true or false")]
 Best = Annotated[
     int | None, Field(ge=0, le=MOST_BEST, description=f"an integer from 0 to {MOST_BEST}")
@@ -29,12 +36,16 @@ Best = Annotated[
 Choices = Annotated[
     int, Field(ge=1, le=MOST_CHOICES, description=f"an integer from 1 to {MOST_CHOICES}")
 ]
+Stop = Annotated[str, Field(max_length=LONGEST_STOP)]
 Stops = Annotated[
-    str | Annotated[list[str], Field(max_length=MOST_STOPS)],
-    Field(description=f"a text, or a list of at most {MOST_STOPS}"),
+    Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS, fail_fast=True)],
+    Field(
+        description=f"a text of at most {LONGEST_STOP} characters, or a list of at most "
+        f"{MOST_STOPS}"
+    ),
 ]
 MESSAGES = "a list of {role, content}, both texts (content also as parts of type text)"
-Ids = Annotated[list[int], Field(min_length=1)]
+Ids = Annotated[list[Int64], Field(min_length=1, fail_fast=True)]
 # Fields of the protocol that are not offered, and the values with which they ask for nothing.
 NOT_OFFERED = {
     "best_of": (None, 1),
@@ -46,6 +57,7 @@ NOT_OFFERED = {
     "functions": (None, []),
     "response_format": (None, {"type": "text"}),
 }
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 SAMPLING = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos", "verify"}
 
 
@@ -61,7 +73,7 @@ class Message(TypedDict):
     """A turn of a chat; a template may read further keys."""
 
     role: str
-    content: str | Annotated[list[Part], Field(min_length=1)]
+    content: str | Annotated[list[Part], Field(min_length=1, fail_fast=True)]
 
 
 class Asked(BaseModel):
@@ -81,7 +93,9 @@ class Asked(BaseModel):
     min_p: Number = None
     repetition_penalty: Number = None
     stop: Stops = []
-    seed: Annotated[int, Field(description="an integer")] = Field(default_factory=fresh_seed)
+    seed: Annotated[Int64, Field(description="an integer of 64 bits")] = Field(
+        default_factory=fresh_seed
+    )
     n: Choices = 1
     stream: Switch = False
     stream_options: Annotated[dict, Field(description="an object")] = {}
@@ -102,9 +116,18 @@ class Asked(BaseModel):
     def best(self) -> int | None:
         """Return how many tokens with their scores come at each position; None: no scores."""
 
+    @property
+    @abstractmethod
+    def count(self) -> int:
+        """Return the number of prompts."""
+
     @abstractmethod
     def texts(self, tokenizer: PreTrainedTokenizerBase) -> Sequence[str | list[int]]:
         """Return the prompts, as texts or token ids."""
+
+    def encoded(self, text: str | list[int], tokenizer: PreTrainedTokenizerBase) -> str | list[int]:
+        """Return one of the texts as a sampler encodes it."""
+        return text
 
     @abstractmethod
     def said(self, text: str, part: bool = False) -> dict[str, Any]:
@@ -194,7 +217,7 @@ class Completion(Asked):
     ID, KIND, PART, ROOM = "cmpl", "text_completion", "text_completion", 16
 
     prompt: Annotated[
-        str | Ids | Annotated[list[str | Ids], Field(min_length=1)],
+        str | Ids | Annotated[list[str | Ids], Field(min_length=1, fail_fast=True)],
         Field(description="a text, token ids, or a list of these"),
     ]
     suffix: Text = None
@@ -204,6 +227,11 @@ class Completion(Asked):
     @property
     def best(self) -> int | None:
         return self.logprobs
+
+    @property
+    def count(self) -> int:
+        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return 1 if one else len(self.prompt)
 
     def texts(self, tokenizer: PreTrainedTokenizerBase) -> list[str | list[int]]:
         if self.stream and self.echo:
@@ -242,7 +270,7 @@ class Chat(Asked):
 
     ID, KIND, PART, ROOM = "chatcmpl", "chat.completion", "chat.completion.chunk", 256
 
-    messages: Annotated[list[Message], Field(min_length=1, description=MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True, description=MESSAGES)]
     max_completion_tokens: Integer = None
     logprobs: Switch = False
     top_logprobs: Best = None
@@ -258,13 +286,21 @@ class Chat(Asked):
     def best(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def texts(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-        """Return the chat's token ids, as the one prompt."""
+    @property
+    def count(self) -> int:
+        return 1
+
+    def texts(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+        """Return the one prompt as the chat template renders it."""
         if not tokenizer.chat_template:
             raise ValueError("this model has no chat template: ask /v1/completions")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs is for answers with logprobs=true")
-        return [encode_prompt(tokenizer, [joined(message) for message in self.messages])]
+        return [render_prompt(tokenizer, [joined(message) for message in self.messages])]
+
+    def encoded(self, text: str | list[int], tokenizer: PreTrainedTokenizerBase) -> str | list[int]:
+        # The template has written the special tokens.
+        return tokenizer(text, add_special_tokens=False).input_ids
 
     def said(self, text: str, part: bool = False) -> dict[str, dict]:
         if part:
@@ -293,13 +329,19 @@ def joined(message: Message) -> dict[str, str]:
     return {**message, "content": content}  # type: ignore[dict-item]  # all are texts now
 
 
-def read(body: bytes, kind: type[Asked], models: list[str]) -> Asked:
+def read(body: bytes | bytearray, kind: type[Asked], models: list[str]) -> Asked:
     """Return a body's request, for the first model if it names none; a mistake is a ValueError."""
     try:
-        given = json.loads(body, parse_constant=_refuse_constant)
-        json.dumps(given, ensure_ascii=False).encode()  # a lone surrogate is JSON, and no text
+        text = body.decode()
+        given = json.loads(text, parse_constant=_refuse_constant)
+        if "\\u" in text and SURROGATE.search(text):  # alone it is JSON, and no text
+            json.dumps(given, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested without end
         raise ValueError(f"the body is no JSON: {str(error)[:200]}") from error
+    return _checked(given, kind, models)
+
+
+def _checked(given: Any, kind: type[Asked], models: list[str]) -> Asked:
     if not isinstance(given, dict):
         raise ValueError(f"the body is no object but a {type(given).__name__}")
     for key in NOT_OFFERED.keys() & given.keys():
@@ -308,14 +350,13 @@ def read(body: bytes, kind: type[Asked], models: list[str]) -> Asked:
             raise ValueError(f"{key}={json.dumps(value)[:60]} is not offered: leave {key} out")
     fields = kind.model_fields
     given = {key: x for key, x in given.items() if x is not None or key not in fields}
+    if unknown := next((key for key in given if key not in fields), None):
+        known = ", ".join(sorted(fields))
+        raise ValueError(f"unknown field {unknown[:60]!r}. Known are {known}")
     try:
         asked = kind.model_validate(given)
     except ValidationError as error:
-        wrong = error.errors()[0]
-        key = str(wrong["loc"][0])
-        if key not in fields:
-            known = ", ".join(sorted(fields))
-            raise ValueError(f"unknown field {key[:60]!r}. Known are {known}") from error
+        key = str(error.errors(include_url=False, include_input=False)[0]["loc"][0])
         if key not in given:
             raise ValueError(f"{key} is missing") from error
         value, words = json.dumps(given[key])[:60], fields[key].description

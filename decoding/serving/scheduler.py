@@ -1,11 +1,14 @@
 """The thread that decodes for all clients: those with equal sampling parameters as one batch."""
 
+import copy
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from decoding.any_subset.infilling import Infiller
 from decoding.engine.likelihood import TokenScore, token_scores
@@ -109,12 +112,25 @@ class Scheduler:
         return len(self._waiting)
 
     def prepared(
-        self, model: str, prompt: str | list[int], params: SamplingParams, suffix: str | None = None
+        self,
+        model: str,
+        prompt: str | list[int],
+        params: SamplingParams,
+        suffix: str | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> Any:
-        """Return a prompt for `submit`; an infilling model takes the suffix after the answer."""
+        """Return a prompt for `submit`; an infilling model takes the suffix after the answer.
+
+        The calling thread may have a `tokenizer` of its own, equal to the sampler's.
+        """
         sampler, most = self.samplers[model], params.max_new_tokens
+        if tokenizer is not None:
+            sampler = copy.copy(sampler)
+            sampler.tokenizer = tokenizer
         whole: Any = prompt
         sampler.check_params(params)
+        if not isinstance(prompt, str):
+            self._check_length(len(prompt), most if sampler.continues else 0)
         if suffix is not None:
             if not isinstance(sampler, Infiller):
                 raise ValueError(
@@ -123,13 +139,15 @@ class Scheduler:
                 )
             whole = sampler.between(prompt, suffix, min(most, self.longest))
         found = sampler.encode(whole, params)
-        most = most if sampler.continues else found.holes
-        if len(found) + most > self.longest:
+        self._check_length(len(found), most if sampler.continues else found.holes)
+        return found
+
+    def _check_length(self, tokens: int, most: int) -> None:
+        if tokens + most > self.longest:
             raise ValueError(
-                f"the prompt has {len(found)} tokens and max_tokens={most}, "
+                f"the prompt has {tokens} tokens and max_tokens={most}, "
                 f"together more than the {self.longest} of this server: shorten one of them"
             )
-        return found
 
     def submit(self, jobs: list[tuple]) -> list[Job]:
         """Queue requests, given as `Job`'s fields after its number, all or none; raise Full."""
@@ -151,12 +169,12 @@ class Scheduler:
                 self._cancelled.add(job.number)
                 self._changed.notify()
 
-    def close(self) -> None:
-        """Take no more requests, and return when all taken ones have ended."""
+    def close(self, seconds: float | None = None) -> None:
+        """Take no more requests; return when all taken ones have ended, or after some seconds."""
         with self._changed:
             self._open = False
             self._changed.notify()
-        self._thread.join()
+        self._thread.join(seconds)
 
     def _run(self) -> None:
         while True:
