@@ -6,7 +6,7 @@ It names the target and how to draft, so `vllm serve <drafter>` needs no --specu
 import shutil
 from pathlib import Path
 
-from data.files import atomic_folder, read_json
+from data.files import atomic_folder, read_json, refuse_links
 from decoding.loading import load_drafter, loads_drafter, parade_config, target_of
 from models.causal import files_of
 from trainers.publishing.bundle import BUNDLE, write_bundle
@@ -26,6 +26,7 @@ def write_speculators(export: Path, dry_run: bool = False) -> None:
     target = target_of(str(export), config)
     assert target is not None  # it is a drafter
     known = read_json(files_of(target)("config.json"))
+    refuse_links(export, sorted(export.rglob("*")))
     network.add_speculators(config["target"], known.get("architectures") or [])
     if dry_run:
         return
