@@ -4,9 +4,9 @@ import gzip
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from io import BufferedIOBase
 from itertools import chain, count, cycle, islice
 from pathlib import Path
-from typing import BinaryIO
 
 from data.arguments import Count
 from data.corpora.conditions import Condition, conditions, keeps
@@ -200,7 +200,7 @@ def read_jsonl(file: Path, name: str = "") -> Iterator[Row]:
             yield f"{name}:{number}", here, row
 
 
-def _lines(stream: BinaryIO, file: Path) -> Iterator[bytes]:
+def _lines(stream: BufferedIOBase, file: Path) -> Iterator[bytes]:
     """Yield the lines of a file, unpacked; ValueError for one over `MAX_LINE_BYTES`."""
     try:
         for number in count(1):

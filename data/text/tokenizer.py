@@ -236,7 +236,8 @@ def harmless(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
         model = _backend(tokenizer).model
         if getattr(model, "dropout", None):
             model.dropout = None
-        tokenizer.__class__ = _harmless_class(type(tokenizer))
+        kind: type = type(tokenizer)
+        tokenizer.__class__ = _harmless_class(kind)
     return tokenizer
 
 
