@@ -15,7 +15,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from data.text.chat import start_ids
+from data.text.chat import render_chat, start_ids
 from decoding.chat import end_of_turn
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import request_seeds
@@ -105,7 +105,7 @@ class ParadeLM(TemplateLM):
         """Return the prompt's text; without add_generation_prompt the last message is continued."""
         ends = {"add_generation_prompt": add_generation_prompt}
         ends["continue_final_message"] = not add_generation_prompt
-        return self.tokenizer.apply_chat_template(chat_history, tokenize=False, **ends)
+        return render_chat(self.tokenizer, chat_history, **ends)
 
     def get_model_info(self) -> dict:
         """Return lm-eval's entries about the model."""

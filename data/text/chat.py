@@ -2,12 +2,11 @@
 
 import re
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
+
+from data.text.rendering import Spans, render
 
 Messages = list[dict[str, str]]
-Spans = list[tuple[int, int]]
 
 
 def encode_document(tokenizer: PreTrainedTokenizerBase, row: dict) -> tuple[list[int], list[bool]]:
@@ -54,8 +53,18 @@ def start_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]:
     """Return the token ids of a chat prompt, including the header of the assistant's next turn."""
+    return _ids(tokenizer, render_prompt(tokenizer, messages))
+
+
+def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> str:
+    """Return the text of a chat prompt, whose special tokens it has already."""
     _check_chat(tokenizer, messages)
-    return _ids(tokenizer, _render(tokenizer, messages, add_generation_prompt=True))
+    return render_chat(tokenizer, messages, add_generation_prompt=True)
+
+
+def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Messages, **options) -> str:
+    """Return a chat's text, with options as of the tokenizer's `apply_chat_template`."""
+    return _render(tokenizer, messages, **options)[0]
 
 
 def encode_chat(
@@ -99,14 +108,18 @@ def _check_chat(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> None:
 def _assistant_spans(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[str, Spans]:
     """Return the rendered chat and its trained character spans `(start, stop)`."""
     if re.search(r"\{%[-+]?\s*generation\b", tokenizer.get_chat_template()):
-        return _render_with_spans(tokenizer, messages)
-    text = _render(tokenizer, messages)
+        # apply_chat_template(return_assistant_tokens_mask=True) is wrong if the tokenizer trims
+        # spaces from its offsets: a span that begins with a space is lost with all later ones, and
+        # one that ends with a space runs to the end of the chat. So we take the spans in
+        # characters, and find their tokens in `_tokens_before`.
+        return _render(tokenizer, messages, return_assistant_tokens_mask=True)
+    text = render_chat(tokenizer, messages)
     spans = []
     for index, message in enumerate(messages):
         if message["role"] != "assistant" or index == 0:
             continue
-        header = _render(tokenizer, messages[:index], add_generation_prompt=True)
-        turn = _render(tokenizer, messages[: index + 1])
+        header = render_chat(tokenizer, messages[:index], add_generation_prompt=True)
+        turn = render_chat(tokenizer, messages[: index + 1])
         # A template may rewrite earlier answers once more turns follow (Qwen3's drops their
         # thoughts). The model never generates that form, so such a turn is no target.
         if text.startswith(turn) and turn.startswith(header):
@@ -121,32 +134,16 @@ def _assistant_spans(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> 
     return text, spans
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages, **options) -> str:
+def _render(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, **options
+) -> tuple[str, Spans]:
+    given = [{k: v for k, v in message.items() if v is not None} for message in messages]
+    options = {**tokenizer.special_tokens_map, **options}
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
-    except (TemplateError, TypeError) as error:
-        raise _refused(tokenizer, error) from error
-
-
-def _render_with_spans(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[str, Spans]:
-    # apply_chat_template(return_assistant_tokens_mask=True) is wrong if the tokenizer trims spaces
-    # from its offsets: a span that begins with a space is lost with all later ones, and one that
-    # ends with a space runs to the end of the chat. So we take the spans in characters, and find
-    # their tokens in `_tokens_before`.
-    try:
-        [text], [spans] = render_jinja_template(
-            conversations=[messages],
-            chat_template=tokenizer.get_chat_template(),
-            return_assistant_tokens_mask=True,
-            **tokenizer.special_tokens_map,
-        )
-    except (TemplateError, TypeError) as error:
-        raise _refused(tokenizer, error) from error
-    return text, spans
-
-
-def _refused(tokenizer: PreTrainedTokenizerBase, error: Exception) -> ValueError:
-    return ValueError(f"The chat template of {tokenizer.name_or_path!r} rejected a chat: {error}")
+        return render(tokenizer.get_chat_template(), given, **options)
+    except ValueError as error:
+        name = tokenizer.name_or_path
+        raise ValueError(f"The chat template of {name!r} rejected a chat: {error}") from error
 
 
 def _tokens_before(tokenizer: PreTrainedTokenizerBase, ids: list[int], beginning: str) -> int:

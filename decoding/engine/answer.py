@@ -88,7 +88,7 @@ def _safe_length(text: str, stop: tuple[str, ...]) -> int:
     safe = len(text.rstrip("�"))
     for s in stop:
         for n in range(min(len(s) - 1, safe), 0, -1):
-            if text[:safe].endswith(s[:n]):
+            if text.endswith(s[:n], 0, safe):
                 safe -= n
                 break
     return safe
