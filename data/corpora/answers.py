@@ -85,7 +85,7 @@ def _checked_columns(shard: Path, table: "pyarrow.Table", lists: Iterable[str]) 
     from pyarrow import types
 
     kinds = dict(zip(table.column_names, table.schema.types))
-    heavy = [name for name in TEACHER if name in kinds]
+    heavy = TEACHER if any(name in kinds for name in TEACHER) else ()
     for name in ("id", *lists, *heavy):
         if name not in kinds:
             raise ValueError(f"{shard} has no column {name!r}, but {sorted(kinds)}")
@@ -110,12 +110,13 @@ def _checked_columns(shard: Path, table: "pyarrow.Table", lists: Iterable[str]) 
             )
     found = {name: str(kind) for name, kind in kinds.items()}
     tokens = compute.list_value_length(table["answer_ids"]).to_numpy()
+    tops = set()
     for name in heavy:
         sizes = compute.list_value_length(table[name]).to_numpy()
-        top = int(sizes[0] // max(tokens[0], 1)) if len(sizes) else 1
-        if top < 1 or (sizes != top * tokens).any():
+        tops.add(int(sizes[0] // max(tokens[0], 1)) if len(sizes) else 1)
+        if min(tops) < 1 or len(tops) > 1 or (sizes != max(tops) * tokens).any():
             raise ValueError(f"{shard}: {name!r} has not as many values for each answer's token")
-        found[name] += f" of {top}"
+        found[name] += f" of {max(tops)}"
     return found
 
 

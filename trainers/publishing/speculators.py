@@ -16,6 +16,7 @@ ENTRY = "speculators_config"
 
 def write_speculators(export: Path, dry_run: bool = False) -> None:
     """Add the entry to an export, which is replaced; with `dry_run` check only that it fits."""
+    refuse_links(export, sorted(export.rglob("*")))  # its files are copied
     config = parade_config(str(export))
     network = load_drafter(config, str(export), "auto") if loads_drafter(config) else None
     if network is None or not hasattr(network, "add_speculators"):
@@ -26,7 +27,6 @@ def write_speculators(export: Path, dry_run: bool = False) -> None:
     target = target_of(str(export), config)
     assert target is not None  # it is a drafter
     known = read_json(files_of(target)("config.json"))
-    refuse_links(export, sorted(export.rglob("*")))
     network.add_speculators(config["target"], known.get("architectures") or [])
     if dry_run:
         return
