@@ -243,8 +243,12 @@ def test_odd_json_beside_a_model_is_one_line(theirs, name, content, monkeypatch,
 
 @pytest.mark.parametrize(
     "template",
-    ["{{ 1/0 }}", "{{ 'a' * 10**12 }}", "{{ messages.x.y }}", "{% for %}", "{{ 5 | nope }}"]
-    + [
+    [
+        "{{ 1/0 }}",
+        "{{ 'a' * 10**12 }}",
+        "{{ messages.x.y }}",
+        "{% for %}",
+        "{{ 5 | nope }}",
         "{{ [1].sort(key=1) }}",
         "{{ 'a' | center(10**12) }}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
