@@ -8,6 +8,7 @@ processes may write the same path at once: the last rename counts. A killed proc
 import errno
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 
 LARGEST_TEXT = 2**28  # characters; a device has no end
+DEEPEST = 100  # lists and objects within each other in a JSON text
 
 
 def read_text(file: Path) -> str:
@@ -37,8 +39,8 @@ def read_text(file: Path) -> str:
 def read_json(file: Path, needed: Iterable[str] = ()) -> dict:
     """Return the object in a JSON file, which must have all `needed` keys."""
     try:
-        found = json.loads(read_text(file))
-    except (json.JSONDecodeError, RecursionError) as error:
+        found = parse_json(read_text(file))
+    except ValueError as error:
         raise ValueError(f"{file} is damaged: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{file} is damaged: it holds no object but {shortened(found)}")
@@ -46,6 +48,60 @@ def read_json(file: Path, needed: Iterable[str] = ()) -> dict:
         if key not in found:
             raise ValueError(f"{file} is damaged: it has no {key!r}")
     return found
+
+
+def parse_json(text: str) -> Any:
+    """Return the value of a JSON text; ValueError for any that cannot be worked with.
+
+    That is also one deeper than `DEEPEST`, which overflows the stack where it is printed or stored,
+    and one with half a surrogate pair, which no UTF-8 file and no tokenizer takes.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"it is nested deeper than {DEEPEST}") from None
+    except json.JSONDecodeError:
+        raise
+    except ValueError as error:  # Python's advice on its limit of digits follows
+        raise ValueError(str(error).partition(";")[0]) from None
+    # Only texts with so many brackets, or with such an escape, can be either.
+    if text.count("[") + text.count("{") > DEEPEST and _deep(value):
+        raise ValueError(f"it is nested deeper than {DEEPEST}")
+    if re.search(r"\\u[dD][89a-fA-F]", text):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start]
+            raise ValueError(f"it has half a surrogate pair, {half!a}, which is no text") from None
+    return value
+
+
+def _deep(value: Any) -> bool:
+    """Return whether a JSON value is nested deeper than `DEEPEST`."""
+    level = [value] if isinstance(value, (dict, list)) else []
+    for _ in range(DEEPEST):
+        inside = [v.values() if isinstance(v, dict) else v for v in level]
+        level = [x for values in inside for x in values if isinstance(x, (dict, list))]
+        if not level:
+            return False
+    return True
+
+
+def refuse_links(folder: Path, paths: Iterable[Path], hub_cache: bool = False) -> None:
+    """Check that paths below a folder are reached without a link, so that they are its own files.
+
+    A link in a stranger's folder may lead to any file of this machine. With `hub_cache`, those of
+    huggingface_hub's cache are allowed: from `snapshots/COMMIT/` into `blobs/` of one repository.
+    """
+    home = folder.resolve()
+    blobs = home.parents[1] / "blobs" if hub_cache and home.parent.name == "snapshots" else None
+    for path in paths:
+        found = path.resolve()
+        if found != home / path.relative_to(folder) and (blobs is None or found.parent != blobs):
+            raise ValueError(
+                f"{path} is a link, or lies in one, and leads to {found}: links are not followed, "
+                "as they may lead to private files. Put the file itself there"
+            )
 
 
 def read_array(file: Path, mmap: bool = True) -> np.ndarray:

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import torch
 from omegaconf import DictConfig
+from transformers import PreTrainedTokenizerBase
 
 from data.corpora.answers import shard_path
 from data.files import atomic_write, check_space, read_json, same_setting
 from data.text.prompts import prompt_set
+from data.text.tokenizer import same_tokenizer
 from decoding.report import track
 from recipes.command import main
 from recipes.compose import build, compose, run_folder
@@ -55,7 +57,7 @@ def _collect(config: DictConfig, folder: Path, rank: int, world: int) -> None:
     prompts = prompt_set(tokenizer=collector.tokenizer, **config.prompts)
     manifest = {name: config[name] for name in ("recipe", "shard_size", "seed")}
     manifest |= {"prompts": dict(config.prompts), **collector.made_with()}
-    _check_settings(folder, manifest)
+    _check_settings(folder, manifest, collector.tokenizer)
     size = config.shard_size
     shards = [prompts[i : i + size] for i in range(0, len(prompts), size)]
     missing = [i for i in range(len(shards)) if not shard_path(folder, i).exists()]
@@ -72,11 +74,13 @@ def _collect(config: DictConfig, folder: Path, rank: int, world: int) -> None:
         _write_text(folder / "complete.json", json.dumps({"shards": len(shards)}))
 
 
-def _check_settings(folder: Path, manifest: dict) -> None:
+def _check_settings(folder: Path, manifest: dict, tokenizer: PreTrainedTokenizerBase) -> None:
     """Check that a folder's shards were collected with the same settings."""
     if not _has_shards(folder):
         return
     stored, manifest = read_json(folder / MANIFEST), json.loads(json.dumps(manifest))
+    if same_tokenizer(tokenizer, str(stored.get("tokenizer"))):  # of an older version too
+        manifest["tokenizer"] = stored["tokenizer"]
     for key in sorted({*stored, *manifest}):
         before, now = stored.get(key), manifest.get(key)
         if not same_setting(before, now):

@@ -16,8 +16,8 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from data.files import read_json, shortened
-from data.text.tokenizer import fingerprint
+from data.files import read_json, refuse_links, shortened
+from data.text.tokenizer import fingerprint, harmless, no_panic, same_tokenizer
 from decoding import samplers
 from decoding.engine.sampler import Sampler
 from decoding.method import KEYS, MAX_COUNT, Method, check_values
@@ -37,6 +37,7 @@ CONFIGS = ("config.json", KEPT, "adapter_config.json")  # the first that is ther
 # How models without an entry are decoded, by their type; all others plainly.
 METHODS = {"xlnet": "asarm"}
 DFLASH = "dflash_config"  # the key of a DFlash drafter's config.json, whoever trained it
+WEIGHTS = (".safetensors", ".bin", ".gguf")  # suffixes of files that may be links
 
 
 def load(
@@ -218,7 +219,7 @@ def parade_config(path: str) -> dict:
     """
     if path.endswith(mar.CHECKPOINTS):
         return {"method": "mar"}
-    file = _config_of(causal.local_path(path))
+    file = _config_of(_without_links(path))
     if file.name != CONFIGS[0] and find_spec("peft") is None:
         raise ValueError(
             f"{path!r} is an adapter beside its base model, which needs peft: pip install peft, or "
@@ -297,20 +298,38 @@ def entry_of(config: dict, file: Path) -> dict:
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a folder, Hub id or gguf file; ValueError where there is none."""
-    path = causal.local_path(path)
+    """Load the tokenizer of a folder, Hub id or gguf file; ValueError where there is none.
+
+    It gives a text the same ids always (`data.text.tokenizer.harmless`).
+    """
+    path = _without_links(path)
     found = None if trust_remote_code else public.layout_of(path)
-    with one_line("a tokenizer", path):
+    with one_line("a tokenizer", path), no_panic():
         if found and found[0].tokenizer:
-            return getattr(transformers, found[0].tokenizer).from_pretrained(path)
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+            kind, options = getattr(transformers, found[0].tokenizer), {}
+        else:
+            kind, options = AutoTokenizer, {"trust_remote_code": trust_remote_code}
+        return harmless(kind.from_pretrained(path, **options))
+
+
+def _without_links(path: str) -> str:
+    """Return the folder or Hub id that a model is loaded from, after a check of its links.
+
+    Weights may be links; all other files end up in the exports that are made with the model.
+    """
+    path = causal.local_path(path)
+    if Path(path).is_dir():
+        files = (file for pattern in ("*", "*/*.jinja") for file in Path(path).glob(pattern))
+        small = (file for file in files if file.is_file() and file.suffix not in WEIGHTS)
+        refuse_links(Path(path), sorted(small), hub_cache=True)
+    return path
 
 
 def check_tokenizers(
     target: PreTrainedTokenizerBase, drafter_fingerprint: str, target_name: str, drafter_name: str
 ) -> None:
     """Check that drafter and target mean the same by a token id (padding rows may differ)."""
-    if fingerprint(target) != drafter_fingerprint:
+    if not same_tokenizer(target, drafter_fingerprint):
         raise ValueError(
             f"the drafter {drafter_name!r} and the target {target_name!r} have different "
             f"tokenizers (fingerprints {drafter_fingerprint} and {fingerprint(target)}): "

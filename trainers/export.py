@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -9,7 +10,7 @@ from typing import ClassVar, Literal
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError
 
-from data.files import atomic_folder, atomic_write, read_text
+from data.files import atomic_folder, atomic_write, read_text, refuse_links
 from decoding.external.reply import first_line
 from decoding.external.vllm_engine import FORMATS as ENGINE_FORMATS
 from decoding.external.vllm_engine import speculative_config
@@ -106,6 +107,7 @@ def _checked_export(e: Export) -> Path:
             f"verify={list(e.verify)} compares the finished run's export with its last validation: "
             "leave checkpoint= out"
         )
+    refuse_links(Path(e.run), _small_files(Path(e.run)))
     folder = Path(e.run) / "export"
     if e.checkpoint is not None:
         folder = export_checkpoint(Path(e.run), Path(e.checkpoint), e.trust_remote_code)
@@ -115,6 +117,14 @@ def _checked_export(e: Export) -> Path:
             "and checkpoint=... makes one of a run that is not finished"
         )
     return folder
+
+
+def _small_files(run: Path) -> Iterator[Path]:
+    """Yield what is in a run's folder, except its checkpoints: the card is made from much of it."""
+    for top in sorted(run.glob("*")):
+        if top.name != "checkpoints":
+            yield top
+            yield from top.rglob("*")
 
 
 def _push(e: Export, repo: str, folder: Path, target: str | None, card: str) -> None:

@@ -1,7 +1,7 @@
 """Collections of teacher answers on disk: Parquet shards keyed by prompt id, and their reader."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import compress, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # Columns of the teacher's distributions, [n * top_k] a row.
 TEACHER = ("teacher_ids", "teacher_probs")
+IDS = ("prompt_ids", "answer_ids")  # what every collection has, with `id`
 
 
 def shard_path(folder: str | Path, shard: int) -> Path:
@@ -43,10 +44,16 @@ def read_manifest(folder: str | Path) -> dict:
         ) from None
 
 
-def read_shards(folder: str | Path) -> Iterator[tuple[Path, "pyarrow.Table"]]:
-    """Yield the shards of a collection in order, as file and table; a missing shard is an error."""
+def read_shards(
+    folder: str | Path, lists: Iterable[str] = ()
+) -> Iterator[tuple[Path, "pyarrow.Table"]]:
+    """Yield the shards of a collection in order, as file and table.
+
+    A missing shard is an error, and so are columns other than the first shard's, or that do not
+    hold text in `id`, token ids in `IDS`, and lists of integers in `lists`.
+    """
     import pyarrow.parquet as parquet
-    from pyarrow.lib import ArrowInvalid
+    from pyarrow.lib import ArrowException
 
     shards = sorted((Path(folder) / "shards").glob("*.parquet"))
     if not shards:
@@ -58,11 +65,59 @@ def read_shards(folder: str | Path) -> Iterator[tuple[Path, "pyarrow.Table"]]:
             f"{folder} had {expected} shards when it was complete and has {len(shards)} now: "
             "collect the others again with the command that made it"
         )
+    first = None
     for shard in shards:
         try:
-            yield shard, parquet.read_table(shard)
-        except (OSError, ArrowInvalid) as error:
+            table = parquet.ParquetFile(shard).read()
+        except (OSError, ArrowException) as error:
             raise ValueError(f"{shard} is damaged: {' '.join(str(error).split())}") from None
+        found = _checked_columns(shard, table, (*IDS, *lists))
+        first = first or found
+        if found != first:
+            names = [name for name in {**first, **found} if first.get(name) != found.get(name)]
+            raise ValueError(f"{shard} has other columns than {shards[0]}: {', '.join(names)}")
+        yield shard, table
+
+
+def _checked_columns(shard: Path, table: "pyarrow.Table", lists: Iterable[str]) -> dict[str, str]:
+    """Return the types of a shard's columns; ValueError where they are no collection's."""
+    import pyarrow.compute as compute
+    from pyarrow import types
+
+    kinds = dict(zip(table.column_names, table.schema.types))
+    heavy = TEACHER if any(name in kinds for name in TEACHER) else ()
+    for name in ("id", *lists, *heavy):
+        if name not in kinds:
+            raise ValueError(f"{shard} has no column {name!r}, but {sorted(kinds)}")
+        column, kind = table[name], kinds[name]
+        if name == "id":
+            right = types.is_string(kind) or types.is_large_string(kind)
+        else:
+            number = types.is_floating if name == TEACHER[1] else types.is_integer
+            right = types.is_list(kind) and (
+                number(kind.value_type) or (types.is_null(kind.value_type) and not len(column))
+            )
+        if not right or column.null_count:
+            of = "text" if name == "id" else "lists of numbers"
+            raise ValueError(f"{shard}: {name!r} does not hold {of} in every row, but {kind}")
+        if name == "id":
+            continue
+        values = compute.list_flatten(column)
+        numbers = values.to_numpy() if not values.null_count else np.array([-1])
+        if len(numbers) and not 0 <= float(numbers.min()) <= float(numbers.max()) < 2**31:
+            raise ValueError(
+                f"{shard}: {name!r} has values that are no token ids, counts or shares"
+            )
+    found = {name: str(kind) for name, kind in kinds.items()}
+    tokens = compute.list_value_length(table["answer_ids"]).to_numpy()
+    tops = set()
+    for name in heavy:
+        sizes = compute.list_value_length(table[name]).to_numpy()
+        tops.add(int(sizes[0] // max(tokens[0], 1)) if len(sizes) else 1)
+        if min(tops) < 1 or len(tops) > 1 or (sizes != max(tops) * tokens).any():
+            raise ValueError(f"{shard}: {name!r} has not as many values for each answer's token")
+        found[name] += f" of {max(tops)}"
+    return found
 
 
 class AnsweredPrompt(NamedTuple):
@@ -116,7 +171,8 @@ def read_answers(
             prompt, answer = row["prompt_ids"], row["answer_ids"]
             columns = {}
             for name, column in stored.items():
-                values = column[i].values.to_numpy().reshape(len(answer), -1)
+                values = column[i].values.to_numpy()
+                values = values.reshape(len(answer), len(values) // max(len(answer), 1))
                 zeros = np.zeros((len(prompt), values.shape[1]), values.dtype)
                 columns[name] = np.concatenate([zeros, values])
             trained = [False] * len(prompt) + [True] * len(answer)
@@ -124,12 +180,15 @@ def read_answers(
 
 
 def chosen_rows(
-    folder: str | Path, split: str, where: str | None
+    folder: str | Path, split: str, where: str | None, lists: Iterable[str] = ()
 ) -> Iterator[tuple["pyarrow.Table", list[dict]]]:
-    """Yield each shard's chosen rows: as a table, and as dicts without `TEACHER`."""
+    """Yield each shard's chosen rows: as a table, and as dicts without `TEACHER`.
+
+    `lists` names columns of lists of integers that each shard must have.
+    """
     check_split(split)
     asked = conditions(where)
-    for shard, table in read_shards(folder):
+    for shard, table in read_shards(folder, lists):
         heavy = [name for name in TEACHER if name in table.column_names]
         rows = table.drop_columns(heavy).to_pylist()
         chosen = [

@@ -205,7 +205,7 @@ def _human_eval(row: dict, id: str) -> Problem | None:
     if not _texts(row, "task_id", "prompt", "test", "entry_point"):
         return None
     known = {"test": row["test"], "entry_point": row["entry_point"]}
-    reference = row.get("canonical_solution")
+    reference = row["canonical_solution"] if _texts(row, "canonical_solution") else None
     return _problem(row, id, "humaneval", (row["prompt"],), reference=reference, **known)
 
 
@@ -219,10 +219,10 @@ def _mbpp(row: dict, id: str) -> Problem | None:
     if not (asked and _texts(row, "code") and _strings(row.get("test_list"))):
         return None
     # The sanitised file has `prompt` and `test_imports`, the full one `text` and a set-up.
-    before = [*_strings(row.get("test_imports")), row.get("test_setup_code")]
-    test = "\n".join(line for line in (*before, *row["test_list"]) if line)
-    turns = (row.get("text") or row["prompt"],)
-    return _problem(row, id, "mbpp", turns, reference=row["code"], test=test)
+    before = [*_strings(row.get("test_imports")), *_strings(row.get("test_setup_code"))]
+    test = "\n".join(line for line in (*before, *_strings(row["test_list"])) if line)
+    turn = next((row[c] for c in ("text", "prompt") if _texts(row, c) and row[c]), "")
+    return _problem(row, id, "mbpp", (turn,), reference=row["code"], test=test)
 
 
 def _gsm8k(row: dict, id: str) -> Problem | None:

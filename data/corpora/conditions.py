@@ -77,6 +77,6 @@ def keeps(row: Mapping[str, Any], asked: list[Condition], where: str) -> bool:
 def _number(value: Any) -> float | None:
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     return None if math.isnan(number) else number

@@ -4,14 +4,15 @@ import gzip
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, cycle, islice
+from io import BufferedIOBase
+from itertools import chain, count, cycle, islice
 from pathlib import Path
 
 from data.arguments import Count
 from data.corpora.conditions import Condition, conditions, keeps
 from data.corpora.docstrings import docstring_documents, function_documents
 from data.corpora.stdlib import check_split, is_held_out, stdlib_documents
-from data.files import package
+from data.files import package, parse_json, read_text, shortened
 
 # Corpora of the installed Python, by the name of their source.
 INSTALLED: dict[str, Callable[[str], list[dict[str, str]]]] = {
@@ -20,6 +21,8 @@ INSTALLED: dict[str, Callable[[str], list[dict[str, str]]]] = {
     "functions": function_documents,
 }
 TEXT_SUFFIXES = (".txt", ".py", ".md")
+BATCH = 1000  # rows of .parquet that are in memory together
+MAX_LINE_BYTES = 2**26  # of .jsonl: a packed file of megabytes may hold one line of gigabytes
 
 Row = tuple[str, str, dict]  # default id, name in error messages, columns
 
@@ -160,19 +163,14 @@ def _files(path: Path, suffixes: tuple[str, ...]) -> dict[str, Path]:
 
 def _text_documents(files: dict[str, Path]) -> Iterator[dict]:
     for id, file in files.items():
-        try:
-            yield {"id": id, "text": file.read_text(encoding="utf-8")}
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{file} is not UTF-8 text (byte {error.start}). Convert it."
-            ) from None
+        yield {"id": id, "text": read_text(file)}
 
 
 def read_rows(file: Path, name: str) -> Iterator[Row]:
     """Yield the rows of a .jsonl, .jsonl.gz or .parquet file; `name` prefixes their ids."""
     if file.suffix == ".parquet":
         return _numbered(_parquet_table(file), name, file)
-    return _jsonl_rows(file, name)
+    return read_jsonl(file, name)
 
 
 def _numbered(table: Iterable[dict], name: str, where: object = None) -> Iterator[Row]:
@@ -180,47 +178,65 @@ def _numbered(table: Iterable[dict], name: str, where: object = None) -> Iterato
         yield f"{name}:{index}", f"{where or name}, row {index}", row
 
 
-def _jsonl_rows(file: Path, name: str) -> Iterator[Row]:
+def read_jsonl(file: Path, name: str = "") -> Iterator[Row]:
+    """Yield the rows of a .jsonl or .jsonl.gz file, of lines of at most `MAX_LINE_BYTES`."""
     with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as lines:
-        for number, line in enumerate(_unpacked(lines, file), start=1):
+        for number, line in enumerate(_lines(lines, file), start=1):
             if not line.strip():
                 continue
             here = f"{file}, line {number}"
             try:
-                row = json.loads(line.decode())
+                row = parse_json(line.decode())
             except UnicodeDecodeError as error:
                 raise ValueError(
                     f"{here} is not UTF-8 text (byte {error.start}). Convert it, "
                     "or, if it is packed, unpack it first."
                 ) from None
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{here} is not valid JSON: {error.msg}.") from None
+            except ValueError as error:
+                reason = error.msg if isinstance(error, json.JSONDecodeError) else error
+                raise ValueError(f"{here} is not valid JSON: {reason}.") from None
             if not isinstance(row, dict):
                 raise ValueError(f"{here} is not a JSON object but {type(row).__name__}.")
             yield f"{name}:{number}", here, row
 
 
-def _unpacked(lines: Iterable[bytes], file: Path) -> Iterator[bytes]:
+def _lines(stream: BufferedIOBase, file: Path) -> Iterator[bytes]:
+    """Yield the lines of a file, unpacked; ValueError for one over `MAX_LINE_BYTES`."""
     try:
-        yield from lines
+        for number in count(1):
+            line = stream.readline(MAX_LINE_BYTES + 1)
+            if len(line) > MAX_LINE_BYTES:
+                raise ValueError(
+                    f"{file}, line {number} has over {MAX_LINE_BYTES:,} bytes (max_line_bytes): "
+                    "split it into several"
+                )
+            if not line:
+                return
+            yield line
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{file} is not a whole gzip file: {error}") from None
 
 
 def _parquet_table(file: Path) -> Iterator[dict]:
-    datasets = _datasets()
+    # Not by datasets: it would follow what the file itself asks for, such as images at an address.
+    parquet, lib = (
+        package(f"pyarrow.{name}", "this source", "'parade[train]'") for name in ("parquet", "lib")
+    )
     try:
-        # Streaming reads the file in place; otherwise datasets copies it to its cache.
-        yield from datasets.load_dataset(
-            "parquet", data_files=str(file), split="train", streaming=True
-        )
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        with parquet.ParquetFile(file) as table:
+            for batch in table.iter_batches(BATCH):
+                yield from batch.to_pylist()
+    except (OSError, ValueError, lib.ArrowException) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{file} is not a whole parquet file: {reason}") from None
 
 
 def _saved_table(path: Path) -> Iterable[dict]:
-    saved = _datasets().load_from_disk(str(path))
+    try:
+        saved = _datasets().load_from_disk(str(path))
+    except Exception as error:  # of any kind where its files are damaged
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise ValueError(f"{path} is no whole folder of Dataset.save_to_disk: {reason}") from None
     if not isinstance(saved, dict):
         return saved
     if "train" not in saved:
@@ -258,8 +274,12 @@ def _content(row: dict, field: str, where: str) -> dict:
     """Return the content of a table's row, in one of the shapes of `load_documents`."""
     if field == "text":
         for column in _CHAT_COLUMNS:
-            if row.get(column):
-                return {"messages": [_message(turn, where) for turn in row[column]]}
+            if turns := row.get(column):
+                if not isinstance(turns, list | tuple):
+                    raise ValueError(
+                        f"{where}: {column!r} needs a list of turns, but is {shortened(turns)}"
+                    )
+                return {"messages": [_message(turn, where) for turn in turns]}
         if isinstance(turns := row.get("data"), list):  # UltraChat's raw texts, the user first
             roles = cycle(("user", "assistant"))
             chat = ({"role": role, "content": turn} for role, turn in zip(roles, turns))
@@ -292,5 +312,5 @@ def _message(turn: dict, where: str) -> dict[str, str]:
             return {"role": _ROLES.get(role, role), "content": content}
     raise ValueError(
         f"{where}: a chat turn needs text in 'role' and 'content', or in 'from' and 'value', "
-        f"but is {str(turn)[:80]!r}."
+        f"but is {shortened(turn)}."
     )

@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Generator, Tensor
@@ -19,7 +19,7 @@ from data.arguments import Small
 from data.corpora.answers import chosen_rows
 from data.corpora.fingerprints import input_fingerprint
 from data.corruption.schedules import NoiseOrder, progressive_times
-from data.files import atomic_write
+from data.files import atomic_write, shortened
 from data.text.tokenizer import checked_manifest
 
 # Columns of trajectories, besides id, prompt and answer; each concatenates the lists of all blocks.
@@ -203,16 +203,50 @@ def rows(
             f"{manifest.get('weights')}, here {here}): collect it again, under another name=..., "
             f"with python -m decoding.collect recipe={manifest['recipe']}"
         )
-    n = manifest["block_size"]
-    blocks = -(-manifest["max_new_tokens"] // n)
+    n, length, new = _sizes(source, manifest)
+    blocks = -(-new // n)
     key = json.dumps([manifest, split, where], sort_keys=True).encode()
     file = Path(folder) / f"{hashlib.sha256(key).hexdigest()[:16]}.arrow"
     if not file.exists():
-        _write(file, Path(source), split, where)
-    return Trajectories(file, manifest["prompts"]["length"], blocks, n)
+        _write(file, Path(source), split, where, (length, blocks, n))
+    return Trajectories(file, length, blocks, n)
 
 
-def _write(file: Path, source: Path, split: str, where: str | None) -> None:
+def _sizes(source: str, manifest: dict) -> tuple[int, int, int]:
+    """Return tokens of a block, of a prompt and of an answer, as a manifest of trajectories has."""
+    prompts = manifest.get("prompts")
+    length = prompts.get("length") if isinstance(prompts, dict) else None
+    sizes: Any = (manifest.get("block_size"), length, manifest.get("max_new_tokens"))
+    if any(type(size) is not int or not 1 <= size <= 2**20 for size in sizes):
+        raise ValueError(
+            f"{source} is no collection of trajectories: its manifest.json has no integers as "
+            f"block_size, prompts.length and max_new_tokens, but {shortened(sizes)}"
+        )
+    return sizes
+
+
+def _check_row(row: dict, shape: tuple[int, int, int], source: Path) -> None:
+    """Check that `replay` can follow a stored row, of `shape` (P, N, n)."""
+    P, N, n = shape
+    blocks, size = len(row["passes"]), len(row["answer_ids"])
+    whole = (
+        len(row["prompt_ids"]) <= P
+        and size <= blocks * n <= N * n
+        and len(row["start"]) == blocks * n
+        and sum(row["passes"]) == len(row["changes"])
+        and sum(row["changes"]) == len(row["at"]) == len(row["to"])
+        and max(row["at"], default=0) < n
+    )
+    if not whole:
+        raise ValueError(
+            f"{source}: the trajectory of the prompt {row['id']!r} is damaged: its lists do not "
+            "fit each other or the manifest"
+        )
+
+
+def _write(
+    file: Path, source: Path, split: str, where: str | None, shape: tuple[int, int, int]
+) -> None:
     """Write the rows of a split into one Arrow file, atomically."""
     import pyarrow
 
@@ -221,7 +255,9 @@ def _write(file: Path, source: Path, split: str, where: str | None) -> None:
     with atomic_write(file) as temporary:
         with pyarrow.OSFile(str(temporary), "wb") as sink:
             writer = None
-            for table, _ in chosen_rows(source, split, where):
+            for table, found in chosen_rows(source, split, where, CHANGES):
+                for row in found:
+                    _check_row(row, shape, source)
                 writer = writer or pyarrow.ipc.new_file(sink, table.schema)
                 writer.write_table(table)
                 count += len(table)

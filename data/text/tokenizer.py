@@ -3,7 +3,9 @@
 import copy
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from itertools import chain
 from typing import Annotated
 
@@ -14,6 +16,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from data.arguments import Count
 from data.corpora.answers import read_manifest
 from data.corpora.sources import load_documents
+from data.text.chat import start_ids
 from data.text.layouts import LAYOUTS, layout_of
 
 EOS_TOKEN = "<eos>"
@@ -22,6 +25,7 @@ SEPARATOR_TOKEN = "<|draft|>"
 # Of draft blocks (data/corruption/draft_blocks.py).
 # A byte that UTF-8 never uses, as byte-level vocabularies (GPT-2's, Llama 3's, Qwen's) write it.
 UNUSED_BYTE = "ÿ"
+VERSION = "v2-"  # how fingerprints begin; the first ones had no such mark
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -175,31 +179,129 @@ def spare_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a fast tokenizer's fingerprint, 16 hex digits: equal for two that encode texts alike.
+    """Return a fast tokenizer's fingerprint, equal for two that encode every text alike.
 
-    It ignores draft tokens, so a target and its drafter agree, and padding, truncation and the chat
-    template, which change no id.
+    It covers all that changes an id: the model with its options and merges, the added tokens with
+    their flags, the normalizer, the pre-tokenizer, the post-processor, and the start token. It
+    ignores draft tokens, so a target and its drafter agree, and padding, truncation and the chat
+    template.
     """
     backend = json.loads(_backend(tokenizer).to_str())
-    vocabulary = tokenizer.get_vocab()
+    drafting = (MASK_TOKEN, SEPARATOR_TOKEN)
+    model = backend["model"]
     content = {
-        "vocabulary": sorted(
-            (token, id)
-            for token, id in vocabulary.items()
-            if token not in (MASK_TOKEN, SEPARATOR_TOKEN)
-        ),
-        # Two BPE tokenizers may share a vocabulary and merge in different orders.
+        "vocabulary": sorted(x for x in tokenizer.get_vocab().items() if x[0] not in drafting),
+        # An option that is off is as one that an older file does not have. 0 is an id.
+        "model": {k: v for k, v in model.items() if v or (type(v) is int and k != "dropout")},
+        "added_tokens": [t for t in backend["added_tokens"] if t["content"] not in drafting],
+        "split_special_tokens": bool(getattr(tokenizer, "split_special_tokens", False)),
+        "start": start_ids(tokenizer),
+        **{part: backend[part] for part in ("normalizer", "pre_tokenizer", "post_processor")},
+    }
+    return VERSION + _digest(content)
+
+
+def same_tokenizer(tokenizer: PreTrainedTokenizerBase, stored: str) -> bool:
+    """Return whether a stored fingerprint is that of a tokenizer.
+
+    Exports and collections made before `VERSION` have one of the vocabulary, merges, normalizer and
+    pre-tokenizer alone, and are checked by it.
+    """
+    if stored.startswith(VERSION):
+        return stored == fingerprint(tokenizer)
+    backend = json.loads(_backend(tokenizer).to_str())
+    drafting = (MASK_TOKEN, SEPARATOR_TOKEN)
+    content = {
+        "vocabulary": sorted(x for x in tokenizer.get_vocab().items() if x[0] not in drafting),
         "merges": backend["model"].get("merges"),
         "normalizer": backend["normalizer"],
         "pre_tokenizer": backend["pre_tokenizer"],
     }
+    return stored == _digest(content)
+
+
+def _digest(content: dict) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def harmless(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Make a loaded tokenizer deterministic, and its panics ValueErrors; return it.
+
+    A tokenizer.json may ask for BPE dropout, which is for training a model: with it a text has
+    other ids at each call. Raises ValueError for a SentencePiece model that samples.
+    """
+    if (getattr(tokenizer, "sp_model_kwargs", None) or {}).get("enable_sampling"):
+        raise ValueError("its sp_model_kwargs ask to sample tokens: take enable_sampling out")
+    if tokenizer.is_fast:
+        model = _backend(tokenizer).model
+        if getattr(model, "dropout", None):
+            model.dropout = None
+        kind: type = type(tokenizer)
+        tokenizer.__class__ = _harmless_class(kind)
+    return tokenizer
+
+
+@contextmanager
+def no_panic() -> Iterator[None]:
+    """Turn the errors that the tokenizers library has for a damaged tokenizer into ValueErrors.
+
+    A panic of Rust is a BaseException, which nothing else catches: a regular expression that goes
+    back too often, a replacement of nothing. Others are of the bare class Exception.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException" and type(error) is not Exception:
+            raise
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"the tokenizer is damaged, and cannot go on: {reason}") from None
+
+
+@cache
+def _harmless_class(kind: type) -> type:
+    """Return a subclass of a fast tokenizer's class, by its name, without panics."""
+
+    class Harmless(kind):  # type: ignore[valid-type, misc]
+        def _encode_plus(self, text, *args, **options):
+            try:
+                with no_panic():
+                    return super()._encode_plus(text, *args, **options)
+            except TypeError:
+                _check_text(text)
+                raise
+
+        def _decode(self, *args, **options):
+            with no_panic():
+                return super()._decode(*args, **options)
+
+        def __reduce__(self):  # as it is no attribute of a module
+            return _remade, (kind,), self.__dict__
+
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+        setattr(Harmless, name, getattr(kind, name))
+    return Harmless
+
+
+def _check_text(text: object) -> None:
+    """Raise ValueError for a text with half a surrogate pair, which is none in UTF-8."""
+    try:
+        str(text).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ValueError(
+            f"the text is not UTF-8: it has half a surrogate pair, {half!a}, at character "
+            f"{error.start}"
+        ) from None
+
+
+def _remade(kind: type) -> PreTrainedTokenizerBase:
+    return object.__new__(_harmless_class(kind))
 
 
 def checked_manifest(source: str, tokenizer: PreTrainedTokenizerBase) -> dict:
     """Return the manifest of a collection; raise ValueError if another tokenizer made it."""
     manifest = read_manifest(source)
-    if manifest["tokenizer"] != fingerprint(tokenizer):
+    if not same_tokenizer(tokenizer, str(manifest["tokenizer"])):
         raise ValueError(
             f"{source} was collected with another tokenizer (fingerprint "
             f"{manifest['tokenizer']}, here {fingerprint(tokenizer)}): collect again with "

@@ -11,6 +11,7 @@ from data.corpora.answers import TEACHER
 from decoding.engine.batch import Batch
 from decoding.engine.params import SamplingParams
 from decoding.engine.sampler import Sampler
+from decoding.engine.vocabulary import end_tokens
 from decoding.external.reply import Engine
 from decoding.loading import load
 from decoding.samplers.plain import PlainSampler
@@ -86,13 +87,12 @@ class EngineTeacher:
 
 
 def end_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens that end a model's answers, as its sampler has them."""
+    """Return the tokens that end the answers of a folder's or Hub id's model, as its sampler."""
     try:
-        eos = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:  # it has none
-        eos = None
-    eos = tokenizer.eos_token_id if eos is None else eos
-    return [eos] if isinstance(eos, int) else sorted(eos or [])
+        config = GenerationConfig.from_pretrained(path)
+    except OSError:  # it has none, or it is damaged, and then the model says so
+        config = None
+    return end_tokens(config, tokenizer)
 
 
 class Recording(PlainSampler):

@@ -16,6 +16,7 @@ from decoding.engine.cache import CachedNetwork, TargetOutput
 from decoding.engine.params import Chunk, Result, SamplingParams
 from decoding.engine.randomness import KeyedRandomness, Randomness, fresh_seed, request_seeds
 from decoding.engine.running import Running
+from decoding.engine.vocabulary import end_tokens
 from decoding.engine.warp import seen_tokens, warp
 from models.attention import DENSE
 from models.masks import causal
@@ -57,10 +58,7 @@ class Sampler(ABC):
         self.target, self.device = target.eval(), input_device(target)
         self.tokenizer = tokenizer
         self.vocabulary = target.config.get_text_config().vocab_size
-        settings = getattr(target, "generation_config", None)
-        eos = settings.eos_token_id if settings else None
-        eos = tokenizer.eos_token_id if eos is None else eos
-        self.eos = frozenset([eos] if isinstance(eos, int) else eos or [])
+        self.eos = frozenset(end_tokens(getattr(target, "generation_config", None), tokenizer))
 
     @property
     def context(self) -> int | None:

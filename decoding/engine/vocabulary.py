@@ -1,10 +1,12 @@
 """The vocabulary of a drafter: its target's up to padding, or a part of the target's tokens."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save
 from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from decoding.engine import tensor_file
 
@@ -47,6 +49,22 @@ def check_vocabulary(
             f"the drafter has {drafter} tokens, the target {target}: more than padding "
             f"explains{names}"
         )
+
+
+def end_tokens(config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens that end an answer, sorted: those of a generation_config.json or tokenizer.
+
+    Raises ValueError for an `eos_token_id` that is no token id or list of token ids.
+    """
+    eos: Any = None if config is None else config.eos_token_id
+    eos = tokenizer.eos_token_id if eos is None else eos
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(type(id) is int and 0 <= id < 2**31 for id in ids):
+        raise ValueError(
+            f"eos_token_id={str(eos)[:60]} of generation_config.json is not allowed: give a token "
+            "id, or a list of them"
+        )
+    return sorted(ids)
 
 
 def check_known(size: int, **tokens: int | None) -> None:

@@ -11,6 +11,7 @@ from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
+from data.files import refuse_links
 from decoding.loading import artefacts
 from recipes.command import one_line
 
@@ -52,8 +53,12 @@ AGAIN = "run this again; what is there already is not sent twice"
 
 
 def uploads(folder: Path) -> tuple[dict[str, int], list[str]]:
-    """Return {path: size in bytes} of an export's files to push, and the paths of the others."""
+    """Return {path: size in bytes} of an export's files to push, and the paths of the others.
+
+    A link among the files to push raises ValueError.
+    """
     chosen = {path for pattern in FILES for path in folder.glob(pattern)}
+    refuse_links(folder.parent, sorted(chosen))  # the folder is a run's: it may be a link itself
     there = sorted(path for path in folder.rglob("*") if path.is_file())
     names = {path: path.relative_to(folder).as_posix() for path in there}
     files = {names[path]: path.stat().st_size for path in there if path in chosen}
@@ -78,6 +83,7 @@ def push(
     folder: Path, repo: str, *, revision: str | None, message: str, private: bool | None
 ) -> str:
     """Upload an export to 'org/name', which is made if missing, and return the commit's URL."""
+    files, _ = uploads(folder)
     api = HfApi(token=get_token())
     if not api.endpoint.startswith(("http://", "https://")):
         raise ValueError(f"HF_ENDPOINT={api.endpoint!r} is no address: it starts with https://")
@@ -93,7 +99,7 @@ def push(
         commit = api.upload_folder(
             repo_id=repo,
             folder_path=folder,
-            allow_patterns=[glob.escape(name) for name in uploads(folder)[0]],
+            allow_patterns=[glob.escape(name) for name in files],
             # Weights of an earlier push in other shards: from_pretrained might take them.
             delete_patterns=list(WEIGHTS),
             revision=revision,

@@ -6,7 +6,7 @@ It names the target and how to draft, so `vllm serve <drafter>` needs no --specu
 import shutil
 from pathlib import Path
 
-from data.files import atomic_folder, read_json
+from data.files import atomic_folder, read_json, refuse_links
 from decoding.loading import load_drafter, loads_drafter, parade_config, target_of
 from models.causal import files_of
 from trainers.publishing.bundle import BUNDLE, write_bundle
@@ -16,6 +16,7 @@ ENTRY = "speculators_config"
 
 def write_speculators(export: Path, dry_run: bool = False) -> None:
     """Add the entry to an export, which is replaced; with `dry_run` check only that it fits."""
+    refuse_links(export, sorted(export.rglob("*")))  # its files are copied
     config = parade_config(str(export))
     network = load_drafter(config, str(export), "auto") if loads_drafter(config) else None
     if network is None or not hasattr(network, "add_speculators"):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
-from data.files import atomic_write, delete
+from data.files import atomic_write, delete, refuse_links
 from trainers.runs.checkpoint_files import checkpoint_files, delete_partial, number_of
 
 SET_ASIDE = ".set_aside"
@@ -38,6 +38,7 @@ def set_aside(folder: Path, step: int, source: Path | None = None) -> None:
     (aside / "checkpoints").mkdir(parents=True, exist_ok=True)
     for name in COPIED:
         if (folder / name).is_file() and not (aside / name).exists():
+            refuse_links(folder, [folder / name])
             with atomic_write(aside / name) as temporary:
                 shutil.copy(folder / name, temporary)
     for path in moved:

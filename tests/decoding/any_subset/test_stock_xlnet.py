@@ -3,6 +3,7 @@
 import csv
 import json
 import random
+import shutil
 
 import pytest
 import torch
@@ -62,7 +63,7 @@ def test_its_method_needs_no_name(folder, tmp_path):
 def test_a_folder_with_nothing_but_a_tokenizer_file(folder, tmp_path):
     """The Hub's repository has no tokenizer_config.json: its class follows from config.json."""
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        (tmp_path / name).symlink_to(folder / name)
+        shutil.copy(folder / name, tmp_path)
     results = [load(str(f)).generate([PROMPT], SamplingParams(seed=1)) for f in (folder, tmp_path)]
     assert results[0][0].text == results[1][0].text
 
