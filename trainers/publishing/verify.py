@@ -15,7 +15,7 @@ from itertools import accumulate
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from decoding.bench.engine import Theirs, Way
 from decoding.collectors.teachers import end_ids
@@ -23,7 +23,9 @@ from decoding.engine.params import SamplingParams, accepted_counts
 from decoding.external.vllm_engine import ON_CPU, Vllm, interpreter, speculative_config
 from decoding.fetch import fetch
 from decoding.loading import load_tokenizer, parade_config
+from recipes.stored import checked_config
 from trainers.publishing import stock_transformers
+from trainers.publishing.bundle import check_bundle
 from trainers.runs.callbacks import validation_prompts
 from trainers.runs.curve import latest
 
@@ -31,11 +33,18 @@ PROGRAMS = ("transformers", "vllm")
 ERRORS = 3  # standard errors that are still chance: of 8 positions one in 50 runs exceeds them
 
 
-def verify(run: Path, programs: Sequence[str], python: str | None = None) -> None:
-    """Compare an export's acceptance in `programs` (of PROGRAMS) with its run's last validation."""
-    config, export = OmegaConf.load(run / "config.yaml"), run / "export"
+def verify(
+    run: Path, programs: Sequence[str], python: str | None = None, trust_remote_code: bool = False
+) -> None:
+    """Compare an export's acceptance in `programs` (of PROGRAMS) with its run's last validation.
+
+    Without `trust_remote_code`, an export with other code than this version's is refused.
+    """
+    config, export = checked_config(run / "config.yaml"), run / "export"
     expected = _validated(run)
     entry = parade_config(str(export))
+    if "transformers" in programs and not trust_remote_code:
+        check_bundle(export, entry["method"])
     prompts = validation_prompts(config.acceptance, load_tokenizer(str(export)))
     given = (export, str(fetch(config.target or entry["target"])), prompts, config.acceptance)
     for program in programs:
