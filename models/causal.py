@@ -5,7 +5,7 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal, Unpack
+from typing import Any, Literal, Unpack
 
 import torch
 from transformers import (
@@ -94,6 +94,7 @@ def load(
     trust_remote_code: bool = False,
     device: torch.device | str = "cpu",
     device_map: str | None = None,
+    **hub: Any,
 ) -> PreTrainedModel:
     """Return a causal LM, in evaluation mode, with every weight as its checkpoint has it.
 
@@ -109,6 +110,7 @@ def load(
         device: Where the network runs.
         device_map: Spreads a network that is too large for one device, in place of `device`
             (`models.placement.loading_options`).
+        **hub: Options of the Hub, such as revision and token.
 
     Raises:
         ValueError: One line that names the path and the fault: missing, damaged, not a model,
@@ -132,7 +134,7 @@ def load(
         elif found := public.layout_of(path):
             source, options = None, options | public.stock_model(*found, path)
             kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(options["config"])]
-        with bounded(path):
+        with bounded(path, **hub):
             network, found = kind.from_pretrained(
                 source,
                 dtype=dtype,
@@ -140,6 +142,7 @@ def load(
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
                 **options,
+                **hub,
             )
         if source is None:
             public.read_generation_config(network, path)

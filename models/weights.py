@@ -54,14 +54,15 @@ def why(error: Exception, path: str) -> str:
 
 
 @contextmanager
-def bounded(path: str) -> Iterator[None]:
+def bounded(path: str, **hub) -> Iterator[None]:
     """Refuse, in the context, weights outside of a folder, and a network too large for its weights.
 
     A config.json can ask for 10,000 layers, or an index for any file of this machine. So the names
     in the index are checked first, and a network ends as soon as it has more weights than the
-    files. `path` is a folder or Hub id; other files than safetensors have no bound.
+    files. `path` is a folder or Hub id, and `hub` has options of the Hub. Other files than
+    safetensors give no bound.
     """
-    files = _weight_files(path)
+    files = _weight_files(path, **hub)
     if not files:
         yield
         return
@@ -73,9 +74,9 @@ def bounded(path: str) -> Iterator[None]:
         yield
 
 
-def _weight_files(path: str) -> list[Path]:
+def _weight_files(path: str, **hub) -> list[Path]:
     """Return a model's safetensors files; ValueError where its index names another folder's."""
-    optional = {"_raise_exceptions_for_missing_entries": False}
+    optional = {"_raise_exceptions_for_missing_entries": False, **hub}
     if whole := cached_file(path, SAFE_WEIGHTS_NAME, **optional):
         return [Path(whole)]
     for name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
@@ -87,8 +88,8 @@ def _weight_files(path: str) -> list[Path]:
                     )
             if name == WEIGHTS_INDEX_NAME:
                 return []
-            return [Path(f) for f in get_checkpoint_shard_files(path, index)[0]]
-    if adapter := find_adapter_config_file(path):
+            return [Path(f) for f in get_checkpoint_shard_files(path, index, **hub)[0]]
+    if adapter := find_adapter_config_file(path, **hub):
         return _weight_files(json.loads(Path(adapter).read_text())["base_model_name_or_path"])
     return []
 

@@ -112,6 +112,13 @@ def check_config(config: DictConfig, command: str) -> dict:
     return resolved
 
 
+def check_settings(given: Any, kind: type, key: str) -> Any:
+    """Return a dataclass of settings, of those given in a config's node and defaults, checked."""
+    node = _settings(kind) | check(key, given, dict)
+    _check_node(node, kind, f"{key}.")
+    return kind(**node)
+
+
 def defaults(command: str, recipe: str, scale: str, strategy: str | None = None) -> DictConfig:
     """Return a recipe at a scale, with a strategy or none, before the user's overrides."""
     file = _file(recipe).copy()
@@ -295,21 +302,27 @@ def _typed(hints: dict[str, Any]) -> dict[str, Parameter]:
 
 
 def _parameters_of(*makers: Any) -> tuple[dict[str, Parameter], bool]:
-    """Return the parameters of a callable, and of those that it passes further ones on to."""
+    """Return the parameters of a callable, and of those that it passes further ones on to.
+
+    The second value says whether a config may have other keys: `**keys: Unpack[...]` says so, while
+    those of a plain `**options` are for code alone.
+    """
     if inspect.isclass(makers[0]):
         makers = tuple(c for c in makers[0].__mro__ if "__init__" in vars(c)) or makers
     found: dict[str, Parameter] = {}
+    free = False
     for maker in makers:
         parameters = inspect.signature(maker).parameters.values()
         named = (p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
         found = {p.name: p for p in named} | found
         more = [p.annotation for p in parameters if p.kind == p.VAR_KEYWORD]
         if not more:
-            return found, False
+            break
         if typing.get_origin(more[0]) is typing.Unpack:
+            free = True
             (keys,) = typing.get_args(more[0])
             found = _typed(typing.get_type_hints(keys, include_extras=True)) | found
-    return found, True
+    return found, free
 
 
 def _check_node(node: dict, hint: Any, key: str = "") -> None:

@@ -14,8 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from data.files import read_text, shortened
-from recipes.compose import check_config, names
-from recipes.values import unknown
+from recipes.compose import check_config, check_settings, names
+from recipes.settings import Acceptance
+from recipes.values import check, unknown
 
 LARGEST = 200_000  # characters; configs have about 3,000
 DEEPEST = 20  # levels of nodes in each other
@@ -51,6 +52,17 @@ def checked_config(file: Path) -> DictConfig:
             f"{file} is no config of this version: {' '.join(str(error).split())}"
         ) from None
     return config
+
+
+def measured_with(file: Path) -> tuple[str | None, Acceptance]:
+    """Read what a run's validations used: its target and settings; no other key is read."""
+    config = OmegaConf.to_container(read_config(file))
+    assert isinstance(config, dict)
+    try:
+        target = check("target", config.get("target"), str | None)
+        return target, check_settings(config.get("acceptance"), Acceptance, "acceptance")
+    except ValueError as error:
+        raise ValueError(f"{file} is no config of this version: {error}") from None
 
 
 def asks_for_code(config: DictConfig) -> bool:
