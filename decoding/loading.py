@@ -89,7 +89,7 @@ def load(
     parts = method.read_files(causal.files_of(path), entry)
     name = target_of(path, entry, target)
     base = name or path
-    where = {"dtype": dtype, "device": device, "device_map": device_map}
+    where: dict[str, Any] = {"dtype": dtype, "device": device, "device_map": device_map}
     model = causal.load(base, trust_remote_code=trust_remote_code, **where)
     for_inference(model)
     tokenizer, drafter = load_tokenizer(base, trust_remote_code), None

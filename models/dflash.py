@@ -33,7 +33,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from models.hidden_states import check_layers
 from models.masks import Layout, Predicate, dense, numbered_blocks
-from models.weights import check_complete, check_depth, one_line
+from models.weights import bounded, check_complete, check_depth, one_line
 
 # Of a drafter as an assistant of transformers: tensors with another name, and keys with the same.
 ASSISTANT_NAMES = {
@@ -317,13 +317,14 @@ def load(path: str, dtype: str | torch.dtype = "auto") -> DFlashDraftModel:
     """
     with one_line("a DFlash drafter", path):
         check_depth(Qwen3Config.get_config_dict(path)[0])
-        network, found = DFlashDraftModel.from_pretrained(
-            path,
-            config=_in_one_layout(Qwen3Config.from_pretrained(path)),
-            dtype=dtype,
-            attn_implementation="sdpa",
-            output_loading_info=True,
-        )
+        with bounded(path):
+            network, found = DFlashDraftModel.from_pretrained(
+                path,
+                config=_in_one_layout(Qwen3Config.from_pretrained(path)),
+                dtype=dtype,
+                attn_implementation="sdpa",
+                output_loading_info=True,
+            )
         if {*(layers := network.config.layer_types)} != {"full_attention"}:
             raise ValueError(f"it has sliding windows (layer_types={layers}): not there yet")
         check_complete(network, found)

@@ -3,17 +3,31 @@
 transformers fills what a checkpoint lacks with random numbers and says so only in a log.
 """
 
+import json
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PreTrainedModel
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    cached_file,
+    find_adapter_config_file,
+)
+from transformers.utils.hub import get_checkpoint_shard_files
 
 SHOWN = 3  # keys that a message names
 DEEPEST = 10_000  # layers
 GGUF = ".gguf"
+# Limits by a checkpoint: what one of its tensors may become in tensors, and one byte in weights.
+SPLIT, PACKED, SMALL = 4, 8, 100
+_OPEN: list[dict] = []  # what is left in each context that is open
 
 
 @contextmanager
@@ -39,6 +53,82 @@ def why(error: Exception, path: str) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
+@contextmanager
+def bounded(path: str, **hub) -> Iterator[None]:
+    """Refuse, in the context, weights outside of a folder, and a network too large for its weights.
+
+    A config.json can ask for 10,000 layers, or an index for any file of this machine. So the names
+    in the index are checked first, and a network ends as soon as it has more weights than the
+    files. `path` is a folder or Hub id, and `hub` has options of the Hub. Other files than
+    safetensors give no bound.
+    """
+    files = _weight_files(path, **hub)
+    if not files:
+        yield
+        return
+    tensors = 0
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            tensors += len(opened.keys())
+    with no_larger_than(tensors, sum(file.stat().st_size for file in files)):
+        yield
+
+
+def _weight_files(path: str, **hub) -> list[Path]:
+    """Return a model's safetensors files; ValueError where its index names another folder's."""
+    optional = {"_raise_exceptions_for_missing_entries": False, **hub}
+    if whole := cached_file(path, SAFE_WEIGHTS_NAME, **optional):
+        return [Path(whole)]
+    for name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
+        if index := cached_file(path, name, **optional):
+            for shard in {*json.loads(Path(index).read_text())["weight_map"].values()}:
+                if Path(shard).name != shard:
+                    raise ValueError(
+                        f"its {name} names {shard[:60]!r}: only files beside it are read"
+                    )
+            if name == WEIGHTS_INDEX_NAME:
+                return []
+            return [Path(f) for f in get_checkpoint_shard_files(path, index, **hub)[0]]
+    if adapter := find_adapter_config_file(path, **hub):
+        return _weight_files(json.loads(Path(adapter).read_text())["base_model_name_or_path"])
+    return []
+
+
+@contextmanager
+def no_larger_than(tensors: int, size: int) -> Iterator[None]:
+    """Raise ValueError in the context as soon as networks have more weights than a checkpoint's.
+
+    A checkpoint may hold a weight in a quarter of a byte, and a tensor that a network splits in
+    several or ties to another; so the limit is several times its own. Contexts inside count alone.
+
+    Args:
+        tensors: How many the checkpoint has.
+        size: Its bytes.
+    """
+    left = {"tensors": SPLIT * tensors + SMALL, "weights": PACKED * size + SMALL**3}
+    seen: set[tuple[int, str]] = set()  # as loading replaces parameters
+
+    def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is None or _OPEN[-1] is not left or (id(module), name) in seen:
+            return
+        seen.add((id(module), name))
+        left["tensors"] -= 1
+        left["weights"] -= parameter.numel()
+        if min(left.values()) < 0:
+            raise ValueError(
+                f"its config asks for more weights than there are ({tensors} tensors, {size:,} "
+                "bytes): they are not of one model"
+            )
+
+    handle = register_module_parameter_registration_hook(registered)
+    _OPEN.append(left)
+    try:
+        yield
+    finally:
+        _OPEN.pop()
+        handle.remove()
+
+
 def looks_local(path: str) -> bool:
     """Return whether a path is local: Hub ids have one slash at most and no leading dot."""
     here = path.startswith((".", "/", "~")) or path.endswith(GGUF)
@@ -50,7 +140,8 @@ def load_own(
 ) -> PreTrainedModel:
     """Return a network of one of our classes, in evaluation mode, with its tensors checked."""
     with one_line(what, path):
-        network, found = kind.from_pretrained(path, dtype=dtype, output_loading_info=True)
+        with bounded(path):
+            network, found = kind.from_pretrained(path, dtype=dtype, output_loading_info=True)
         check_complete(network, found)
         if Path(path).exists():
             check_finite(network)

@@ -20,11 +20,13 @@ from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from data.files import shortened
 from recipes.command import Line, asked, help_page
 from recipes.options import types_of
 from recipes.settings import Collect, Fit
@@ -44,7 +46,8 @@ CHOSEN = ("command", "recipe", "scale", "strategy")  # keys that are no settings
 GIVEN = ("tokenizer", "network", "optimization", "folder")  # by the command, to a `_target_`
 # Folders in a run's or a collection's own.
 PARTS = ("checkpoints", "export", "bench", "calibration", "shards")
-TARGET = re.compile(r"""\b_target_: *["']?([\w.]+)""")
+# What the validation's key builds, another one's does too.
+SAME = {"validation": "train", "validation_corruption": "corruption"}
 YAML_KEY = re.compile(r"^( *)([\w.]+):(.*)$")
 
 
@@ -86,9 +89,7 @@ def compose(argv: list[str], command: str) -> DictConfig:
                 _override(config, argument)
         if len(either := given & {*EITHER}) == 1 and OmegaConf.select(config, *either) is not None:
             OmegaConf.update(config, *({*EITHER} - either), None)
-        resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-        check_targets(config)
-        _check_node(resolved, SETTINGS[command])
+        resolved = check_config(config, command)
         _carry_on(config, given)
     except OmegaConfBaseException as error:
         raise ValueError(" ".join(str(error).split())) from error
@@ -97,6 +98,25 @@ def compose(argv: list[str], command: str) -> DictConfig:
         sys.exit(0)
     OmegaConf.set_struct(config, True)
     return config
+
+
+def check_config(config: DictConfig, command: str) -> dict:
+    """Check all of a config (its keys, types and what each key builds), and return it resolved.
+
+    Nothing is built: what comes from a command line or a run's folder is an input.
+    """
+    resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    check_targets(config)
+    _check_node(resolved, SETTINGS[command])
+    _check_places(resolved)
+    return resolved
+
+
+def check_settings(given: Any, kind: type, key: str) -> Any:
+    """Return a dataclass of settings, of those given in a config's node and defaults, checked."""
+    node = _settings(kind) | check(key, given, dict)
+    _check_node(node, kind, f"{key}.")
+    return kind(**node)
 
 
 def defaults(command: str, recipe: str, scale: str, strategy: str | None = None) -> DictConfig:
@@ -187,14 +207,52 @@ def build(node: DictConfig, **given):
 
 
 @functools.cache
-def targets() -> frozenset[str]:
-    """Return everything that a config may build: the `_target_`s of all recipes and strategies.
+def places() -> dict[str, frozenset[str]]:
+    """Return what each key may build: the `_target_`s of recipes and strategies, by dotted path.
 
     A config may come from a stranger, and Hydra would call any function of any package.
     """
-    files = (*RECIPES.glob("recipe/*.yaml"), *RECIPES.glob("strategy/*.yaml"))
-    # Read as text: to parse all of them as YAML takes every command a quarter of a second.
-    return frozenset(target for file in files for target in TARGET.findall(file.read_text()))
+    found: dict[str, set[str]] = {}
+    for file in (*RECIPES.glob("recipe/*.yaml"), *RECIPES.glob("strategy/*.yaml")):
+        # libyaml's, where PyYAML has it: the other takes every command a quarter of a second.
+        content = yaml.load(file.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        for node in (content, *filter(None, content.pop("scales", {}).values())):
+            for place, target in _targets_in(node):
+                found.setdefault(place, set()).add(target)
+    return {place: frozenset(names) for place, names in found.items()}
+
+
+@functools.cache
+def targets() -> frozenset[str]:
+    """Return everything that a config may build, under whatever key."""
+    return frozenset().union(*places().values())
+
+
+def _targets_in(node: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (the dotted path of a node, its `_target_`); all items of a list have the list's."""
+    if isinstance(node, dict):
+        if "_target_" in node:
+            yield place, node["_target_"]
+        for key, value in node.items():
+            yield from _targets_in(value, f"{place}.{SAME.get(key, key)}".lstrip("."))
+    elif isinstance(node, (list, tuple)):
+        for item in node:
+            yield from _targets_in(item, place)
+
+
+def _check_places(config: dict) -> None:
+    """Check that each key of a resolved config builds what recipes build there, and only there."""
+    for place, target in _targets_in(config):
+        if target not in places().get(place, ()):
+            raise ValueError(
+                f"{place}._target_={target} is not allowed: recipes build there "
+                f"{sorted(places().get(place, ())) or 'nothing'}"
+            )
+    for prefix, node in (("", config), ("data.", config.get("data", {}))):
+        for key, value in node.items():
+            known = f"{prefix}{SAME.get(key, key)}" in places()
+            if known and isinstance(value, dict) and "_target_" not in value:
+                raise ValueError(f"{prefix}{key}._target_ is missing: it names what is built")
 
 
 def check_targets(node: DictConfig) -> None:
@@ -207,6 +265,8 @@ def check_targets(node: DictConfig) -> None:
         for name, value in items:
             if name == "_target_" and str(value) not in targets():
                 raise unknown(f"{key}_target_", str(value), targets())
+            if str(name).startswith("_") and name != "_target_":  # Hydra's other keys
+                raise ValueError(f"{key}{name} is not allowed: give arguments by their names")
             if isinstance(value, (dict, list)):
                 nodes.append((f"{key}{name}.", value))
 
@@ -242,21 +302,27 @@ def _typed(hints: dict[str, Any]) -> dict[str, Parameter]:
 
 
 def _parameters_of(*makers: Any) -> tuple[dict[str, Parameter], bool]:
-    """Return the parameters of a callable, and of those that it passes further ones on to."""
+    """Return the parameters of a callable, and of those that it passes further ones on to.
+
+    The second value says whether a config may have other keys: `**keys: Unpack[...]` says so, while
+    those of a plain `**options` are for code alone.
+    """
     if inspect.isclass(makers[0]):
         makers = tuple(c for c in makers[0].__mro__ if "__init__" in vars(c)) or makers
     found: dict[str, Parameter] = {}
+    free = False
     for maker in makers:
         parameters = inspect.signature(maker).parameters.values()
         named = (p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
         found = {p.name: p for p in named} | found
         more = [p.annotation for p in parameters if p.kind == p.VAR_KEYWORD]
         if not more:
-            return found, False
+            break
         if typing.get_origin(more[0]) is typing.Unpack:
+            free = True
             (keys,) = typing.get_args(more[0])
             found = _typed(typing.get_type_hints(keys, include_extras=True)) | found
-    return found, True
+    return found, free
 
 
 def _check_node(node: dict, hint: Any, key: str = "") -> None:
@@ -271,14 +337,24 @@ def _check_node(node: dict, hint: Any, key: str = "") -> None:
         if p.default is p.empty and p.name != "tokenizer":
             raise ValueError(f"{key}{p.name} is missing: {node.get('_target_', 'it')} needs it")
     for name, value in node.items():
-        if name not in parameters and not more and not name.startswith("_"):
+        if name not in parameters and not more and name != "_target_":
             raise unknown("key", f"{key}{name}", [f"{key}{x}" for x in {*parameters} - {*GIVEN}])
         kind = parameters[name].annotation if name in parameters else Any
         # null is for what a `_target_` names to refuse, which knows what it would be.
         if not (value is None and built) and not _builds(value, kind):
+            if built and _is_object(kind):
+                raise ValueError(
+                    f"{key}{name}={shortened(value)} is not allowed: it needs a _target_"
+                )
             check(f"{key}{name}", value, kind)
         if isinstance(value, dict):
             _check_node(value, kind, f"{key}{name}.")
+
+
+def _is_object(hint: Any) -> bool:
+    """Return whether a type is of objects alone, such as a network, which no value expresses."""
+    kinds = {*members(hint)} - {types.NoneType}
+    return not kinds & {Any, Parameter.empty} and all(plain(kind) is Any for kind in kinds)
 
 
 def _builds(value: Any, hint: Any) -> bool:

@@ -1,23 +1,20 @@
 """`python -m trainers.export run=runs/RECIPE [push=org/name]`: push a run's export to the Hub."""
 
-import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from omegaconf import OmegaConf
-from omegaconf.errors import ConfigAttributeError
-
 from data.files import atomic_folder, atomic_write, read_text, refuse_links
-from decoding.external.reply import first_line
 from decoding.external.vllm_engine import FORMATS as ENGINE_FORMATS
 from decoding.external.vllm_engine import speculative_config
 from decoding.loading import load_assistant, parade_config
 from models.causal import looks_local
+from models.weights import no_larger_than, one_line
 from recipes.command import main
 from recipes.options import NEEDED, Options, option, parse
+from recipes.stored import asks_for_code, checked_config
 from trainers.fit import build_module
 from trainers.publishing import hub
 from trainers.publishing.bundle import BUNDLE
@@ -26,9 +23,8 @@ from trainers.publishing.export_folder import is_export, write_entry, write_expo
 from trainers.publishing.private import public
 from trainers.publishing.speculators import write_speculators
 from trainers.publishing.verify import PROGRAMS, verify
-from trainers.runs.checkpoint_files import load_weights, step_of
+from trainers.runs.checkpoint_files import load_weights, size_of, step_of
 from trainers.runs.curve import latest
-from trainers.runs.resume import stored_config
 
 SPECULATORS = "speculators"
 FORMATS = ("transformers", *ENGINE_FORMATS, SPECULATORS)
@@ -79,7 +75,7 @@ def run(argv: list[str]) -> None:
     if e.assistant and not e.dry_run:
         write_assistant(folder, Path(e.run) / "assistant")
     if e.verify:
-        verify(Path(e.run), e.verify, e.python)
+        verify(Path(e.run), e.verify, e.python, e.trust_remote_code)
     config = parade_config(str(folder))
     card = read_text(folder / "README.md")
     if e.target is not None:
@@ -194,19 +190,14 @@ def export_checkpoint(run: Path, checkpoint: Path, trust_remote_code: bool = Fal
     if not (run / "config.yaml").is_file():
         raise ValueError(f"{str(run)!r} is no run: it holds no config.yaml")
     step = step_of(checkpoint)
-    config = stored_config(run / "config.yaml")
-    if config is None:
-        raise ValueError(f"{run / 'config.yaml'} is damaged: it is no recipe's")
-    asks = re.search(r"trust_remote_code: (?!false$)", OmegaConf.to_yaml(config), re.MULTILINE)
-    if asks and not trust_remote_code:
+    config = checked_config(run / "config.yaml")
+    if asks_for_code(config) and not trust_remote_code:
         raise ValueError(
             f"{run / 'config.yaml'} asks to run code that a model brings: read it, and allow it "
             "with trust_remote_code=true"
         )
-    try:
+    with one_line("a module", str(run / "config.yaml")), no_larger_than(*size_of(checkpoint)):
         module = build_module(config)
-    except ConfigAttributeError as error:
-        raise ValueError(f"{run / 'config.yaml'} is damaged: {first_line(str(error))}") from error
     load_weights(module, checkpoint)
     # Not <run>/export: a run that is not finished must not look as if it were.
     folder = run / f"export-step-{step}"

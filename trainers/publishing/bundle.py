@@ -8,6 +8,7 @@ side by side, with relative imports. They are the source that the tests prove lo
 import ast
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 BUNDLE = "custom_generate"  # transformers' name for the folder
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,6 +51,25 @@ def write_bundle(folder: Path, method: str) -> None:
     text = GENERATE.format(entry=flat(ENTRY), sampler=flat(sampler), modules=named)
     (bundle / "generate.py").write_text(text, encoding="utf-8")
     (bundle / "requirements.txt").write_text(REQUIREMENTS, encoding="utf-8")
+
+
+def check_bundle(folder: Path, method: str) -> None:
+    """Raise ValueError unless `<folder>/custom_generate/` is what `write_bundle` writes."""
+    with TemporaryDirectory() as written:
+        write_bundle(Path(written), method)
+        ours, theirs = (
+            {str(f.relative_to(root)): f for f in sorted(root.rglob("*")) if not f.is_dir()}
+            for root in (Path(written) / BUNDLE, folder / BUNDLE)
+        )
+        for name in sorted({*ours, *theirs}):
+            there = name in ours and name in theirs and theirs[name].is_file()
+            # Its size first: it is read whole.
+            same = there and ours[name].stat().st_size == theirs[name].stat().st_size
+            if not same or ours[name].read_bytes() != theirs[name].read_bytes():
+                raise ValueError(
+                    f"{folder / BUNDLE / name} is not what this version of parade writes: read "
+                    "it, and allow to run it with trust_remote_code=true"
+                )
 
 
 def closure(modules: Iterable[str]) -> list[str]:

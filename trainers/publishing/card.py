@@ -5,12 +5,11 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-import yaml
 from huggingface_hub import ModelCardData
 
 from data.files import read_json, read_text
 from models.causal import looks_local
-from trainers.publishing.private import public
+from trainers.publishing.private import public, read_public
 
 # Tables that benches add to a card, by their files in the run's folder: title and meaning.
 SECTIONS = {
@@ -51,7 +50,7 @@ def model_card(config: dict, metrics: dict, folder: Path) -> str:
     """Write an export's README.md from its `parade` entry, its metrics and the run's folder."""
     config = public(config)
     story = public(read_json(folder / "provenance.json"))
-    settings = public(yaml.safe_load(read_text(folder / "config.yaml")))
+    settings = read_public(folder / "config.yaml")
     target = config.get("target")
     started_from = list(_paths(settings["network"]))
     bases = [name for name in dict.fromkeys([*started_from, target]) if name]

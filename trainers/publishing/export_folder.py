@@ -7,13 +7,13 @@ import torch
 import yaml
 from transformers import GenerationConfig, PreTrainedModel
 
-from data.files import atomic_folder, atomic_write, read_json, read_text
+from data.files import atomic_folder, atomic_write, read_json
 from decoding.loading import CONFIGS, KEPT, parade_config, sampler_of
 from trainers.base import BaseModule
 from trainers.lora import to_export
 from trainers.publishing.bundle import write_bundle
 from trainers.publishing.card import model_card
-from trainers.publishing.private import public
+from trainers.publishing.private import public, read_public
 from trainers.publishing.speculators import name_target
 
 
@@ -47,7 +47,7 @@ def write_export(
         for name, content in {"README.md": card, **module.export_files()}.items():
             content = content if isinstance(content, bytes) else content.encode()
             (temporary / name).write_bytes(content)
-        settings = public(yaml.safe_load(read_text(folder / "config.yaml")))
+        settings = read_public(folder / "config.yaml")
         (temporary / "parade_config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
         story = public(read_json(folder / "provenance.json"))
         (temporary / "parade_provenance.json").write_text(json.dumps(story, indent=1))

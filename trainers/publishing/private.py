@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import get_token
+from omegaconf import OmegaConf
+
+from recipes.stored import read_config
 
 NAMES = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_KEY", re.IGNORECASE)
 TOKENS = re.compile(r"\b(hf_[A-Za-z0-9]{16,}|gh[pousr]_\w{20,}|sk-[\w-]{20,}|AKIA[A-Z0-9]{16})\b")
@@ -49,6 +52,11 @@ def public(value: Any) -> Any:
         if name:
             value = re.sub(rf"{before}{re.escape(name)}(?![\w.-])", instead, value)
     return value
+
+
+def read_public(config: Path) -> dict:
+    """Return the settings in a run's config.yaml, without what is private."""
+    return public(OmegaConf.to_container(read_config(config)))
 
 
 def _user() -> str:

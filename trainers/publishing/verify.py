@@ -15,7 +15,6 @@ from itertools import accumulate
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig, OmegaConf
 
 from decoding.bench.engine import Theirs, Way
 from decoding.collectors.teachers import end_ids
@@ -23,7 +22,10 @@ from decoding.engine.params import SamplingParams, accepted_counts
 from decoding.external.vllm_engine import ON_CPU, Vllm, interpreter, speculative_config
 from decoding.fetch import fetch
 from decoding.loading import load_tokenizer, parade_config
+from recipes.settings import Acceptance
+from recipes.stored import measured_with
 from trainers.publishing import stock_transformers
+from trainers.publishing.bundle import check_bundle
 from trainers.runs.callbacks import validation_prompts
 from trainers.runs.curve import latest
 
@@ -31,13 +33,20 @@ PROGRAMS = ("transformers", "vllm")
 ERRORS = 3  # standard errors that are still chance: of 8 positions one in 50 runs exceeds them
 
 
-def verify(run: Path, programs: Sequence[str], python: str | None = None) -> None:
-    """Compare an export's acceptance in `programs` (of PROGRAMS) with its run's last validation."""
-    config, export = OmegaConf.load(run / "config.yaml"), run / "export"
+def verify(
+    run: Path, programs: Sequence[str], python: str | None = None, trust_remote_code: bool = False
+) -> None:
+    """Compare an export's acceptance in `programs` (of PROGRAMS) with its run's last validation.
+
+    Without `trust_remote_code`, an export with other code than this version's is refused.
+    """
+    (target, settings), export = measured_with(run / "config.yaml"), run / "export"
     expected = _validated(run)
     entry = parade_config(str(export))
-    prompts = validation_prompts(config.acceptance, load_tokenizer(str(export)))
-    given = (export, str(fetch(config.target or entry["target"])), prompts, config.acceptance)
+    if "transformers" in programs and not trust_remote_code:
+        check_bundle(export, entry["method"])
+    prompts = validation_prompts(settings, load_tokenizer(str(export)))
+    given = (export, str(fetch(target or entry["target"])), prompts, settings)
     for program in programs:
         if program == "vllm":
             way = _in_vllm(*given, len(expected), python)
@@ -80,7 +89,7 @@ def _compare(way: Way, expected: Sequence[float], program: str) -> str:
 
 
 def _in_transformers(
-    export: Path, target: str, prompts: list[list[int]], a: DictConfig, positions: int
+    export: Path, target: str, prompts: list[list[int]], a: Acceptance, positions: int
 ) -> Way:
     """Count the tokens that stock transformers accepts with the export's code (custom_generate)."""
     most = a.max_new_tokens
@@ -117,7 +126,7 @@ def _in_vllm(
     export: Path,
     target: str,
     prompts: list[list[int]],
-    a: DictConfig,
+    a: Acceptance,
     positions: int,
     python: str | None,
 ) -> Way:

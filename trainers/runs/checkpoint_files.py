@@ -10,24 +10,26 @@ import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from zipfile import BadZipFile, ZipFile
+from typing import Any
+from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from torch import nn
-from torch.distributed.checkpoint import load
+from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.api import CheckpointException
 
-from data.files import delete, put_in_place
+from data.files import delete, put_in_place, shortened
+from recipes.values import LARGEST
 from trainers.runs.safe_load import Refused, check_folder, read_file
 
 ENGINE = "checkpoint"  # the tag that Lightning gives to a folder that DeepSpeed writes
 MANIFEST = "manifest.json"  # a folder's step, and the size in bytes of every file
 # Errors that say that a checkpoint is damaged; others say only that it could not be read this time.
-DAMAGE = (BadZipFile, EOFError, KeyError, pickle.UnpicklingError, json.JSONDecodeError,
-          UnicodeDecodeError)  # fmt: skip
+DAMAGE = (BadZipFile, EOFError, KeyError, TypeError, AttributeError, pickle.UnpicklingError,
+          json.JSONDecodeError, UnicodeDecodeError)  # fmt: skip
 
 
 class Damaged(ValueError):
@@ -118,7 +120,7 @@ def step_of(path: Path) -> int:
     except DAMAGE as error:
         others = [str(p) for p in checkpoint_files(path.parent) if p != path]
         raise Damaged(
-            f"the checkpoint {path} is damaged ({type(error).__name__}): give another one "
+            f"the checkpoint {path} is damaged ({_reason(error)}): give another one "
             f"with resume=, of {others}, or start anew with resume=never"
         ) from error
     except Exception as error:  # torch's for too little memory is a RuntimeError
@@ -129,27 +131,47 @@ def step_of(path: Path) -> int:
         ) from None  # as a cause it would be taken for a step that got no memory
 
 
+def size_of(path: Path) -> tuple[int, int]:
+    """Return how many tensors a checkpoint that `step_of` has read holds at most, and its bytes."""
+    if path.is_file():
+        return len(_weights(path)), path.stat().st_size
+    size = sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
+    if (path / ENGINE).is_dir():
+        return size, size
+    return len(FileSystemReader(path).read_metadata().state_dict_metadata), size
+
+
 def check_fits(module: nn.Module, path: Path) -> None:
     """Raise ValueError for a checkpoint of other tensors; of shards this is seen when they load."""
     if path.is_dir():
         return
-    own, stored = module.state_dict(), read_file(path)["state_dict"]
+    own, stored = module.state_dict(), _weights(path)
     # What is no tensor, a module's own state, has no size.
     sizes = [{n: tuple(getattr(x, "shape", ())) for n, x in of.items()} for of in (own, stored)]
-    other = sorted({name for name, _ in sizes[0].items() ^ sizes[1].items()})
+    other = sorted({str(name) for name, _ in sizes[0].items() ^ sizes[1].items()})
     if other:
         here, there = (of.get(other[0], "none") for of in sizes)
         raise ValueError(
             f"the checkpoint {path} is of another recipe, or of other settings: {len(other)} "
-            f"tensors differ from the network's ({other[0]}: there {there}, here {here})"
+            f"tensors differ from the network's ({other[0][:100]}: there {there}, here {here})"
         )
 
 
 def load_weights(module: nn.Module, path: Path) -> None:
     """Load into a module, on one process, the weights of a checkpoint that `step_of` has read."""
     check_fits(module, path)
+    try:
+        _load_weights(module, path)
+    except Exception as error:  # torch's for values of other kinds and for shards are many
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ValueError(
+            f"the weights of {path} cannot be loaded into this recipe's network ({reason})"
+        ) from error
+
+
+def _load_weights(module: nn.Module, path: Path) -> None:
     if path.is_file():
-        module.load_state_dict(read_file(path)["state_dict"])
+        module.load_state_dict(_weights(path))
     elif (path / ENGINE).is_dir():  # DeepSpeed's: bfloat16 weights, float32 masters
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
@@ -160,9 +182,24 @@ def load_weights(module: nn.Module, path: Path) -> None:
             load({"state_dict": module.state_dict()}, checkpoint_id=path, no_dist=True)  # in place
 
 
+def _weights(file: Path) -> dict[str, Any]:
+    """Return the network's tensors, by name, in a checkpoint that is a file."""
+    return read_file(file)["state_dict"]
+
+
+def _checked_step(step: Any) -> int:
+    """Return a checkpoint's step; TypeError for anything but a number of steps."""
+    if type(step) is not int or not 0 <= step <= LARGEST:
+        given = shortened(step) if isinstance(step, str) else f"of type {type(step).__name__}"
+        raise TypeError(f"its step is {given}, not an integer from 0 to {LARGEST}")
+    return step
+
+
 def _step_of_file(file: Path) -> int:
     try:  # torch.load does not notice a changed byte, the zip's sum does
         with ZipFile(file) as archive:
+            if any(f.compress_type != ZIP_STORED for f in archive.infolist()):  # torch packs none
+                raise BadZipFile
             whole = archive.testzip() is None
     except (OSError, MemoryError):
         raise
@@ -170,7 +207,12 @@ def _step_of_file(file: Path) -> int:
         raise BadZipFile from error
     if not whole:
         raise BadZipFile
-    return read_file(file)["global_step"]
+    content = read_file(file)
+    if not isinstance(content, dict):
+        raise TypeError(f"it holds {type(content).__name__}, no names and values")
+    if not isinstance(content["state_dict"], dict):
+        raise TypeError(f"its state_dict is of type {type(content['state_dict']).__name__}")
+    return _checked_step(content["global_step"])
 
 
 def _step_of_folder(folder: Path) -> int:
@@ -182,7 +224,7 @@ def _step_of_folder(folder: Path) -> int:
         raise EOFError from error
     if not (folder / ENGINE).is_dir():
         check_folder(folder)
-    return manifest["step"]
+    return _checked_step(manifest["step"])
 
 
 def _put_in_place(partial: Path, path: Path, step: int) -> None:
@@ -205,6 +247,13 @@ def _problem(action: Callable, *arguments) -> str | None:
             cause = cause.__cause__ or cause.__context__
         return getattr(cause, "strerror", None) or " ".join(str(error).split())[:200]
     return None
+
+
+def _reason(error: Exception) -> str:
+    """Return what is wrong with a damaged checkpoint, in a few words."""
+    if isinstance(error, KeyError):
+        return f"it has no {error}"
+    return str(error) if isinstance(error, TypeError) else type(error).__name__
 
 
 def _hidden(path: Path) -> Path:

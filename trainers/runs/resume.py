@@ -2,12 +2,11 @@
 
 from pathlib import Path
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
-from data.files import read_text, same_setting
+from data.files import same_setting
+from recipes.stored import read_config
 from trainers.publishing.export_folder import is_export
 from trainers.runs.checkpoint_files import Damaged, checkpoint_files, step_of
 
@@ -58,10 +57,10 @@ def stored_config(file: Path) -> DictConfig | None:
     if not file.is_file():
         return None
     try:
-        stored = OmegaConf.create(read_text(file))
-    except (ValueError, AssertionError, yaml.YAMLError, OmegaConfBaseException):
-        return None  # AssertionError: OmegaConf's for a number
-    return stored if isinstance(stored, DictConfig) and stored.get("recipe") else None
+        stored = read_config(file)
+    except ValueError:
+        return None
+    return stored if isinstance(stored.get("recipe"), str) else None
 
 
 def _check_settings(

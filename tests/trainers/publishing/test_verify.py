@@ -175,7 +175,7 @@ def test_a_mistake_is_caught_and_its_position_named(run, tmp_path, mistake):
     shutil.copytree(run, copy)
     mistake(copy / "export")
     with pytest.raises(ValueError, match=r"acceptance at position \d is .* in transformers") as e:
-        verify(copy, ["transformers"])
+        verify(copy, ["transformers"], trust_remote_code=True)
     assert "\n" not in str(e.value)
 
 
@@ -240,8 +240,10 @@ def test_a_run_without_figures_and_code_that_fails(run, tmp_path):
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
     code_of(copy / "export").write_text("raise RuntimeError('broken')\n")
-    with pytest.raises(ValueError, match=r"transformers cannot decode with .*broken"):
+    with pytest.raises(ValueError, match=r"deer\.py|dflash\.py.* is not what this version"):
         verify(copy, ["transformers"])
+    with pytest.raises(ValueError, match=r"transformers cannot decode with .*broken"):
+        verify(copy, ["transformers"], trust_remote_code=True)
     (copy / "metrics.csv").write_text("step,loss\n10,2.0\n")
     with pytest.raises(ValueError, match=r"acceptance\.prompts, acceptance\.temperatures"):
         verify(copy, ["transformers"])

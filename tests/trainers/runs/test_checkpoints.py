@@ -431,7 +431,7 @@ class TestMistakes:
         lab.fit("ar_target", "name=first", "trainer.max_steps=2")
         (checkpoint,) = (folder(lab, "first") / "checkpoints").iterdir()
         (tmp_path / "config.yaml").write_text(text)
-        with pytest.raises(ValueError, match=r"config\.yaml is damaged: "):
+        with pytest.raises(ValueError, match=r"config\.yaml is (damaged|no config)"):
             export_checkpoint(tmp_path, checkpoint)
 
     def test_export_of_another_run_s_checkpoint(self, lab, tmp_path):

@@ -28,7 +28,7 @@ def mark(tmp_path):
 
 def test_a_file(tmp_path, mark):
     path = tmp_path / "step-3.ckpt"
-    torch.save({"global_step": 3, "state": torch.ones(2)}, path)
+    torch.save({"global_step": 3, "state_dict": {"a": torch.ones(2)}}, path)
     assert step_of(path) == 3
     torch.save({"global_step": 3, "x": Call(os.mkdir, str(mark))}, path)
     for read in (read_file, step_of):
