@@ -25,7 +25,7 @@ INDEPENDENT = [{"models", "data"}]  # packages that must not import each other
 HEAVY = {"pytorch_lightning", "lightning", "deepspeed", "accelerate", "wandb", "hydra", "omegaconf"}
 HEAVY |= {"torch.distributed"}
 # Only what composes recipes may need Hydra.
-COMPOSES = {"recipes/compose.py", "recipes/inputs.py", "decoding/collect.py"}
+COMPOSES = {"recipes/compose.py", "recipes/inputs.py", "recipes/stored.py", "decoding/collect.py"}
 LAZY = {"datasets"}  # there only inside functions
 SHARED_LOSSES = {"diffusion", "ar", "acceptance"}  # pieces of several methods, not methods
 KNOWN_METHODS = {"asarm", "assd", "deer", "pcllm", "jacobi", "spiffy", "cspd"}
