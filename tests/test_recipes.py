@@ -175,7 +175,9 @@ class TestMistakes:
         assert "key=value" in self.refused("recipe=deer_stage2", "resume")
 
     def test_unknown_scale(self):
-        assert "['lab', 'paper', 'small']" in self.refused("recipe=deer_stage2", "scale=huge")
+        assert "['lab', 'paper', 'quick', 'small']" in self.refused(
+            "recipe=deer_stage2", "scale=huge"
+        )
 
     def test_recipe_of_another_command(self):
         assert "python -m decoding.collect" in self.refused("recipe=deer_answers")

@@ -5,9 +5,7 @@
 # 64, and with a head alone while the drafter stays as it is.
 #
 # Needs:  pip install -c constraints.txt -e '.[train,lab]' (make quickstart installs it)
-# Reads:  runs/deer_stage2/export, runs/deer_answers
-#         (python -m trainers.fit recipe=deer_stage2)
-# Time:   half an hour on 2 cores
+# Time:   half an hour on 2 cores, and as long again for the drafter where it is missing
 # Result: acceptance length, 64 held-out prompts, 2 virtual cores of an Intel Xeon with AMX
 #         (docs/results/markov_head.md):
 #
@@ -22,6 +20,7 @@ PATH="$PWD/.venv/bin:$PATH"  # the environment that make quickstart makes, where
 RUNS="${RUNS:-runs}"
 STAGE2="$RUNS/deer_stage2"
 
+python -m trainers.fit recipe=deer_stage2 runs="$RUNS"
 train() {
     python -m trainers.fit recipe=deer_stage2 runs="$RUNS" drafter="$STAGE2/export" \
         trainer.compile=true trainer.max_steps=300 "$@"

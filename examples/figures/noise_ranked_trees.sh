@@ -5,9 +5,7 @@
 # the batch, so sixteen prompts are decoded at a time.
 #
 # Needs:  pip install -c constraints.txt -e '.[train,lab]' (make quickstart installs it)
-# Reads:  runs/deer_stage2/export, runs/deer_answers
-#         (python -m trainers.fit recipe=deer_stage2)
-# Time:   an hour on 2 cores
+# Time:   an hour on 2 cores, and another half for the drafter where it is missing
 # Result: 16 nodes, 64 held-out prompts, 2 virtual cores of an Intel Xeon with AMX
 #         (docs/explanation/noise_ranked_trees.md):
 #
@@ -23,6 +21,7 @@ PATH="$PWD/.venv/bin:$PATH"  # the environment that make quickstart makes, where
 RUNS="${RUNS:-runs}"
 STAGE2="$RUNS/deer_stage2"
 
+python -m trainers.fit recipe=deer_stage2 runs="$RUNS"
 python -m decoding.calibrate model="$STAGE2/export" answers="$RUNS/deer_answers" 'nodes=[16]' \
     'sharpness=[1.0]' prompts=16 max_new_tokens=64 ignore_eos=true 'lengths=[]' \
     'temperatures=[0.3,0.7,1.0,1.5]'
