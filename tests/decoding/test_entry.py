@@ -99,7 +99,7 @@ def test_a_token_that_the_network_does_not_know(lab, tmp_path, key):
     [
         ("num_hidden_layers", 10**9, "num_hidden_layers=1000000000 is not allowed"),
         ("num_hidden_layers", "x", "num_hidden_layers=x is not allowed"),
-        ("vocab_size", 10**12, "its config.json and its weights are of different sizes"),
+        ("vocab_size", 10**12, "its config asks for more weights than there are"),
     ],
 )
 def test_sizes_that_are_not_those_of_the_weights(lab, tmp_path, key, value, message):

@@ -232,8 +232,12 @@ def test_a_mistake_before_the_first_step_leaves_no_files(tmp_path, monkeypatch, 
 @pytest.mark.parametrize(
     ("gpus", "given", "said"),
     [
-        (0, [], "scale=lab, on the CPU; to have another give scale=small|paper\n"),
-        (8, [], "on 1 of the 8 GPUs here; to have another give scale=small|paper, or trainer.dev"),
+        (0, [], "scale=lab, on the CPU; to have another give scale=quick|small|paper\n"),
+        (
+            8,
+            [],
+            "on 1 of the 8 GPUs here; to have another give scale=quick|small|paper, or trainer.dev",
+        ),
         (8, ["trainer.devices=8"], ""),
     ],
 )
