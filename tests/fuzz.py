@@ -197,10 +197,10 @@ def main() -> None:
                 os.chdir(here)
                 if draw.random() < f.files:
                     arguments, told = changed(draw, base, Path(root))
-                else:
+                    watch.here = here
+                else:  # arguments are trusted: `out=../x` may write there
                     told = drawn(draw, keys)
                     arguments = [*base, *told]
-                watch.here = here
                 end, said = attempt(module, arguments)
                 watch.here = None
                 os.chdir(root)

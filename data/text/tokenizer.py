@@ -266,9 +266,13 @@ def _harmless_class(kind: type) -> type:
             try:
                 with no_panic():
                     return super()._encode_plus(text, *args, **options)
-            except TypeError:
+            except (TypeError, AttributeError, LookupError, OverflowError) as error:
                 _check_text(text)
-                raise
+                if not all(isinstance(t, str) for t in ([text] if isinstance(text, str) else text)):
+                    raise
+                raise ValueError(
+                    f"the tokenizer is damaged, and encodes nothing: {error}"
+                ) from None
 
         def _decode(self, *args, **options):
             with no_panic():

@@ -78,6 +78,12 @@ def test_a_linked_folder_is_not_pushed(folder, secret):
     assert "is a link, or lies in one" in refused(hub.uploads, folder)
 
 
+def test_a_link_to_itself_is_not_pushed(folder):
+    (folder / "LICENSE").unlink()
+    (folder / "LICENSE").symlink_to("LICENSE")
+    assert f"{folder / 'LICENSE'} is a link" in refused(hub.uploads, folder)
+
+
 def test_a_run_below_a_link_is_pushed(folder, tmp_path):
     """A user's runs may lie on another disk."""
     (tmp_path / "runs").symlink_to(folder.parent)

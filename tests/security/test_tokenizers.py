@@ -194,6 +194,14 @@ def test_half_a_surrogate_pair_is_no_text(theirs):
         tokenizer([("a", 1)])
 
 
+def test_an_odd_value_that_encoding_reads_is_one_line(theirs, tmp_path):
+    folder = theirs()
+    file = tmp_path / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"model_max_length": "x"}))
+    assert "the tokenizer is damaged" in refused(load_tokenizer(folder), TEXT)
+
+
 @pytest.mark.parametrize(
     "eos", [1.5, "1", True, [1, "2"], [[1]], {"a": 1}, -1, 10**30, [None]], ids=str
 )
