@@ -24,7 +24,7 @@ from trainers.publishing.verify import verify
 from trainers.runs.checkpoint_files import Damaged, step_of
 from trainers.runs.safe_load import METADATA, Refused, check_folder
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore::UserWarning")]
 
 
 @pytest.fixture(scope="module")

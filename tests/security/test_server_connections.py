@@ -19,6 +19,8 @@ from decoding.serving.connections import Connection, Http, room
 from decoding.serving.scheduler import Scheduler
 from tests.support import tiny
 
+pytestmark = pytest.mark.processes
+
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"

@@ -13,6 +13,8 @@ from data.text.chat import encode_prompt
 from data.text.rendering import render
 from tests.support import tiny
 
+pytestmark = pytest.mark.processes
+
 CHAT = [{"role": "user", "content": "abc"}]
 FINE = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}{{ eos_token }}"
 NESTED = "{% for a in range(99999) %}" * 4 + "{% endfor %}" * 4

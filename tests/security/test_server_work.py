@@ -15,6 +15,8 @@ from decoding.serving.app import Server
 from decoding.serving.scheduler import Scheduler
 from tests.support import tiny
 
+pytestmark = pytest.mark.processes
+
 V, PATH = 12, "/home/somebody/secret/export"
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 FINE = {"prompt": "abc", "max_tokens": 2}
