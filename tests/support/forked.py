@@ -5,6 +5,7 @@ hundred. A fork server, which is forked before the first test and so has nothing
 them. What is about an interpreter's own start does not use the fixture `forked`.
 """
 
+import atexit
 import ctypes
 import json
 import os
@@ -39,6 +40,7 @@ def start_server():
         server = None
         serve(theirs)
     theirs.close()
+    atexit.register(server.close)
 
 
 def serve(channel):
