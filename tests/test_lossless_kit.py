@@ -65,6 +65,7 @@ class OwnRule(DeerSampler):
 RIGHT = {rule: getattr(verify, rule) for rule in ("rejection", "block")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cls", "check", "rule", "says"),
     [

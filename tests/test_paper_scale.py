@@ -418,6 +418,7 @@ def agrees(statement):
     return found == pytest.approx(wanted, rel=1e-4) if number else found == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("statement", STATEMENTS, ids=lambda s: f"{s.recipe}-{s.key}")
 def test_the_recipe_has_what_the_paper_says(statement):
     other = f", ours {statement.ours}: {statement.why}" if statement.why else ""

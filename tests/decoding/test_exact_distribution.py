@@ -28,6 +28,7 @@ def test_deer_has_the_plain_distribution(name, rule):
     assert distance(sampler, params, {eos} - {None}) <= 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_causal_drafter_has_the_plain_distribution(name, rule):

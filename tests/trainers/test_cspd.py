@@ -210,6 +210,7 @@ def test_images_are_written(exports, tmp_path, capsys):
     assert "tokens a target pass" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_bench_reports(exports, tmp_path):
     bench = ImageBench(
         model=str(exports["diffusion"][1]), gamma=2, gammas=(1, 2), prefills=(0.5,),

@@ -214,6 +214,7 @@ class TestMistakes:
             load(str(copy))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "said"),
     [

@@ -151,6 +151,7 @@ def test_it_learns_what_independent_positions_cannot_know(tokenizer, head, rule)
     assert acceptance(tokenizer, head, rule) > 4.6
 
 
+@pytest.mark.slow
 def test_a_trained_drafter_gains_and_stays_as_it_is(tokenizer):
     """A real network, trained without a head and then frozen under one."""
     torch.manual_seed(0)
@@ -284,6 +285,7 @@ def test_a_head_may_have_a_rate_of_its_own(tokenizer, aux_lr):
             torch.testing.assert_close(rate, torch.tensor(expected), rtol=1e-2, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_recipe_s_export_decodes_with_its_head(lab, frozen):
     """Trained with the drafter, or on the finished one, whose weights and vocabulary stay."""
@@ -322,6 +324,7 @@ def test_a_recipe_s_export_decodes_with_its_head(lab, frozen):
     assert stock[0, ids.shape[1] :].tolist() == greedy.token_ids
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_as_if_it_had_not_been(lab):
     form = ("trainer.max_steps=6", "trainer.log_every=1", "module.markov_rank=5")
     whole = lab.fit("deer_stage2", *form, "name=head_whole").parent

@@ -49,6 +49,7 @@ def one_by_one(params, model=None, prompts=PROMPTS, seeds=SEEDS):
     return [s.generate([p], params, seeds=[x])[0].token_ids for p, x in zip(prompts, seeds)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize("name", WARPS)
 def test_coupled_drafts_change_no_token(name, temperature):
@@ -120,6 +121,7 @@ def test_a_wrong_tree_fails_the_same_test(wrong):
     assert ids(found) != one_by_one(SamplingParams())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("draft", "rule"), [*product(DRAFTS, ["coupled", "rejection", "block"]), FUSED_TREE]
 )

@@ -80,6 +80,7 @@ def test_a_wrong_program_fails(how, program, error):
     assert error in found.error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "early",
     [

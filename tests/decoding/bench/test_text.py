@@ -32,6 +32,7 @@ def bench(lab, tmp_path_factory):
     )
 
 
+@pytest.mark.slow
 def test_table_csv_and_picture(bench, capsys):
     rows, prompts = measure(replace(bench, drawn=("traversal", "multipath")))
     report(Path(bench.out), rows, prompts, "a title", bench.seed)
@@ -140,6 +141,7 @@ def test_a_difference_is_reported(bench, capsys):
     assert summary(other)["identical to plain"] == "2/3"
 
 
+@pytest.mark.slow
 def test_other_weights_are_compared_with_their_own_plain_text(tmp_path):
     corpus, tokenizer = write_corpus(tmp_path / "corpus"), train_tokenizer(["self return"], 270)
     models = [tmp_path / f"run{seed}" / "export" for seed in range(5)]

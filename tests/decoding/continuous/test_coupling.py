@@ -95,6 +95,7 @@ def test_the_output_has_the_targets_distribution(rule, name):
     assert together.double().mean().item() == pytest.approx(overlap.mean().item(), abs=4 * error)
 
 
+@pytest.mark.slow
 def test_in_order_nothing_is_drawn_after_the_first_rejection():
     """Pairs of tokens: the second is right where the first is accepted, and not drawn elsewhere."""
     q, p = (type(d)(*(t.unflatten(0, (-1, 2)) for t in d)) for d in HILLS)
@@ -160,6 +161,7 @@ def test_the_inner_temperature_divides_deviations_and_not_log_determinants(std, 
     assert together.double().mean().item() == pytest.approx(expected, abs=4 * error)
 
 
+@pytest.mark.slow
 def test_without_its_three_errors_the_published_rule_is_exact():
     q, p = HILLS
     _, y, _ = drawn(relaxed, q, p, tries=32)

@@ -104,6 +104,7 @@ def test_the_inner_temperature_is_refused():
     assert together.double().mean() > 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("align", [True, False])
 def test_with_equal_variances_the_published_rule_is_exact(align):
     """Sigma is 1 then, and shared noise on the way is a coupling too."""

@@ -25,6 +25,7 @@ RULES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("attention", KINDS)
 def test_greedy_is_the_public_samplers_rule(attention, rule):
@@ -106,6 +107,7 @@ def distribution(model, prompt, order):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["confidence", "random"])
 def test_keyed_noise_has_the_distribution_of_independent_draws(order):
     """Chi-square against the distribution that is summed over all outcomes of both steps."""

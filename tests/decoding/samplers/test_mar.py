@@ -95,6 +95,7 @@ class TestOwnSampler:
             assert a.stats.emitted == b.stats.emitted == [1] * 9
             assert (c.stats.emitted, c.stats.target_passes) == ([1, 2, 3, 3], 4)
 
+    @pytest.mark.slow
     def test_a_row_does_not_depend_on_its_batch(self):
         sampler = MarSampler(model(size=3, head=EASY), iterations=4)
         for at_once in (1, 3, 8):
