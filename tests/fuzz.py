@@ -112,7 +112,7 @@ def files() -> set[Path]:
 
 
 class Watch:
-    """What a command does beside its work, as Python's audit events tell it."""
+    """A recorder of audit events: code, processes and writes that a command must not cause."""
 
     def __init__(self, root: Path):
         self.root, self.seen, self.here = str(root), [], None

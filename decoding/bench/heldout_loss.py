@@ -52,17 +52,18 @@ def run(argv: list[str]) -> None:
             raise ValueError(f"{name} is a drafter, which changes no text: give its target")
     check_one_tokenizer({name: load_tokenizer(name) for name in names})
     with results(Path(h.out)) as out:
-        first = load(h.model, **h.placing)  # before rows are written
-        texts = heldout_texts(h, load_tokenizer(h.model))
-        tokens = ", ".join(f"{sum(sum(t) for _, t in of)} of {what}" for what, of in texts.items())
-        title = f"next-token loss in nats, {h.dtype}, held-out tokens: {tokens}"
+        texts: dict[str, list[Encoded]] = {}
         found, lines = {}, []
         for name in names:
-            sampler = first if name == h.model else load(name, **h.placing)
+            sampler = load(name, **h.placing)
             if not sampler.continues:
                 raise ValueError(f"{name} fills holes and predicts no next token: give causal LMs")
+            # After the model is loaded: a wrong one leaves no rows of the corpus behind.
+            texts = texts or heldout_texts(h, load_tokenizer(h.model))
             network, size = sampler.target, h.batch_size
             found[name] = {what: mean_loss(network, of, size) for what, of in texts.items()}
+        tokens = ", ".join(f"{sum(sum(t) for _, t in of)} of {what}" for what, of in texts.items())
+        title = f"next-token loss in nats, {h.dtype}, held-out tokens: {tokens}"
         for name, loss in found.items():
             line = {"model": name} | {what: round(x, 4) for what, x in loss.items()}
             for what, x in loss.items():

@@ -23,7 +23,7 @@ FINE = {"prompt": "abc", "max_tokens": 2}
 
 
 class Texts:
-    """What a server's tokenizers are asked to encode."""
+    """Record the texts that a server's tokenizers encode."""
 
     def __init__(self):
         self.texts, self.wait = [], lambda text: None

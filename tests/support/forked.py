@@ -130,7 +130,7 @@ def run(command, cwd, session, env, files):
 
 
 def read_again():
-    """What imports have read from the environment."""
+    """Set again the values that modules read from the environment when they were imported."""
     sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     code = transformers.dynamic_module_utils
     code.HF_MODULES_CACHE = os.environ.get("HF_MODULES_CACHE", code.HF_MODULES_CACHE)

@@ -29,7 +29,7 @@ NONSENSE = ("{", '{"prompt": 3}', '{"prompt": "a", "max_tokens": -1}', "\0")
 
 
 class Load:
-    """What clients have seen.
+    """Record the answers, times and errors that clients see.
 
     Attributes:
         texts: By request: all texts that it was answered with.
@@ -159,7 +159,7 @@ def quantiles(seconds: list[float]) -> list[float]:
 
 
 def wrong(result: dict, slower: float = 1.1) -> list[str]:
-    """What must not be so."""
+    """List the names of the figures that a load must not have; an empty list passes."""
     found = [k for k in result if k.startswith(("error", "not refused"))]
     other, ending = "texts that differ from the one alone", "seconds from SIGTERM to its end"
     found += [other] * (result[other] > 0) + [ending] * (result[ending] > GRACE + 10)
