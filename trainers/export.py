@@ -116,11 +116,11 @@ def _checked_export(e: Export) -> Path:
 
 
 def _small_files(run: Path) -> Iterator[Path]:
-    """Yield what is in a run's folder, except its checkpoints: the card is made from much of it."""
-    for top in sorted(run.glob("*")):
-        if top.name != "checkpoints":
-            yield top
-            yield from top.rglob("*")
+    """Yield what a card is made of: the files of a run, its export and its benches' results."""
+    yield from (path for path in run.iterdir() if path.is_file() or path.is_symlink())
+    for name in sorted({"export", *(Path(results).parent.as_posix() for results in SECTIONS)}):
+        yield run / name
+        yield from (run / name).rglob("*")
 
 
 def _push(e: Export, repo: str, folder: Path, target: str | None, card: str) -> None:

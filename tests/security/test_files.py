@@ -103,6 +103,15 @@ def test_what_a_card_is_made_of_is_no_link(folder, secret, name, monkeypatch, ca
     assert SECRET not in line
 
 
+@pytest.mark.parametrize("name", ["wandb/latest-run", "other_run/export/README.md"])
+def test_a_link_that_a_card_does_not_read_stays(folder, secret, name):
+    """wandb links its newest run; a run's folder may hold other runs."""
+    file = folder.parent / name
+    file.parent.mkdir(parents=True)
+    file.symlink_to(secret)
+    export([f"run={folder.parent}", "dry_run=true"])
+
+
 def test_a_link_is_not_set_aside(folder, secret):
     run = folder.parent
     set_aside(run, 0)
