@@ -3,7 +3,7 @@
 `python -m tests.fuzz [inputs=1000] [seed=0] [files=0.5]`: every command's own `run`, on tiny
 models, with one to three arguments that are drawn: a key of it, or a broken one, with a value of
 any kind; or with a changed file in a folder that it reads (`tests.support.damage`). Status 1 where
-one ends in a traceback, takes longer than 20 s, says an error in more than a line, leaves a file in
+one ends in a traceback, takes 20 s of CPU or a minute, says an error in more than a line, leaves a file in
 the working directory beside its error, writes outside of it, or runs code of a file.
 """
 
@@ -159,7 +159,9 @@ def attempt(module: str, arguments: list[str]) -> tuple[str, str]:
         raise TimeoutError
 
     signal.signal(signal.SIGALRM, late)
-    signal.alarm(SECONDS)
+    signal.signal(signal.SIGPROF, late)
+    signal.alarm(3 * SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)  # of CPU, as others may run beside
     before, out = files(), io.StringIO()
     try:
         with redirect_stdout(out), redirect_stderr(out):
@@ -180,6 +182,7 @@ def attempt(module: str, arguments: list[str]) -> tuple[str, str]:
         return "TRACEBACK", traceback.format_exc()
     finally:
         signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def main() -> None:
