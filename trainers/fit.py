@@ -38,6 +38,7 @@ from trainers.runs.loggers import build_loggers, check_logger
 from trainers.runs.progress import Progress
 from trainers.runs.provenance import provenance, write_provenance
 from trainers.runs.randomness import RandomStates
+from trainers.runs.restorable import check_restorable
 from trainers.runs.resume import checkpoint_to_resume
 from trainers.runs.set_aside import drop_set_aside, set_aside
 from trainers.runs.stored_states import with_states
@@ -97,6 +98,8 @@ def _fit(config: DictConfig, folder: Path, checkpoint: Path | None, first: int) 
     if checkpoint is not None and config.resume not in ("auto", "never"):
         check_fits(module, checkpoint)
     trainer, loaders, rows = assemble(config, module, folder, first)
+    if checkpoint is not None and checkpoint.is_file():
+        check_restorable(trainer, module, checkpoint)
     set_aside(folder, first, checkpoint)
     describe(config, folder)
     trainer.loggers = build_loggers(config, folder, first)
