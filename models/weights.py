@@ -17,6 +17,7 @@ from transformers.utils import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
     WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
     cached_file,
     find_adapter_config_file,
 )
@@ -59,35 +60,39 @@ def bounded(path: str, **hub) -> Iterator[None]:
 
     A config.json can ask for 10,000 layers, or an index for any file of this machine. So the names
     in the index are checked first, and a network ends as soon as it has more weights than the
-    files. `path` is a folder or Hub id, and `hub` has options of the Hub. Other files than
-    safetensors give no bound.
+    files. `path` is a folder or Hub id, and `hub` has options of the Hub. A gguf file gives no
+    bound.
     """
     files = _weight_files(path, **hub)
     if not files:
         yield
         return
-    tensors = 0
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            tensors += len(opened.keys())
+    tensors = sum(map(_count, files))
     with no_larger_than(tensors, sum(file.stat().st_size for file in files)):
         yield
 
 
+def _count(file: Path) -> int:
+    """Return the number of tensors in a file of weights."""
+    if file.suffix == ".bin":
+        return len(torch.load(file, weights_only=True, map_location="meta", mmap=True))
+    with safe_open(file, framework="pt") as opened:
+        return len(opened.keys())
+
+
 def _weight_files(path: str, **hub) -> list[Path]:
-    """Return a model's safetensors files; ValueError where its index names another folder's."""
+    """Return a model's files of weights; ValueError where its index names another folder's."""
     optional = {"_raise_exceptions_for_missing_entries": False, **hub}
-    if whole := cached_file(path, SAFE_WEIGHTS_NAME, **optional):
-        return [Path(whole)]
-    for name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
-        if index := cached_file(path, name, **optional):
+    for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
+        found = cached_file(path, name, **optional)
+        if found and name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME):
+            return [Path(found)]
+        if index := found:
             for shard in {*json.loads(Path(index).read_text())["weight_map"].values()}:
                 if Path(shard).name != shard:
                     raise ValueError(
                         f"its {name} names {shard[:60]!r}: only files beside it are read"
                     )
-            if name == WEIGHTS_INDEX_NAME:
-                return []
             return [Path(f) for f in get_checkpoint_shard_files(path, index, **hub)[0]]
     if adapter := find_adapter_config_file(path, **hub):
         return _weight_files(json.loads(Path(adapter).read_text())["base_model_name_or_path"])

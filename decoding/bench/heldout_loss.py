@@ -20,6 +20,7 @@ from data.rows.documents import documents
 from data.rows.packing import Encoded
 from data.rows.stream import Stream
 from data.text.tokenizer import checked_manifest
+from decoding.engine.vocabulary import check_known
 from decoding.loading import check_one_tokenizer, is_drafter, load, load_tokenizer, parade_config
 from decoding.report import results, write_table
 from models.placement import DTYPES, input_device
@@ -110,6 +111,8 @@ def split_row(row: dict[str, Tensor]) -> Iterator[Encoded]:
 @torch.inference_mode()
 def mean_loss(network: PreTrainedModel, texts: list[Encoded], batch_size: int) -> float:
     """The mean of -log p(x_{i+1} | x_{<=i}) in nats over trained tokens but each text's first."""
+    known = network.config.get_text_config().vocab_size
+    check_known(known, token=max(max(ids) for ids, _ in texts))  # its tokenizer may have more
     total, count, device = 0.0, 0, input_device(network)
     texts = sorted(texts, key=lambda text: len(text[0]))
     for start in range(0, len(texts), batch_size):

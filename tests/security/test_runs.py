@@ -405,6 +405,35 @@ def test_an_export_s_network_is_as_large_as_its_weights(run, sizes):
     assert time.monotonic() - start < 10
 
 
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00001.bin"])
+def test_pickled_weights_bound_a_network_too(run, name):
+    export = run / "export"
+    tensors = load_file(export / "model.safetensors")
+    (export / "model.safetensors").unlink()
+    torch.save(tensors, export / name)
+    if "of" in name:
+        index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, name)}
+        (export / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    causal.load(str(export))  # the negative control
+    config = json.loads((export / "config.json").read_text()) | {"num_hidden_layers": 10_000}
+    config.pop("layer_types", None)
+    (export / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="asks for more weights than there are"):
+        causal.load(str(export))
+
+
+@pytest.mark.parametrize("kind", ["missing", "of another kind"])
+def test_a_card_of_odd_provenance(run, kind):
+    file = run / "provenance.json"
+    story = json.loads(file.read_text())
+    if kind == "missing":
+        del story["git_dirty"]
+    else:
+        story["packages"] = 3
+    file.write_text(json.dumps(story))
+    one_line(run, "cannot load the facts of a run")
+
+
 @pytest.mark.parametrize("kind", ["up", "absolute", "below", "no text"])
 def test_an_index_names_files_beside_it(run, kind, tmp_path):
     export = run / "export"

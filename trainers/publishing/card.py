@@ -9,6 +9,7 @@ from huggingface_hub import ModelCardData
 
 from data.files import read_json, read_text
 from models.causal import looks_local
+from models.weights import one_line
 from trainers.publishing.private import public, read_public
 
 # Tables that benches add to a card, by their files in the run's folder: title and meaning.
@@ -51,6 +52,11 @@ def model_card(config: dict, metrics: dict, folder: Path) -> str:
     config = public(config)
     story = public(read_json(folder / "provenance.json"))
     settings = read_public(folder / "config.yaml")
+    with one_line("the facts of a run", str(folder)):  # its folder may be a stranger's
+        return _card(config, metrics, story, settings)
+
+
+def _card(config: dict, metrics: dict, story: dict, settings: dict) -> str:
     target = config.get("target")
     started_from = list(_paths(settings["network"]))
     bases = [name for name in dict.fromkeys([*started_from, target]) if name]

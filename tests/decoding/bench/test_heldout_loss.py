@@ -123,6 +123,8 @@ def test_by_hand_whatever_the_batches():
     expected = -(logits[0][1, 3] + logits[1][0, 5]).item() / 2
     assert mean_loss(model, texts, 1) == pytest.approx(expected, rel=1e-9)
     assert mean_loss(model, texts, 2) == pytest.approx(expected, rel=1e-9)
+    with pytest.raises(ValueError, match="token=8 is not allowed: the network's tokens are 0 to 7"):
+        mean_loss(model, [*texts, ([8, 1], [True, True])], 1)
     every = [(ids, [True] * len(ids)) for ids, _ in texts]
     assert mean_loss(model, every, 2) != pytest.approx(expected, rel=1e-3)
 
