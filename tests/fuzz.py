@@ -3,8 +3,8 @@
 `python -m tests.fuzz [inputs=1000] [seed=0] [files=0.5]`: every command's own `run`, on tiny
 models, with one to three arguments that are drawn: a key of it, or a broken one, with a value of
 any kind; or with a changed file in a folder that it reads (`tests.support.damage`). Status 1 where
-one ends in a traceback, takes 20 s of CPU or a minute, says an error in more than a line, leaves a file in
-the working directory beside its error, writes outside of it, or runs code of a file.
+one ends in a traceback, takes 20 s of CPU or a minute, says an error in more than a line, leaves a
+file in the working directory beside its error, writes outside of it, or runs code of a file.
 """
 
 import importlib

@@ -41,7 +41,7 @@ def _own(trainer: pl.Trainer, module: LightningModule, found: dict) -> dict[str,
     states = found.get("random_states")
     run = {"processes": 1, "accumulate": 1, "found": {}}
     if isinstance(found.get("run"), dict) and isinstance(found["run"].get("found"), dict):
-        run["found"] = {step: ("", 0.0) for step in found["run"]["found"]}
+        run["found"] = dict.fromkeys(found["run"]["found"], ("", 0.0))
     callbacks = {c.state_key: c.state_dict() for c in trainer.callbacks}
     known = found.get("callbacks")
     return {
