@@ -45,7 +45,7 @@ class MixtureHead(nn.Module):
 
     def __init__(self, hidden: int, dim: int, *, components: int, least_std: float = 0.01):
         super().__init__()
-        self.dim, self.components, self.least_std = dim, components, least_std
+        self.dim, self.components, self.least_std = dim, components, float(least_std)
         self.out = nn.Linear(hidden, components * (1 + 2 * dim))
 
     def forward(self, z: Tensor, guidance: Guidance = None) -> GaussianMixture:

@@ -109,7 +109,7 @@ class PatchTransformer(PreTrainedModel):
             raise ValueError(f"unknown head {kind!r}. Choose from {sorted(HEADS)}")
         try:
             self.head = HEADS[kind](hidden, config.dim, **keys)
-        except TypeError as error:
+        except (TypeError, OverflowError) as error:
             raise ValueError(f"a {kind} head cannot be made of {keys}: {error}") from error
         self.post_init()
 

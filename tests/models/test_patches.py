@@ -195,3 +195,12 @@ def test_sizes_of_mar(monkeypatch):
     # A size that is given counts.
     wide = mar("B", "diffusion", **given, backbone={"num_attention_heads": 4})
     assert wide.backbone.config.num_attention_heads == 4
+
+
+def test_a_head_of_odd_numbers():
+    given = images.HEADS["mixture"]
+    network = images.model(head=given | {"least_std": 10**20})  # more than 64 bits hold
+    z = network(**network.dummy_inputs | {"patches": batch(network, 1)["patches"]})
+    assert network.head(z).std.min() >= 1e20
+    with pytest.raises(ValueError, match="a mixture head cannot be made of"):
+        images.model(head=given | {"least_std": 10**400})
