@@ -269,3 +269,18 @@ def test_whatever_a_template_raises_is_one_line(theirs, template):
     assert encode_chat(tokenizer, chat)[1][-1]
     tokenizer.chat_template = template
     assert "rejected a chat" in refused(encode_chat, tokenizer, chat)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_file", "vocab_file", "added_tokens_file"])
+def test_a_tokenizer_is_read_from_its_own_folder(tmp_path, name):
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    for folder, text in ((theirs, "some words of theirs"), (ours, "SECRET SECRET SECRET")):
+        train_tokenizer([text] * 9, 270).save_pretrained(folder)
+    assert "SECRET" in load_tokenizer(str(ours)).get_vocab()  # the negative control
+    config = json.loads((theirs / "tokenizer_config.json").read_text())
+    file = ours / "tokenizer.json"
+    if name == "added_tokens_file":
+        file = ours / "added_tokens.json"
+        file.write_text(json.dumps({"SECRET": 0}))
+    (theirs / "tokenizer_config.json").write_text(json.dumps(config | {name: str(file)}))
+    assert "SECRET" not in load_tokenizer(str(theirs)).get_vocab()
