@@ -64,22 +64,28 @@ def commands(lab: Lab) -> dict[str, tuple[list[str], list[str]]]:
     few = ["images=2", "samples=4", "batch_sizes=[1]", "batches=1"]
     found = {
         "decoding.generate": [f"model={drafter}", "prompt=self", "max_new_tokens=4"],
-        "decoding.bench.text": [f"model={drafter}", *texts, "temperatures=[0]"],
+        "decoding.bench.text": [f"model={drafter}", *texts, "temperatures=[0]", "verify=[coupled]"],
         "decoding.bench.denoise": [f"model={graph}", *texts, "temperatures=[0]"],
         "decoding.bench.infill": [f"model={infilling}", *windows],
         "decoding.bench.images": [f"model={images}", *few, "gammas=[1]", "prefills=[0.5]"],
         "decoding.bench.fid": [f"model={images}", "real=digits", "features=digits", "samples=4"],
         "decoding.images": [f"model={images}", "classes=[1]", "count=1"],
         "decoding.bench.heldout_loss": [f"model={target}", f"source={lab.corpus}", "rows=2"],
-        "decoding.calibrate": [f"model={drafter}", f"answers={lab.runs / 'deer_answers'}", *texts],
+        "decoding.calibrate": [
+            f"model={drafter}",
+            f"answers={lab.runs / 'deer_answers'}",
+            *texts,
+            "split=train",
+        ],
         "trainers.export": [f"run={lab.runs / 'deer_stage1'}"],
     }
     digits = image_metrics._digits()  # it is trained for seconds
     image_metrics._digits = lambda: digits
     keys = {module: options_of(module) for module in found}
-    quick = ["build_inputs=false"]  # an input that is built takes minutes
+    quick = ["name=own", "build_inputs=false"]  # an input that is built takes minutes
     for recipe in ("ar_target", "deer_stage1"):
-        found[f"trainers.fit {recipe}"] = [*lab.arguments(recipe), *quick, "trainer.max_steps=1"]
+        once = ["resume=never", "trainer.max_steps=1"]
+        found[f"trainers.fit {recipe}"] = [*lab.arguments(recipe), *quick, *once]
         keys[f"trainers.fit {recipe}"] = paths(defaults("fit", recipe, "lab"))
     found["decoding.collect"] = lab.collect_arguments("prompts.count=2", *quick)
     keys["decoding.collect"] = paths(defaults("collect", "deer_answers", "lab"))
@@ -140,13 +146,17 @@ def changed(draw: random.Random, arguments: list[str], root: Path) -> tuple[list
     given = [(i, key, path) for i, key, path in given if runs in (Path(path), *Path(path).parents)]
     i, key, folder = draw.choice(given)
     theirs(Path(folder), Path("theirs"))
-    told = damage(draw, Path("theirs"))
     found = [*arguments]
     found[i] = f"{key}=theirs"
-    steps = sorted(Path("theirs").glob("checkpoints/*"))
-    if key == "run" and steps and draw.random() < 0.5:
-        found.append(f"checkpoint={draw.choice(steps)}")
-    return found, told
+    changes = Path("theirs")
+    if key == "runs":  # the recipe's own, or one of all
+        own = changes / arguments[0].removeprefix("recipe=")
+        changes = own if draw.random() < 0.5 else draw.choice(sorted(changes.iterdir()))
+    steps = sorted(changes.glob("checkpoints/*"))
+    if steps and draw.random() < 0.5:
+        found = [a for a in found if a != "resume=never"]
+        found.append(f"{'checkpoint' if key == 'run' else 'resume'}={draw.choice(steps)}")
+    return found, damage(draw, changes)
 
 
 def attempt(module: str, arguments: list[str]) -> tuple[str, str]:
