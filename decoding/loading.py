@@ -1,6 +1,8 @@
 """Loading: the sampler of an exported folder or a Hub id, and the checks of its files."""
 
+import hashlib
 import importlib
+import json
 import pkgutil
 from collections.abc import Iterable
 from functools import reduce
@@ -162,6 +164,19 @@ def is_drafter(entry: dict) -> bool:
 def artefacts() -> list[str]:
     """Return the names of the files beside the weights that methods read."""
     return sorted({file for name in methods() for file in method_of({"method": name}).files})
+
+
+def decoding_fingerprint(export: Path) -> str:
+    """Return a SHA-256 over all of an export that decodes: weights, what methods read, the entry.
+
+    The target's name is left out, since it may change from a folder to a Hub id.
+    """
+    entry = {k: v for k, v in parade_config(str(export)).items() if k != "target"}
+    digest = hashlib.sha256(json.dumps(entry, sort_keys=True).encode())
+    for path in sorted(p for name in ("*.safetensors", *artefacts()) for p in export.glob(name)):
+        with path.open("rb") as file:
+            digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
 
 
 def methods() -> list[str]:

@@ -1,15 +1,15 @@
 """`python -m trainers.export run=runs/RECIPE [push=org/name]`: push a run's export to the Hub."""
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from data.files import atomic_folder, atomic_write, read_text, refuse_links
+from decoding.bench.options import MEASURED
 from decoding.external.vllm_engine import FORMATS as ENGINE_FORMATS
 from decoding.external.vllm_engine import speculative_config
-from decoding.loading import load_assistant, parade_config
+from decoding.loading import decoding_fingerprint, load_assistant, parade_config
 from models.causal import looks_local
 from models.weights import no_larger_than, one_line
 from recipes.command import main
@@ -24,7 +24,6 @@ from trainers.publishing.private import public
 from trainers.publishing.speculators import write_speculators
 from trainers.publishing.verify import PROGRAMS, verify
 from trainers.runs.checkpoint_files import load_weights, size_of, step_of
-from trainers.runs.curve import latest
 
 SPECULATORS = "speculators"
 FORMATS = ("transformers", *ENGINE_FORMATS, SPECULATORS)
@@ -80,8 +79,8 @@ def run(argv: list[str]) -> None:
     card = read_text(folder / "README.md")
     if e.target is not None:
         config = _with_target(folder, config, e.target)
-        step = sys.maxsize if e.checkpoint is None else step_of(Path(e.checkpoint))
-        card = model_card(config, latest(Path(e.run) / "metrics.csv", step), Path(e.run))
+        step = None if e.checkpoint is None else step_of(Path(e.checkpoint))
+        card = model_card(config, Path(e.run), step)
         if not e.dry_run:
             write_entry(folder, config)
     print(f"{folder}: {config}")
@@ -131,6 +130,8 @@ def _push(e: Export, repo: str, folder: Path, target: str | None, card: str) -> 
             "give its Hub id with target=org/name"
         )
     files, others = hub.uploads(folder)
+    if not (e.dry_run and e.target):  # else the target that is replaced is still there
+        hub.check_public(folder, files)
     files["README.md"] = len(card.encode())
     would = "would push" if e.dry_run else "pushing"
     print(f"{would} {folder} to {repo}, revision {e.revision or 'main'}:")
@@ -201,20 +202,19 @@ def export_checkpoint(run: Path, checkpoint: Path, trust_remote_code: bool = Fal
     load_weights(module, checkpoint)
     # Not <run>/export: a run that is not finished must not look as if it were.
     folder = run / f"export-step-{step}"
-    metrics = latest(run / "metrics.csv", step)
     with module.averaged():
-        write_export(module, folder, metrics=metrics, folder=run, merge=config.lora.merge)
+        write_export(module, folder, run, step, config.lora.merge)
     return folder
 
 
 def _complete_card(folder: Path, card: str) -> str:
-    """Add the tables of the run's benches to a model card, except those older than the export."""
+    """Add the tables of the run's benches to a model card, except those of other weights."""
     for results in (folder.parent / name for name in SECTIONS):
         if not results.is_file():
             continue
-        command = read_text(results.parent / "command.txt")
-        if results.stat().st_mtime < (folder / "tokenizer_config.json").stat().st_mtime:
-            print(f"{results} is older than the export and left out: {command} measures anew")
+        command, measured = read_text(results.parent / "command.txt"), results.parent / MEASURED
+        if not measured.is_file() or read_text(measured) != decoding_fingerprint(folder):
+            print(f"{results} is of other weights and left out: {command} measures anew")
         else:
             card = with_bench(card, results, command)
     return card

@@ -32,7 +32,6 @@ from trainers.publishing.export_folder import is_export, write_export
 from trainers.runs.callbacks import AcceptanceLength, validation_prompts
 from trainers.runs.checkpoint_files import DirectIO, check_fits
 from trainers.runs.checkpoints import Checkpoints, Preempted
-from trainers.runs.curve import latest
 from trainers.runs.guards import LossGuard, memory_advice
 from trainers.runs.loggers import build_loggers, check_logger
 from trainers.runs.progress import Progress
@@ -129,9 +128,8 @@ def export_run(module: BaseModule, trainer: pl.Trainer, folder: Path, merge: boo
         if trainer.is_global_zero:
             if module.target is not None:  # Lightning has moved the module to the CPU, not these
                 module.to(input_device(module.target))
-            metrics = latest(folder / "metrics.csv", trainer.global_step)
             with module.averaged():
-                write_export(module, folder / "export", metrics=metrics, folder=folder, merge=merge)
+                write_export(module, folder / "export", folder, trainer.global_step, merge)
             drop_set_aside(folder)
             print(f"exported to {folder / 'export'}")
 

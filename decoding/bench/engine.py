@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 
 from data.arguments import BlockSize, Count, Temperature, Whole
-from decoding.bench.options import results_folder
+from decoding.bench.options import note_model, results_folder
 from decoding.bench.rows import ERROR, Row, on_screen, params_of, questions, ratio_error, take_turns
 from decoding.engine.params import Result, Stats, accepted_counts
 from decoding.external.vllm_engine import ON_CPU, Vllm, interpreter, speculative_config
@@ -126,6 +126,7 @@ def run(argv: list[str]) -> None:
     """Run the command with its arguments `key=value`."""
     bench = parse(argv, EngineBench, "decoding.bench.engine")
     with results(results_folder(bench, "bench_vllm")) as out:
+        note_model(bench, out)
         report(bench, measure(bench), out)
 
 

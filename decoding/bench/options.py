@@ -9,7 +9,10 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from data.arguments import Count, Several, Temperature
+from decoding.loading import decoding_fingerprint
 from recipes.options import MeasureOptions, PromptOptions, SamplerOptions, option
+
+MEASURED = "model.sha256"  # the fingerprint of the export that was measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +43,12 @@ def results_folder(options: MeasureOptions, name: str) -> Path:
     """Return the folder for results: `out=`, or `name` next to a local export, or here."""
     model = Path(options.model)
     return Path(options.out or (model.parent / name if model.exists() else name))
+
+
+def note_model(options: MeasureOptions, results: Path) -> None:
+    """Write into the folder of results which export was measured; nothing for a Hub id."""
+    if Path(options.model).is_dir():
+        (results / MEASURED).write_text(decoding_fingerprint(Path(options.model)))
 
 
 def told_apart(paths: Iterable[str]) -> dict[str, str]:

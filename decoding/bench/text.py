@@ -9,7 +9,13 @@ from data.arguments import BlockSize, Several, Whole
 from data.text.prompts import heldout_prompts
 from decoding.bench.baselines import HuggingFace
 from decoding.bench.drawn_trees import RULES, drawing
-from decoding.bench.options import PromptBenchOptions, ScoreOptions, results_folder, told_apart
+from decoding.bench.options import (
+    PromptBenchOptions,
+    ScoreOptions,
+    note_model,
+    results_folder,
+    told_apart,
+)
 from decoding.bench.rows import params_of, take_turns
 from decoding.bench.scores import scorer
 from decoding.bench.text_report import TextRow, report
@@ -60,6 +66,7 @@ def run(argv: list[str]) -> None:
     bench = parse(argv, Bench, "decoding.bench")
     score = scorer(bench)  # a mistake in it must not cost hours
     with results(results_folder(bench, "bench")) as out:
+        note_model(bench, out)
         rows, prompts = measure(bench)
         if score is not None:
             for row in track(rows, score.metric):

@@ -32,4 +32,4 @@ STORY = {
     "trainer": {"world_size": 1, "strategy": "ddp", "precision": "32-true"},
     "hardware": {"gpus": [], "processor": "x86_64"},
 }
-METRICS = {"val_loss": 1.5, "acceptance_length_t0": 2.5, "acceptance_length_t1": 2.25}
+METRICS = "step,val_loss,acceptance_length_t0,acceptance_length_t1\n60,1.5,2.5,2.25\n"

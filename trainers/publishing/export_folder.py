@@ -29,21 +29,21 @@ def is_export(folder: Path) -> bool:
 
 
 def write_export(
-    module: BaseModule, export: Path, metrics: dict, folder: Path, merge: bool = True
+    module: BaseModule, export: Path, folder: Path, step: int, merge: bool = True
 ) -> None:
     """Write weights, config, tokenizer and model card, reload and compare them, then rename.
 
     A module without `exports_weights` exports the `parade` entry alone. A failed check leaves
-    `export` unchanged. `folder` is the run's; what is private is removed from the copies of its
-    settings and provenance. With `merge` adapters become part of the weights; else they alone are
-    exported.
+    `export` unchanged. `folder` is the run's, and `step` the weights'; what is private is removed
+    from the copies of its settings and provenance. With `merge` adapters become part of the
+    weights; else they alone are exported.
     """
     network = to_export(module.network, merge)
     module.check_vocabulary(network)
     with atomic_folder(export) as temporary:
         write = _write_weights if module.exports_weights else _write_reference
         write(module, network, temporary)
-        card = model_card(module.export_config(), metrics, folder)
+        card = model_card(module.export_config(), folder, step)
         for name, content in {"README.md": card, **module.export_files()}.items():
             content = content if isinstance(content, bytes) else content.encode()
             (temporary / name).write_bytes(content)

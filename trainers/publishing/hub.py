@@ -5,15 +5,17 @@ the Hub finds a file that it has by its hash, and it is not sent again.
 """
 
 import glob
-from pathlib import Path
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
 
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-from data.files import refuse_links
+from data.files import read_text, refuse_links
 from decoding.loading import artefacts
 from recipes.command import one_line
+from trainers.publishing.private import private_part
 
 WEIGHTS = (
     "model*.safetensors",
@@ -22,13 +24,15 @@ WEIGHTS = (
     "adapter_config.json",
 )
 
+BINARY = (".safetensors", ".tensors", ".model", ".bpe")
+LICENSES = "LICENSE*"
 # The files that may be pushed, `*` within one folder. A list of those that may not would forget
 # some: optimizer state and checkpoints have many names.
 FILES = (
     *WEIGHTS,
     *artefacts(),
     "README.md",
-    "LICENSE*",
+    LICENSES,
     "config.json",
     "generation_config.json",
     "tokenizer*.json",
@@ -65,6 +69,20 @@ def uploads(folder: Path) -> tuple[dict[str, int], list[str]]:
     return files, [names[path] for path in there if path not in chosen]
 
 
+def check_public(folder: Path, files: Iterable[str]) -> None:
+    """Raise ValueError for a path or a secret of this machine in a file that is to be pushed."""
+    for path in (folder / name for name in files):
+        if path.suffix in BINARY:
+            continue
+        settings = path.suffix in (".yaml", ".md") or path.name.endswith("config.json")
+        if found := private_part(read_text(path), paths=settings):
+            raise ValueError(
+                f"{path} names {found}, which is of this machine alone: export again from models "
+                "that are named by their Hub ids (of an adapter with lora.merge=true), or take it "
+                "out of the file"
+            )
+
+
 def check_name(repo: str) -> None:
     """Raise ValueError unless the name of a repository is 'org/name'."""
     try:
@@ -96,12 +114,13 @@ def push(
             raise ValueError("it is there already and public; private=true is for a new one")
         if revision is not None:
             api.create_branch(repo, branch=revision, exist_ok=True)
+        # Whatever an earlier push left is loaded with the new weights: a template, tokens, code.
+        left = [name for name in api.list_repo_files(repo, revision=revision) if _written(name)]
         commit = api.upload_folder(
             repo_id=repo,
             folder_path=folder,
             allow_patterns=[glob.escape(name) for name in files],
-            # Weights of an earlier push in other shards: from_pretrained might take them.
-            delete_patterns=list(WEIGHTS),
+            delete_patterns=[glob.escape(name) for name in left],
             revision=revision,
             commit_message=message,
         )
@@ -109,6 +128,12 @@ def push(
     except Exception as error:  # the client has many; a user needs one line
         reason = _reason(error, api.endpoint)
         raise ValueError(f"could not push to {repo!r}: {reason}") from error
+
+
+def _written(name: str) -> bool:
+    """Return whether exports write files of a name; licences are their owner's."""
+    path, written = PurePosixPath(name), (PurePosixPath(p) for p in FILES if p != LICENSES)
+    return any(len(path.parts) == len(p.parts) and path.match(str(p)) for p in written)
 
 
 def _reason(error: Exception, endpoint: str) -> str:

@@ -54,6 +54,27 @@ def public(value: Any) -> Any:
     return value
 
 
+def private_part(text: str, paths: bool = True) -> str | None:
+    """Return a secret or a path of this machine in a text that would be made public; None if none.
+
+    Without `paths` only the working directory counts as a path: words of a vocabulary or of code
+    may be absolute paths, too.
+    """
+    if any(secret in text for secret in _secrets()) or TOKENS.search(text):
+        return "a token or password"
+    if len(Path.cwd().parts) > 2 and str(Path.cwd()) in text:
+        return str(Path.cwd())
+    found = (match[0] for match in ABSOLUTE.finditer(text) if paths)
+    return next((path for path in found if len(Path(path).parts) > 2 and _exists(path)), None)
+
+
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).exists()
+    except OSError:  # too long a name, or a folder of another user
+        return False
+
+
 def read_public(config: Path) -> dict:
     """Return the settings in a run's config.yaml, without what is private."""
     return public(OmegaConf.to_container(read_config(config)))

@@ -57,8 +57,8 @@ def verify(
 
 def _validated(run: Path) -> list[float]:
     """Return the share of the last validation's passes that accepted at least 1, 2, ... tokens."""
-    metrics = latest(run / "metrics.csv", sys.maxsize)
-    named = ((re.fullmatch(r"accepted_(\d+)_t0", name), x) for name, x in metrics.items())
+    metrics = latest(run / "metrics.csv")
+    named = ((re.fullmatch(r"accepted_(\d+)_t0", name), x.value) for name, x in metrics.items())
     found = {int(match[1]): x for match, x in named if match}
     if not found:
         raise ValueError(

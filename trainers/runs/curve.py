@@ -3,6 +3,7 @@
 import csv
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
@@ -19,10 +20,21 @@ def read_curve(file: Path) -> list[dict[str, str]]:
     return [row for row in csv.DictReader(whole) if (row.get("step") or "").isdigit()]
 
 
-def latest(file: Path, step: int) -> dict[str, float]:
-    """Return the last value of each metric in a metrics.csv up to a step, with 4 digits."""
-    rows = [row for row in read_curve(file) if int(row.pop("step")) <= step]
-    return {name: round(float(x), 4) for row in rows for name, x in row.items() if x}
+class Measured(NamedTuple):
+    """A metric's value, with 4 digits, and the step that it was measured at."""
+
+    value: float
+    step: int
+
+
+def latest(file: Path, step: int | None = None) -> dict[str, Measured]:
+    """Return the last value of each metric in a metrics.csv, up to a step if one is given."""
+    found: dict[str, Measured] = {}
+    for row in read_curve(file):
+        number = int(row.pop("step"))
+        if step is None or number <= step:
+            found |= {k: Measured(float(f"{float(x):.4g}"), number) for k, x in row.items() if x}
+    return found
 
 
 class Curve(Logger):

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -12,8 +13,9 @@ import pytest
 import yaml
 from huggingface_hub import constants
 
+from decoding.bench.options import MEASURED
 from decoding.engine.params import SamplingParams
-from decoding.loading import load
+from decoding.loading import decoding_fingerprint, load
 from tests.support.cards import CONFIG, METRICS, STORY
 from tests.support.hub_server import READ, WRITE, Blob, HubServer
 from tests.support.refused import refused
@@ -45,6 +47,7 @@ def folder(tmp_path):
     folder = tmp_path / "run"
     write(folder / "config.yaml", yaml.safe_dump(CONFIG, sort_keys=False))
     write(folder / "provenance.json", json.dumps(STORY))
+    write(folder / "metrics.csv", METRICS)
     write(folder / "checkpoints" / "last.ckpt", b"optimizer state")
     export, draw = folder / "export", random.Random(0)
     for name in STRANGERS:
@@ -59,7 +62,7 @@ def folder(tmp_path):
         write(export / "custom_generate" / name, f"# {name}\n")
     write(export / "parade_config.yaml", yaml.safe_dump(CONFIG, sort_keys=False))
     write(export / "parade_provenance.json", json.dumps(STORY))
-    write(export / "README.md", model_card({"method": "plain"}, METRICS, folder))
+    write(export / "README.md", model_card({"method": "plain"}, folder))
     return folder
 
 
@@ -114,6 +117,7 @@ def test_a_push_is_the_export_byte_for_byte_and_nothing_else(server, folder):
 def write_bench(folder):
     write(folder / "bench" / "bench.csv", BENCH)
     write(folder / "bench" / "command.txt", COMMAND)
+    write(folder / "bench" / MEASURED, decoding_fingerprint(folder / "export"))
 
 
 def test_dry_run_touches_nothing(server, folder, capsys):
@@ -154,14 +158,53 @@ def test_private_is_not_pushed_into_a_public_repository(server, folder):
     assert server.files(REPO) == {}
 
 
-def test_weights_of_an_earlier_push_go(server, folder):
+LEFT = {"chat_template.jinja", "added_tokens.json", "tokenizer.model", "draft_vocabulary.tensors",
+        "additional_chat_templates/tools.jinja", "custom_generate/old.py", "parade_old.json",
+        "adapter_config.json", "adapter_model.safetensors"}  # fmt: skip
+THEIRS = {"LICENSE", "eval.json", "notes/config.json", "images/model.safetensors",
+          "custom_generate/deeper/a.py", "config.json.orig"}  # fmt: skip
+
+
+def test_what_an_earlier_push_wrote_goes_and_nothing_else(server, folder):
+    for name in LEFT:
+        write(folder / "export" / name, "{}")
     push(folder)
+    assert server.files(REPO).keys() >= LEFT
+    repo = server.repos[REPO]
+    theirs = repo.branches["main"][-1].files | dict.fromkeys(THEIRS, Blob(b"theirs", False))
+    server.commit(repo, "main", "by hand", theirs)
     for path in (folder / "export").glob("model*"):
         path.unlink()
+    for name in LEFT:
+        (folder / "export" / name).unlink()
     write(folder / "export" / "model.safetensors", b"one shard")
     push(folder)
-    assert server.files(REPO) == on_disk(folder)
-    assert len(server.commits(REPO)) == 2
+    assert server.files(REPO) == on_disk(folder) | dict.fromkeys(THEIRS, b"theirs")
+    assert len(server.commits(REPO)) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("adapter_config.json", '{"base_model_name_or_path": "%s"}'),
+        ("tokenizer_config.json", '{"name_or_path": "%s"}'),
+        ("parade_config.yaml", "network: {path: %s}"),
+        ("LICENSE.md", "see %s"),
+    ],
+)
+def test_a_path_of_this_machine_is_not_pushed(server, folder, tmp_path, name, content):
+    write(folder / "export" / name, content % "org/name")
+    push(folder)
+    write(folder / "export" / name, content % (tmp_path / "run"))
+    assert f"{name} names {tmp_path / 'run'}, which is of this" in refused(push, folder)
+    assert len(server.commits(REPO)) == 1
+
+
+def test_a_secret_is_not_pushed(server, folder):
+    write(folder / "export" / "custom_generate" / "generate.py", "/usr/bin/env")  # a vocabulary's
+    push(folder)
+    write(folder / "export" / "custom_generate" / "generate.py", f"login({'hf_' + 20 * 'a'!r})")
+    assert "generate.py names a token or password" in refused(push, folder)
 
 
 @pytest.mark.parametrize(
@@ -353,11 +396,11 @@ class TestCard:
 
     def test_says_what_was_made_how_and_from_what(self, folder):
         config = {"method": "some", "target": "Qwen/Qwen3-8B", "block_size": 8}
-        card = model_card(config, METRICS, folder)
+        card = model_card(config, folder)
         metadata = yaml.safe_load(card.split("---\n")[1])
         assert metadata["base_model"] == ["Qwen/Qwen3-8B"]  # folders of this machine are none
-        assert metadata["license"] == "other"
-        assert metadata["license_link"] == "https://huggingface.co/Qwen/Qwen3-8B"
+        assert metadata["license"] == "unknown"  # as the folder's is
+        assert "Licence: unknown, as that of runs/a/export is" in card
         for fact in (
             "some, block_size 8",
             "runs/a/export",
@@ -367,16 +410,76 @@ class TestCard:
             "c0ffee",
             "torch 2.13.0",
             STORY["command"],
-            "| 0 | 2.5 |\n| 1 | 2.25 |",
+            "| 0 | 2.5 | 60 |\n| 1 | 2.25 | 60 |",
+            "60 steps of 8 rows",
             "8 held-out prompts (stdlib) of 64 tokens, 48 new tokens",
-            "| val_loss | 1.5 |",
+            "| val_loss | 1.5 | 60 |",
         ):
             assert fact in card
 
+    def starts_from(self, folder, path):
+        network = {"_target_": "models.x"} | ({"path": str(path)} if path else {})
+        write(folder / "config.yaml", yaml.safe_dump(CONFIG | {"network": network}))
+        return yaml.safe_load(model_card({"method": "plain"}, folder).split("---\n")[1])
+
     def test_weights_of_nobody_else_are_under_parade_s_licence(self, folder):
-        metadata = yaml.safe_load(self.card(folder).split("---\n")[1])
+        metadata = self.starts_from(folder, None)
         assert metadata["license"] == "apache-2.0"
         assert "base_model" not in metadata
+
+    @pytest.mark.parametrize("how", ["id", "config", "card", "card of a card", "nothing"])
+    def test_whose_weights_they_were(self, folder, tmp_path, how):
+        base, of = tmp_path / "base", {"license_link": "https://huggingface.co/org/theirs"}
+        of |= {"license": "other", "license_name": "of-the-base-model"}
+        write(base / "config.json", json.dumps({"_name_or_path": "org/theirs"} if how == "config"
+                                               else {"_name_or_path": "/x/y"}))  # fmt: skip
+        if how == "card":
+            write(base / "README.md", "---\nlicense: mit\n---\nA model.")
+            of = {"license": "mit"}
+        elif how == "card of a card":
+            write(base / "README.md", "---\nlicense: mit\nbase_model: [org/theirs]\n---\nA model.")
+            of = {"license": "mit"}
+        elif how == "nothing":
+            of = {"license": "unknown"}
+        metadata = self.starts_from(folder, "org/theirs" if how == "id" else base)
+        assert {k: v for k, v in metadata.items() if k.startswith("license")} == of
+        named = how in ("id", "config", "card of a card")
+        assert metadata.get("base_model") == (["org/theirs"] if named else None)
+
+    def test_an_earlier_step_has_its_own_figures(self, folder):
+        write(folder / "metrics.csv", "step,lr,loss,val_loss\n40,3e-5,2.5,\n45,,,2.123456\n"
+              "50,0.00015,2.25,\n60,1e-6,2.0,1.0\n")  # fmt: skip
+        card = model_card({"method": "plain"}, folder, 50)
+        for fact in (
+            "50 of 60 steps of 8 rows",
+            "| val_loss | 2.123 | 45 |",
+            "| lr | 0.00015 | 50 |",
+            "| loss | 2.25 | 50 |",
+        ):
+            assert fact in card
+        assert "| lr | 1e-06 | 60 |" in model_card({"method": "plain"}, folder)
+
+    def test_its_python_runs(self, folder, monkeypatch):
+        config = {"method": "deer", "target": "org/theirs", "tokenizer_fingerprint": "x"}
+        card = model_card(config, folder)
+        code = card.split("# or, in Python:\n")[1].split("```")[0]
+        asked = {}
+
+        class Auto:
+            def from_pretrained(name):
+                asked.setdefault("names", []).append(name)
+                return Auto()
+
+            __call__ = lambda self, text, **kwargs: asked.update(text=text) or {"input_ids": 1}  # noqa: E731
+            generate = lambda self, **kwargs: asked.update(kwargs) or ["ids"]  # noqa: E731
+            decode = staticmethod(str)
+
+        monkeypatch.setattr("transformers.AutoModelForCausalLM", Auto)
+        monkeypatch.setattr("transformers.AutoTokenizer", Auto)
+        exec(code, {})
+        assert asked["names"] == ["org/theirs"] * 2
+        assert asked["trust_remote_code"]
+        assert asked["input_ids"] == 1
 
     def test_the_bench_is_added_once(self, folder):
         plain = self.card(folder)
@@ -394,6 +497,7 @@ class TestCard:
         assert self.card(folder) == changed
         write(folder / "bench_vllm" / "engine.csv", "engine,tokens/s\nvllm,49.0\n")
         write(folder / "bench_vllm" / "command.txt", "python -m decoding.bench.engine model=x")
+        shutil.copy(folder / "bench" / MEASURED, folder / "bench_vllm")
         run([f"run={folder}"])
         both = self.card(folder)
         assert both.startswith(changed.rstrip())
@@ -404,7 +508,7 @@ class TestCard:
     def test_a_bench_of_other_weights_is_left_out(self, folder, capsys):
         plain = self.card(folder)
         write_bench(folder)
-        os.utime(folder / "bench" / "bench.csv", (0, 0))
+        next((folder / "export").glob("*1-of*")).write_bytes(b"retrained")
         run([f"run={folder}"])
         assert self.card(folder) == plain
         assert f"{folder}/bench/bench.csv" in capsys.readouterr().out

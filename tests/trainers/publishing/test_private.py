@@ -76,8 +76,9 @@ def test_a_card_and_its_benches(tmp_path):
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     (tmp_path / "provenance.json").write_text(json.dumps(story))
+    (tmp_path / "metrics.csv").write_text(METRICS)
     entry = {"method": "deer", "target": "/home/alice/llama"}
-    card = model_card(entry, METRICS, tmp_path)
+    card = model_card(entry, tmp_path)
     bench = tmp_path / "bench" / "bench.csv"
     bench.parent.mkdir()
     bench.write_text("sampler,tokens/s\n/home/alice/runs/x,3.5\n")
