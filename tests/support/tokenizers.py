@@ -1,4 +1,7 @@
-"""Tokenizers of the kinds that models have, trained on a line of text."""
+"""Tokenizers of the kinds that models have, trained on a few words."""
+
+import json
+import string
 
 from tokenizers import (
     Tokenizer,
@@ -11,7 +14,7 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-TEXT = "def f(x):\n    return x\nParis and Rome, naïve"
+TEXT = "def f(x): return Paris and Rome user"
 SPACE = "▁"
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -36,7 +39,7 @@ def llama2(before="<s> ", after="", kind="strip"):
         backend.decoder = decoders.Metaspace(SPACE, "always")
     own = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
     # Only ASCII has tokens of its own: all else is spelled in bytes.
-    data = [TEXT.replace("ï", "i"), " ".join("abcdefghijklmnopqrstuvwxyz")] * 9
+    data = [*TEXT.split(), *string.ascii_lowercase, "\n", " ", ":"] * 9
     trainer = trainers.BpeTrainer(
         vocab_size=400,
         special_tokens=[*own, *(f"<0x{i:02X}>" for i in range(256))],
@@ -60,8 +63,6 @@ def llama2(before="<s> ", after="", kind="strip"):
 
 
 def _with_text_bytes(backend, special):
-    import json
-
     content = json.loads(backend.to_str())
     content["added_tokens"] = [t for t in content["added_tokens"] if t["content"] in special]
     return Tokenizer.from_str(json.dumps(content))

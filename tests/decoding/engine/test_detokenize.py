@@ -71,7 +71,7 @@ def test_special_tokens_alone_are_no_beginning():
 @given(st.data())
 def test_any_bytes_in_any_pieces_say_the_same(data):
     """Also where half of a character follows a whole one, which a run of byte tokens spoils."""
-    letters = [*"a 漢🙂é".encode(), 0xFF]
+    letters = [*"a漢🙂é".encode(), 0xFF]
     ids = [LLAMA.convert_tokens_to_ids(f"<0x{b:02X}>") for b in letters]
     drawn = st.lists(st.lists(st.sampled_from(ids), max_size=9), max_size=8)
     pieces, before = data.draw(drawn), data.draw(st.lists(st.sampled_from(ids), max_size=12))
@@ -98,10 +98,10 @@ def test_the_tokenizer_spoils_a_run_of_bytes():
     assert text_after(LLAMA, [], ids) == "漢\ufffd"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["strip", "metaspace", "bytes"])
 def test_the_bytes_of_tokens_are_the_text(kind):
     tokenizer = KINDS[kind]
-    text = "Paris and\n    漢🙂" if kind in ("strip", "bytes") else "Paris and"
+    text = "Paris and\n    漢🙂" if kind != "metaspace" else "Paris and"
     ids = without(tokenizer, tokenizer(text).input_ids)
     said = b"".join(token_bytes(tokenizer, i) for i in ids).decode()
     assert said in (text, " " + text)  # with the space that the tokenizer puts first
@@ -142,11 +142,8 @@ def ids_of(text):
     return LLAMA(text, add_special_tokens=False).input_ids
 
 
-ANSWER = [
-    *ids_of("Paris\n"),
-    LLAMA.convert_tokens_to_ids("<|im_end|>"),
-    *ids_of("user and Rome")[1:],
-]
+USER = LLAMA.convert_tokens_to_ids(["<|im_end|>", *"user"])
+ANSWER = [*ids_of("Paris\n"), *USER, *ids_of("and Rome")]
 STOPS = [
     ((" Paris",), ""),
     (("<|im_end|>",), " Paris\n"),
