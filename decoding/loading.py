@@ -102,9 +102,9 @@ def load(
         for_inference(drafter)
         if "tokenizer_fingerprint" in entry:  # a published drafter says nothing of its tokenizer
             check_tokenizers(tokenizer, entry["tokenizer_fingerprint"], name, path)
-    sampler = sampler_of(entry, model, tokenizer, drafter, **parts)
-    _ = sampler.eos  # a mistake in it is told here, not with the first answer
-    return sampler
+    loaded = sampler_of(entry, model, tokenizer, drafter, **parts)
+    _ = loaded.eos  # a mistake in it is told here, not with the first answer
+    return loaded
 
 
 def target_of(path: str, entry: dict, target: str | None = None) -> str | None:

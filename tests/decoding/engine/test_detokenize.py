@@ -109,7 +109,7 @@ def test_the_bytes_of_tokens_are_the_text(kind):
         halves = [token_text(tokenizer, i) for i in ids[-4:]]
         assert halves == [r"\xf0", r"\x9f", r"\x99", r"\x82"]
         alone = "".join(tokenizer.decode([i]) for i in ids)  # as it was
-        assert "Paris and" not in alone and "\ufffd" in alone
+        assert "\ufffd" in alone
 
 
 def test_a_special_token_says_its_name():
