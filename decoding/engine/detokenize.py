@@ -45,8 +45,8 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, id: int, **options) -> bytes
 
 
 def token_text(tokenizer: PreTrainedTokenizerBase, id: int) -> str:
-    r"""Return a token as text; bytes that are no character by themselves come as '\xe2\x82'."""
-    return token_bytes(tokenizer, id).decode(errors="backslashreplace")
+    """Return a token as text; bytes that are no character by themselves are U+FFFD."""
+    return token_bytes(tokenizer, id).decode(errors="replace")
 
 
 class Detokenizer:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from typing_extensions import TypedDict
 
 from data.text.chat import render_prompt
-from decoding.engine.detokenize import HALF, Detokenizer, text_after, token_bytes, token_text
+from decoding.engine.detokenize import Detokenizer, text_after, token_bytes, token_text
 from decoding.engine.likelihood import TokenScore
 from decoding.engine.params import Chunk, Result, SamplingParams
 from decoding.engine.randomness import fresh_seed
@@ -255,7 +255,7 @@ class Completion(Asked):
         words, offsets = [token_text(tokenizer, i) for i in ids], []
         text = Detokenizer(tokenizer, before)
         for i in ids:
-            offsets.append(len(text.text.rstrip(HALF)))
+            offsets.append(len(text.text))
             text.extend([i])
         best = [
             # The token itself is always there; of two that read alike the first is the best.

@@ -106,8 +106,7 @@ def test_the_bytes_of_tokens_are_the_text(kind):
     said = b"".join(token_bytes(tokenizer, i) for i in ids).decode()
     assert said in (text, " " + text)  # with the space that the tokenizer puts first
     if kind == "strip":
-        halves = [token_text(tokenizer, i) for i in ids[-4:]]
-        assert halves == [r"\xf0", r"\x9f", r"\x99", r"\x82"]
+        assert [token_bytes(tokenizer, i) for i in ids[-4:]] == [b"\xf0", b"\x9f", b"\x99", b"\x82"]
         alone = "".join(tokenizer.decode([i]) for i in ids)  # as it was
         assert "\ufffd" in alone
 
