@@ -4,7 +4,7 @@ import sys
 import time
 from contextlib import suppress
 
-from data.text.chat import encode_chat, encode_prompt
+from data.text.chat import encode_prompt
 from data.text.prompts import asks_in_chat
 from decoding.engine.params import Chunk, SamplingParams, Stats
 from decoding.engine.sampler import Sampler
@@ -14,7 +14,7 @@ class Chat:
     """A conversation through a model's chat template.
 
     Args:
-        sampler: From now on it also ends an answer at the template's end of turn.
+        sampler: Of a model with a chat template.
         params: The parameters that answers are sampled with.
         system: The system's message; None leaves it to the template.
 
@@ -28,7 +28,6 @@ class Chat:
         asks_in_chat(sampler.tokenizer, True)
         self._sampler, self._params = sampler, params
         self._system = [] if system is None else [{"role": "system", "content": system}]
-        sampler.eos |= end_of_turn(sampler)
         self.clear()
 
     def clear(self) -> None:
@@ -98,17 +97,6 @@ def converse(chat: Chat) -> None:
                 chat.ask(line)
             except ValueError as error:
                 aside(f"error: {error}")
-
-
-def end_of_turn(sampler: Sampler) -> frozenset[int]:
-    """Return the special token with which the chat template ends an answer, if it has one."""
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    try:
-        ids, trained = encode_chat(sampler.tokenizer, turns)
-    except ValueError:  # an answer cannot be told apart from what is around it
-        return frozenset()
-    last = [i for i, answer in zip(ids, trained) if answer][-1:]
-    return frozenset(last) & frozenset(sampler.tokenizer.added_tokens_decoder)
 
 
 def cost(count: int, seconds: float, stats: Stats, reason: str) -> str:

@@ -15,8 +15,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from data.text.chat import render_chat, start_ids
-from decoding.chat import end_of_turn
+from data.text.chat import encode_text, render_chat
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import request_seeds
 from decoding.engine.sampler import Sampler
@@ -63,9 +62,6 @@ class ParadeLM(TemplateLM):
         self._device = sampler.device
         self._batch_size, self._seed = int(batch_size), int(seed)
         self._params = SamplingParams(max_new_tokens=int(max_gen_toks), verify=verify)
-        self._eos = sampler.eos
-        if self.tokenizer.chat_template:
-            self._eos |= end_of_turn(sampler)
         self.emitted: list[int] = []
 
     @property
@@ -117,9 +113,9 @@ class ParadeLM(TemplateLM):
         self, string: str, add_special_tokens: bool | None = None, **kwargs
     ) -> list[int]:
         """Return token ids, with the start token if the model expects it and the text lacks it."""
-        ids = self.tokenizer(string, add_special_tokens=False).input_ids
-        start = [] if add_special_tokens is False else start_ids(self.tokenizer)
-        return ids if ids[: len(start)] == start else start + ids
+        if add_special_tokens is False:
+            return self.tokenizer(string, add_special_tokens=False).input_ids
+        return encode_text(self.tokenizer, string)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return the sampler's answer to each `(context, generation_kwargs)`.
@@ -128,18 +124,16 @@ class ParadeLM(TemplateLM):
         context; if that is not enough, the beginning of the prompt is left out.
         """
         texts = [""] * len(requests)
-        groups: dict[tuple[SamplingParams, frozenset[int]], list[tuple[int, list[int]]]] = {}
+        groups: dict[SamplingParams, list[tuple[int, list[int]]]] = {}
         for n, request in enumerate(requests):
             prompt, given = request.args
-            params, ends = self._sampling(given)
+            params = self._sampling(given)
             most, ids = params.max_new_tokens, self.tok_encode(prompt)
             limits = most, self.max_length, min(most, self.max_length // 2)
             ids, room = maybe_truncate(ids, *limits, shrink_gen_toks=True)
-            key = replace(params, max_new_tokens=room), ends
-            groups.setdefault(key, []).append((n, ids))
+            groups.setdefault(replace(params, max_new_tokens=room), []).append((n, ids))
         seeds = request_seeds(self._seed, len(requests))
-        for (params, ends), group in groups.items():
-            self.sampler.eos = self._eos | ends
+        for params, group in groups.items():
             numbers, prompts = zip(*group)
             given = {"seeds": [seeds[n] for n in numbers], "at_once": self._batch_size}
             chunks = self.sampler.stream(prompts, params, **given, text=False)
@@ -151,8 +145,8 @@ class ParadeLM(TemplateLM):
                 self.cache_hook.add_partial("generate_until", requests[n].args, result.text)
         return texts
 
-    def _sampling(self, given: dict) -> tuple[SamplingParams, frozenset[int]]:
-        """Return a task's generation_kwargs as parameters, and the tokens of its stop strings."""
+    def _sampling(self, given: dict) -> SamplingParams:
+        """Return a task's generation_kwargs as parameters."""
         asked = dict(normalize_gen_kwargs(given, self._params.max_new_tokens))
         until, room, sampled = asked.pop("until"), asked.pop("max_gen_toks"), asked.pop("do_sample")
         if asked.get("num_beams") == 1:
@@ -163,13 +157,8 @@ class ParadeLM(TemplateLM):
                 f"{['do_sample', 'max_gen_toks', 'until', *COPIED]}"
             )
         asked |= {} if sampled else {"temperature": 0}
-        # A special token is no text, so it ends an answer as a token.
-        special = {
-            t.content: i for i, t in self.tokenizer.added_tokens_decoder.items() if t.special
-        }
-        stop = tuple(s for s in until if s and s not in special)
-        params = replace(self._params, max_new_tokens=room, stop=stop, **asked)
-        return params, frozenset(special[s] for s in until if s in special)
+        stop = tuple(filter(None, until))
+        return replace(self._params, max_new_tokens=room, stop=stop, **asked)
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False

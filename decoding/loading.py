@@ -19,6 +19,7 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from data.files import read_json, refuse_links, shortened
+from data.text import rendering
 from data.text.tokenizer import fingerprint, harmless, no_panic, same_tokenizer
 from decoding import samplers
 from decoding.engine.sampler import Sampler
@@ -92,16 +93,20 @@ def load(
     name = target_of(path, entry, target)
     base = name or path
     where: dict[str, Any] = {"dtype": dtype, "device": device, "device_map": device_map}
+    tokenizer, drafter = load_tokenizer(base, trust_remote_code), None
+    if tokenizer.chat_template:
+        rendering.prepare()  # it is ready once the weights are
     model = causal.load(base, trust_remote_code=trust_remote_code, **where)
     for_inference(model)
-    tokenizer, drafter = load_tokenizer(base, trust_remote_code), None
     if name and (loads_drafter(entry) or "tokenizer_fingerprint" in entry):  # else a draft graph
         drafter = load_drafter(entry, path, dtype, trust_remote_code=trust_remote_code)
         drafter = drafter.to(input_device(model))
         for_inference(drafter)
         if "tokenizer_fingerprint" in entry:  # a published drafter says nothing of its tokenizer
             check_tokenizers(tokenizer, entry["tokenizer_fingerprint"], name, path)
-    return sampler_of(entry, model, tokenizer, drafter, **parts)
+    loaded = sampler_of(entry, model, tokenizer, drafter, **parts)
+    _ = loaded.eos  # a mistake in it is told here, not with the first answer
+    return loaded
 
 
 def target_of(path: str, entry: dict, target: str | None = None) -> str | None:

@@ -16,7 +16,6 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from data.arguments import Count, Positive, Whole
-from decoding.chat import end_of_turn
 from decoding.engine.params import SamplingParams
 from decoding.engine.sampler import Sampler
 from decoding.loading import load
@@ -73,14 +72,11 @@ def run(argv: list[str]) -> None:
             f"cannot listen on {s.host}:{s.port} ({error.strerror}): give another host= or port="
         ) from error
     sampler = load(s.model, **s.loading)
-    if sampler.tokenizer.chat_template:
-        sampler.eos |= end_of_turn(sampler)
     folder = Path(s.model).resolve()
     name = s.name or (folder.parent if folder.name == "export" else folder).name
     samplers = {name: sampler}
     if sampler.bench == "decoding.bench" and not isinstance(sampler, PlainSampler):
-        plain = samplers[PLAIN] = PlainSampler(sampler.target, sampler.tokenizer)
-        plain.eos = sampler.eos
+        samplers[PLAIN] = PlainSampler(sampler.target, sampler.tokenizer)
     longest = length_of(sampler, s.max_length)
     at_once = s.at_once
     if s.cache_gb is not None:

@@ -1,12 +1,15 @@
 """Encoding of documents (texts, prompt-answer pairs, chats): token ids and a training mask."""
 
+import json
 import re
+from functools import cache
 
 from transformers import PreTrainedTokenizerBase
 
 from data.text.rendering import Spans, render
 
 Messages = list[dict[str, str]]
+ANSWER = "Twelve"  # of an example of a chat
 
 
 def encode_document(tokenizer: PreTrainedTokenizerBase, row: dict) -> tuple[list[int], list[bool]]:
@@ -40,15 +43,50 @@ def encode_document(tokenizer: PreTrainedTokenizerBase, row: dict) -> tuple[list
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return the token ids of `text`, after the start token (BOS) if the model expects one."""
-    return [*start_ids(tokenizer), *_ids(tokenizer, text)]
+    """Return the token ids of a text that goes on: the ids of a prompt, in every command.
+
+    The start token (BOS) comes before it if the model expects one and the text has none. No end
+    token follows it, also where the tokenizer ends every text with one.
+    """
+    start, ids = start_ids(tokenizer), _ids(tokenizer, text)
+    return ids if ids[: len(start)] == start else start + ids
 
 
 def start_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return `[bos id]` if the tokenizer puts it before every text, else `[]`."""
-    # Not all special tokens of an empty text: some tokenizers also end a text with their own.
-    first = tokenizer("").input_ids[:1]
-    return first if first == [tokenizer.bos_token_id] else []
+    """Return the tokens that the tokenizer puts before every text: `[bos id]`, mostly, or `[]`."""
+    whole, text = tokenizer("a").input_ids, _ids(tokenizer, "a")
+    starts = range(len(whole) - len(text) + 1)
+    return whole[: next((n for n in starts if whole[n : n + len(text)] == text), 0)]
+
+
+def text_ends(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens with which a text or an answer ends by the tokenizer and its chat template.
+
+    They are its end token, and the token with which the template ends an assistant's turn.
+    """
+    known = tokenizer.eos_token_id
+    found = {} if known is None else {known: None}
+    return [*found | dict.fromkeys(_end_of_turn(tokenizer))]
+
+
+def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the added token after an answer in the chat template, `[]` if there is none."""
+    if not tokenizer.chat_template:
+        return []
+    try:
+        text = _example(tokenizer.get_chat_template(), json.dumps(tokenizer.special_tokens_map))
+    except ValueError:  # the template takes no such chat
+        return []
+    _, answer, end = text.rpartition(ANSWER)
+    ids, added = _ids(tokenizer, end), tokenizer.added_tokens_decoder
+    return [id for id in ids if answer and id in added][:1]
+
+
+@cache
+def _example(template: str, special_tokens: str) -> str:
+    """Render a chat of two turns; rendering starts a process, and a tokenizer is loaded often."""
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
+    return render(template, turns, **json.loads(special_tokens))[0]
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]:

@@ -66,6 +66,12 @@ def render(template: str, messages: list[dict], **options) -> tuple[str, Spans]:
     return found["text"], [(start, stop) for start, stop in found["spans"]]
 
 
+def prepare() -> None:
+    """Start the process that renders, which takes a second or two, without waiting for it."""
+    if not _idle:
+        _idle.append(_start())
+
+
 def _start() -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-P", __file__],

@@ -50,6 +50,11 @@ class Template:
         return [t for t in self.ids if t is not None]
 
     @property
+    def before(self) -> list[int]:
+        """Return the tokens before the first hole."""
+        return self.filled([])
+
+    @property
     def holes(self) -> int:
         """Return the number of tokens to fill in."""
         return self.ids.count(None)

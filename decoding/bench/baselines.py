@@ -4,6 +4,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
+from decoding.engine.detokenize import text_after
 from decoding.engine.params import Result, SamplingParams, Stats
 from decoding.engine.sampler import Sampler
 
@@ -61,14 +62,17 @@ class HuggingFace:
         finally:
             self.target.generation_config = own
         passes = self._passes - before
-        return [self._result(row, passes, params) for row in out[:, ids.shape[1] :].tolist()]
+        answers = out[:, ids.shape[1] :].tolist()
+        return [self._result(*row, passes, params) for row in zip(prompts, answers)]
 
-    def _result(self, ids: list[int], passes: int, params: SamplingParams) -> Result:
+    def _result(
+        self, prompt: list[int], ids: list[int], passes: int, params: SamplingParams
+    ) -> Result:
         """Return a row's result, without the padding up to the longest answer of its batch."""
         ended = (n for n, t in enumerate(ids, 1) if t in self.eos and not params.ignore_eos)
         end = next(ended, None)
         ids = ids[:end]
-        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        text = text_after(self.tokenizer, prompt, ids)
         # Each pass brings a row at least one token until it ends.
         stats = Stats(target_passes=min(passes, len(ids)))
         return Result(text, ids, "length" if end is None else "eos", stats)

@@ -20,10 +20,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from data.arguments import BlockSize, Count, Several, Small, Temperature, Tokens
 from data.corpora.benchmarks import Problem, is_benchmark, program, read_benchmark
 from data.rows.documents import packed_windows
+from data.text.chat import encode_text
 from data.text.prompts import heldout_prompts
+from decoding.any_subset.infilling import Template
 from decoding.bench.options import ProgramOptions, results_folder
 from decoding.bench.rows import ERROR, Row, mean_error, spread
 from decoding.bench.sandbox import check, execute
+from decoding.engine.detokenize import text_after
 from decoding.engine.params import Result, SamplingParams
 from decoding.engine.sampler import Sampler
 from decoding.loading import load, load_tokenizer, sampler_of, sampling_config
@@ -77,6 +80,11 @@ class Task:
     hidden: str | None = None
     problem: Problem | None = None
 
+    @property
+    def before(self) -> list[int]:
+        """Return the tokens before the first hole, of a window."""
+        return [] if isinstance(self.prompt, str) else Template(self.prompt).before
+
 
 @dataclass
 class FilledRow(Row):
@@ -109,10 +117,11 @@ class FilledRow(Row):
         tokenizer = self.sampler.tokenizer
         if judge is not None:
             self.perplexity.append(generative_perplexity(judge[0], judge[1], result.text))
-            counts = Counter(judge[1](result.text)["input_ids"])
+            counts = Counter(encode_text(judge[1], result.text))
             self.entropy.append(float(entropy([*counts.values()], base=2)))  # Eq. 22
         if task.hidden is not None:
-            self.rouge.append(rouge(tokenizer.decode(result.token_ids), task.hidden))
+            said = text_after(tokenizer, task.before, result.token_ids)
+            self.rouge.append(rouge(said, task.hidden))
         if task.problem is not None and bench.execute:
             code = program(task.problem, filling(task.problem, result, tokenizer))
             assert code is not None  # problems of infilling have tests
@@ -165,7 +174,8 @@ def tasks(bench: InfillBench, tokenizer: PreTrainedTokenizerBase) -> list[Task]:
     found = [Task(prompt) for prompt in hide(bench, windows, tokenizer)]
     if bench.hide != "random":
         for task, ids in zip(found, windows):
-            task.hidden = tokenizer.decode([t for t, p in zip(ids, task.prompt) if p is None])
+            hidden = [t for t, p in zip(ids, task.prompt) if p is None]
+            task.hidden = text_after(tokenizer, task.before, hidden)
     return found
 
 
@@ -196,12 +206,13 @@ def problem_tasks(
 def filling(problem: Problem, result: Result, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the text filled into a problem's hole.
 
-    It is cut from the whole text if possible: decoded alone, the tokens may lose spaces.
+    It is cut from the whole text if possible, which needs no tokens.
     """
     before, after, text = problem.turns[0], problem.suffix or "", result.text
     if text.startswith(before) and text.endswith(after) and len(text) >= len(before) + len(after):
         return text[len(before) : len(text) - len(after)]
-    return tokenizer.decode(result.token_ids)
+    prompt = tokenizer(before, add_special_tokens=False).input_ids
+    return text_after(tokenizer, prompt, result.token_ids)
 
 
 def ways(bench: InfillBench, first: Sampler, knob: str) -> list[FilledRow]:
@@ -283,7 +294,7 @@ def generative_perplexity(
     of fewer than two tokens is nan.
     """
     context = getattr(judge.config, "max_position_embeddings", None)
-    ids = torch.tensor([tokenizer(text)["input_ids"][:context]], device=input_device(judge))
+    ids = torch.tensor([encode_text(tokenizer, text)[:context]], device=input_device(judge))
     if ids.shape[1] < 2:
         return math.nan
     with torch.inference_mode():

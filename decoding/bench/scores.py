@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass, field
 
-from transformers import PreTrainedTokenizerBase
-
 from data.corpora.benchmarks import Problem, is_benchmark, metric, program, read_benchmark, score
 from data.text.prompts import asks_in_chat
 from decoding.bench.options import ScoreOptions
 from decoding.bench.rows import Row
 from decoding.bench.sandbox import check, execute
+from decoding.engine.detokenize import text_after
 
 
 @dataclass
@@ -31,7 +30,7 @@ class Scorer:
         tokenizer = row.sampler.tokenizer
         raw = not asks_in_chat(tokenizer, self.options.chat)
         pairs = zip(prompts, row.results)
-        texts = [continuation(tokenizer, p["prompt_ids"], r.token_ids) for p, r in pairs]
+        texts = [text_after(tokenizer, p["prompt_ids"], r.token_ids) for p, r in pairs]
         return [self.right(p["id"], text, raw) for p, text in zip(prompts, texts)]
 
     def right(self, id: str, text: str, raw: bool) -> bool:
@@ -66,14 +65,3 @@ def scorer(options: ScoreOptions) -> Scorer | None:
     if len(by_id) < len(problems):
         raise ValueError(f"source={options.source!r} has several problems with the same id.")
     return Scorer(name, by_id, options)
-
-
-def continuation(tokenizer: PreTrainedTokenizerBase, prompt: list[int], answer: list[int]) -> str:
-    """Return the text of an answer's tokens after a prompt.
-
-    They are decoded together with the prompt: alone, some tokenizers strip the first space.
-    """
-    before, whole = (
-        tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, prompt + answer)
-    )
-    return whole[len(before) :]

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from data.corpora.answers import TEACHER
 from decoding.engine.batch import Batch
@@ -91,7 +91,7 @@ def end_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     try:
         config = GenerationConfig.from_pretrained(path)
     except OSError:  # it has none, or it is damaged, and then the model says so
-        config = None
+        config = GenerationConfig.from_model_config(AutoConfig.from_pretrained(path))
     return end_tokens(config, tokenizer)
 
 

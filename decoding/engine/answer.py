@@ -1,5 +1,6 @@
 """One request's answer: its tokens, its text, where it ends, and what may be streamed."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -9,7 +10,12 @@ from decoding.engine.params import Chunk, Result, SamplingParams, Stats
 
 
 class Answer:
-    """One request's answer so far, on the host."""
+    """One request's answer so far, on the host.
+
+    Args:
+        before: Tokens that its text goes on from.
+        lossy: Of its stats.
+    """
 
     def __init__(
         self,
@@ -18,9 +24,11 @@ class Answer:
         params: SamplingParams,
         tokenizer: PreTrainedTokenizerBase,
         lossy: str = "",
+        before: Sequence[int] = (),
     ):
-        self.request, self.prompt, self.params, self.tokenizer = request, prompt, params, tokenizer
-        self.stats, self.text = Stats(lossy=lossy), Detokenizer(tokenizer)
+        self.request, self.prompt, self.params = request, prompt, params
+        self._parts = tokenizer, before, _special_tokens(tokenizer, params.stop)
+        self.stats, self.text = Stats(lossy=lossy), Detokenizer(*self._parts)
         self.token_ids: list[int] = []
         self._printed = self._sent = 0  # characters and tokens that chunks have shown
 
@@ -37,11 +45,11 @@ class Answer:
         if params.stop:
             known = self.text.extend(new)
             start = max(0, known - max(map(len, params.stop)))
-            if any(self.text.text.find(s, start) >= 0 for s in params.stop):
+            if self._stop(self.text, start) is not None:
                 self.token_ids = self._tokens_until_stop(before)
                 # Cut what these tokens say: a later token may complete an earlier stop string.
-                shown, reason = self._decoded(self.token_ids), "stop"
-                shown = shown[: min(at for s in params.stop if (at := shown.find(s)) >= 0)]
+                until, reason = self._decoded(self.token_ids), "stop"
+                shown = until.text[: until.shown(self._stop(until) or 0)]
         elif text:
             self.text.extend(new)
         self.stats.emitted.append(len(self.token_ids) - before)
@@ -49,13 +57,15 @@ class Answer:
         if reason is None and not text:
             return None
         if shown is None:
-            followed = text or params.stop
-            shown = self.text.text if followed else self._decoded(self.token_ids)
+            followed = self.text if text or params.stop else self._decoded(self.token_ids)
+            shown = followed.text
         return self.chunk(shown, reason)
 
     def chunk(self, text: str, reason: str | None) -> Chunk | None:
         """Return the part of a text that was not shown yet; `reason` says why it has ended."""
-        safe = text if reason else text[: _safe_length(text, self.params.stop)]
+        safe = text
+        if not reason:
+            safe = text[: self.text.shown(_safe_length(self.text.written, self.params.stop))]
         piece, self._printed = safe[self._printed :], max(self._printed, len(safe))
         if not (reason or piece):
             return None
@@ -75,12 +85,29 @@ class Answer:
     def _tokens_until_stop(self, before: int) -> list[int]:
         """Return the tokens up to the one that completes a stop string; it is after `before`."""
         for n in range(before + 1, len(self.token_ids)):
-            if any(s in self._decoded(self.token_ids[:n]) for s in self.params.stop):
+            if self._stop(self._decoded(self.token_ids[:n])) is not None:
                 return self.token_ids[:n]
         return self.token_ids
 
-    def _decoded(self, token_ids: list[int]) -> str:
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+    def _stop(self, text: Detokenizer, start: int = 0) -> int | None:
+        """Return where the first stop string begins in the written text; None: there is none."""
+        found = (text.written.find(s, start) for s in self.params.stop)
+        return min((at for at in found if at >= 0), default=None)
+
+    def _decoded(self, token_ids: list[int]) -> Detokenizer:
+        text = Detokenizer(*self._parts)
+        text.extend(token_ids)
+        return text
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> dict[int, str]:
+    """Return the special tokens in stop strings, which no text has: {id: content}."""
+    found = {}
+    for id in {id for s in stop for id in tokenizer(s, add_special_tokens=False).input_ids}:
+        content = tokenizer.decode([id])
+        if content and not tokenizer.decode([id], skip_special_tokens=True):
+            found[id] = content
+    return found
 
 
 def _safe_length(text: str, stop: tuple[str, ...]) -> int:

@@ -26,6 +26,7 @@ class Cycles(Protocol):
     device: torch.device
     tokenizer: PreTrainedTokenizerBase
     starts_alone: bool
+    continues: bool
 
     def lossy_reason(self, params: SamplingParams) -> str:
         """Name the option that changes the distribution, '' if none."""
@@ -171,7 +172,8 @@ class Running:
         passes = {name: n.passes - taken[name] for name, n in self.batch.networks.items()}
         shared = sampler.tokenizer, self.lossy_reason
         for request, prompt, own in zip(requests, prompts, params):
-            self.answers[request] = Answer(request, prompt, own, *shared)
+            context = prompt if sampler.continues else ()
+            self.answers[request] = Answer(request, prompt, own, *shared, context)
             self._before[request] = passes, before, self._seconds
         self._first += first
         self._seconds += time.perf_counter() - started - paused

@@ -4,12 +4,14 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from data.text.chat import encode_text
 from decoding.engine.answer import Answer
 from decoding.engine.batch import Batch
 from decoding.engine.cache import CachedNetwork, TargetOutput
@@ -58,7 +60,12 @@ class Sampler(ABC):
         self.target, self.device = target.eval(), input_device(target)
         self.tokenizer = tokenizer
         self.vocabulary = target.config.get_text_config().vocab_size
-        self.eos = frozenset(end_tokens(getattr(target, "generation_config", None), tokenizer))
+
+    @cached_property
+    def eos(self) -> frozenset[int]:
+        """Return the tokens that end an answer; another set may be assigned."""
+        config = getattr(self.target, "generation_config", None)
+        return frozenset(end_tokens(config, self.tokenizer))
 
     @property
     def context(self) -> int | None:
@@ -285,7 +292,7 @@ class Sampler(ABC):
 
     def encode(self, prompt: str | list[int], params: SamplingParams) -> Any:
         """Return a prompt's ids, for `new_batch`; ValueError for one that cannot be decoded."""
-        ids = self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
+        ids = encode_text(self.tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise ValueError("the prompt is empty: give at least one token")
         bad = [t for t in ids if not 0 <= t < self.vocabulary]

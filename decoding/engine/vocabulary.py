@@ -8,6 +8,7 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from data.text.chat import text_ends
 from decoding.engine import tensor_file
 
 KEY = "draft_vocabulary"  # in a `parade` entry: the name of the file beside the weights
@@ -52,19 +53,22 @@ def check_vocabulary(
 
 
 def end_tokens(config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens that end an answer, sorted: those of a generation_config.json or tokenizer.
+    """Return the tokens that end an answer, sorted, in every command.
+
+    They are those of generation_config.json, the tokenizer's end token, and the token with which
+    its chat template ends an answer: files of one model often disagree, and after any of them the
+    model would go on with turns that it imagines.
 
     Raises ValueError for an `eos_token_id` that is no token id or list of token ids.
     """
     eos: Any = None if config is None else config.eos_token_id
-    eos = tokenizer.eos_token_id if eos is None else eos
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if not all(type(id) is int and 0 <= id < 2**31 for id in ids):
         raise ValueError(
             f"eos_token_id={str(eos)[:60]} of generation_config.json is not allowed: give a token "
             "id, or a list of them"
         )
-    return sorted(ids)
+    return sorted({*ids, *text_ends(tokenizer)})
 
 
 def check_known(size: int, **tokens: int | None) -> None:

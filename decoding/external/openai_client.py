@@ -14,6 +14,7 @@ from pathlib import PurePath
 
 from transformers import PreTrainedTokenizerBase
 
+from decoding.engine.detokenize import CONTEXT, HALF, text_after
 from decoding.external.reply import Engine, Reply, first_line
 
 TOKEN = "token_id:"  # how a server that is asked for it writes a token that has a log-probability
@@ -110,39 +111,52 @@ class OpenAIClient(Engine):
             with one_line(self.url):
                 found = await client.completions.create(model=self.model, **asked)
             [choice] = found.choices
-            ids, top = self._ids(choice, found.usage, eos), _top(choice, logprobs)
+            ids, top = self._ids(prompt, choice, found.usage, eos), _top(choice, logprobs)
             problem = _problem(choice, ids, top if logprobs else None, options["max_tokens"])
             if not problem:
                 break
         else:
             raise ValueError(f"{self.url} gives answers of wrong length, {problem}")
         if ids is not None:
-            self._check_text(ids, choice.text, eos)
+            self._check_text(prompt, ids, choice.text, eos)
         return ids, "eos" if choice.finish_reason == "stop" else "length", top
 
-    def _ids(self, choice, usage, eos: list[int]) -> list[int] | None:
+    def _ids(self, prompt: list[int], choice, usage, eos: list[int]) -> list[int] | None:
         """Return the token ids of a completion; None if they cannot be known."""
         if getattr(choice, "token_ids", None) is not None:
             return choice.token_ids
-        if "\ufffd" in choice.text:
+        if HALF in choice.text:
             return None  # it stands for any bytes that are no character
         ended = choice.finish_reason == "stop"
-        ids = self.tokenizer(choice.text, add_special_tokens=False).input_ids
+        ids = self._goes_on(prompt, choice.text)
+        if ids is None:
+            return None
         # Servers differ in whether they count the end of the text.
         if usage is None or usage.completion_tokens - len(ids) not in (0, ended):
             return None
         return [*ids, eos[0]] if ended and eos else ids
 
-    def _check_text(self, ids: list[int], text: str, eos: list[int]) -> None:
+    def _goes_on(self, prompt: list[int], text: str) -> list[int] | None:
+        """Return the tokens of a text after a prompt; None if it changes the prompt's own."""
+        before = self.tokenizer.decode(prompt[-CONTEXT:], clean_up_tokenization_spaces=False)
+        start, whole = (
+            self.tokenizer(x, add_special_tokens=False).input_ids for x in (before, before + text)
+        )
+        return whole[len(start) :] if whole[: len(start)] == start else None
+
+    def _check_text(self, prompt: list[int], ids: list[int], text: str, eos: list[int]) -> None:
         """Check that token ids match the returned text, up to bytes that are no character.
 
         For these, servers that decode token by token write any number of U+FFFD, or nothing.
         """
         said = ids[:-1] if ids and ids[-1] in eos else ids
-        here = self.tokenizer.decode(said, clean_up_tokenization_spaces=False)
-        sure, cut, _ = here.partition("\ufffd")
-        agrees = sure.startswith(text[: len(sure)]) if cut else here == text
-        if not agrees:
+        # A server that decodes an answer as a whole text loses its first space.
+        for context in ([], prompt):
+            here = text_after(self.tokenizer, context, said, skip_special_tokens=False)
+            sure, cut, _ = here.partition(HALF)
+            if sure.startswith(text[: len(sure)]) if cut else here == text:
+                break
+        else:
             shorter = min(len(here), len(text))
             same = next((i for i in range(shorter) if here[i] != text[i]), shorter)
             shown = slice(max(same - 20, 0), same + 20)

@@ -1,8 +1,10 @@
 """The parts of an answer's text that are accepted drafts."""
 
+from collections.abc import Sequence
+
 from transformers import PreTrainedTokenizerBase
 
-from decoding.engine.detokenize import Detokenizer
+from decoding.engine.detokenize import HALF, Detokenizer
 from decoding.engine.params import Chunk, Stats
 
 
@@ -10,11 +12,12 @@ class AcceptedText:
     """Finds the accepted drafts in one answer's text, chunk by chunk.
 
     The last token of a pass is the target's own (the bonus token, or a correction), all before it
-    are accepted drafts. A character spelled by several tokens counts as the last one's.
+    are accepted drafts. A character spelled by several tokens counts as the last one's. The answer
+    goes on from the tokens of `prompt`.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self._text = Detokenizer(tokenizer)
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int] = ()):
+        self._text = Detokenizer(tokenizer, prompt)
         self._new: list[int] = []  # tokens that the text lacks still
         self._passes = self._shown = 0  # passes and characters of the chunks so far
         # [start, end] in the whole text: a chunk's text may lag behind its tokens.
@@ -46,4 +49,4 @@ class AcceptedText:
     def _length(self, ids: list[int]) -> int:
         """Return how many whole characters these tokens' text has."""
         self._text.extend(ids)
-        return len(self._text.text.rstrip("\ufffd"))
+        return len(self._text.text.rstrip(HALF))

@@ -308,7 +308,8 @@ class Server:
     async def events(self, answers: "Answers") -> AsyncIterator[str]:
         """Yield server-sent events of answers as they come."""
         asked, prompts, results = answers.asked, answers.prompts, []
-        texts = [AcceptedText(self.tokenizer) for _ in prompts]
+        drafted = prompts if self.predicts_next(asked) else []
+        texts = [AcceptedText(self.tokenizer, prompt) for prompt in drafted]
         try:
             async for index, chunk in answers:
                 scores, accepted, job = None, None, answers.jobs[index]
@@ -317,7 +318,7 @@ class Server:
                     if job.scores is not None:
                         row = job.prompt, chunk.result, job.scores, self.tokenizer
                         scores = await asyncio.to_thread(asked.answer_scores, *row)
-                if self.predicts_next(asked):
+                if drafted:
                     accepted = texts[index].of(chunk, job.stats)
                 part = asked.delta(index, chunk, accepted, scores)
                 yield event(asked.head(answers.number, part=True) | {"choices": [part]})

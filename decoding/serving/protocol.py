@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from typing_extensions import TypedDict
 
 from data.text.chat import render_prompt
-from decoding.engine.detokenize import Detokenizer
+from decoding.engine.detokenize import Detokenizer, text_after, token_bytes, token_text
 from decoding.engine.likelihood import TokenScore
 from decoding.engine.params import Chunk, Result, SamplingParams
 from decoding.engine.randomness import fresh_seed
@@ -134,8 +134,10 @@ class Asked(BaseModel):
         """Return the fields of a text."""
 
     @abstractmethod
-    def scored(self, ids: list[int], scores: list, tokenizer: PreTrainedTokenizerBase) -> dict:
-        """Return the tokens with their scores; the first token of a text may have none."""
+    def scored(
+        self, before: list[int], ids: list[int], scores: list, tokenizer: PreTrainedTokenizerBase
+    ) -> dict:
+        """Return the tokens after `before` with their scores; a text's first may have none."""
 
     @property
     def room(self) -> int:
@@ -166,20 +168,18 @@ class Asked(BaseModel):
         """Return the field `logprobs`; `scores` are of all tokens but the prompt's first."""
         if scores is None:
             return None
-        shown = slice(0 if self.echo else len(prompt), None)
+        start = 0 if self.echo else len(prompt)
         ids, all_scores = prompt + result.token_ids, [None, *scores]
-        return self.scored(ids[shown], all_scores[shown], tokenizer)
+        return self.scored(ids[:start], ids[start:], all_scores[start:], tokenizer)
 
-    def choice(
-        self, index: int, prompt: list[int], result: Result, scores, tokenizer
-    ) -> dict[str, Any]:
+    def choice(self, index: int, prompt: Any, result: Result, scores, tokenizer) -> dict[str, Any]:
         """Return an answer as it is sent whole; arguments as of `answer_scores`."""
         text = result.text
         if self.suffix:  # the result's text is the whole one
-            text = tokenizer.decode(result.token_ids, skip_special_tokens=True)
+            text = text_after(tokenizer, prompt.before, result.token_ids)
         if self.echo:
             given = self.texts(tokenizer)[index // self.n]
-            text = (given if isinstance(given, str) else tokenizer.decode(given)) + text
+            text = (given if isinstance(given, str) else text_after(tokenizer, (), given)) + text
         found = self.answer_scores(prompt, result, scores, tokenizer)
         reason = finish(result.finish_reason)
         return {"index": index, **self.said(text), "logprobs": found, "finish_reason": reason}
@@ -247,21 +247,23 @@ class Completion(Asked):
 
     def scored(
         self,
+        before: list[int],
         ids: list[int],
         scores: list[TokenScore | None],
         tokenizer: PreTrainedTokenizerBase,
     ) -> dict[str, list]:
-        words, text, offsets = [tokenizer.decode([i]) for i in ids], Detokenizer(tokenizer), []
+        words, offsets = [token_text(tokenizer, i) for i in ids], []
+        text = Detokenizer(tokenizer, before)
         for i in ids:
             offsets.append(len(text.text))
             text.extend([i])
         best = [
             # The token itself is always there; of two that read alike the first is the best.
-            s and {word: s.log_prob} | {tokenizer.decode([i]): p for i, p in s.best[::-1]}
+            s and {word: s.log_prob} | {token_text(tokenizer, i): p for i, p in s.best[::-1]}
             for word, s in zip(words, scores)
         ]
         own = [s and s.log_prob for s in scores]
-        found = {"tokens": words, "token_logprobs": own}
+        found: dict[str, list] = {"tokens": words, "token_logprobs": own}
         return found | {"top_logprobs": best, "text_offset": offsets}
 
 
@@ -308,11 +310,15 @@ class Chat(Asked):
         return {"message": {"role": "assistant", "content": text}}
 
     def scored(
-        self, ids: list[int], scores: list[TokenScore], tokenizer: PreTrainedTokenizerBase
+        self,
+        before: list[int],
+        ids: list[int],
+        scores: list[TokenScore],
+        tokenizer: PreTrainedTokenizerBase,
     ) -> dict[str, list]:
         def one(token: int, log_prob: float) -> dict:
-            word = tokenizer.decode([token])
-            return {"token": word, "logprob": log_prob, "bytes": [*word.encode()]}
+            said = [*token_bytes(tokenizer, token)]
+            return {"token": token_text(tokenizer, token), "logprob": log_prob, "bytes": said}
 
         content = [
             one(token, score.log_prob) | {"top_logprobs": [one(*other) for other in score.best]}

@@ -39,6 +39,7 @@ def emitted(target, job: dict, prompt: list[int]) -> tuple[list[int], list[int]]
             custom_generate=job["export"],
             trust_remote_code=True,
             max_new_tokens=job["max_new_tokens"],
+            eos_token_id=job["eos"] or None,
             do_sample=False,
             streamer=seen,
         )[0, len(prompt) :]

@@ -99,6 +99,7 @@ def _in_transformers(
         "prompts": prompts,
         # Beyond the answer's end, so that its last pass is seen whole.
         "max_new_tokens": most + positions,
+        "eos": end_ids(target, load_tokenizer(target)),
         "dtype": a.dtype,
         "threads": torch.get_num_threads(),
     }

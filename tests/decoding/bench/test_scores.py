@@ -9,7 +9,8 @@ from data.text.tokenizer import train_tokenizer
 from decoding.bench import scores
 from decoding.bench.options import ScoreOptions
 from decoding.bench.rows import Row
-from decoding.bench.scores import continuation, scorer
+from decoding.bench.scores import scorer
+from decoding.engine.detokenize import text_after
 from decoding.engine.params import Result, Stats
 from tests.support.files import write_jsonl
 
@@ -65,7 +66,7 @@ TOKENIZER = train_tokenizer(["def f():\n    return 1\n"], 300)
 
 def test_a_continuation_keeps_its_first_space():
     prompt, answer = (TOKENIZER(text)["input_ids"] for text in ("def f():\n", "    return 1"))
-    assert continuation(TOKENIZER, prompt, [*answer, TOKENIZER.eos_token_id]) == "    return 1"
+    assert text_after(TOKENIZER, prompt, [*answer, TOKENIZER.eos_token_id]) == "    return 1"
 
 
 @pytest.mark.parametrize(("chat", "right"), [(None, [True, False]), (False, [False, True])])

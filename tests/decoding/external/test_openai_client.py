@@ -6,9 +6,11 @@ import socket
 import pytest
 
 from data.text.tokenizer import train_tokenizer
+from decoding.engine.detokenize import text_after
 from decoding.engine.params import SamplingParams
 from decoding.external.openai_client import OpenAIClient
 from tests.support.openai_server import serving
+from tests.support.tokenizers import llama2
 
 TOKENIZER = train_tokenizer(["return value of the function"], 280)
 EOS = TOKENIZER.eos_token_id
@@ -165,3 +167,23 @@ def test_nobody_there_and_bad_numbers():
     assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match="concurrency=0"):
         OpenAIClient(url, TOKENIZER, concurrency=0)
+
+
+SPACED = llama2()
+
+
+@pytest.mark.parametrize("answer", [" Paris and", "\n    return x", "is"])
+def test_an_answer_goes_on_from_its_prompt(answer):
+    """A server's text after a prompt, with a tokenizer that puts a space before every text."""
+    client = object.__new__(OpenAIClient)
+    client.tokenizer, client.url = SPACED, "x"
+    prompt = SPACED("def f").input_ids
+    ids = client._goes_on(prompt, answer)
+    assert text_after(SPACED, prompt, ids) == answer
+    client._check_text(prompt, ids, answer, [])
+    client._check_text(prompt, ids, SPACED.decode(ids), [])  # of a server that decodes it alone
+    with pytest.raises(ValueError, match="another tokenizer"):
+        client._check_text(prompt, ids, answer + "x", [])
+    if answer != " Paris and":
+        alone = SPACED(answer, add_special_tokens=False).input_ids  # as it was
+        assert text_after(SPACED, prompt, alone) != answer
