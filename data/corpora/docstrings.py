@@ -91,7 +91,7 @@ def _functions(roots: tuple[str, ...]) -> tuple[_Function, ...]:
 def _text(file: Path) -> str:
     """Return a file's text; an empty text if it cannot be read or decoded."""
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError):
         return ""
 

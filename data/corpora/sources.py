@@ -5,14 +5,15 @@ import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from io import BufferedIOBase
-from itertools import chain, count, cycle, islice
+from itertools import chain, count, islice
 from pathlib import Path
 
 from data.arguments import Count
+from data.corpora.chats import content
 from data.corpora.conditions import Condition, conditions, keeps
 from data.corpora.docstrings import docstring_documents, function_documents
 from data.corpora.stdlib import check_split, is_held_out, stdlib_documents
-from data.files import package, parse_json, read_text, shortened
+from data.files import package, parse_json, read_text
 
 # Corpora of the installed Python, by the name of their source.
 INSTALLED: dict[str, Callable[[str], list[dict[str, str]]]] = {
@@ -26,15 +27,16 @@ MAX_LINE_BYTES = 2**26  # of .jsonl: a packed file of megabytes may hold one lin
 
 Row = tuple[str, str, dict]  # default id, name in error messages, columns
 
-_CHAT_COLUMNS = ("messages", "conversations")
-_PAIR_COLUMNS = (
-    ("prompt", "answer"), ("prompt", "response"), ("prompt", "completion"), ("question", "answer"),
-    ("problem", "solution"), ("instruction", "response"), ("instruction", "output"),
-    ("input", "output"),
-)  # fmt: skip
+
 _ID_COLUMNS = ("id", "task_id", "question_id", "prompt_id")
-# ShareGPT's role names, as the roles of chat templates.
-_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant"}
+
+
+class Document(dict):
+    """A document that knows `where` it was read, for error messages: a file and a row."""
+
+    def __init__(self, content: dict, where: str):
+        super().__init__(content)
+        self.where = where
 
 
 def load_documents(
@@ -50,8 +52,12 @@ def load_documents(
     """Return the documents of a source, read lazily: dicts of one of three shapes.
 
         {"id", "text": str}
-        {"id", "messages": [{"role": str, "content": str}, ...]}
+        {"id", "messages": [{"role": str, "content": str, ...}, ...]}
         {"id", "prompt": str, "answer": str}
+
+    A message has the further keys of its turn, such as `tool_calls`, and `train` is False where it
+    is not to be trained; `options` of a chat are arguments of the chat template, such as `tools`
+    (`data.corpora.chats`).
 
     The first document is read at once, so most errors are raised here.
 
@@ -163,7 +169,7 @@ def _files(path: Path, suffixes: tuple[str, ...]) -> dict[str, Path]:
 
 def _text_documents(files: dict[str, Path]) -> Iterator[dict]:
     for id, file in files.items():
-        yield {"id": id, "text": read_text(file)}
+        yield Document({"id": id, "text": read_text(file)}, str(file))
 
 
 def read_rows(file: Path, name: str) -> Iterator[Row]:
@@ -182,11 +188,12 @@ def read_jsonl(file: Path, name: str = "") -> Iterator[Row]:
     """Yield the rows of a .jsonl or .jsonl.gz file, of lines of at most `MAX_LINE_BYTES`."""
     with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as lines:
         for number, line in enumerate(_lines(lines, file), start=1):
-            if not line.strip():
-                continue
             here = f"{file}, line {number}"
             try:
-                row = parse_json(line.decode())
+                # An editor's mark at the beginning is no part of the text.
+                if not (text := line.decode("utf-8-sig").strip()):
+                    continue
+                row = parse_json(text)
             except UnicodeDecodeError as error:
                 raise ValueError(
                     f"{here} is not UTF-8 text (byte {error.start}). Convert it, "
@@ -267,50 +274,11 @@ def _datasets():
 def _to_documents(rows: Iterable[Row], field: str, asked: list[Condition]) -> Iterator[dict]:
     for default_id, where, row in rows:
         if keeps(row, asked, where):
-            yield {"id": row_id(row, default_id), **_content(row, field, where)}
-
-
-def _content(row: dict, field: str, where: str) -> dict:
-    """Return the content of a table's row, in one of the shapes of `load_documents`."""
-    if field == "text":
-        for column in _CHAT_COLUMNS:
-            if turns := row.get(column):
-                if not isinstance(turns, list | tuple):
-                    raise ValueError(
-                        f"{where}: {column!r} needs a list of turns, but is {shortened(turns)}"
-                    )
-                return {"messages": [_message(turn, where) for turn in turns]}
-        if isinstance(turns := row.get("data"), list):  # UltraChat's raw texts, the user first
-            roles = cycle(("user", "assistant"))
-            chat = ({"role": role, "content": turn} for role, turn in zip(roles, turns))
-            return {"messages": [_message(turn, where) for turn in chat]}
-        for prompt, answer in _PAIR_COLUMNS:
-            if isinstance(row.get(prompt), str) and isinstance(row.get(answer), str):
-                more = row.get("input") if prompt == "instruction" else None  # Alpaca's
-                asked = f"{row[prompt]}\n\n{more}" if more else row[prompt]
-                return {"prompt": asked, "answer": row[answer]}
-    if not isinstance(row.get(field), str):
-        raise ValueError(
-            f"{where}: no text in column {field!r}. It has {sorted(row)}. Allowed: {field!r}, "
-            "or name another with field=, or chats in 'messages' or 'conversations', or two "
-            "columns such as 'prompt' and 'answer'."
-        )
-    return {"text": row[field]}
+            yield Document({"id": row_id(row, default_id), **content(row, field, where)}, where)
 
 
 def row_id(row: dict, default: str) -> str:
     """Return the id of a row: the first id column that it has, else `default`."""
     return next(
         (str(row[column]) for column in _ID_COLUMNS if row.get(column) is not None), default
-    )
-
-
-def _message(turn: dict, where: str) -> dict[str, str]:
-    if isinstance(turn, dict):
-        role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
-        if isinstance(role, str) and isinstance(content, str):
-            return {"role": _ROLES.get(role, role), "content": content}
-    raise ValueError(
-        f"{where}: a chat turn needs text in 'role' and 'content', or in 'from' and 'value', "
-        f"but is {shortened(turn)}."
     )

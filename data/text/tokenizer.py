@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from data.arguments import Count
 from data.corpora.answers import read_manifest
+from data.corpora.chats import chat_texts
 from data.corpora.sources import load_documents
 from data.text.chat import start_ids
 from data.text.layouts import LAYOUTS, layout_of
@@ -72,7 +73,7 @@ def corpus_tokenizer(
     The other arguments are those of `data.corpora.sources.load_documents`.
     """
     documents = load_documents(source, split, subset=subset, limit=limit)
-    return train_tokenizer((row["text"] for row in documents), vocab_size)
+    return train_tokenizer(chat_texts(documents), vocab_size)
 
 
 def with_mask_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
