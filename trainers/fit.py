@@ -36,7 +36,7 @@ from trainers.runs.curve import latest
 from trainers.runs.guards import LossGuard, memory_advice
 from trainers.runs.loggers import build_loggers, check_logger
 from trainers.runs.progress import Progress
-from trainers.runs.provenance import provenance, write_provenance
+from trainers.runs.provenance import check_inputs, provenance, write_provenance
 from trainers.runs.randomness import RandomStates
 from trainers.runs.resume import checkpoint_to_resume
 from trainers.runs.set_aside import drop_set_aside, set_aside
@@ -97,10 +97,12 @@ def _fit(config: DictConfig, folder: Path, checkpoint: Path | None, first: int) 
     if checkpoint is not None and config.resume not in ("auto", "never"):
         check_fits(module, checkpoint)
     trainer, loaders, rows = assemble(config, module, folder, first)
+    start = provenance(config, trainer, rows, first)
+    if checkpoint is not None:
+        check_inputs(start, checkpoint, chosen=config.resume != "auto")
     set_aside(folder, first, checkpoint)
     describe(config, folder)
     trainer.loggers = build_loggers(config, folder, first)
-    start = provenance(config, trainer, rows, first)
     write_provenance(folder / "provenance.json", start, resumed=checkpoint is not None)
     steps = trainer.max_steps
     if trainer.is_global_zero:

@@ -2,18 +2,23 @@
 
 import gzip
 import json
+import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from io import BufferedIOBase
 from itertools import chain, count, islice
 from pathlib import Path
 
+from huggingface_hub import HfApi
+
 from data.arguments import Count
 from data.corpora.chats import content
 from data.corpora.conditions import Condition, conditions, keeps
-from data.corpora.docstrings import docstring_documents, function_documents
-from data.corpora.stdlib import check_split, is_held_out, stdlib_documents
-from data.files import package, parse_json, read_text
+from data.corpora.docstrings import docstring_documents, function_documents, roots
+from data.corpora.fingerprints import commit, files_fingerprint
+from data.corpora.stdlib import check_split, is_held_out, source_files, stdlib_documents
+from data.files import atomic_write, package, parse_json, read_text
 
 # Corpora of the installed Python, by the name of their source.
 INSTALLED: dict[str, Callable[[str], list[dict[str, str]]]] = {
@@ -22,6 +27,7 @@ INSTALLED: dict[str, Callable[[str], list[dict[str, str]]]] = {
     "functions": function_documents,
 }
 TEXT_SUFFIXES = (".txt", ".py", ".md")
+PATIENCE = 5  # seconds for the Hub to tell a data set's commit
 BATCH = 1000  # rows of .parquet that are in memory together
 MAX_LINE_BYTES = 2**26  # of .jsonl: a packed file of megabytes may hold one line of gigabytes
 
@@ -93,6 +99,49 @@ def load_documents(
     return chain([first], documents)
 
 
+def content_fingerprint(source: str, folder: str | Path) -> str | None:
+    """Return the fingerprint of what a source of `load_documents` holds now.
+
+    It covers the files that are read; for a Hub data set it is the commit, which is noted in the
+    folder of a cache and read there where the Hub cannot be reached (None: nothing is known of it).
+    """
+    path = Path(source).expanduser()
+    if source in INSTALLED:
+        return _installed_fingerprint(() if source == "stdlib" else roots())
+    if path.exists():
+        return files_fingerprint(_read_files(path).items())
+    note = Path(folder) / f"{source.replace('/', '--')}.commit"
+    try:
+        found = HfApi().dataset_info(source, timeout=PATIENCE).sha
+        note.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(note) as temporary:
+            temporary.write_text(found)
+    except Exception:  # of the network, of the Hub: loading the data set says it, if it is needed
+        found = note.read_text() if note.is_file() else commit(source)
+    return found
+
+
+@cache
+def _installed_fingerprint(more: tuple[str, ...]) -> str:
+    """Return the fingerprint of the standard library's sources, and of those in more folders."""
+    files: dict[str, Path] = {}
+    for folder in (sysconfig.get_path("stdlib"), *more):
+        files |= {f"{folder}/{name}": file for name, file in source_files(Path(folder)).items()}
+    return files_fingerprint(files.items())
+
+
+def _read_files(path: Path) -> dict[str, Path]:
+    """Return the files of a local source that are read, by their names in it."""
+    if _is_saved(path):
+        return {p.relative_to(path).as_posix(): p for p in sorted(path.rglob("*")) if p.is_file()}
+    kinds = ((".parquet",), (".jsonl",), TEXT_SUFFIXES)
+    return next((files for kind in kinds if (files := _files(path, kind))), {})
+
+
+def _is_saved(path: Path) -> bool:
+    return (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists()
+
+
 def _documents(
     source: str,
     split: str,
@@ -139,15 +188,15 @@ def _looks_like_a_path(source: str) -> bool:
 
 
 def _local_documents(path: Path, field: str, asked: list[Condition]) -> Iterator[dict]:
-    if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
+    if _is_saved(path):
         return _to_documents(_numbered(_saved_table(path), str(path)), field, asked)
-    for suffix in (".parquet", ".jsonl"):
-        if files := _files(path, (suffix,)):
-            rows = chain.from_iterable(read_rows(file, name) for name, file in files.items())
-            return _to_documents(rows, field, asked)
-    if files := _files(path, TEXT_SUFFIXES):
+    files = _read_files(path)
+    if files and next(iter(files.values())).suffix in TEXT_SUFFIXES:
         _check_columns(str(path), asked)
         return _text_documents(files)
+    if files:
+        rows = chain.from_iterable(read_rows(file, name) for name, file in files.items())
+        return _to_documents(rows, field, asked)
     raise ValueError(
         f"source={str(path)!r} has no readable files. "
         f"Allowed: {', '.join(TEXT_SUFFIXES)}, .jsonl and .parquet files, "

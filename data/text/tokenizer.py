@@ -202,6 +202,24 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return VERSION + _digest(content)
 
 
+def encoding_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a fingerprint of all that `data.text.chat` makes token ids with: the key of a cache.
+
+    Beside what `fingerprint` covers these are the draft tokens, the chat template with the special
+    tokens that it is given, and the end of a text.
+    """
+    backend = json.loads(_backend(tokenizer).to_str())
+    content = {
+        "backend": {k: v for k, v in backend.items() if k not in ("padding", "truncation")},
+        "split_special_tokens": bool(getattr(tokenizer, "split_special_tokens", False)),
+        "start": start_ids(tokenizer),
+        "end": tokenizer.eos_token_id,
+        "template": tokenizer.chat_template,
+        "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+    }
+    return _digest(content)
+
+
 def same_tokenizer(tokenizer: PreTrainedTokenizerBase, stored: str) -> bool:
     """Return whether a stored fingerprint is that of a tokenizer.
 

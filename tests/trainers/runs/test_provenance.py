@@ -8,12 +8,12 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
-from data.corpora.fingerprints import input_fingerprint
+from data.corpora import fingerprints
+from data.corpora.fingerprints import commit, input_fingerprint
 from tests.support.spoil import nan, spoil
 from trainers.ar import Autoregressive
 from trainers.publishing.private import public
-from trainers.runs import provenance
-from trainers.runs.provenance import commit, inputs
+from trainers.runs.provenance import inputs
 
 
 def story(lab, recipe, name=""):
@@ -127,7 +127,7 @@ class TestInputs:
         assert found[0] == found[1] != found[2]
 
     def test_hub_ids_have_the_commit_that_the_cache_knows(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(provenance, "HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr(fingerprints, "HF_HUB_CACHE", str(tmp_path))
         for folder, hash in (("models--org--net", "c0ffee"), ("datasets--org--text", "beef")):
             (tmp_path / folder / "refs").mkdir(parents=True)
             (tmp_path / folder / "refs" / "main").write_text(f"{hash}\n")
