@@ -28,7 +28,7 @@ from recipes.inputs import prepare_inputs
 from recipes.settings import Acceptance, Optimization, Trainer
 from trainers.base import BaseModule, WholeSteps
 from trainers.lora import add_lora
-from trainers.publishing.export_folder import is_export, write_export
+from trainers.publishing.export_folder import check_exportable, is_export, write_export
 from trainers.runs.callbacks import AcceptanceLength, validation_prompts
 from trainers.runs.checkpoint_files import DirectIO, check_fits
 from trainers.runs.checkpoints import Checkpoints, Preempted
@@ -94,6 +94,7 @@ def _fit(config: DictConfig, folder: Path, checkpoint: Path | None, first: int) 
     prepare_inputs(config.needs, config.build_inputs)
     pl.seed_everything(config.seed, verbose=False)
     module = build_module(config)
+    check_exportable(module)
     if checkpoint is not None and config.resume not in ("auto", "never"):
         check_fits(module, checkpoint)
     trainer, loaders, rows = assemble(config, module, folder, first)

@@ -21,6 +21,7 @@ from data.rows.packing import PackedRows
 from recipes.command import typed
 
 PACKAGES = ("torch", "transformers", "tokenizers", "pytorch-lightning", "datasets", "hydra-core")
+PARTS = ("content", "tokenizer")  # of what rows are made from: those that a path does not tell
 # Settings that say where and how to run. Any other may name an input.
 NO_INPUTS = (
     "command", "recipe", "scale", "strategy", "name", "runs", "logger", "trainer", "resume",
@@ -50,16 +51,18 @@ def check_inputs(start: dict, checkpoint: Path, chosen: bool) -> None:
         return
     story = read_json(file)
     before = [story, *story.get("resumed", [])][-1]
+    if before.get("fingerprints") != VERSION:  # of an older version, which are not comparable
+        return
     changed = []
     for split, now in start["data"].items():
         then = before.get("data", {}).get(split, {})
         if then.get("fingerprint") != now.get("fingerprint"):
-            changed.append(f"rows of {split}, {then.get('fingerprint')}, now {now['fingerprint']}")
+            parts = [part for part in PARTS if then.get(part) != now.get(part)] or ["fingerprint"]
+            changed += [f"{p} of data.{split}: {then.get(p)}, now {now.get(p)}" for p in parts]
     for name, now in start["inputs"].items():
         then = before.get("inputs", {}).get(name, now)
-        of_one_version = then.startswith(VERSION) == now.startswith(VERSION)
-        if then != now and of_one_version and _is_one_input(Path(name)):
-            changed.append(f"{name}, {then}, now {now}")
+        if then != now and _is_one_input(Path(name)):
+            changed.append(f"{name}: {then}, now {now}")
     if not changed:
         return
     what = f"{checkpoint} was trained on other inputs ({'; '.join(changed)})"
@@ -102,6 +105,7 @@ def provenance(
             "strategy": type(trainer.strategy).__name__,
             "precision": trainer.precision,
         },
+        "fingerprints": VERSION,
         "data": {split: described_rows(r) for split, r in rows.items()},
         "inputs": inputs(config),
     }
@@ -113,6 +117,8 @@ def described_rows(rows: Dataset) -> dict:
     known = {"fingerprint": getattr(whole, "fingerprint", None), "rows": len(rows)}
     if isinstance(rows, PackedRows):
         known["tokens"] = rows.manifest["tokens"]
+        made_from = rows.manifest["fingerprint"]
+        known |= {part: made_from[part] for part in PARTS if part in made_from}
     return {key: value for key, value in known.items() if value is not None}
 
 
