@@ -241,7 +241,7 @@ def _object(value: Any, kind: type, what: str) -> Any:
     except ValueError:
         found = None
     if not isinstance(found, kind):
-        name = {list: "a list", dict: "an object"}[kind]
+        name = "a list" if kind is list else "an object"
         raise ValueError(f"{what} needs {name}, or its JSON text, but is {shortened(value)}")
     return _clean(found)
 
