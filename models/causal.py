@@ -75,13 +75,13 @@ def from_config(
                 f"network.num_key_value_heads={shared}"
             )
         network = AutoModelForCausalLM.from_config(configuration, trust_remote_code=False)
+        check_masks(network)
+        with torch.no_grad():  # as the check of its export runs it, after the training
+            network.eval()(**network.dummy_inputs)
     except Exception as error:  # each type has its own checks of its keys
         reason = " ".join(str(error).split())[:300]
-        if not reason.startswith("network."):
-            reason = f"cannot build a network with network.model_type={model_type}: {reason}"
-        raise ValueError(reason) from error
-    check_masks(network)
-    return network
+        raise ValueError(f"network.model_type={model_type} is not allowed: {reason}") from error
+    return network.train()
 
 
 def pretrained(

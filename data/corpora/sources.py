@@ -110,6 +110,8 @@ def content_fingerprint(source: str, folder: str | Path) -> str | None:
         return _installed_fingerprint(() if source == "stdlib" else roots())
     if path.exists():
         return files_fingerprint(_read_files(path).items())
+    if _looks_like_a_path(source):  # loading it says that it is missing
+        return None
     note = Path(folder) / f"{source.replace('/', '--')}.commit"
     try:
         found = HfApi().dataset_info(source, timeout=PATIENCE).sha

@@ -151,8 +151,9 @@ def test_an_attention_that_was_asked_for():
         check_attention(model)
 
 
-@pytest.mark.parametrize("kind", ["lama", "imagegpt", "zamba", ""])
-def test_types_that_cannot_be_built_are_one_line(kind):
+@pytest.mark.parametrize("kind", ["lama", "imagegpt", "zamba", "helium", "roberta", ""])
+def test_types_that_cannot_be_built_or_run_are_one_line(kind):
+    """Among them those that fail in a forward, or in one of the export's check alone."""
     with pytest.raises(ValueError, match=f"network.model_type={kind}") as caught:
         causal.from_config(TOKENIZER, kind, **SIZES)
     assert "\n" not in str(caught.value)
