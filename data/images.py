@@ -120,7 +120,7 @@ def _cached(
     """Return the cache of a folder's images or latents: images, labels and mirrored as .npy."""
     files = image_files(source)
     content = files_fingerprint((f.relative_to(source).as_posix(), f) for f, _ in files)
-    made_from = {"files": content, "source": str(source), "size": size, "flips": flips}
+    made_from = {"files": content, "size": size, "flips": flips}
     made_from |= {"vae": vae and model_fingerprint(vae), "scale": scale}
     name = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
     cache = folder / f"images-{name}"

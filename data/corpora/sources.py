@@ -99,28 +99,30 @@ def load_documents(
     return chain([first], documents)
 
 
-def content_fingerprint(source: str, folder: str | Path) -> str | None:
+def content_fingerprint(source: str, folder: str | Path) -> str:
     """Return the fingerprint of what a source of `load_documents` holds now.
 
     It covers the files that are read; for a Hub data set it is the commit, which is noted in the
-    folder of a cache and read there where the Hub cannot be reached (None: nothing is known of it).
+    folder of a cache and read there where the Hub cannot be reached. A path is no part of it,
+    except for a saved data set, whose rows have ids of it.
     """
     path = Path(source).expanduser()
     if source in INSTALLED:
-        return _installed_fingerprint(() if source == "stdlib" else roots())
+        return f"{source}@{_installed_fingerprint(() if source == 'stdlib' else roots())}"
     if path.exists():
-        return files_fingerprint(_read_files(path).items())
+        found = files_fingerprint(_read_files(path).items())
+        return f"{source}@{found}" if _is_saved(path) else found
     if _looks_like_a_path(source):  # loading it says that it is missing
-        return None
+        return source
     note = Path(folder) / f"{source.replace('/', '--')}.commit"
     try:
-        found = HfApi().dataset_info(source, timeout=PATIENCE).sha
+        revision = HfApi().dataset_info(source, timeout=PATIENCE).sha
         note.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(note) as temporary:
-            temporary.write_text(found)
+            temporary.write_text(str(revision))
     except Exception:  # of the network, of the Hub: loading the data set says it, if it is needed
-        found = note.read_text() if note.is_file() else commit(source)
-    return found
+        revision = note.read_text() if note.is_file() else commit(source)
+    return f"{source}@{revision}"
 
 
 @cache

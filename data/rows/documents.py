@@ -43,7 +43,6 @@ def documents(
     """
     made_from = {
         "format": FORMAT,
-        "source": source,
         "content": content_fingerprint(source, folder),
         "split": split,
         "limit": limit,

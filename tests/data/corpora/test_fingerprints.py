@@ -92,6 +92,6 @@ def test_a_hub_data_set_is_its_commit_also_without_network(tmp_path, monkeypatch
     monkeypatch.setattr(sources, "HfApi", Hub)
     monkeypatch.setattr(fingerprints, "HF_HUB_CACHE", str(tmp_path))
     found = [content_fingerprint("org/text", tmp_path / "rows") for _ in range(3)]
-    assert found == ["c0ffee", "beef", "beef"]
-    assert content_fingerprint("org/other", tmp_path / "rows") is None
+    assert found == ["org/text@c0ffee", "org/text@beef", "org/text@beef"]
+    assert content_fingerprint("org/other", tmp_path / "rows") == "org/other@None"
     assert commit("org/text") is None
