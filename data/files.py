@@ -27,7 +27,7 @@ DEEPEST = 100  # lists and objects within each other in a JSON text
 def read_text(file: Path) -> str:
     """Return the content of a UTF-8 text file of at most `LARGEST_TEXT` characters."""
     try:
-        with file.open(encoding="utf-8") as stream:
+        with file.open(encoding="utf-8-sig") as stream:  # without the mark that editors put first
             text = stream.read(LARGEST_TEXT + 1)
         if len(text) > LARGEST_TEXT:
             raise ValueError(f"{file} is no text to be read whole: over {LARGEST_TEXT} characters")

@@ -14,6 +14,7 @@ from torch.nn.functional import fold, unfold
 from torch.utils.data import Dataset, Subset
 
 from data.arguments import BlockSize, Share, Small, Weight
+from data.corpora.fingerprints import files_fingerprint, model_fingerprint
 from data.corpora.stdlib import check_split
 from data.files import atomic_write, package, read_array
 from data.vae import FILES, from_file
@@ -43,6 +44,8 @@ class ImageRows(Dataset):
     """
 
     def __init__(self, images, labels, patch: int, mirrored=None):
+        # Of all that they were made from; images that come with a package have none.
+        self.fingerprint: str | None = None
         self.images, self.labels, self.patch, self.mirrored = images, labels, patch, mirrored
 
     def __len__(self) -> int:
@@ -85,17 +88,23 @@ def rows(
             `TokenNoise` takes one at random, as MAR does.
     """
     check_split(split)
+    cached: Path | None = None
     if source == "digits":
         images, labels = digits()
         mirrored = images.flip(-1)
     else:
         if size is None:
             raise ValueError(f"source={source!r} needs size=..., the side of the images in pixels")
-        root, cache = Path(source).expanduser(), Path(folder)
-        images, mirrored, labels = _cached(root, cache, size, vae, scale, flips)
+        root = Path(source).expanduser()
+        cached = _cached(root, Path(folder), size, vae, scale, flips)
+        images = read_array(cached / "images.npy")
+        mirrored = read_array(cached / "mirrored.npy") if flips else None
+        labels = torch.from_numpy(read_array(cached / "labels.npy", mmap=False))
     held_out = (torch.arange(len(labels)) % 10 == 0) == (split == "heldout")
     index = held_out.nonzero().flatten().tolist()
-    return Subset(ImageRows(images, labels, patch, mirrored if flips else None), index)
+    found = ImageRows(images, labels, patch, mirrored if flips else None)
+    found.fingerprint = cached.name if cached else None
+    return Subset(found, index)
 
 
 def digits() -> tuple[Tensor, Tensor]:
@@ -105,12 +114,14 @@ def digits() -> tuple[Tensor, Tensor]:
     return images, torch.from_numpy(data.target)
 
 
-def _cached(source: Path, folder: Path, size: int, vae: str | None, scale: float, flips: bool):
-    """Return a folder's images or latents [M, C, S, S], the mirrored or None, labels [M]."""
+def _cached(
+    source: Path, folder: Path, size: int, vae: str | None, scale: float, flips: bool
+) -> Path:
+    """Return the cache of a folder's images or latents: images, labels and mirrored as .npy."""
     files = image_files(source)
-    sizes = [[f.relative_to(source).as_posix(), f.stat().st_size] for f, _ in files]
-    made_from = {"files": sizes, "source": str(source), "size": size}
-    made_from |= {"vae": vae, "scale": scale, "flips": flips}
+    content = files_fingerprint((f.relative_to(source).as_posix(), f) for f, _ in files)
+    made_from = {"files": content, "size": size, "flips": flips}
+    made_from |= {"vae": vae and model_fingerprint(vae), "scale": scale}
     name = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
     cache = folder / f"images-{name}"
     if not (cache / "manifest.json").is_file():  # written last: the cache is complete
@@ -126,9 +137,7 @@ def _cached(source: Path, folder: Path, size: int, vae: str | None, scale: float
             np.save(cache / f"{column}.npy", np.array(found))
         with atomic_write(cache / "manifest.json") as temporary:
             temporary.write_text(json.dumps({"images": len(made["labels"]), "skipped": skipped}))
-    images = read_array(cache / "images.npy")
-    mirrored = read_array(cache / "mirrored.npy") if flips else None
-    return images, mirrored, torch.from_numpy(read_array(cache / "labels.npy", mmap=False))
+    return cache
 
 
 def _stored(pixels: Tensor, vae: str | None, scale: float):

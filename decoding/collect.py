@@ -5,8 +5,10 @@ So a collection that is killed and restarted loses only the shard in progress. S
 (torchrun) share the shards.
 """
 
+import hashlib
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -24,6 +26,7 @@ from recipes.folders import claimed
 from recipes.inputs import prepare_inputs
 
 MANIFEST = "manifest.json"  # the settings of a collection, in its folder
+ADDED = ("weights", "prompt_ids")  # its fingerprints, which older collections do not have
 
 
 def run(argv: list[str]) -> None:
@@ -57,6 +60,7 @@ def _collect(config: DictConfig, folder: Path, rank: int, world: int) -> None:
     prompts = prompt_set(tokenizer=collector.tokenizer, **config.prompts)
     manifest = {name: config[name] for name in ("recipe", "shard_size", "seed")}
     manifest |= {"prompts": dict(config.prompts), **collector.made_with()}
+    manifest["prompt_ids"] = _fingerprint(prompts)
     _check_settings(folder, manifest, collector.tokenizer)
     size = config.shard_size
     shards = [prompts[i : i + size] for i in range(0, len(prompts), size)]
@@ -74,6 +78,14 @@ def _collect(config: DictConfig, folder: Path, rank: int, world: int) -> None:
         _write_text(folder / "complete.json", json.dumps({"shards": len(shards)}))
 
 
+def _fingerprint(prompts: Iterable[dict]) -> str:
+    """Return a fingerprint of the prompts: their ids, and their tokens."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(json.dumps([prompt["id"], prompt["prompt_ids"]]).encode())
+    return digest.hexdigest()[:16]
+
+
 def _check_settings(folder: Path, manifest: dict, tokenizer: PreTrainedTokenizerBase) -> None:
     """Check that a folder's shards were collected with the same settings."""
     if not _has_shards(folder):
@@ -83,7 +95,8 @@ def _check_settings(folder: Path, manifest: dict, tokenizer: PreTrainedTokenizer
         manifest["tokenizer"] = stored["tokenizer"]
     for key in sorted({*stored, *manifest}):
         before, now = stored.get(key), manifest.get(key)
-        if not same_setting(before, now):
+        unknown = key in ADDED and key not in stored
+        if not unknown and not same_setting(before, now):
             raise ValueError(
                 f"{folder} was collected with other settings ({key}: {before}, now {now}): give "
                 "another name=..., or remove the folder"

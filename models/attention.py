@@ -20,6 +20,7 @@ from models.masks import Layout, Predicate, dense, flex
 # Values of transformers' attn_implementation.
 WRITTEN_OUT, GROUPED = "written_out", "grouped"
 DENSE = ("sdpa", WRITTEN_OUT, GROUPED)  # those that take our dense masks
+ALIBI = ("bloom", "mpt")  # types whose positions are always ALiBi's; Falcon's may be
 
 
 def written_out(
@@ -129,6 +130,35 @@ def switch_attention(network: PreTrainedModel, kind: str) -> None:
         network.set_attn_implementation(kind)
 
 
+def check_masks(network: PreTrainedModel) -> None:
+    """Raise ValueError for a network that takes no masks of packed texts and draft blocks."""
+    config = network.config.get_text_config()
+    kind = network.config._attn_implementation
+    # A sliding window does no harm before a text outgrows it, which `Sampler.encode` checks.
+    layers = {*(getattr(config, "layer_types", None) or [])}
+    if other := layers - {"full_attention", "sliding_attention"}:
+        raise ValueError(
+            f"this {config.model_type!r} model has layers of {sorted(other)}: only full attention "
+            "takes the masks of packed texts and draft blocks"
+        )
+    # ALiBi's biases are made of a padding mask, or of places in a row instead of positions.
+    if getattr(config, "alibi", False) or config.model_type in ALIBI:
+        problem = "its positions are ALiBi's"
+    elif kind in (*DENSE, "flex_attention"):
+        return
+    elif network._supports_sdpa:
+        raise ValueError(
+            f"attention={kind} is not allowed: it would misread the masks of packed texts and "
+            "draft blocks: give attention=sdpa, or leave it out"
+        )
+    else:
+        problem = f"transformers has no attention for it but {kind!r}"
+    raise ValueError(
+        f"a {config.model_type!r} model cannot take the masks of packed texts and draft blocks "
+        f"({problem}): give a model of another family, such as llama, qwen3 or gpt2"
+    )
+
+
 def attention_inputs(network: PreTrainedModel, predicate: Predicate, layout: Layout) -> dict:
     """Return the arguments of a forward that give it an attention pattern.
 
@@ -140,16 +170,12 @@ def attention_inputs(network: PreTrainedModel, predicate: Predicate, layout: Lay
     Returns:
         `attention_mask`: a FlexAttention BlockMask for 'flex_attention', else bool [B, 1, L, L].
     """
+    check_masks(network)
     implementation = network.config._attn_implementation
     if implementation == "flex_attention":
         # Its other kernel, for decoding, is chosen for rows below 128 tokens and not always there.
         options = {"FORCE_USE_FLEX_ATTENTION": True}
         return {"attention_mask": flex(predicate, layout), "kernel_options": options}
-    if implementation not in DENSE:
-        raise ValueError(
-            f"attention implementation {implementation!r} is not supported with a custom mask. "
-            "Choose from ['sdpa', 'flex_attention']"
-        )
     return {"attention_mask": dense(predicate, layout)}
 
 

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,9 +18,11 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import cached_file
 
 from models import public
+from models.attention import check_masks
 from models.placement import check_device, check_dtype, loading_options, place
 from models.sizes import TransformerSizes
 from models.weights import (
@@ -48,24 +51,37 @@ def from_config(
         model_type: Such as 'llama' or 'qwen3'.
         **config: That type's own configuration keys.
     """
-    configuration = AutoConfig.for_model(
-        model_type,
-        vocab_size=len(tokenizer),
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=None,
-        **config,
-    )
-    heads = configuration.num_attention_heads
-    shared = getattr(configuration, "num_key_value_heads", None) or heads
-    if heads % shared:
+    types = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+    if model_type not in types:
+        near = get_close_matches(model_type, types) or ["llama", "qwen3", "gpt2"]
         raise ValueError(
-            f"network.num_attention_heads={heads} must be a multiple of "
-            f"network.num_key_value_heads={shared}"
+            f"network.model_type={model_type[:60]} is not allowed: transformers has no causal "
+            f"LM of this type. Choose another, such as {', '.join(near)}"
         )
-    return AutoModelForCausalLM.from_config(
-        configuration, attn_implementation="sdpa", trust_remote_code=False
-    )
+    try:
+        configuration = AutoConfig.for_model(
+            model_type,
+            vocab_size=len(tokenizer),
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=None,
+            **config,
+        )
+        heads = getattr(configuration, "num_attention_heads", None)
+        shared = getattr(configuration, "num_key_value_heads", None) or heads
+        if heads and heads % shared:
+            raise ValueError(
+                f"network.num_attention_heads={heads} must be a multiple of "
+                f"network.num_key_value_heads={shared}"
+            )
+        network = AutoModelForCausalLM.from_config(configuration, trust_remote_code=False)
+        check_masks(network)
+        with torch.no_grad():  # as the check of its export runs it, after the training
+            network.eval()(**network.dummy_inputs)
+    except Exception as error:  # each type has its own checks of its keys
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"network.model_type={model_type} is not allowed: {reason}") from error
+    return network.train()
 
 
 def pretrained(

@@ -22,7 +22,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from models.weights import check_complete, one_line
 
-END = 1 << 20  # bytes at each end of a file that tell it from others
 NEEDED = ("gguf", "accelerate")  # by transformers, to read gguf files
 PATIENCE = 5  # seconds for the Hub to answer
 _PACKS = hasattr(transformers, "GgufConfig")  # whether transformers can leave weights quantized
@@ -33,8 +32,8 @@ OTHERS = ["*/*", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "*.ot"]
 def converted(file: Path) -> Path:
     """Return the folder of a gguf file's model: bfloat16 safetensors, tokenizer, generation config.
 
-    It is in Hugging Face's cache, under a fingerprint of the file (size, time of the last change,
-    first and last MiB), and is converted if it is missing.
+    It is in Hugging Face's cache, under a hash of the file's content, and is converted if it is
+    missing.
     """
     _check(file)
     folder = _cache() / _fingerprint(file)
@@ -150,13 +149,8 @@ def _cache() -> Path:
 
 
 def _fingerprint(file: Path) -> str:
-    about = file.stat()
-    found = hashlib.sha256(f"{about.st_size} {about.st_mtime_ns}".encode())
     with file.open("rb") as opened:
-        found.update(opened.read(END))
-        opened.seek(max(0, about.st_size - END))
-        found.update(opened.read(END))
-    return found.hexdigest()[:16]
+        return hashlib.file_digest(opened, "sha256").hexdigest()[:16]
 
 
 def _say(line: str) -> None:

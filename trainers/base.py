@@ -63,6 +63,7 @@ class BaseModule(pl.LightningModule):
         self.attach_target(target)
         self._sums: dict[str, Tensor] = {}
         self._step_loss: Tensor | int = 0
+        self._trained: Tensor | None = None  # the weight of all steps since the start
 
     @property
     def target(self) -> PreTrainedModel | None:
@@ -172,7 +173,9 @@ class BaseModule(pl.LightningModule):
         """
         loss, weight = self.losses(batch)
         total = (loss * weight).sum()
-        step_weight = self._over_ranks(batch["step_weight"]).clamp_min(1e-12)
+        step_weight = self._over_ranks(batch["step_weight"])
+        self._trained = step_weight + (0 if self._trained is None else self._trained)
+        step_weight = step_weight.clamp_min(1e-12)
         accumulate = self.trainer.accumulate_grad_batches
         self._step_loss = total.detach() + (self._step_loss if index % accumulate else 0)
         if (index + 1) % accumulate == 0:
@@ -212,6 +215,11 @@ class BaseModule(pl.LightningModule):
 
     def on_validation_start(self) -> None:
         """Swap in the averaged weights, which are exported, to measure them."""
+        if self._trained is not None and not self._trained.any():
+            raise ValueError(
+                f"the {self.trainer.global_step} steps so far have trained nothing: no token of "
+                "data.train is a target with these settings"
+            )
         self._exchange()
 
     def on_validation_end(self) -> None:
@@ -229,6 +237,11 @@ class BaseModule(pl.LightningModule):
         """Log every metric as one ratio over the whole validation set."""
         for name, pair in self._sums.items():
             pair = self._over_ranks(pair)
+            if name == "loss" and not pair[1]:
+                raise ValueError(
+                    "the validation has measured nothing: no token of data.validation is a target "
+                    "with these settings: give more of it, or a larger data.validation_rows"
+                )
             value = (pair[0] / pair[1].clamp_min(1e-12)).float()
             self.log(f"val_{name}", value, prog_bar=name == "loss")
         self._sums.clear()

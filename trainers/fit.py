@@ -28,14 +28,14 @@ from recipes.inputs import prepare_inputs
 from recipes.settings import Acceptance, Optimization, Trainer
 from trainers.base import BaseModule, WholeSteps
 from trainers.lora import add_lora
-from trainers.publishing.export_folder import is_export, write_export
+from trainers.publishing.export_folder import check_exportable, is_export, write_export
 from trainers.runs.callbacks import AcceptanceLength, validation_prompts
 from trainers.runs.checkpoint_files import DirectIO, check_fits
 from trainers.runs.checkpoints import Checkpoints, Preempted
 from trainers.runs.guards import LossGuard, memory_advice
 from trainers.runs.loggers import build_loggers, check_logger
 from trainers.runs.progress import Progress
-from trainers.runs.provenance import provenance, write_provenance
+from trainers.runs.provenance import check_inputs, provenance, write_provenance
 from trainers.runs.randomness import RandomStates
 from trainers.runs.restorable import check_restorable
 from trainers.runs.resume import checkpoint_to_resume
@@ -94,15 +94,18 @@ def _fit(config: DictConfig, folder: Path, checkpoint: Path | None, first: int) 
     prepare_inputs(config.needs, config.build_inputs)
     pl.seed_everything(config.seed, verbose=False)
     module = build_module(config)
+    check_exportable(module)
     if checkpoint is not None and config.resume not in ("auto", "never"):
         check_fits(module, checkpoint)
     trainer, loaders, rows = assemble(config, module, folder, first)
-    if checkpoint is not None and checkpoint.is_file():
-        check_restorable(trainer, module, checkpoint)
+    start = provenance(config, trainer, rows, first)
+    if checkpoint is not None:
+        check_inputs(start, checkpoint, chosen=config.resume != "auto")
+        if checkpoint.is_file():
+            check_restorable(trainer, module, checkpoint)
     set_aside(folder, first, checkpoint)
     describe(config, folder)
     trainer.loggers = build_loggers(config, folder, first)
-    start = provenance(config, trainer, rows, first)
     write_provenance(folder / "provenance.json", start, resumed=checkpoint is not None)
     steps = trainer.max_steps
     if trainer.is_global_zero:

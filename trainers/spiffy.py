@@ -6,7 +6,6 @@ computed from all traces when first needed, at a validation or at the export.
 
 import json
 from collections.abc import Collection
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -14,7 +13,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
 from data.arguments import Seed, Small, Temperature, Tokens
-from data.corpora.fingerprints import input_fingerprint
+from data.corpora.fingerprints import model_fingerprint
 from decoding.calibration.draft_graphs import (
     OBJECTIVES,
     TracedBlock,
@@ -35,7 +34,6 @@ from decoding.samplers.spiffy import SpiffySampler
 from models import public
 from models.blockwise import is_foreign
 from trainers.base import BaseModule
-from trainers.runs.provenance import commit
 
 say = rank_zero_only(print)
 # The command that decodes with a public model.
@@ -102,7 +100,7 @@ class Calibration(BaseModule):
         self.width, self.traces = width, list[Tensor]()
         self._graph: DraftGraph | None = None
         self.model, self.folder, self.seed = model, traces, seed
-        self.digest = input_fingerprint(model) if Path(model).exists() else commit(model) or model
+        self.digest = model_fingerprint(model)
         self.params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature)
         self.network.requires_grad_(False)
         self.idle = nn.Parameter(torch.zeros(()))  # steps are counted by an optimizer's

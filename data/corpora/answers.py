@@ -210,6 +210,8 @@ def frequent_tokens(source: str, count: Count) -> Tensor:
         start = len(ids) - sum(trained)
         prompts.update(ids[:start])
         answers.update(ids[start:])
+    if not answers:
+        raise ValueError(f"source={source!r} has no answers for training: collect more prompts")
     ranked = sorted(answers | prompts, key=lambda t: (-answers[t], -prompts[t], t))
     return torch.tensor(sorted(ranked[:count]))
 

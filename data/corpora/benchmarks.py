@@ -13,6 +13,7 @@ from itertools import chain
 from pathlib import Path
 
 from data.arguments import Count
+from data.corpora.chats import beside
 from data.corpora.sources import read_rows, row_id
 from data.files import package
 
@@ -161,6 +162,11 @@ def _problems(path: Path) -> list[Problem]:
         if problem is None:
             raise ValueError(
                 f"{where}: not text in {columns}, as in the file's first row, but {sorted(row)}."
+            )
+        if found := beside(row):
+            raise ValueError(
+                f"{where}: the column {found[0]!r} of a problem is not read: give chats in "
+                "'messages', or leave it out."
             )
         if not (problem.entry_point or "f").isidentifier():  # it goes into the program as it stands
             raise ValueError(

@@ -62,13 +62,18 @@ def function_documents(split: str) -> list[dict[str, str]]:
     return found
 
 
+def roots() -> tuple[str, ...]:
+    """Return the folders of the standard library and of installed packages."""
+    names = ("stdlib", "purelib", "platlib")
+    return tuple(dict.fromkeys(sysconfig.get_path(name) for name in names))
+
+
 def _of_split(split: str, source: str) -> list[_Function]:
     check_split(split)
-    roots = {name: sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
-    functions = _functions(tuple(dict.fromkeys(roots.values())))
+    functions = _functions(roots())
     if not functions:
         raise ValueError(
-            f"source={source!r} found no functions in {sorted(set(roots.values()))}: this "
+            f"source={source!r} found no functions in {sorted(roots())}: this "
             "Python was installed without sources. Use another Python, or give a file of prompts."
         )
     held_out = split == "heldout"
@@ -91,7 +96,7 @@ def _functions(roots: tuple[str, ...]) -> tuple[_Function, ...]:
 def _text(file: Path) -> str:
     """Return a file's text; an empty text if it cannot be read or decoded."""
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError):
         return ""
 

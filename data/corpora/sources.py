@@ -2,17 +2,23 @@
 
 import gzip
 import json
+import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from io import BufferedIOBase
-from itertools import chain, count, cycle, islice
+from itertools import chain, count, islice
 from pathlib import Path
 
+from huggingface_hub import HfApi
+
 from data.arguments import Count
+from data.corpora.chats import content
 from data.corpora.conditions import Condition, conditions, keeps
-from data.corpora.docstrings import docstring_documents, function_documents
-from data.corpora.stdlib import check_split, is_held_out, stdlib_documents
-from data.files import package, parse_json, read_text, shortened
+from data.corpora.docstrings import docstring_documents, function_documents, roots
+from data.corpora.fingerprints import commit, files_fingerprint
+from data.corpora.stdlib import check_split, is_held_out, source_files, stdlib_documents
+from data.files import atomic_write, package, parse_json, read_text
 
 # Corpora of the installed Python, by the name of their source.
 INSTALLED: dict[str, Callable[[str], list[dict[str, str]]]] = {
@@ -21,20 +27,22 @@ INSTALLED: dict[str, Callable[[str], list[dict[str, str]]]] = {
     "functions": function_documents,
 }
 TEXT_SUFFIXES = (".txt", ".py", ".md")
+PATIENCE = 5  # seconds for the Hub to tell a data set's commit
 BATCH = 1000  # rows of .parquet that are in memory together
 MAX_LINE_BYTES = 2**26  # of .jsonl: a packed file of megabytes may hold one line of gigabytes
 
 Row = tuple[str, str, dict]  # default id, name in error messages, columns
 
-_CHAT_COLUMNS = ("messages", "conversations")
-_PAIR_COLUMNS = (
-    ("prompt", "answer"), ("prompt", "response"), ("prompt", "completion"), ("question", "answer"),
-    ("problem", "solution"), ("instruction", "response"), ("instruction", "output"),
-    ("input", "output"),
-)  # fmt: skip
+
 _ID_COLUMNS = ("id", "task_id", "question_id", "prompt_id")
-# ShareGPT's role names, as the roles of chat templates.
-_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant"}
+
+
+class Document(dict):
+    """A document that knows `where` it was read, for error messages: a file and a row."""
+
+    def __init__(self, content: dict, where: str):
+        super().__init__(content)
+        self.where = where
 
 
 def load_documents(
@@ -50,8 +58,12 @@ def load_documents(
     """Return the documents of a source, read lazily: dicts of one of three shapes.
 
         {"id", "text": str}
-        {"id", "messages": [{"role": str, "content": str}, ...]}
+        {"id", "messages": [{"role": str, "content": str, ...}, ...]}
         {"id", "prompt": str, "answer": str}
+
+    A message has the further keys of its turn, such as `tool_calls`, and `train` is False where it
+    is not to be trained; `options` of a chat are arguments of the chat template, such as `tools`
+    (`data.corpora.chats`).
 
     The first document is read at once, so most errors are raised here.
 
@@ -85,6 +97,53 @@ def load_documents(
             "another split."
         )
     return chain([first], documents)
+
+
+def content_fingerprint(source: str, folder: str | Path) -> str:
+    """Return the fingerprint of what a source of `load_documents` holds now.
+
+    It covers the files that are read; for a Hub data set it is the commit, which is noted in the
+    folder of a cache and read there where the Hub cannot be reached. A path is no part of it,
+    except for a saved data set, whose rows have ids of it.
+    """
+    path = Path(source).expanduser()
+    if source in INSTALLED:
+        return f"{source}@{_installed_fingerprint(() if source == 'stdlib' else roots())}"
+    if path.exists():
+        found = files_fingerprint(_read_files(path).items())
+        return f"{source}@{found}" if _is_saved(path) else found
+    if _looks_like_a_path(source):  # loading it says that it is missing
+        return source
+    note = Path(folder) / f"{source.replace('/', '--')}.commit"
+    try:
+        revision = HfApi().dataset_info(source, timeout=PATIENCE).sha
+        note.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(note) as temporary:
+            temporary.write_text(str(revision))
+    except Exception:  # of the network, of the Hub: loading the data set says it, if it is needed
+        revision = note.read_text() if note.is_file() else commit(source)
+    return f"{source}@{revision}"
+
+
+@cache
+def _installed_fingerprint(more: tuple[str, ...]) -> str:
+    """Return the fingerprint of the standard library's sources, and of those in more folders."""
+    files: dict[str, Path] = {}
+    for folder in (sysconfig.get_path("stdlib"), *more):
+        files |= {f"{folder}/{name}": file for name, file in source_files(Path(folder)).items()}
+    return files_fingerprint(files.items())
+
+
+def _read_files(path: Path) -> dict[str, Path]:
+    """Return the files of a local source that are read, by their names in it."""
+    if _is_saved(path):
+        return {p.relative_to(path).as_posix(): p for p in sorted(path.rglob("*")) if p.is_file()}
+    kinds = ((".parquet",), (".jsonl",), TEXT_SUFFIXES)
+    return next((files for kind in kinds if (files := _files(path, kind))), {})
+
+
+def _is_saved(path: Path) -> bool:
+    return (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists()
 
 
 def _documents(
@@ -133,15 +192,15 @@ def _looks_like_a_path(source: str) -> bool:
 
 
 def _local_documents(path: Path, field: str, asked: list[Condition]) -> Iterator[dict]:
-    if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
+    if _is_saved(path):
         return _to_documents(_numbered(_saved_table(path), str(path)), field, asked)
-    for suffix in (".parquet", ".jsonl"):
-        if files := _files(path, (suffix,)):
-            rows = chain.from_iterable(read_rows(file, name) for name, file in files.items())
-            return _to_documents(rows, field, asked)
-    if files := _files(path, TEXT_SUFFIXES):
+    files = _read_files(path)
+    if files and next(iter(files.values())).suffix in TEXT_SUFFIXES:
         _check_columns(str(path), asked)
         return _text_documents(files)
+    if files:
+        rows = chain.from_iterable(read_rows(file, name) for name, file in files.items())
+        return _to_documents(rows, field, asked)
     raise ValueError(
         f"source={str(path)!r} has no readable files. "
         f"Allowed: {', '.join(TEXT_SUFFIXES)}, .jsonl and .parquet files, "
@@ -163,7 +222,7 @@ def _files(path: Path, suffixes: tuple[str, ...]) -> dict[str, Path]:
 
 def _text_documents(files: dict[str, Path]) -> Iterator[dict]:
     for id, file in files.items():
-        yield {"id": id, "text": read_text(file)}
+        yield Document({"id": id, "text": read_text(file)}, str(file))
 
 
 def read_rows(file: Path, name: str) -> Iterator[Row]:
@@ -182,11 +241,12 @@ def read_jsonl(file: Path, name: str = "") -> Iterator[Row]:
     """Yield the rows of a .jsonl or .jsonl.gz file, of lines of at most `MAX_LINE_BYTES`."""
     with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as lines:
         for number, line in enumerate(_lines(lines, file), start=1):
-            if not line.strip():
-                continue
             here = f"{file}, line {number}"
             try:
-                row = parse_json(line.decode())
+                # An editor's mark at the beginning is no part of the text.
+                if not (text := line.decode("utf-8-sig").strip()):
+                    continue
+                row = parse_json(text)
             except UnicodeDecodeError as error:
                 raise ValueError(
                     f"{here} is not UTF-8 text (byte {error.start}). Convert it, "
@@ -267,50 +327,11 @@ def _datasets():
 def _to_documents(rows: Iterable[Row], field: str, asked: list[Condition]) -> Iterator[dict]:
     for default_id, where, row in rows:
         if keeps(row, asked, where):
-            yield {"id": row_id(row, default_id), **_content(row, field, where)}
-
-
-def _content(row: dict, field: str, where: str) -> dict:
-    """Return the content of a table's row, in one of the shapes of `load_documents`."""
-    if field == "text":
-        for column in _CHAT_COLUMNS:
-            if turns := row.get(column):
-                if not isinstance(turns, list | tuple):
-                    raise ValueError(
-                        f"{where}: {column!r} needs a list of turns, but is {shortened(turns)}"
-                    )
-                return {"messages": [_message(turn, where) for turn in turns]}
-        if isinstance(turns := row.get("data"), list):  # UltraChat's raw texts, the user first
-            roles = cycle(("user", "assistant"))
-            chat = ({"role": role, "content": turn} for role, turn in zip(roles, turns))
-            return {"messages": [_message(turn, where) for turn in chat]}
-        for prompt, answer in _PAIR_COLUMNS:
-            if isinstance(row.get(prompt), str) and isinstance(row.get(answer), str):
-                more = row.get("input") if prompt == "instruction" else None  # Alpaca's
-                asked = f"{row[prompt]}\n\n{more}" if more else row[prompt]
-                return {"prompt": asked, "answer": row[answer]}
-    if not isinstance(row.get(field), str):
-        raise ValueError(
-            f"{where}: no text in column {field!r}. It has {sorted(row)}. Allowed: {field!r}, "
-            "or name another with field=, or chats in 'messages' or 'conversations', or two "
-            "columns such as 'prompt' and 'answer'."
-        )
-    return {"text": row[field]}
+            yield Document({"id": row_id(row, default_id), **content(row, field, where)}, where)
 
 
 def row_id(row: dict, default: str) -> str:
     """Return the id of a row: the first id column that it has, else `default`."""
     return next(
         (str(row[column]) for column in _ID_COLUMNS if row.get(column) is not None), default
-    )
-
-
-def _message(turn: dict, where: str) -> dict[str, str]:
-    if isinstance(turn, dict):
-        role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
-        if isinstance(role, str) and isinstance(content, str):
-            return {"role": _ROLES.get(role, role), "content": content}
-    raise ValueError(
-        f"{where}: a chat turn needs text in 'role' and 'content', or in 'from' and 'value', "
-        f"but is {shortened(turn)}."
     )

@@ -10,10 +10,14 @@ from transformers import PreTrainedTokenizerBase
 
 from data.arguments import Count, Tokens
 from data.corpora.answers import AnsweredPrompt, read_answers
-from data.corpora.sources import load_documents
+from data.corpora.fingerprints import input_fingerprint
+from data.corpora.sources import content_fingerprint, load_documents
 from data.rows.packing import Encoded, PackedRows, pack
 from data.text.chat import encode_document
-from data.text.tokenizer import checked_manifest, fingerprint
+from data.text.tokenizer import checked_manifest, encoding_fingerprint
+
+# Of what this code makes of the same inputs: a change of packing or encoding raises it.
+FORMAT = 2
 
 
 def documents(
@@ -34,16 +38,18 @@ def documents(
         source: As in `data.corpora.sources.load_documents`, like the arguments after `folder`.
         length: Tokens per row.
         tokenizer: Encodes the documents.
-        folder: Cache of packed rows, keyed by a hash of all other arguments.
+        folder: Cache of packed rows, keyed by a hash of the source's content, of all that the
+            tokenizer makes token ids with, and of the other arguments.
     """
     made_from = {
-        "source": source,
+        "format": FORMAT,
+        "content": content_fingerprint(source, folder),
         "split": split,
         "limit": limit,
         "subset": subset,
         "field": field,
         "length": length,
-        "tokenizer": fingerprint(tokenizer),
+        "tokenizer": encoding_fingerprint(tokenizer),
         "where": where,
     }
 
@@ -97,14 +103,15 @@ def answers(
             alternate.
         length: Tokens per row.
         tokenizer: The collection's.
-        folder: Cache of packed rows.
+        folder: Cache of packed rows, keyed by the collections' content and the other arguments.
         split: 'train' or 'heldout', by a hash of the prompt's id.
         prompts: Use only the answers to the first `prompts` prompts of the split; None for all.
         where: As in `data.corpora.answers.read_answers`.
     """
     sources = [source] if isinstance(source, str) else list(source)
     manifests = [checked_manifest(s, tokenizer) for s in sources]
-    made_from = {"answers": manifests, "split": split, "length": length}
+    made_from = {"format": FORMAT, "answers": manifests, "split": split, "length": length}
+    made_from["content"] = [input_fingerprint(s) for s in sources]
     made_from |= {"prompts": prompts, "where": where}
     found = _in_turn(sources, split, where, prompts)
     return _build(found, length, tokenizer, folder, made_from)
@@ -123,6 +130,11 @@ def _in_turn(
             if prompt in taken or prompts is None or len(taken) < prompts:
                 taken.add(prompt)
                 yield answer
+    if not taken:
+        raise ValueError(
+            f"{', '.join(sources)} has no answer in split={split!r}"
+            f"{'' if where is None else f' with where={where!r}'}: collect more with prompts.count"
+        )
     if prompts is not None and len(taken) < prompts:
         raise ValueError(
             f"{', '.join(sources)} has answers to {len(taken)} prompts of split={split!r}, but "

@@ -142,6 +142,11 @@ class PackedRows(Dataset):
             delete(temporary)
         return cls(folder)
 
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint of all that the rows were made from."""
+        return self.folder.name
+
     def __len__(self) -> int:
         return self.manifest["rows"]
 
@@ -166,7 +171,7 @@ def _read_manifest(folder: Path) -> dict | None:
 
 def _write(folder: Path, documents: Iterable[Encoded], length: int, pad_id: int) -> dict:
     """Write packed rows into `folder` as they arrive, and return the counts for the manifest."""
-    rows, tokens, files, kinds = 0, 0, dict[str, BinaryIO](), dict[str, tuple]()
+    rows, tokens, trained, files, kinds = 0, 0, 0, dict[str, BinaryIO](), dict[str, tuple]()
     try:
         for row in pack(documents, length, pad_id):
             arrays = {c: np.asarray(v, _DTYPE if c in COLUMNS else None) for c, v in row.items()}
@@ -181,6 +186,8 @@ def _write(folder: Path, documents: Iterable[Encoded], length: int, pad_id: int)
                 file.write(arrays[column].tobytes())
             rows += 1
             tokens += length - row["document"].count(-1)
+            # The first token of a chunk has none before it that could predict it.
+            trained += sum(t for t, position in zip(row["trained"], row["position"]) if position)
         for column, file in files.items():
             file.seek(0)
             _write_header(file, rows, *kinds[column])
@@ -190,6 +197,11 @@ def _write(folder: Path, documents: Iterable[Encoded], length: int, pad_id: int)
     if not rows:
         raise ValueError(
             "no row to train on: no document has 2 tokens or more. Check the source and its split."
+        )
+    if not trained:
+        raise ValueError(
+            f"no token to train on: the source's {tokens} tokens in {rows} rows have no answer, or "
+            "only empty ones. Check the source: trained are texts, and the assistant's turns"
         )
     more = [column for column in kinds if column not in COLUMNS]
     return {"rows": rows, "tokens": tokens, "columns": more}

@@ -1,5 +1,8 @@
 """Rows of one prompt each, for calibration."""
 
+import hashlib
+import json
+
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -35,6 +38,7 @@ class PromptRows(Dataset):
         options = {"split": split, "subset": subset, "limit": limit}
         found = heldout_prompts(source, tokenizer, count, length, **options)
         self.prompts, self.length = [p["prompt_ids"] for p in found], length
+        self.fingerprint = hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()[:16]
 
     def __len__(self) -> int:
         return len(self.prompts)

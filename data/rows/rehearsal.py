@@ -58,6 +58,11 @@ class Rehearsed(Dataset):
         self.repeats = max(1, round(len(text) / text_rows)) if share else 1
         self.count = min(len(text), round(self.repeats * text_rows))
 
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprints of both parts."""
+        return f"{self.answers.fingerprint}+{self.text.fingerprint}"
+
     def __len__(self) -> int:
         return self.repeats * len(self.answers) + self.count
 

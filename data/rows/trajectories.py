@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.arguments import Small
 from data.corpora.answers import chosen_rows
-from data.corpora.fingerprints import input_fingerprint
+from data.corpora.fingerprints import input_fingerprint, model_fingerprint, same_model
 from data.corruption.schedules import NoiseOrder, progressive_times
 from data.files import atomic_write, shortened
 from data.text.tokenizer import checked_manifest
@@ -160,6 +160,7 @@ class Trajectories(Dataset):
         import pyarrow
 
         self.file, self.shape = file, (prompt_length, blocks, block_size)
+        self.fingerprint = file.stem  # of all that they were made from
         self._table = pyarrow.ipc.open_file(pyarrow.memory_map(str(file))).read_all()
 
     def __len__(self) -> int:
@@ -197,15 +198,15 @@ def rows(
         where: As in `data.corpora.answers.read_answers`.
     """
     manifest = checked_manifest(source, tokenizer)
-    if manifest.get("weights") != (here := weights_fingerprint(model)):
+    if not same_model(model, manifest.get("weights")):
         raise ValueError(
             f"{source} was collected with another model than {model} (weights "
-            f"{manifest.get('weights')}, here {here}): collect it again, under another name=..., "
-            f"with python -m decoding.collect recipe={manifest['recipe']}"
+            f"{manifest.get('weights')}, here {model_fingerprint(model)}): collect it again, under "
+            f"another name=..., with python -m decoding.collect recipe={manifest['recipe']}"
         )
     n, length, new = _sizes(source, manifest)
     blocks = -(-new // n)
-    key = json.dumps([manifest, split, where], sort_keys=True).encode()
+    key = json.dumps([input_fingerprint(source), split, where], sort_keys=True).encode()
     file = Path(folder) / f"{hashlib.sha256(key).hexdigest()[:16]}.arrow"
     if not file.exists():
         _write(file, Path(source), split, where, (length, blocks, n))
@@ -251,26 +252,22 @@ def _write(
     import pyarrow
 
     file.parent.mkdir(parents=True, exist_ok=True)
-    count = 0
+    count = answered = 0
     with atomic_write(file) as temporary:
         with pyarrow.OSFile(str(temporary), "wb") as sink:
             writer = None
             for table, found in chosen_rows(source, split, where, CHANGES):
                 for row in found:
                     _check_row(row, shape, source)
+                    answered += len(row["answer_ids"])
                 writer = writer or pyarrow.ipc.new_file(sink, table.schema)
                 writer.write_table(table)
                 count += len(table)
             if writer:
                 writer.close()
-        if not count:
+        if not answered:
             raise ValueError(
-                f"{source} holds no trajectories of split {split!r}"
+                f"{source} holds no {'answer' if count else 'trajectories'} of split {split!r}"
                 f"{'' if where is None else f' with where={where!r}'}: collect more prompts with "
                 "python -m decoding.collect recipe=pcllm_trajectories prompts.count=..."
             )
-
-
-def weights_fingerprint(model: str) -> str:
-    """Return the fingerprint of a model folder's files; a Hub id is its own fingerprint."""
-    return input_fingerprint(model) if Path(model).is_dir() else model

@@ -2,14 +2,35 @@
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from data.text.rendering import Spans, render
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
 ANSWER = "Twelve"  # of an example of a chat
+# What a turn says beside its text, and a template must read; a thought has three names.
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+NEEDED = (*THOUGHTS, "tool_calls", "tools")
+# Arguments of a rendering that are ours.
+RESERVED = (
+    "messages", "conversations", "conversation", "chat_template", "seconds", "documents",
+    "add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask",
+)  # fmt: skip
+
+
+@contextmanager
+def located(row: dict) -> Iterator[None]:
+    """Begin errors about a document in the context with its file and row, or else with its id."""
+    try:
+        yield
+    except ValueError as error:
+        where = getattr(row, "where", None) or row.get("where") or row.get("id")
+        raise ValueError(f"{where}: {error}" if where else str(error)) from error
 
 
 def encode_document(tokenizer: PreTrainedTokenizerBase, row: dict) -> tuple[list[int], list[bool]]:
@@ -17,17 +38,24 @@ def encode_document(tokenizer: PreTrainedTokenizerBase, row: dict) -> tuple[list
 
     All tokens of a `text` are trained. For `messages` see `encode_chat`. `prompt` and `answer` are
     a chat of two turns if the tokenizer has a chat template, else joined texts of which only the
-    answer is trained. They end with a trained end-of-text token; a chat's template ends it.
+    answer is trained. They end with a trained end-of-text token; a chat's template ends it. An
+    empty text or answer is not trained: its end alone teaches to say nothing.
     """
+    with located(row):
+        return _encode_document(tokenizer, row)
+
+
+def _encode_document(tokenizer: PreTrainedTokenizerBase, row: dict) -> tuple[list[int], list[bool]]:
     if "messages" in row:
-        return encode_chat(tokenizer, row["messages"])
+        return encode_chat(tokenizer, *chat_of(tokenizer, row))
     if "text" in row:
-        prompt, answer = [], encode_text(tokenizer, row["text"])
+        prompt, answer, said = [], encode_text(tokenizer, row["text"]), row["text"]
     elif "prompt" in row and "answer" in row:
         if tokenizer.chat_template:
             turns = [("user", row["prompt"]), ("assistant", row["answer"])]
             return encode_chat(tokenizer, [{"role": r, "content": c} for r, c in turns])
         prompt, answer = encode_text(tokenizer, row["prompt"]), _ids(tokenizer, row["answer"])
+        said = row["answer"]
     else:
         raise ValueError(
             f"Cannot encode a document with the keys {sorted(row)}. "
@@ -39,7 +67,38 @@ def encode_document(tokenizer: PreTrainedTokenizerBase, row: dict) -> tuple[list
             "Set tokenizer.eos_token."
         )
     answer = [*answer, tokenizer.eos_token_id]
-    return prompt + answer, [False] * len(prompt) + [True] * len(answer)
+    return prompt + answer, [False] * len(prompt) + [bool(said)] * len(answer)
+
+
+def chat_of(tokenizer: PreTrainedTokenizerBase, row: dict) -> tuple[Messages, dict]:
+    """Return a document's messages and its arguments of the chat template.
+
+    Raises:
+        ValueError: For thoughts, calls or tools that the tokenizer's template would leave out.
+    """
+    options = row.get("options", {})
+    if reserved := {*options} & {*RESERVED}:
+        raise ValueError(
+            f"chat_template_kwargs has {sorted(reserved)[0]!r}, which is not the row's"
+        )
+    template = _template(tokenizer, options) if tokenizer.chat_template else ""
+    messages = [_thought_renamed(message, template) for message in row["messages"]]
+    for key in (key for said in (*messages, options) for key in NEEDED if key in said):
+        if template and key not in template:
+            raise ValueError(
+                f"the chat template of {tokenizer.name_or_path!r} does not read {key!r}, so it "
+                "would be lost: give a tokenizer whose template does, or rows without it"
+            )
+    return messages, options
+
+
+def _thought_renamed(message: dict, template: str) -> dict:
+    """Return a turn whose thought has the name that the template reads."""
+    name = next((name for name in THOUGHTS if name in message), None)
+    read = next((other for other in (name, *THOUGHTS) if other and other in template), None)
+    if name is None or read in (None, name):
+        return message
+    return {key: x for key, x in message.items() if key != name} | {read: message[name]}
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -89,15 +148,19 @@ def _example(template: str, special_tokens: str) -> str:
     return render(template, turns, **json.loads(special_tokens))[0]
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]:
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, options: dict | None = None
+) -> list[int]:
     """Return the token ids of a chat prompt, including the header of the assistant's next turn."""
-    return _ids(tokenizer, render_prompt(tokenizer, messages))
+    return _ids(tokenizer, render_prompt(tokenizer, messages, options))
 
 
-def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> str:
+def render_prompt(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, options: dict | None = None
+) -> str:
     """Return the text of a chat prompt, whose special tokens it has already."""
     _check_chat(tokenizer, messages)
-    return render_chat(tokenizer, messages, add_generation_prompt=True)
+    return render_chat(tokenizer, messages, **{**(options or {}), "add_generation_prompt": True})
 
 
 def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Messages, **options) -> str:
@@ -106,25 +169,27 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Messages, **option
 
 
 def encode_chat(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, options: dict | None = None
 ) -> tuple[list[int], list[bool]]:
     """Return token ids and training mask of a chat, rendered by the tokenizer's chat template.
 
     The assistant's messages are trained, each with its end-of-turn token; headers and other turns
     are not. `{% generation %}` blocks of the template mark these tokens; without such blocks,
-    rendering each prefix of the chat finds them. Two kinds of messages are not trained: one that
-    opens the chat, and one that the template renders differently once more turns follow.
+    rendering each prefix of the chat finds them. Not trained are messages with `train` False or
+    without any content, one that opens the chat, and one that the template renders differently once
+    more turns follow.
 
     Args:
         tokenizer: Has a chat template.
         messages: Turns `{"role": ..., "content": ...}`.
+        options: Arguments of the chat template, such as `tools`.
 
     Raises:
         ValueError: Without a chat template or messages, if the template rejects the messages, or
             if it renders no answer as a continuation of its prompt.
     """
     _check_chat(tokenizer, messages)
-    text, spans = _assistant_spans(tokenizer, messages)
+    text, spans = _assistant_spans(tokenizer, messages, options or {})
     ids = _ids(tokenizer, text)
     trained = [False] * len(ids)
     for start, stop in spans:
@@ -143,27 +208,47 @@ def _check_chat(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> None:
         raise ValueError("Cannot encode a chat without messages.")
 
 
-def _assistant_spans(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[str, Spans]:
+def _is_trained(message: dict) -> bool:
+    """Return whether a message is an assistant's that says something and is to be trained."""
+    says = any(message.get(key) for key in ("content", "tool_calls", *THOUGHTS))
+    return message["role"] == "assistant" and says and message.get("train") is not False
+
+
+def _assistant_spans(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, options: dict
+) -> tuple[str, Spans]:
     """Return the rendered chat and its trained character spans `(start, stop)`."""
-    if re.search(r"\{%[-+]?\s*generation\b", tokenizer.get_chat_template()):
+    if re.search(r"\{%[-+]?\s*generation\b", _template(tokenizer, options)):
         # apply_chat_template(return_assistant_tokens_mask=True) is wrong if the tokenizer trims
         # spaces from its offsets: a span that begins with a space is lost with all later ones, and
         # one that ends with a space runs to the end of the chat. So we take the spans in
         # characters, and find their tokens in `_tokens_before`.
-        return _render(tokenizer, messages, return_assistant_tokens_mask=True)
-    text = render_chat(tokenizer, messages)
+        mask = {"return_assistant_tokens_mask": True}
+        text, spans = _render(tokenizer, messages, **options, **mask)
+        said = [m for m in messages if m["role"] == "assistant"]
+        if all(map(_is_trained, said)):
+            return text, spans
+        if len(spans) != len(said):
+            raise ValueError(
+                f"The chat template of {tokenizer.name_or_path!r} marks {len(spans)} parts of "
+                f"{len(said)} answers, so those that are not trained cannot be told apart. Leave "
+                "out the chats in which an answer is empty or has a weight of 0."
+            )
+        return text, [span for span, message in zip(spans, said) if _is_trained(message)]
+    text = render_chat(tokenizer, messages, **options)
     spans = []
     for index, message in enumerate(messages):
-        if message["role"] != "assistant" or index == 0:
+        if not _is_trained(message) or index == 0:
             continue
-        header = render_chat(tokenizer, messages[:index], add_generation_prompt=True)
-        turn = render_chat(tokenizer, messages[: index + 1])
+        prompt = {**options, "add_generation_prompt": True}
+        header = render_chat(tokenizer, messages[:index], **prompt)
+        turn = render_chat(tokenizer, messages[: index + 1], **options)
         # A template may rewrite earlier answers once more turns follow (Qwen3's drops their
         # thoughts). The model never generates that form, so such a turn is no target.
         if text.startswith(turn) and turn.startswith(header):
             # White space after the end-of-turn token is the template's, not the assistant's.
             spans.append((len(header), len(turn.rstrip())))
-    if not spans and any(m["role"] == "assistant" for m in messages[1:]):
+    if not spans and any(map(_is_trained, messages[1:])):
         raise ValueError(
             f"The chat template of {tokenizer.name_or_path!r} renders no answer as a "
             "continuation of its prompt, so the tokens of the answers cannot be found. Use a "
@@ -172,11 +257,19 @@ def _assistant_spans(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> 
     return text, spans
 
 
+def _template(tokenizer: PreTrainedTokenizerBase, options: dict) -> str:
+    """Return the tokenizer's chat template; some have one of their own for tools."""
+    return tokenizer.get_chat_template(tools=options.get("tools"))
+
+
 def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages, **options) -> tuple[str, Spans]:
-    given = [{k: v for k, v in message.items() if v is not None} for message in messages]
+    given = [
+        {k: v for k, v in message.items() if v is not None and k != "train"} for message in messages
+    ]
+    template = _template(tokenizer, options)
     options = {**tokenizer.special_tokens_map, **options}
     try:
-        return render(tokenizer.get_chat_template(), given, **options)
+        return render(template, given, **options)
     except ValueError as error:
         name = tokenizer.name_or_path
         raise ValueError(f"The chat template of {name!r} rejected a chat: {error}") from error

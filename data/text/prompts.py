@@ -21,7 +21,7 @@ from data.corpora.benchmarks import (
 )
 from data.corpora.sources import INSTALLED, load_documents
 from data.corpora.stdlib import is_held_out
-from data.text.chat import encode_prompt, encode_text, start_ids
+from data.text.chat import chat_of, encode_prompt, encode_text, located, start_ids
 from data.text.tokenizer import checked_manifest
 
 WINDOW = 64  # tokens of a text where no length is given
@@ -229,7 +229,8 @@ def _whole_prompts(
     documents: Iterable[dict], tokenizer: PreTrainedTokenizerBase, length: int | None, chat: bool
 ) -> Iterator[dict]:
     for document in documents:
-        ids = _prompt_ids(document, tokenizer, chat)[-(length or 0) :]
+        with located(document):
+            ids = _prompt_ids(document, tokenizer, chat)[-(length or 0) :]
         if ids:
             more = {key: document[key] for key in ("category",) if key in document}
             yield {"id": document["id"], "prompt_ids": ids, **more}
@@ -239,7 +240,8 @@ def _prompt_ids(document: dict, tokenizer: PreTrainedTokenizerBase, chat: bool) 
     if "text" in document:
         return encode_text(tokenizer, document["text"])
     if "messages" in document:
-        return encode_prompt(tokenizer, _before_answer(document["messages"]))
+        messages, options = chat_of(tokenizer, document)
+        return encode_prompt(tokenizer, _before_answer(messages), options)
     if chat:
         return encode_prompt(tokenizer, [{"role": "user", "content": document["prompt"]}])
     return encode_text(tokenizer, document["prompt"])
@@ -287,7 +289,7 @@ def _document_windows(
 
 def _shuffled(documents: Iterable[dict]) -> Spool:
     """Return the documents in the order of a hash of their ids: any first few are a fair sample."""
-    found = Spool(documents)
+    found = Spool({"where": getattr(d, "where", None), **d} for d in documents)
     order = sorted((_hash(document["id"]), i) for i, document in enumerate(found))
     return Spool(found[i] for _, i in order)
 

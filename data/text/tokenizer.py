@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from data.arguments import Count
 from data.corpora.answers import read_manifest
+from data.corpora.chats import chat_texts
 from data.corpora.sources import load_documents
 from data.text.chat import start_ids
 from data.text.layouts import LAYOUTS, layout_of
@@ -72,7 +73,7 @@ def corpus_tokenizer(
     The other arguments are those of `data.corpora.sources.load_documents`.
     """
     documents = load_documents(source, split, subset=subset, limit=limit)
-    return train_tokenizer((row["text"] for row in documents), vocab_size)
+    return train_tokenizer(chat_texts(documents), vocab_size)
 
 
 def with_mask_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
@@ -199,6 +200,24 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
         **{part: backend[part] for part in ("normalizer", "pre_tokenizer", "post_processor")},
     }
     return VERSION + _digest(content)
+
+
+def encoding_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a fingerprint of all that `data.text.chat` makes token ids with: the key of a cache.
+
+    Beside what `fingerprint` covers these are the draft tokens, the chat template with the special
+    tokens that it is given, and the end of a text.
+    """
+    backend = json.loads(_backend(tokenizer).to_str())
+    content = {
+        "backend": {k: v for k, v in backend.items() if k not in ("padding", "truncation")},
+        "split_special_tokens": bool(getattr(tokenizer, "split_special_tokens", False)),
+        "start": start_ids(tokenizer),
+        "end": tokenizer.eos_token_id,
+        "template": tokenizer.chat_template,
+        "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+    }
+    return _digest(content)
 
 
 def same_tokenizer(tokenizer: PreTrainedTokenizerBase, stored: str) -> bool:

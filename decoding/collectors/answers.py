@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from data.arguments import Count, Seed, Several, Share, Temperature, Tokens
+from data.corpora.fingerprints import model_fingerprint
 from data.text.tokenizer import fingerprint
 from decoding.collectors.teachers import EngineTeacher, SamplerTeacher, end_ids
 from decoding.engine.params import SamplingParams
@@ -89,6 +90,8 @@ class TeacherAnswers:
         return {
             # A server's address may change on the way; what it serves may not.
             "teacher": self.target,
+            # What a server serves is not on this machine, or need not be.
+            **({} if decoder == "server" else {"weights": model_fingerprint(self.target)}),
             "tokenizer": fingerprint(self.tokenizer),
             "number": self.number,
             "temperatures": [p.temperature for p in self.params],

@@ -3,7 +3,8 @@
 from torch import Tensor
 
 from data.arguments import BlockSize, Count, Seed, Tokens
-from data.rows.trajectories import CHANGES, weights_fingerprint
+from data.corpora.fingerprints import model_fingerprint
+from data.rows.trajectories import CHANGES
 from data.text.tokenizer import fingerprint
 from decoding.engine.batch import Batch
 from decoding.engine.params import SamplingParams
@@ -55,7 +56,7 @@ class JacobiTrajectories:
         """Return the options that the trajectories depend on, for the collection's manifest."""
         return {
             "teacher": self.teacher,
-            "weights": weights_fingerprint(self.teacher),
+            "weights": model_fingerprint(self.teacher),
             "tokenizer": fingerprint(self.tokenizer),
             "block_size": self.block_size,
             "max_new_tokens": self.params.max_new_tokens,

@@ -20,7 +20,7 @@ from decoding.engine.randomness import KeyedRandomness, Randomness, fresh_seed, 
 from decoding.engine.running import Running
 from decoding.engine.vocabulary import end_tokens
 from decoding.engine.warp import seen_tokens, warp
-from models.attention import DENSE
+from models.attention import DENSE, check_masks
 from models.masks import causal
 from models.placement import input_device
 
@@ -314,17 +314,9 @@ class Sampler(ABC):
 
 def check_attention(network: PreTrainedModel) -> None:
     """Raise ValueError for a network that would not follow the masks of decoding."""
-    config = network.config.get_text_config()
-    # A sliding window does no harm before a text outgrows it, which `Sampler.encode` checks.
-    allowed = {"full_attention", "sliding_attention"}
-    kinds = {*(getattr(config, "layer_types", None) or [])} - allowed
-    if kinds:
+    check_masks(network)
+    if network.config._attn_implementation not in DENSE:
         raise ValueError(
-            f"this {config.model_type!r} model has layers of {sorted(kinds)}: only full attention "
-            "takes the masks of a draft block"
-        )
-    if config._attn_implementation not in DENSE:
-        raise ValueError(
-            f"attention implementation {config._attn_implementation!r} would misread a boolean "
-            "mask: load the model with attn_implementation='sdpa'"
+            f"attention={network.config._attn_implementation} is for training: give "
+            "attention=sdpa, or leave it out"
         )

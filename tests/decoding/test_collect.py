@@ -218,3 +218,31 @@ def test_a_prompt_key_of_a_wrong_type(tmp_path, given, said):
     with pytest.raises(ValueError, match=said):
         module.collect(compose(["recipe=deer_answers", *given], "collect"))
     assert not (tmp_path / "runs").exists()
+
+
+def test_other_prompts_or_another_teacher_under_the_same_names_are_refused(lab, tmp_path):
+    """A collection goes on with what it began with: the texts, and the teacher's weights."""
+    corpus = shutil.copytree(lab.corpus, tmp_path / "corpus")
+    teacher = shutil.copytree(lab.fit("ar_target"), tmp_path / "teacher")
+    own = ("name=other_content", f"prompts.source={corpus}", f"collector.teacher={teacher}",
+           "prompts.count=40")  # fmt: skip
+    folder = lab.collect(*own)
+    shard_path(folder, 1).unlink()
+    weights, texts = teacher / "model.safetensors", sorted(corpus.iterdir())
+    before, text = weights.read_bytes(), {file: file.read_text() for file in texts}
+    weights.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    with pytest.raises(ValueError, match=r"other settings \(weights: v2-\w+, now v2-"):
+        lab.collect(*own)
+    weights.write_bytes(before)
+    for file in texts:
+        file.write_text(text[file].swapcase())
+    with pytest.raises(ValueError, match=r"other settings \(prompt_ids: "):
+        lab.collect(*own)
+    for file in texts:
+        file.write_text(text[file])
+    manifest = json.loads((folder / "manifest.json").read_text())
+    older = {k: v for k, v in manifest.items() if k not in ("weights", "prompt_ids")}
+    for known in (manifest, older):  # the negative control
+        (folder / "manifest.json").write_text(json.dumps(known))
+        assert lab.collect(*own) == folder
+    assert shard_path(folder, 1).exists()

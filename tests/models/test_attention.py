@@ -2,13 +2,15 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from decoding.engine.sampler import check_attention
 from models import attention, causal
 from models.attention import (
     GROUPED,
     WRITTEN_OUT,
     attention_inputs,
+    check_masks,
     fused_attention,
     switch_attention,
 )
@@ -105,3 +107,53 @@ def test_heads_in_another_order_are_not_their_group(monkeypatch):
     model, tokens = network(), torch.arange(5)[None]
     switch_attention(model, GROUPED)
     assert not torch.allclose(model(tokens).logits, network()(tokens).logits, atol=1e-3)
+
+
+TOKENIZER = tiny.tokenizer(13)
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+KINDS = {
+    "bloom": ({"hidden_size": 16, "n_layer": 2, "n_head": 4}, "ALiBi"),
+    "falcon": (SIZES | {"alibi": True}, "ALiBi"),
+    "mpt": ({"d_model": 16, "n_layers": 2, "n_heads": 4}, "ALiBi"),
+    "codegen": ({"n_embd": 16, "n_layer": 2, "n_head": 4, "rotary_dim": 4}, "eager"),
+    "recurrent_gemma": (SIZES | {"num_hidden_layers": 3}, "layers of"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_families_without_our_masks_are_one_line(kind):
+    """Told what a command takes: another model."""
+    sizes, reason = KINDS[kind]
+    with pytest.raises(ValueError, match=rf"'{kind}' model .*{reason}") as caught:
+        causal.from_config(TOKENIZER, kind, **sizes)
+    assert "attn_implementation" not in str(caught.value)
+    built = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, vocab_size=300, **sizes))
+    for refuse in (check_masks, check_attention):
+        with pytest.raises(ValueError, match=reason):
+            refuse(built)
+
+
+def test_families_with_our_masks():
+    """The negative control: Falcon with rotary positions among them."""
+    for kind, more in (("falcon", {"alibi": False}), ("gpt2", {}), ("llama", {})):
+        model = causal.from_config(TOKENIZER, kind, **SIZES, **more).double().eval()
+        tokens = torch.tensor([[1, 2, 3, 4, 5]])
+        inputs = attention_inputs(model, causal_mask, layout([0] * 5, [*range(5)], [-1] * 5))
+        found = model(tokens, use_cache=False, **inputs).logits
+        assert torch.allclose(found, model(tokens).logits, atol=1e-9)
+        check_attention(model)
+
+
+def test_an_attention_that_was_asked_for():
+    model = network()
+    model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match=r"attention=eager .*attention=sdpa"):
+        check_attention(model)
+
+
+@pytest.mark.parametrize("kind", ["lama", "imagegpt", "zamba", "helium", "roberta", ""])
+def test_types_that_cannot_be_built_or_run_are_one_line(kind):
+    """Among them those that fail in a forward, or in one of the export's check alone."""
+    with pytest.raises(ValueError, match=f"network.model_type={kind}") as caught:
+        causal.from_config(TOKENIZER, kind, **SIZES)
+    assert "\n" not in str(caught.value)

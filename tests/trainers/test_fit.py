@@ -14,6 +14,7 @@ from recipes.settings import Optimization
 from tests.support.results import as_plain
 from tests.support.runs import curve, same, weights
 from trainers import fit as fit_module
+from trainers.ar import Autoregressive
 from trainers.fit import assemble, build_module, fit
 from trainers.runs.checkpoint_files import Damaged
 
@@ -249,3 +250,26 @@ def test_what_was_not_chosen_is_said(monkeypatch, capsys, gpus, given, said):
     shown = capsys.readouterr().out
     assert said in shown
     assert bool(shown) == bool(said)
+
+
+def test_a_type_that_changes_the_tokenizer_is_refused_before_the_training(lab, monkeypatch):
+    """Qwen2's class of tokenizers would not be the trained one: seen by a check of the export."""
+
+    def steps(*arguments, **options):
+        raise AssertionError("it is trained")
+
+    monkeypatch.setattr(fit_module.pl.Trainer, "fit", steps)
+    with pytest.raises(ValueError, match=r"'qwen2'.*network\.model_type=llama"):
+        lab.fit("ar_target", "name=qwen", "network.model_type=qwen2")
+    assert not (lab.runs / "ar_target" / "qwen").exists()
+    with pytest.raises(AssertionError, match="trained"):  # the negative control
+        lab.fit("ar_target", "name=llama", "network.model_type=qwen3")
+
+
+def test_steps_that_train_nothing_are_no_training(lab, monkeypatch):
+    """Of any method: here no token has a weight, as where no draft block has a target."""
+    monkeypatch.setattr(Autoregressive, "weight", lambda self, batch: batch["trained"][:, 1:] * 0.0)
+    with pytest.raises(ValueError, match=r"steps so far have trained nothing") as caught:
+        lab.fit("ar_target", "name=nothing")
+    assert "\n" not in str(caught.value)
+    assert not (lab.runs / "ar_target" / "nothing" / "export").exists()

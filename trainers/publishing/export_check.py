@@ -18,7 +18,8 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, model_type
     if fingerprint(load_tokenizer(str(folder))) != fingerprint(tokenizer):
         raise ValueError(
             "transformers loads another tokenizer from the export than the trainer's: it chooses "
-            f"the class by the model's type, {model_type!r}, and that changes it"
+            f"the class by the model's type, {model_type!r}, and that changes it. Give a network "
+            "of another type (network.model_type=llama), or the tokenizer of such a model"
         )
 
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import yaml
@@ -13,6 +14,7 @@ from trainers.base import BaseModule
 from trainers.lora import to_export
 from trainers.publishing.bundle import write_bundle
 from trainers.publishing.card import model_card
+from trainers.publishing.export_check import check_tokenizer
 from trainers.publishing.private import public, read_public
 from trainers.publishing.speculators import name_target
 
@@ -26,6 +28,17 @@ def is_export(folder: Path) -> bool:
         return False
     # A reference is the `parade` entry alone.
     return any(folder.glob("*.safetensors")) or [*read_json(config)] == ["parade"]
+
+
+def check_exportable(module: BaseModule) -> None:
+    """Raise ValueError before the training for what the export's checks would refuse after it."""
+    module.check_vocabulary(module.network)
+    if module.tokenizer is None or not module.exports_weights:
+        return
+    with TemporaryDirectory() as folder:
+        module.network.config.save_pretrained(folder)
+        module.tokenizer.save_pretrained(folder)
+        check_tokenizer(module.tokenizer, Path(folder), module.network.config.model_type)
 
 
 def write_export(

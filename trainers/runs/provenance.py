@@ -11,21 +11,21 @@ from pathlib import Path
 
 import pytorch_lightning as pl
 import torch
-from huggingface_hub.constants import HF_HUB_CACHE
-from huggingface_hub.file_download import repo_folder_name
-from huggingface_hub.utils import HFValidationError, validate_repo_id
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
-from data.corpora.fingerprints import input_fingerprint
+from data.corpora.fingerprints import VERSION, commit, input_fingerprint
 from data.files import atomic_write, read_json
 from data.rows.packing import PackedRows
 from recipes.command import typed
 
 PACKAGES = ("torch", "transformers", "tokenizers", "pytorch-lightning", "datasets", "hydra-core")
+PARTS = ("content", "tokenizer")  # of what rows are made from: those that a path does not tell
 # Settings that say where and how to run. Any other may name an input.
-NO_INPUTS = ("command", "recipe", "scale", "strategy", "name", "runs", "logger", "trainer")
+NO_INPUTS = (
+    "command", "recipe", "scale", "strategy", "name", "runs", "logger", "trainer", "resume",
+)  # fmt: skip
 
 
 @rank_zero_only
@@ -37,6 +37,47 @@ def write_provenance(file: Path, start: dict, resumed: bool) -> None:
         story["resumed"] = [*story.get("resumed", []), start]
     with atomic_write(file) as temporary:
         temporary.write_text(json.dumps(story, indent=1))
+
+
+def check_inputs(start: dict, checkpoint: Path, chosen: bool) -> None:
+    """Compare the inputs of a start with its checkpoint's run's, by their fingerprints.
+
+    Other rows, models, collections or files are a ValueError; where the checkpoint was `chosen` by
+    the user (resume=PATH), they are only named. A folder of another kind may be more than what is
+    read of it, so its rows alone are compared.
+    """
+    file = checkpoint.parent.parent / "provenance.json"
+    if not file.is_file():
+        return
+    story = read_json(file)
+    before = [story, *story.get("resumed", [])][-1]
+    if before.get("fingerprints") != VERSION:  # of an older version, which are not comparable
+        return
+    changed = []
+    for split, now in start["data"].items():
+        then = before.get("data", {}).get(split, {})
+        if then.get("fingerprint") != now.get("fingerprint"):
+            parts = [part for part in PARTS if then.get(part) != now.get(part)] or ["fingerprint"]
+            changed += [f"{p} of data.{split}: {then.get(p)}, now {now.get(p)}" for p in parts]
+    for name, now in start["inputs"].items():
+        then = before.get("inputs", {}).get(name, now)
+        if then != now and _is_one_input(Path(name)):
+            changed.append(f"{name}: {then}, now {now}")
+    if not changed:
+        return
+    what = f"{checkpoint} was trained on other inputs ({'; '.join(changed)})"
+    if not chosen:
+        raise ValueError(
+            f"{what}: give another name=..., resume={checkpoint} to go on with these, or "
+            "resume=never to start anew"
+        )
+    rank_zero_only(print)(f"{what}: going on with these")
+
+
+def _is_one_input(path: Path) -> bool:
+    """Return whether a path is an input as a whole: a file, a model, a collection, a Hub id."""
+    known = ("config.json", "manifest.json", "adapter_config.json")
+    return not path.is_dir() or any((path / name).is_file() for name in known)
 
 
 def provenance(
@@ -64,17 +105,21 @@ def provenance(
             "strategy": type(trainer.strategy).__name__,
             "precision": trainer.precision,
         },
+        "fingerprints": VERSION,
         "data": {split: described_rows(r) for split, r in rows.items()},
         "inputs": inputs(config),
     }
 
 
 def described_rows(rows: Dataset) -> dict:
-    """Return the number of rows and, for packed rows, their fingerprint and tokens."""
-    if not isinstance(rows, PackedRows):
-        return {"rows": len(rows)}
-    tokens = rows.manifest["tokens"]
-    return {"fingerprint": rows.folder.name, "rows": len(rows), "tokens": tokens}
+    """Return the number of rows, their fingerprint, if any, and the tokens of packed ones."""
+    whole = rows.dataset if isinstance(rows, Subset) else rows
+    known = {"fingerprint": getattr(whole, "fingerprint", None), "rows": len(rows)}
+    if isinstance(rows, PackedRows):
+        known["tokens"] = rows.manifest["tokens"]
+        made_from = rows.manifest["fingerprint"]
+        known |= {part: made_from[part] for part in PARTS if part in made_from}
+    return {key: value for key, value in known.items() if value is not None}
 
 
 def inputs(config: DictConfig) -> dict[str, str]:
@@ -83,26 +128,13 @@ def inputs(config: DictConfig) -> dict[str, str]:
     for key in NO_INPUTS:
         settings.pop(key, None)
     settings["data"].pop("folder")  # its rows are fingerprinted one by one
+    settings.get("module", {}).pop("traces", None)  # a cache, whose keys are fingerprints
     names = sorted(set(_strings(settings)))
     paths = [n for n in names if os.path.exists(n)]
     # A file of a folder that is named too, such as the mark of a complete one, is no other input.
     paths = [p for p in paths if not any(Path(q) in Path(p).parents for q in paths)]
     commits = {n: commit(n) for n in names if n not in paths}
     return {p: input_fingerprint(p) for p in paths} | {n: c for n, c in commits.items() if c}
-
-
-def commit(name: str) -> str | None:
-    """Return the commit of a Hub model's or data set's main branch in the local cache, if any."""
-    try:
-        validate_repo_id(name)
-    except HFValidationError:  # a sentence, a command
-        return None
-    for kind in ("model", "dataset"):
-        folder = repo_folder_name(repo_id=name, repo_type=kind)
-        reference = Path(HF_HUB_CACHE, folder, "refs", "main")
-        if reference.is_file():
-            return reference.read_text().strip()
-    return None
 
 
 def _strings(node) -> Iterator[str]:

@@ -3,6 +3,7 @@
 import torch
 from torch.utils.data import Dataset
 
+from data.corpora.fingerprints import model_fingerprint
 from data.rows.packing import PackedRows
 from data.rows.states import DTYPE, RowsWithStates
 from decoding.report import track
@@ -31,6 +32,7 @@ def with_states(rows: Dataset, module: BaseModule, target: str, most: float) -> 
     assert module.target is not None  # `needs_target` asks for it
     size = module.target.config.get_text_config().hidden_size
     made_by = {"target": target, "layers": layers, "dtype": str(module.target.dtype)}
+    made_by["weights"] = model_fingerprint(target)
     module.stored_states = RowsWithStates(rows.folder, made_by, len(layers) * size)
     module.stored_states.check_size(1e9 * most)
     return module.stored_states

@@ -5,10 +5,11 @@ import json
 import pyarrow
 import pyarrow.parquet
 import pytest
+from tokenizers import processors
 
 from data.corpora.answers import shard_path
 from data.corpora.stdlib import is_held_out
-from data.rows.documents import answers, packed_windows
+from data.rows.documents import answers, documents, packed_windows
 from data.text.tokenizer import fingerprint, train_tokenizer
 from tests.support.files import write_jsonl
 
@@ -87,3 +88,112 @@ def test_several_collections_take_turns(collection, tokenizer):
     assert tokens(other, where="score>=1") == [200]
     with pytest.raises(ValueError, match=r"first.*other.*7 prompts.*prompts=8"):
         tokens(first, other, prompts=8)
+
+
+class TestStaleRows:
+    """Rows are made again when their content, or anything that makes ids, has changed."""
+
+    TEMPLATE = (
+        "{% for m in messages %}[{{m.role}}] {{m.content}}END\n{% endfor %}"
+        "{% if add_generation_prompt %}[assistant] {% endif %}"
+    )
+
+    @pytest.fixture
+    def chats(self, tmp_path):
+        self.tokenizer = train_tokenizer(["ab"], 257)
+        self.tokenizer.chat_template = self.TEMPLATE
+        self.source, self.folder = tmp_path / "d.jsonl", tmp_path / "rows"
+        self.write("old")
+
+    def write(self, word):
+        turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": word}]
+        write_jsonl(self.source, [{"id": f"r{i}", "messages": turns} for i in range(9)])
+
+    def rows(self):
+        found = documents(str(self.source), 32, self.tokenizer, str(self.folder))
+        return found.fingerprint, self.tokenizer.decode(found[0]["input_ids"])
+
+    def test_the_same_inputs_share_rows(self, chats, monkeypatch):
+        first = self.rows()
+        monkeypatch.setattr("data.rows.documents.encode_document", None)
+        assert self.rows() == first
+
+    def test_another_content_of_the_same_size(self, chats):
+        first = self.rows()
+        self.write("new")
+        second = self.rows()
+        assert "old" in first[1]
+        assert "new" in second[1]
+        self.write("old")
+        assert self.rows() == first
+
+    @pytest.mark.parametrize("change", ["template", "eos", "post", "added", "special"])
+    def test_another_tokenizer(self, chats, change):
+        first, tokenizer = self.rows()[0], self.tokenizer
+        if change == "template":
+            tokenizer.chat_template = self.TEMPLATE.replace("END", "FIN")
+        elif change == "eos":
+            tokenizer.eos_token = "a"
+        elif change == "post":
+            tokenizer.bos_token = "b"
+            start = processors.TemplateProcessing(
+                "b $A", None, [("b", tokenizer.convert_tokens_to_ids("b"))]
+            )
+            tokenizer.backend_tokenizer.post_processor = start
+        elif change == "added":
+            tokenizer.add_tokens(["END"])
+        else:  # which templates are given
+            tokenizer.add_special_tokens({"sep_token": "b"})
+        assert self.rows()[0] != first
+
+
+def test_a_collection_that_grew_is_packed_again(collection, tokenizer):
+    """Its manifest is the same: the fingerprint is of the shards."""
+    assert len(taken(collection, tokenizer)) == 12
+    shard_path(collection / "answers", 1).unlink()
+    assert taken(collection, tokenizer) == [0, 10, 20, 1, 11, 21]
+
+
+class TestNothingToTrain:
+    @pytest.fixture
+    def chat(self):
+        tokenizer = train_tokenizer(["ab"], 257)
+        tokenizer.chat_template = TestStaleRows.TEMPLATE
+        return tokenizer
+
+    def packed(self, tmp_path, tokenizer, rows):
+        source = write_jsonl(tmp_path / "d.jsonl", [{"id": f"r{i}", **r} for i, r in rows])
+        return documents(source, 32, tokenizer, str(tmp_path / "rows"))
+
+    @pytest.mark.parametrize(
+        "turn",
+        [
+            {"role": "user", "content": "and this?"},
+            {"role": "assistant", "content": ""},
+            {"role": "assistant", "content": "a", "weight": 0},
+        ],
+    )
+    def test_chats_without_an_answer(self, tmp_path, chat, turn):
+        turns = [{"role": "user", "content": "q"}, turn]
+        with pytest.raises(ValueError, match="no token to train on") as caught:
+            self.packed(tmp_path, chat, [(i, {"messages": turns}) for i in range(9)])
+        assert "\n" not in str(caught.value)
+        assert not [*(tmp_path / "rows").glob("*")]
+        answered = [*turns, {"role": "assistant", "content": "a"}]
+        mixed = [(i, {"messages": answered if i == 5 else turns}) for i in range(9)]
+        trained = [row["trained"].sum() for row in self.packed(tmp_path, chat, mixed)]
+        assert sum(trained) == len("aEND")
+
+    def test_empty_answers_and_texts(self, tmp_path, tokenizer):
+        """Only their end would be trained: to say nothing."""
+        rows = [(i, {"prompt": "question", "answer": ""}) for i in range(9)]
+        with pytest.raises(ValueError, match="no token to train on"):
+            self.packed(tmp_path, tokenizer, rows)
+        rows[3] = (3, {"prompt": "question", "answer": "x"})
+        assert len(self.packed(tmp_path, tokenizer, rows))
+
+    def test_a_filter_that_leaves_nothing(self, collection, tokenizer):
+        folder, rows = str(collection / "answers"), str(collection / "rows")
+        with pytest.raises(ValueError, match=r"no answer in split='train' with where='answer>5'"):
+            answers(folder, 2, tokenizer, rows, where="answer>5")
+        assert len(answers(folder, 2, tokenizer, rows, where="answer>0"))

@@ -3,7 +3,10 @@
 import pytest
 from tokenizers import processors
 
+from data.rows.documents import documents
 from data.text.chat import encode_chat, encode_document, encode_prompt, encode_text
+from data.text.prompts import prompt_set
+from tests.support.files import write_jsonl
 
 MESSAGES = [
     {"role": "system", "content": "be kind"},
@@ -13,6 +16,10 @@ MESSAGES = [
     {"role": "assistant", "content": "  return 3\n"},
 ]
 SPOKEN = ["return 2<|im_end|>", "  return 3\n<|im_end|>"]
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 GENERATION = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
     "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}"
@@ -151,3 +158,52 @@ def test_bad_documents(tokenizer, chat_tokenizer):
     chat_tokenizer.eos_token = None
     with pytest.raises(ValueError, match="eos_token"):
         encode_document(chat_tokenizer, {"text": "x"})
+
+
+READS_ALL = (
+    "{% if tools %}TOOLS {{ tools[0].name }}\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m['content'] }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [None, GENERATION], ids=["prefixes", "generation"])
+@pytest.mark.parametrize("left_out", [{"train": False}, {"content": ""}])
+def test_some_answers_are_not_trained(chat_tokenizer, template, left_out):
+    chat_tokenizer.chat_template = template or chat_tokenizer.chat_template
+    for which, kept in ((2, SPOKEN[1:]), (4, SPOKEN[:1])):
+        messages = [m | left_out if i == which else m for i, m in enumerate(MESSAGES)]
+        ids, trained = encode_document(chat_tokenizer, {"messages": messages})
+        assert trained_pieces(chat_tokenizer, ids, trained) == kept
+
+
+def test_thoughts_and_tools_are_rendered_or_refused(chat_tokenizer):
+    asked, said = MESSAGES[1:3]
+    row = {"id": "x", "messages": [asked, said | {"thinking": "hm"}], "options": {"tools": [
+        {"name": "f"}]}}  # fmt: skip
+    with pytest.raises(ValueError, match=r"x: the chat template .* does not read 'thinking'"):
+        encode_document(chat_tokenizer, row)
+    with pytest.raises(ValueError, match="does not read 'tools'"):
+        encode_document(chat_tokenizer, {**row, "messages": [asked, said]})
+    chat_tokenizer.chat_template = READS_ALL
+    ids, trained = encode_document(chat_tokenizer, row)
+    assert chat_tokenizer.decode(ids).startswith("TOOLS f\n")
+    assert trained_pieces(chat_tokenizer, ids, trained) == ["(hm)return 2<|im_end|>"]
+    with pytest.raises(ValueError, match="'seconds'"):
+        encode_document(chat_tokenizer, {**row, "options": {"seconds": 10**6}})
+
+
+def test_a_refusal_of_the_template_names_file_and_row(chat_tokenizer, tmp_path):
+    chat_tokenizer.chat_template = (
+        "{{ raise_exception('no system prompts') if messages[0].role == 'system' else '' }}"
+        + CHATML
+    )
+    rows = [{"id": f"r{i}", "messages": MESSAGES[0 if i == 6 else 1 :]} for i in range(9)]
+    source = write_jsonl(tmp_path / "d.jsonl", rows)
+    with pytest.raises(ValueError, match=r"d\.jsonl, line 7: .*no system prompts") as caught:
+        documents(source, 32, chat_tokenizer, str(tmp_path / "rows"))
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match=r"d\.jsonl, line 7: .*no system prompts"):
+        prompt_set(source, chat_tokenizer, 9, split="train")
+    assert len(documents(source, 32, chat_tokenizer, str(tmp_path / "rows"), limit=6))

@@ -8,12 +8,14 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
-from data.corpora.fingerprints import input_fingerprint
+from data.corpora import fingerprints
+from data.corpora.fingerprints import commit, input_fingerprint
+from data.corpora.stdlib import is_held_out
 from tests.support.spoil import nan, spoil
 from trainers.ar import Autoregressive
+from trainers.diffusion import MaskedDiffusion
 from trainers.publishing.private import public
-from trainers.runs import provenance
-from trainers.runs.provenance import commit, inputs
+from trainers.runs.provenance import inputs
 
 
 def story(lab, recipe, name=""):
@@ -68,6 +70,56 @@ def test_a_resumed_run_appends_its_start(lab, monkeypatch):
     assert f"resumed at step 2 ({second['time']})" in (export / "README.md").read_text()
     lab.fit("ar_target", "name=twice", "resume=never")
     assert "resumed" not in story(lab, "ar_target", "twice")
+
+
+class TestOtherInputs:
+    """A run goes on over the inputs that it began with, or says in one line what has changed."""
+
+    def stopped(self, lab, recipe, kind, own):
+        with pytest.MonkeyPatch.context() as patch:
+            spoil(patch, kind, 3, nan)
+            with pytest.raises(ValueError, match="nan"):
+                lab.fit(recipe, *own)
+
+    @pytest.fixture
+    def own(self, lab, tmp_path, request):
+        """A corpus, and the arguments of a run on it that has stopped after step 2."""
+        corpus = shutil.copytree(lab.corpus, tmp_path / "corpus")
+        own = [f"data.{split}.source={corpus}" for split in ("train", "validation")]
+        own += [f"name={request.node.name}"]
+        self.stopped(lab, "ar_target", Autoregressive, own)
+        return corpus, own
+
+    def test_the_same_go_on(self, lab, own):
+        corpus, own = own
+        (corpus / "notes.bin").write_text("not read")
+        assert lab.fit("ar_target", *own).is_dir()
+
+    def test_another_content_is_refused_and_named(self, lab, own, capsys):
+        corpus, own = own
+        file = next(f for f in sorted(corpus.iterdir()) if not is_held_out(f.name))
+        file.write_text(file.read_text().swapcase())
+        with pytest.raises(ValueError, match=r"other inputs .*content of data\.train") as caught:
+            lab.fit("ar_target", *own)
+        message = str(caught.value)
+        assert {"name=...,", "resume=never"} <= {*message.split()}
+        assert "\n" not in message
+        resume = next(word for word in message.split() if word.startswith("resume=/"))
+        capsys.readouterr()
+        lab.fit("ar_target", *own, resume)  # chosen by the user
+        assert "other inputs" in capsys.readouterr().out
+
+    def test_another_model_is_refused_and_named(self, lab, tmp_path):
+        """With one bit of its weights changed; the rows are the same."""
+        model = shutil.copytree(lab.fit("ar_target"), tmp_path / "model")
+        own = [f"target={model}", "name=of_another_model", "acceptance.prompts=0"]
+        self.stopped(lab, "diffusion_adapt", MaskedDiffusion, own)
+        file = model / "model.safetensors"
+        content = bytearray(file.read_bytes())
+        content[-3] ^= 1
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"other inputs \({model}: v2-\w+, now v2-\w+\)"):
+            lab.fit("diffusion_adapt", *own)
 
 
 class TestInputs:
@@ -127,7 +179,7 @@ class TestInputs:
         assert found[0] == found[1] != found[2]
 
     def test_hub_ids_have_the_commit_that_the_cache_knows(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(provenance, "HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr(fingerprints, "HF_HUB_CACHE", str(tmp_path))
         for folder, hash in (("models--org--net", "c0ffee"), ("datasets--org--text", "beef")):
             (tmp_path / folder / "refs").mkdir(parents=True)
             (tmp_path / folder / "refs" / "main").write_text(f"{hash}\n")
