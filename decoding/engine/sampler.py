@@ -19,6 +19,7 @@ from decoding.engine.running import Running
 from decoding.engine.vocabulary import end_tokens
 from decoding.engine.warp import seen_tokens, warp
 from models.attention import DENSE
+from models.context import context, why
 from models.masks import causal
 from models.placement import input_device
 
@@ -63,9 +64,7 @@ class Sampler(ABC):
     @property
     def context(self) -> int | None:
         """Return the most tokens of a prompt and its answer together; None: any number."""
-        config = self.target.config.get_text_config()
-        limits = (getattr(config, x, None) for x in ("max_position_embeddings", "sliding_window"))
-        return min((n for n in limits if n is not None and n > 0), default=None)  # XLNet says -1
+        return context(self.target.config)
 
     @abstractmethod
     def begin(self, batch: Batch, params: SamplingParams) -> None:
@@ -296,7 +295,8 @@ class Sampler(ABC):
         if self.context is not None and len(ids) + params.max_new_tokens > self.context:
             raise ValueError(
                 f"the prompt has {len(ids)} tokens and max_new_tokens={params.max_new_tokens}, "
-                f"together more than the target's context of {self.context}: shorten one of them"
+                f"together more than the target's context of {self.context}"
+                f"{why(self.target.config)}: shorten one of them"
             )
         return ids
 
