@@ -1,4 +1,4 @@
-"""Rotary embeddings that transformers chooses from the highest position of a pass, over all rows."""
+"""Rotary embeddings that depend on the highest position of a pass, over all its rows."""
 
 import json
 
