@@ -1,11 +1,16 @@
 """Sampling parameters, and the results, statistics and chunks that a sampler returns."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
+from typing import Any
 
 VERIFY = ("coupled", "rejection", "block", "tree")
 LONGEST_ANSWER, LONGEST_DRAFT = 2**20, 2**10  # tokens: more is a slip, and would take all memory
+# Temperatures that float32 holds, and penalties by which it still holds a logit.
+TEMPERATURES, PENALTIES = (1.2e-38, 3.4e38), (1e-20, 1e20)
+WHOLE = ("max_new_tokens", "top_k", "seed", "block_size")
+NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
 KEYED = ("coupled", "tree")  # every choice is argmax(log p + g), with the noise g of its position
 
 
@@ -15,11 +20,12 @@ class SamplingParams:
 
     Args:
         max_new_tokens: The most tokens that are generated.
-        temperature: Divides the logits; 0 is greedy.
+        temperature: Divides the logits; 0 is greedy, and else one of `TEMPERATURES`.
         top_k: Keep the k most probable tokens; 0 is off.
         top_p: Keep the most probable tokens that reach this probability together; 1 is off.
         min_p: Keep tokens with at least this share of the highest probability; 0 is off.
-        repetition_penalty: Above 1 makes tokens of the prompt and of the answer less likely.
+        repetition_penalty: Above 1 makes tokens of the prompt and of the answer less likely; one
+            of `PENALTIES`.
         stop: The text ends before the first of these strings.
         ignore_eos: Go on after an end-of-sequence token (benches).
         seed: Seed of the first request of a call; the others' are derived
@@ -47,6 +53,12 @@ class SamplingParams:
     lossy: bool = False
 
     def __post_init__(self):
+        for name in (*WHOLE, *NUMBERS):
+            value, kind = getattr(self, name), Integral if name in WHOLE else Real
+            optional = value is None and name in ("seed", "block_size")
+            if not optional and (isinstance(value, bool) or not isinstance(value, kind)):
+                raise _not_allowed(name, value, "a whole number" if name in WHOLE else "a number")
+        (coldest, hottest), (least, most) = TEMPERATURES, PENALTIES
         allowed = [
             (
                 1 <= self.max_new_tokens <= LONGEST_ANSWER,
@@ -54,20 +66,24 @@ class SamplingParams:
                 f"a whole number from 1 to {LONGEST_ANSWER}",
             ),
             (
-                0 <= self.temperature < math.inf,
+                self.temperature == 0 or coldest <= self.temperature <= hottest,
                 "temperature",
-                "0 (greedy) or a positive number",
+                f"0 (greedy) or a number from {coldest:g} to {hottest:g}",
             ),
             (self.top_k >= 0, "top_k", "0 (off) or a positive whole number"),
             (0 < self.top_p <= 1, "top_p", "in (0, 1]; 1 is off"),
             (0 <= self.min_p < 1, "min_p", "in [0, 1); 0 is off"),
             (
-                0 < self.repetition_penalty < math.inf,
+                least <= self.repetition_penalty <= most,
                 "repetition_penalty",
-                "a positive number; 1 is off",
+                f"a number from {least:g} to {most:g}; 1 is off",
             ),
-            (not isinstance(self.stop, str), "stop", "a tuple of strings"),
-            (all(self.stop), "stop", "strings that are not empty"),
+            (
+                isinstance(self.stop, tuple | list) and all(isinstance(s, str) for s in self.stop),
+                "stop",
+                "a tuple of strings",
+            ),
+            (all(self.stop or ()), "stop", "strings that are not empty"),
             (self.verify in VERIFY, "verify", f"one of {list(VERIFY)}"),
             (
                 self.block_size is None or 1 <= self.block_size <= LONGEST_DRAFT,
@@ -77,14 +93,21 @@ class SamplingParams:
         ]
         for ok, name, rule in allowed:
             if not ok:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is not allowed: it must be {rule}"
-                )
+                raise _not_allowed(name, getattr(self, name), rule)
 
     @property
     def keyed(self) -> bool:
         """Return whether every token is the keyed choice, plain decoding's with the same seed."""
         return self.temperature == 0 or self.verify in KEYED
+
+
+def _not_allowed(name: str, value: Any, rule: str) -> ValueError:
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of more than 4300 digits
+        text = f"an integer of {value.bit_length()} bits"
+    text = text if len(text) <= 60 else f"{text[:57]}..."
+    return ValueError(f"{name}={text} is not allowed: it must be {rule}")
 
 
 @dataclass
