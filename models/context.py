@@ -14,8 +14,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 def context(config: PreTrainedConfig) -> int | None:
     """Return the most tokens of a text; None: any number."""
     config = config.get_text_config()
-    limits = [getattr(config, x, None) for x in ("max_position_embeddings", "sliding_window")]
-    known = [n for n in (*limits, rotary_range(config)[0]) if n is not None and n > 0]
+    keys = "max_position_embeddings", "max_sequence_length", "sliding_window"  # the 2nd is LLaDA's
+    limits = *(getattr(config, key, None) for key in keys), rotary_range(config)[0]
+    known = [n for n in limits if n is not None and n > 0]
     return min(known, default=None)  # XLNet says -1
 
 

@@ -6,7 +6,7 @@ of the copies (`fitted_context`), and attention as sharp as it was (`sharpness`)
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -94,8 +94,8 @@ def from_target(
 def _is_llama_like(source: PreTrainedModel) -> bool:
     """Return whether a target's layers and config have the parts that a drafter copies."""
     config = source.config.get_text_config()
-    layer = next(iter(getattr(getattr(source, "model", None), "layers", ())), None)
-    attention = getattr(layer, "self_attn", None)
+    layer: Any = next(iter(getattr(getattr(source, "model", None), "layers", ())), None)
+    attention: Any = getattr(layer, "self_attn", None)
     projections = ("q_proj", "k_proj", "v_proj", "o_proj")
     if not hasattr(layer, "input_layernorm") or not all(hasattr(attention, p) for p in projections):
         return False
@@ -113,7 +113,7 @@ def _rotary(source: PreTrainedModel) -> dict:
     theirs = source.config.get_text_config()
     size = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
     rope = {k: x for k, x in theirs.rope_parameters.items() if k != "partial_rotary_factor"}
-    own = getattr(source.model, "rotary_emb", None)
+    own: Any = getattr(source.model, "rotary_emb", None)
     known = getattr(own, "inv_freq", None)  # None: one for each type of layer
     if known is not None and 2 * len(known) == size:
         most = theirs.max_position_embeddings

@@ -56,10 +56,13 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> lis
     return _ids(tokenizer, render_prompt(tokenizer, messages))
 
 
-def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> str:
-    """Return the text of a chat prompt, whose special tokens it has already."""
+def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages, **options) -> str:
+    """Return the text of a chat prompt, whose special tokens it has already.
+
+    `options` are what the template itself reads, such as Qwen3's `enable_thinking`.
+    """
     _check_chat(tokenizer, messages)
-    return render_chat(tokenizer, messages, add_generation_prompt=True)
+    return render_chat(tokenizer, messages, add_generation_prompt=True, **options)
 
 
 def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Messages, **options) -> str:

@@ -6,6 +6,7 @@ from numbers import Integral, Real
 from typing import Any
 
 VERIFY = ("coupled", "rejection", "block", "tree")
+USUAL = 128  # tokens of an answer, where a request does not say
 LONGEST_ANSWER, LONGEST_DRAFT = 2**20, 2**10  # tokens: more is a slip, and would take all memory
 # Temperatures that float32 holds, and penalties by which it still holds a logit.
 TEMPERATURES, PENALTIES = (1.2e-38, 3.4e38), (1e-20, 1e20)
@@ -19,7 +20,8 @@ class SamplingParams:
     """Sampling parameters, with the same keys for every sampler and every command.
 
     Args:
-        max_new_tokens: The most tokens that are generated.
+        max_new_tokens: The most tokens that are generated; None: `USUAL`, or as many as the context
+            has left (`Sampler.with_room`).
         temperature: Divides the logits; 0 is greedy, and else one of `TEMPERATURES`.
         top_k: Keep the k most probable tokens; 0 is off.
         top_p: Keep the most probable tokens that reach this probability together; 1 is off.
@@ -38,7 +40,7 @@ class SamplingParams:
         lossy: Allow options that are not lossless; the result's stats name them.
     """
 
-    max_new_tokens: int = 128
+    max_new_tokens: int | None = None
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -55,13 +57,13 @@ class SamplingParams:
     def __post_init__(self):
         for name in (*WHOLE, *NUMBERS):
             value, kind = getattr(self, name), Integral if name in WHOLE else Real
-            optional = value is None and name in ("seed", "block_size")
+            optional = value is None and name in ("max_new_tokens", "seed", "block_size")
             if not optional and (isinstance(value, bool) or not isinstance(value, kind)):
                 raise _not_allowed(name, value, "a whole number" if name in WHOLE else "a number")
         (coldest, hottest), (least, most) = TEMPERATURES, PENALTIES
         allowed = [
             (
-                1 <= self.max_new_tokens <= LONGEST_ANSWER,
+                1 <= self.most <= LONGEST_ANSWER,
                 "max_new_tokens",
                 f"a whole number from 1 to {LONGEST_ANSWER}",
             ),
@@ -94,6 +96,11 @@ class SamplingParams:
         for ok, name, rule in allowed:
             if not ok:
                 raise _not_allowed(name, getattr(self, name), rule)
+
+    @property
+    def most(self) -> int:
+        """Return the most tokens that are generated."""
+        return USUAL if self.max_new_tokens is None else self.max_new_tokens
 
     @property
     def keyed(self) -> bool:
