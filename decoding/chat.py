@@ -58,6 +58,8 @@ class Chat:
         """Return the prompt's token ids; forget the oldest turns if the context is short."""
         first, context = len(self._system), self._sampler.context
         given, most = self._params.max_new_tokens, self._params.most
+        if given is None and context is not None:  # an answer may be shorter than usual
+            most = min(most, context // 2)
         for start in range(first, len(self.messages) + 1, 2):
             kept = [*self._system, *self.messages[start:]]
             ids = encode_prompt(self._sampler.tokenizer, [*kept, asked])

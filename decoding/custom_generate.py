@@ -134,11 +134,10 @@ def generate(
         mask = model_kwargs.get("attention_mask")
         mask = torch.ones_like(input_ids) if mask is None else mask
         prompts = [row[seen.bool()].tolist() for row, seen in zip(input_ids, mask)]
+        each: SamplingParams | list[SamplingParams] = params
         if usual:  # the length that transformers assumes, or what room there is
             rows = [sampler.encode(prompt, params) for prompt in prompts]
-            each = [sampler.with_room(row, params, most) for row in rows]
-        else:
-            each = [params] * len(prompts)
+            each = [sampler.with_room(row, params, max(1, most)) for row in rows]
         answers: list[list[int]] = [[] for _ in prompts]
         try:
             # Closed at once on an error: torch's inference mode ends with it.

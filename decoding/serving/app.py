@@ -144,7 +144,7 @@ class Server:
         ]
         handlers: dict = {Refused: refusal, ClientDisconnect: hung_up}
         handlers |= {HTTPException: no_route, Exception: broken}
-        # Pages of any origin may ask, as of other servers of models: what keeps others out is a key.
+        # Pages of any origin may ask, as of other servers of models: a key keeps others out.
         anyone: dict[str, Any] = {"allow_origins": ["*"], "allow_headers": ["*"]}
         cors = Middleware(CORSMiddleware, **anyone, allow_methods=["GET", "POST"])
         return Starlette(

@@ -48,8 +48,8 @@ Stops = Annotated[
 ]
 MESSAGES = "a list of {role, content}, both texts (content also as parts of type text)"
 Ids = Annotated[list[Int64], Field(min_length=1, fail_fast=True)]
-# Fields that are not offered, and the values with which they ask for nothing: OpenAI's, and those of
-# vLLM and llama.cpp that front ends send. Null is such a value of every field.
+# Fields that are not offered, and the values with which they ask for nothing: OpenAI's, and then
+# those of vLLM and llama.cpp that front ends send. Null is such a value of every field.
 NOT_OFFERED: dict[str, tuple] = {
     "audio": (),
     "best_of": (1,),

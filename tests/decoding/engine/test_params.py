@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from decoding.engine.params import SamplingParams
+from decoding.engine.params import USUAL, SamplingParams
 from decoding.engine.warp import warp
 from decoding.samplers.jacobi import JacobiSampler
 from decoding.samplers.plain import PlainSampler
@@ -132,3 +132,19 @@ def test_a_bad_request_is_one_line(prompts, options, message):
 def test_a_prompt_that_just_fits_the_context_runs():
     [result] = short_context().generate([[1] * 29], SamplingParams(max_new_tokens=3))
     assert len(result.token_ids) == 3
+
+
+def test_an_answer_of_no_given_length_gets_the_room_that_there_is():
+    prompts, free = [[1] * 29, [1], [1] * 31], SamplingParams(temperature=0, ignore_eos=True)
+    for at_once in (None, 2):
+        results = short_context().generate(prompts, free, at_once=at_once)
+        assert [len(r.token_ids) for r in results] == [3, 31, 1]
+    wide = PlainSampler(tiny.causal_lm(6), tiny.tokenizer(6))
+    assert len(wide.generate([[1]], free)[0].token_ids) == USUAL
+    with pytest.raises(
+        ValueError, match="32 tokens, no room for an answer in the target's context"
+    ):
+        short_context().generate([[1] * 32], free)
+    for given in (4, USUAL):  # the control: a length that is given is not changed
+        with pytest.raises(ValueError, match=f"max_new_tokens={given}, together more than"):
+            short_context().generate(prompts[:1], replace(free, max_new_tokens=given))
