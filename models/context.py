@@ -26,7 +26,7 @@ def rotary_range(config: PreTrainedConfig) -> tuple[int | None, str]:
     (None, '') where the frequencies never depend on the pass.
     """
     config = config.get_text_config()
-    whole = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    whole = _rotary(config)
     # One for all layers, or one for each type of layer.
     parts = [part for part in whole.values() if isinstance(part, dict)] or [whole]
     longest = getattr(config, "max_position_embeddings", None)
@@ -42,8 +42,21 @@ def rotary_range(config: PreTrainedConfig) -> tuple[int | None, str]:
     return min(found, default=(None, ""))
 
 
+def _rotary(config: PreTrainedConfig) -> dict:
+    return getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+
+
+def most_positions(config: PreTrainedConfig) -> int | None:
+    """Return how many positions a pass may have: `rotary_range`, or those of a learned table."""
+    config = config.get_text_config()
+    limit = rotary_range(config)[0]
+    if limit is None and not _rotary(config):
+        limit = getattr(config, "max_position_embeddings", None)
+    return limit if limit is not None and limit > 0 else None
+
+
 def clamped(positions: Tensor, limit: int | None) -> Tensor:
-    """Return positions of a pass, of which none is beyond `rotary_range`.
+    """Return positions of a pass, of which none is beyond `most_positions`.
 
     Those that were are of drafts past the end of a text, whose results nobody reads.
     """

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from models.attention import GROUPED
-from models.context import clamped, rotary_range
+from models.context import clamped, most_positions
 from models.head import ReducedHead
 from models.hidden_states import capture
 from models.masks import Layout, Predicate, dense
@@ -174,7 +174,7 @@ class CountedNetwork:
     def __init__(self, network: PreTrainedModel):
         self.network = network
         self.passes, self.seconds = 0, 0.0
-        self._range, _ = rotary_range(network.config)
+        self._range = most_positions(network.config)
         # A forward on CUDA only queues work, so the clock must synchronize.
         self._queues = input_device(network).type == "cuda"
 

@@ -1,4 +1,4 @@
-"""Rotary embeddings that depend on the highest position of a pass, over all its rows."""
+"""Drafts past the end of a context, and rotary embeddings that depend on all rows of a pass."""
 
 import json
 
@@ -42,8 +42,14 @@ KINDS = {
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [9] * 6]
 
 
+TABLES = {
+    "gpt2": {"n_positions": RANGE, "n_embd": 16, "n_layer": 2, "n_head": 2},
+    "opt": {**SHORT, "ffn_dim": 24, "word_embed_proj_dim": 16},
+}
+
+
 def network(kind):
-    sizes, rope = KINDS[kind]
+    sizes, rope = KINDS.get(kind) or (TABLES[kind], None)
     config = AutoConfig.for_model(
         kind,
         **{
@@ -138,6 +144,18 @@ def test_drafters_of_a_target_with_such_a_rotary_agree(monkeypatch):
     drafter.rotary_emb.register_forward_pre_hook(lambda _, given: seen.append(int(given[1].max())))
     sampler.generate(PROMPTS[:1], filling(PROMPTS[0]))
     assert max(seen) >= RANGE
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_drafts_past_a_learned_table_of_positions(kind, monkeypatch):
+    model = network(kind)
+    expected = [row.tolist() for row in stock(model)]
+    assert alone(PlainSampler(model, tiny.tokenizer(V))) == expected
+    for sampler in drafting(model, kind):
+        assert ids(sampler.generate(PROMPTS, [filling(p) for p in PROMPTS])) == expected
+    monkeypatch.setattr(cache, "clamped", lambda positions, limit: positions)
+    with pytest.raises(IndexError):  # the control
+        sampler.generate(PROMPTS, [filling(p) for p in PROMPTS])
 
 
 @pytest.mark.parametrize("kind", ["phi3", "llama"])
