@@ -321,9 +321,9 @@ class Server:
                         asked.model,
                         asked.encoded(text, tokenizer),
                         params,
-                        asked.USUAL,
                         suffix,
                         tokenizer,
+                        asked.USUAL,
                     )
                     for text in texts
                 ]

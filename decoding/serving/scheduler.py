@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.any_subset.infilling import Infiller
 from decoding.engine.likelihood import TokenScore, token_scores
-from decoding.engine.params import Chunk, Result, SamplingParams, Stats, accepted_counts
+from decoding.engine.params import USUAL, Chunk, Result, SamplingParams, Stats, accepted_counts
 from decoding.engine.running import Running
 from decoding.engine.sampler import Sampler
 
@@ -118,9 +118,9 @@ class Scheduler:
         model: str,
         prompt: str | list[int],
         params: SamplingParams,
-        usual: int,
         suffix: str | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        usual: int = USUAL,
     ) -> tuple[Any, SamplingParams]:
         """Return a prompt for `submit`, and its parameters (`Sampler.with_room`).
 
