@@ -102,7 +102,7 @@ def _fit(config: DictConfig, folder: Path, checkpoint: Path | None, first: int) 
         check_fits(module, checkpoint)
     trainer, loaders, rows = assemble(config, module, folder, first)
     if checkpoint is not None:
-        check_strategy(checkpoint, trainer.strategy, trainer.world_size)
+        check_strategy(checkpoint, trainer, config.strategy)
     steps = trainer.max_steps
 
     @cache
@@ -337,10 +337,11 @@ def check_launched(trainer: pl.Trainer) -> None:
     """Raise ValueError if torchrun or srun has started another number of processes."""
     torchrun = TorchElasticEnvironment.detect()
     started = os.environ.get("WORLD_SIZE" if torchrun else "SLURM_STEP_NUM_TASKS")
-    if started is not None and int(started) != trainer.world_size:
+    asked = trainer.num_devices * trainer.num_nodes
+    if started is not None and int(started) != asked:
         raise ValueError(
             f"trainer.devices={trainer.num_devices} and trainer.num_nodes={trainer.num_nodes} ask "
-            f"for {trainer.world_size} processes, but {'torchrun' if torchrun else 'srun'} has "
+            f"for {asked} processes, but {'torchrun' if torchrun else 'srun'} has "
             f"started {started}: give trainer.devices=<processes of a machine> and "
             "trainer.num_nodes=<machines>"
         )

@@ -17,7 +17,7 @@ import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.load import _load_distributed_checkpoint
 from pytorch_lightning.plugins.io import TorchCheckpointIO
-from pytorch_lightning.strategies import DeepSpeedStrategy, Strategy
+from pytorch_lightning.strategies import DeepSpeedStrategy
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, load
@@ -183,27 +183,27 @@ def check_fits(module: nn.Module, path: Path) -> None:
         )
 
 
-def check_strategy(path: Path, strategy: Strategy, processes: int) -> None:
+def check_strategy(path: Path, trainer: pl.Trainer, given: str) -> None:
     """Raise ValueError if a run cannot go on from a checkpoint with a strategy.
 
     DeepSpeed's shards belong to a stage and a number of processes, and DeepSpeed reads no others.
-    All other strategies read each other's.
+    All other strategies read each other's. `given` is the strategy as the recipe names it.
     """
     manifest = json.loads((path / MANIFEST).read_text()) if path.is_dir() else {}
     before, then = manifest.get("strategy"), manifest.get("processes")
-    now = (strategy.strategy_name, processes)
     if (path / ENGINE).is_dir():
+        now = (getattr(trainer.strategy, "strategy_name", None), trainer.world_size)
         allowed = before is None or now == (before, then)
         wanted = f"strategy={before} on {then} processes, as before"
     else:
-        allowed = not isinstance(strategy, DeepSpeedStrategy)
+        allowed = not isinstance(trainer.strategy, DeepSpeedStrategy)
         wanted = "strategy=ddp or strategy=fsdp2"
     if not allowed:
         raise ValueError(
-            f"the checkpoint {path} cannot go on with strategy={now[0]} on {now[1]} processes: "
-            f"give {wanted}. Or begin another run, name=..., with its weights: python -m "
-            f"trainers.export run=... checkpoint={path} makes an export of them, to be the network "
-            "that the recipe starts from"
+            f"the checkpoint {path} cannot go on with strategy={given} on {trainer.world_size} "
+            f"processes: give {wanted}. Or begin another run, name=..., with its weights alone: "
+            "python -m trainers.export run=... checkpoint=... makes an export of them, for the "
+            "recipe's key of the network to start from"
         )
 
 
@@ -296,7 +296,7 @@ def _put_in_place(partial: Path, path: Path, trainer: pl.Trainer) -> None:
         files = [f for f in partial.rglob("*") if f.is_file()]
         manifest = {
             "step": trainer.global_step,
-            "strategy": trainer.strategy.strategy_name,
+            "strategy": getattr(trainer.strategy, "strategy_name", None),
             "processes": trainer.world_size,
             "dtype": str(trainer.lightning_module.network.dtype).removeprefix("torch."),
             "files": {str(f.relative_to(partial)): f.stat().st_size for f in files},
