@@ -2,13 +2,14 @@
 
 DeepSpeed trains on CUDA only, so three checks of Lightning's and one of ours are lifted here: with
 DS_ACCELERATOR=cpu its ZeRO runs on the CPU, over gloo. One start serves many runs, as it takes
-longer than a run of a tiny network.
+longer than a run of a tiny network. A run's first argument may be `stop=N`: SIGTERM after step N.
 """
 
 import contextlib
 import io
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,8 +17,8 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-import deepspeed.comm.torch as communication
 import torch
+from deepspeed.comm.torch import TorchBackend
 from pytorch_lightning import Callback
 from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy
 from pytorch_lightning.strategies import deepspeed as lightnings
@@ -61,7 +62,8 @@ def run_all(runs: list[list[str]], processes: int, folder: Path, **environment) 
 class Norms(Callback):
     """The callback that keeps the norm of every step's gradient, before it is clipped."""
 
-    found: list[float] = []  # noqa: RUF012
+    found: list[float] = []
+    stop: int | None = None
 
     def on_before_optimizer_step(self, trainer, module, optimizer):
         if not isinstance(trainer.strategy, DeepSpeedStrategy):
@@ -74,6 +76,8 @@ class Norms(Callback):
             (index + 1) % trainer.accumulate_grad_batches == 0
         ):
             self.found.append(float(trainer.strategy.deepspeed_engine.get_global_grad_norm()))
+        if trainer.global_step == self.stop and trainer.is_global_zero:
+            signal.raise_signal(signal.SIGTERM)
 
 
 def lift_checks() -> None:
@@ -82,19 +86,23 @@ def lift_checks() -> None:
     lightnings._validate_device_index_selection = lambda devices: None
     DeepSpeedStrategy.root_device = property(lambda self: torch.device("cpu", 0))
     fit.needs_gpu = lambda strategy: False
-    # Of the CPU's own: a faster sum on one machine, that a minute's compilation would cost.
-    communication.build_shm_op = lambda: None
+    # A faster sum on one machine, which a minute's compilation would cost.
+    sys.modules[TorchBackend.__module__].build_shm_op = lambda: None
 
 
 def run(arguments: list[str]) -> Ran:
     """Train once; an error is no traceback, as in a command."""
-    output, error, Norms.found = io.StringIO(), None, []
+    output, error, Norms.found, Norms.stop = io.StringIO(), None, [], None
+    if arguments[0].startswith("stop="):
+        Norms.stop, arguments = int(arguments[0][5:]), arguments[1:]
     with contextlib.redirect_stdout(output):
         try:
             fit.fit(compose(arguments, "fit"))
         except ValueError as refused:
             error = str(refused)
-        except (Exception, SystemExit):
+        except SystemExit as end:
+            error = f"status {end.code}"
+        except Exception:
             error = traceback.format_exc()
     return Ran(output.getvalue(), error, Norms.found)
 
