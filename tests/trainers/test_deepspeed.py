@@ -21,7 +21,7 @@ RECIPE = "deer_stage2"
 STEPS = ("trainer.max_steps=6", "trainer.log_every=1", "trainer.validate_every=6",
          "trainer.keep_last=9", "trainer.gradient_clip=0.05")  # fmt: skip
 TWO = ("trainer.devices=2", "trainer.micro_batch_size=2")
-FOUR = ("trainer.devices=2", "trainer.micro_batch_size=1")  # forwards a step
+FOUR = ("trainer.devices=2", "trainer.micro_batch_size=1")  # two forwards a step and process
 ONE = ("trainer.devices=1", "trainer.micro_batch_size=4")
 IDS = (
     "+module.draft_ids={_target_: data.corpora.answers.frequent_tokens, "
@@ -30,17 +30,14 @@ IDS = (
 HEAD, LORA, HALF = "module.markov_rank=4", "lora.rank=2", "trainer.precision=bf16-mixed"
 ZERO = tuple(f"strategy=deepspeed_{stage}" for stage in (1, 2, 3))
 RUNS = {  # those of two processes, in this order: a name that comes again goes on
+    "zero_1": (*FOUR, ZERO[0]),
     "zero_2": (*TWO, ZERO[1]),
     "zero_3": (*TWO, ZERO[2]),
-    "accumulated_1": (*FOUR, ZERO[0]),
-    "accumulated_2": (*FOUR, ZERO[1]),
-    "accumulated_3": (*FOUR, ZERO[2]),
-    "ids_and_head": (*TWO, ZERO[2], IDS, HEAD),
+    "ids_and_head": (*FOUR, ZERO[2], IDS, HEAD),
     "sharded_head": (*FOUR, "strategy=fsdp2", IDS, HEAD),
-    "lora_2": (*TWO, ZERO[1], LORA),
+    "lora_2": (*FOUR, ZERO[1], LORA),
     "lora_3": (*TWO, ZERO[2], LORA),
     "half_2": (*TWO, ZERO[1], HALF),
-    "half_3": (*TWO, ZERO[2], HALF),
     "ddp": (*TWO, "strategy=ddp"),
 }
 STOPPED = {  # stopped after step 3, and gone on with
@@ -110,10 +107,9 @@ def check(folder, one, other, loss=1e-6, weights=1e-6):
 @pytest.mark.parametrize(
     ("name", "reference"),
     [
-        ("zero_2", "one"), ("zero_3", "one"),
-        ("accumulated_1", "one"), ("accumulated_2", "one"), ("accumulated_3", "one"),
+        ("zero_1", "one"), ("zero_2", "one"), ("zero_3", "one"), ("lora_2", "one_lora"),
         ("ids_and_head", "one_ids_and_head"), ("sharded_head", "one_ids_and_head"),
-        ("lora_2", "one_lora"), ("lora_3", "one_lora"),
+        ("lora_3", "one_lora"),
     ],
 )  # fmt: skip
 def test_two_processes_train_as_one(folder, one, two, name, reference):
@@ -131,12 +127,12 @@ def test_another_gradient_is_seen(folder, one, two):
     """Negative control of the comparison above."""
     with pytest.raises(AssertionError):
         check(folder, "one_lora", "zero_2")
-    assert [n / 2 for n in two["accumulated_2"].norms] != pytest.approx(one["one"], rel=1e-2)
+    assert [n / 2 for n in two["zero_1"].norms] != pytest.approx(one["one"], rel=1e-2)
 
 
-@pytest.mark.parametrize("name", ["half_2", "half_3"])
-def test_bfloat16_rounds_the_network_alone(folder, one, two, name):
+def test_bfloat16_rounds_the_network_alone(folder, one, two):
     """Rounded weights of the loss would be 0.1 to 0.3% wrong in every step."""
+    name = "half_2"
     assert two[name].error is None
     a, b = (runs.curve(folder / run) for run in (name, "one_half"))
     assert max(abs(a[s] / b[s] - 1) for s in a) < 3e-4
