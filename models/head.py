@@ -20,7 +20,7 @@ class ReducedHead:
     def __init__(self, network: PreTrainedModel, ids: Tensor | None):
         self.network, self.ids, self.tensors = network, ids, {}
         head = None if ids is None else network.get_output_embeddings()
-        if ids is None or head is None or len(ids) == head.out_features:
+        if ids is None or head is None or len(ids) == _rows(head):
             self.ids = None
         elif not is_sharded(head.weight):
             (name,) = [name for name, module in network.named_modules() if module is head]
@@ -36,6 +36,11 @@ class ReducedHead:
             self.network, self.tensors, kwargs=inputs, tie_weights=False, strict=False
         )
         return output.logits
+
+
+def _rows(head: torch.nn.Module) -> int:
+    """Return the rows of a head's matrix, of which a process may have a share only."""
+    return head.out_features if is_sharded(head.weight) else len(head.weight)
 
 
 def is_sharded(weight: Tensor) -> bool:
