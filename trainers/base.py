@@ -205,7 +205,10 @@ class BaseModule(pl.LightningModule):
     def on_train_batch_end(self, outputs, batch: dict[str, Tensor], index: int) -> None:
         """Update the averaged weights after the last micro-batch of a step."""
         if self.average is not None and (index + 1) % self.trainer.accumulate_grad_batches == 0:
-            move = get_ema_multi_avg_fn(self.optimization.ema)
+            step = self.trainer.global_step
+            # A short run's average would else be the weights that it began with.
+            decay = min(self.optimization.ema, (1 + step) / (10 + step))
+            move = get_ema_multi_avg_fn(decay)
             move([*self.average.parameters()], [*self.network.parameters()], None)
 
     @contextmanager
@@ -238,8 +241,9 @@ class BaseModule(pl.LightningModule):
     @torch.compiler.set_stance("force_eager")  # a few batches are not worth another compilation
     def validation_step(self, batch: dict[str, Tensor], index: int) -> None:
         """Add up the sums and totals of `evaluate`."""
+        counts = self.trainer.val_dataloaders.batch_sampler.counts(index)
         for name, pair in self.evaluate(batch).items():
-            pair = torch.stack([x.detach().double() for x in pair])
+            pair = torch.stack([x.detach().double() for x in pair]) * counts
             self._sums[name] = self._sums.get(name, 0) + pair
 
     def on_validation_epoch_end(self) -> None:

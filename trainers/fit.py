@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
 from data.files import atomic_write
-from data.rows.stream import BatchSchedule, Stream
+from data.rows.stream import BatchSchedule, OnceEach, Stream
 from models.attention import WRITTEN_OUT, fused_attention, switch_attention
 from models.placement import input_device
 from recipes.command import main
@@ -256,9 +256,9 @@ def assemble(
     noised = Stream(train, config.seed, noise)
     loader = DataLoader(noised, batch_sampler=batches, num_workers=t.workers)
     loader = WholeSteps(loader, trainer.accumulate_grad_batches, t.max_steps, module)
-    steps = max(1, min(data.validation_rows, len(held_out)) // t.batch_size)
-    batches = BatchSchedule(range(steps), *size)
-    validation = DataLoader(Stream(held_out, config.seed, check), batch_sampler=batches)
+    number = min(data.validation_rows, len(held_out))
+    once = OnceEach(number, t.micro_batch_size, trainer.global_rank, trainer.world_size)
+    validation = DataLoader(Stream(held_out, config.seed, check), batch_sampler=once)
     return trainer, (loader, validation), {"train": train, "validation": held_out}
 
 

@@ -5,6 +5,7 @@ accumulation steps. A resumed run only needs to know the number of its next samp
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -96,6 +97,36 @@ class BatchSchedule(Sampler):
             first = self.samples(step).start + self.rank * share
             for start in range(first, first + share, self.micro_batch_size):
                 yield list(range(start, start + self.micro_batch_size))
+
+
+class OnceEach(Sampler):
+    """A batch sampler: each of the first samples once, in equally many batches per process.
+
+    The last batch may be smaller. Where none of its samples is left for a process, the process gets
+    one that does not count, since all must make the same number of forwards (`counts`).
+
+    Args:
+        number: Samples over all processes.
+        size: Samples per forward of one process, at most.
+        rank: This process, from 0.
+        world: Number of processes.
+    """
+
+    def __init__(self, number: int, size: int, rank: int = 0, world: int = 1):
+        self.number, self.size, self.rank, self.world = number, size, rank, world
+
+    def __len__(self) -> int:
+        return math.ceil(self.number / (self.size * self.world))
+
+    def counts(self, index: int) -> bool:
+        """Return whether the samples of batch `index` are this process's own."""
+        return index * self.size * self.world + self.rank < self.number
+
+    def __iter__(self) -> Iterator[list[int]]:
+        step = self.size * self.world
+        for index in range(len(self)):
+            stop = min((index + 1) * step, self.number)
+            yield [*range(index * step + self.rank, stop, self.world)] or [0]
 
 
 def _generator(seed: int, number: int, purpose: int) -> torch.Generator:

@@ -90,7 +90,7 @@ class TestAverage:
         with torch.no_grad():
             network.weight.fill_(1.0)
         module = BaseModule(network, None, Optimization(lr=1.0, ema=0.75))
-        module._trainer = type("Trainer", (), {"accumulate_grad_batches": 2})()
+        module._trainer = SimpleNamespace(accumulate_grad_batches=2, global_step=1000)
         for index, weight in enumerate([2.0, 3.0, 4.0, 5.0]):
             with torch.no_grad():
                 network.weight.fill_(weight)
@@ -102,12 +102,28 @@ class TestAverage:
         assert network.weight.flatten().tolist() == [5.0, 5.0]
         assert not any(p.requires_grad for p in module.average.parameters())
 
+    @pytest.mark.parametrize("ema", [0.25, 0.9999])
+    def test_its_start_is_left_behind(self, ema):
+        network = torch.nn.Linear(1, 1, bias=False)
+        with torch.no_grad():
+            network.weight.fill_(100.0)
+        module = BaseModule(network, None, Optimization(lr=1.0, ema=ema))
+        expected = 100.0
+        for step in range(1, 41):
+            module._trainer = SimpleNamespace(accumulate_grad_batches=1, global_step=step)
+            with torch.no_grad():
+                network.weight.fill_(float(step))
+            module.on_train_batch_end(None, {}, step - 1)
+            decay = min(ema, (1 + step) / (10 + step))
+            expected = decay * expected + (1 - decay) * step
+            assert module.average.weight.item() == pytest.approx(expected, rel=1e-5)
+        assert module.average.weight.item() == pytest.approx(40, abs=10)  # without: 99.8
+
     def test_sharded_networks_have_none(self):
         module = BaseModule(torch.nn.Linear(2, 1), None, Optimization(lr=1.0, ema=0.9))
         strategy = SimpleNamespace(shard=lambda *_: None)
-        module._trainer = SimpleNamespace(strategy=strategy, precision="32-true")
         with pytest.raises(ValueError, match=r"optimization.ema=0.9 .*strategy=ddp"):
-            module.configure_model()
+            module.check_strategy(strategy)
 
     @pytest.mark.parametrize("ema", [0, 1, 1.5, -0.1])
     def test_a_decay_is_inside_0_and_1(self, ema):
@@ -140,7 +156,7 @@ class TestAverage:
         middle = whole / "checkpoints" / "step-2.ckpt"
         lab.fit("ar_target", "name=av_resumed", f"resume={middle}", *arguments)
         assert same_weights(whole, lab.runs / "ar_target" / "av_resumed")
-        other = lab.fit("ar_target", "name=av_other", "optimization.ema=0.5")
+        other = lab.fit("ar_target", "name=av_other", "optimization.ema=0.1")
         assert not same_weights(whole, other.parent)
 
     def test_an_export_of_a_checkpoint_is_averaged_too(self, lab):

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.rows.stream import BatchSchedule, Stream
+from data.rows.stream import BatchSchedule, OnceEach, Stream
 
 ROWS = [{"x": torch.tensor([i])} for i in range(13)]
 
@@ -105,3 +105,18 @@ def test_a_batch_that_cannot_be_split_is_refused(batch, micro, world):
     with pytest.raises(ValueError, match=f"batch_size={batch}.* {world} processes") as e:
         BatchSchedule(range(3), batch, micro, 0, world)
     assert f"micro_batch_size={micro}" in str(e.value)
+
+
+@given(st.integers(1, 60), st.integers(1, 9), st.integers(1, 5))
+def test_each_held_out_sample_is_read_once(number, size, world):
+    ranks = [OnceEach(number, size, rank, world) for rank in range(world)]
+    batches = [list(rank) for rank in ranks]
+    assert len({len(rank) for rank in (*ranks, *batches)}) == 1  # as many forwards everywhere
+    counted = [
+        sample
+        for rank, found in zip(ranks, batches)
+        for index, batch in enumerate(found)
+        for sample in batch * rank.counts(index)
+    ]
+    assert sorted(counted) == list(range(number))
+    assert all(1 <= len(batch) <= size for found in batches for batch in found)
