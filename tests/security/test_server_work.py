@@ -71,7 +71,7 @@ BAD = [
     ({"prompt": "a" * 3_900_000}, "3900000 characters"),
     ({"prompt": " " * 3_900_000}, "3900000 characters"),
     ({"prompt": ["a", "b" * 2049]}, "2049 characters"),
-    ({"prompt": [1] * 1_900_000}, "more than the 32"),
+    ({"prompt": [1] * 1_900_000}, "1900000 tokens, no room for an answer in the 32"),
     ({"prompt": [1.5] * 900_000}, "it must be a text, token ids"),
     ({"prompt": [{}] * 900_000}, "it must be a text, token ids"),
     ({"prompt": [["a"]] * 600_000}, "it must be a text, token ids"),
@@ -86,7 +86,7 @@ BAD = [
     ('{"prompt": "a", "top_p": 1e999}', "a number of at most"),
     ('{"prompt": [%s]}' % ("9" * 4000), "it must be a text, token ids"),
     (f'{{"prompt": {DEEP}}}', "it must be a text, token ids"),
-    (f'{{"prompt": "a", "user": {DEEP}}}', "it must be a text"),
+    (f'{{"prompt": "a", "suffix": {DEEP}}}', "it must be a text"),
     (f'{{"prompt": "a", "tools": {DEEP}}}', "is not offered"),
     ('{"prompt": "a", "%s": 1}' % ("k" * 1_000_000), "unknown field 'kkk"),
     ("[" * 100_000, "no JSON"),
@@ -98,9 +98,9 @@ BAD = [
 @pytest.mark.parametrize(("body", "message"), BAD, ids=range(len(BAD)))
 def test_what_is_refused_is_not_encoded(client, encoded, body, message):
     encoded.texts.clear()
-    begun = time.monotonic()
+    begun = time.process_time()  # of the server's thread, too
     reply = client.post(COMPLETIONS, content=asked(body))
-    assert time.monotonic() - begun < 5
+    assert time.process_time() - begun < 5
     error = reply.json()["error"]
     assert reply.status_code == 400
     assert message in error["message"]
@@ -138,7 +138,7 @@ def test_a_text_is_encoded_once_for_all_its_answers(client, encoded):
     encoded.texts.clear()
     reply = client.post(COMPLETIONS, json={**FINE, "n": 5})
     assert len(reply.json()["choices"]) == 5
-    assert encoded.texts == ["abc"]
+    assert encoded.texts.count("abc") == 1
 
 
 def test_a_long_text_that_may_fit_is_encoded(client, encoded):
@@ -147,7 +147,8 @@ def test_a_long_text_that_may_fit_is_encoded(client, encoded):
     reply = client.post(COMPLETIONS, json={**FINE, "prompt": " " * 2048 + "a"})
     assert "2049 characters" in reply.json()["error"]["message"]
     assert client.post(COMPLETIONS, json={**FINE, "prompt": "a" * 10}).status_code == 200
-    assert encoded.texts == ["a" * 10]
+    assert encoded.texts.count("a" * 10) == 1
+    assert " " * 2048 + "a" not in encoded.texts
 
 
 def kept_waiting(server, client, encoded, path, slow):
