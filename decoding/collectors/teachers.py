@@ -91,7 +91,8 @@ def end_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     try:
         config = GenerationConfig.from_pretrained(path)
     except OSError:  # it has none, or it is damaged, and then the model says so
-        config = GenerationConfig.from_model_config(AutoConfig.from_pretrained(path))
+        model = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config = GenerationConfig.from_model_config(model)
     return end_tokens(config, tokenizer)
 
 

@@ -98,7 +98,7 @@ def test_a_token_that_the_network_does_not_know(lab, tmp_path, key):
     ("key", "value", "message"),
     [
         ("num_hidden_layers", 10**9, "num_hidden_layers=1000000000 is not allowed"),
-        ("num_hidden_layers", "x", "num_hidden_layers=x is not allowed"),
+        ("num_hidden_layers", "x", "'num_hidden_layers' expected int, got str"),
         ("vocab_size", 10**12, "its config asks for more weights than there are"),
     ],
 )

@@ -249,7 +249,7 @@ def test_partly_masked_blocks_show_their_clean_tokens():
 
 def draft_rows(sampler, prompts, params):
     """Rows of a batch that are prefilled and have drafted nothing."""
-    capacity = max(map(len, prompts)) + params.max_new_tokens + sampler.margin(params)
+    capacity = max(map(len, prompts)) + params.most + sampler.margin(params)
     rows = Batch(prompts, capacity, KeyedRandomness([0] * len(prompts)), "cpu")
     sampler.begin(rows, params)
     return rows
