@@ -72,7 +72,7 @@ def run(root, *arguments):
 def fit(tree, *overrides):
     root, lab = tree
     recipe = ["recipe=medusa", f"runs={lab.runs}", f"target={lab.runs}/ar_target/export"]
-    steps = ["trainer.max_steps=2", "trainer.validate_every=2", "network.draft_size=100"]
+    steps = ["trainer.max_steps=2", "trainer.validate_every=2", "network.draft_size=295"]
     steps += ["data.train.length=24", "data.validation.length=24", "data.corruption.anchors=4"]
     source = [f"corpus={lab.corpus}", f"acceptance.source={lab.corpus}"]
     return run(root, "-m", "trainers.fit", *recipe, *SMALL, *steps, *source, *overrides)
@@ -108,7 +108,7 @@ def test_it_trains_exports_loads_and_decodes(tree):
     found = json.loads(decoded.stdout)
     for temperature in (0.0, 1.0):  # `coupled`: plain decoding's very text
         assert found[f"heads {temperature}"] == found[f"plain {temperature}"]
-    assert found["tokens"] == [*range(100)]  # the reduced vocabulary, in the target's ids
+    assert found["tokens"] == [*range(295)]  # the reduced vocabulary, in the target's ids
     assert found["reads"]
     assert found["heads passes"] > 0
     shown = run(root, "-m", "decoding.generate", f"model={export}", "prompt=return", "seed=1")
