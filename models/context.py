@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 def context(config: PreTrainedConfig) -> int | None:
     """Return the most tokens of a text; None: any number."""
-    config = config.get_text_config()
+    config = _of_texts(config)
     keys = "max_position_embeddings", "max_sequence_length", "sliding_window"  # the 2nd is LLaDA's
     limits = *(getattr(config, key, None) for key in keys), rotary_range(config)[0]
     known = [n for n in limits if n is not None and n > 0]
@@ -25,7 +25,7 @@ def rotary_range(config: PreTrainedConfig) -> tuple[int | None, str]:
 
     (None, '') where the frequencies never depend on the pass.
     """
-    config = config.get_text_config()
+    config = _of_texts(config)
     whole = _rotary(config)
     # One for all layers, or one for each type of layer.
     parts = [part for part in whole.values() if isinstance(part, dict)] or [whole]
@@ -42,13 +42,18 @@ def rotary_range(config: PreTrainedConfig) -> tuple[int | None, str]:
     return min(found, default=(None, ""))
 
 
+def _of_texts(config: PreTrainedConfig) -> PreTrainedConfig:
+    found = config.get_text_config()
+    return found if isinstance(found, PreTrainedConfig) else config  # MAR's decoder is a dict
+
+
 def _rotary(config: PreTrainedConfig) -> dict:
     return getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
 
 
 def most_positions(config: PreTrainedConfig) -> int | None:
     """Return how many positions a pass may have: `rotary_range`, or those of a learned table."""
-    config = config.get_text_config()
+    config = _of_texts(config)
     limit = rotary_range(config)[0]
     if limit is None and not _rotary(config):
         limit = getattr(config, "max_position_embeddings", None)

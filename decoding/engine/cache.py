@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from models.attention import GROUPED
 from models.context import clamped, most_positions
@@ -174,9 +174,7 @@ class CountedNetwork:
     def __init__(self, network: PreTrainedModel):
         self.network = network
         self.passes, self.seconds = 0, 0.0
-        # Networks of images have no positions of a text.
-        known = isinstance(network.config, PreTrainedConfig)
-        self._range = most_positions(network.config) if known else None
+        self._range = most_positions(network.config)
         # A forward on CUDA only queues work, so the clock must synchronize.
         self._queues = input_device(network).type == "cuda"
 
