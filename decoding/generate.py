@@ -3,6 +3,7 @@
 `chat=true` asks the model through its chat template; without `prompt=`, it is a chat in a terminal.
 """
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ class Generate(LoadOptions, SamplingParams):
         False, "ask through the chat template; without prompt=, a chat in the terminal"
     )
     system: Verbatim | None = option(None, "the system's message of a chat")
+    stop: tuple[Verbatim, ...] = SamplingParams.stop
     verify: Literal[*VERIFY] = option(
         SamplingParams.verify, "how drafts are verified; each lossless"
     )
@@ -75,7 +77,7 @@ def read_prompt(given: str) -> str:
         if given == "-":
             text = sys.stdin.buffer.read().decode("utf-8").replace("\r\n", "\n")
         else:
-            text = read_text(Path(given[1:]))
+            text = read_text(Path(os.path.expanduser(given[1:])))
     except OSError as error:
         reason = f"{error.strerror}; a text that begins with @ is given as prompt='@@...'"
         raise ValueError(f"prompt={given!r} cannot be read: {reason}") from error

@@ -21,7 +21,7 @@ from decoding.engine.sampler import Sampler
 from decoding.loading import load
 from decoding.samplers.plain import PlainSampler
 from recipes.command import main
-from recipes.options import NEEDED, LoadOptions, option, parse
+from recipes.options import NEEDED, LoadOptions, Verbatim, option, parse
 
 PLAIN = "plain"  # the name of the target alone, which is served beside a drafter
 LONGEST = 4096  # tokens of a request, where neither the model nor the user sets a limit
@@ -51,7 +51,7 @@ class Serve(LoadOptions):
     grace: Annotated[float, Field(gt=0, le=86400)] = option(
         30.0, "seconds after SIGTERM for the requests that it has"
     )
-    api_key: str | None = option(None, "that clients must send; null: PARADE_API_KEY, or none")
+    api_key: Verbatim | None = option(None, "that clients must send; null: PARADE_API_KEY, or none")
 
 
 def run(argv: list[str]) -> None:

@@ -63,5 +63,5 @@ def test_the_command_of_an_input_keeps_what_belongs_to_it(given, commands):
 def test_a_target_is_not_carried_to_the_recipe_that_makes_one():
     config = compose(["recipe=deer_answers", "target=x/", "device_map=auto"], "collect")
     assert [n.command for n in config.needs] == [
-        "python -m trainers.fit recipe=ar_target runs=runs device_map=auto"
+        "python -m trainers.fit recipe=ar_target runs=runs"  # device_map is of a target alone
     ]
