@@ -56,13 +56,17 @@ class Chat:
     def _fitting(self, asked: dict[str, str]) -> list[int]:
         """Return the prompt's token ids; forget the oldest turns if the context is short."""
         first, context = len(self._system), self._sampler.context
+        given, most = self._params.max_new_tokens, self._params.most
+        if given is None and context is not None:  # an answer may be shorter than usual
+            most = min(most, context // 2)
         for start in range(first, len(self.messages) + 1, 2):
             kept = [*self._system, *self.messages[start:]]
             ids = encode_prompt(self._sampler.tokenizer, [*kept, asked])
-            if context is None or len(ids) + self._params.max_new_tokens <= context:
+            if context is None or len(ids) + most <= context:
                 break
         else:
-            return ids  # the sampler refuses it, and nothing was forgotten in vain
+            if given is not None or len(ids) >= (context or 0):
+                return ids  # the sampler refuses it, and nothing was forgotten in vain
         if start > first:
             count = (start - first) // 2
             aside(f"forgot the oldest turns ({count}): the model's context has {context} tokens")

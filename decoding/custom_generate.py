@@ -105,6 +105,8 @@ def generate(
         if not (value is None or value is False or (isinstance(value, list) and not value)):
             raise _unsupported(key)
 
+    usual = _is_usual(arguments, model.generation_config)
+
     def decode(
         model: PreTrainedModel,
         input_ids: Tensor,
@@ -118,11 +120,13 @@ def generate(
             raise _unsupported("a streamer with more than one row")
         values = _values(generation_config, logits_processor, model_kwargs)
         max_length, eos = _ends(stopping_criteria)
-        _check_window(model, max_length)
+        if not usual:
+            _check_window(model, max_length)
         if (own := seed) is None:  # greedy decoding leaves torch's generator alone
             own = int(torch.randint(1 << 48, ())) if generation_config.do_sample else 0
         values |= {"seed": own, "verify": verify, "block_size": block_size}
-        params = SamplingParams(max_new_tokens=max_length - input_ids.shape[1], **values)
+        most = max_length - input_ids.shape[1]
+        params = SamplingParams(max_new_tokens=None if usual else most, **values)
         network, tokenizer, entry, parts = _load(method, name, model, hub)
         training = model.training
         sampler = method.build(model, tokenizer, network, entry, **parts)
@@ -130,10 +134,14 @@ def generate(
         mask = model_kwargs.get("attention_mask")
         mask = torch.ones_like(input_ids) if mask is None else mask
         prompts = [row[seen.bool()].tolist() for row, seen in zip(input_ids, mask)]
+        each: SamplingParams | list[SamplingParams] = params
+        if usual:  # the length that transformers assumes, or what room there is
+            rows = [sampler.encode(prompt, params) for prompt in prompts]
+            each = [sampler.with_room(row, params, max(1, most)) for row in rows]
         answers: list[list[int]] = [[] for _ in prompts]
         try:
             # Closed at once on an error: torch's inference mode ends with it.
-            with closing(sampler.stream(prompts, params, text=streamer is not None)) as chunks:
+            with closing(sampler.stream(prompts, each, text=streamer is not None)) as chunks:
                 for chunk in chunks:
                     answers[chunk.request] += chunk.token_ids
                     for token in chunk.token_ids if streamer is not None else ():
@@ -150,6 +158,14 @@ def generate(
 
     # The class's own method: an instance may have one that its repository replaced.
     return type(model).generate(model, **arguments, streamer=streamer, custom_generate=decode)
+
+
+def _is_usual(arguments: dict[str, Any], default: GenerationConfig) -> bool:
+    """Return whether nobody has said how long an answer is, so that transformers takes its 20."""
+    config = arguments.get("generation_config") or default
+    keys = "max_new_tokens", "max_length"
+    given = any(arguments.get(key) is not None for key in keys)
+    return not given and config.max_new_tokens is None and config.max_length in (None, 20)
 
 
 def _unsupported(what: str) -> ValueError:

@@ -128,7 +128,7 @@ class ParadeLM(TemplateLM):
         for n, request in enumerate(requests):
             prompt, given = request.args
             params = self._sampling(given)
-            most, ids = params.max_new_tokens, self.tok_encode(prompt)
+            most, ids = params.most, self.tok_encode(prompt)
             limits = most, self.max_length, min(most, self.max_length // 2)
             ids, room = maybe_truncate(ids, *limits, shrink_gen_toks=True)
             groups.setdefault(replace(params, max_new_tokens=room), []).append((n, ids))
@@ -147,7 +147,7 @@ class ParadeLM(TemplateLM):
 
     def _sampling(self, given: dict) -> SamplingParams:
         """Return a task's generation_kwargs as parameters."""
-        asked = dict(normalize_gen_kwargs(given, self._params.max_new_tokens))
+        asked = dict(normalize_gen_kwargs(given, self._params.most))
         until, room, sampled = asked.pop("until"), asked.pop("max_gen_toks"), asked.pop("do_sample")
         if asked.get("num_beams") == 1:
             del asked["num_beams"]

@@ -24,6 +24,7 @@ from transformers.utils import cached_file
 
 from models import public
 from models.attention import check_masks
+from models.context import guard
 from models.placement import check_device, check_dtype, loading_options, place
 from models.sizes import TransformerSizes
 from models.weights import (
@@ -168,7 +169,7 @@ def load(
             check_finite(network)
     if offloaded:
         weakref.finalize(network, offloaded.cleanup)
-    return place(network, device)
+    return guard(place(network, device))
 
 
 def _remote_class(path: str) -> type:

@@ -325,6 +325,11 @@ def load(path: str, dtype: str | torch.dtype = "auto") -> DFlashDraftModel:
                 attn_implementation="sdpa",
                 output_loading_info=True,
             )
+        if (share := network.config.rope_parameters.get("partial_rotary_factor", 1)) != 1:
+            raise ValueError(
+                f"it has partial_rotary_factor={share}, which this class does not know and engines "
+                "obey: they would draft with another rotation"
+            )
         if {*(layers := network.config.layer_types)} != {"full_attention"}:
             raise ValueError(f"it has sliding windows (layer_types={layers}): not there yet")
         check_complete(network, found)

@@ -6,12 +6,13 @@ of the copies (`fitted_context`), and attention as sharp as it was (`sharpness`)
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from models.dflash import DFlashDraftModel, DFlashLayer
 from models.diffusion import copying
@@ -56,7 +57,7 @@ def from_target(
             0 is not copied, and no engine runs it.
     """
     theirs = source.config.get_text_config()
-    if not hasattr(source, "model") or not hasattr(theirs, "num_key_value_heads"):
+    if not _is_llama_like(source):
         raise ValueError(
             f"cannot make a DFlash drafter for a {theirs.model_type!r} model: "
             "a Llama, Qwen2 or Qwen3 style causal LM is needed"
@@ -88,6 +89,46 @@ def from_target(
         with torch.no_grad():
             network.lm_head.weight.copy_(source.get_output_embeddings().weight[ids])
     return network
+
+
+def _is_llama_like(source: PreTrainedModel) -> bool:
+    """Return whether a target's layers and config have the parts that a drafter copies."""
+    config = source.config.get_text_config()
+    layer: Any = next(iter(getattr(getattr(source, "model", None), "layers", ())), None)
+    attention: Any = getattr(layer, "self_attn", None)
+    projections = ("q_proj", "k_proj", "v_proj", "o_proj")
+    if not hasattr(layer, "input_layernorm") or not all(hasattr(attention, p) for p in projections):
+        return False
+    norm = getattr(attention, "q_norm", None)
+    each_head = norm is None or norm.weight.shape == (attention.head_dim,)
+    return each_head and all(hasattr(config, key) for key in SHARED)
+
+
+def _rotary(source: PreTrainedModel) -> dict:
+    """Return a drafter's `rope_parameters`, with which its frequencies are the target's own.
+
+    Engines obey partial_rotary_factor, and the drafter's class, Qwen3's, does not: it is left out
+    where the target rotates whole heads too. Another rotary embedding raises ValueError.
+    """
+    theirs = source.config.get_text_config()
+    size = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    rope = {k: x for k, x in theirs.rope_parameters.items() if k != "partial_rotary_factor"}
+    own: Any = getattr(source.model, "rotary_emb", None)
+    known = getattr(own, "inv_freq", None)  # None: one for each type of layer
+    if known is not None and 2 * len(known) == size:
+        most = theirs.max_position_embeddings
+        config = Qwen3Config(head_dim=size, rope_parameters=rope, max_position_embeddings=most)
+        ours = Qwen3RotaryEmbedding(config)
+        own_values = ours.inv_freq.to(known.device)  # of a 'meta' model there are none
+        same = known.is_meta or torch.allclose(own_values, known.float(), rtol=1e-2)
+        if same and ours.attention_scaling == own.attention_scaling:
+            return rope
+    given = {k: x for k, x in theirs.rope_parameters.items() if not isinstance(x, (list, dict))}
+    raise ValueError(
+        f"cannot make a DFlash drafter for this {theirs.model_type!r} model: its rotary embedding "
+        f"({given or [*theirs.rope_parameters]}) is not one that the drafter's class and all "
+        "engines compute alike"
+    )
 
 
 def _copy(source: PreTrainedModel, network: DFlashDraftModel, layers: Sequence[int]) -> None:
@@ -140,7 +181,7 @@ def _config(
         **{key: getattr(theirs, key) for key in SHARED},
         num_hidden_layers=layers,
         head_dim=getattr(theirs, "head_dim", None) or theirs.hidden_size // heads,
-        rope_parameters=dict(theirs.rope_parameters),
+        rope_parameters=_rotary(source),
         tie_word_embeddings=False,
         num_target_layers=theirs.num_hidden_layers,
         attention_bias="context" in special and biased,

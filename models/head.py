@@ -20,9 +20,9 @@ class ReducedHead:
     def __init__(self, network: PreTrainedModel, ids: Tensor | None):
         self.network, self.ids, self.tensors = network, ids, {}
         head = None if ids is None else network.get_output_embeddings()
-        if ids is None or head is None or len(ids) == len(head.weight):
+        if ids is None or head is None or len(ids) == _rows(head):
             self.ids = None
-        elif not hasattr(head.weight, "placements"):  # FSDP would put its own back
+        elif not is_sharded(head.weight):
             (name,) = [name for name, module in network.named_modules() if module is head]
             rows = {key: tensor[ids] for key, tensor in head.named_parameters()}
             self.tensors = {f"{name}.{key}": tensor for key, tensor in rows.items()}
@@ -36,6 +36,19 @@ class ReducedHead:
             self.network, self.tensors, kwargs=inputs, tie_weights=False, strict=False
         )
         return output.logits
+
+
+def _rows(head: torch.nn.Module) -> int:
+    """Return the rows of a head's matrix, of which a process may have a share only."""
+    return head.out_features if is_sharded(head.weight) else len(head.weight)
+
+
+def is_sharded(weight: Tensor) -> bool:
+    """Return whether a weight is whole only in its module's forward (FSDP2's and ZeRO-3's).
+
+    Both put their own weight there, whatever is given instead of it.
+    """
+    return hasattr(weight, "placements") or hasattr(weight, "ds_id")
 
 
 def freeze_embeddings(network: torch.nn.Module) -> None:

@@ -108,6 +108,7 @@ class DiffusionHead(nn.Module):
 
     def forward(self, x: Tensor, time: Tensor, z: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the estimate eps and the raw variance (None unless learned), [..., D] each."""
+        x = x.to(self.token.weight.dtype)
         c = silu(self.time(_waves(time).to(x.dtype)) + self.condition(z))
         h = self.token(x)
         for block in self.blocks:
@@ -156,7 +157,7 @@ class _Block(nn.Module):
 def _waves(time: Tensor) -> Tensor:
     """Return the sinusoidal embedding [..., 256] of times [...]."""
     # A time of 1,000 multiplies what `exp` rounds differently on a GPU, so the CPU makes the rates.
-    rates = (-math.log(10_000) * torch.arange(128) / 128).exp()
+    rates = (-math.log(10_000) * torch.arange(128, dtype=torch.float32) / 128).exp()
     angles = time[..., None] * rates.to(time.device)
     return torch.cat([angles.cos(), angles.sin()], -1)
 

@@ -131,6 +131,7 @@ class PatchTransformer(PreTrainedModel):
 
     def embed_patches(self, patches: Tensor, position: Tensor, following: Tensor) -> Tensor:
         """Return inputs [B, n, H] of patches [B, n, D], their positions and the next ones."""
+        patches = patches.to(self.token.weight.dtype)
         return self.token(patches) + self.here(position) + self.next(following)
 
     def forward(self, patches: Tensor, label: Tensor, order: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytorch_lightning as pl
 import torch
-from torch import Tensor
+from pytorch_lightning.strategies import Strategy
+from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
@@ -98,16 +99,24 @@ class BaseModule(pl.LightningModule):
         if self.target is not None:
             place(self.target, self.device)
 
+    def check_strategy(self, strategy: Strategy) -> None:
+        """Raise ValueError if the module cannot be trained with a strategy."""
+        if hasattr(strategy, "shard") and self.average is not None:
+            raise ValueError(
+                f"optimization.ema={self.optimization.ema} needs the whole network in every "
+                "process: give strategy=ddp, or optimization.ema=null"
+            )
+
+    @property
+    def trained(self) -> dict[str, nn.Module]:
+        """The networks that are trained, and sharded one by one, by their attributes' names."""
+        return {"network": self.network}
+
     def configure_model(self) -> None:
-        """Split the network over the processes, if the strategy does."""
+        """Split what is trained over the processes, if the strategy does."""
         strategy = self.trainer.strategy
         if hasattr(strategy, "shard"):
-            if self.average is not None:
-                raise ValueError(
-                    f"optimization.ema={self.optimization.ema} needs the whole network in every "
-                    "process: give strategy=ddp, or optimization.ema=null"
-                )
-            strategy.shard(self.network, self.trainer.precision)
+            strategy.shard(self.trained, self.trainer.precision)
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
         """Return the weights that `losses` returns, without a forward; 0: nothing to learn."""
@@ -259,6 +268,7 @@ class BaseModule(pl.LightningModule):
         if auxiliary:
             rate = o.lr if o.aux_lr is None else o.aux_lr
             groups.append({"params": auxiliary, "weight_decay": o.weight_decay, "lr": rate})
+        groups = [group for group in groups if group["params"]]  # DeepSpeed takes no empty one
         AdamW = getattr(self.trainer.strategy, "optimizer", torch.optim.AdamW)
         optimizer = AdamW(groups, lr=o.lr, betas=tuple(o.betas))
         steps = self.trainer.max_steps

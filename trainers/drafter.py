@@ -7,7 +7,7 @@ from typing import Annotated
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from data.arguments import BlockSize
@@ -59,13 +59,11 @@ class DrafterModule(BaseModule):
             and a step of a small drafter costs much less.
         markov_rank: Rank of a head that conditions each drafted token on the one before it
             (`models.markov`), or None. The drafter relies on it, so it drafts worse without.
-            Strategies that shard are refused.
         train_drafter: Whether the drafter is trained; False: its auxiliary heads alone, so
             `network` must be a trained drafter.
 
     Attributes:
         layouts: Names of the layouts that the module can train.
-        heads: The auxiliary heads (`trainers.heads`); each is a submodule by its key, too.
         target_layers: The target's decoder layers whose hidden states the drafter reads, 0-based
             (`models.hidden_states`).
     """
@@ -108,8 +106,9 @@ class DrafterModule(BaseModule):
         self._prepare_network()
         if not train_embeddings:
             freeze_embeddings(network)
-        self.heads = auxiliary_heads(network, self.draft_ids, markov_rank)
-        for head in self.heads:
+        heads = auxiliary_heads(network, self.draft_ids, markov_rank)
+        self._head_keys = [head.key for head in heads]
+        for head in heads:
             self._add_head(head, train_drafter)
         if not train_drafter:
             self._freeze_drafter()
@@ -182,13 +181,14 @@ class DrafterModule(BaseModule):
         if self.stored_states is not None:
             store_states(self, self.stored_states)
 
-    def configure_model(self) -> None:
-        if self.heads and hasattr(self.trainer.strategy, "shard"):
-            raise ValueError(
-                f"what {' and '.join(head.option for head in self.heads)} trains must be whole in "
-                "every process: give strategy=ddp, or null for it"
-            )
-        super().configure_model()
+    @property
+    def heads(self) -> tuple[AuxiliaryHead, ...]:
+        """The auxiliary heads (`trainers.heads`); each is a submodule by its key."""
+        return tuple(getattr(self, key) for key in self._head_keys)
+
+    @property
+    def trained(self) -> dict[str, nn.Module]:
+        return {**super().trained, **{head.key: head for head in self.heads}}
 
     @property
     def needs_target(self) -> frozenset[str]:

@@ -2,18 +2,22 @@
 
 import logging
 import math
+import os
 import sys
 import warnings
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytorch_lightning as pl
 import torch
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.accelerators import CUDAAccelerator
-from pytorch_lightning.callbacks import Callback
+from pytorch_lightning.callbacks import Callback, LambdaCallback
+from pytorch_lightning.plugins.environments import TorchElasticEnvironment
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
@@ -30,7 +34,7 @@ from trainers.base import BaseModule, WholeSteps
 from trainers.lora import add_lora
 from trainers.publishing.export_folder import check_exportable, is_export, write_export
 from trainers.runs.callbacks import AcceptanceLength, validation_prompts
-from trainers.runs.checkpoint_files import DirectIO, check_fits
+from trainers.runs.checkpoint_files import DirectIO, check_fits, check_strategy
 from trainers.runs.checkpoints import Checkpoints, Preempted
 from trainers.runs.guards import LossGuard, memory_advice
 from trainers.runs.loggers import build_loggers, check_logger
@@ -100,26 +104,34 @@ def _fit(config: DictConfig, folder: Path, checkpoint: Path | None, first: int) 
     trainer, loaders, rows = assemble(config, module, folder, first)
     start = provenance(config, trainer, rows, first)
     if checkpoint is not None:
+        check_strategy(checkpoint, trainer, config.strategy)
         check_inputs(start, checkpoint, chosen=config.resume != "auto")
         if checkpoint.is_file():
             check_restorable(trainer, module, checkpoint)
-    set_aside(folder, first, checkpoint)
-    describe(config, folder)
-    trainer.loggers = build_loggers(config, folder, first)
-    write_provenance(folder / "provenance.json", start, resumed=checkpoint is not None)
     steps = trainer.max_steps
-    if trainer.is_global_zero:
-        epochs = config.trainer.max_epochs
-        passes = "" if epochs is None else f" ({epochs:g} epochs of {len(rows['train'])} rows)"
-        warmup = module.optimization.warmup(steps)
-        length = f"{steps} steps{passes}, {warmup} of them to warm up"
-        print(f"{config.recipe} at scale {config.scale}: {length}, to {folder}")
+
+    @cache
+    def begin() -> None:
+        """Write into the folder, once no process and no library refuses the run any more."""
+        set_aside(folder, first, checkpoint)
+        describe(config, folder)
+        trainer.loggers = build_loggers(config, folder, first)
+        write_provenance(folder / "provenance.json", start, resumed=checkpoint is not None)
+        if trainer.is_global_zero:
+            epochs = config.trainer.max_epochs
+            passes = "" if epochs is None else f" ({epochs:g} epochs of {len(rows['train'])} rows)"
+            warmup = module.optimization.warmup(steps)
+            length = f"{steps} steps{passes}, {warmup} of them to warm up"
+            print(f"{config.recipe} at scale {config.scale}: {length}, to {folder}")
+
+    trainer.callbacks.insert(0, LambdaCallback(on_train_start=lambda *_: begin()))
     try:
         trainer.fit(module, *loaders, ckpt_path=checkpoint, weights_only=True)
     except Preempted as signal:
         if trainer.is_global_zero:
             print(f"{signal} at step {trainer.global_step}: go on with the same command")
         sys.exit(128 + signal.number)
+    begin()  # where no step was left
     if trainer.global_step < steps:  # interrupted: nothing to export
         raise ValueError(f"stopped at step {trainer.global_step}: go on with the same command")
     export_run(module, trainer, folder, merge=config.lora.merge)
@@ -233,6 +245,7 @@ def assemble(
     assert t.max_steps is not None
     module.optimization.warmup(t.max_steps)
     trainer = build_trainer(t, config.strategy, callbacks)
+    module.check_strategy(trainer.strategy)
     speed_up(module, trainer, t)
     if data.stored_states is not None:
         train = with_states(train, module, config.target, data.stored_states)
@@ -307,12 +320,34 @@ def build_trainer(t: Trainer, strategy: str, callbacks: list[Callback]) -> pl.Tr
             f"strategy={given} needs a CUDA GPU, and there is none here. "
             "Choose from strategy=ddp and strategy=fsdp2 on a CPU"
         )
+    check_launched(trainer)
+    # A cast would round what is no network's input: weights, rates, probabilities, noise.
+    trainer.precision_plugin.convert_input = as_it_is  # type: ignore[method-assign]
     schedule = BatchSchedule(range(0), t.batch_size, t.micro_batch_size, world=trainer.world_size)
     trainer.accumulate_grad_batches = schedule.accumulate
     # Evenly: the last one is at the end, or fewer steps before it than there are validations.
     checks = math.ceil(trainer.max_steps / t.validate_every)
     trainer.val_check_interval = trainer.max_steps // checks * schedule.accumulate
     return trainer
+
+
+def as_it_is(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a batch; a network casts its own inputs."""
+    return batch
+
+
+def check_launched(trainer: pl.Trainer) -> None:
+    """Raise ValueError if torchrun or srun has started another number of processes."""
+    torchrun = TorchElasticEnvironment.detect()
+    started = os.environ.get("WORLD_SIZE" if torchrun else "SLURM_STEP_NUM_TASKS")
+    asked = trainer.num_devices * trainer.num_nodes
+    if started is not None and int(started) != asked:
+        raise ValueError(
+            f"trainer.devices={trainer.num_devices} and trainer.num_nodes={trainer.num_nodes} ask "
+            f"for {asked} processes, but {'torchrun' if torchrun else 'srun'} has "
+            f"started {started}: give trainer.devices=<processes of a machine> and "
+            "trainer.num_nodes=<machines>"
+        )
 
 
 if __name__ == "__main__":

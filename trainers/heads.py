@@ -1,8 +1,8 @@
 """Auxiliary heads: small networks that are trained together with a drafter and add to its logits.
 
-They are whole in every process, with their own learning rate (`optimization.aux_lr`) and their
-own file in an export. To add one, write a class with the interface of `AuxiliaryHead` and add it to
-`auxiliary_heads`.
+They have their own learning rate (`optimization.aux_lr`) and their own file in an export. A
+strategy that shards shards them too, so `added_logits` must call the module, as here. To add one,
+write a class with the interface of `AuxiliaryHead` and add it to `auxiliary_heads`.
 """
 
 import warnings

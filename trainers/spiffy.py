@@ -146,7 +146,7 @@ class Calibration(BaseModule):
             "options": options,
             "width": self.width,
             "eos": sorted(tracer.eos),
-            "max_new_tokens": self.params.max_new_tokens,
+            "max_new_tokens": self.params.most,
             "temperature": self.params.temperature,
             "seed": self.seed,
             "prompt": prompt,

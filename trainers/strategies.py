@@ -3,6 +3,8 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
 
 import pytorch_lightning as pl
 import torch
@@ -10,7 +12,12 @@ from omegaconf import DictConfig
 from pytorch_lightning.accelerators import CUDAAccelerator
 from pytorch_lightning.strategies import DeepSpeedStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -21,6 +28,10 @@ from transformers import PreTrainedModel
 
 from models.packed import multiplies_bfloat16
 from recipes.compose import build
+from trainers.runs.checkpoint_files import renamed
+from trainers.runs.safe_load import read_file
+
+Network = TypeVar("Network", bound=nn.Module)
 
 
 def precision_of(name: str, accelerator: str) -> str:
@@ -48,37 +59,60 @@ class FSDP2(ModelParallelStrategy):
         # Shards in CPU memory are reduced (norms) and gathered (checkpoints) over gloo.
         backend = "cpu:gloo,cuda:nccl" if offload else None
         super().__init__(tensor_parallel_size=1, process_group_backend=backend)
+        self.strategy_name = "fsdp2_offload" if offload else "fsdp2"
         self.offload = offload
-        self.skeleton: PreTrainedModel | None = None
+        self.skeletons: dict[str, nn.Module] = {}
 
     def setup_environment(self) -> None:
         """Set up the process group, with all processes in one data-parallel group."""
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
 
-    def shard(self, network: PreTrainedModel, precision: str) -> None:
-        """Shard a network in place: one unit per decoder layer, and one for all other weights."""
-        if self.skeleton is not None:  # Lightning calls `configure_model` at every entry point
+    def shard(self, networks: dict[str, nn.Module], precision: str) -> None:
+        """Shard networks in place: one unit per decoder layer, and one for all other weights."""
+        if self.skeletons:  # Lightning calls `configure_model` at every entry point
             return
-        self.skeleton = without_weights(network)
+        self.skeletons = {name: without_weights(network) for name, network in networks.items()}
         half = torch.bfloat16 if precision == "bf16-mixed" else None
         options = {
             "mesh": self.device_mesh["data_parallel"],
             "mp_policy": MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32),
             "offload_policy": CPUOffloadPolicy() if self.offload else OffloadPolicy(),
         }
-        units = {*(network._no_split_modules or [])}
-        for module in [m for m in network.modules() if type(m).__name__ in units]:
-            fully_shard(module, **options)
-        # Tied embeddings and head are one parameter, so they must be in one unit, the last one.
-        fully_shard(network, **options)
+        for network in networks.values():
+            units = {*(getattr(network, "_no_split_modules", None) or [])}
+            for module in [m for m in network.modules() if type(m).__name__ in units]:
+                fully_shard(module, **options)
+            # Tied embeddings and head are one parameter, so they must be in one unit, the last one.
+            fully_shard(network, **options)
 
     def model_to_device(self) -> None:
         """Move the module to the device, unless its shards are offloaded to the CPU."""
         if not self.offload:
             super().model_to_device()
 
-    def gathered(self, network: PreTrainedModel) -> dict[str, Tensor]:
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load shards, or the file of a strategy that has none.
+
+        Lightning would take the file's optimizer states, which are in the order of the parameter
+        groups, for those of the module's parameters in their own order.
+        """
+        path = Path(self.broadcast(checkpoint_path))
+        if path.is_dir():
+            return super().load_checkpoint(path, weights_only)
+        content, (optimizer,) = read_file(path), self.optimizers
+        assert self.model is not None
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+        states = renamed(content.pop("optimizer_states")[0], order)
+        options = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(self.model, content.pop("state_dict"), options=options)
+        set_optimizer_state_dict(self.model, optimizer, states, options=options)
+        return content
+
+    def gathered(self, network: nn.Module) -> dict[str, Tensor]:
         """Gather the weights, by name, on the first process; a collective call."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         return get_model_state_dict(network, options=options)
@@ -95,7 +129,8 @@ class DeepSpeed(DeepSpeedStrategy):
         super().__init__(
             stage=stage, offload_optimizer=offload, offload_parameters=offload and stage == 3
         )
-        self.skeleton: PreTrainedModel | None = None
+        self.strategy_name = f"deepspeed_{stage}{'_offload' if offload else ''}"
+        self.skeletons: dict[str, nn.Module] = {}
 
     @property
     def optimizer(self) -> type[torch.optim.Optimizer]:
@@ -106,11 +141,19 @@ class DeepSpeed(DeepSpeedStrategy):
 
         return DeepSpeedCPUAdam
 
-    def shard(self, network: PreTrainedModel, precision: str) -> None:
-        """Record the network's structure; DeepSpeed shards it itself."""
-        self.skeleton = self.skeleton or without_weights(network)
+    def backward(self, closure_loss: Tensor, *args, **kwargs) -> Tensor:
+        """Run the engine's backward, without its division by the number of micro-batches.
 
-    def gathered(self, network: PreTrainedModel) -> dict[str, Tensor]:
+        Lightning has divided the loss by it already.
+        """
+        return super().backward(closure_loss, *args, scale_wrt_gas=False, **kwargs)
+
+    def shard(self, networks: dict[str, nn.Module], precision: str) -> None:
+        """Record the networks' structure; DeepSpeed shards them itself."""
+        if not self.skeletons:
+            self.skeletons = {name: without_weights(network) for name, network in networks.items()}
+
+    def gathered(self, network: nn.Module) -> dict[str, Tensor]:
         """Gather the weights, by name, on the first process; a collective call."""
         import deepspeed
 
@@ -141,25 +184,29 @@ def needs_gpu(strategy: Strategy) -> bool:
 
 @contextmanager
 def whole_network(module: pl.LightningModule) -> Iterator[bool]:
-    """Make `module.network` whole (unsharded) in a context that all processes enter and leave.
+    """Make `module.trained` whole (unsharded) in a context that all processes enter and leave.
 
-    Yields True on processes that have the whole network.
+    Yields True on processes that have the whole networks.
     """
-    strategy, sharded = module.trainer.strategy, module.network
+    strategy = module.trainer.strategy
     if not hasattr(strategy, "gathered"):
         yield True
         return
-    weights, first = strategy.gathered(sharded), strategy.is_global_zero
-    if first:
-        module.network = with_weights(strategy.skeleton, weights, strategy.root_device)
+    sharded, first = module.trained, strategy.is_global_zero
+    for name, network in sharded.items():
+        weights = strategy.gathered(network)
+        if first:
+            whole = with_weights(strategy.skeletons[name], weights, strategy.root_device)
+            setattr(module, name, whole)
     try:
         yield first
     finally:
-        module.network = sharded
+        for name, network in sharded.items():
+            setattr(module, name, network)
         strategy.barrier()
 
 
-def without_weights(network: PreTrainedModel) -> PreTrainedModel:
+def without_weights(network: Network) -> Network:
     """Copy a network, with its buffers and with meta tensors for its weights."""
     # deepcopy takes from the memo what is in it, so tied parameters stay tied.
     memo = {
@@ -169,13 +216,12 @@ def without_weights(network: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(network, memo)
 
 
-def with_weights(
-    skeleton: PreTrainedModel, weights: dict[str, Tensor], device: torch.device
-) -> PreTrainedModel:
+def with_weights(skeleton: Network, weights: dict[str, Tensor], device: torch.device) -> Network:
     """Copy a skeleton (`without_weights`) with weights by name; tied ones need one name."""
     network = copy.deepcopy(skeleton)
     unknown = network.load_state_dict(weights, strict=False, assign=True).unexpected_keys
-    network.tie_weights()
+    if isinstance(network, PreTrainedModel):
+        network.tie_weights()
     lost = [name for name, p in network.named_parameters() if p.is_meta]
     assert not lost + unknown, f"weights lost: {lost}, unknown: {unknown}"
     return network.to(device).eval()

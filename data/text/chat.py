@@ -5,9 +5,11 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from inspect import signature
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from data.text.rendering import Spans, render
 
@@ -16,11 +18,10 @@ ANSWER = "Twelve"  # of an example of a chat
 # What a turn says beside its text, and a template must read; a thought has three names.
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 NEEDED = (*THOUGHTS, "tool_calls", "tools")
-# Arguments of a rendering that are ours.
-RESERVED = (
-    "messages", "conversations", "conversation", "chat_template", "seconds", "documents",
-    "add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask",
-)  # fmt: skip
+# Arguments of a rendering that are ours, and the names of special tokens, which templates read.
+RESERVED = {*signature(render_jinja_template).parameters, "messages", "template", "seconds"}
+RESERVED |= {*PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES, "additional_special_tokens"}
+RESERVED -= {"tools"}
 
 
 @contextmanager
@@ -77,7 +78,7 @@ def chat_of(tokenizer: PreTrainedTokenizerBase, row: dict) -> tuple[Messages, di
         ValueError: For thoughts, calls or tools that the tokenizer's template would leave out.
     """
     options = row.get("options", {})
-    if reserved := {*options} & {*RESERVED}:
+    if reserved := {*options} & RESERVED:
         raise ValueError(
             f"chat_template_kwargs has {sorted(reserved)[0]!r}, which is not the row's"
         )
@@ -158,7 +159,10 @@ def encode_prompt(
 def render_prompt(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, options: dict | None = None
 ) -> str:
-    """Return the text of a chat prompt, whose special tokens it has already."""
+    """Return the text of a chat prompt, whose special tokens it has already.
+
+    `options` are what the template itself reads, such as Qwen3's `enable_thinking`.
+    """
     _check_chat(tokenizer, messages)
     return render_chat(tokenizer, messages, **{**(options or {}), "add_generation_prompt": True})
 

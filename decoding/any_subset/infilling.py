@@ -128,11 +128,10 @@ class Infiller(Sampler):
             raise ValueError(
                 f"prompt token {bad[0]} is outside the model's vocabulary of {self.vocabulary}"
             )
-        context = getattr(self.target.config, "max_position_embeddings", None)
-        if context is not None and 0 < context < len(template.ids):  # XLNet says -1: no limit
+        if self.context is not None and self.context < len(template.ids):
             raise ValueError(
                 f"the prompt has {len(given)} tokens and its holes {template.holes}, together more "
-                f"than the model's context of {context}: shorten one of them"
+                f"than the model's context of {self.context}: shorten one of them"
             )
         return template
 

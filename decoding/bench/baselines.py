@@ -47,7 +47,7 @@ class HuggingFace:
         seen = [torch.ones_like(prompt) for prompt in ids]
         ids, seen = (pad_sequence(x, batch_first=True, padding_side="left") for x in (ids, seen))
         config = GenerationConfig(
-            max_new_tokens=params.max_new_tokens,
+            max_new_tokens=params.most,
             do_sample=params.temperature > 0,
             temperature=params.temperature or None,
             top_k=params.top_k,

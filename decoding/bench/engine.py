@@ -90,7 +90,7 @@ class Ours(Way):
         # An engine's prefill gives the first token without a draft.
         drafted = [i for i, r in enumerate(results) if r.stats.drafted and len(r.token_ids) > 1]
         if drafted:
-            rest = replace(self.params, max_new_tokens=self.params.max_new_tokens - 1)
+            rest = replace(self.params, max_new_tokens=self.params.most - 1)
             begun = [prompts[i] + results[i].token_ids[:1] for i in drafted]
             for result in self.sampler.generate(begun, rest, seeds=[seeds[i] for i in drafted]):
                 self.add(*accepted_counts(result.stats.passes, self.params.block_size or 0))

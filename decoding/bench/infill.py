@@ -32,6 +32,7 @@ from decoding.engine.sampler import Sampler
 from decoding.loading import load, load_tokenizer, sampler_of, sampling_config
 from decoding.report import results, track, write_table
 from models import causal
+from models.context import context
 from models.placement import input_device
 from recipes.command import main
 from recipes.options import SourceOptions, option, parse
@@ -293,8 +294,8 @@ def generative_perplexity(
     It is over all tokens but the first. Text beyond the judge's context is left out; the perplexity
     of fewer than two tokens is nan.
     """
-    context = getattr(judge.config, "max_position_embeddings", None)
-    ids = torch.tensor([encode_text(tokenizer, text)[:context]], device=input_device(judge))
+    most = context(judge.config)
+    ids = torch.tensor([encode_text(tokenizer, text)[:most]], device=input_device(judge))
     if ids.shape[1] < 2:
         return math.nan
     with torch.inference_mode():

@@ -50,7 +50,7 @@ class Tracer(SpiffySampler):
     def trace(self, prompts: list[list[int]], params: SamplingParams, seeds: list[int]) -> Tensor:
         """Decode prompts; return int16 traces [prompts, blocks, 1 + 2 L, L], padded with ABSENT."""
         L = self.block_size
-        blocks = -(-params.max_new_tokens // L) + self.causal
+        blocks = -(-params.most // L) + self.causal
         self.traces = torch.full((len(prompts), blocks, 1 + 2 * L, L), ABSENT, dtype=torch.int16)
         self.generate(prompts, params, seeds=seeds)
         return self.traces

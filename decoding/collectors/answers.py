@@ -96,7 +96,7 @@ class TeacherAnswers:
             "number": self.number,
             "temperatures": [p.temperature for p in self.params],
             "top_p": self.params[0].top_p,
-            "max_new_tokens": self.params[0].max_new_tokens,
+            "max_new_tokens": self.params[0].most,
             "dtype": self.placing["dtype"],
             # A collection is not continued with seeds, or turns, of another kind.
             "seeds": "blake2b",
@@ -107,7 +107,7 @@ class TeacherAnswers:
 
     def bytes_of(self, prompt_ids: list[int]) -> int:
         """Return an upper bound of the bytes of a prompt's answers on disk, with a margin."""
-        new = self.params[0].max_new_tokens  # 4 bytes a token, 6 each of its `top_k`
+        new = self.params[0].most  # 4 bytes a token, 6 each of its `top_k`
         return self.number * (4 * (len(prompt_ids) + new) + 6 * self.top_k * new + 64)
 
     def seed_of(self, prompt: str, answer: int) -> int:

@@ -59,14 +59,14 @@ class JacobiTrajectories:
             "weights": model_fingerprint(self.teacher),
             "tokenizer": fingerprint(self.tokenizer),
             "block_size": self.block_size,
-            "max_new_tokens": self.params.max_new_tokens,
+            "max_new_tokens": self.params.most,
             "dtype": self.placing["dtype"],
             "seeds": "blake2b",  # a collection is not continued with seeds of another kind
         }
 
     def bytes_of(self, prompt_ids: list[int]) -> int:
         """Return an upper bound of the bytes of a prompt's trajectory on disk, with a margin."""
-        tokens = self.params.max_new_tokens
+        tokens = self.params.most
         # Token i of a block cannot change after pass i: at most (n + 1) / 2 changes on average.
         changes = tokens * (self.block_size + 1) // 2
         return 4 * (len(prompt_ids) + 4 * tokens + 2 * changes) + 256

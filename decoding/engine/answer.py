@@ -75,7 +75,7 @@ class Answer:
 
     def _ended(self, new: list[int], eos: frozenset[int]) -> tuple[list[int], str | None]:
         """Cut new tokens where the answer ends; the reason is None where it does not."""
-        room = self.params.max_new_tokens - len(self.token_ids)
+        room = self.params.most - len(self.token_ids)
         if not self.params.ignore_eos:
             end = next((i for i, token in enumerate(new) if token in eos), None)
             if end is not None and end < room:

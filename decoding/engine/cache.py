@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from models.attention import GROUPED
+from models.context import clamped, most_positions
 from models.head import ReducedHead
 from models.hidden_states import capture
 from models.masks import Layout, Predicate, dense
@@ -173,6 +174,7 @@ class CountedNetwork:
     def __init__(self, network: PreTrainedModel):
         self.network = network
         self.passes, self.seconds = 0, 0.0
+        self._range = most_positions(network.config)
         # A forward on CUDA only queues work, so the clock must synchronize.
         self._queues = input_device(network).type == "cuda"
 
@@ -312,7 +314,7 @@ class CachedNetwork(CountedNetwork):
                 # A drafter's vocabulary may be the smaller one: it only guesses, any token will do.
                 input_ids=tokens.clamp_max(self._known - 1),
                 attention_mask=mask,
-                position_ids=positions,
+                position_ids=clamped(positions, self._range),
                 past_key_values=self.cache,
                 use_cache=True,
                 # As indices, which copy: on a view of a longer row the CPU's bfloat16 product with

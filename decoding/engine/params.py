@@ -1,11 +1,17 @@
 """Sampling parameters, and the results, statistics and chunks that a sampler returns."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
+from typing import Any
 
 VERIFY = ("coupled", "rejection", "block", "tree")
+USUAL = 128  # tokens of an answer, where a request does not say
 LONGEST_ANSWER, LONGEST_DRAFT = 2**20, 2**10  # tokens: more is a slip, and would take all memory
+# Temperatures that float32 holds, and penalties by which it still holds a logit.
+TEMPERATURES, PENALTIES = (1.2e-38, 3.4e38), (1e-20, 1e20)
+WHOLE = ("max_new_tokens", "top_k", "seed", "block_size")
+NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
 KEYED = ("coupled", "tree")  # every choice is argmax(log p + g), with the noise g of its position
 
 
@@ -14,12 +20,14 @@ class SamplingParams:
     """Sampling parameters, with the same keys for every sampler and every command.
 
     Args:
-        max_new_tokens: The most tokens that are generated.
-        temperature: Divides the logits; 0 is greedy.
+        max_new_tokens: The most tokens that are generated; None: `USUAL`, or as many as the context
+            has left (`Sampler.with_room`).
+        temperature: Divides the logits; 0 is greedy, and else one of `TEMPERATURES`.
         top_k: Keep the k most probable tokens; 0 is off.
         top_p: Keep the most probable tokens that reach this probability together; 1 is off.
         min_p: Keep tokens with at least this share of the highest probability; 0 is off.
-        repetition_penalty: Above 1 makes tokens of the prompt and of the answer less likely.
+        repetition_penalty: Above 1 makes tokens of the prompt and of the answer less likely; one
+            of `PENALTIES`.
         stop: The text ends before the first of these strings.
         ignore_eos: Go on after an end-of-sequence token (benches).
         seed: Seed of the first request of a call; the others' are derived
@@ -32,7 +40,7 @@ class SamplingParams:
         lossy: Allow options that are not lossless; the result's stats name them.
     """
 
-    max_new_tokens: int = 128
+    max_new_tokens: int | None = None
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -47,27 +55,37 @@ class SamplingParams:
     lossy: bool = False
 
     def __post_init__(self):
+        for name in (*WHOLE, *NUMBERS):
+            value, kind = getattr(self, name), Integral if name in WHOLE else Real
+            optional = value is None and name in ("max_new_tokens", "seed", "block_size")
+            if not optional and (isinstance(value, bool) or not isinstance(value, kind)):
+                raise _not_allowed(name, value, "a whole number" if name in WHOLE else "a number")
+        (coldest, hottest), (least, most) = TEMPERATURES, PENALTIES
         allowed = [
             (
-                1 <= self.max_new_tokens <= LONGEST_ANSWER,
+                1 <= self.most <= LONGEST_ANSWER,
                 "max_new_tokens",
                 f"a whole number from 1 to {LONGEST_ANSWER}",
             ),
             (
-                0 <= self.temperature < math.inf,
+                self.temperature == 0 or coldest <= self.temperature <= hottest,
                 "temperature",
-                "0 (greedy) or a positive number",
+                f"0 (greedy) or a number from {coldest:g} to {hottest:g}",
             ),
             (self.top_k >= 0, "top_k", "0 (off) or a positive whole number"),
             (0 < self.top_p <= 1, "top_p", "in (0, 1]; 1 is off"),
             (0 <= self.min_p < 1, "min_p", "in [0, 1); 0 is off"),
             (
-                0 < self.repetition_penalty < math.inf,
+                least <= self.repetition_penalty <= most,
                 "repetition_penalty",
-                "a positive number; 1 is off",
+                f"a number from {least:g} to {most:g}; 1 is off",
             ),
-            (not isinstance(self.stop, str), "stop", "a tuple of strings"),
-            (all(self.stop), "stop", "strings that are not empty"),
+            (
+                isinstance(self.stop, tuple | list) and all(isinstance(s, str) for s in self.stop),
+                "stop",
+                "a tuple of strings",
+            ),
+            (all(self.stop or ()), "stop", "strings that are not empty"),
             (self.verify in VERIFY, "verify", f"one of {list(VERIFY)}"),
             (
                 self.block_size is None or 1 <= self.block_size <= LONGEST_DRAFT,
@@ -77,14 +95,26 @@ class SamplingParams:
         ]
         for ok, name, rule in allowed:
             if not ok:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is not allowed: it must be {rule}"
-                )
+                raise _not_allowed(name, getattr(self, name), rule)
+
+    @property
+    def most(self) -> int:
+        """Return the most tokens that are generated."""
+        return USUAL if self.max_new_tokens is None else self.max_new_tokens
 
     @property
     def keyed(self) -> bool:
         """Return whether every token is the keyed choice, plain decoding's with the same seed."""
         return self.temperature == 0 or self.verify in KEYED
+
+
+def _not_allowed(name: str, value: Any, rule: str) -> ValueError:
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of more than 4300 digits
+        text = f"an integer of {value.bit_length()} bits"
+    text = text if len(text) <= 60 else f"{text[:57]}..."
+    return ValueError(f"{name}={text} is not allowed: it must be {rule}")
 
 
 @dataclass

@@ -15,12 +15,13 @@ from data.text.chat import encode_text
 from decoding.engine.answer import Answer
 from decoding.engine.batch import Batch
 from decoding.engine.cache import CachedNetwork, TargetOutput
-from decoding.engine.params import Chunk, Result, SamplingParams
+from decoding.engine.params import USUAL, Chunk, Result, SamplingParams
 from decoding.engine.randomness import KeyedRandomness, Randomness, fresh_seed, request_seeds
 from decoding.engine.running import Running
 from decoding.engine.vocabulary import end_tokens
 from decoding.engine.warp import seen_tokens, warp
 from models.attention import DENSE, check_masks
+from models.context import context, why
 from models.masks import causal
 from models.placement import input_device
 
@@ -70,9 +71,7 @@ class Sampler(ABC):
     @property
     def context(self) -> int | None:
         """Return the most tokens of a prompt and its answer together; None: any number."""
-        config = self.target.config.get_text_config()
-        limits = (getattr(config, x, None) for x in ("max_position_embeddings", "sliding_window"))
-        return min((n for n in limits if n is not None and n > 0), default=None)  # XLNet says -1
+        return context(self.target.config)
 
     @abstractmethod
     def begin(self, batch: Batch, params: SamplingParams) -> None:
@@ -149,6 +148,7 @@ class Sampler(ABC):
             )
         self.check_params(params)
         prompts = [self.encode(p, each) for p, each in zip(prompts, own)]
+        own = [self.with_room(p, each) for p, each in zip(prompts, own)]
         if seeds is None:
             seeds = request_seeds(
                 fresh_seed() if params.seed is None else params.seed, len(prompts)
@@ -163,7 +163,7 @@ class Sampler(ABC):
         running = Running(self, params, capacity)
         waiting = deque(range(len(prompts)))
         if at_once is not None:  # the longest first, so that none of them runs alone at the end
-            waiting = deque(sorted(waiting, key=lambda n: -own[n].max_new_tokens))
+            waiting = deque(sorted(waiting, key=lambda n: -own[n].most))
         while waiting or running:
             room = most - len(running)
             new = [waiting.popleft() for _ in range(min(room, len(waiting)))]
@@ -278,7 +278,7 @@ class Sampler(ABC):
 
     def capacity(self, prompts: list, params: SamplingParams) -> int:
         """Return the slots that a row needs, for the longest of these requests."""
-        return max(map(len, prompts)) + params.max_new_tokens + self.margin(params)
+        return max(map(len, prompts)) + params.most + self.margin(params)
 
     def new_batch(
         self, prompts: list, params: SamplingParams, randomness: Randomness, capacity: int
@@ -300,12 +300,28 @@ class Sampler(ABC):
             raise ValueError(
                 f"prompt token {bad[0]} is outside the target's vocabulary of {self.vocabulary}"
             )
-        if self.context is not None and len(ids) + params.max_new_tokens > self.context:
+        given = params.max_new_tokens
+        if self.context is not None and len(ids) + (given or 1) > self.context:
+            rule = "no room for an answer in" if given is None else "together more than"
+            asked = "" if given is None else f" and max_new_tokens={given}"
+            what = "the prompt" if given is None else "one of them"
             raise ValueError(
-                f"the prompt has {len(ids)} tokens and max_new_tokens={params.max_new_tokens}, "
-                f"together more than the target's context of {self.context}: shorten one of them"
+                f"the prompt has {len(ids)} tokens{asked}, {rule} the target's context of "
+                f"{self.context}{why(self.target.config)}: shorten {what}"
             )
         return ids
+
+    def with_room(
+        self, prompt: Any, params: SamplingParams, usual: int = USUAL, longest: int | None = None
+    ) -> SamplingParams:
+        """Return an encoded prompt's parameters, with a `max_new_tokens` that fits its context.
+
+        Where none is given it is `usual`, or what is left of the context and of `longest` tokens.
+        """
+        if params.max_new_tokens is not None or not self.continues:
+            return params
+        limits = [n - len(prompt) for n in (self.context, longest) if n is not None]
+        return replace(params, max_new_tokens=min([usual, *limits]))
 
     def commit(self, answer: Answer, new: list[int], text: bool) -> Chunk | None:
         """Add a cycle's tokens to one answer; see `Answer.take`."""

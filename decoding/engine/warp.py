@@ -12,6 +12,8 @@ from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from decoding.engine.params import SamplingParams
 
+COLD = 1e-6  # temperatures below may make a quotient that float32 does not hold
+
 
 def warp(logits: Tensor, params: SamplingParams, seen: Tensor | None = None) -> Tensor:
     """Warp logits; at temperature 0 only by the penalty, as the others do not change the argmax.
@@ -30,15 +32,17 @@ def warp(logits: Tensor, params: SamplingParams, seen: Tensor | None = None) -> 
             "the model gives logits that are not numbers (NaN): its weights are damaged, or its "
             f"values overflow in {given}. Load other weights, or give dtype=float32"
         )
-    if params.repetition_penalty != 1.0:
-        weaker = torch.where(
-            logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty
-        )
+    # Of an integer that int64 does not hold torch makes no number.
+    temperature, penalty = float(params.temperature), float(params.repetition_penalty)
+    if penalty != 1:
+        weaker = torch.where(logits > 0, logits / penalty, logits * penalty)
         logits = torch.where(seen, weaker, logits)
-    if params.temperature == 0:
+    if temperature == 0:
         return logits
-    if params.temperature != 1:
-        logits = logits / params.temperature
+    if temperature < COLD:  # the largest quotient is 0, and so not infinite
+        logits = logits - logits.amax(-1, keepdim=True)
+    if temperature != 1:
+        logits = logits / temperature
     warpers = []
     if params.top_k:
         warpers.append(TopKLogitsWarper(params.top_k))

@@ -55,7 +55,7 @@ class Engine(ABC):
             raise ValueError(f"stop={list(params.stop)} is not allowed: answers are token ids here")
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "ignore_eos")
         asked = {name: getattr(params, name) for name in names}
-        asked["max_tokens"] = params.max_new_tokens
+        asked["max_tokens"] = params.most
         asked["stop_token_ids"] = [] if params.ignore_eos else [*eos]
         own: Sequence[int | None] = [params.seed] * len(prompts) if seeds is None else seeds
         # An engine's seed has 64 bits with a sign.

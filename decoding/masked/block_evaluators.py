@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from decoding.engine.batch import Batch
 from decoding.engine.cache import CachedNetwork, CountedNetwork
 from models.blockwise import is_foreign, predicate_of
+from models.context import clamped
 from models.masks import Layout, dense
 
 
@@ -115,7 +116,7 @@ class WholeTexts(CountedNetwork):
             logits = self.network(
                 input_ids=texts,
                 attention_mask=dense(self.predicate, layout),
-                position_ids=positions,
+                position_ids=clamped(positions, self._range),
                 use_cache=False,
                 logits_to_keep=asked,
             ).logits

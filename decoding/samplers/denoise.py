@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.engine.batch import Batch, State
-from decoding.engine.params import SamplingParams
+from decoding.engine.params import USUAL, SamplingParams
 from decoding.engine.sampler import Sampler
 from decoding.engine.vocabulary import check_known
 from decoding.masked.block_evaluators import CachedBlocks, WholeTexts
@@ -108,7 +108,7 @@ class DenoiseSampler(Sampler):
     def begin(self, batch: Batch, params: SamplingParams) -> None:
         L = self.block_size
         start = batch.lengths // L * L if self.causal else batch.lengths
-        answer = batch.lengths + params.max_new_tokens - start
+        answer = batch.lengths + params.most - start
         positions = start[:, None] + torch.arange(L, device=start.device)
         given = positions < batch.lengths[:, None]
         block = batch.tokens.gather(1, positions).where(given, self.mask_id)
@@ -172,7 +172,8 @@ class DenoiseSampler(Sampler):
         return replace(super().shared(params), max_new_tokens=params.max_new_tokens)
 
     def encode(self, prompt: str | list[int], params: SamplingParams) -> list[int]:
-        L, asked = self.block_size, params.max_new_tokens
+        L = self.block_size
+        asked = L if params.max_new_tokens is None else params.max_new_tokens
         if params.block_size not in (None, L):
             raise ValueError(
                 f"block_size={params.block_size} is not allowed in a request: this model decodes "
@@ -191,15 +192,18 @@ class DenoiseSampler(Sampler):
                 stacklevel=2,
             )
         ids = super().encode(prompt, replace(params, max_new_tokens=whole))
-        context = getattr(self.target.config, "max_sequence_length", None)  # LLaDA's name
-        if context is not None and len(ids) + whole > context:
-            raise ValueError(
-                f"the prompt has {len(ids)} tokens and {whole} are decoded, together more than the "
-                f"model's context of {context}: shorten the prompt or lower max_new_tokens"
-            )
         if self.mask_id in ids:
             raise ValueError(f"the prompt contains the mask token ({self.mask_id})")
         return ids
+
+    def with_room(
+        self, prompt: Any, params: SamplingParams, usual: int = USUAL, longest: int | None = None
+    ) -> SamplingParams:
+        found = super().with_room(prompt, params, usual, longest)
+        if params.max_new_tokens is not None:
+            return found
+        L, most = self.block_size, found.most
+        return replace(found, max_new_tokens=most // L * L or most)  # whole blocks are decoded
 
 
 class DenoiseMethod(Method):

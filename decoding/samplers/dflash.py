@@ -18,6 +18,7 @@ from decoding.engine.cache import CountedNetwork, RaggedCache
 from decoding.engine.vocabulary import check_known
 from decoding.method import Text, TokenId
 from models import dflash
+from models.context import clamped
 from models.dflash import DFlashDraftModel
 from models.masks import Layout, dense
 
@@ -79,7 +80,7 @@ class CachedDrafter(CountedNetwork):
                 noise_embeds=self.target.get_input_embeddings()(block).to(dtype),
                 context_hidden_states=states.to(dtype),
                 attention_mask=dense(network.attention(Q), queries, keys),
-                position_ids=positions.clamp_min(0),
+                position_ids=clamped(positions.clamp_min(0), self._range),
                 past_key_values=self.cache,
             ).last_hidden_state
             return network.logits(network.drafted(hidden), self.target)

@@ -15,6 +15,9 @@ from importlib import resources
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import (
     HTMLResponse,
@@ -26,7 +29,7 @@ from starlette.responses import (
 from starlette.routing import Route
 from transformers import PreTrainedTokenizerBase
 
-from decoding.engine.params import Chunk
+from decoding.engine.params import Chunk, SamplingParams
 from decoding.engine.randomness import request_seeds
 from decoding.serving import protocol
 from decoding.serving.accepted import AcceptedText
@@ -44,9 +47,15 @@ log = logging.getLogger(__name__)
 class Refused(Exception):
     """An error as an answer: a line, HTTP's status and OpenAI's word for it."""
 
-    def __init__(self, message: str, code: int = 400, kind: str = "invalid_request_error"):
+    def __init__(
+        self,
+        message: str,
+        code: int = 400,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+    ):
         super().__init__(message)
-        self.code, self.body = code, protocol.failure(message, kind, code)
+        self.code, self.body = code, protocol.failure(message, kind, code, param)
 
 
 async def refusal(request: Request, error: Refused) -> JSONResponse:
@@ -55,6 +64,18 @@ async def refusal(request: Request, error: Refused) -> JSONResponse:
     # is closed at once loses the answer on its way.
     headers = {"Retry-After": str(RETRY_AFTER)} if error.code in (429, 503) else None
     return JSONResponse(error.body, error.code, headers=headers)
+
+
+async def no_route(request: Request, error: HTTPException) -> JSONResponse:
+    """Answer a request for another path, or with another method than the path's."""
+    message = f"{error.detail}: {request.method} {request.url.path[:100]}"
+    body = protocol.failure(message, "invalid_request_error", error.status_code)
+    return JSONResponse(body, error.status_code, headers=error.headers)
+
+
+async def broken(request: Request, error: Exception) -> JSONResponse:
+    """Answer a request that has met a fault of the server."""
+    return JSONResponse(protocol.failure("the server has failed", "server_error", 500), 500)
 
 
 async def hung_up(request: Request, error: ClientDisconnect) -> PlainTextResponse:
@@ -117,11 +138,21 @@ class Server:
             Route("/health", self.health),
             Route("/metrics", self.metrics),
             Route("/v1/models", self.list_models),
+            Route("/v1/models/{model:path}", self.show_model),
             Route("/v1/completions", text, methods=["POST"]),
             Route("/v1/chat/completions", chat, methods=["POST"]),
         ]
         handlers: dict = {Refused: refusal, ClientDisconnect: hung_up}
-        return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+        handlers |= {HTTPException: no_route, Exception: broken}
+        # Pages of any origin may ask, as of other servers of models: a key keeps others out.
+        anyone: dict[str, Any] = {"allow_origins": ["*"], "allow_headers": ["*"]}
+        cors = Middleware(CORSMiddleware, **anyone, allow_methods=["GET", "POST"])
+        return Starlette(
+            routes=routes,
+            lifespan=lifespan,
+            exception_handlers=handlers,
+            middleware=[cors],
+        )
 
     async def page(self, request: Request) -> HTMLResponse:
         """Answer with a page to try the model on."""
@@ -139,17 +170,30 @@ class Server:
     async def list_models(self, request: Request) -> JSONResponse:
         """Answer with the models that a request may name."""
         self.check_key(request)
-        common = {"object": "model", "created": 0, "owned_by": "parade"}
-        common["max_model_len"] = self.scheduler.longest
-        return JSONResponse({"object": "list", "data": [{"id": m, **common} for m in self.models]})
+        models = [self.about(model) for model in self.models]
+        return JSONResponse({"object": "list", "data": models})
+
+    async def show_model(self, request: Request) -> JSONResponse:
+        """Answer with one of the models that a request may name."""
+        self.check_key(request)
+        if (model := request.path_params["model"]) not in self.models:
+            served = ", ".join(self.models)
+            message = f"unknown model {model[:100]!r}. Served are {served}"
+            raise Refused(message, 404, param="model")
+        return JSONResponse(self.about(model))
+
+    def about(self, model: str) -> dict:
+        """Return what clients are told of a model."""
+        limits = {"max_model_len": self.scheduler.longest}
+        return {"id": model, "object": "model", "created": 0, "owned_by": "parade", **limits}
 
     async def answer(self, request: Request, kind: type[Asked]):
         """Answer a request as one body or as a stream."""
         self.check_key(request)
         deadline = asyncio.get_running_loop().time() + self.seconds
         async with self.until(deadline), self.body(request) as body:
-            asked, prompts = await self.read(body, kind)
-        answers = Answers(self, request, asked, prompts, deadline)
+            asked, prompts, params = await self.read(body, kind)
+        answers = Answers(self, request, asked, prompts, params, deadline)
         if asked.stream:
             return StreamingResponse(self.events(answers), media_type="text/event-stream")
         return Response(await self.whole(answers), media_type="application/json")
@@ -229,15 +273,15 @@ class Server:
 
     async def read(
         self, body: bytearray, kind: type[Asked]
-    ) -> tuple[Asked, list[str] | list[list[int]]]:
-        """Return a body's request, and the prompt of each of its answers."""
+    ) -> tuple[Asked, list, list[SamplingParams]]:
+        """Return a body's request, and the prompts and the parameters of its answers."""
         thread, *own = self._lanes[kind, len(body) > LARGE]
         loop = asyncio.get_running_loop()
         try:
             return await loop.run_in_executor(thread, self.read_in_thread, body, kind, *own)
         except ValueError as error:
             message = flat(error).replace("max_new_tokens", "max_tokens")
-            raise Refused(message[:400]) from error
+            raise Refused(message[:400], param=protocol.param_of(error, kind)) from error
         except RuntimeError as error:
             raise Refused(str(error), 500, "server_error") from error
 
@@ -247,7 +291,7 @@ class Server:
         kind: type[Asked],
         tokenizer: PreTrainedTokenizerBase,
         lock: threading.Lock,
-    ) -> tuple[Asked, list]:
+    ) -> tuple[Asked, list, list[SamplingParams]]:
         """Read a body with a thread's own tokenizer; everything is counted before it is done."""
         scheduler, most = self.scheduler, self.scheduler.at_once + self.scheduler.most
         try:
@@ -258,6 +302,10 @@ class Server:
                 raise ValueError(
                     f"{asked.model} predicts masked tokens and not the next one, so it has no "
                     "logprobs: leave them out"
+                )
+            if not asked.answers and not self.predicts_next(asked):
+                raise ValueError(
+                    f"max_tokens=0 is for models that score a prompt, and {asked.model} does not"
                 )
             params, suffix = asked.params, asked.suffix or None
             texts = asked.texts(tokenizer)
@@ -270,7 +318,12 @@ class Server:
             with lock:
                 found = [
                     scheduler.prepared(
-                        asked.model, asked.encoded(text, tokenizer), params, suffix, tokenizer
+                        asked.model,
+                        asked.encoded(text, tokenizer),
+                        params,
+                        suffix,
+                        tokenizer,
+                        asked.USUAL,
                     )
                     for text in texts
                 ]
@@ -279,7 +332,8 @@ class Server:
         except BaseException as error:  # a panic of tokenizers is no Exception
             log.error("a request could not be read", exc_info=error)
             raise RuntimeError("the request could not be read") from None
-        return asked, [prompt for prompt in found for _ in range(asked.n)]
+        each = [pair for pair in found for _ in range(asked.n)]
+        return asked, [prompt for prompt, _ in each], [own for _, own in each]
 
     def predicts_next(self, asked: Asked) -> bool:
         """Return whether the model's tokens have scores."""
@@ -308,7 +362,7 @@ class Server:
     async def events(self, answers: "Answers") -> AsyncIterator[str]:
         """Yield server-sent events of answers as they come."""
         asked, prompts, results = answers.asked, answers.prompts, []
-        drafted = prompts if self.predicts_next(asked) else []
+        drafted, begun = prompts if self.predicts_next(asked) else [], set[int]()
         texts = [AcceptedText(self.tokenizer, prompt) for prompt in drafted]
         try:
             async for index, chunk in answers:
@@ -320,7 +374,8 @@ class Server:
                         scores = await asyncio.to_thread(asked.answer_scores, *row)
                 if drafted:
                     accepted = texts[index].of(chunk, job.stats)
-                part = asked.delta(index, chunk, accepted, scores)
+                part = asked.delta(index, chunk, accepted, scores, index not in begun)
+                begun.add(index)
                 yield event(asked.head(answers.number, part=True) | {"choices": [part]})
             if asked.stream_options.get("include_usage"):
                 head = asked.head(answers.number, part=True)
@@ -348,6 +403,7 @@ class Answers:
         request: Request,
         asked: Asked,
         prompts: list,
+        params: list[SamplingParams],
         deadline: float,
     ):
         self.server, self.scheduler, self.request = server, server.scheduler, request
@@ -361,8 +417,8 @@ class Answers:
 
         seeds = request_seeds(asked.seed, len(prompts))
         jobs = [
-            (asked.model, prompt, asked.params, seed, partial(show, i), asked.best)
-            for i, (prompt, seed) in enumerate(zip(prompts, seeds))
+            (asked.model, prompt, own, seed, partial(show, i), asked.best, asked.answers)
+            for i, (prompt, own, seed) in enumerate(zip(prompts, params, seeds))
         ]
         try:
             self.jobs: list[Job] = self.scheduler.submit(jobs)

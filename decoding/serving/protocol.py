@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, with_config
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import TypedDict
 
-from data.text.chat import render_prompt
+from data.text.chat import RESERVED, render_prompt
 from decoding.engine.detokenize import Detokenizer, text_after, token_bytes, token_text
 from decoding.engine.likelihood import TokenScore
 from decoding.engine.params import Chunk, Result, SamplingParams
@@ -46,19 +46,56 @@ Stops = Annotated[
 ]
 MESSAGES = "a list of {role, content}, both texts (content also as parts of type text)"
 Ids = Annotated[list[Int64], Field(min_length=1, fail_fast=True)]
-# Fields of the protocol that are not offered, and the values with which they ask for nothing.
-NOT_OFFERED = {
-    "best_of": (None, 1),
-    "logit_bias": (None, {}),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "functions": (None, []),
-    "response_format": (None, {"type": "text"}),
+# Fields that are not offered, and the values with which they ask for nothing: OpenAI's, and then
+# those of vLLM and llama.cpp that front ends send. Null is such a value of every field.
+NOT_OFFERED: dict[str, tuple] = {
+    "audio": (),
+    "best_of": (1,),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "early_stopping": (False,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "min_tokens": (0,),
+    "mirostat": (0,),
+    "prompt_logprobs": (),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "stop_token_ids": ([],),
+    "tfs_z": (1,),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
 }
+# Fields that say nothing about an answer, whatever they hold.
+UNREAD = (
+    "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "request_id",
+    "safety_identifier", "user",
+)  # fmt: skip
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 SAMPLING = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos", "verify"}
+
+
+class Mistake(ValueError):
+    """A client's mistake in one field, `param`."""
+
+    def __init__(self, message: str, param: str):
+        super().__init__(message)
+        self.param = param
 
 
 class Part(TypedDict):
@@ -83,7 +120,7 @@ class Asked(BaseModel):
     ID: ClassVar[str]
     KIND: ClassVar[str]
     PART: ClassVar[str]
-    ROOM: ClassVar[int]  # tokens of an answer, where a request does not say
+    USUAL: ClassVar[int]  # tokens of an answer at the most, where a request does not say
 
     model: Annotated[str, Field(description="a text")] = ""
     max_tokens: Integer = None
@@ -101,7 +138,6 @@ class Asked(BaseModel):
     stream_options: Annotated[dict, Field(description="an object")] = {}
     ignore_eos: Switch = False
     verify: Text = None
-    user: Text = None
 
     if TYPE_CHECKING:  # fields of `Completion`, constants of `Chat`
 
@@ -130,8 +166,12 @@ class Asked(BaseModel):
         return text
 
     @abstractmethod
-    def said(self, text: str, part: bool = False) -> dict[str, Any]:
-        """Return the fields of a text."""
+    def said(self, text: str) -> dict[str, Any]:
+        """Return the fields of a whole text."""
+
+    @abstractmethod
+    def piece(self, text: str, first: bool) -> dict[str, Any]:
+        """Return the fields of a piece of a stream; `first`: of its answer."""
 
     @abstractmethod
     def scored(
@@ -140,9 +180,19 @@ class Asked(BaseModel):
         """Return the tokens after `before` with their scores; a text's first may have none."""
 
     @property
-    def room(self) -> int:
-        """Return the most tokens of an answer."""
-        return self.ROOM if self.max_tokens is None else self.max_tokens
+    def most(self) -> int | None:
+        """Return the most tokens of an answer; None: `USUAL`, or the room that there is."""
+        return self.max_tokens
+
+    @property
+    def answers(self) -> bool:
+        """Return whether anything is decoded, and not the prompt alone echoed and scored."""
+        return not (self.echo and self.most == 0)
+
+    @cached_property
+    def created(self) -> int:
+        """Return the time of the request, in seconds since 1970."""
+        return int(time.time())
 
     @cached_property
     def params(self) -> SamplingParams:
@@ -150,12 +200,13 @@ class Asked(BaseModel):
         given = self.model_dump(include=SAMPLING, exclude_none=True)
         given["top_k"] = max(0, given.get("top_k", 0))  # -1 is vLLM's word for off
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        return SamplingParams(max_new_tokens=self.room, stop=tuple(stop), **given)
+        most = self.most if self.answers else None
+        return SamplingParams(max_new_tokens=most, stop=tuple(stop), **given)
 
     def head(self, number: int, part: bool) -> dict:
         """Return the first fields of every answer; `part`: of a stream."""
         kind = self.PART if part else self.KIND
-        head = {"id": f"{self.ID}-{number}", "object": kind, "created": int(time.time())}
+        head = {"id": f"{self.ID}-{number}", "object": kind, "created": self.created}
         return head | {"model": self.model}
 
     def answer_scores(
@@ -185,16 +236,21 @@ class Asked(BaseModel):
         return {"index": index, **self.said(text), "logprobs": found, "finish_reason": reason}
 
     def delta(
-        self, index: int, chunk: Chunk, accepted: list[list[int]] | None, scores: dict | None
+        self,
+        index: int,
+        chunk: Chunk,
+        accepted: list[list[int]] | None,
+        scores: dict | None,
+        first: bool,
     ) -> dict[str, Any]:
         """Return a piece of an answer; the number of its tokens and its drafts are our own fields.
 
         `accepted` are its accepted drafts, None for a model of masked tokens. The last piece has
-        the `scores` of the whole answer.
+        the `scores` of the whole answer; `first` is its answer's first.
         """
         reason = None if chunk.result is None else finish(chunk.result.finish_reason)
         ours = {"tokens": len(chunk.token_ids), "accepted": accepted}
-        said = self.said(chunk.text, part=True)
+        said = self.piece(chunk.text, first)
         return {"index": index, **said, "logprobs": scores, "finish_reason": reason, **ours}
 
     def usage(self, prompts: list[list[int]], results: list[Result]) -> dict:
@@ -214,7 +270,7 @@ class Asked(BaseModel):
 class Completion(Asked):
     """A request to /v1/completions."""
 
-    ID, KIND, PART, ROOM = "cmpl", "text_completion", "text_completion", 16
+    ID, KIND, PART, USUAL = "cmpl", "text_completion", "text_completion", 16
 
     prompt: Annotated[
         str | Ids | Annotated[list[str | Ids], Field(min_length=1, fail_fast=True)],
@@ -242,8 +298,11 @@ class Completion(Asked):
             return [self.prompt]  # type: ignore[list-item]  # no list of lists
         return self.prompt  # type: ignore[return-value]  # a list of prompts
 
-    def said(self, text: str, part: bool = False) -> dict[str, str]:
+    def said(self, text: str) -> dict[str, str]:
         return {"text": text}
+
+    def piece(self, text: str, first: bool) -> dict[str, str]:
+        return self.said(text)
 
     def scored(
         self,
@@ -270,19 +329,20 @@ class Completion(Asked):
 class Chat(Asked):
     """A request to /v1/chat/completions."""
 
-    ID, KIND, PART, ROOM = "chatcmpl", "chat.completion", "chat.completion.chunk", 256
+    ID, KIND, PART, USUAL = "chatcmpl", "chat.completion", "chat.completion.chunk", 256
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True, description=MESSAGES)]
     max_completion_tokens: Integer = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(description="an object")] = {}
     logprobs: Switch = False
     top_logprobs: Best = None
     echo: ClassVar[bool] = False
     suffix: ClassVar[None] = None
 
     @property
-    def room(self) -> int:
+    def most(self) -> int | None:
         given = self.max_completion_tokens
-        return super().room if given is None else given
+        return self.max_tokens if given is None else given
 
     @property
     def best(self) -> int | None:
@@ -297,17 +357,25 @@ class Chat(Asked):
         if not tokenizer.chat_template:
             raise ValueError("this model has no chat template: ask /v1/completions")
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs is for answers with logprobs=true")
-        return [render_prompt(tokenizer, [joined(message) for message in self.messages])]
+            raise Mistake("top_logprobs is for answers with logprobs=true", "top_logprobs")
+        options = self.chat_template_kwargs
+        for name in (RESERVED | {"tools"} | tokenizer.special_tokens_map.keys()) & options.keys():
+            raise Mistake(
+                f"chat_template_kwargs has {name!r}, which is not a client's to set: leave it out",
+                "chat_template_kwargs",
+            )
+        turns = [joined(message) for message in self.messages]
+        return [render_prompt(tokenizer, turns, options)]
 
     def encoded(self, text: str | list[int], tokenizer: PreTrainedTokenizerBase) -> str | list[int]:
         # The template has written the special tokens.
         return tokenizer(text, add_special_tokens=False).input_ids
 
-    def said(self, text: str, part: bool = False) -> dict[str, dict]:
-        if part:
-            return {"delta": {"content": text}}
+    def said(self, text: str) -> dict[str, dict]:
         return {"message": {"role": "assistant", "content": text}}
+
+    def piece(self, text: str, first: bool) -> dict[str, dict]:
+        return {"delta": ({"role": "assistant"} if first else {}) | {"content": text}}
 
     def scored(
         self,
@@ -350,27 +418,41 @@ def read(body: bytes | bytearray, kind: type[Asked], models: list[str]) -> Asked
 def _checked(given: Any, kind: type[Asked], models: list[str]) -> Asked:
     if not isinstance(given, dict):
         raise ValueError(f"the body is no object but a {type(given).__name__}")
-    for key in NOT_OFFERED.keys() & given.keys():
-        value = given.pop(key)
-        if isinstance(value, bool) or value not in NOT_OFFERED[key]:  # false is no 0
-            raise ValueError(f"{key}={json.dumps(value)[:60]} is not offered: leave {key} out")
     fields = kind.model_fields
-    given = {key: x for key, x in given.items() if x is not None or key not in fields}
+    given = {key: x for key, x in given.items() if x is not None and key not in UNREAD}
+    for key in (NOT_OFFERED.keys() & given.keys()) - fields.keys():
+        value = given.pop(key)
+        # In Python false is 0.
+        if not any(
+            value == x and (type(value) is bool) == (type(x) is bool) for x in NOT_OFFERED[key]
+        ):
+            raise Mistake(f"{key}={json.dumps(value)[:60]} is not offered: leave {key} out", key)
     if unknown := next((key for key in given if key not in fields), None):
         known = ", ".join(sorted(fields))
-        raise ValueError(f"unknown field {unknown[:60]!r}. Known are {known}")
+        raise Mistake(f"unknown field {unknown[:60]!r}. Known are {known}", unknown[:60])
     try:
         asked = kind.model_validate(given)
     except ValidationError as error:
         key = str(error.errors(include_url=False, include_input=False)[0]["loc"][0])
         if key not in given:
-            raise ValueError(f"{key} is missing") from error
+            raise Mistake(f"{key} is missing", key) from error
         value, words = json.dumps(given[key])[:60], fields[key].description
-        raise ValueError(f"{key}={value} is not allowed: it must be {words}") from error
+        raise Mistake(f"{key}={value} is not allowed: it must be {words}", key) from error
     asked.model = asked.model or models[0]
     if asked.model not in models:
-        raise ValueError(f"unknown model {asked.model[:100]!r}. Served are {', '.join(models)}")
+        served = ", ".join(models)
+        raise Mistake(f"unknown model {asked.model[:100]!r}. Served are {served}", "model")
     return asked
+
+
+def param_of(error: Exception, kind: type[Asked]) -> str | None:
+    """Return the field of a request that an error is about, where it says which."""
+    if isinstance(error, Mistake):
+        return error.param
+    message = str(error).replace("max_new_tokens", "max_tokens")
+    named = (word for word in re.findall(r"\b(\w+)=", message) if word in kind.model_fields)
+    prompt = "prompt" if kind is Completion else "messages"
+    return next(named, prompt if message.startswith("the prompt") else None)
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -382,6 +464,6 @@ def finish(reason: str) -> str:
     return "length" if reason == "length" else "stop"
 
 
-def failure(message: str, kind: str, code: int) -> dict:
+def failure(message: str, kind: str, code: int, param: str | None = None) -> dict:
     """Return the body of an error."""
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

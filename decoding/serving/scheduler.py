@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.any_subset.infilling import Infiller
 from decoding.engine.likelihood import TokenScore, token_scores
-from decoding.engine.params import Chunk, Result, SamplingParams, Stats, accepted_counts
+from decoding.engine.params import USUAL, Chunk, Result, SamplingParams, Stats, accepted_counts
 from decoding.engine.running import Running
 from decoding.engine.sampler import Sampler
 
@@ -32,6 +32,7 @@ class Job:
         model: The name of the sampler that decodes it.
         prompt, params, seed: Its own; the prompt as `Sampler.encode` gives it.
         show: Called in the scheduler's thread with every chunk, or with an error.
+        answers: Whether tokens are decoded; False: the prompt alone is scored.
         best: How many of the most probable tokens come with each token's score; None: no scores.
         scores: Of all tokens but the prompt's first, when the answer has ended.
         stats: The answer's, once it has begun; they grow with it.
@@ -44,6 +45,7 @@ class Job:
     seed: int
     show: Callable[[Chunk | Exception], None]
     best: int | None = None
+    answers: bool = True
     scores: list[TokenScore] | None = None
     stats: Stats = field(default_factory=Stats)
 
@@ -118,10 +120,12 @@ class Scheduler:
         params: SamplingParams,
         suffix: str | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
-    ) -> Any:
-        """Return a prompt for `submit`; an infilling model takes the suffix after the answer.
+        usual: int = USUAL,
+    ) -> tuple[Any, SamplingParams]:
+        """Return a prompt for `submit`, and its parameters (`Sampler.with_room`).
 
-        The calling thread may have a `tokenizer` of its own, equal to the sampler's.
+        An infilling model takes the suffix after the answer. The calling thread may have a
+        `tokenizer` of its own, equal to the sampler's.
         """
         sampler, most = self.samplers[model], params.max_new_tokens
         if tokenizer is not None:
@@ -137,13 +141,21 @@ class Scheduler:
                     f"suffix is for models that fill holes, and {model} goes on from a prompt: "
                     "leave it out"
                 )
-            whole = sampler.between(prompt, suffix, min(most, self.longest))
+            if (holes := most) is None:
+                around = len(sampler.between(prompt, suffix, 0))
+                holes = max(1, min(usual, min(self.longest, sampler.context or around) - around))
+            whole = sampler.between(prompt, suffix, min(holes, self.longest))
         found = sampler.encode(whole, params)
         self._check_length(len(found), most if sampler.continues else found.holes)
-        return found
+        return found, sampler.with_room(found, params, usual, self.longest)
 
-    def _check_length(self, tokens: int, most: int) -> None:
-        if tokens + most > self.longest:
+    def _check_length(self, tokens: int, most: int | None) -> None:
+        if most is None and tokens >= self.longest:
+            raise ValueError(
+                f"the prompt has {tokens} tokens, no room for an answer in the {self.longest} of "
+                "this server: shorten it"
+            )
+        if tokens + (most or 0) > self.longest:
             raise ValueError(
                 f"the prompt has {tokens} tokens and max_tokens={most}, "
                 f"together more than the {self.longest} of this server: shorten one of them"
@@ -204,6 +216,11 @@ class Scheduler:
         found: dict[Group, list[Job]] = {}
         while self._waiting and self.running < self.at_once:
             job = self._waiting.popleft()
+            if not job.answers:
+                nothing = Result("", [], "length", Stats())
+                self._account(job, nothing)
+                self._unscored.append((job, Chunk(job.number, "", [], nothing)))
+                continue
             key = job.model, self.samplers[job.model].shared(job.params)
             found.setdefault(key, []).append(job)
             self._jobs[job.number] = job
@@ -244,11 +261,14 @@ class Scheduler:
     def _score(self, job: Job, last: Chunk) -> None:
         """Score an answer's tokens, and show its last chunk."""
         assert last.result is not None
+        if job.best is None:
+            job.show(last)
+            return
         ids = job.prompt + last.result.token_ids
         try:
             target = self.samplers[job.model].target
             options = {"chunk": self.prefill_tokens or len(ids), "between": self._cycle}
-            job.scores = token_scores(target, ids, job.best or 0, **options)
+            job.scores = token_scores(target, ids, job.best, **options)
         except Exception as error:
             job.show(error)
         else:

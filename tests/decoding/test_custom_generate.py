@@ -268,3 +268,25 @@ def test_a_sliding_window_ends_the_text(drafted):
         assert torch.equal(drafted(model, **padded(), max_length=length), expected)
     with pytest.raises(ValueError, match="sliding window of 8"):
         drafted(model, **padded(), max_length=9)
+
+
+def test_a_length_that_transformers_assumes_is_cut_at_the_context(drafted):
+    model = target()
+    free = model.generate(**padded(), do_sample=False)  # of 20 tokens
+    assert torch.equal(drafted(model, **padded(), do_sample=False), free)
+    width = padded()["input_ids"].shape[1]
+    model.config.max_position_embeddings = context = width + 5
+    cut = model.generate(**padded(), do_sample=False)
+    assert cut.shape[1] == context
+    assert torch.equal(drafted(model, **padded(), do_sample=False), cut)
+    for given in ({"max_new_tokens": 20}, {"max_length": width + 20}):
+        with pytest.raises(ValueError, match="together more than the target's context"):
+            drafted(model, **padded(), do_sample=False, **given)
+    # Of other limits of a text transformers knows nothing.
+    model.config.max_position_embeddings, model.config.sliding_window = 512, context
+    found = drafted(model, **padded(), do_sample=False)
+    for row, whole, prompt in zip(found, free, PROMPTS):
+        kept = slice(width, width + context - len(prompt))
+        assert torch.equal(row[kept], whole[kept])
+    with pytest.raises(ValueError, match="no room for an answer"):
+        drafted(model, inputs=torch.ones(1, context, dtype=torch.long), do_sample=False)

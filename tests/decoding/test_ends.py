@@ -69,6 +69,6 @@ def test_all_commands_ask_for_a_prompt_s_ids_in_one_place(folder):
     assert ParadeLM(sampler).tok_encode("Paris") == ids
     scheduler = Scheduler({"m": sampler}, at_once=1, waiting=1, longest=64)
     try:
-        assert scheduler.prepared("m", "Paris", SamplingParams(max_new_tokens=2)) == ids
+        assert scheduler.prepared("m", "Paris", SamplingParams(max_new_tokens=2))[0] == ids
     finally:
         scheduler.close()

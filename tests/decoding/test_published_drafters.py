@@ -146,6 +146,10 @@ def add_weight(folder):
         (lambda f: change(f, num_target_layers=9), "num_target_layers=9, and this one has 4"),
         (lambda f: change(f, layer_types=["sliding_attention"] * 2), "sliding windows"),
         (
+            lambda f: change(f, rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+            "partial_rotary_factor=0.5, which this class does not know",
+        ),
+        (
             lambda f: change(f, dflash_config={"context": "layerwise", "target_layer_ids": [1]}),
             "it has 2 layers with contexts of 1 states",
         ),

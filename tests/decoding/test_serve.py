@@ -599,7 +599,7 @@ def cache_bytes(sampler, at_once, longest):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Running, "step", watched)
         scheduler = Scheduler({"m": sampler}, at_once, waiting=9, longest=longest)
-        prompt = scheduler.prepared("m", [5, 6], params)
+        prompt, params = scheduler.prepared("m", [5, 6], params)
         scheduler.submit([("m", prompt, params, seed, show) for seed in range(4)])
         assert all(ended.acquire(timeout=60) for _ in range(4))
         scheduler.close()

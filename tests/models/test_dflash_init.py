@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from models.dflash_init import from_target
 from models.hidden_states import capture
@@ -172,3 +173,48 @@ def test_what_does_not_fit_the_target(changes, message):
     given = {"tokenizer": tiny.tokenizer(V), "layers": 2, "states": 2, **changes}
     with pytest.raises(ValueError, match=message):
         from_target(target(), **given)
+
+
+PARTIAL = {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
+
+
+def other(kind, **config):
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": V, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64,
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+    }  # fmt: skip
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes | config)).eval()
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "message"),
+    [
+        ("glm", {"head_dim": 8}, "'glm' model.*'partial_rotary_factor': 0.5"),
+        ("glm4", {"head_dim": 8}, "'glm4' model.*'partial_rotary_factor': 0.5"),
+        ("llama", {"rope_parameters": PARTIAL | {"rope_type": "linear", "factor": 2.0}}, "linear"),
+        (
+            "hunyuan_v1_dense",
+            {"head_dim": 8, "rope_parameters": {"rope_theta": 1e4, "rope_type": "dynamic",
+                                                "factor": 2.0, "alpha": 9.0}},
+            "'alpha': 9.0",
+        ),
+        ("stablelm", {}, "'stablelm' model: a Llama"),
+        ("phi3", {}, "'phi3' model: a Llama"),
+        ("olmo2", {}, "'olmo2' model: a Llama"),
+    ],
+)  # fmt: skip
+def test_a_target_of_another_kind_is_refused_in_one_line(kind, config, message):
+    with pytest.raises(ValueError, match=message) as error:
+        from_target(other(kind, **config), tiny.tokenizer(V), 2, 1)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "granite", "smollm3"])
+def test_a_target_that_rotates_whole_heads_has_a_drafter(kind):
+    """A factor that its class ignores is not handed on to engines, which obey it."""
+    model = other(kind, rope_parameters={"rope_type": "default", **PARTIAL})
+    drafter = from_target(model, tiny.tokenizer(V), 2, 1)
+    assert "partial_rotary_factor" not in drafter.config.to_dict()["rope_parameters"]
+    assert torch.equal(drafter.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)

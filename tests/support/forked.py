@@ -137,6 +137,8 @@ def read_again():
     ranks = (os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
     rank_zero_only.rank = next((int(rank) for rank in ranks if rank is not None), 0)
     subprocess.Popen = Forked  # for the commands that it starts
+    if torchrun := sys.modules.get("torch.distributed.elastic.multiprocessing.subprocess_handler"):
+        sys.modules[torchrun.SubprocessHandler.__module__].Popen = Forked
 
 
 def execute(command):

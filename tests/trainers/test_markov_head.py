@@ -255,9 +255,12 @@ def test_what_a_head_does_not_go_with(tokenizer):
     with pytest.raises(ValueError, match=r"nothing is left to train without module\.markov_rank"):
         module_of(tokenizer, train_drafter=False)
     module = module_of(tokenizer, markov_rank=2)
-    module._trainer = SimpleNamespace(strategy=SimpleNamespace(shard=None))
-    with pytest.raises(ValueError, match=r"module\.markov_rank .*strategy=ddp"):
-        module.configure_model()
+    sharded = []  # a strategy that shards takes the head too
+    strategy = SimpleNamespace(shard=lambda networks, precision: sharded.extend(networks.items()))
+    module._trainer = SimpleNamespace(strategy=strategy, precision="32-true")
+    module.check_strategy(strategy)
+    module.configure_model()
+    assert sharded == [("network", module.network), ("markov_head", module.heads[0])]
     network = from_causal_lm(tiny.causal_lm(V).float(), tokenizer)
     network.peft_config = {}  # as an adapter's
     with pytest.raises(ValueError, match=r"lora\.rank=0"):

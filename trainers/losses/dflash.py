@@ -15,5 +15,5 @@ def decay_weight(masked: Tensor, gamma: float) -> Tensor:
         gamma: Positions after which the weight has fallen to 1/e; as published 7 for blocks of 16,
             5 for 10 and 4 for 8.
     """
-    i = torch.arange(masked.shape[-1], device=masked.device)
+    i = torch.arange(masked.shape[-1], device=masked.device, dtype=torch.float32)
     return masked * torch.exp(-i / gamma)

@@ -8,14 +8,16 @@ import json
 import pickle
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
 import pytorch_lightning as pl
 import torch
+from lightning_fabric.utilities.load import _load_distributed_checkpoint
 from pytorch_lightning.plugins.io import TorchCheckpointIO
+from pytorch_lightning.strategies import DeepSpeedStrategy
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, load
@@ -44,6 +46,30 @@ class DirectIO(TorchCheckpointIO):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with open(path, "wb") as file:
             torch.save(checkpoint, file)
+
+    def load_checkpoint(self, path, map_location=None, weights_only=None) -> dict[str, Any]:
+        """Read a file, or the shards of FSDP2 as the file that one process would have written."""
+        if not Path(path).is_dir():
+            return super().load_checkpoint(path, map_location, weights_only)
+        content = _load_distributed_checkpoint(Path(path))
+        states = content.pop("optimizer_0")
+        order = [name for group in states["param_groups"] for name in group["params"]]
+        content["optimizer_states"] = [renamed(states, {name: i for i, name in enumerate(order)})]
+        return content
+
+
+def renamed(states: dict[str, Any], names: Sequence[str] | dict[str, int]) -> dict[str, Any]:
+    """Return an optimizer's state_dict with new names of its parameters, by their old ones.
+
+    A file has their numbers in the order of the parameter groups, shards have their own names.
+    """
+    return {
+        "state": {names[old]: state for old, state in states["state"].items()},
+        "param_groups": [
+            {**group, "params": [names[old] for old in group["params"]]}
+            for group in states["param_groups"]
+        ],
+    }
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
@@ -75,7 +101,7 @@ def write_checkpoint(trainer: pl.Trainer, path: Path) -> None:
     if problem is not None:
         trainer.strategy.barrier()  # the others wait at the one that ends save_checkpoint
     if not failed(problem) and trainer.is_global_zero:
-        problem = _problem(_put_in_place, partial, path, trainer.global_step)
+        problem = _problem(_put_in_place, partial, path, trainer)
     if failed(problem):
         if trainer.is_global_zero:
             delete(partial)
@@ -157,6 +183,30 @@ def check_fits(module: nn.Module, path: Path) -> None:
         )
 
 
+def check_strategy(path: Path, trainer: pl.Trainer, given: str) -> None:
+    """Raise ValueError if a run cannot go on from a checkpoint with a strategy.
+
+    DeepSpeed's shards belong to a stage and a number of processes, and DeepSpeed reads no others.
+    All other strategies read each other's. `given` is the strategy as the recipe names it.
+    """
+    manifest = json.loads((path / MANIFEST).read_text()) if path.is_dir() else {}
+    before, then = manifest.get("strategy"), manifest.get("processes")
+    if (path / ENGINE).is_dir():
+        now = (getattr(trainer.strategy, "strategy_name", None), trainer.world_size)
+        allowed = before is None or now == (before, then)
+        wanted = f"strategy={before} on {then} processes, as before"
+    else:
+        allowed = not isinstance(trainer.strategy, DeepSpeedStrategy)
+        wanted = "strategy=ddp or strategy=fsdp2"
+    if not allowed:
+        raise ValueError(
+            f"the checkpoint {path} cannot go on with strategy={given} on {trainer.world_size} "
+            f"processes: give {wanted}. Or begin another run, name=..., with its weights alone: "
+            "python -m trainers.export run=... checkpoint=... makes an export of them, for the "
+            "recipe's key of the network to start from"
+        )
+
+
 def load_weights(module: nn.Module, path: Path) -> None:
     """Load into a module, on one process, the weights of a checkpoint that `step_of` has read."""
     check_fits(module, path)
@@ -171,15 +221,29 @@ def load_weights(module: nn.Module, path: Path) -> None:
 
 def _load_weights(module: nn.Module, path: Path) -> None:
     if path.is_file():
-        module.load_state_dict(_weights(path))
-    elif (path / ENGINE).is_dir():  # DeepSpeed's: bfloat16 weights, float32 masters
+        weights = _weights(path)
+        _cast(module, {name: getattr(x, "dtype", None) for name, x in weights.items()})
+        module.load_state_dict(weights)
+    elif (path / ENGINE).is_dir():  # DeepSpeed's: float32 masters of weights of the run's dtype
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
+        dtype = json.loads((path / MANIFEST).read_text()).get("dtype", "float32")
+        _cast(module, {name: getattr(torch, dtype) for name, _ in module.named_parameters()})
         module.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(str(path), ENGINE))
     else:
+        stored = FileSystemReader(path).read_metadata().state_dict_metadata
+        kinds = {name: getattr(x, "properties", None) for name, x in stored.items()}
+        start = "state_dict."
+        _cast(module, {n.removeprefix(start): k and k.dtype for n, k in kinds.items()})
         with warnings.catch_warnings():  # that it loads in one process is what is wanted
             warnings.simplefilter("ignore", UserWarning)
             load({"state_dict": module.state_dict()}, checkpoint_id=path, no_dist=True)  # in place
+
+
+def _cast(module: nn.Module, dtypes: dict[str, torch.dtype | None]) -> None:
+    """Give parameters the dtypes of the run: a copy of its weights would keep theirs."""
+    for name, p in module.named_parameters():
+        p.data = p.data.to(dtypes.get(name) or p.dtype)
 
 
 def _weights(file: Path) -> dict[str, Any]:
@@ -227,11 +291,17 @@ def _step_of_folder(folder: Path) -> int:
     return _checked_step(manifest["step"])
 
 
-def _put_in_place(partial: Path, path: Path, step: int) -> None:
+def _put_in_place(partial: Path, path: Path, trainer: pl.Trainer) -> None:
     if partial.is_dir():
         files = [f for f in partial.rglob("*") if f.is_file()]
-        sizes = {str(f.relative_to(partial)): f.stat().st_size for f in files}
-        (partial / MANIFEST).write_text(json.dumps({"step": step, "files": sizes}))
+        manifest = {
+            "step": trainer.global_step,
+            "strategy": getattr(trainer.strategy, "strategy_name", None),
+            "processes": trainer.world_size,
+            "dtype": str(trainer.lightning_module.network.dtype).removeprefix("torch."),
+            "files": {str(f.relative_to(partial)): f.stat().st_size for f in files},
+        }
+        (partial / MANIFEST).write_text(json.dumps(manifest))
     put_in_place(partial, path, sync=True)
 
 

@@ -64,8 +64,9 @@ class LossGuard(Callback):
 
     def on_save_checkpoint(self, trainer: pl.Trainer, module, checkpoint) -> None:
         """Raise ValueError on every process if weights of one, to be written, are not finite."""
-        weights = module.network.parameters()
+        weights = (p for network in module.trained.values() for p in network.parameters())
         local = [p.to_local() if hasattr(p, "to_local") else p for p in weights]
+        local = [getattr(p, "ds_tensor", p) for p in local]  # ZeRO-3's share
         finite = bool(torch.stack([p.isfinite().all().cpu() for p in local]).all())
         if not trainer.strategy.reduce_boolean_decision(finite):
             raise ValueError(f"the weights are not finite after the update {advice(trainer)}")

@@ -59,7 +59,7 @@ class Client:
 def ask(scheduler, seed=0, tokens=6, **params):
     given = SamplingParams(max_new_tokens=tokens, ignore_eos=True, **params)
     client = Client()
-    prompt = scheduler.prepared("m", [1, 2, 3], given)
+    prompt, given = scheduler.prepared("m", [1, 2, 3], given)
     [job] = scheduler.submit([("m", prompt, given, seed, client)])
     return job, client
 
@@ -245,7 +245,7 @@ def fill_two():
     prompts, clients = [[1, *[None] * 9, 2], [5, None, 4, *[None] * 6]], [Client(), Client()]
 
     def ask(n):
-        prompt = scheduler.prepared("m", prompts[n], params)
+        prompt, _ = scheduler.prepared("m", prompts[n], params)
         scheduler.submit([("m", prompt, params, n, clients[n])])
 
     ask(0)

@@ -530,7 +530,8 @@ class TestFullDisk:
 class Sharded:
     """As much of a trainer as it takes to write a folder of shards."""
 
-    is_global_zero = True
+    is_global_zero, world_size = True, 2
+    lightning_module = SimpleNamespace(network=SimpleNamespace(dtype="float32"))
 
     def __init__(self, step):
         self.global_step = step
