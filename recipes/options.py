@@ -150,6 +150,15 @@ class LoadOptions(SamplerOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AnswerOptions(LoadOptions):
+    """Options of a command that answers with the sampling that a model names."""
+
+    generation_config: Literal["auto", "ignore"] = option(
+        "auto", "what a request does not name is as the model's file says; ignore: neutral"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class MeasureOptions(ModelOptions):
     """Options of a command that measures a model."""
 
