@@ -11,6 +11,7 @@ import functools
 import inspect
 import itertools
 import re
+import shlex
 import sys
 import types
 import typing
@@ -80,6 +81,11 @@ def compose(argv: list[str], command: str) -> DictConfig:
     for group, name in chosen.items():
         if name not in names(group):
             raise unknown(group, name, names(group))
+    if "recipe" in chosen and (other := _file(chosen["recipe"]).command) != command:
+        words = shlex.join(argv)
+        raise ValueError(
+            f"recipe {chosen['recipe']!r} is run by: python -m {MODULES[other]} {words}"
+        )
     if wish == "help":
         print(_help(command, chosen))
         sys.exit(0)
@@ -127,9 +133,6 @@ def check_settings(given: Any, kind: type, key: str) -> Any:
 def defaults(command: str, recipe: str, scale: str, strategy: str | None = None) -> DictConfig:
     """Return a recipe at a scale, with a strategy or none, before the user's overrides."""
     file = _file(recipe).copy()
-    if file.command != command:
-        module = MODULES[file.command]
-        raise ValueError(f"recipe {recipe!r} is run by: python -m {module} recipe={recipe}")
     scales = file.pop("scales")
     if scale not in scales:
         raise unknown(f"scale of recipe={recipe}", scale, list(scales))
@@ -186,7 +189,8 @@ def _own_keys(recipe: str, scale: str) -> set[str]:
 
 def _brought(config: DictConfig) -> str:
     """Say with which keys a recipe takes a model that the user brings."""
-    found = [key for key in BROUGHT if config.get(key) is not None]
+    own = _own_keys(config.recipe, config.scale)
+    found = [key for key in BROUGHT if key in own]
     of_parts = [f"{part}.path" for part in ("network", "tokenizer")]
     found = found or [key for key in of_parts if OmegaConf.select(config, key) is not None]
     keys = " and ".join(f"{key}=" for key in found)
@@ -495,7 +499,7 @@ def _help(command: str, chosen: dict[str, str]) -> str:
         example = f"recipe={runs[0]} scale=lab seed=1"
     else:
         config, scale = defaults(command, **chosen), chosen["scale"]
-        head, example = "\n".join(_head("recipe", recipe)), f"recipe={recipe} scale=lab seed=1"
+        head, example = "\n".join(_head("recipe", recipe)), f"recipe={recipe} scale={scale} seed=1"
         about = f"{head}\n\nThe keys of recipe={recipe} at scale={scale}:"
         found = _notes(RECIPES / "recipe" / f"{recipe}.yaml")
         notes = {path.removeprefix(f"scales.{scale}."): note for path, note in found.items()}

@@ -3,11 +3,13 @@
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from data.corpora.answers import UnfitCollection
 from models.causal import looks_local
 from recipes.compose import names
 
@@ -34,6 +36,22 @@ def prepare_inputs(needs: Sequence[DictConfig], build: bool) -> None:
         print(f"{need.path} is missing, so it is built first: {command}", flush=True)
         if subprocess.run([sys.executable, *words[1:]]).returncode:
             raise ValueError(f"could not build {need.path} with: {command}")
+
+
+@contextmanager
+def named_commands(needs: Sequence[DictConfig]) -> Iterator[None]:
+    """Add to the error of an input that does not fit the command that makes another one."""
+    try:
+        yield
+    except UnfitCollection as error:
+        source = Path(error.source).resolve()
+        need = next((n for n in needs if Path(n.path).resolve().parent == source), None)
+        if need is None:
+            raise
+        words = [word for word in _words(need) if not word.startswith("name=")] + ["name=again"]
+        raise ValueError(
+            f"{error}, with: {shlex.join(words)}, and give {_made_by(words)} in place of it"
+        ) from None
 
 
 def _words(need: DictConfig) -> list[str]:

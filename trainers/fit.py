@@ -28,7 +28,7 @@ from models.placement import input_device
 from recipes.command import main
 from recipes.compose import build, compose, run_folder, scales_of
 from recipes.folders import claimed
-from recipes.inputs import prepare_inputs
+from recipes.inputs import named_commands, prepare_inputs
 from recipes.settings import Acceptance, Optimization, Trainer
 from trainers.base import BaseModule, WholeSteps
 from trainers.lora import add_lora
@@ -98,11 +98,12 @@ def _fit(config: DictConfig, folder: Path, checkpoint: Path | None, first: int) 
     """Train and export a recipe in a run's folder, from a checkpoint or a step on."""
     prepare_inputs(config.needs, config.build_inputs)
     pl.seed_everything(config.seed, verbose=False)
-    module = build_module(config)
-    check_exportable(module)
-    if checkpoint is not None and config.resume not in ("auto", "never"):
-        check_fits(module, checkpoint)
-    trainer, loaders, rows = assemble(config, module, folder, first)
+    with named_commands(config.needs):
+        module = build_module(config)
+        check_exportable(module)
+        if checkpoint is not None and config.resume not in ("auto", "never"):
+            check_fits(module, checkpoint)
+        trainer, loaders, rows = assemble(config, module, folder, first)
     start = provenance(config, trainer, rows, first)
     if checkpoint is not None:
         check_strategy(checkpoint, trainer, config.strategy)
