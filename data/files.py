@@ -232,7 +232,7 @@ def same_setting(a: Any, b: Any) -> bool:
     if not (isinstance(a, str) and isinstance(b, str)):
         return False
     try:
-        return Path(a).samefile(b)
+        return Path(os.path.expanduser(a)).samefile(os.path.expanduser(b))
     except (OSError, ValueError):  # none is there, or such a name cannot be
         return False
 

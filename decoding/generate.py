@@ -3,22 +3,24 @@
 `chat=true` asks the model through its chat template; without `prompt=`, it is a chat in a terminal.
 """
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from data.files import read_text
-from decoding.chat import Chat, converse, cost, shown
+from decoding.chat import Chat, aside, converse, cost, shown
+from decoding.engine.defaults import model_defaults, told
 from decoding.engine.params import PARAM_NAMES, VERIFY, SamplingParams
 from decoding.engine.sampler import Sampler
 from decoding.loading import load
 from recipes.command import main
-from recipes.options import LoadOptions, Verbatim, option, parse
+from recipes.options import AnswerOptions, Verbatim, option, parse
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generate(LoadOptions, SamplingParams):
+class Generate(AnswerOptions, SamplingParams):
     """Decode one prompt with an export's own sampler, or chat; the text is printed as it comes."""
 
     EXAMPLE: ClassVar[str] = "model=runs/deer_stage2/export prompt='def fib(n):' temperature=0.7"
@@ -32,6 +34,7 @@ class Generate(LoadOptions, SamplingParams):
         False, "ask through the chat template; without prompt=, a chat in the terminal"
     )
     system: Verbatim | None = option(None, "the system's message of a chat")
+    stop: tuple[Verbatim, ...] = SamplingParams.stop
     verify: Literal[*VERIFY] = option(
         SamplingParams.verify, "how drafts are verified; each lossless"
     )
@@ -54,7 +57,14 @@ def run(argv: list[str]) -> None:
     sampler = load(g.model, **g.loading)
     if not isinstance(sampler, Sampler):
         raise ValueError(f"{g.model!r} makes no text but images: use python -m decoding.images")
-    params = SamplingParams(**{name: getattr(g, name) for name in PARAM_NAMES})
+    values = {name: getattr(g, name) for name in PARAM_NAMES}
+    if g.generation_config == "auto":
+        given = {argument.partition("=")[0] for argument in argv}
+        own = {k: v for k, v in model_defaults(sampler).items() if k not in given}
+        if own:
+            aside(told(own))
+        values |= own
+    params = SamplingParams(**values)
     if prompt is not None and not g.chat:
         go_on(sampler, prompt, params)
         return
@@ -75,7 +85,7 @@ def read_prompt(given: str) -> str:
         if given == "-":
             text = sys.stdin.buffer.read().decode("utf-8").replace("\r\n", "\n")
         else:
-            text = read_text(Path(given[1:]))
+            text = read_text(Path(os.path.expanduser(given[1:])))
     except OSError as error:
         reason = f"{error.strerror}; a text that begins with @ is given as prompt='@@...'"
         raise ValueError(f"prompt={given!r} cannot be read: {reason}") from error

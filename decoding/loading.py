@@ -3,6 +3,7 @@
 import hashlib
 import importlib
 import json
+import os
 import pkgutil
 from collections.abc import Iterable
 from functools import reduce
@@ -79,6 +80,7 @@ def load(
             tokenizer is not the drafter's, or `device_map` is invalid or given for a model of
             images.
     """
+    path = os.path.expanduser(path)
     entry = sampling_config(path, sampler)
     method = method_of(entry)
     if method.load is not None:

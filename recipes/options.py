@@ -7,6 +7,7 @@ several commands share are here, so that a key has one name, default and type ev
 import functools
 import inspect
 import re
+import shlex
 import sys
 import typing
 from dataclasses import MISSING, dataclass, field, fields
@@ -33,9 +34,12 @@ Device = _checked_by(check_device)
 DeviceMap = _checked_by(loading_options) | None
 
 
-def option(default: Any, help: str):
-    """Return a field of a command's dataclass; `help` is its line in `--help`."""
-    return field(default=default, metadata={"help": help})
+def option(default: Any, help: str, needs: str | None = None):
+    """Return a field of a command's dataclass; `help` is its line in `--help`.
+
+    `needs` is another option without which it is not read; it is refused then.
+    """
+    return field(default=default, metadata={"help": help, "needs": needs})
 
 
 @functools.cache
@@ -75,6 +79,12 @@ def parse(argv: list[str], into: type, command: str):
         if key not in hints:
             raise unknown("key", key, hints)
         given[key] = convert(key, text, hints[key], defaults[key])
+    for f in fields(into):
+        needed = f.metadata.get("needs")
+        if needed and given[f.name] != f.default and not given[needed]:
+            raise ValueError(
+                f"{f.name}= is not read without {needed}=: give that too, or leave {f.name}= out"
+            )
     if wish == "config":
         plain = {k: list(v) if isinstance(v, tuple) else v for k, v in given.items()}
         plain |= {name: "???" for name, value in given.items() if value is MISSING}
@@ -82,8 +92,9 @@ def parse(argv: list[str], into: type, command: str):
         sys.exit(0)
     for name, value in given.items():
         if value is MISSING:
+            rest = f" {shlex.join(pairs)}" if pairs else ""
             about = helps[name] and f" ({helps[name]})"
-            raise ValueError(f"{name}= is missing{about}: python -m {command} {name}=...")
+            raise ValueError(f"{name}= is missing{about}: python -m {command} {name}=...{rest}")
     return into(**given)
 
 
@@ -147,6 +158,15 @@ class LoadOptions(SamplerOptions):
         """Return the arguments of `decoding.load`, without the model."""
         names = ("target", "sampler", "trust_remote_code")
         return self.placing | {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerOptions(LoadOptions):
+    """Options of a command that answers with the sampling that a model names."""
+
+    generation_config: Literal["auto", "ignore"] = option(
+        "auto", "what a request does not name is as the model's file says; ignore: neutral"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,12 @@ from data.text.prompts import prompt_set
 from models.placement import DTYPES
 from recipes.options import NEEDED, DeviceMap, option
 
+# Settings of a node that are read only where another one is not off: its key, the value with which
+# it is off, and the keys that are read all the same.
+SWITCHES: dict[str, tuple[str, int, tuple[str, ...]]] = {
+    "acceptance": ("prompts", 0, ("prompts", "dtype")),
+    "lora": ("rank", 0, ("rank",)),
+}
 Below1 = Annotated[float, Field(ge=0, lt=1)]
 Decay = Annotated[float, Field(gt=0, lt=1)]
 

@@ -7,6 +7,7 @@ All commands, recipes and sampler options use it:
     'some text'            text; quotes are needed only around commas inside a list, or for 'null'
     [1,2], ['a','b']       lists; a single item needs no brackets
     {a: 1, b: [2]}         nodes (recipes only)
+    ~/folder               text: a path in the home folder, as a shell reads it; ./~ is named so
     anything else          text, unchanged
 
 A type is an annotation that pydantic checks: `Annotated[int, Field(ge=1)]`, `Literal["a", "b"]`,
@@ -17,6 +18,7 @@ import ast
 import difflib
 import functools
 import math
+import os
 import re
 import types
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,7 +30,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from data.files import shortened
 
 WORDS = {"null": None, "true": True, "false": False}
-VERBATIM = "verbatim"  # in an annotation: quotes around the text belong to it
+VERBATIM = "verbatim"  # in an annotation: quotes around the text belong to it, and it is no path
 LARGEST = 2**31 - 1  # of an integer whose type has no limit
 
 
@@ -67,7 +69,7 @@ def read(text: str) -> Any:
         pairs = (item.partition(":") for item in _items(text[1:-1]))
         return {key.strip(): read(value) for key, _, value in pairs}
     number = _number(text)
-    return _unquoted(text) if number is None or not math.isfinite(number) else number
+    return _value(text) if number is None or not math.isfinite(number) else number
 
 
 def show(value: Any) -> str:
@@ -224,8 +226,7 @@ def _readings(text: str, hint: Any) -> Iterator[Any]:
         number = _number(text) if float in scalars else None
         yield read(text) if number is None else number
     if texts:
-        verbatim = any(VERBATIM in getattr(x, "__metadata__", ()) for x in (hint, *get_args(hint)))
-        yield text if verbatim else _unquoted(text)
+        yield text if _is_verbatim(hint) else _value(text)
     for kind in lists:  # last: a single item needs no brackets
         if not text.startswith("["):
             items = [text]
@@ -235,7 +236,14 @@ def _readings(text: str, hint: Any) -> Iterator[Any]:
             yield text
             continue
         (item, *_) = get_args(kind) or (Any,)
-        yield tuple(next(_readings(each, item)) for each in items)
+        if _is_verbatim(item):  # quotes around an item are the list's
+            yield tuple(map(_unquoted, items))
+        else:
+            yield tuple(next(_readings(each, item)) for each in items)
+
+
+def _is_verbatim(hint: Any) -> bool:
+    return any(VERBATIM in getattr(each, "__metadata__", ()) for each in (hint, *get_args(hint)))
 
 
 def _number(text: str) -> int | float | None:
@@ -251,6 +259,14 @@ def _number(text: str) -> int | float | None:
 
 def _enclosed(text: str, pair: str) -> bool:
     return len(text) > 1 and text[0] == pair[0] and text[-1] == pair[1]
+
+
+def _value(text: str) -> str:
+    """Return the value of a text: without quotes, and with the home folder for a leading `~`.
+
+    Every path of every command is read here, so that none of its keys can forget it.
+    """
+    return os.path.expanduser(_unquoted(text))
 
 
 def _unquoted(text: str) -> str:

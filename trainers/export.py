@@ -13,7 +13,7 @@ from decoding.loading import decoding_fingerprint, load_assistant, parade_config
 from models.causal import looks_local
 from models.weights import no_larger_than, one_line
 from recipes.command import main
-from recipes.options import NEEDED, Options, option, parse
+from recipes.options import NEEDED, Options, Verbatim, option, parse
 from recipes.stored import asks_for_code, checked_config
 from trainers.fit import build_module
 from trainers.publishing import hub
@@ -54,12 +54,12 @@ class Export(Options):
         None, "Hub id of the export's target, if the run read it from a folder"
     )
     python: str | None = option(
-        None, "the interpreter that has vllm; null: .venv-vllm's, or this one"
+        None, "the interpreter that has vllm; null: .venv-vllm's, or this one", needs="verify"
     )
     push: str | None = option(None, "org/name on the Hub (HF_TOKEN and HF_ENDPOINT are honoured)")
-    private: bool | None = option(None, "of a repository that is new")
-    revision: str | None = option(None, "a branch, made if there is none; null: main")
-    message: str = option("Export by parade", "of the commit")
+    private: bool | None = option(None, "of a repository that is new", needs="push")
+    revision: str | None = option(None, "a branch, made if there is none; null: main", needs="push")
+    message: Verbatim = option("Export by parade", "of the commit", needs="push")
     dry_run: bool = option(False, "print what would be pushed, and change nothing")
 
 

@@ -28,7 +28,7 @@ from models.placement import input_device
 from recipes.command import main
 from recipes.compose import build, compose, run_folder, scales_of
 from recipes.folders import claimed
-from recipes.inputs import prepare_inputs
+from recipes.inputs import named_commands, prepare_inputs
 from recipes.settings import Acceptance, Optimization, Trainer
 from trainers.base import BaseModule, WholeSteps
 from trainers.lora import add_lora
@@ -39,7 +39,7 @@ from trainers.runs.checkpoints import Checkpoints, Preempted
 from trainers.runs.guards import LossGuard, memory_advice
 from trainers.runs.loggers import build_loggers, check_logger
 from trainers.runs.progress import Progress
-from trainers.runs.provenance import check_inputs, provenance, write_provenance
+from trainers.runs.provenance import check_finished, check_inputs, provenance, write_provenance
 from trainers.runs.randomness import RandomStates
 from trainers.runs.restorable import check_restorable
 from trainers.runs.resume import checkpoint_to_resume
@@ -87,6 +87,7 @@ def fit(config: DictConfig) -> Path:
         export = folder / "export"
         checkpoint, first = checkpoint_to_resume(config, folder)
         if checkpoint is None and is_export(export) and config.resume == "auto":
+            check_finished(config, folder)
             print(f"{export} is there already: resume=never trains it anew, name=... beside it")
             return export
         _fit(config, folder, checkpoint, first)
@@ -97,11 +98,12 @@ def _fit(config: DictConfig, folder: Path, checkpoint: Path | None, first: int) 
     """Train and export a recipe in a run's folder, from a checkpoint or a step on."""
     prepare_inputs(config.needs, config.build_inputs)
     pl.seed_everything(config.seed, verbose=False)
-    module = build_module(config)
-    check_exportable(module)
-    if checkpoint is not None and config.resume not in ("auto", "never"):
-        check_fits(module, checkpoint)
-    trainer, loaders, rows = assemble(config, module, folder, first)
+    with named_commands(config.needs):
+        module = build_module(config)
+        check_exportable(module)
+        if checkpoint is not None and config.resume not in ("auto", "never"):
+            check_fits(module, checkpoint)
+        trainer, loaders, rows = assemble(config, module, folder, first)
     start = provenance(config, trainer, rows, first)
     if checkpoint is not None:
         check_strategy(checkpoint, trainer, config.strategy)
@@ -122,6 +124,8 @@ def _fit(config: DictConfig, folder: Path, checkpoint: Path | None, first: int) 
             passes = "" if epochs is None else f" ({epochs:g} epochs of {len(rows['train'])} rows)"
             warmup = module.optimization.warmup(steps)
             length = f"{steps} steps{passes}, {warmup} of them to warm up"
+            if checkpoint is not None:
+                length = f"goes on at step {first} of {length}, with {checkpoint}"
             print(f"{config.recipe} at scale {config.scale}: {length}, to {folder}")
 
     trainer.callbacks.insert(0, LambdaCallback(on_train_start=lambda *_: begin()))

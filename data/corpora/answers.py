@@ -23,6 +23,14 @@ TEACHER = ("teacher_ids", "teacher_probs")
 IDS = ("prompt_ids", "answer_ids")  # what every collection has, with `id`
 
 
+class UnfitCollection(ValueError):
+    """An error for a collection, in the folder `source`, that another model or tokenizer made."""
+
+    def __init__(self, source: str, why: str):
+        super().__init__(f"{source} was collected with {why}: collect it again, under another name")
+        self.source = source
+
+
 def shard_path(folder: str | Path, shard: int) -> Path:
     """Return the path of shard number `shard` of the collection in `folder`."""
     return Path(folder) / "shards" / f"{shard:05d}.parquet"

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from data.arguments import Small
-from data.corpora.answers import chosen_rows
+from data.corpora.answers import UnfitCollection, chosen_rows
 from data.corpora.fingerprints import input_fingerprint, model_fingerprint, same_model
 from data.corruption.schedules import NoiseOrder, progressive_times
 from data.files import atomic_write, shortened
@@ -199,10 +199,10 @@ def rows(
     """
     manifest = checked_manifest(source, tokenizer)
     if not same_model(model, manifest.get("weights")):
-        raise ValueError(
-            f"{source} was collected with another model than {model} (weights "
-            f"{manifest.get('weights')}, here {model_fingerprint(model)}): collect it again, under "
-            f"another name=..., with python -m decoding.collect recipe={manifest['recipe']}"
+        raise UnfitCollection(
+            source,
+            f"another model than {model} (weights {manifest.get('weights')}, here "
+            f"{model_fingerprint(model)})",
         )
     n, length, new = _sizes(source, manifest)
     blocks = -(-new // n)

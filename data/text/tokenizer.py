@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from data.arguments import Count
-from data.corpora.answers import read_manifest
+from data.corpora.answers import UnfitCollection, read_manifest
 from data.corpora.chats import chat_texts
 from data.corpora.sources import load_documents
 from data.text.chat import start_ids
@@ -325,10 +325,10 @@ def checked_manifest(source: str, tokenizer: PreTrainedTokenizerBase) -> dict:
     """Return the manifest of a collection; raise ValueError if another tokenizer made it."""
     manifest = read_manifest(source)
     if not same_tokenizer(tokenizer, str(manifest["tokenizer"])):
-        raise ValueError(
-            f"{source} was collected with another tokenizer (fingerprint "
-            f"{manifest['tokenizer']}, here {fingerprint(tokenizer)}): collect again with "
-            f"python -m decoding.collect recipe={manifest['recipe']}, or give another source"
+        raise UnfitCollection(
+            source,
+            f"another tokenizer (fingerprint {manifest['tokenizer']}, here "
+            f"{fingerprint(tokenizer)})",
         )
     return manifest
 

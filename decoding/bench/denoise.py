@@ -115,7 +115,7 @@ def _rows(bench: DenoiseBench, loaded: Sampler, temperature: float) -> list[Watc
         if "graph" not in parade_config(path):
             raise ValueError(
                 f"{path} has no draft graph: python -m trainers.fit recipe=spiffy_calibrate "
-                "makes an export with one"
+                f"model={path} makes an export with one"
             )
         configs[f"spiffy ({name})"] = sampling_config(path, bench.sampler)
     samplers = {n: sampler_of(c, loaded.target, loaded.tokenizer) for n, c in configs.items()}

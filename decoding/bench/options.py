@@ -30,8 +30,10 @@ class ProgramOptions(MeasureOptions):
     execute: Literal["sandbox", "unsafe"] | None = option(
         None, "run what the models wrote: in bubblewrap, or unsafe"
     )
-    wall_seconds: Annotated[float, Field(gt=0)] = option(10.0, "that one program may take")
-    memory: Count = option(1024, "MiB that one program may use")
+    wall_seconds: Annotated[float, Field(gt=0)] = option(
+        10.0, "that one program may take", needs="execute"
+    )
+    memory: Count = option(1024, "MiB that one program may use", needs="execute")
 
 
 @dataclass(frozen=True, kw_only=True)

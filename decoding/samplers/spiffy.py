@@ -68,7 +68,7 @@ class SpiffySampler(DenoiseSampler):
             raise ValueError(
                 f"the draft graph was calibrated for block_size={graph.block_size}, but the model "
                 f"decodes with block_size={self.block_size}: calibrate one with python -m "
-                "trainers.fit recipe=spiffy_calibrate"
+                "trainers.fit recipe=spiffy_calibrate model=<the model>"
             )
         self.graph, self.next_block = graph, next_block
         self.states = 1 + len(graph.nodes) + 2 * next_block
@@ -227,7 +227,7 @@ class SpiffyMethod(DenoiseMethod):
         if "graph" not in entry:
             raise ValueError(
                 "this model has no draft graph: calibrate one with python -m trainers.fit "
-                "recipe=spiffy_calibrate, or give a file or a chain of drafts, "
+                "recipe=spiffy_calibrate model=<it>, or give a file or a chain of drafts, "
                 "sampler=[method=spiffy,graph=chain:4]"
             )
         return {**options, "graph": graph_for(entry["graph"], options)}

@@ -92,6 +92,7 @@ class Server:
         key: The API key that clients must send; None: none.
         most: The most bytes of a body.
         seconds: The most seconds for a request, waiting included.
+        defaults: Sampling parameters of requests that name none (`engine.defaults`).
 
     Bodies are read in threads of their own, large ones apart from others, and chats from
     completions: who sends what takes long to read keeps only the like waiting.
@@ -105,9 +106,10 @@ class Server:
         key: str | None,
         most: int,
         seconds: float,
+        defaults: dict[str, Any] | None = None,
     ):
         self.scheduler, self.tokenizer, self.key = scheduler, tokenizer, key
-        self.most, self.seconds = most, seconds
+        self.most, self.seconds, self.defaults = most, seconds, defaults or {}
         self.models = [*scheduler.samplers]
         vocabulary = map(len, tokenizer.get_vocab())
         self.characters = scheduler.longest * max(SPELLED, *vocabulary)
@@ -295,7 +297,7 @@ class Server:
         """Read a body with a thread's own tokenizer; everything is counted before it is done."""
         scheduler, most = self.scheduler, self.scheduler.at_once + self.scheduler.most
         try:
-            asked = protocol.read(body, kind, self.models)
+            asked = protocol.read(body, kind, self.models, self.defaults)
             if (count := asked.count * asked.n) > most:
                 raise ValueError(f"{count} answers are asked for, and this server takes {most}")
             if asked.best is not None and not self.predicts_next(asked):

@@ -4,11 +4,18 @@ import json
 import re
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, with_config
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    with_config,
+)
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import TypedDict
 
@@ -138,6 +145,7 @@ class Asked(BaseModel):
     stream_options: Annotated[dict, Field(description="an object")] = {}
     ignore_eos: Switch = False
     verify: Text = None
+    _defaults: Mapping[str, Any] = PrivateAttr(default_factory=dict)
 
     if TYPE_CHECKING:  # fields of `Completion`, constants of `Chat`
 
@@ -197,7 +205,7 @@ class Asked(BaseModel):
     @cached_property
     def params(self) -> SamplingParams:
         """Return the sampling parameters of all answers."""
-        given = self.model_dump(include=SAMPLING, exclude_none=True)
+        given = {**self._defaults, **self.model_dump(include=SAMPLING, exclude_none=True)}
         given["top_k"] = max(0, given.get("top_k", 0))  # -1 is vLLM's word for off
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         most = self.most if self.answers else None
@@ -403,8 +411,16 @@ def joined(message: Message) -> dict[str, str]:
     return {**message, "content": content}  # type: ignore[dict-item]  # all are texts now
 
 
-def read(body: bytes | bytearray, kind: type[Asked], models: list[str]) -> Asked:
-    """Return a body's request, for the first model if it names none; a mistake is a ValueError."""
+def read(
+    body: bytes | bytearray,
+    kind: type[Asked],
+    models: list[str],
+    defaults: Mapping[str, Any] | None = None,
+) -> Asked:
+    """Return a body's request, for the first model if it names none; a mistake is a ValueError.
+
+    `defaults` are the sampling parameters that it has where it names none.
+    """
     try:
         text = body.decode()
         given = json.loads(text, parse_constant=_refuse_constant)
@@ -412,7 +428,9 @@ def read(body: bytes | bytearray, kind: type[Asked], models: list[str]) -> Asked
             json.dumps(given, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested without end
         raise ValueError(f"the body is no JSON: {str(error)[:200]}") from error
-    return _checked(given, kind, models)
+    asked = _checked(given, kind, models)
+    asked._defaults = defaults or {}
+    return asked
 
 
 def _checked(given: Any, kind: type[Asked], models: list[str]) -> Asked:

@@ -2,7 +2,8 @@
 
 import re
 import sys
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
 import pytest
@@ -13,8 +14,10 @@ from decoding.report import track
 from models.placement import DTYPES
 from recipes import command as cli
 from recipes import options
+from recipes.compose import compose
 from recipes.options import NEEDED, ModelOptions, Options, check_batch_sizes, option
-from recipes.values import read, show, unknown
+from recipes.values import read, show, type_name, unknown
+from tests.support.commands import option_classes
 
 
 @dataclass
@@ -246,3 +249,75 @@ class TestTrack:
         monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
         assert [*track([1, 2], "job")] == [1, 2]
         assert "100%" in capsys.readouterr().out
+
+
+class TestHome:
+    """A `~` at the start of a value is the home folder, in every key but those of other texts."""
+
+    @pytest.fixture(autouse=True)
+    def home(self, monkeypatch):
+        monkeypatch.setenv("HOME", "/the/home")
+
+    @pytest.mark.parametrize(
+        ("text", "value"),
+        [
+            ("~", "/the/home"), ("~/a b", "/the/home/a b"), ("'~/a'", "/the/home/a"),
+            ("a/~/b", "a/~/b"), ("./~", "./~"), ("~no-such-user/x", "~no-such-user/x"),
+            ("[~/a,'~/b, c']", ["/the/home/a", "/the/home/b, c"]),
+            ("{source: ~/a}", {"source": "/the/home/a"}), ("null", None), ("3", 3),
+        ],
+    )  # fmt: skip
+    def test_it_is_read_whatever_the_type(self, text, value):
+        assert read(text) == value
+        if isinstance(value, str):
+            assert parse(f"model={text}").model == value
+
+    def test_every_text_of_every_command_is_read_so(self):
+        asides = {"prompt", "system", "stop", "message", "api_key"}  # texts that are no paths
+        found = set()
+        for kind in option_classes():
+            needed = [f"{f.name}=x" for f in fields(kind) if f.default is NEEDED]
+            for name, hint in options.types_of(kind).items():
+                if "str" not in type_name(hint):
+                    continue
+                with suppress(ValueError):  # one that allows certain texts only
+                    # An option that is not read without another is refused before or after.
+                    types = options.types_of(kind)
+                    others = ["push=a/b", "verify=vllm"] if "push" in types else ["chat=true"]
+                    given = [*others, *needed, f"{name}=~/x"]
+                    known = [g for g in given if g.partition("=")[0] in types]
+                    value = getattr(options.parse(known, kind, "decoding.x"), name)
+                    path = "~/x" if name in asides else "/the/home/x"
+                    assert value in (path, (path,))
+                    found.add(name)
+        assert {"model", "target", "out", "source", "run", "checkpoint", "answers", "also"} <= found
+        assert asides <= found
+
+    def test_every_key_of_a_recipe_is_read_so(self):
+        given = ["runs=~/r", "tokenizer.source=~/c", "data.train.source=~/c", "resume=~/s.ckpt"]
+        config = compose(["recipe=ar_target", *given, "+own=~/o"], "fit")
+        assert config.runs == "/the/home/r"
+        assert config.data.folder == "/the/home/r/data"
+        assert (config.tokenizer.source, config.resume) == ("/the/home/c", "/the/home/s.ckpt")
+        assert (config.data.train.source, config.own) == ("/the/home/c", "/the/home/o")
+        config = compose(["recipe=deer_stage1", "target=~/t", "answers=~/a"], "fit")
+        assert (config.module.target_name, config.data.train.source) == (
+            "/the/home/t",
+            "/the/home/a",
+        )
+        collect = ["recipe=deer_answers", "target=~/t", "prompts.source=~/p.jsonl"]
+        config = compose(collect, "collect")
+        assert (config.target, config.prompts.source) == ("/the/home/t", "/the/home/p.jsonl")
+        assert config.collector.teacher == "/the/home/t"
+
+
+def test_an_option_that_another_one_needs_is_refused_alone():
+    @dataclass(frozen=True, kw_only=True)
+    class Push(Options):
+        push: str | None = option(None, "where to")
+        private: bool | None = option(None, "or not", needs="push")
+
+    for given in (["private=null"], ["push=a/b"], ["push=a/b", "private=true"]):
+        options.parse(given, Push, "decoding.push")
+    with pytest.raises(ValueError, match="private= is not read without push="):
+        options.parse(["private=false"], Push, "decoding.push")

@@ -1,8 +1,6 @@
 """Any arguments of any command: its options, or a ValueError of one line."""
 
 import importlib
-import inspect
-import pkgutil
 from dataclasses import fields
 
 import pytest
@@ -10,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-import decoding
 from recipes.compose import RECIPES, compose, defaults, names, paths, run_folder
-from recipes.options import Options, parse
+from recipes.options import parse
+from tests.support.commands import option_classes
 
 pytestmark = pytest.mark.processes
 
@@ -50,21 +48,7 @@ VALUES = st.one_of(
 )
 
 
-def commands():
-    """Every class of options, with the module that it is in."""
-    found = {}
-    for module in pkgutil.walk_packages(decoding.__path__, "decoding."):
-        if module.name.rpartition(".")[2] != "__main__":
-            for _, kind in inspect.getmembers(
-                importlib.import_module(module.name), inspect.isclass
-            ):
-                if issubclass(kind, Options) and hasattr(kind, "EXAMPLE"):
-                    found[kind.__name__] = kind
-    importlib.import_module("trainers.export")
-    return [*found.values(), importlib.import_module("trainers.export").Export]
-
-
-COMMANDS = commands()
+COMMANDS = option_classes()
 assert len(COMMANDS) > 12
 
 

@@ -1,10 +1,15 @@
 """Inputs of a recipe: missing folders are built or named; Hub ids are left to their loader."""
 
+import shlex
+
 import pytest
 from omegaconf import OmegaConf
 
-from recipes.compose import compose
-from recipes.inputs import prepare_inputs
+from data.corpora.answers import UnfitCollection
+from models.causal import looks_local
+from recipes.compose import BROUGHT, MODULES, _file, compose, names, scales_of
+from recipes.inputs import named_commands, prepare_inputs
+from tests.support.refused import refused
 
 
 def needing(path):
@@ -63,5 +68,121 @@ def test_the_command_of_an_input_keeps_what_belongs_to_it(given, commands):
 def test_a_target_is_not_carried_to_the_recipe_that_makes_one():
     config = compose(["recipe=deer_answers", "target=x/", "device_map=auto"], "collect")
     assert [n.command for n in config.needs] == [
-        "python -m trainers.fit recipe=ar_target runs=runs device_map=auto"
+        "python -m trainers.fit recipe=ar_target runs=runs"  # device_map is of a target alone
     ]
+
+
+CASES = [(recipe, scale) for recipe in names("recipe") for scale in scales_of(recipe)]
+
+
+def command_of(recipe):
+    return _file(recipe).command
+
+
+def brought(config):
+    return {key: config[key] for key in BROUGHT if config.get(key) is not None}
+
+
+def printed(config):
+    """(recipe, composed config) of every command that a missing input is made by."""
+    for need in config.needs:
+        if not looks_local(need.path):
+            continue
+        line = refused(prepare_inputs, [need], build=False).partition("It is made by: ")[2]
+        words = shlex.split(line)
+        if words[0] != "python":  # of another program
+            continue
+        recipe = next(w.partition("=")[2] for w in words if w.startswith("recipe="))
+        command = command_of(recipe)
+        assert words[:3] == ["python", "-m", MODULES[command]]
+        yield recipe, compose(words[3:], command)
+
+
+@pytest.mark.parametrize(("recipe", "scale"), CASES)
+def test_printed_commands_have_all_that_was_given(recipe, scale, tmp_path):
+    """A foreign model and folder: every printed command composes, and asks that model alone."""
+    command, runs = command_of(recipe), tmp_path / "my runs"
+    published = brought(compose([f"recipe={recipe}", f"scale={scale}", f"runs={runs}"], command))
+    # What another run makes stays: a model of the user's takes the others' place.
+    own = [key for key, value in published.items() if not str(value).startswith(str(runs))]
+    model = tmp_path / "foreign"
+    given = [f"recipe={recipe}", f"scale={scale}", f"runs={runs}", "build_inputs=false"]
+    config = compose([*given, *(f"{key}={model}" for key in own)], command)
+    for other, made in printed(config):
+        assert (made.scale, made.runs) == (scale, str(runs)), other
+        assert made.build_inputs is False
+        known = {*brought(made).values()}
+        if own and other not in ("ar_target", "cspd_target", "dllm_block"):
+            assert str(model) in known or all(str(k).startswith(str(runs)) for k in known), other
+            asked = made.collector.teacher if command_of(other) == "collect" else None
+            assert asked is None or str(asked).startswith((str(model), str(runs)))
+        for key in ("layout", "answers", "images"):
+            if key in config and key in made:
+                assert made[key] == config[key]
+
+
+def test_a_path_that_its_command_would_not_make_is_not_built(tmp_path):
+    for given in (["target=" + str(tmp_path / "no")], ["answers=" + str(tmp_path / "no")]):
+        config = compose(["recipe=deer_stage1", f"runs={tmp_path}", *given], "fit")
+        if "answers" in given[0]:
+            needs = config.needs[1:]
+        else:
+            needs = compose(["recipe=deer_answers", f"runs={tmp_path}", *given], "collect").needs
+        message = refused(prepare_inputs, needs, build=True)
+        assert "makes another folder" in message
+        assert str(tmp_path / "no") in message
+
+
+def test_a_collection_that_does_not_fit_is_named_with_the_whole_command(tmp_path):
+    model, runs = tmp_path / "model", tmp_path / "runs"
+    given = ["recipe=pcllm_round1", "scale=small", f"runs={runs}", f"model={model}"]
+    needs = compose(given, "fit").needs
+    source = f"{runs}/pcllm_trajectories"
+
+    def fail(source):
+        with named_commands(needs):
+            raise UnfitCollection(source, "another model")
+
+    line = refused(fail, source)
+    assert "another model" in line
+    words = shlex.split(line.partition("with: ")[2].partition(", and give")[0])
+    made = compose(words[3:], "collect")
+    assert (made.scale, made.runs, made.target) == ("small", str(runs), str(model))
+    assert line.endswith(f"give {runs}/pcllm_trajectories/again in place of it")
+    assert "with:" not in refused(fail, str(tmp_path))  # of no input of this recipe
+
+
+@pytest.mark.parametrize(
+    ("recipe", "given", "said"),
+    [
+        ("pcllm_round1", "target=a/b", "target=a/b is not read .* its model is given with model="),
+        ("pcllm_round2", "target=a/b", "its model is given with model= and base="),
+        ("dllm_block", "target=a/b", "its model is given with start="),
+        ("spiffy_calibrate", "target=a/b", "its model is given with model="),
+        ("asarm_joint", "device_map=auto", "device_map=auto is not read .* no target"),
+        ("ar_target", "target=a/b", "it begins with no other model"),
+        ("deer_stage1", "model=a/b", "unknown key 'model' .* its model is given with target="),
+        ("dflash", "start=a/b", "its model is given with target="),
+        ("deer_stage1", "lora.alpha=4", "lora.alpha= is not read .* lora.rank=0"),
+        (
+            "ar_target",
+            "acceptance.source=x",
+            "acceptance.source= is not read .* acceptance.prompts",
+        ),
+    ],
+)
+def test_a_key_that_a_recipe_does_not_read_is_refused_with_the_one_it_reads(recipe, given, said):
+    with pytest.raises(ValueError, match=said):
+        compose([f"recipe={recipe}", given], "fit")
+    taken = {"lora.alpha=4": "lora.rank=2", "acceptance.source=x": "acceptance.prompts=2"}
+    if given in taken:
+        compose([f"recipe={recipe}", given, taken[given]], "fit")
+    key = given.partition("=")[0]
+    if key in ("target", "device_map"):
+        compose([f"recipe={recipe}", f"{key}=null"], "fit")
+        compose(["recipe=deer_stage1", given], "fit")
+
+
+def test_the_command_of_another_recipe_keeps_the_arguments():
+    line = refused(compose, ["recipe=deer_answers", "runs=a b", "scale=small"], "fit")
+    assert line.endswith("python -m decoding.collect recipe=deer_answers 'runs=a b' scale=small")

@@ -16,6 +16,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from torch.utils.data import Dataset, Subset
 
 from data.corpora.fingerprints import VERSION, commit, input_fingerprint
+from data.corpora.sources import content_fingerprint
 from data.files import atomic_write, read_json
 from data.rows.packing import PackedRows
 from recipes.command import typed
@@ -46,12 +47,8 @@ def check_inputs(start: dict, checkpoint: Path, chosen: bool) -> None:
     the user (resume=PATH), they are only named. A folder of another kind may be more than what is
     read of it, so its rows alone are compared.
     """
-    file = checkpoint.parent.parent / "provenance.json"
-    if not file.is_file():
-        return
-    story = read_json(file)
-    before = [story, *story.get("resumed", [])][-1]
-    if before.get("fingerprints") != VERSION:  # of an older version, which are not comparable
+    before = _last_start(checkpoint.parent.parent)
+    if before is None:
         return
     changed = []
     for split, now in start["data"].items():
@@ -59,10 +56,7 @@ def check_inputs(start: dict, checkpoint: Path, chosen: bool) -> None:
         if then.get("fingerprint") != now.get("fingerprint"):
             parts = [part for part in PARTS if then.get(part) != now.get(part)] or ["fingerprint"]
             changed += [f"{p} of data.{split}: {then.get(p)}, now {now.get(p)}" for p in parts]
-    for name, now in start["inputs"].items():
-        then = before.get("inputs", {}).get(name, now)
-        if then != now and _is_one_input(Path(name)):
-            changed.append(f"{name}: {then}, now {now}")
+    changed += _changed_inputs(before, start["inputs"])
     if not changed:
         return
     what = f"{checkpoint} was trained on other inputs ({'; '.join(changed)})"
@@ -72,6 +66,46 @@ def check_inputs(start: dict, checkpoint: Path, chosen: bool) -> None:
             "resume=never to start anew"
         )
     rank_zero_only(print)(f"{what}: going on with these")
+
+
+def check_finished(config: DictConfig, folder: Path) -> None:
+    """Compare the inputs of a finished run in a folder with what they are now.
+
+    Others are a ValueError. Nothing is built: of rows the local source is compared, and an input
+    that is gone tells nothing.
+    """
+    before = _last_start(folder)
+    if before is None:
+        return
+    changed = _changed_inputs(before, inputs(config))
+    for split, rows in before.get("data", {}).items():
+        source, then = config.data[split].get("source"), rows.get("content")
+        if isinstance(source, str) and isinstance(then, str) and os.path.exists(source):
+            now = content_fingerprint(source, config.data.folder)
+            if then != now:
+                changed.append(f"content of data.{split}: {then}, now {now}")
+    if changed:
+        raise ValueError(
+            f"{folder} holds a finished run of other inputs ({'; '.join(changed)}): give another "
+            "name=..., or start anew with resume=never"
+        )
+
+
+def _last_start(folder: Path) -> dict | None:
+    """Return the last start in a run's provenance; None without one that can be compared."""
+    file = folder / "provenance.json"
+    if not file.is_file():
+        return None
+    story = read_json(file)
+    before = [story, *story.get("resumed", [])][-1]
+    return before if before.get("fingerprints") == VERSION else None
+
+
+def _changed_inputs(before: dict, found: dict[str, str]) -> list[str]:
+    """Return what is to say of models, collections and files that have other fingerprints now."""
+    then = before.get("inputs", {})
+    changed = {name: now for name, now in found.items() if then.get(name, now) != now}
+    return [f"{n}: {then[n]}, now {now}" for n, now in changed.items() if _is_one_input(Path(n))]
 
 
 def _is_one_input(path: Path) -> bool:

@@ -1,5 +1,6 @@
 """The checkpoint that a run resumes from (`resume=auto | never | PATH`), checked for its folder."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -38,7 +39,10 @@ def checkpoint_to_resume(config: DictConfig, folder: Path) -> tuple[Path | None,
     finished = is_export(folder / "export")
     # A run that ended before its first checkpoint has nothing that other settings would mix with.
     if checkpoints or finished:
-        _check_settings(before, config, folder, [*checkpoints, *[folder / "export"] * finished])
+        found = [*checkpoints, *[folder / "export"] * finished]
+        # What an export is written as may change until there is one.
+        free = [key for key in FREE if key != "lora.merge" or not finished]
+        _check_settings(before, config, folder, found, free)
     if not checkpoints or before is None or finished:
         return None, 0
     for path in reversed(checkpoints):
@@ -64,9 +68,16 @@ def stored_config(file: Path) -> DictConfig | None:
 
 
 def _check_settings(
-    before: DictConfig | None, config: DictConfig, folder: Path, found: list[Path]
+    before: DictConfig | None,
+    config: DictConfig,
+    folder: Path,
+    found: list[Path],
+    free_keys: Iterable[str],
 ) -> None:
-    """Raise ValueError if `found` in a folder has other settings, or their config is lost."""
+    """Raise ValueError if `found` in a folder has other settings, or their config is lost.
+
+    `free_keys` may differ.
+    """
     if before is None:
         path = next((p for p in reversed(found) if p.suffix == ".ckpt"), "of a checkpoint")
         raise ValueError(
@@ -76,7 +87,7 @@ def _check_settings(
         )
     then, now = (dict(_flatten(OmegaConf.to_container(c, resolve=True))) for c in (before, config))
     for key in sorted({*then, *now}):
-        free = any(key == f or key.startswith(f"{f}.") for f in FREE)
+        free = any(key == f or key.startswith(f"{f}.") for f in free_keys)
         if not free and not same_setting(then.get(key), now.get(key)):
             raise ValueError(
                 f"{folder} holds a run with other settings ({key}: {then.get(key)}, now "

@@ -1,6 +1,7 @@
 """What a run keeps of where it came from, and what its card says of it."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from data.corpora import fingerprints
 from data.corpora.fingerprints import commit, input_fingerprint
 from data.corpora.stdlib import is_held_out
+from tests.support.refused import refused
 from tests.support.spoil import nan, spoil
 from trainers.ar import Autoregressive
 from trainers.diffusion import MaskedDiffusion
@@ -108,6 +110,32 @@ class TestOtherInputs:
         capsys.readouterr()
         lab.fit("ar_target", *own, resume)  # chosen by the user
         assert "other inputs" in capsys.readouterr().out
+
+    def test_a_finished_run_is_refused_too(self, lab, own, capsys):
+        corpus, own = own
+        capsys.readouterr()
+        lab.fit("ar_target", *own)
+        assert "goes on at step 2 of 4 steps" in capsys.readouterr().out
+        (corpus / "notes.bin").write_text("not read")
+        export = lab.fit("ar_target", *own)  # as it was: nothing is trained
+        assert "is there already" in capsys.readouterr().out
+        before = (export / "model.safetensors").stat().st_mtime_ns
+        file = next(f for f in sorted(corpus.iterdir()) if not is_held_out(f.name))
+        content = file.read_text()
+        file.write_text(content.swapcase())
+        message = refused(lab.fit, "ar_target", *own)
+        assert re.search(r"finished run of other inputs .*content of data\.train", message)
+        assert "optimization.lr" in refused(lab.fit, "ar_target", *own, "optimization.lr=0.5")
+        assert "lora.merge" in refused(
+            lab.fit, "ar_target", *own, "lora.rank=0", "lora.merge=false"
+        )
+        assert (export / "model.safetensors").stat().st_mtime_ns == before
+        file.write_text(content)
+        lab.fit("ar_target", *own)
+        shutil.rmtree(corpus)  # what is gone tells nothing
+        capsys.readouterr()
+        lab.fit("ar_target", *own)
+        assert "is there already" in capsys.readouterr().out
 
     def test_another_model_is_refused_and_named(self, lab, tmp_path):
         """With one bit of its weights changed; the rows are the same."""
