@@ -28,9 +28,7 @@ _NUMBERS = ("rows", "tokens", "length", "largest_id")
 _DTYPE = "<i4"
 
 Encoded = tuple[list[int], list[bool], *tuple[Any, ...]]  # and columns, where there are any
-OPEN = (
-    64  # rows that wait for an answer that fits: more of them take memory and hardly save padding
-)
+OPEN = 64  # rows that wait for an answer that fits: more take memory and hardly save padding
 
 
 def pack(
@@ -170,8 +168,8 @@ class PackedRows(Dataset):
             whole = column not in COLUMNS or (array.ndim == 2 and array.dtype == _DTYPE)
             if array.shape[:2] != shape or not whole:
                 raise ValueError(
-                    f"{self.folder} is damaged: its manifest.json has {shape[0]} rows of {shape[1]} "
-                    f"tokens, and {column}.npy holds {array.dtype} of shape {array.shape}: remove "
+                    f"{self.folder} is damaged: its manifest.json has {shape[0]} rows of {shape[1]}"
+                    f" tokens, and {column}.npy holds {array.dtype} of shape {array.shape}: remove "
                     "the folder, and it is made again"
                 )
 
@@ -287,8 +285,8 @@ def _write(folder: Path, documents: Iterable[Encoded], length: int, pad_id: int)
         )
     if not rows and counts["untrained"]:
         raise ValueError(
-            f"no token to train on: the source's {counts['untrained']} documents have no answer, or "
-            "only empty ones. Check the source: trained are texts, and the assistant's turns"
+            f"no token to train on: the source's {counts['untrained']} documents have no answer, "
+            "or only empty ones. Check the source: trained are texts, and the assistant's turns"
         )
     if not rows:
         raise ValueError(
@@ -304,7 +302,7 @@ def _said(manifest: dict) -> str | None:
         "answers": "answers",
         "cut_answers": "lost their end",
         "long_prompts": "left out, as the prompt fills a row",
-        "cut_tokens": "tokens of both",
+        "cut_tokens": "tokens of answers lost",
         "untrained": "left out, as nothing in them is trained",
     }
     counts = [f"{manifest[key]:,} {text}" for key, text in said.items() if manifest[key]]

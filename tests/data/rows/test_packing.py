@@ -1,4 +1,4 @@
-"""Packing keeps every token of a text and every answer's prompt, and the store on disk appears whole or not at all."""
+"""Packing keeps texts and the prompts of answers, and the store appears whole or not at all."""
 
 import json
 import pickle
@@ -195,7 +195,7 @@ def test_what_is_cut_is_said_in_one_line(tmp_path, capsys):
     build(tmp_path / "rows", [*DOCUMENTS, ([1] * 5, [False] * 4 + [True]), ([1, 1], [False] * 2)])
     assert capsys.readouterr().out == (
         "2 rows of 4 tokens: 3 answers, 1 lost their end, 1 left out, as the prompt fills a row, "
-        "2 tokens of both, 1 left out, as nothing in them is trained\n"
+        "2 tokens of answers lost, 1 left out, as nothing in them is trained\n"
     )
     build(tmp_path / "whole", [([1, 2, 3], [False, True, True]), ([4] * 9, [True] * 9)])
     assert not capsys.readouterr().out
@@ -223,7 +223,7 @@ def test_a_changed_manifest_is_one_line(tmp_path, change):
     file = tmp_path / "rows" / "manifest.json"
     manifest = json.loads(file.read_text())
     file.write_text(json.dumps({**manifest, **change}))
-    with pytest.raises(ValueError, match="rows.* damaged") as caught:
+    with pytest.raises(ValueError, match=r"rows.* damaged") as caught:
         PackedRows(tmp_path / "rows")
     assert "\n" not in str(caught.value)
     file.write_text(json.dumps(manifest))
