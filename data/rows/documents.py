@@ -32,7 +32,7 @@ def documents(
     field: str = "text",
     where: str | None = None,
 ) -> PackedRows:
-    """Return packed rows of a corpus.
+    """Return packed rows of a corpus; chats and pairs stay whole (`data.rows.packing.pack`).
 
     Args:
         source: As in `data.corpora.sources.load_documents`, like the arguments after `folder`.
