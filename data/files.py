@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 
 LARGEST_TEXT = 2**28  # characters; a device has no end
+CACHES = {"__pycache__", "__MACOSX", "node_modules"}
+MARKS = {"CACHEDIR.TAG", "pyvenv.cfg"}  # files that make a folder a cache, or an environment
 DEEPEST = 100  # lists and objects within each other in a JSON text
 
 
@@ -85,6 +87,28 @@ def _deep(value: Any) -> bool:
         if not level:
             return False
     return True
+
+
+def is_hidden(name: str) -> bool:
+    """Return whether a file or folder with this name is hidden, or a cache."""
+    return name.startswith((".", "~$")) or name in CACHES
+
+
+def files_below(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Return a folder's files in two lists, both sorted: those that were meant, and the others.
+
+    Others are hidden files, and all files of hidden folders, caches and environments below it.
+    """
+    meant, others, aside = list[Path](), list[Path](), set[Path]()
+    for root, _, names in os.walk(folder):
+        here = Path(root)
+        if here != folder and (
+            here.parent in aside or is_hidden(here.name) or not MARKS.isdisjoint(names)
+        ):
+            aside.add(here)
+        for name in names:
+            (others if here in aside or is_hidden(name) else meant).append(here / name)
+    return sorted(meant), sorted(others)
 
 
 def refuse_links(folder: Path, paths: Iterable[Path], hub_cache: bool = False) -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, Subset
 from data.arguments import BlockSize, Share, Small, Weight
 from data.corpora.fingerprints import files_fingerprint, model_fingerprint
 from data.corpora.stdlib import check_split
-from data.files import atomic_write, package, read_array
+from data.files import atomic_write, files_below, is_hidden, package, read_array
 from data.vae import FILES, from_file
 
 SUFFIXES = (".jpeg", ".jpg", ".png", ".webp")
@@ -152,11 +152,11 @@ def image_files(source: Path) -> list[tuple[Path, int]]:
     """Return a folder's image files, each with its class (folders sorted by name, from 0)."""
     if not source.is_dir():
         raise ValueError(f"{str(source)!r} is no folder of images. Allowed: 'digits', or a folder")
-    classes = sorted(p for p in source.iterdir() if p.is_dir())
+    classes = sorted(p for p in source.iterdir() if p.is_dir() and not is_hidden(p.name))
     files = [
         (file, label)
         for label, path in enumerate(classes)
-        for file in sorted(path.rglob("*"))
+        for file in files_below(path)[0]
         if file.suffix.lower() in SUFFIXES
     ]
     if not files:

@@ -243,6 +243,7 @@ def assemble(
     callbacks = build_callbacks(t, Acceptance(**config.acceptance), module, folder)
     train = build(data.train, folder=data.folder, **given)
     held_out = build(data.validation, folder=data.folder, **given)
+    check_ids(module, train, held_out)
     if t.max_epochs is not None:
         steps = math.ceil(t.max_epochs * len(train) / t.batch_size)
         t = replace(t, max_steps=steps, max_epochs=None)
@@ -264,6 +265,20 @@ def assemble(
     once = OnceEach(number, t.micro_batch_size, trainer.global_rank, trainer.world_size)
     validation = DataLoader(Stream(held_out, config.seed, check), batch_sampler=once)
     return trainer, (loader, validation), {"train": train, "validation": held_out}
+
+
+def check_ids(module: BaseModule, *rows: Dataset) -> None:
+    """Raise ValueError if rows have token ids that the target, or else the network, lacks."""
+    largest = max(getattr(found, "largest_id", -1) for found in rows)
+    own = module.target is None and getattr(module, "draft_ids", None) is not None
+    if largest < 0 or own:  # no tokens, or a network with other ids than the rows
+        return
+    known = (module.target or module.network).config.get_text_config().vocab_size
+    if largest >= known:
+        raise ValueError(
+            f"the rows have the token id {largest}, and the model knows 0 to {known - 1}: their "
+            "source is damaged, or was made for another model"
+        )
 
 
 def build_callbacks(

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from data.arguments import Count, Tokens
 from data.corpora.conditions import conditions, keeps
+from data.corpora.identity import distinct_id, text_key
 from data.corpora.stdlib import check_split, is_held_out
-from data.files import read_json
+from data.files import files_below, read_json
 
 if TYPE_CHECKING:
     import pyarrow
@@ -63,7 +64,8 @@ def read_shards(
     import pyarrow.parquet as parquet
     from pyarrow.lib import ArrowException
 
-    shards = sorted((Path(folder) / "shards").glob("*.parquet"))
+    found, _ = files_below(Path(folder) / "shards")
+    shards = [file for file in found if file.suffix == ".parquet"]
     if not shards:
         raise ValueError(f"{folder} holds no answers: python -m decoding.collect writes them")
     complete = Path(folder) / "complete.json"
@@ -137,7 +139,7 @@ class AnsweredPrompt(NamedTuple):
         columns: Further values of each token, {name: [n, ...]}: with `collector.top_k`, the
             teacher's most probable tokens and their probabilities, `teacher_ids` and
             `teacher_probs` (0 in the prompt).
-        prompt: The prompt's id.
+        prompt: The prompt's id, made distinct where other prompts of the collection have it too.
     """
 
     ids: list[int]
@@ -172,6 +174,7 @@ def read_answers(
     Raises:
         ValueError: For a folder without answers, or an unknown split or column.
     """
+    seen: dict[int, int] = {}
     for table, rows in chosen_rows(folder, split, where):
         # As arrays: lists of Python numbers of all distributions take a hundred times the memory.
         stored = {name: table[name] for name in TEACHER if name in table.column_names}
@@ -184,7 +187,8 @@ def read_answers(
                 zeros = np.zeros((len(prompt), values.shape[1]), values.dtype)
                 columns[name] = np.concatenate([zeros, values])
             trained = [False] * len(prompt) + [True] * len(answer)
-            yield AnsweredPrompt(prompt + answer, trained, columns, row["id"])
+            id = distinct_id(row["id"], text_key(repr(prompt)), seen)
+            yield AnsweredPrompt(prompt + answer, trained, columns, id)
 
 
 def chosen_rows(

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from data.arguments import Count
 from data.corpora.chats import beside
+from data.corpora.identity import distinct_id, text_key
 from data.corpora.sources import read_rows, row_id
 from data.files import package
 
@@ -156,7 +157,7 @@ def _problems(path: Path) -> list[Problem]:
             f"{allowed}."
         )
     columns, read = kind
-    problems = []
+    problems, seen = list[Problem](), dict[int, int]()
     for default, where, row in chain([first], rows):
         problem = read(row, row_id(row, default))
         if problem is None:
@@ -172,7 +173,8 @@ def _problems(path: Path) -> list[Problem]:
             raise ValueError(
                 f"{where}: entry_point={problem.entry_point!r} is no name of a function."
             )
-        problems.append(problem)
+        said = "\n".join((*problem.turns, problem.suffix or ""))
+        problems.append(replace(problem, id=distinct_id(problem.id, text_key(said), seen)))
     return _told_apart(problems)
 
 

@@ -17,8 +17,9 @@ from data.corpora.chats import content
 from data.corpora.conditions import Condition, conditions, keeps
 from data.corpora.docstrings import docstring_documents, function_documents, roots
 from data.corpora.fingerprints import commit, files_fingerprint
+from data.corpora.identity import content_key, distinct_id
 from data.corpora.stdlib import check_split, is_held_out, source_files, stdlib_documents
-from data.files import atomic_write, package, parse_json, read_text
+from data.files import atomic_write, files_below, package, parse_json, read_text
 
 # Corpora of the installed Python, by the name of their source.
 INSTALLED: dict[str, Callable[[str], list[dict[str, str]]]] = {
@@ -65,15 +66,18 @@ def load_documents(
     is not to be trained; `options` of a chat are arguments of the chat template, such as `tools`
     (`data.corpora.chats`).
 
-    The first document is read at once, so most errors are raised here.
+    An id that the source has for several contents is made distinct by a hash of its content. Hidden
+    files and caches of a folder are not read. The first document is read at once, so most errors
+    are raised here.
 
     Args:
         source: `stdlib`; `docstrings` (functions of the standard library and of installed packages,
             as prompt-answer pairs); `functions` (the same, half of the prompts are function heads
             to complete); a file or folder of .txt, .py, .md (one document per file), .jsonl or
             .parquet; a folder written by `Dataset.save_to_disk`; else a Hub data set id.
-        split: `train` or `heldout`, separated by a hash of the document's id. A Hub data set has
-            its own splits too; its `heldout` is taken out of `train` by the same hash.
+        split: `train` or `heldout`, separated by a hash of the document's content
+            (`data.corpora.identity`), or of its id for a corpus of the installed Python. A Hub data
+            set has its own splits too; its `heldout` is taken out of `train` by the same hash.
         field: The text column. If not `text`, it is read even from rows that look like chats or
             pairs.
         streaming: Read a Hub data set without downloading it first.
@@ -93,8 +97,8 @@ def load_documents(
         raise ValueError(
             f"source={source!r} has no document in split={split!r}"
             f"{'' if where is None else f' with where={where!r}'}. "
-            "Of a local corpus about one document in forty is held out: give a larger corpus or "
-            "another split."
+            "About one document in forty is held out, and equal ones together: give a larger "
+            "corpus or another split."
         )
     return chain([first], documents)
 
@@ -138,8 +142,12 @@ def _read_files(path: Path) -> dict[str, Path]:
     """Return the files of a local source that are read, by their names in it."""
     if _is_saved(path):
         return {p.relative_to(path).as_posix(): p for p in sorted(path.rglob("*")) if p.is_file()}
+    files = [path] if path.is_file() else files_below(path)[0]
     kinds = ((".parquet",), (".jsonl",), TEXT_SUFFIXES)
-    return next((files for kind in kinds if (files := _files(path, kind))), {})
+    read = next((r for kind in kinds if (r := [f for f in files if f.suffix in kind])), [])
+    root = path.parent if path.is_file() else path
+    named = {file.relative_to(root).as_posix(): file for file in read if file.is_file()}
+    return dict(sorted(named.items()))
 
 
 def _is_saved(path: Path) -> bool:
@@ -172,7 +180,7 @@ def _documents(
         documents = _to_documents(_numbered(table, source), field, asked)
         if split not in ("train", "heldout"):  # used whole: no documents were held out of it
             return documents
-    return (d for d in documents if is_held_out(d["id"]) == (split == "heldout"))
+    return (d for d in documents if is_held_out(content_key(d)) == (split == "heldout"))
 
 
 def _check_columns(source: str, asked: list[Condition]) -> None:
@@ -195,6 +203,8 @@ def _local_documents(path: Path, field: str, asked: list[Condition]) -> Iterator
     if _is_saved(path):
         return _to_documents(_numbered(_saved_table(path), str(path)), field, asked)
     files = _read_files(path)
+    if files and path.is_dir():
+        _say_what_is_read(path, len(files))
     if files and next(iter(files.values())).suffix in TEXT_SUFFIXES:
         _check_columns(str(path), asked)
         return _text_documents(files)
@@ -208,16 +218,12 @@ def _local_documents(path: Path, field: str, asked: list[Condition]) -> Iterator
     )
 
 
-def _files(path: Path, suffixes: tuple[str, ...]) -> dict[str, Path]:
-    """Return the files with these suffixes, sorted by their POSIX path in the folder."""
-    if path.is_file():
-        return {path.name: path} if path.suffix in suffixes else {}
-    found = {
-        file.relative_to(path).as_posix(): file
-        for file in path.rglob("*")
-        if file.suffix in suffixes and file.is_file()
-    }
-    return dict(sorted(found.items()))
+@cache
+def _say_what_is_read(path: Path, read: int) -> None:
+    """Print, once, how many of a folder's files are read and how many are left out."""
+    meant, others = map(len, files_below(path))
+    why = f"{others} hidden or of caches, {meant - read} of other kinds"
+    print(f"{path}: {read} files are read, {others + meant - read} left out ({why})")
 
 
 def _text_documents(files: dict[str, Path]) -> Iterator[dict]:
@@ -325,9 +331,14 @@ def _datasets():
 
 
 def _to_documents(rows: Iterable[Row], field: str, asked: list[Condition]) -> Iterator[dict]:
+    seen: dict[int, int] = {}
     for default_id, where, row in rows:
         if keeps(row, asked, where):
-            yield Document({"id": row_id(row, default_id), **content(row, field, where)}, where)
+            found = content(row, field, where)
+            id = row_id(row, default_id)
+            if id != default_id:  # which is the only one
+                id = distinct_id(id, content_key(found), seen)
+            yield Document({"id": id, **found}, where)
 
 
 def row_id(row: dict, default: str) -> str:

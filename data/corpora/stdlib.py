@@ -5,6 +5,8 @@ import sysconfig
 import tokenize
 from pathlib import Path
 
+from data.files import is_hidden
+
 # Character tables, tests and installed packages: not the source code that we want to model.
 _SKIPPED = {
     "encodings", "test", "tests", "site-packages", "dist-packages", "idle_test", "__pycache__",
@@ -41,6 +43,10 @@ def stdlib_documents(split: str) -> list[dict[str, str]]:
 
 
 def source_files(root: Path) -> dict[str, Path]:
-    """Return a folder's .py files by POSIX path, without tests and nested installations."""
+    """Return a folder's .py files by POSIX path, without tests, hidden and nested installations."""
     paths = {file.relative_to(root).as_posix(): file for file in root.rglob("*.py")}
-    return {id: paths[id] for id in sorted(paths) if _SKIPPED.isdisjoint(id.split("/"))}
+    return {
+        id: paths[id]
+        for id in sorted(paths)
+        if _SKIPPED.isdisjoint(id.split("/")) and not any(map(is_hidden, id.split("/")))
+    }

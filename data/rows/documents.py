@@ -17,7 +17,7 @@ from data.text.chat import encode_document
 from data.text.tokenizer import checked_manifest, encoding_fingerprint
 
 # Of what this code makes of the same inputs: a change of packing or encoding raises it.
-FORMAT = 2
+FORMAT = 3
 
 
 def documents(
@@ -32,7 +32,7 @@ def documents(
     field: str = "text",
     where: str | None = None,
 ) -> PackedRows:
-    """Return packed rows of a corpus.
+    """Return packed rows of a corpus; chats and pairs stay whole (`data.rows.packing.pack`).
 
     Args:
         source: As in `data.corpora.sources.load_documents`, like the arguments after `folder`.
@@ -70,13 +70,14 @@ def packed_windows(
     subset: str | None = None,
     limit: int | None = None,
 ) -> list[list[int]]:
-    """Return `count` windows [length] of a corpus, packed as for training: short texts share one.
+    """Return `count` windows [length] of a corpus, packed as running text: short texts share one.
 
     The length is at least 2. The other arguments are those of
     `data.corpora.sources.load_documents`.
     """
     rows = load_documents(source, split, subset=subset, limit=limit)
-    packed = pack((encode_document(tokenizer, row) for row in rows), length, 0)
+    encoded = (encode_document(tokenizer, row)[0] for row in rows)
+    packed = pack(((ids, [True] * len(ids)) for ids in encoded), length, 0)  # chats, cut like texts
     whole = (row["input_ids"] for row in packed if row["document"][-1] >= 0)
     windows = list(islice(whole, count))
     if len(windows) < count:

@@ -16,7 +16,7 @@ class PromptRows(Dataset):
     """A data set of prompts, right-padded: input_ids [length], size [] (tokens of the prompt).
 
     Args:
-        source, split, subset, limit: As in `data.text.prompts.prompt_set`.
+        source, split, subset, limit, where, chat: As in `data.text.prompts.prompt_set`.
         count: Number of prompts.
         length: Maximum tokens per prompt.
         tokenizer: Encodes the prompts.
@@ -33,9 +33,11 @@ class PromptRows(Dataset):
         split: str = "train",
         subset: str | None = None,
         limit: Count | None = None,
+        where: str | None = None,
+        chat: bool | None = None,
     ):
         del folder  # an argument of every training set
-        options = {"split": split, "subset": subset, "limit": limit}
+        options = {"split": split, "subset": subset, "limit": limit, "where": where, "chat": chat}
         found = heldout_prompts(source, tokenizer, count, length, **options)
         self.prompts, self.length = [p["prompt_ids"] for p in found], length
         self.fingerprint = hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()[:16]

@@ -63,6 +63,11 @@ class Rehearsed(Dataset):
         """The fingerprints of both parts."""
         return f"{self.answers.fingerprint}+{self.text.fingerprint}"
 
+    @property
+    def largest_id(self) -> int:
+        """The largest token id of both parts."""
+        return max(self.answers.largest_id, self.text.largest_id)
+
     def __len__(self) -> int:
         return self.repeats * len(self.answers) + self.count
 

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from data.arguments import Small
-from data.corpora.answers import UnfitCollection, chosen_rows
+from data.corpora.answers import IDS, UnfitCollection, chosen_rows
 from data.corpora.fingerprints import input_fingerprint, model_fingerprint, same_model
 from data.corruption.schedules import NoiseOrder, progressive_times
 from data.files import atomic_write, shortened
@@ -162,6 +162,15 @@ class Trajectories(Dataset):
         self.file, self.shape = file, (prompt_length, blocks, block_size)
         self.fingerprint = file.stem  # of all that they were made from
         self._table = pyarrow.ipc.open_file(pyarrow.memory_map(str(file))).read_all()
+
+    @property
+    def largest_id(self) -> int:
+        """The largest token id of the trajectories, which a network must know."""
+        from pyarrow import compute
+
+        columns = (self._table[name] for name in (*IDS, "start", "to"))
+        found = (compute.max(compute.list_flatten(column)).as_py() for column in columns)
+        return max((id for id in found if id is not None), default=0)
 
     def __len__(self) -> int:
         return len(self._table)

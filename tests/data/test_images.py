@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from data.images import TokenNoise, digits, patchify, rows, unpatchify
+from data.images import TokenNoise, digits, image_files, patchify, rows, unpatchify
 from tests.support.images import Vae, image_folder
 
 
@@ -75,6 +75,17 @@ def test_mistakes_are_one_line(folder, tmp_path, monkeypatch):
     assert "split" in refused("digits", 2, kept, "test")
     monkeypatch.setitem(sys.modules, "diffusers", None)
     assert "parade[images]" in refused(str(folder), 2, kept, size=4, vae="elsewhere")
+
+
+def test_hidden_folders_are_no_classes(folder):
+    before = image_files(folder)
+    for name in (".ipynb_checkpoints/1.png", ".cache/1.png", "__MACOSX/1.png"):
+        (folder / name).parent.mkdir()
+        (folder / name).write_bytes(b"")
+    before[0][0].with_name("._0.png").write_bytes(b"")
+    assert image_files(folder) == before
+    before[0][0].with_name("0.png").write_bytes(b"")
+    assert len(image_files(folder)) == len(before) + 1
 
 
 def test_noise_depends_on_its_generator_alone():

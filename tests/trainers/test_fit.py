@@ -1,5 +1,6 @@
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -7,15 +8,17 @@ from pytorch_lightning import seed_everything
 from pytorch_lightning.callbacks import Callback
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from data.rows.packing import PackedRows
 from decoding.engine.params import SamplingParams
 from decoding.loading import load
 from recipes.compose import compose
 from recipes.settings import Optimization
+from tests.support import tiny
 from tests.support.results import as_plain
 from tests.support.runs import curve, same, weights
 from trainers import fit as fit_module
 from trainers.ar import Autoregressive
-from trainers.fit import assemble, build_module, fit
+from trainers.fit import assemble, build_module, check_ids, fit
 from trainers.runs.checkpoint_files import Damaged
 
 
@@ -273,3 +276,19 @@ def test_steps_that_train_nothing_are_no_training(lab, monkeypatch):
         lab.fit("ar_target", "name=nothing")
     assert "\n" not in str(caught.value)
     assert not (lab.runs / "ar_target" / "nothing" / "export").exists()
+
+
+def test_ids_that_the_model_lacks_are_one_line(tmp_path):
+    """The embedding would raise an IndexError in the first step."""
+    good, bad = (
+        PackedRows.build(tmp_path / str(last), [([5, last], [True] * 2)], 2, 0, {})
+        for last in (29, 30)
+    )
+    small, big = tiny.causal_lm(30), tiny.causal_lm(31)
+    with pytest.raises(ValueError, match="the token id 30, and the model knows 0 to 29"):
+        check_ids(SimpleNamespace(network=small, target=None), good, bad)
+    with pytest.raises(ValueError, match="the token id 30"):
+        check_ids(SimpleNamespace(network=big, target=small, draft_ids=[1]), bad)
+    check_ids(SimpleNamespace(network=big, target=None), good, bad)
+    check_ids(SimpleNamespace(network=small, target=None), good, range(3))  # rows without ids
+    check_ids(SimpleNamespace(network=small, target=None, draft_ids=[1]), bad)

@@ -163,7 +163,7 @@ class TestNothingToTrain:
 
     def packed(self, tmp_path, tokenizer, rows):
         source = write_jsonl(tmp_path / "d.jsonl", [{"id": f"r{i}", **r} for i, r in rows])
-        return documents(source, 32, tokenizer, str(tmp_path / "rows"))
+        return documents(source, 64, tokenizer, str(tmp_path / "rows"))
 
     @pytest.mark.parametrize(
         "turn",

@@ -1,9 +1,17 @@
 """Noise schedules, replayed trajectories and packed answers against numbers derived by hand."""
 
+import pyarrow
 import torch
 
 from data.corruption.schedules import progressive_times
-from data.rows.trajectories import Answer, NoisyBlocks, interleave, nearest_state, replay
+from data.rows.trajectories import (
+    Answer,
+    NoisyBlocks,
+    Trajectories,
+    interleave,
+    nearest_state,
+    replay,
+)
 from data.text.tokenizer import train_tokenizer
 
 TOKENIZER = train_tokenizer(["ab"], 257)
@@ -110,3 +118,13 @@ def test_an_answer_that_is_only_its_end():
     sample = NoisyBlocks(2, "reverse", TOKENIZER)(only, generator())
     assert sample["present"].sum() == 1
     assert sample["noised"].tolist()[0] == [True, False]
+
+
+def test_the_largest_id_is_of_all_that_a_model_reads(tmp_path):
+    plain = {"prompt_ids": [3], "answer_ids": [1, 2, 5, 4, 5, 6], **ROW}
+    for number, change in enumerate(({}, {"prompt_ids": [70]}, {"start": [7, 80, 7, 4, 9, 9]})):
+        table = pyarrow.Table.from_pylist([plain, {**plain, **change}])
+        with pyarrow.ipc.new_file(tmp_path / f"{number}.arrow", table.schema) as writer:
+            writer.write_table(table)
+        rows = Trajectories(tmp_path / f"{number}.arrow", 1, 2, 3)
+        assert rows.largest_id == [9, 70, 80][number]

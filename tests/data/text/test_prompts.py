@@ -113,7 +113,9 @@ def test_without_a_length_questions_are_whole(tmp_path, tokenizer):
     assert [p["text"] for p in heldout_prompts(source, tokenizer, 1)] == [question]
     [cut] = heldout_prompts(source, tokenizer, 1, 9)
     assert (len(cut["prompt_ids"]), question.endswith(cut["text"])) == (9, True)
-    texts = write_jsonl(tmp_path / "t.jsonl", [{"text": question, "id": n} for n in range(99)])
+    texts = write_jsonl(
+        tmp_path / "t.jsonl", [{"text": f"{question} {n}", "id": n} for n in range(99)]
+    )
     found = heldout_prompts(texts, tokenizer, 2, split="train")
     assert {len(p["prompt_ids"]) for p in found} == {WINDOW}
     windows = heldout_prompts("stdlib", tokenizer, 3)
