@@ -13,11 +13,11 @@ from data.corpora.answers import AnsweredPrompt, read_answers
 from data.corpora.fingerprints import input_fingerprint
 from data.corpora.sources import content_fingerprint, load_documents
 from data.rows.packing import Encoded, PackedRows, pack
-from data.text.chat import encode_document
+from data.text.chat import encode_document, encode_documents
 from data.text.tokenizer import checked_manifest, encoding_fingerprint
 
 # Of what this code makes of the same inputs: a change of packing or encoding raises it.
-FORMAT = 2
+FORMAT = 3
 
 
 def documents(
@@ -56,7 +56,7 @@ def documents(
     def encoded():  # a generator, so that the source is not opened if the rows are on disk
         options = {"field": field, "streaming": streaming, "limit": limit, "subset": subset}
         for row in load_documents(source, split, **options, where=where):
-            yield encode_document(tokenizer, row)
+            yield from encode_documents(tokenizer, row)
 
     return _build(encoded(), length, tokenizer, folder, made_from)
 

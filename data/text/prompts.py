@@ -22,6 +22,7 @@ from data.corpora.benchmarks import (
 from data.corpora.sources import INSTALLED, load_documents
 from data.corpora.stdlib import is_held_out
 from data.text.chat import chat_of, encode_prompt, encode_text, located, start_ids
+from data.text.special import encode, quoted
 from data.text.tokenizer import checked_manifest
 
 WINDOW = 64  # tokens of a text where no length is given
@@ -238,13 +239,13 @@ def _whole_prompts(
 
 def _prompt_ids(document: dict, tokenizer: PreTrainedTokenizerBase, chat: bool) -> list[int]:
     if "text" in document:
-        return encode_text(tokenizer, document["text"])
+        return encode_text(tokenizer, quoted(tokenizer, document["text"]))
     if "messages" in document:
         messages, options = chat_of(tokenizer, document)
         return encode_prompt(tokenizer, _before_answer(messages), options)
     if chat:
         return encode_prompt(tokenizer, [{"role": "user", "content": document["prompt"]}])
-    return encode_text(tokenizer, document["prompt"])
+    return encode_text(tokenizer, quoted(tokenizer, document["prompt"]))
 
 
 def _before_answer(messages: list[dict[str, str]]) -> list[dict[str, str]]:
@@ -279,7 +280,7 @@ def _document_windows(
     width = length - len(start)
     if width < 1:
         return
-    ids = tokenizer(document["text"], add_special_tokens=False).input_ids
+    ids = encode(tokenizer, quoted(tokenizer, document["text"]))
     slots = len(ids) // width
     shift = _hash(id) % (len(ids) - slots * width + 1)
     for slot in sorted(range(slots), key=lambda slot: _hash(f"{id}:{slot}")):
