@@ -71,6 +71,8 @@ def read_shards(
             table = parquet.ParquetFile(shard).read()
         except (OSError, ArrowException) as error:
             raise ValueError(f"{shard} is damaged: {' '.join(str(error).split())}") from None
+        if not len(table):  # none of its prompts could be answered
+            continue
         found = _checked_columns(shard, table, (*IDS, *lists))
         first = first or found
         if found != first:

@@ -20,8 +20,8 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 NEEDED = (*THOUGHTS, "tool_calls", "tools")
 # Arguments of a rendering that are ours.
 RESERVED = (
-    "messages", "conversations", "conversation", "chat_template", "seconds", "documents",
-    "add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask",
+    "messages", "conversations", "conversation", "chat_template", "seconds", "rendered_on",
+    "documents", "add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask",
 )  # fmt: skip
 
 
@@ -312,6 +312,11 @@ def _answers(
         span = (len(header), len(turn.rstrip())) if turn.startswith(header) else None
         found.append((turn, span))
     return text, found
+
+
+def reads_clock(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the chat template may write the date."""
+    return "strftime_now" in json.dumps(tokenizer.chat_template)
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, options: dict) -> str:

@@ -10,7 +10,10 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from datetime import datetime
 
 SECONDS = 10  # for a chat
 MEMORY = 2**29  # bytes, more than the process has before its first chat
@@ -18,6 +21,7 @@ CHARACTERS = 2**24  # of a rendered chat
 
 Spans = list[tuple[int, int]]
 _idle: list[subprocess.Popen] = []
+_date: ContextVar[str | None] = ContextVar("date", default=None)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_idle.clear)  # their pipes are the parent's
 
@@ -34,6 +38,7 @@ def render(template: str, messages: list[dict], **options) -> tuple[str, Spans]:
         ValueError: In one line, if the template refuses the chat, fails, or has no end.
     """
     options |= {"chat_template": template, "conversations": [messages], "seconds": SECONDS}
+    options |= {"rendered_on": _date.get()}
     try:
         asked = json.dumps(options, default=str).encode() + b"\n"
     except RecursionError:
@@ -64,6 +69,16 @@ def render(template: str, messages: list[dict], **options) -> tuple[str, Spans]:
     if "error" in found:
         raise ValueError(found["error"])
     return found["text"], [(start, stop) for start, stop in found["spans"]]
+
+
+@contextmanager
+def dated(date: str | None) -> Iterator[None]:
+    """Render, in the context, with an ISO date as today's; None: the clock's."""
+    before = _date.set(date)
+    try:
+        yield
+    finally:
+        _date.reset(before)
 
 
 def prepare() -> None:
@@ -99,6 +114,8 @@ def _serve() -> None:
     for line in sys.stdin.buffer:
         given = json.loads(line)
         signal.alarm(given.pop("seconds"))  # it ends the process, whatever that is doing
+        if date := given.pop("rendered_on"):
+            given["strftime_now"] = datetime.fromisoformat(date).strftime
         try:
             [text], spans = render_jinja_template(**given)
             if len(text) > CHARACTERS:

@@ -22,7 +22,7 @@ class Answer(NamedTuple):
 
     Attributes:
         token_ids: Its tokens; None if the teacher cannot tell them.
-        finish_reason: 'eos' or 'length'.
+        finish_reason: 'eos' or 'length'; or why the prompt has no answer.
         distributions: {'teacher_ids', 'teacher_probs'}: arrays [n * top_k] of the most probable
             tokens at each of n tokens; empty if none are asked for.
     """
@@ -30,6 +30,20 @@ class Answer(NamedTuple):
     token_ids: list[int] | None
     finish_reason: str
     distributions: dict[str, np.ndarray]
+    refused: bool = False
+
+
+def undecodable(
+    sampler: Sampler, prompts: list[list[int]], params: SamplingParams
+) -> dict[int, str]:
+    """Return why prompts cannot be decoded, by their numbers: too long, mostly."""
+    found = {}
+    for n, prompt in enumerate(prompts):
+        try:
+            sampler.encode(prompt, params)
+        except ValueError as error:
+            found[n] = str(error)
+    return found
 
 
 class SamplerTeacher:
@@ -49,13 +63,20 @@ class SamplerTeacher:
         self, prompts: list[list[int]], params: SamplingParams, seeds: list[int]
     ) -> list[Answer]:
         """Decode the prompts; the next prompt takes the slot of one that has ended."""
-        results = self.sampler.generate(prompts, params, seeds=seeds, at_once=self.at_once)
-        answers = []
-        for n, r in enumerate(results):
-            kept = self.sampler.recorded.pop(n) if isinstance(self.sampler, Recording) else {}
+        refused = undecodable(self.sampler, prompts, params)
+        asked = [n for n in range(len(prompts)) if n not in refused]
+        results = self.sampler.generate(
+            [prompts[n] for n in asked],
+            params,
+            seeds=[seeds[n] for n in asked],
+            at_once=self.at_once,
+        )
+        answers = {n: Answer(None, why, {}, refused=True) for n, why in refused.items()}
+        for number, (n, r) in enumerate(zip(asked, results)):
+            kept = self.sampler.recorded.pop(number) if isinstance(self.sampler, Recording) else {}
             found = {k: np.concatenate(v[: len(r.token_ids)]) for k, v in kept.items()}
-            answers.append(Answer(r.token_ids, r.finish_reason, found))
-        return answers
+            answers[n] = Answer(r.token_ids, r.finish_reason, found)
+        return [answers[n] for n in range(len(prompts))]
 
 
 class EngineTeacher:
@@ -69,12 +90,17 @@ class EngineTeacher:
     ) -> list[Answer]:
         """Decode the prompts together; the engine makes its own batches."""
         asked = self.engine.generate
-        reply = asked(prompts, params, eos=self.eos, seeds=seeds, logprobs=self.top_k)
+        reply = asked(
+            prompts, params, eos=self.eos, seeds=seeds, logprobs=self.top_k, set_aside=True
+        )
         tops: Sequence[list | None] = reply.top or [None] * len(prompts)
-        return [
+        answers = [
             Answer(ids, reason, {} if ids is None or top is None else self._columns(top))
             for ids, reason, top in zip(reply.token_ids, reply.finish_reasons, tops)
         ]
+        for n, why in reply.refused.items():
+            answers[n] = Answer(None, why, {}, refused=True)
+        return answers
 
     def _columns(self, top: list[list[tuple[int, float]]]) -> dict[str, np.ndarray]:
         """Return an answer's distributions, padded if an engine gives fewer than top_k."""

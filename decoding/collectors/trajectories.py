@@ -6,6 +6,8 @@ from data.arguments import BlockSize, Count, Seed, Tokens
 from data.corpora.fingerprints import model_fingerprint
 from data.rows.trajectories import CHANGES
 from data.text.tokenizer import fingerprint
+from decoding.collectors.chats import Turns
+from decoding.collectors.teachers import undecodable
 from decoding.engine.batch import Batch
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import derived_seed
@@ -51,6 +53,7 @@ class JacobiTrajectories:
         self.tokenizer, self.at_once = load_tokenizer(teacher), at_once
         self.placing: dict = {"dtype": dtype, "device": device, "device_map": device_map}
         self._sampler: Recorder | None = None
+        self.left_out: dict[str, str] = {}
 
     def made_with(self) -> dict:
         """Return the options that the trajectories depend on, for the collection's manifest."""
@@ -71,31 +74,45 @@ class JacobiTrajectories:
         changes = tokens * (self.block_size + 1) // 2
         return 4 * (len(prompt_ids) + 4 * tokens + 2 * changes) + 256
 
-    def seed_of(self, prompt: str) -> int:
-        """Return the seed of a prompt's trajectory, by the prompt's id."""
-        return derived_seed(self.seed, prompt)
+    def seed_of(self, prompt: str, turn: int = 0) -> int:
+        """Return the seed of a trajectory, by the prompt's id and the chat's turn."""
+        return derived_seed(self.seed, prompt, *([turn] if turn else []))
 
     def collect(self, prompts: list[dict]) -> list[dict]:
-        """Decode prompts {"id", "prompt_ids"}; return rows for `data.rows.trajectories.replay`."""
+        """Decode prompts {"id", "prompt_ids"}; return rows for `data.rows.trajectories.replay`.
+
+        `left_out` says then why prompts have no trajectory.
+        """
         if self._sampler is None:
             network = causal.load(self.teacher, **self.placing)
             for_inference(network)
             options = {"block_size": self.block_size, "running": False}
             self._sampler = Recorder(network, self.tokenizer, **options)
-        seeds = [self.seed_of(p["id"]) for p in prompts]
+        chats = Turns(self.tokenizer)
+        rows = chats.collect(prompts, self._trajectories)
+        self.left_out = chats.left_out
+        return rows
+
+    def _trajectories(self, prompts: list[dict]) -> list[dict | str]:
+        """Return the rows of prompts, or why there is none."""
+        assert self._sampler is not None
+        given = [p["prompt_ids"] for p in prompts]
+        refused = undecodable(self._sampler, given, self.params)
+        asked = [n for n in range(len(prompts)) if n not in refused]
+        seeds = [self.seed_of(prompts[n]["id"], prompts[n].get("turn", 0)) for n in asked]
         results = self._sampler.generate(
-            [p["prompt_ids"] for p in prompts], self.params, seeds=seeds, at_once=self.at_once
+            [given[n] for n in asked], self.params, seeds=seeds, at_once=self.at_once
         )
-        return [
-            {
-                "id": prompt["id"],
-                "prompt_ids": prompt["prompt_ids"],
+        rows: dict[int, dict | str] = {**refused}
+        for row, (n, result) in enumerate(zip(asked, results)):
+            rows[n] = {
+                "id": prompts[n]["id"],
+                "prompt_ids": prompts[n]["prompt_ids"],
                 "answer_ids": result.token_ids,
                 "finish_reason": result.finish_reason,
                 **self._sampler.found[row],
             }
-            for row, (prompt, result) in enumerate(zip(prompts, results))
-        ]
+        return [rows[n] for n in range(len(prompts))]
 
 
 class Recorder(JacobiSampler):
