@@ -219,7 +219,6 @@ def _check_settings(
             f"{folder} has the answers to the first question of each chat, and now all are asked: "
             "give prompts.turns=first to go on, or another name=..."
         )
-    stored["prompts"] = {k: v for k, v in dict(stored["prompts"]).items() if k != "turns"}
     if same_tokenizer(tokenizer, str(stored.get("tokenizer"))):  # of an older version too
         manifest["tokenizer"] = stored["tokenizer"]
     for key in sorted({*stored, *manifest}):
