@@ -9,7 +9,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from data.corpora.answers import TEACHER
 from decoding.engine.batch import Batch
-from decoding.engine.params import SamplingParams
+from decoding.engine.params import Result, SamplingParams
 from decoding.engine.sampler import Sampler
 from decoding.engine.vocabulary import end_tokens
 from decoding.external.reply import Engine
@@ -33,16 +33,32 @@ class Answer(NamedTuple):
     refused: bool = False
 
 
-def undecodable(
-    sampler: Sampler, prompts: list[list[int]], params: SamplingParams
-) -> dict[int, str]:
-    """Return why prompts cannot be decoded, by their numbers: too long, mostly."""
-    found = {}
-    for n, prompt in enumerate(prompts):
+def decoded(
+    sampler: Sampler,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    seeds: list[int],
+    at_once: int | None,
+) -> list[tuple[int, Result] | str]:
+    """Decode prompts together; return each result with its number in the call to the sampler.
+
+    In place of a result there is the reason why a prompt cannot be decoded: it is too long, mostly.
+    """
+    found: list[tuple[int, Result] | str] = []
+    asked: list[int] = []
+    for prompt in prompts:
         try:
             sampler.encode(prompt, params)
+            asked.append(len(found))
+            found.append("")
         except ValueError as error:
-            found[n] = str(error)
+            found.append(str(error))
+    if asked:
+        results = sampler.generate(
+            [prompts[n] for n in asked], params, seeds=[seeds[n] for n in asked], at_once=at_once
+        )
+        for number, (n, result) in enumerate(zip(asked, results)):
+            found[n] = number, result
     return found
 
 
@@ -63,20 +79,16 @@ class SamplerTeacher:
         self, prompts: list[list[int]], params: SamplingParams, seeds: list[int]
     ) -> list[Answer]:
         """Decode the prompts; the next prompt takes the slot of one that has ended."""
-        refused = undecodable(self.sampler, prompts, params)
-        asked = [n for n in range(len(prompts)) if n not in refused]
-        results = self.sampler.generate(
-            [prompts[n] for n in asked],
-            params,
-            seeds=[seeds[n] for n in asked],
-            at_once=self.at_once,
-        )
-        answers = {n: Answer(None, why, {}, refused=True) for n, why in refused.items()}
-        for number, (n, r) in enumerate(zip(asked, results)):
-            kept = self.sampler.recorded.pop(number) if isinstance(self.sampler, Recording) else {}
-            found = {k: np.concatenate(v[: len(r.token_ids)]) for k, v in kept.items()}
-            answers[n] = Answer(r.token_ids, r.finish_reason, found)
-        return [answers[n] for n in range(len(prompts))]
+        answers = []
+        for found in decoded(self.sampler, prompts, params, seeds, self.at_once):
+            if isinstance(found, str):
+                answers.append(Answer(None, found, {}, refused=True))
+                continue
+            n, r = found
+            kept = self.sampler.recorded.pop(n) if isinstance(self.sampler, Recording) else {}
+            columns = {k: np.concatenate(v[: len(r.token_ids)]) for k, v in kept.items()}
+            answers.append(Answer(r.token_ids, r.finish_reason, columns))
+        return answers
 
 
 class EngineTeacher:

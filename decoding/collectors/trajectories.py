@@ -7,7 +7,7 @@ from data.corpora.fingerprints import model_fingerprint
 from data.rows.trajectories import CHANGES
 from data.text.tokenizer import fingerprint
 from decoding.collectors.chats import Turns
-from decoding.collectors.teachers import undecodable
+from decoding.collectors.teachers import decoded
 from decoding.engine.batch import Batch
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import derived_seed
@@ -97,22 +97,20 @@ class JacobiTrajectories:
         """Return the rows of prompts, or why there is none."""
         assert self._sampler is not None
         given = [p["prompt_ids"] for p in prompts]
-        refused = undecodable(self._sampler, given, self.params)
-        asked = [n for n in range(len(prompts)) if n not in refused]
-        seeds = [self.seed_of(prompts[n]["id"], prompts[n].get("turn", 0)) for n in asked]
-        results = self._sampler.generate(
-            [given[n] for n in asked], self.params, seeds=seeds, at_once=self.at_once
-        )
-        rows: dict[int, dict | str] = {**refused}
-        for row, (n, result) in enumerate(zip(asked, results)):
-            rows[n] = {
-                "id": prompts[n]["id"],
-                "prompt_ids": prompts[n]["prompt_ids"],
-                "answer_ids": result.token_ids,
-                "finish_reason": result.finish_reason,
-                **self._sampler.found[row],
+        seeds = [self.seed_of(p["id"], p.get("turn", 0)) for p in prompts]
+        results = decoded(self._sampler, given, self.params, seeds, self.at_once)
+        return [
+            found
+            if isinstance(found, str)
+            else {
+                "id": prompt["id"],
+                "prompt_ids": prompt["prompt_ids"],
+                "answer_ids": found[1].token_ids,
+                "finish_reason": found[1].finish_reason,
+                **self._sampler.found[found[0]],
             }
-        return [rows[n] for n in range(len(prompts))]
+            for prompt, found in zip(prompts, results)
+        ]
 
 
 class Recorder(JacobiSampler):

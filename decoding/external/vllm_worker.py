@@ -56,9 +56,8 @@ def run(llm, job: dict) -> dict:
     limit = getattr(config, "max_model_len", None) or float("inf")
     sizes = [len(ids) for ids in job["prompts"]]
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"] if len(ids) < limit]
-    outputs = iter(
-        llm.generate(prompts, [p for p, size in zip(params, sizes) if size < limit], use_tqdm=False)
-    )
+    params = [p for p, size in zip(params, sizes) if size < limit]
+    outputs = iter(llm.generate(prompts, params, use_tqdm=False) if prompts else [])
     seconds = time.perf_counter() - started
     drafts = {}
     for name, after in counters(llm).items():
