@@ -94,7 +94,7 @@ def test_too_many_end_the_collection_at_each_start(collect):
     for _ in range(2):
         with pytest.raises(ValueError, match=r"prompts cannot be answered.* the target's context"):
             collect("many", pairs(60, bad=range(0, 60, 3)))
-    with pytest.raises(ValueError, match=r"3 of 3 prompts cannot be answered"):
+    with pytest.raises(ValueError, match=r"(\d) of \1 prompts cannot be answered"):
         collect("none", pairs(3, bad=range(3)))
 
 
