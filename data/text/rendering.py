@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import datetime
+from types import SimpleNamespace
 
 SECONDS = 10  # for a chat
 MEMORY = 2**29  # bytes, more than the process has before its first chat
@@ -101,7 +102,7 @@ def _serve() -> None:
     """Render what comes on standard input, a line of JSON a chat, until its end."""
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # seconds, for nothing
     from jinja2 import TemplateError
-    from transformers.utils.chat_template_utils import render_jinja_template
+    from transformers.utils import chat_template_utils as utils
 
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
@@ -114,10 +115,11 @@ def _serve() -> None:
     for line in sys.stdin.buffer:
         given = json.loads(line)
         signal.alarm(given.pop("seconds"))  # it ends the process, whatever that is doing
-        if date := given.pop("rendered_on"):
-            given["strftime_now"] = datetime.fromisoformat(date).strftime
+        day = given.pop("rendered_on")
+        today = datetime.fromisoformat(day) if day else datetime.now()
+        utils.datetime = SimpleNamespace(now=lambda today=today: today)  # of strftime_now
         try:
-            [text], spans = render_jinja_template(**given)
+            [text], spans = utils.render_jinja_template(**given)
             if len(text) > CHARACTERS:
                 raise ValueError(f"it writes more than {CHARACTERS} characters")
             reply = json.dumps({"text": text, "spans": spans[0] if spans else []}).encode()

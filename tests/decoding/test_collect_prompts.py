@@ -14,7 +14,7 @@ from tests.support.files import write_jsonl
 from tests.support.runs import rows
 from tests.support.tokenizers import CHATML
 
-LONG = "self value name " * 30
+LONG = "self value name " * 300
 
 
 @pytest.fixture(scope="module")
