@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from data.text.chat import encode_text, render_chat
+from data.text.special import encode
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import request_seeds
 from decoding.engine.sampler import Sampler
@@ -114,7 +115,7 @@ class ParadeLM(TemplateLM):
     ) -> list[int]:
         """Return token ids, with the start token if the model expects it and the text lacks it."""
         if add_special_tokens is False:
-            return self.tokenizer(string, add_special_tokens=False).input_ids
+            return encode(self.tokenizer, string)
         return encode_text(self.tokenizer, string)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:

@@ -64,8 +64,8 @@ def read_shards(
     import pyarrow.parquet as parquet
     from pyarrow.lib import ArrowException
 
-    found, _ = files_below(Path(folder) / "shards")
-    shards = [file for file in found if file.suffix == ".parquet"]
+    files, _ = files_below(Path(folder) / "shards")
+    shards = [file for file in files if file.suffix == ".parquet"]
     if not shards:
         raise ValueError(f"{folder} holds no answers: python -m decoding.collect writes them")
     complete = Path(folder) / "complete.json"
@@ -81,6 +81,8 @@ def read_shards(
             table = parquet.ParquetFile(shard).read()
         except (OSError, ArrowException) as error:
             raise ValueError(f"{shard} is damaged: {' '.join(str(error).split())}") from None
+        if not len(table):  # none of its prompts could be answered
+            continue
         found = _checked_columns(shard, table, (*IDS, *lists))
         first = first or found
         if found != first:

@@ -13,7 +13,8 @@ from data.corpora.answers import AnsweredPrompt, read_answers
 from data.corpora.fingerprints import input_fingerprint
 from data.corpora.sources import content_fingerprint, load_documents
 from data.rows.packing import Encoded, PackedRows, pack
-from data.text.chat import encode_document
+from data.text.chat import encode_document, encode_documents
+from data.text.special import quoted
 from data.text.tokenizer import checked_manifest, encoding_fingerprint
 
 # Of what this code makes of the same inputs: a change of packing or encoding raises it.
@@ -55,8 +56,16 @@ def documents(
 
     def encoded():  # a generator, so that the source is not opened if the rows are on disk
         options = {"field": field, "streaming": streaming, "limit": limit, "subset": subset}
+        spelled = 0
         for row in load_documents(source, split, **options, where=where):
-            yield encode_document(tokenizer, row)
+            text = row.get("text", "")
+            spelled += quoted(tokenizer, text) != text
+            yield from encode_documents(tokenizer, row)
+        if spelled:
+            print(
+                f"{spelled} texts of {source} spell special tokens, which are read as text: chats "
+                "that are rendered already are to be given as 'messages'"
+            )
 
     return _build(encoded(), length, tokenizer, folder, made_from)
 

@@ -12,8 +12,10 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from data.text.rendering import Spans, render
+from data.text.special import DRAFTING, encode, quoted, unquoted
 
 Messages = list[dict[str, Any]]
+Encoded = tuple[list[int], list[bool]]
 ANSWER = "Twelve"  # of an example of a chat
 # What a turn says beside its text, and a template must read; a thought has three names.
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
@@ -21,6 +23,7 @@ NEEDED = (*THOUGHTS, "tool_calls", "tools")
 # Arguments of a rendering that are ours, and the names of special tokens, which templates read.
 RESERVED = {*signature(render_jinja_template).parameters, "messages", "template", "seconds"}
 RESERVED |= {*PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES, "additional_special_tokens"}
+RESERVED |= {"rendered_on"}
 RESERVED -= {"tools"}
 
 
@@ -40,22 +43,34 @@ def encode_document(tokenizer: PreTrainedTokenizerBase, row: dict) -> tuple[list
     All tokens of a `text` are trained. For `messages` see `encode_chat`. `prompt` and `answer` are
     a chat of two turns if the tokenizer has a chat template, else joined texts of which only the
     answer is trained. They end with a trained end-of-text token; a chat's template ends it. An
-    empty text or answer is not trained: its end alone teaches to say nothing.
+    empty text or answer is not trained: its end alone teaches to say nothing. Words that spell
+    special tokens are text.
+    """
+    return encode_documents(tokenizer, row)[0]
+
+
+def encode_documents(tokenizer: PreTrainedTokenizerBase, row: dict) -> list[Encoded]:
+    """Return the sequences of one document, as `encode_document`: of a chat they may be several.
+
+    A template may render an answer otherwise once more turns follow (Qwen3's drops its thought).
+    The model generates the form that was last, so that form is a sequence of its own, and trained.
+    An answer whose tokens cannot be told from its prompt's is a sequence of which nothing is.
     """
     with located(row):
         return _encode_document(tokenizer, row)
 
 
-def _encode_document(tokenizer: PreTrainedTokenizerBase, row: dict) -> tuple[list[int], list[bool]]:
+def _encode_document(tokenizer: PreTrainedTokenizerBase, row: dict) -> list[Encoded]:
     if "messages" in row:
-        return encode_chat(tokenizer, *chat_of(tokenizer, row))
+        return _encode_chat(tokenizer, *chat_of(tokenizer, row))
+    row = quoted(tokenizer, row)
     if "text" in row:
         prompt, answer, said = [], encode_text(tokenizer, row["text"]), row["text"]
     elif "prompt" in row and "answer" in row:
         if tokenizer.chat_template:
             turns = [("user", row["prompt"]), ("assistant", row["answer"])]
-            return encode_chat(tokenizer, [{"role": r, "content": c} for r, c in turns])
-        prompt, answer = encode_text(tokenizer, row["prompt"]), _ids(tokenizer, row["answer"])
+            return _encode_chat(tokenizer, [{"role": r, "content": c} for r, c in turns])
+        prompt, answer = encode_text(tokenizer, row["prompt"]), encode(tokenizer, row["answer"])
         said = row["answer"]
     else:
         raise ValueError(
@@ -68,7 +83,7 @@ def _encode_document(tokenizer: PreTrainedTokenizerBase, row: dict) -> tuple[lis
             "Set tokenizer.eos_token."
         )
     answer = [*answer, tokenizer.eos_token_id]
-    return prompt + answer, [False] * len(prompt) + [bool(said)] * len(answer)
+    return [(prompt + answer, [False] * len(prompt) + [bool(said)] * len(answer))]
 
 
 def chat_of(tokenizer: PreTrainedTokenizerBase, row: dict) -> tuple[Messages, dict]:
@@ -106,15 +121,17 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Return the token ids of a text that goes on: the ids of a prompt, in every command.
 
     The start token (BOS) comes before it if the model expects one and the text has none. No end
-    token follows it, also where the tokenizer ends every text with one.
+    token follows it, also where the tokenizer ends every text with one. Words of special tokens are
+    these tokens, as in other engines, unless they are those that drafters add, or `quoted`.
     """
-    start, ids = start_ids(tokenizer), _ids(tokenizer, text)
+    ids = encode(tokenizer, quoted(tokenizer, text, DRAFTING))
+    start = start_ids(tokenizer)
     return ids if ids[: len(start)] == start else start + ids
 
 
 def start_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens that the tokenizer puts before every text: `[bos id]`, mostly, or `[]`."""
-    whole, text = tokenizer("a").input_ids, _ids(tokenizer, "a")
+    whole, text = tokenizer("a").input_ids, encode(tokenizer, "a")
     starts = range(len(whole) - len(text) + 1)
     return whole[: next((n for n in starts if whole[n : n + len(text)] == text), 0)]
 
@@ -138,7 +155,7 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     except ValueError:  # the template takes no such chat
         return []
     _, answer, end = text.rpartition(ANSWER)
-    ids, added = _ids(tokenizer, end), tokenizer.added_tokens_decoder
+    ids, added = encode(tokenizer, end), tokenizer.added_tokens_decoder
     return [id for id in ids if answer and id in added][:1]
 
 
@@ -153,13 +170,13 @@ def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, options: dict | None = None
 ) -> list[int]:
     """Return the token ids of a chat prompt, including the header of the assistant's next turn."""
-    return _ids(tokenizer, render_prompt(tokenizer, messages, options))
+    return encode(tokenizer, render_prompt(tokenizer, messages, options))
 
 
 def render_prompt(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, options: dict | None = None
 ) -> str:
-    """Return the text of a chat prompt, whose special tokens it has already.
+    """Return the text of a chat prompt, whose special tokens it has already, for `encode`.
 
     `options` are what the template itself reads, such as Qwen3's `enable_thinking`.
     """
@@ -168,20 +185,23 @@ def render_prompt(
 
 
 def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Messages, **options) -> str:
-    """Return a chat's text, with options as of the tokenizer's `apply_chat_template`."""
+    """Return a chat's text for `encode`, with options as of the tokenizer's `apply_chat_template`.
+
+    Words of the messages that spell special tokens are `quoted`: the template's own are tokens.
+    """
     return _render(tokenizer, messages, **options)[0]
 
 
 def encode_chat(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, options: dict | None = None
-) -> tuple[list[int], list[bool]]:
+) -> Encoded:
     """Return token ids and training mask of a chat, rendered by the tokenizer's chat template.
 
     The assistant's messages are trained, each with its end-of-turn token; headers and other turns
     are not. `{% generation %}` blocks of the template mark these tokens; without such blocks,
     rendering each prefix of the chat finds them. Not trained are messages with `train` False or
     without any content, one that opens the chat, and one that the template renders differently once
-    more turns follow.
+    more turns follow (see `encode_documents`).
 
     Args:
         tokenizer: Has a chat template.
@@ -192,14 +212,22 @@ def encode_chat(
         ValueError: Without a chat template or messages, if the template rejects the messages, or
             if it renders no answer as a continuation of its prompt.
     """
+    return _encode_chat(tokenizer, messages, options)[0]
+
+
+def _encode_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, options: dict | None = None
+) -> list[Encoded]:
     _check_chat(tokenizer, messages)
-    text, spans = _assistant_spans(tokenizer, messages, options or {})
-    ids = _ids(tokenizer, text)
-    trained = [False] * len(ids)
-    for start, stop in spans:
-        first, last = (_tokens_before(tokenizer, ids, text[:cut]) for cut in (start, stop))
-        trained[first:last] = [True] * (last - first)
-    return ids, trained
+    found = []
+    for text, spans in _renderings(tokenizer, messages, options or {}):
+        ids = encode(tokenizer, text)
+        trained = [False] * len(ids)
+        for start, stop in spans:
+            first, last = (_tokens_before(tokenizer, ids, text[:cut]) for cut in (start, stop))
+            trained[first:last] = [True] * (last - first)
+        found.append((ids, trained))
+    return found
 
 
 def _check_chat(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> None:
@@ -218,10 +246,44 @@ def _is_trained(message: dict) -> bool:
     return message["role"] == "assistant" and says and message.get("train") is not False
 
 
-def _assistant_spans(
+def _renderings(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, options: dict
-) -> tuple[str, Spans]:
-    """Return the rendered chat and its trained character spans `(start, stop)`."""
+) -> list[tuple[str, Spans]]:
+    """Return the chat's texts with their trained character spans `(start, stop)`.
+
+    The whole chat is first, unless only others are trained. Each answer is trained in the longest
+    text that has it, and all before it, as they were rendered when it was the last.
+    """
+    text, answers = _answers(tokenizer, messages, options)
+    found, lost = [(text, Spans())], []
+    for turn, span in answers:
+        if span is None:
+            lost.append((turn, Spans()))
+            continue
+        home = next((spans for whole, spans in found if whole.startswith(turn)), None)
+        if home is None:
+            found.append((turn, home := Spans()))
+        home.insert(0, span)
+    if lost and not any(spans for _, spans in found):
+        raise ValueError(
+            f"The chat template of {tokenizer.name_or_path!r} renders no answer as a "
+            "continuation of its prompt, so the tokens of the answers cannot be found. Use a "
+            "template with {% generation %} blocks."
+        )
+    if not found[0][1] and len(found) > 1:
+        del found[0]
+    return found + lost
+
+
+def _answers(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, options: dict
+) -> tuple[str, list[tuple[str, tuple[int, int] | None]]]:
+    """Return the chat's text, and of each trained answer, the last first, its text and its span.
+
+    The text is the chat up to the answer's end; the span is None where the tokens of an answer
+    cannot be told from its prompt's.
+    """
+    found: list[tuple[str, tuple[int, int] | None]] = []
     if re.search(r"\{%[-+]?\s*generation\b", _template(tokenizer, options)):
         # apply_chat_template(return_assistant_tokens_mask=True) is wrong if the tokenizer trims
         # spaces from its offsets: a span that begins with a space is lost with all later ones, and
@@ -229,36 +291,37 @@ def _assistant_spans(
         # characters, and find their tokens in `_tokens_before`.
         mask = {"return_assistant_tokens_mask": True}
         text, spans = _render(tokenizer, messages, **options, **mask)
-        said = [m for m in messages if m["role"] == "assistant"]
-        if all(map(_is_trained, said)):
-            return text, spans
+        said = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         if len(spans) != len(said):
+            if all(_is_trained(messages[i]) for i in said):
+                return text, [(text[: span[1]], span) for span in reversed(spans)]
             raise ValueError(
                 f"The chat template of {tokenizer.name_or_path!r} marks {len(spans)} parts of "
                 f"{len(said)} answers, so those that are not trained cannot be told apart. Leave "
                 "out the chats in which an answer is empty or has a weight of 0."
             )
-        return text, [span for span, message in zip(spans, said) if _is_trained(message)]
+        for index in filter(lambda i: _is_trained(messages[i]), reversed(said)):
+            turn, own = text, spans
+            if index + 1 < len(messages):  # a later turn may have changed it
+                turn, own = _render(tokenizer, messages[: index + 1], **options, **mask)
+            found.append((turn[: own[-1][1]], own[-1]) if own else (turn, None))
+        return text, found
     text = render_chat(tokenizer, messages, **options)
-    spans = []
-    for index, message in enumerate(messages):
-        if not _is_trained(message) or index == 0:
+    for index in reversed(range(1, len(messages))):
+        if not _is_trained(messages[index]):
             continue
         prompt = {**options, "add_generation_prompt": True}
         header = render_chat(tokenizer, messages[:index], **prompt)
         turn = render_chat(tokenizer, messages[: index + 1], **options)
-        # A template may rewrite earlier answers once more turns follow (Qwen3's drops their
-        # thoughts). The model never generates that form, so such a turn is no target.
-        if text.startswith(turn) and turn.startswith(header):
-            # White space after the end-of-turn token is the template's, not the assistant's.
-            spans.append((len(header), len(turn.rstrip())))
-    if not spans and any(map(_is_trained, messages[1:])):
-        raise ValueError(
-            f"The chat template of {tokenizer.name_or_path!r} renders no answer as a "
-            "continuation of its prompt, so the tokens of the answers cannot be found. Use a "
-            "template with {% generation %} blocks."
-        )
-    return text, spans
+        # White space after the end-of-turn token is the template's, not the assistant's.
+        span = (len(header), len(turn.rstrip())) if turn.startswith(header) else None
+        found.append((turn, span))
+    return text, found
+
+
+def reads_clock(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the chat template may write the date."""
+    return "strftime_now" in json.dumps(tokenizer.chat_template)
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, options: dict) -> str:
@@ -271,20 +334,16 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages, **options) -
         {k: v for k, v in message.items() if v is not None and k != "train"} for message in messages
     ]
     template = _template(tokenizer, options)
-    options = {**tokenizer.special_tokens_map, **options}
+    given, options = quoted(tokenizer, given), quoted(tokenizer, options)
     try:
-        return render(template, given, **options)
+        return render(template, given, **{**tokenizer.special_tokens_map, **options})
     except ValueError as error:
-        name = tokenizer.name_or_path
-        raise ValueError(f"The chat template of {name!r} rejected a chat: {error}") from error
+        said = f"The chat template of {tokenizer.name_or_path!r} rejected a chat: {error}"
+        raise ValueError(unquoted(said)) from error
 
 
 def _tokens_before(tokenizer: PreTrainedTokenizerBase, ids: list[int], beginning: str) -> int:
     """Return how many leading `ids` lie inside `beginning`; a token across its end does not."""
-    prefix = _ids(tokenizer, beginning)
+    prefix = encode(tokenizer, beginning)
     pairs = enumerate(zip(prefix, ids, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(prefix), len(ids)))
-
-
-def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False).input_ids

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
@@ -23,6 +24,7 @@ from data.corpora.identity import distinct
 from data.corpora.sources import INSTALLED, load_documents
 from data.corpora.stdlib import is_held_out
 from data.text.chat import chat_of, encode_prompt, encode_text, located, start_ids
+from data.text.special import encode, quoted
 from data.text.tokenizer import checked_manifest
 
 WINDOW = 64  # tokens of a text where no length is given
@@ -70,13 +72,14 @@ def prompt_set(
     subset: str | None = None,
     limit: Count | None = None,
     where: str | None = None,
+    turns: Literal["first", "last", "all"] = "first",
     **options,
 ) -> Spool:
     """Return a deterministic set of prompts from a corpus, a benchmark or a collection, on disk.
 
     A text gives windows of exactly `length` tokens, disjoint, from as many documents as possible,
     at offsets from a hash of the document's id. A chat or pair gives everything before its first
-    answer, cut to the last `length` tokens. Near-equal documents are asked once.
+    answer (see `turns`), cut to the last `length` tokens. Near-equal documents are asked once.
 
     A benchmark's problem (`data.corpora.benchmarks`) gives its first turn: with the benchmark's
     instruction in a chat, else verbatim. Benchmarks have no splits, except GSM8K, whose training
@@ -98,6 +101,8 @@ def prompt_set(
         subset: A benchmark's category, or the configuration of a Hub data set.
         limit: Maximum number of documents to read.
         where: Conditions on rows, as in `load_documents` or `data.corpora.answers.read_answers`.
+        turns: Of chats with several questions: the 'first', the 'last' after the turns before it,
+            or 'all': the first, with what `next_prompt` needs for the others in `later`.
         **options: Further arguments of `load_documents`.
 
     Returns:
@@ -117,8 +122,8 @@ def prompt_set(
         documents = _shuffled(_problem_documents(source, split, in_chat, subset, **options))
     else:
         _check_subset(source, subset)
-        found = load_documents(source, split, subset=subset, **options)
-        documents = _shuffled(found if source in INSTALLED else distinct(found))
+        loaded = load_documents(source, split, subset=subset, **options)
+        documents = _shuffled(loaded if source in INSTALLED else distinct(loaded))
     text = len(documents) > 0 and "text" in documents[0]
     if text and chat:
         raise ValueError(
@@ -129,7 +134,7 @@ def prompt_set(
     if text and length and not source.endswith(".jsonl"):
         found = _windows(documents, tokenizer, length)
     else:
-        found = _whole_prompts(documents, tokenizer, length, in_chat)
+        found = _whole_prompts(documents, tokenizer, length, in_chat, turns)
     return _chosen(found, tokenizer, count, source, split, length)
 
 
@@ -228,33 +233,74 @@ def _problem_documents(
 
 
 def _whole_prompts(
-    documents: Iterable[dict], tokenizer: PreTrainedTokenizerBase, length: int | None, chat: bool
+    documents: Iterable[dict],
+    tokenizer: PreTrainedTokenizerBase,
+    length: int | None,
+    chat: bool,
+    turns: str,
 ) -> Iterator[dict]:
     for document in documents:
+        more = {key: document[key] for key in ("category",) if key in document}
         with located(document):
-            ids = _prompt_ids(document, tokenizer, chat)[-(length or 0) :]
+            if "messages" in document:
+                messages, options = chat_of(tokenizer, document)
+                at, *later = _asked(messages, turns)
+                ids = encode_prompt(tokenizer, messages[:at], options)
+                if later:
+                    more["later"] = {"messages": messages, "options": options, "at": [at, *later]}
+                    more["later"]["length"] = length
+            else:
+                ids = _prompt_ids(document, tokenizer, chat)
+            ids = ids[-(length or 0) :]
         if ids:
-            more = {key: document[key] for key in ("category",) if key in document}
             yield {"id": document["id"], "prompt_ids": ids, **more}
 
 
 def _prompt_ids(document: dict, tokenizer: PreTrainedTokenizerBase, chat: bool) -> list[int]:
     if "text" in document:
-        return encode_text(tokenizer, document["text"])
-    if "messages" in document:
-        messages, options = chat_of(tokenizer, document)
-        return encode_prompt(tokenizer, _before_answer(messages), options)
+        return encode_text(tokenizer, quoted(tokenizer, document["text"]))
     if chat:
         return encode_prompt(tokenizer, [{"role": "user", "content": document["prompt"]}])
-    return encode_text(tokenizer, document["prompt"])
+    return encode_text(tokenizer, quoted(tokenizer, document["prompt"]))
 
 
-def _before_answer(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+def _asked(messages: list[dict], turns: str) -> list[int]:
+    """Return how many turns of a chat come before each answer that is asked for."""
     roles = [message["role"] for message in messages]
     # If the assistant opens the chat, the first answer is the one after the first user turn.
     asked = roles.index("user") if "user" in roles else 0
-    answered = roles.index("assistant", asked) if "assistant" in roles[asked:] else len(roles)
-    return messages[:answered]
+    first = roles.index("assistant", asked) if "assistant" in roles[asked:] else len(roles)
+    # The last question may have no answer yet. Two turns of the assistant are one answer.
+    wanted = [m["role"] == "assistant" and m.get("train") is not False for m in messages] + [True]
+    later = [
+        at for at in range(first + 1, len(roles) + 1) if wanted[at] and roles[at - 1] != "assistant"
+    ]
+    return {"first": [first], "last": [first, *later][-1:], "all": [first, *later]}[turns]
+
+
+def next_prompt(prompt: dict, tokenizer: PreTrainedTokenizerBase, answer: list[int]) -> dict:
+    """Return the prompt of a chat's next question (`later`), after the model's own answer.
+
+    A tool's reply is that to the call of the data, so such a call stays.
+
+    Args:
+        prompt: As of `prompt_set` with turns='all'; its `turn` counts the questions before it.
+        tokenizer: Encodes the prompt.
+        answer: The token ids of the answer to the prompt.
+    """
+    chat = prompt["later"]
+    (at, following, *rest), messages = chat["at"], [*chat["messages"]]
+    if messages[at + 1]["role"] != "tool":
+        said = tokenizer.decode(answer, skip_special_tokens=True)
+        messages[at] = {"role": "assistant", "content": said}
+    ids = encode_prompt(tokenizer, messages[:following], chat["options"])
+    later = {**chat, "messages": messages, "at": [following, *rest]} if rest else None
+    return {
+        **prompt,
+        "prompt_ids": ids[-(chat["length"] or 0) :],
+        "turn": prompt.get("turn", 0) + 1,
+        "later": later,
+    }
 
 
 def _windows(
@@ -281,7 +327,7 @@ def _document_windows(
     width = length - len(start)
     if width < 1:
         return
-    ids = tokenizer(document["text"], add_special_tokens=False).input_ids
+    ids = encode(tokenizer, quoted(tokenizer, document["text"]))
     slots = len(ids) // width
     shift = _hash(id) % (len(ids) - slots * width + 1)
     for slot in sorted(range(slots), key=lambda slot: _hash(f"{id}:{slot}")):

@@ -10,7 +10,11 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from datetime import datetime
+from types import SimpleNamespace
 
 SECONDS = 10  # for a chat
 MEMORY = 2**29  # bytes, more than the process has before its first chat
@@ -18,6 +22,7 @@ CHARACTERS = 2**24  # of a rendered chat
 
 Spans = list[tuple[int, int]]
 _idle: list[subprocess.Popen] = []
+_date: ContextVar[str | None] = ContextVar("date", default=None)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_idle.clear)  # their pipes are the parent's
 
@@ -34,6 +39,7 @@ def render(template: str, messages: list[dict], **options) -> tuple[str, Spans]:
         ValueError: In one line, if the template refuses the chat, fails, or has no end.
     """
     options |= {"chat_template": template, "conversations": [messages], "seconds": SECONDS}
+    options |= {"rendered_on": _date.get()}
     try:
         asked = json.dumps(options, default=str).encode() + b"\n"
     except RecursionError:
@@ -66,6 +72,16 @@ def render(template: str, messages: list[dict], **options) -> tuple[str, Spans]:
     return found["text"], [(start, stop) for start, stop in found["spans"]]
 
 
+@contextmanager
+def dated(date: str | None) -> Iterator[None]:
+    """Render, in the context, with an ISO date as today's; None: the clock's."""
+    before = _date.set(date)
+    try:
+        yield
+    finally:
+        _date.reset(before)
+
+
 def prepare() -> None:
     """Start the process that renders, which takes a second or two, without waiting for it."""
     if not _idle:
@@ -86,7 +102,7 @@ def _serve() -> None:
     """Render what comes on standard input, a line of JSON a chat, until its end."""
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # seconds, for nothing
     from jinja2 import TemplateError
-    from transformers.utils.chat_template_utils import render_jinja_template
+    from transformers.utils import chat_template_utils as utils
 
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
@@ -99,8 +115,11 @@ def _serve() -> None:
     for line in sys.stdin.buffer:
         given = json.loads(line)
         signal.alarm(given.pop("seconds"))  # it ends the process, whatever that is doing
+        day = given.pop("rendered_on")
+        today = datetime.fromisoformat(day) if day else datetime.now()
+        utils.datetime = SimpleNamespace(now=lambda today=today: today)  # of strftime_now
         try:
-            [text], spans = render_jinja_template(**given)
+            [text], spans = utils.render_jinja_template(**given)
             if len(text) > CHARACTERS:
                 raise ValueError(f"it writes more than {CHARACTERS} characters")
             reply = json.dumps({"text": text, "spans": spans[0] if spans else []}).encode()

@@ -19,10 +19,9 @@ from data.corpora.chats import chat_texts
 from data.corpora.sources import load_documents
 from data.text.chat import start_ids
 from data.text.layouts import LAYOUTS, layout_of
+from data.text.special import DRAFTING, MASK_TOKEN, SEPARATOR_TOKEN
 
 EOS_TOKEN = "<eos>"
-MASK_TOKEN = "<|mask|>"
-SEPARATOR_TOKEN = "<|draft|>"
 # Of draft blocks (data/corruption/draft_blocks.py).
 # A byte that UTF-8 never uses, as byte-level vocabularies (GPT-2's, Llama 3's, Qwen's) write it.
 UNUSED_BYTE = "ÿ"
@@ -188,13 +187,12 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     template.
     """
     backend = json.loads(_backend(tokenizer).to_str())
-    drafting = (MASK_TOKEN, SEPARATOR_TOKEN)
     model = backend["model"]
     content = {
-        "vocabulary": sorted(x for x in tokenizer.get_vocab().items() if x[0] not in drafting),
+        "vocabulary": sorted(x for x in tokenizer.get_vocab().items() if x[0] not in DRAFTING),
         # An option that is off is as one that an older file does not have. 0 is an id.
         "model": {k: v for k, v in model.items() if v or (type(v) is int and k != "dropout")},
-        "added_tokens": [t for t in backend["added_tokens"] if t["content"] not in drafting],
+        "added_tokens": [t for t in backend["added_tokens"] if t["content"] not in DRAFTING],
         "split_special_tokens": bool(getattr(tokenizer, "split_special_tokens", False)),
         "start": start_ids(tokenizer),
         **{part: backend[part] for part in ("normalizer", "pre_tokenizer", "post_processor")},
@@ -229,9 +227,8 @@ def same_tokenizer(tokenizer: PreTrainedTokenizerBase, stored: str) -> bool:
     if stored.startswith(VERSION):
         return stored == fingerprint(tokenizer)
     backend = json.loads(_backend(tokenizer).to_str())
-    drafting = (MASK_TOKEN, SEPARATOR_TOKEN)
     content = {
-        "vocabulary": sorted(x for x in tokenizer.get_vocab().items() if x[0] not in drafting),
+        "vocabulary": sorted(x for x in tokenizer.get_vocab().items() if x[0] not in DRAFTING),
         "merges": backend["model"].get("merges"),
         "normalizer": backend["normalizer"],
         "pre_tokenizer": backend["pre_tokenizer"],

@@ -9,6 +9,7 @@ from pydantic import Field
 from data.arguments import Count, Seed, Several, Share, Temperature, Tokens
 from data.corpora.fingerprints import model_fingerprint
 from data.text.tokenizer import fingerprint
+from decoding.collectors.chats import Turns
 from decoding.collectors.teachers import EngineTeacher, SamplerTeacher, end_ids
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import derived_seed
@@ -83,6 +84,7 @@ class TeacherAnswers:
         self.engine, self.options = engine, dict(options or {})
         self.placing = {"dtype": dtype, "device": device, "device_map": device_map}
         self.top_k, self.at_once = top_k, at_once
+        self.left_out: dict[str, str] = {}
 
     def made_with(self) -> dict:
         """Return the options that the answers depend on, for the collection's manifest."""
@@ -110,27 +112,27 @@ class TeacherAnswers:
         new = self.params[0].most  # 4 bytes a token, 6 each of its `top_k`
         return self.number * (4 * (len(prompt_ids) + new) + 6 * self.top_k * new + 64)
 
-    def seed_of(self, prompt: str, answer: int) -> int:
-        """Return the seed of a prompt's answer, by the prompt's id and the answer's number."""
-        return derived_seed(self.seed, prompt, answer)
+    def seed_of(self, prompt: str, answer: int, turn: int = 0) -> int:
+        """Return the seed of an answer, by the prompt's id, its own number, and the chat's turn."""
+        return derived_seed(self.seed, prompt, answer, *([turn] if turn else []))
 
     def collect(self, prompts: list[dict]) -> list[dict]:
         """Decode `number` answers for each prompt {"id", "prompt_ids"}.
 
-        Returns rows of a table: id, answer, temperature, prompt_ids, answer_ids [n], finish_reason;
-        with `top_k` also teacher_ids and teacher_probs [n * top_k].
+        Returns rows of a table: id, answer, temperature, prompt_ids, answer_ids [n], finish_reason,
+        turn; with `top_k` also teacher_ids and teacher_probs [n * top_k]. `left_out` says then
+        why prompts have no answer.
         """
-        answers = [(i, j) for j in range(self.number) for i in range(len(prompts))]
-        rows: dict[tuple[int, int], dict] = {}
-        for turn, params in enumerate(self.params):
-            mine = [(i, j) for i, j in answers if (i + j) % len(self.params) == turn]
-            for start in range(0, len(mine), len(prompts)):
-                batch = mine[start : start + len(prompts)]
-                asked = [(prompts[i], j) for i, j in batch]
-                rows |= dict(zip(batch, self._answer(asked, params)))
-        found = [rows[answer] for answer in answers]
+        asked = [
+            prompt | {"answer": j, "params": self.params[(i + j) % len(self.params)]}
+            for j in range(self.number)
+            for i, prompt in enumerate(prompts)
+        ]
+        chats = Turns(self.tokenizer)
+        found = chats.collect(asked, lambda asked: self._answers(asked, len(prompts)))
+        self.left_out = chats.left_out
         known = [row for row in found if row["answer_ids"] is not None]
-        if not known:
+        if found and not known:
             raise ValueError(
                 f"collector.teacher={self.teacher} gives texts whose tokens cannot be known, as it "
                 "counts others than the tokenizer: give a server that returns token ids, as vLLM"
@@ -140,14 +142,30 @@ class TeacherAnswers:
             print(f"{left} of {len(found)} answers left out: the server counts other tokens")
         return known
 
-    def _answer(self, asked: list[tuple[dict, int]], params: SamplingParams) -> Iterator[dict]:
-        """Yield the rows for (prompt, answer's number), decoded as one batch."""
-        seeds = [self.seed_of(prompt["id"], number) for prompt, number in asked]
-        found = self._teacher.answer([p["prompt_ids"] for p, _ in asked], params, seeds)
-        for (prompt, number), answer in zip(asked, found):
+    def _answers(self, asked: list[dict], most: int) -> list[dict | str]:
+        """Return the rows of prompts, decoded in batches of one temperature, or why there is none.
+
+        A batch has at the `most` as many prompts.
+        """
+        rows: dict[int, dict | str] = {}
+        for params in self.params:
+            mine = [n for n, prompt in enumerate(asked) if prompt["params"] is params]
+            for start in range(0, len(mine), most):
+                batch = mine[start : start + most]
+                rows |= zip(batch, self._answer([asked[n] for n in batch], params))
+        return [rows[n] for n in range(len(asked))]
+
+    def _answer(self, asked: list[dict], params: SamplingParams) -> Iterator[dict | str]:
+        """Yield the rows of prompts, decoded as one batch."""
+        seeds = [self.seed_of(p["id"], p["answer"], p.get("turn", 0)) for p in asked]
+        found = self._teacher.answer([p["prompt_ids"] for p in asked], params, seeds)
+        for prompt, answer in zip(asked, found):
+            if answer.refused:
+                yield answer.finish_reason
+                continue
             yield {
                 "id": prompt["id"],
-                "answer": number,
+                "answer": prompt["answer"],
                 "temperature": params.temperature,
                 "prompt_ids": prompt["prompt_ids"],
                 "answer_ids": answer.token_ids,

@@ -9,7 +9,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from data.corpora.answers import TEACHER
 from decoding.engine.batch import Batch
-from decoding.engine.params import SamplingParams
+from decoding.engine.params import Result, SamplingParams
 from decoding.engine.sampler import Sampler
 from decoding.engine.vocabulary import end_tokens
 from decoding.external.reply import Engine
@@ -22,7 +22,7 @@ class Answer(NamedTuple):
 
     Attributes:
         token_ids: Its tokens; None if the teacher cannot tell them.
-        finish_reason: 'eos' or 'length'.
+        finish_reason: 'eos' or 'length'; or why the prompt has no answer.
         distributions: {'teacher_ids', 'teacher_probs'}: arrays [n * top_k] of the most probable
             tokens at each of n tokens; empty if none are asked for.
     """
@@ -30,6 +30,36 @@ class Answer(NamedTuple):
     token_ids: list[int] | None
     finish_reason: str
     distributions: dict[str, np.ndarray]
+    refused: bool = False
+
+
+def decoded(
+    sampler: Sampler,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    seeds: list[int],
+    at_once: int | None,
+) -> list[tuple[int, Result] | str]:
+    """Decode prompts together; return each result with its number in the call to the sampler.
+
+    In place of a result there is the reason why a prompt cannot be decoded: it is too long, mostly.
+    """
+    found: list[tuple[int, Result] | str] = []
+    asked: list[int] = []
+    for prompt in prompts:
+        try:
+            sampler.encode(prompt, params)
+            asked.append(len(found))
+            found.append("")
+        except ValueError as error:
+            found.append(str(error))
+    if asked:
+        results = sampler.generate(
+            [prompts[n] for n in asked], params, seeds=[seeds[n] for n in asked], at_once=at_once
+        )
+        for number, (n, result) in enumerate(zip(asked, results)):
+            found[n] = number, result
+    return found
 
 
 class SamplerTeacher:
@@ -49,12 +79,15 @@ class SamplerTeacher:
         self, prompts: list[list[int]], params: SamplingParams, seeds: list[int]
     ) -> list[Answer]:
         """Decode the prompts; the next prompt takes the slot of one that has ended."""
-        results = self.sampler.generate(prompts, params, seeds=seeds, at_once=self.at_once)
         answers = []
-        for n, r in enumerate(results):
+        for found in decoded(self.sampler, prompts, params, seeds, self.at_once):
+            if isinstance(found, str):
+                answers.append(Answer(None, found, {}, refused=True))
+                continue
+            n, r = found
             kept = self.sampler.recorded.pop(n) if isinstance(self.sampler, Recording) else {}
-            found = {k: np.concatenate(v[: len(r.token_ids)]) for k, v in kept.items()}
-            answers.append(Answer(r.token_ids, r.finish_reason, found))
+            columns = {k: np.concatenate(v[: len(r.token_ids)]) for k, v in kept.items()}
+            answers.append(Answer(r.token_ids, r.finish_reason, columns))
         return answers
 
 
@@ -69,12 +102,17 @@ class EngineTeacher:
     ) -> list[Answer]:
         """Decode the prompts together; the engine makes its own batches."""
         asked = self.engine.generate
-        reply = asked(prompts, params, eos=self.eos, seeds=seeds, logprobs=self.top_k)
+        reply = asked(
+            prompts, params, eos=self.eos, seeds=seeds, logprobs=self.top_k, set_aside=True
+        )
         tops: Sequence[list | None] = reply.top or [None] * len(prompts)
-        return [
+        answers = [
             Answer(ids, reason, {} if ids is None or top is None else self._columns(top))
             for ids, reason, top in zip(reply.token_ids, reply.finish_reasons, tops)
         ]
+        for n, why in reply.refused.items():
+            answers[n] = Answer(None, why, {}, refused=True)
+        return answers
 
     def _columns(self, top: list[list[tuple[int, float]]]) -> dict[str, np.ndarray]:
         """Return an answer's distributions, padded if an engine gives fewer than top_k."""

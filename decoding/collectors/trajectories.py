@@ -6,6 +6,8 @@ from data.arguments import BlockSize, Count, Seed, Tokens
 from data.corpora.fingerprints import model_fingerprint
 from data.rows.trajectories import CHANGES
 from data.text.tokenizer import fingerprint
+from decoding.collectors.chats import Turns
+from decoding.collectors.teachers import decoded
 from decoding.engine.batch import Batch
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import derived_seed
@@ -51,6 +53,7 @@ class JacobiTrajectories:
         self.tokenizer, self.at_once = load_tokenizer(teacher), at_once
         self.placing: dict = {"dtype": dtype, "device": device, "device_map": device_map}
         self._sampler: Recorder | None = None
+        self.left_out: dict[str, str] = {}
 
     def made_with(self) -> dict:
         """Return the options that the trajectories depend on, for the collection's manifest."""
@@ -71,30 +74,42 @@ class JacobiTrajectories:
         changes = tokens * (self.block_size + 1) // 2
         return 4 * (len(prompt_ids) + 4 * tokens + 2 * changes) + 256
 
-    def seed_of(self, prompt: str) -> int:
-        """Return the seed of a prompt's trajectory, by the prompt's id."""
-        return derived_seed(self.seed, prompt)
+    def seed_of(self, prompt: str, turn: int = 0) -> int:
+        """Return the seed of a trajectory, by the prompt's id and the chat's turn."""
+        return derived_seed(self.seed, prompt, *([turn] if turn else []))
 
     def collect(self, prompts: list[dict]) -> list[dict]:
-        """Decode prompts {"id", "prompt_ids"}; return rows for `data.rows.trajectories.replay`."""
+        """Decode prompts {"id", "prompt_ids"}; return rows for `data.rows.trajectories.replay`.
+
+        `left_out` says then why prompts have no trajectory.
+        """
         if self._sampler is None:
             network = causal.load(self.teacher, **self.placing)
             for_inference(network)
             options = {"block_size": self.block_size, "running": False}
             self._sampler = Recorder(network, self.tokenizer, **options)
-        seeds = [self.seed_of(p["id"]) for p in prompts]
-        results = self._sampler.generate(
-            [p["prompt_ids"] for p in prompts], self.params, seeds=seeds, at_once=self.at_once
-        )
+        chats = Turns(self.tokenizer)
+        rows = chats.collect(prompts, self._trajectories)
+        self.left_out = chats.left_out
+        return rows
+
+    def _trajectories(self, prompts: list[dict]) -> list[dict | str]:
+        """Return the rows of prompts, or why there is none."""
+        assert self._sampler is not None
+        given = [p["prompt_ids"] for p in prompts]
+        seeds = [self.seed_of(p["id"], p.get("turn", 0)) for p in prompts]
+        results = decoded(self._sampler, given, self.params, seeds, self.at_once)
         return [
-            {
+            found
+            if isinstance(found, str)
+            else {
                 "id": prompt["id"],
                 "prompt_ids": prompt["prompt_ids"],
-                "answer_ids": result.token_ids,
-                "finish_reason": result.finish_reason,
-                **self._sampler.found[row],
+                "answer_ids": found[1].token_ids,
+                "finish_reason": found[1].finish_reason,
+                **self._sampler.found[found[0]],
             }
-            for row, (prompt, result) in enumerate(zip(prompts, results))
+            for prompt, found in zip(prompts, results)
         ]
 
 

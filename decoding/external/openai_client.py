@@ -10,13 +10,15 @@ import asyncio
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import PurePath
 
 from transformers import PreTrainedTokenizerBase
 
 from decoding.engine.detokenize import CONTEXT, HALF, text_after
-from decoding.external.reply import Engine, Reply, first_line
+from decoding.external.reply import Engine, Refused, Reply, first_line
 
+PROMPT = (400, 413, 422)  # statuses with which a server refuses one request: it cannot be answered
 TOKEN = "token_id:"  # how a server that is asked for it writes a token that has a log-probability
 
 
@@ -95,13 +97,18 @@ class OpenAIClient(Engine):
         room = asyncio.Semaphore(self.concurrency)
         async with self._client() as client:
 
-            async def one(prompt: list[int], options: dict):
+            async def one(number: int, prompt: list[int], options: dict):
                 async with room:
-                    return await self._one(client, prompt, options, eos, logprobs)
+                    try:
+                        return await self._one(client, prompt, options, eos, logprobs)
+                    except Refused as error:
+                        refused[number] = str(error)
+                        return None, "length", []
 
-            found = await asyncio.gather(*map(one, prompts, each))
+            refused: dict[int, str] = {}
+            found = await asyncio.gather(*map(one, count(), prompts, each))
         ids, reasons, top = zip(*found)
-        return Reply([*ids], [*reasons], top=[t for t in top if t])
+        return Reply([*ids], [*reasons], top=[*top] if any(top) else [], refused=refused)
 
     async def _one(self, client, prompt: list[int], options: dict, eos: list[int], logprobs: int):
         tokens = ("return_token_ids", "return_tokens_as_token_ids")
@@ -209,5 +216,7 @@ def one_line(url: str) -> Iterator[None]:
         why = first_line(str(error.__cause__ or error))
         raise ValueError(f"{url} cannot be reached: {why}") from None
     except openai.APIStatusError as error:
-        told = first_line(error.message)
-        raise ValueError(f"{url} answered {error.status_code}: {told}") from None
+        # It may repeat the whole prompt.
+        told = first_line(error.message)[:200]
+        kind = Refused if error.status_code in PROMPT else ValueError
+        raise kind(f"{url} answered {error.status_code}: {told}") from None

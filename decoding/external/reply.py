@@ -19,7 +19,8 @@ class Reply:
             `draft_tokens`, `accepted_tokens`, and `accepted_tokens_per_pos`, a list. Empty for
             plain decoding.
         top: If asked for, [[(token id, log-probability)]] of each answer's tokens, most probable
-            first.
+            first; [] for a prompt that is refused.
+        refused: Why prompts were refused, by their numbers; their `token_ids` are None.
     """
 
     token_ids: list[list[int] | None]
@@ -27,6 +28,11 @@ class Reply:
     seconds: float = 0.0
     drafts: dict = field(default_factory=dict)
     top: list[list[list[tuple[int, float]]]] = field(default_factory=list)
+    refused: dict[int, str] = field(default_factory=dict)
+
+
+class Refused(ValueError):
+    """An error about one prompt; others may be decoded."""
 
 
 class Engine(ABC):
@@ -40,6 +46,7 @@ class Engine(ABC):
         eos: Sequence[int] = (),
         seeds: Sequence[int] | None = None,
         logprobs: int = 0,
+        set_aside: bool = False,
     ) -> Reply:
         """Decode prompts of token ids.
 
@@ -50,6 +57,7 @@ class Engine(ABC):
             eos: The target's end-of-text tokens, used with those that the engine finds itself.
             seeds: One for each request; None: params.seed for all.
             logprobs: How many of the most probable tokens come with each token of an answer.
+            set_aside: Answer the other prompts where some are refused, which is else an error.
         """
         if params.stop:
             raise ValueError(f"stop={list(params.stop)} is not allowed: answers are token ids here")
@@ -60,7 +68,10 @@ class Engine(ABC):
         own: Sequence[int | None] = [params.seed] * len(prompts) if seeds is None else seeds
         # An engine's seed has 64 bits with a sign.
         each = [asked | {"seed": None if seed is None else seed % 2**63} for seed in own]
-        return self._decode(prompts, each, [*eos], logprobs)
+        reply = self._decode(prompts, each, [*eos], logprobs)
+        if reply.refused and not set_aside:
+            raise Refused(next(iter(reply.refused.values())))
+        return reply
 
     @abstractmethod
     def _decode(

@@ -81,11 +81,14 @@ class Vllm(Engine):
         found = self._ask({"prompts": list(prompts), "params": jobs})
         answers = found["answers"]
         return Reply(
-            [a["token_ids"] for a in answers],
-            ["eos" if a["finish_reason"] == "stop" else "length" for a in answers],
+            [a.get("token_ids") for a in answers],
+            ["eos" if a.get("finish_reason") == "stop" else "length" for a in answers],
             found["seconds"],
             found["drafts"],
-            [[[tuple(p) for p in step] for step in a["top"]] for a in answers if "top" in a],
+            [[[tuple(p) for p in step] for step in a.get("top", [])] for a in answers]
+            if logprobs
+            else [],
+            {n: a["refused"] for n, a in enumerate(answers) if "refused" in a},
         )
 
     def _ask(self, message: dict) -> dict:

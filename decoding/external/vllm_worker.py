@@ -7,7 +7,8 @@ The first line has the arguments of `vllm.LLM` and is answered by `{"vllm": vers
 line is a job, `{"prompts": [[token id]], "params": [{...}]}`, answered by
 
 - `answers`: `{"token_ids", "finish_reason", "top"}` of each prompt; `top`, if the parameters ask
-  for `logprobs`, has [[token id, log-probability]] of each token, most probable first;
+  for `logprobs`, has [[token id, log-probability]] of each token, most probable first; or
+  `{"refused": one line}` for a prompt that is longer than the engine's context;
 - `seconds`: of the whole job;
 - `drafts`: increments of vLLM's counters of speculative decoding in the job;
 
@@ -50,15 +51,25 @@ def run(llm, job: dict) -> dict:
 
     before, started = counters(llm), time.perf_counter()
     params = [SamplingParams(detokenize=False, **p) for p in job["params"]]
-    prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
-    outputs = llm.generate(prompts, params, use_tqdm=False)
+    # One that is too long ends the whole call.
+    config = getattr(getattr(llm, "llm_engine", None), "model_config", None)
+    limit = getattr(config, "max_model_len", None) or float("inf")
+    sizes = [len(ids) for ids in job["prompts"]]
+    prompts = [{"prompt_token_ids": ids} for ids in job["prompts"] if len(ids) < limit]
+    params = [p for p, size in zip(params, sizes) if size < limit]
+    outputs = iter(llm.generate(prompts, params, use_tqdm=False) if prompts else [])
     seconds = time.perf_counter() - started
     drafts = {}
     for name, after in counters(llm).items():
         grown = [a - b for a, b in zip(after, before.get(name, [0] * len(after)))]
         drafts[name] = grown if name.endswith("per_pos") else grown[0]
     logprobs = job["params"][0]["logprobs"] or 0
-    answers = [answer(output, logprobs) for output in outputs]
+    answers = [
+        answer(next(outputs), logprobs)
+        if size < limit
+        else {"refused": f"the prompt has {size} tokens, and the engine's context {limit}"}
+        for size in sizes
+    ]
     return {"answers": answers, "seconds": seconds, "drafts": drafts}
 
 

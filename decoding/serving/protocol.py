@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from typing_extensions import TypedDict
 
 from data.text.chat import RESERVED, render_prompt
+from data.text.special import encode
 from decoding.engine.detokenize import Detokenizer, text_after, token_bytes, token_text
 from decoding.engine.likelihood import TokenScore
 from decoding.engine.params import Chunk, Result, SamplingParams
@@ -376,8 +377,8 @@ class Chat(Asked):
         return [render_prompt(tokenizer, turns, options)]
 
     def encoded(self, text: str | list[int], tokenizer: PreTrainedTokenizerBase) -> str | list[int]:
-        # The template has written the special tokens.
-        return tokenizer(text, add_special_tokens=False).input_ids
+        assert isinstance(text, str)
+        return encode(tokenizer, text)  # the template has written the special tokens
 
     def said(self, text: str) -> dict[str, dict]:
         return {"message": {"role": "assistant", "content": text}}

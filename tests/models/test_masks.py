@@ -1,6 +1,5 @@
 """Every attention pattern against a matrix drawn by hand, and its two forms against each other."""
 
-
 import pytest
 import torch
 

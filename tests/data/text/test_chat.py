@@ -4,7 +4,13 @@ import pytest
 from tokenizers import processors
 
 from data.rows.documents import documents
-from data.text.chat import encode_chat, encode_document, encode_prompt, encode_text
+from data.text.chat import (
+    encode_chat,
+    encode_document,
+    encode_documents,
+    encode_prompt,
+    encode_text,
+)
 from data.text.prompts import prompt_set
 from tests.support.files import write_jsonl
 
@@ -86,19 +92,54 @@ def test_turn_without_special_tokens_begins_at_its_first_token(chat_tokenizer):
     assert piece.strip() == "return 2"
 
 
-def test_an_answer_that_is_rendered_otherwise_later_is_context(chat_tokenizer):
-    # As Qwen3: the last answer is rendered with a thinking block, earlier ones without.
-    chat_tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['role'] }}:"
-        "{% if loop.last and m['role'] == 'assistant' %}<think></think>{% endif %}"
-        "{{ m['content'] }}<|im_end|>{% endfor %}"
-        "{% if add_generation_prompt %}assistant:{% endif %}"
+# As Qwen3: the last answer is rendered with a thinking block, earlier ones without.
+REWRITES = (
+    "{% for m in messages %}{{ m['role'] }}:{% if m['role'] == 'assistant' %}{% SPAN %}"
+    "{% if loop.last %}<think></think>{% endif %}{{ m['content'] }}<|im_end|>{% endSPAN %}"
+    "{% else %}{{ m['content'] }}<|im_end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+@pytest.mark.parametrize("block", ["generation", ""])
+@pytest.mark.parametrize("end", [[], [{"role": "user", "content": "and?"}]], ids=["", "question"])
+def test_an_answer_is_trained_as_it_was_rendered_when_it_was_last(chat_tokenizer, block, end):
+    template = REWRITES.replace("SPAN", block)
+    for empty in ("{%  %}", "{% end %}"):
+        template = template.replace(empty, "")
+    chat_tokenizer.chat_template = template
+    said = [f"<think></think>{MESSAGES[i]['content']}<|im_end|>" for i in (4, 2)]
+    found = encode_documents(chat_tokenizer, {"messages": MESSAGES + end})
+    assert [trained_pieces(chat_tokenizer, *one) for one in found] == [[text] for text in said]
+    for (ids, _), stop in zip(found, (5, 3), strict=True):
+        last = chat_tokenizer.apply_chat_template(MESSAGES[:stop], return_dict=False)
+        assert ids == last
+    assert encode_chat(chat_tokenizer, MESSAGES + end) == found[0]
+
+
+def test_answers_that_stay_are_one_sequence(chat_tokenizer):
+    [found] = encode_documents(chat_tokenizer, {"messages": [*MESSAGES, MESSAGES[1]]})
+    assert trained_pieces(chat_tokenizer, *found) == SPOKEN
+    # One alone is rewritten, as the template drops its thought.
+    chat_tokenizer.chat_template = READS_ALL.replace(
+        "m.reasoning_content %}(", "m.reasoning_content and loop.last %}("
     )
-    ids, trained = encode_chat(chat_tokenizer, MESSAGES)
-    said = chat_tokenizer.decode([i for i, t in zip(ids, trained, strict=True) if t])
-    assert said == f"<think></think>{MESSAGES[-1]['content']}<|im_end|>"
-    # Here the template renders no answer as a continuation of its prompt.
-    chat_tokenizer.chat_template = chat_tokenizer.chat_template.replace("assistant:{%", "bot:{%")
+    thought = [m | {"reasoning_content": "hm"} if i == 2 else m for i, m in enumerate(MESSAGES)]
+    found = encode_documents(chat_tokenizer, {"messages": thought})
+    pieces = [trained_pieces(chat_tokenizer, *one) for one in found]
+    assert pieces == [SPOKEN[1:], [f"(hm){SPOKEN[0]}"]]
+
+
+def test_an_answer_that_does_not_continue_its_prompt_is_left_out(chat_tokenizer):
+    chat_tokenizer.chat_template = CHATML.replace(
+        "<|im_start|>assistant\n",
+        "{{ 'bot: ' if messages | length < 3 else '<|im_start|>assistant\n' }}",
+    )
+    first, second = encode_documents(chat_tokenizer, {"messages": MESSAGES})
+    assert trained_pieces(chat_tokenizer, *first) == SPOKEN[1:]
+    assert not any(second[1])  # which packing counts
+    # Of this one no answer does.
+    chat_tokenizer.chat_template = CHATML.replace("prompt %}<|im_start|>", "prompt %}bot: ")
     with pytest.raises(ValueError, match="generation"):
         encode_chat(chat_tokenizer, MESSAGES)
 

@@ -78,6 +78,23 @@ def test_one_that_does_not_is_one_line(failure, message):
     assert len(server.requests) == (1 if failure == 400 else 3)
 
 
+def test_a_prompt_that_is_refused_is_set_aside_where_that_is_asked_for():
+    prompts, told = [[1, 5], [2, 5], [3, 5]], []
+    for failures in (["none", 400], ["none", 422], ["none", 401]):
+        with serving(TOKENIZER, said, failures=failures) as server:
+            client = OpenAIClient(server.url, TOKENIZER, concurrency=1)
+            try:
+                reply = client.generate(prompts, PARAMS, eos=[EOS], logprobs=2, set_aside=True)
+            except ValueError as error:
+                told.append(str(error))
+                continue
+        assert reply.token_ids == [said([1], 3)[:8], None, said([3], 3)[:8]]
+        assert [len(top) for top in reply.top] == [len(ids or []) for ids in reply.token_ids]
+        assert [*reply.refused] == [1]
+        assert f"answered {failures[1]}" in reply.refused[1]
+    assert ["refuses the key" in text for text in told] == [True]  # which is no prompt's fault
+
+
 def test_text_only_is_tokenised_again_where_the_count_agrees():
     apart = [TOKENIZER(c).input_ids[0] for c in "return"]  # the same text in other tokens
     answers = {1: [*TEXT, EOS], 2: [*apart, EOS], 3: TEXT * 9}

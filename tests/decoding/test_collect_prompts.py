@@ -1,0 +1,189 @@
+"""Prompts of a collection: bad ones are left out, later questions are asked, one day is kept."""
+
+import json
+from datetime import date
+
+import pytest
+
+from data.corpora.answers import read_answers, shard_path
+from data.text.tokenizer import train_tokenizer
+from decoding import collect as module
+from recipes.compose import compose
+from tests.support import tiny
+from tests.support.files import write_jsonl
+from tests.support.runs import rows
+from tests.support.tokenizers import CHATML
+
+LONG = "self value name " * 300
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("teacher")
+    tokenizer = train_tokenizer(["self value name " * 9], 300)
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    tokenizer.save_pretrained(folder)
+    network = tiny.causal_lm(len(tokenizer), eos_token_id=0)
+    network.config.max_position_embeddings = 96
+    network.float().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def collect(teacher, tmp_path):
+    """Collect the answers to documents; a chat template makes them chats."""
+
+    def collect(name, documents, *more, template=None):
+        source = write_jsonl(tmp_path / f"{name}.jsonl", documents)
+        own = tmp_path / "chat"
+        if template:
+            own.mkdir(exist_ok=True)
+            for file in teacher.iterdir():
+                (own / file.name).write_bytes(file.read_bytes())
+            (own / "chat_template.jinja").write_text(template)
+        given = ["recipe=deer_answers", f"name={name}", f"runs={tmp_path / 'runs'}",
+                 f"target={own if template else teacher}", f"prompts.source={source}",
+                 "prompts.length=null", "prompts.count=null", "collector.max_new_tokens=4",
+                 "collector.number=1", "collector.dtype=float32", "shard_size=4",
+                 *more]  # fmt: skip
+        return module.collect(compose(given, "collect"))
+
+    return collect
+
+
+def pairs(count, bad=()):
+    return [
+        {"id": f"r{i}", "prompt": LONG if i in bad else f"self {i}", "answer": "name"}
+        for i in range(count)
+    ]
+
+
+def ids(folder):
+    return {row["id"] for row in rows(folder)}
+
+
+def test_a_prompt_that_is_too_long_is_left_out_and_named(collect, capsys):
+    folder = collect("some", pairs(40, bad=[7, 21]))
+    kept = ids(folder)
+    everyone = ids(collect("all", pairs(40)))  # of the training split
+    left = everyone - kept
+    assert left == {"r7", "r21"} & everyone
+    assert left
+    noted = json.loads((folder / "manifest.json").read_text())["left_out"]
+    assert noted["count"] == len(left)
+    assert all("more than the target's context of 96" in why for why in noted["named"].values())
+    assert {json.loads(name) for name in noted["named"]} == left
+    assert f"{len(left)} of {len(everyone)} prompts" in capsys.readouterr().out
+    assert {a.prompt for a in read_answers(folder, "train")} <= kept
+    # It goes on, and says so again.
+    shard_path(folder, 1).unlink()
+    assert collect("some", pairs(40, bad=[7, 21])) == folder
+    assert ids(folder) == kept
+    assert "are left out" in capsys.readouterr().out
+
+
+def test_a_shard_without_answers_is_passed_over(collect):
+    folder = collect("empty", pairs(40, bad=[7, 21]), "shard_size=1")
+    assert len(rows(folder)) == len([*read_answers(folder, "train")]) + len(
+        [*read_answers(folder, "heldout")]
+    )
+    assert not {"r7", "r21"} & ids(folder)
+
+
+def test_too_many_end_the_collection_at_each_start(collect):
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"prompts cannot be answered.* the target's context"):
+            collect("many", pairs(60, bad=range(0, 60, 3)))
+    with pytest.raises(ValueError, match=r"(\d) of \1 prompts cannot be answered"):
+        collect("none", pairs(3, bad=range(3)))
+
+
+def chats(count=6):
+    turns = ["one", "data says", "two", "data says more", "three"]
+    messages = [
+        {"role": role, "content": text}
+        for role, text in zip(("user", "assistant") * 3, turns, strict=False)
+    ]
+    return [{"id": f"c{i}", "messages": messages[: 5 if i % 2 else 2]} for i in range(count)]
+
+
+def test_every_question_is_asked_after_the_models_own_answers(collect, capsys):
+    folder = collect("turns", chats(), template=CHATML)
+    found = {(row["id"], row["turn"]): row for row in rows(folder)}
+    asked = {id: max(turn for other, turn in found if other == id) for id, _ in found}
+    assert {turn for id, turn in asked.items() if int(id[1:]) % 2} == {2}
+    assert {turn for id, turn in asked.items() if not int(id[1:]) % 2} == {0}
+    odd = sum(turn == 2 for turn in asked.values())
+    assert f"{2 * odd} later questions" in capsys.readouterr().out
+    tokenizer = module.build(compose_target(folder)).tokenizer
+    for (id, turn), row in found.items():
+        if turn:
+            before = found[id, turn - 1]
+            own = tokenizer.decode(before["answer_ids"], skip_special_tokens=True)
+            said = tokenizer.decode(row["prompt_ids"])
+            assert said.startswith(tokenizer.decode(before["prompt_ids"]) + own + "<|im_end|>")
+            assert "data says" not in said
+            assert said.count("<|im_start|>user") == turn + 1
+
+
+def compose_target(folder):
+    manifest = json.loads((folder / "manifest.json").read_text())
+    given = ["recipe=deer_answers", f"target={manifest['teacher']}"]
+    return compose(given, "collect").collector
+
+
+def test_first_and_last_are_one_question_each(collect):
+    first = rows(collect("first", chats(), "+prompts.turns=first", template=CHATML))
+    last = rows(collect("last", chats(), "+prompts.turns=last", template=CHATML))
+    assert "turn" not in first[0]
+    assert len(first) == len(last)
+    ends = {row["id"]: len(row["prompt_ids"]) for row in first}
+    longer = {row["id"] for row in last if len(row["prompt_ids"]) > ends[row["id"]]}
+    assert longer == {id for id in ends if int(id[1:]) % 2}
+
+
+def test_a_collection_of_first_questions_goes_on_only_with_them(collect):
+    folder = collect("old", chats(), "+prompts.turns=first", template=CHATML)
+    assert collect("old", chats(), "+prompts.turns=first", template=CHATML) == folder
+    with pytest.raises(ValueError, match=r"prompts\.turns=first to go on"):
+        collect("old", chats(), template=CHATML)
+
+
+def test_a_tools_reply_stays_with_the_call_of_the_data(collect):
+    messages = [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "call"},
+        {"role": "tool", "content": "reply"},
+        {"role": "assistant", "content": "so"},
+    ]
+    documents = [{"id": f"c{i}", "messages": messages} for i in range(4)]
+    folder = collect("tools", documents, template=CHATML)
+    tokenizer = module.build(compose_target(folder)).tokenizer
+    later = [row for row in rows(folder) if row["turn"]]
+    assert later
+    for row in later:
+        assert "assistant\ncall<|im_end|>" in tokenizer.decode(row["prompt_ids"])
+
+
+def test_a_template_that_reads_the_clock_has_the_day_of_the_collection(collect, monkeypatch):
+    class Day(date):
+        now = "2001-02-03"
+
+        @classmethod
+        def today(cls):
+            return cls.fromisoformat(cls.now)
+
+    monkeypatch.setattr(module, "date", Day)
+    template = "{{ strftime_now('%d %b %Y') }}" + CHATML
+    folder = collect("clock", chats(), template=template)
+    before = {(row["id"], row["turn"]): row["prompt_ids"] for row in rows(folder)}
+    tokenizer = module.build(compose_target(folder)).tokenizer
+    assert all(tokenizer.decode(x).startswith("03 Feb 2001") for x in before.values())
+    shard_path(folder, 0).unlink()
+    monkeypatch.setattr(Day, "now", "2001-02-04")
+    assert collect("clock", chats(), template=template) == folder
+    assert before == {(row["id"], row["turn"]): row["prompt_ids"] for row in rows(folder)}
+    other = rows(collect("clock2", chats(), template=template))  # one that is begun on that day
+    assert all(tokenizer.decode(row["prompt_ids"]).startswith("04 Feb 2001") for row in other)
+    plain = collect("plain", chats(), template=CHATML)
+    assert "date" not in json.loads((plain / "manifest.json").read_text())
