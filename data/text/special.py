@@ -29,7 +29,10 @@ def quoted(tokenizer: PreTrainedTokenizerBase, value: Any, words: Collection[str
     `words` are those that are text; by default all that spell a special token.
     """
     known = _special_words(tokenizer)
-    return known.quoted(value, [w for w in known.words if not words or w in words])
+    try:
+        return known.quoted(value, [w for w in known.words if not words or w in words])
+    except RecursionError:
+        raise ValueError("it is nested too deep to be read (RecursionError)") from None
 
 
 def unquoted(text: str) -> str:

@@ -100,7 +100,8 @@ def test_it_learns_and_its_export_decodes(prepared, head):
     if head == "dspark":  # its layers begin with the target's own keys and values
         assert fmean(last) < fmean(first)
     else:
-        assert max(last) < 0.9 * min(first)
+        # The corpus's words are at random, so a few steps come near the least loss.
+        assert max(last) < 0.5 * loss[1]
     sampler = load(str(export), dtype="float32")
     assert type(sampler) is DFlashSampler
     assert (sampler.draft_ids is not None) == (head == "its own")
