@@ -71,8 +71,12 @@ class AnySubset:
         return {**streams, "target": ids, "masked": masked}
 
     def hidden_count(self, number: int, candidates: int) -> int:
-        """Return how many of `candidates` tokens sample `number` masks, at least 1 of any."""
+        """Return how many of `candidates` tokens sample `number` masks.
+
+        It is at least 1 of any, and a fraction below 1 never rounds to all: XLNet needs a prompt.
+        """
         done = min(1.0, number / self.curriculum) if self.curriculum else 1.0
         low, high = widening(self.start, self.rates, done)
         rate = low + (high - low) * golden(number)
-        return min(candidates, max(1, round(rate * candidates)))
+        most = candidates - 1 if rate < 1 and candidates > 1 else candidates
+        return min(most, max(1, round(rate * candidates)))

@@ -97,3 +97,13 @@ def test_mistakes(values, named):
 def test_a_tokenizer_without_a_mask_is_refused():
     with pytest.raises(ValueError, match="mask token"):
         AnySubset([0.5, 1.0], tiny.tokenizer(5))
+
+
+def test_a_fraction_below_1_leaves_a_token():
+    """XLNet's first query needs a key, also in a row of few tokens."""
+    subset = AnySubset((0.15, 0.99), TOKENIZER)
+    for number in range(200):
+        hidden = [subset.hidden_count(number, candidates) for candidates in range(2, 80)]
+        assert all(1 <= n < candidates for n, candidates in zip(hidden, range(2, 80)))
+        assert subset.hidden_count(number, 1) == 1
+    assert AnySubset((1.0, 1.0), TOKENIZER).hidden_count(0, 5) == 5
