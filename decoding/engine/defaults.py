@@ -63,7 +63,7 @@ def model_defaults(sampler: "Sampler") -> dict[str, Any]:
             )
     found = {key: named[key] for key in READ if named.get(key) is not None}
     try:
-        sampler.check_params(SamplingParams(**found))
+        sampler.check_params(SamplingParams(**found, lossy=True))  # a request says that itself
     except ValueError as error:
         raise ValueError(f"{where}: {error}; {NEUTRAL}") from None
     return found
