@@ -6,6 +6,7 @@ from datetime import date
 import pytest
 
 from data.corpora.answers import read_answers, shard_path
+from data.corpora.sources import load_documents
 from data.text.tokenizer import train_tokenizer
 from decoding import collect as module
 from recipes.compose import compose
@@ -14,7 +15,8 @@ from tests.support.files import write_jsonl
 from tests.support.runs import rows
 from tests.support.tokenizers import CHATML
 
-LONG = "self value name " * 300
+CONTEXT = 256
+LONG = "self value name " * 300  # tokens enough for more than the context
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +26,7 @@ def teacher(tmp_path_factory):
     tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
     tokenizer.save_pretrained(folder)
     network = tiny.causal_lm(len(tokenizer), eos_token_id=0)
-    network.config.max_position_embeddings = 96
+    network.config.max_position_embeddings = CONTEXT
     network.float().save_pretrained(folder)
     return folder
 
@@ -53,7 +55,7 @@ def collect(teacher, tmp_path):
 
 def pairs(count, bad=()):
     return [
-        {"id": f"r{i}", "prompt": LONG if i in bad else f"self {i}", "answer": "name"}
+        {"id": f"r{i}", "prompt": f"{LONG if i in bad else 'self'} {i}", "answer": "name"}
         for i in range(count)
     ]
 
@@ -62,16 +64,18 @@ def ids(folder):
     return {row["id"] for row in rows(folder)}
 
 
-def test_a_prompt_that_is_too_long_is_left_out_and_named(collect, capsys):
+def test_a_prompt_that_is_too_long_is_left_out_and_named(collect, tmp_path, capsys):
     folder = collect("some", pairs(40, bad=[7, 21]))
     kept = ids(folder)
-    everyone = ids(collect("all", pairs(40)))  # of the training split
+    everyone = {d["id"] for d in load_documents(str(tmp_path / "some.jsonl"), "train")}
     left = everyone - kept
     assert left == {"r7", "r21"} & everyone
     assert left
     noted = json.loads((folder / "manifest.json").read_text())["left_out"]
     assert noted["count"] == len(left)
-    assert all("more than the target's context of 96" in why for why in noted["named"].values())
+    assert all(
+        f"more than the target's context of {CONTEXT}" in why for why in noted["named"].values()
+    )
     assert {json.loads(name) for name in noted["named"]} == left
     assert f"{len(left)} of {len(everyone)} prompts" in capsys.readouterr().out
     assert {a.prompt for a in read_answers(folder, "train")} <= kept
@@ -99,12 +103,13 @@ def test_too_many_end_the_collection_at_each_start(collect):
 
 
 def chats(count=6):
-    turns = ["one", "data says", "two", "data says more", "three"]
-    messages = [
-        {"role": role, "content": text}
-        for role, text in zip(("user", "assistant") * 3, turns, strict=False)
-    ]
-    return [{"id": f"c{i}", "messages": messages[: 5 if i % 2 else 2]} for i in range(count)]
+    found = []
+    for i in range(count):
+        turns = [f"one {i}", "data says", "two", "data says more", "three"]
+        roles = ("user", "assistant", "user", "assistant", "user")
+        messages = [{"role": r, "content": text} for r, text in zip(roles, turns)]
+        found.append({"id": f"c{i}", "messages": messages[: 5 if i % 2 else 2]})
+    return found
 
 
 def test_every_question_is_asked_after_the_models_own_answers(collect, capsys):
@@ -156,7 +161,10 @@ def test_a_tools_reply_stays_with_the_call_of_the_data(collect):
         {"role": "tool", "content": "reply"},
         {"role": "assistant", "content": "so"},
     ]
-    documents = [{"id": f"c{i}", "messages": messages} for i in range(4)]
+    first, *others = messages
+    documents = [
+        {"id": f"c{i}", "messages": [{**first, "content": f"one {i}"}, *others]} for i in range(4)
+    ]
     folder = collect("tools", documents, template=CHATML)
     tokenizer = module.build(compose_target(folder)).tokenizer
     later = [row for row in rows(folder) if row["turn"]]
@@ -175,13 +183,13 @@ def test_a_template_that_reads_the_clock_has_the_day_of_the_collection(collect, 
 
     monkeypatch.setattr(module, "date", Day)
     template = "{{ strftime_now('%d %b %Y') }}" + CHATML
-    folder = collect("clock", chats(), template=template)
+    folder = collect("clock", chats(), "shard_size=2", template=template)
     before = {(row["id"], row["turn"]): row["prompt_ids"] for row in rows(folder)}
     tokenizer = module.build(compose_target(folder)).tokenizer
     assert all(tokenizer.decode(x).startswith("03 Feb 2001") for x in before.values())
     shard_path(folder, 0).unlink()
     monkeypatch.setattr(Day, "now", "2001-02-04")
-    assert collect("clock", chats(), template=template) == folder
+    assert collect("clock", chats(), "shard_size=2", template=template) == folder
     assert before == {(row["id"], row["turn"]): row["prompt_ids"] for row in rows(folder)}
     other = rows(collect("clock2", chats(), template=template))  # one that is begun on that day
     assert all(tokenizer.decode(row["prompt_ids"]).startswith("04 Feb 2001") for row in other)

@@ -186,7 +186,7 @@ def test_a_document_has_one_end(tmp_path):
     assert all(trained)
     ids, _ = encode_document(tokenizer, {"prompt": f"{text}\n", "answer": text})
     assert ids.index(tokenizer.eos_token_id) == len(ids) - 1
-    source = write_jsonl(tmp_path / "a.jsonl", [{"id": f"r{i}", "text": text} for i in range(200)])
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": f"{text} {i}"} for i in range(200)])
     rows = documents(str(source), 300, tokenizer, str(tmp_path / "rows"))
     ends = rows[0]["input_ids"] == tokenizer.eos_token_id
     inside = rows[0]["document"] >= 0
