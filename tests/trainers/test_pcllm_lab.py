@@ -157,7 +157,7 @@ def test_trajectories_of_another_model_or_tokenizer_are_refused(chain, tmp_path)
     tokenizer = load_tokenizer(target)
     assert len(rows(source, target, tokenizer, str(tmp_path))) > 100
     trained = str(chain.runs / "pcllm_round1" / "export")
-    with pytest.raises(ValueError, match=r"another model .* \(weights .* python -m decoding"):
+    with pytest.raises(ValueError, match=r"another model .* \(weights .* collect it again"):
         rows(source, trained, tokenizer, str(tmp_path))
     with pytest.raises(ValueError, match="was collected with another tokenizer"):
         rows(source, target, train_tokenizer(["ab"], 300), str(tmp_path))
