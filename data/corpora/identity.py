@@ -7,7 +7,6 @@ count their rows from 0.
 import hashlib
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator
 
 
 def content_key(document: dict) -> str:
@@ -43,12 +42,3 @@ def distinct_id(id: str, key: str, seen: dict[int, int]) -> str:
         seen: The hashes of ids and of their first contents, which is updated.
     """
     return id if seen.setdefault(hash(id), hash(key)) == hash(key) else f"{id}:{key}"
-
-
-def distinct(documents: Iterable[dict]) -> Iterator[dict]:
-    """Yield the documents without those that ask, or say, the same as an earlier one."""
-    seen = set()
-    for document in documents:
-        if (key := content_key(document)) not in seen:
-            seen.add(key)
-            yield document

@@ -20,7 +20,6 @@ from data.corpora.benchmarks import (
     is_benchmark,
     read_benchmark,
 )
-from data.corpora.identity import distinct
 from data.corpora.sources import INSTALLED, load_documents
 from data.corpora.stdlib import is_held_out
 from data.text.chat import chat_of, encode_prompt, encode_text, located, start_ids
@@ -79,7 +78,7 @@ def prompt_set(
 
     A text gives windows of exactly `length` tokens, disjoint, from as many documents as possible,
     at offsets from a hash of the document's id. A chat or pair gives everything before its first
-    answer (see `turns`), cut to the last `length` tokens. Near-equal documents are asked once.
+    answer (see `turns`), cut to the last `length` tokens.
 
     A benchmark's problem (`data.corpora.benchmarks`) gives its first turn: with the benchmark's
     instruction in a chat, else verbatim. Benchmarks have no splits, except GSM8K, whose training
@@ -122,8 +121,7 @@ def prompt_set(
         documents = _shuffled(_problem_documents(source, split, in_chat, subset, **options))
     else:
         _check_subset(source, subset)
-        loaded = load_documents(source, split, subset=subset, **options)
-        documents = _shuffled(loaded if source in INSTALLED else distinct(loaded))
+        documents = _shuffled(load_documents(source, split, subset=subset, **options))
     text = len(documents) > 0 and "text" in documents[0]
     if text and chat:
         raise ValueError(
