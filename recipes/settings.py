@@ -19,6 +19,9 @@ SWITCHES: dict[str, tuple[str, int, tuple[str, ...]]] = {
 }
 Below1 = Annotated[float, Field(ge=0, lt=1)]
 Decay = Annotated[float, Field(gt=0, lt=1)]
+# Lightning's, by their full names.
+PRECISIONS = ("auto", "32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true",
+              "transformer-engine", "transformer-engine-float16")  # fmt: skip
 
 
 @dataclass
@@ -82,7 +85,9 @@ class Trainer:
     devices: Annotated[int, Field(ge=-1)] = option(1, "processes of a machine; -1: all its GPUs")
     num_nodes: Count = option(1, "machines")
     strategy: str | dict = option("auto", "set by strategy=; or one of Lightning's names")
-    precision: str = option("auto", "auto: bf16-mixed where the device has it, else 32-true")
+    precision: Literal[*PRECISIONS] = option(
+        "auto", "auto: bf16-mixed where the device has it, else 32-true"
+    )
     gradient_clip: Weight | None = option(1.0, "largest norm of the gradient")
     checkpoint_activations: bool = option(False, "recompute activations: slower, far less memory")
     compile: bool = option(False, "torch.compile: faster steps after minutes (how_to/train.md)")

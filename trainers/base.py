@@ -305,6 +305,18 @@ class WholeSteps:
             step.append(batch)
             if len(step) == self.accumulate:
                 # float64, so that the sum does not depend on how the step is split.
-                weight = sum(self.module.weight(b).sum(dtype=torch.float64) for b in step)
+                weight = sum(self._weight(b).sum(dtype=torch.float64) for b in step)
                 yield from ({**b, "step_weight": weight} for b in step)
                 step = []
+
+    def _weight(self, batch: dict[str, Tensor]) -> Tensor:
+        try:
+            return self.module.weight(batch)
+        except KeyError as error:
+            if error.args[0] in batch:
+                raise
+            name = type(self.module).__name__
+            raise ValueError(
+                f"{name} reads {error} of a batch, which has {sorted(batch)}: data.corruption "
+                "makes what a module reads, so leave it as the recipe has it"
+            ) from error

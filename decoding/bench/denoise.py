@@ -121,7 +121,8 @@ def _rows(bench: DenoiseBench, loaded: Sampler, temperature: float) -> list[Watc
     samplers = {n: sampler_of(c, loaded.target, loaded.tokenizer) for n, c in configs.items()}
     rows: list[WatchedRow] = []
     for name, sampler in samplers.items():
-        assert isinstance(sampler, DenoiseSampler)
+        if not isinstance(sampler, DenoiseSampler):
+            raise ValueError(f"sampler={list(bench.sampler)} is not allowed: it does not denoise")
         params = params_of(bench, temperature=temperature)
         plain = rows[0] if rows else None
         rows.append(WatchedRow(name, sampler, params, plain=plain, watch=Watch(sampler)))

@@ -292,3 +292,14 @@ def test_ids_that_the_model_lacks_are_one_line(tmp_path):
     check_ids(SimpleNamespace(network=big, target=None), good, bad)
     check_ids(SimpleNamespace(network=small, target=None), good, range(3))  # rows without ids
     check_ids(SimpleNamespace(network=small, target=None, draft_ids=[1]), bad)
+
+
+def test_a_batch_without_what_the_module_reads(lab):
+    with pytest.raises(ValueError, match="JointDensity reads 'masked' of a batch, which has"):
+        lab.fit("asarm_joint", "data.corruption=null", "name=nothing_masked")
+
+
+@pytest.mark.parametrize("precision", ["", "bf16-mixd"])
+def test_a_precision_is_one_of_lightnings(lab, precision):
+    with pytest.raises(ValueError, match=rf"trainer.precision '{precision}'"):
+        lab.fit("ar_target", f"trainer.precision={precision}", "name=odd_precision")

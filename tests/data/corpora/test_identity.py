@@ -12,7 +12,6 @@ from data.corpora.benchmarks import read_benchmark
 from data.corpora.identity import content_key, text_key
 from data.corpora.sources import load_documents
 from data.corpora.stdlib import is_held_out
-from data.text.prompts import heldout_prompts
 from tests.support.files import write_jsonl
 
 
@@ -95,20 +94,6 @@ def test_problems_with_one_id(tmp_path):
     ids = [p.id for p in read_benchmark(write_jsonl(tmp_path / "q.jsonl", rows))]
     assert ids[:5] == ["0", "1", "2", "3", "4"]
     assert len({*ids}) == 9
-
-
-def test_prompts_of_copies_are_asked_once(tmp_path, tokenizer):
-    text = " ".join(map(str, range(60)))
-    for name in ("a", "b", "c"):
-        (tmp_path / f"{name}.txt").write_text(f"{text}\n" * (name != "c") or "x " * 60)
-    part = "heldout" if is_held_out(text_key(f"{text}\n")) else "train"
-    count = len(heldout_prompts(str(tmp_path), tokenizer, None, 16, split=part))
-    (tmp_path / "b.txt").unlink()
-    assert len(heldout_prompts(str(tmp_path), tokenizer, None, 16, split=part)) == count
-    rows = [{"prompt": f"what is {n // 2}{'!' * (n % 2)}", "answer": "x"} for n in range(400)]
-    source = write_jsonl(tmp_path / "pairs.jsonl", rows)
-    found = [heldout_prompts(source, tokenizer, None, split=part) for part in ("train", "heldout")]
-    assert sum(map(len, found)) == 200
 
 
 @pytest.fixture
