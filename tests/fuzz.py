@@ -87,6 +87,7 @@ def commands(lab: Lab) -> dict[str, tuple[list[str], list[str]]]:
         once = ["resume=never", "trainer.max_steps=1"]
         found[f"trainers.fit {recipe}"] = [*lab.arguments(recipe), *quick, *once]
         keys[f"trainers.fit {recipe}"] = paths(defaults("fit", recipe, "lab"))
+        keys[f"trainers.fit {recipe}"].remove("trainer.compile")  # which takes a minute
     found["decoding.collect"] = lab.collect_arguments("prompts.count=2", *quick)
     keys["decoding.collect"] = paths(defaults("collect", "deer_answers", "lab"))
     return {module: (found[module], keys[module]) for module in found}
@@ -188,8 +189,8 @@ def attempt(module: str, arguments: list[str]) -> tuple[str, str]:
         )
     except SystemExit as error:
         return ("worked", "") if not error.code else ("EXIT", str(error.code))
-    except BaseException:
-        return "TRACEBACK", traceback.format_exc()
+    except BaseException:  # a library may have wrapped the signal's
+        return "LATE" if rang else "TRACEBACK", traceback.format_exc()
     finally:
         signal.alarm(0)
         signal.setitimer(signal.ITIMER_PROF, 0)
