@@ -94,6 +94,7 @@ def drafting(model, kind):
     return [jacobi, own]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_neighbours_and_pieces_change_nothing(kind):
     model = network(kind)

@@ -25,6 +25,7 @@ def losses(lab, tmp_path):
     return train
 
 
+@pytest.mark.slow
 def test_how_often_a_run_validates_changes_no_step(losses, monkeypatch):
     measure = AcceptanceLength.on_validation_end
 
