@@ -303,3 +303,9 @@ def test_a_batch_without_what_the_module_reads(lab):
 def test_a_precision_is_one_of_lightnings(lab, precision):
     with pytest.raises(ValueError, match=rf"trainer.precision '{precision}'"):
         lab.fit("ar_target", f"trainer.precision={precision}", "name=odd_precision")
+
+
+def test_a_device_is_no_input(lab):
+    """Its content has no end, and inputs are fingerprinted whole."""
+    with pytest.raises(ValueError, match="/dev/zero is not a valid SchedulerType"):
+        lab.fit("ar_target", "optimization.schedule=/dev/zero", "name=device")

@@ -164,7 +164,7 @@ def inputs(config: DictConfig) -> dict[str, str]:
     settings["data"].pop("folder")  # its rows are fingerprinted one by one
     settings.get("module", {}).pop("traces", None)  # a cache, whose keys are fingerprints
     names = sorted(set(_strings(settings)))
-    paths = [n for n in names if os.path.exists(n)]
+    paths = [n for n in names if os.path.isfile(n) or os.path.isdir(n)]  # a device has no end
     # A file of a folder that is named too, such as the mark of a complete one, is no other input.
     paths = [p for p in paths if not any(Path(q) in Path(p).parents for q in paths)]
     commits = {n: commit(n) for n in names if n not in paths}
