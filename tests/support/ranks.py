@@ -1,7 +1,7 @@
 """Runs one after another in the same processes, which are started as torchrun starts them.
 
-DeepSpeed trains on CUDA only, so three checks of Lightning's and one of ours are lifted here: with
-DS_ACCELERATOR=cpu its ZeRO runs on the CPU, over gloo. One start serves many runs, as it takes
+Lightning and our own code refuse DeepSpeed without CUDA. This module lifts their four checks, and
+DS_ACCELERATOR=cpu makes ZeRO run on the CPU, over gloo. One start serves many runs, as it takes
 longer than a run of a tiny network. A run's first argument may be `stop=N`: SIGTERM after step N.
 """
 
@@ -29,7 +29,7 @@ from trainers import fit
 
 @dataclass
 class Ran:
-    """What the first process of a run has printed, its error (None: it ended well), its norms."""
+    """A run's result: it has the first process's output, error (None: it ended well) and norms."""
 
     output: str
     error: str | None

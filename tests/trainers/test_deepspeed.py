@@ -249,7 +249,7 @@ class TestRefusals:
 
 
 def parts(lab, *given):
-    """What `fit.build_trainer` takes of a recipe."""
+    """Return the settings that `fit.build_trainer` takes of a recipe."""
     config = fit.resolve_precision(compose(lab.arguments(RECIPE, *given), "fit"))
     return fit.Trainer(**config.trainer), config.strategy, []
 

@@ -270,7 +270,7 @@ def test_a_type_that_changes_the_tokenizer_is_refused_before_the_training(lab, m
 
 
 def test_steps_that_train_nothing_are_no_training(lab, monkeypatch):
-    """Of any method: here no token has a weight, as where no draft block has a target."""
+    """Any method is refused: here no token has a weight, as where no draft block has a target."""
     monkeypatch.setattr(Autoregressive, "weight", lambda self, batch: batch["trained"][:, 1:] * 0.0)
     with pytest.raises(ValueError, match=r"steps so far have trained nothing") as caught:
         lab.fit("ar_target", "name=nothing")

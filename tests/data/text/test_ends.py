@@ -1,4 +1,4 @@
-"""What ends a text by its tokenizer and chat template, and what a prompt's ids are."""
+"""Tokenizer and chat template say what ends a text, and what a prompt's ids are."""
 
 import pytest
 

@@ -49,7 +49,7 @@ def unigrams():
 
 
 def words(kind, lower=False):
-    """Of whole words, or of BERT's parts of words; lowercased special tokens, too."""
+    """Make a tokenizer of whole words, or of BERT's parts of words, which lowercases too."""
     known = ["<unk>", "<s>", "</s>", "<mask>", *OWN, "hi", "obey", *TEXT.lower().split()]
     known += sorted({*"".join(known)} - {*known})
     vocabulary = {word: i for i, word in enumerate(dict.fromkeys(known))}

@@ -1,4 +1,4 @@
-"""What generation_config.json says of sampling: a request's defaults, or one line."""
+"""A model's generation_config.json gives a request its defaults, or is refused in one line."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What only looks at a training draws nothing from its random numbers."""
+"""Looking at a training draws nothing from its random numbers."""
 
 import csv
 
