@@ -1,6 +1,6 @@
 """Argument types whose limits, far above any real use, stop a typo before it fills the memory."""
 
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field
 
@@ -16,4 +16,5 @@ Temperature = Annotated[float, Field(ge=0, le=1000)]  # of sampling; 0 is greedy
 Whole = Annotated[int, Field(ge=0, le=10**8)]
 
 Item = TypeVar("Item")
+Split = Literal["train", "heldout"]
 Several = Annotated[tuple[Item, ...], Field(min_length=1)]

@@ -13,7 +13,7 @@ from torch import Generator, Tensor
 from torch.nn.functional import fold, unfold
 from torch.utils.data import Dataset, Subset
 
-from data.arguments import BlockSize, Share, Small, Weight
+from data.arguments import BlockSize, Share, Small, Split, Weight
 from data.corpora.fingerprints import files_fingerprint, model_fingerprint
 from data.corpora.stdlib import check_split
 from data.files import atomic_write, files_below, is_hidden, package, read_array
@@ -67,7 +67,7 @@ def rows(
     source: str,
     patch: BlockSize,
     folder: str,
-    split: str = "train",
+    split: Split = "train",
     size: Annotated[int, Field(ge=1, le=8192)] | None = None,
     vae: str | None = None,
     scale: Weight = 1.0,

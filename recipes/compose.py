@@ -389,7 +389,7 @@ def _check_node(node: dict, hint: Any, key: str = "") -> None:
             raise unknown("key", f"{key}{name}", [f"{key}{x}" for x in {*parameters} - {*GIVEN}])
         kind = parameters[name].annotation if name in parameters else Any
         # null is for what a `_target_` names to refuse, which knows what it would be.
-        if not (value is None and built) and not _builds(value, kind):
+        if not (value is None and built and _is_object(kind)) and not _builds(value, kind):
             if built and _is_object(kind):
                 raise ValueError(
                     f"{key}{name}={shortened(value)} is not allowed: it needs a _target_"

@@ -114,8 +114,9 @@ def drawn(draw: random.Random, keys: list[str]) -> list[str]:
 
 
 def files() -> set[Path]:
-    """All files below the working directory."""
-    return {path for path in Path().rglob("*") if path.is_file()}
+    """All files below the working directory but whole packed rows, which serve the next run."""
+    found = {path for path in Path().rglob("*") if path.is_file()}
+    return {path for path in found if not (path.parent / "document.npy").is_file()}
 
 
 class Watch:

@@ -44,6 +44,7 @@ class BaseModule(pl.LightningModule):
 
     Attributes:
         exports_weights: False where an export only names its model, as its target.
+        interrupted: Whether a signal has cut this step's validation short: nothing of it counts.
     """
 
     exports_weights = True
@@ -62,6 +63,7 @@ class BaseModule(pl.LightningModule):
         if optimization.ema is not None:
             self.average = copy.deepcopy(network).requires_grad_(False)
         self.attach_target(target)
+        self.interrupted = False
         self._sums: dict[str, Tensor] = {}
         self._step_loss: Tensor | int = 0
         self._trained: Tensor | None = None  # the weight of all steps since the start
@@ -241,6 +243,8 @@ class BaseModule(pl.LightningModule):
     @torch.compiler.set_stance("force_eager")  # a few batches are not worth another compilation
     def validation_step(self, batch: dict[str, Tensor], index: int) -> None:
         """Add up the sums and totals of `evaluate`."""
+        if self.interrupted:
+            return
         counts = self.trainer.val_dataloaders.batch_sampler.counts(index)
         for name, pair in self.evaluate(batch).items():
             pair = torch.stack([x.detach().double() for x in pair]) * counts
@@ -248,6 +252,9 @@ class BaseModule(pl.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Log every metric as one ratio over the whole validation set."""
+        if self.interrupted:
+            self._sums.clear()
+            return
         for name, pair in self._sums.items():
             pair = self._over_ranks(pair)
             if name == "loss" and not pair[1]:

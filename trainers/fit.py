@@ -35,7 +35,7 @@ from trainers.lora import add_lora
 from trainers.publishing.export_folder import check_exportable, is_export, write_export
 from trainers.runs.callbacks import AcceptanceLength, validation_prompts
 from trainers.runs.checkpoint_files import DirectIO, check_fits, check_strategy
-from trainers.runs.checkpoints import Checkpoints, Preempted
+from trainers.runs.checkpoints import Checkpoints
 from trainers.runs.guards import LossGuard, memory_advice
 from trainers.runs.loggers import build_loggers, check_logger
 from trainers.runs.progress import Progress
@@ -44,6 +44,7 @@ from trainers.runs.randomness import RandomStates
 from trainers.runs.restorable import check_restorable
 from trainers.runs.resume import checkpoint_to_resume
 from trainers.runs.set_aside import drop_set_aside, set_aside
+from trainers.runs.signals import Preempted, Signals
 from trainers.runs.stored_states import with_states
 from trainers.strategies import needs_gpu, precision_of, strategy_of, whole_network
 
@@ -284,9 +285,10 @@ def check_ids(module: BaseModule, *rows: Dataset) -> None:
 def build_callbacks(
     t: Trainer, acceptance: Acceptance, module: BaseModule, folder: Path
 ) -> list[Callback]:
-    """Build the callbacks of a run: checkpoints, guards, progress, acceptance length."""
+    """Build the callbacks of a run: checkpoints, guards, progress, acceptance length, signals."""
+    signals, checkpoints = Signals(), folder / "checkpoints"
     callbacks = [
-        Checkpoints(folder / "checkpoints", t.checkpoint_every, t.keep_last, t.keep_best),
+        Checkpoints(checkpoints, signals, t.checkpoint_every, t.keep_last, t.keep_best),
         RandomStates(),
         LossGuard(factor=t.divergence_factor, wait=t.divergence_wait),
         Progress(),
@@ -294,8 +296,9 @@ def build_callbacks(
     if acceptance.prompts:
         prompts = validation_prompts(acceptance, module.tokenizer)
         temperatures = list(acceptance.temperatures)
-        callbacks.append(AcceptanceLength(prompts, temperatures, acceptance.max_new_tokens))
-    return callbacks
+        most = acceptance.max_new_tokens
+        callbacks.append(AcceptanceLength(prompts, temperatures, most, signals))
+    return [*callbacks, signals]
 
 
 def speed_up(module: BaseModule, trainer: pl.Trainer, t: Trainer) -> None:

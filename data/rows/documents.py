@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from data.arguments import Count, Tokens
+from data.arguments import Count, Split, Tokens
 from data.corpora.answers import AnsweredPrompt, read_answers
 from data.corpora.fingerprints import input_fingerprint
 from data.corpora.sources import content_fingerprint, load_documents
@@ -102,7 +102,7 @@ def answers(
     length: Tokens,
     tokenizer: PreTrainedTokenizerBase,
     folder: str,
-    split: str = "train",
+    split: Split = "train",
     prompts: Count | None = None,
     where: str | None = None,
 ) -> PackedRows:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from data.arguments import Count, Tokens
+from data.arguments import Count, Split, Tokens
 from data.text.prompts import heldout_prompts
 
 
@@ -30,7 +30,7 @@ class PromptRows(Dataset):
         length: Tokens,
         tokenizer: PreTrainedTokenizerBase,
         folder: str | None = None,
-        split: str = "train",
+        split: Split = "train",
         subset: str | None = None,
         limit: Count | None = None,
         where: str | None = None,

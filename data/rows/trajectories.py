@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from data.arguments import Small
+from data.arguments import Small, Split
 from data.corpora.answers import IDS, UnfitCollection, chosen_rows
 from data.corpora.fingerprints import input_fingerprint, model_fingerprint, same_model
 from data.corruption.schedules import NoiseOrder, progressive_times
@@ -193,7 +193,7 @@ def rows(
     model: str,
     tokenizer: PreTrainedTokenizerBase,
     folder: str,
-    split: str = "train",
+    split: Split = "train",
     where: str | None = None,
 ) -> Trajectories:
     """Return the trajectories of a collection (`decoding.collect recipe=pcllm_trajectories`).

@@ -147,6 +147,13 @@ def test_a_value_outside_its_limits_is_one_line(given, allowed):
             ["teacher=${seed}"],
             "teacher=0 is of type int, but str",
         ),
+        (
+            "collect deer_answers",
+            ["teacher=null"],
+            "collector.teacher=null is of type null, but str",
+        ),
+        ("fit ar_drafter", ["answers=null"], "data.train.source=null is of type null, but str"),
+        ("fit deer_stage1", ["data.validation.split=test"], "unknown data.validation.split 'test'"),
     ],
 )
 def test_what_would_fail_later_fails_at_once(command, given, said):

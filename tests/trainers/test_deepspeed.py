@@ -50,6 +50,10 @@ STOPPED = {  # stopped after step 3, and gone on with
     "fsdp2_to_zero_2": ((*TWO, "strategy=fsdp2"), (*TWO, ZERO[1])),
     "ddp_to_zero_3": ((*TWO, "strategy=ddp"), (*TWO, ZERO[2])),
 }
+VALIDATING = {  # stopped after the last step, before its validation
+    "zero_2_validating": (*TWO, ZERO[1]),
+    "ddp_validating": (*TWO, "strategy=ddp"),
+}
 REFUSED = {
     "ema": (*TWO, "strategy=fsdp2", "optimization.ema=0.9"),
     "four": ("trainer.devices=4", "trainer.micro_batch_size=1", "strategy=fsdp2"),
@@ -80,10 +84,12 @@ def one(lab):
 
 @pytest.fixture(scope="module")
 def two(lab, tmp_path_factory):
-    """Train all of `RUNS`, `STOPPED` and `REFUSED` on two processes; what each has said."""
+    """Train all of the above on two processes; what each has said."""
     told = [(name, (), given) for name, given in (RUNS | REFUSED).items()]
     for name, (first, then) in STOPPED.items():
         told += [(f"{name} first", ("stop=3",), first), (name, (), then)]
+    for name, given in VALIDATING.items():
+        told += [(f"{name} first", ("stop=6",), given), (name, (), given)]
     asked = [
         [*stop, *lab.arguments(RECIPE, *STEPS, *given, f"name={name.removesuffix(' first')}")]
         for name, stop, given in told
@@ -155,6 +161,18 @@ def test_a_stopped_run_goes_on_bit_for_bit(folder, two, name):
     assert "SIGTERM at step 3" in stopped.output
     assert two[f"{name}_stopped"].error is None
     assert runs.same_run(folder / f"{name}_stopped", folder / name)
+
+
+@pytest.mark.parametrize("name", ["zero_2", "ddp"])
+def test_a_validation_that_is_cut_short_is_made_up_for(folder, two, name):
+    """One process alone hears the signal."""
+    stopped = two[f"{name}_validating first"]
+    assert stopped.error == "status 143"
+    assert "SIGTERM at step 6" in stopped.output
+    assert "val_loss" not in stopped.output
+    assert two[f"{name}_validating"].error is None
+    assert two[f"{name}_validating"].norms == []
+    assert runs.same_run(folder / f"{name}_validating", folder / name)
 
 
 class TestAnotherStrategy:

@@ -10,6 +10,7 @@ from data.text.prompts import heldout_prompts
 from decoding.engine.params import SamplingParams, accepted_counts
 from decoding.engine.sampler import Sampler
 from models.attention import fused_attention
+from trainers.runs.signals import Interrupted, Signals
 from trainers.strategies import whole_network
 
 
@@ -28,12 +29,20 @@ class AcceptanceLength(Callback):
     the share of drafts with at least i accepted tokens (`accepted_counts`).
     """
 
-    def __init__(self, prompts: list[list[int]], temperatures: list[float], max_new_tokens: int):
-        self.prompts = prompts
+    def __init__(
+        self,
+        prompts: list[list[int]],
+        temperatures: list[float],
+        max_new_tokens: int,
+        signals: Signals,
+    ):
+        self.prompts, self.signals = prompts, signals
         self.temperatures, self.max_new_tokens = temperatures, max_new_tokens
 
     @torch.compiler.set_stance("force_eager")  # every pass has another shape
     def on_validation_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if module.interrupted:
+            return
         with fused_attention(module.network):
             there = module.sampler() is not None
         # The first process decides for all: only there is a target that training does not read.
@@ -43,11 +52,21 @@ class AcceptanceLength(Callback):
             measures = here and trainer.is_global_zero
             lengths = self._measure(module.sampler()) if measures else None
         # What is logged must be the same on every process: it decides what is kept.
-        for name, length in trainer.strategy.broadcast(lengths).items():
+        lengths = trainer.strategy.broadcast(lengths)
+        module.interrupted = lengths is None
+        for name, length in (lengths or {}).items():
             module.log(name, length, prog_bar=name.startswith("acceptance_length"))
         module.network.train()
 
-    def _measure(self, sampler: Sampler) -> dict[str, float]:
+    def _measure(self, sampler: Sampler) -> dict[str, float] | None:
+        """Return what is logged; None where a signal comes meanwhile."""
+        try:
+            with self.signals.raising():
+                return self._lengths(sampler)
+        except Interrupted:
+            return None
+
+    def _lengths(self, sampler: Sampler) -> dict[str, float]:
         lengths = {}
         for temperature in self.temperatures:
             drafted = temperature > 0 and "rejection" in sampler.rules

@@ -1,13 +1,11 @@
-"""The callback that decides when checkpoints are written and kept, and that handles signals."""
+"""The callback that decides when checkpoints are written and kept."""
 
 import math
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytorch_lightning as pl
-import torch
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
@@ -18,55 +16,39 @@ from trainers.runs.checkpoint_files import (
     write_checkpoint,
 )
 from trainers.runs.set_aside import drop_set_aside
-
-
-class Preempted(Exception):
-    """The end of a run that a signal has stopped, after its checkpoint."""
-
-    def __init__(self, number: int):
-        super().__init__(signal.Signals(number).name)
-        self.number = number
+from trainers.runs.signals import Preempted, Signals
 
 
 class Checkpoints(Callback):
-    """The callback that writes checkpoints: at intervals, at the end, on signals.
+    """The callback that writes checkpoints: at intervals, at the end, on signals, which end a run.
 
-    SIGTERM, SIGUSR1 and Ctrl-C ask for a checkpoint and end the run. Each is written before a
-    step's first forward: everything that the step before has logged and validated is on disk by
-    then, so a resumed run's curve has neither gaps nor doubles.
+    Each is written before a step's first forward: everything that the step before has logged and
+    validated is on disk by then, so a resumed run's curve has neither gaps nor doubles.
 
     Args:
         folder: The folder of the checkpoints.
+        signals: Hears the signals.
         every: Steps between two checkpoints.
         keep: How many of the last checkpoints are kept.
         best: How many more are kept, of those after the best validations so far (`measured`).
     """
 
-    def __init__(self, folder: Path, every: int, keep: int, best: int = 0):
-        self.folder, self.every, self.keep, self.best = folder, every, keep, best
-        self.signal = 0
+    def __init__(self, folder: Path, signals: Signals, every: int, keep: int, best: int = 0):
+        self.folder, self.signals = folder, signals
+        self.every, self.keep, self.best = every, keep, best
         self.first = 0  # the step that this process starts or goes on at
         self.found: dict[int, tuple[str, float]] = {}  # by step, the best first: see `measured`
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Replace Lightning's signal handlers, set just before, by one that notes a signal."""
         self.first = trainer.global_step
         self.found = {s: v for s, v in self.found.items() if self._path(s).exists()}
-        lightning = trainer._signal_connector
-        if lightning.received_sigterm:  # while the run was set up; it would exit with status 0
-            self.signal, lightning.received_sigterm = signal.SIGTERM, False
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            signal.signal(number, self._note)
 
     def on_train_batch_start(self, trainer, module, batch, index) -> None:
         """Save between two steps if one is due or a signal came, which raises Preempted."""
         step = trainer.global_step
         if index % trainer.accumulate_grad_batches:
             return
-        # The ranks may hear of a signal in different steps; they stop in the same one, with the
-        # same exit status.
-        heard = torch.tensor(int(self.signal), device=trainer.strategy.root_device)
-        number = int(trainer.strategy.reduce(heard, reduce_op="max"))
+        number = self.signals.agreed(trainer)
         if step and (number or step % self.every == 0 or step in self.found):
             self.save(trainer)
         if number:
@@ -74,6 +56,8 @@ class Checkpoints(Callback):
 
     def on_validation_end(self, trainer, module) -> None:
         """Note a result that is among the best; the next save writes its weights."""
+        if module.interrupted:
+            return
         now = trainer.strategy.broadcast(measured(trainer.callback_metrics))
         if math.isfinite(now[1]):
             found = {**self.found, trainer.global_step: now}
@@ -85,6 +69,8 @@ class Checkpoints(Callback):
         if trainer.global_step < trainer.max_steps:
             return
         self.save(trainer)
+        if module.interrupted:
+            raise Preempted(self.signals.agreed(trainer))
         if self.found and trainer.is_global_zero:
             step, (name, value) = next(iter(self.found.items()))
             print(f"best checkpoint: {self._path(step)} ({name} {value:.4g})")
@@ -134,11 +120,6 @@ class Checkpoints(Callback):
         for path in checkpoint_files(self.folder)[: -self.keep]:
             if path not in best:
                 remove_checkpoint(path)
-
-    def _note(self, number: int, frame) -> None:
-        self.signal = number
-        if number == signal.SIGINT:  # a second Ctrl-C does not wait for the step
-            signal.signal(number, signal.default_int_handler)
 
 
 def measured(metrics: dict) -> tuple[str, float]:

@@ -65,7 +65,7 @@ class Progress(Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.validation = self._passed()
-        self._show(trainer, measured=True)
+        self._show(trainer, measured=not module.interrupted)
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if self.bar is not None:

@@ -16,6 +16,7 @@ from trainers.export import run as export_command
 from trainers.publishing.bundle import write_bundle
 from trainers.publishing.verify import verify
 from trainers.runs.callbacks import AcceptanceLength
+from trainers.runs.signals import Signals
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("forked")]
 
@@ -41,7 +42,7 @@ def finished_run(root, layout):
     (export.parent / "config.yaml").write_text(yaml.safe_dump(settings))
     sampler = load(str(export), dtype="float32")
     ids = [sampler.tokenizer(p).input_ids for p in PROMPTS]
-    found = AcceptanceLength(ids, [0.0], NEW)._measure(sampler)
+    found = AcceptanceLength(ids, [0.0], NEW, Signals())._measure(sampler)
     names = [*found]
     lines = [["step", *names], [10, *(found[n] for n in names)]]
     text = "".join(",".join(map(str, line)) + "\n" for line in lines)

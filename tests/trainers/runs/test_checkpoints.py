@@ -5,7 +5,6 @@ import math
 import re
 import resource
 import shutil
-import signal
 from pathlib import Path
 from types import SimpleNamespace
 from zipfile import ZipFile
@@ -29,7 +28,7 @@ from trainers.runs.checkpoint_files import (
     step_of,
     write_checkpoint,
 )
-from trainers.runs.checkpoints import Checkpoints, measured
+from trainers.runs.checkpoints import measured
 from trainers.runs.curve import Curve
 from trainers.runs.randomness import RandomStates
 from trainers.runs.set_aside import SET_ASIDE, set_aside
@@ -339,21 +338,6 @@ def test_a_run_that_starts_anew_leaves_nothing_to_resume(lab):
     lab.fit("ar_target", *name, "seed=1")
     lab.fit("ar_target", "name=other", "trainer.max_steps=4", "seed=1")
     assert same_run(folder(lab, "anew"), folder(lab, "other"))
-
-
-def test_a_signal_while_the_run_is_set_up_counts(tmp_path):
-    """Lightning takes it then, and ends a run of several processes with status 0 for it."""
-    connector = SimpleNamespace(received_sigterm=True)
-    trainer = SimpleNamespace(global_step=0, _signal_connector=connector)
-    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
-    callback = Checkpoints(tmp_path, every=1, keep=1)
-    try:
-        callback.on_train_start(trainer, None)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    assert callback.signal == signal.SIGTERM
-    assert not connector.received_sigterm
 
 
 class TestBest:
