@@ -181,7 +181,7 @@ def build_module(config: DictConfig) -> BaseModule:
     network = build(config.network, **with_tokenizer(tokenizer))
     module = build(
         config.module,
-        network=add_lora(network, tokenizer, **OmegaConf.to_container(config.lora)),
+        network=add_lora(network, tokenizer, **OmegaConf.to_container(config.lora, resolve=True)),
         tokenizer=tokenizer,
         optimization=Optimization(**config.optimization),
         _convert_="object",
