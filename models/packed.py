@@ -1,13 +1,20 @@
-"""Linear layers with packed weights, for decoding on a CPU.
+"""Linear layers whose weights are stored as they are read fastest, for decoding on a CPU.
 
-A decoding pass has few tokens, so it waits for memory: it reads every weight once. oneDNN reads
-them faster in its own blocked layout and in larger pieces, so layers that read the same input are
-one product. The 210 layers of SmolLM2, one token, one thread: 31 ms plain, 19 packed, 14 as
-120 products with the input padded to four rows.
+A decoding pass has few tokens, so it waits for memory: it reads every weight once. Layers that read
+the same input are one product. What it is depends on the CPU:
+
+- With products in bfloat16 (AVX-512, AMX) oneDNN reads weights faster in its own blocked layout.
+  The 210 layers of SmolLM2, one token, one thread: 31 ms plain, 19 packed, 14 as 120 products with
+  the input padded to four rows.
+- Without (AVX2) a product in bfloat16 takes several times one in float32 from 8 tokens on. Weights
+  keep their 16 bits, and blocks of them that fit into the cache are converted as they are read: the
+  numbers are those of float32, at half of its memory.
 """
 
 import ctypes
 import sys
+import threading
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor, nn
@@ -20,44 +27,83 @@ from models.placement import is_spread
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _FEWEST = 4  # rows: the kernel takes longer for one than for four
 _USUAL = 32  # rows that the layout is chosen for
+_BLOCK = 1 << 19  # weights that are converted at once: 2 MB in float32 stay in the cache
 _HUGE_PAGE, _COLLAPSE = 2 << 20, 25  # bytes; MADV_COLLAPSE of Linux 6.1
 
 
-class PackedProduct:
-    """A product with the bfloat16 CPU weights of all layers that read the same input."""
+class Product(ABC):
+    """A product with the CPU weights of all layers that read the same input."""
 
     def __init__(self, layers: list[nn.Linear]):
-        weight = torch.cat([layer.weight.detach() for layer in layers])
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _USUAL)
-        _into_huge_pages(self._weight)
         self._bias = None
         if any(layer.bias is not None for layer in layers):
-            none = weight.new_zeros
+            none = layers[0].weight.new_zeros
             biases = [
                 none(layer.out_features) if layer.bias is None else layer.bias for layer in layers
             ]
             self._bias = torch.cat(biases).detach()
+        self._keep(torch.cat([layer.weight.detach() for layer in layers]))
         self._readers = len(layers)
         self._input = self._output = None
         self._left = 0  # readers that have not taken their part of this output
 
+    @abstractmethod
+    def _keep(self, weight: Tensor) -> None:
+        """Store the weights [outputs, inputs]."""
+
+    @abstractmethod
+    def _multiply(self, rows: Tensor) -> Tensor:
+        """Return the outputs of rows [n, inputs]."""
+
     def __call__(self, input: Tensor) -> Tensor:
         """Return [..., all layers' outputs], computed when the first of the layers asks for it."""
         if input is not self._input:
-            self._input, self._output, self._left = input, self._product(input), self._readers
+            rows = input.reshape(-1, input.shape[-1])
+            output = self._multiply(rows).view(*input.shape[:-1], -1)
+            self._input, self._output, self._left = input, output, self._readers
         self._left -= 1
         output = self._output
         if not self._left:
             self._input = self._output = None
         return output
 
-    def _product(self, input: Tensor) -> Tensor:
-        rows = input.reshape(-1, input.shape[-1])
+
+class PackedProduct(Product):
+    """A product in bfloat16 with weights in oneDNN's layout."""
+
+    def _keep(self, weight: Tensor) -> None:
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _USUAL)
+        _into_huge_pages(self._weight)
+
+    def _multiply(self, rows: Tensor) -> Tensor:
         count = rows.shape[0]
         if count < _FEWEST:
             rows = torch.constant_pad_nd(rows, (0, 0, 0, _FEWEST - count))
         found = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")
-        return found[:count].view(*input.shape[:-1], -1)
+        return found[:count]
+
+
+class ConvertedProduct(Product):
+    """A product in float32 with weights in 16 bits, which are converted block by block."""
+
+    _scratch = threading.local()  # fresh memory for every block would cost more than the product
+
+    def _keep(self, weight: Tensor) -> None:
+        self._weight, self._bias = weight, None if self._bias is None else self._bias.float()
+
+    def _multiply(self, rows: Tensor) -> Tensor:
+        inputs = self._weight.shape[1]
+        size = max(inputs, _BLOCK // inputs * inputs)
+        block = getattr(self._scratch, "block", None)
+        if block is None or block.numel() < size:
+            with torch.inference_mode(False):  # for use in any mode
+                block = self._scratch.block = torch.empty(size)
+        parts = []
+        for weight in self._weight.split(size // inputs):
+            converted = block[: weight.numel()].view(weight.shape).copy_(weight)
+            parts.append(F.linear(rows, converted))
+        found = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        return found if self._bias is None else found.add_(self._bias)
 
 
 def _into_huge_pages(packed: Tensor) -> None:
@@ -72,15 +118,16 @@ def _into_huge_pages(packed: Tensor) -> None:
 
 
 class PackedLinear(nn.Linear):
-    """A linear layer that takes its part of a packed product; for inference only.
+    """A linear layer that takes its part of a product; for inference only.
 
     Its first output is number `start` of the product's. With `keep` it keeps its unpacked weights
     too, for others that read them.
     """
 
-    def __init__(self, layer: nn.Linear, product: PackedProduct, start: int, keep: bool):
+    def __init__(self, layer: nn.Linear, product: Product, start: int, keep: bool):
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.stored = layer.weight.dtype
         self.weight = layer.weight if keep else nn.Parameter(layer.weight.new_empty(0), False)
         self.bias = layer.bias
         self._product, self._columns = product, slice(start, start + layer.out_features)
@@ -102,27 +149,53 @@ def packs() -> bool:
     return multiplies_bfloat16() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-def pack(network: PreTrainedModel) -> None:
-    """Pack the bfloat16 weights of a CPU network's linear layers, in place, for inference only.
+def products() -> dict[torch.dtype, type[Product]]:
+    """Return the products, by the type of their weights, that are faster here than torch's."""
+    found: dict[torch.dtype, type[Product]] = {}
+    if packs():
+        found[torch.bfloat16] = PackedProduct
+    elif not multiplies_bfloat16():
+        found[torch.bfloat16] = ConvertedProduct
+    if not torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        found[torch.float16] = ConvertedProduct
+    return found
 
-    They can no longer be trained, moved or saved. The head keeps its unpacked weights too, since
-    the embedding may share them.
+
+def pack(network: PreTrainedModel) -> None:
+    """Store a CPU network's 16-bit weights as its products read them fastest, in place.
+
+    Where the CPU has no products of their type, the weights of linear layers stay in 16 bits and
+    all else becomes float32. The network is for inference only: it can no longer be trained, moved
+    or saved. The head keeps its own weights too, since the embedding may share them.
     """
     devices = {parameter.device.type for parameter in network.parameters()}
-    if devices != {"cpu"} or is_spread(network) or not packs():
+    if devices != {"cpu"} or is_spread(network):
         return
+    kinds, converts = products(), False
     head = network.get_output_embeddings()
     for parent in [*network.modules()]:
         alone = {
             name: layer
             for name, layer in parent.named_children()
-            if type(layer) is nn.Linear and layer.weight.dtype == torch.bfloat16
+            if type(layer) is nn.Linear and layer.weight.dtype in kinds
         }
         groups: list[tuple[str, ...]] = [names for names in TOGETHER if alone.keys() >= {*names}]
         groups += [(name,) for name in alone if not any(name in names for names in groups)]
         for names in groups:
             layers, start = [alone[name] for name in names], 0
-            product = PackedProduct(layers)
+            kind = kinds[layers[0].weight.dtype]
+            converts |= kind is ConvertedProduct
+            product = kind(layers)
             for name, layer in zip(names, layers):
                 setattr(parent, name, PackedLinear(layer, product, start, keep=layer is head))
                 start += layer.out_features
+    if converts:
+        network.float()
+
+
+def precision(network: PreTrainedModel) -> str:
+    """Return the type that a network computes in, and of its weights where they have another."""
+    computed = str(network.dtype).removeprefix("torch.")
+    found = {m.stored for m in network.modules() if isinstance(m, PackedLinear)}
+    other = sorted(str(t).removeprefix("torch.") for t in found - {network.dtype})
+    return f"{computed}, weights in {' and '.join(other)}" if other else computed

@@ -18,6 +18,7 @@ from decoding.engine.randomness import KeyedRandomness
 from decoding.engine.warp import warp
 from decoding.report import picture, write_table
 from decoding.samplers.plain import PlainSampler
+from models.packed import precision
 from recipes.command import typed
 
 
@@ -93,7 +94,7 @@ def summary(row: TextRow) -> dict:
         "sampler": row.name,
         "temperature": row.params.temperature,
         "batch": row.batch,
-        "dtype": str(plain.sampler.target.dtype).removeprefix("torch."),
+        "dtype": precision(plain.sampler.target),
         **row.speedup,
         "acceptance length": round(sum(row.lengths) / sum(passes), 2),
         f"acceptance length{ERROR}": ratio_error(row.lengths, passes),

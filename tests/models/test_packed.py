@@ -1,4 +1,6 @@
-"""Packed weights give the products of the weights that they were packed from."""
+"""Packed and converted weights give the products of the weights that they were made from."""
+
+from threading import Thread
 
 import pytest
 import torch
@@ -7,9 +9,29 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from models import packed
 from models.head import ReducedHead
-from models.packed import PackedLinear, PackedProduct, pack
+from models.packed import ConvertedProduct, PackedLinear, PackedProduct, pack, precision
 
-pytestmark = pytest.mark.skipif(not packed.packs(), reason="no bfloat16 products of oneDNN here")
+KINDS = [
+    pytest.param(
+        PackedProduct,
+        marks=pytest.mark.skipif(not packed.packs(), reason="no bfloat16 products of oneDNN here"),
+    ),
+    ConvertedProduct,
+]
+
+
+@pytest.fixture(params=KINDS, ids=lambda kind: kind.__name__)
+def kind(request, monkeypatch):
+    """The product of 16-bit weights, as on a CPU with bfloat16 products or without."""
+    found = dict.fromkeys((torch.bfloat16, torch.float16), request.param)
+    monkeypatch.setattr(packed, "products", lambda: found)
+    monkeypatch.setattr(packed, "_BLOCK", 1000)  # several, and one that is not full
+    return request.param
+
+
+def type_in(kind):
+    """The type of inputs."""
+    return torch.bfloat16 if kind is PackedProduct else torch.float32
 
 
 def network(tied=True, bias=False, dtype=torch.bfloat16):
@@ -44,18 +66,23 @@ def error(found, exact):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_networks_logits(tied, bias):
+def test_a_networks_logits(kind, tied, bias):
     model = network(tied, bias)
     before, exact = logits(model), logits(network(tied, bias).double())
     pack(model)
     names = {name for name, m in model.named_modules() if isinstance(m, PackedLinear)}
     assert len(names) == 2 * 7 + 1  # the head too
-    # As near to the network in float64 as bfloat16 is without it, and no nearer.
-    assert error(logits(model), exact) < 1.2 * error(before, exact) < 0.05
     assert model.get_input_embeddings().weight.shape == (96, 64)
+    if kind is PackedProduct:
+        # As near to the network in float64 as bfloat16 is without it, and no nearer.
+        assert error(logits(model), exact) < 1.2 * error(before, exact) < 0.05
+        assert precision(model) == "bfloat16"
+    else:
+        assert error(logits(model), exact) < 1e-6 < 1e-3 < error(before, exact)
+        assert precision(model) == "float32, weights in bfloat16"
 
 
-def test_another_order_of_the_parts_is_seen(monkeypatch):
+def test_another_order_of_the_parts_is_seen(kind, monkeypatch):
     """Negative control: keys in place of queries."""
     model = network()
     exact = logits(network().double())
@@ -70,37 +97,42 @@ def test_another_order_of_the_parts_is_seen(monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 9])
-def test_a_rows_product_does_not_depend_on_the_others(rows):
+def test_a_rows_product_does_not_depend_on_the_others(kind, rows):
     torch.manual_seed(1)
     layers = [nn.Linear(64, n, bias=n == 32).bfloat16() for n in (96, 32)]
-    product = PackedProduct(layers)
-    x = torch.randn(12, 64).bfloat16()
+    product = kind(layers)
+    x = torch.randn(12, 64).to(type_in(kind))
     with torch.inference_mode():
         both = [product(x) for _ in layers]
         assert both[0] is both[1]  # computed once
         assert product._input is None  # and not held
         few = product(x[:rows].clone())
-        expected = torch.cat([layer(x) for layer in layers], 1)
-    assert torch.equal(few, both[0][:rows])
-    assert torch.allclose(both[0].float(), expected.float(), atol=0.02)
+        expected = torch.cat([layer.to(x.dtype)(x) for layer in layers], 1)
+    if kind is PackedProduct:
+        assert torch.equal(few, both[0][:rows])
+        assert torch.allclose(both[0].float(), expected.float(), atol=0.02)
+    else:
+        assert torch.allclose(few, both[0][:rows], atol=1e-6)
+        assert torch.allclose(both[0], expected, atol=1e-6)
 
 
-def test_each_input_has_its_own_product():
+def test_each_input_has_its_own_product(kind):
     """Two layers that turn out to read different inputs."""
     layers = [nn.Linear(64, 32).bfloat16() for _ in range(2)]
     parent = nn.Module()
     parent.gate_proj, parent.up_proj = layers
-    product = PackedProduct(layers)
+    product = kind(layers)
     first = PackedLinear(layers[0], product, 0, keep=False)
     second = PackedLinear(layers[1], product, 32, keep=False)
-    x, y = torch.randn(2, 5, 64).bfloat16()
+    x, y = torch.randn(2, 5, 64).to(type_in(kind))
     with torch.inference_mode():
+        one, two = (layer.to(x.dtype)(z).float() for layer, z in zip(layers, (x, y)))
         for _ in range(2):
-            assert torch.allclose(first(x).float(), layers[0](x).float(), atol=0.02)
-            assert torch.allclose(second(y).float(), layers[1](y).float(), atol=0.02)
+            assert torch.allclose(first(x).float(), one, atol=0.02)
+            assert torch.allclose(second(y).float(), two, atol=0.02)
 
 
-def test_a_reduced_head_has_its_own_rows():
+def test_a_reduced_head_has_its_own_rows(kind):
     model, ids = network(), torch.tensor([3, 90, 11])
     pack(model)
     tokens = torch.arange(7)[None]
@@ -109,9 +141,41 @@ def test_a_reduced_head_has_its_own_rows():
         assert torch.allclose(found.float(), logits(model)[..., ids], atol=0.05)
 
 
-def test_other_weights_stay():
+def test_other_weights_stay(kind):
     model = network(dtype=torch.float32)
     before = logits(model)
     pack(model)
     assert not any(isinstance(m, PackedLinear) for m in model.modules())
     assert torch.equal(logits(model), before)
+    assert precision(model) == "float32"
+
+
+def test_weights_that_are_converted_stay_in_16_bits():
+    layers = [nn.Linear(64, 32).half(), nn.Linear(64, 96).half()]
+    product = ConvertedProduct(layers)
+    assert product._weight.dtype == torch.float16
+    assert product._weight.shape == (128, 64)
+
+
+def test_converted_weights_serve_several_threads_and_modes(monkeypatch):
+    """Each has its own block of converted weights."""
+    monkeypatch.setattr(packed, "_BLOCK", 64 * 8)
+    torch.manual_seed(2)
+    layers = [nn.Linear(64, 512, bias=False).bfloat16() for _ in range(2)]
+    products = [ConvertedProduct([layer]) for layer in layers]
+    x = torch.randn(1, 64)
+    expected = [layer.float()(x) for layer in layers]
+    wrong = []
+
+    def decode(n):
+        for mode in (torch.inference_mode, torch.no_grad) * 100:
+            with mode():
+                wrong.append(not torch.allclose(products[n](x), expected[n], atol=1e-5))
+
+    threads = [Thread(target=decode, args=(n,)) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(wrong) == 400
+    assert not any(wrong)
