@@ -19,7 +19,9 @@ def row(lengths, seconds, plain=None, batch=1, passes=None):
         for n, k in zip(lengths, passes)
     ]
     params = SamplingParams(temperature=1.0)
-    sampler = SimpleNamespace(target=SimpleNamespace(dtype=torch.float32))
+    target = torch.nn.Linear(1, 1)
+    target.dtype = torch.float32
+    sampler = SimpleNamespace(target=target)
     return TextRow("x", sampler, params, batch, plain, results, seconds, "same distribution")
 
 
