@@ -18,6 +18,8 @@ from trainers.publishing.export_check import check_tokenizer
 from trainers.publishing.private import public, read_public
 from trainers.publishing.speculators import name_target
 
+GENERATION = "generation_config.json"
+
 
 def is_export(folder: Path) -> bool:
     """Return whether a folder holds an export: whole weights, an adapter, or a reference."""
@@ -74,18 +76,32 @@ def _write_weights(module: BaseModule, network: PreTrainedModel, folder: Path) -
     """Write the network and its tokenizer, as stock transformers loads them."""
     tokenizer = module.tokenizer
     network.config.parade = module.export_config()
+    sampling = None
     if tokenizer is not None:
-        network.generation_config = GenerationConfig(
-            eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id
-        )
+        ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id}
+        if "target" not in network.config.parade:  # it decodes by itself, as what it was made of
+            sampling = _generation_config(network, ends)
+        network.generation_config = GenerationConfig(**ends)
         tokenizer.save_pretrained(folder)
     network.save_pretrained(folder)
+    if sampling is not None and (folder / GENERATION).is_file():
+        # save_pretrained refuses files that many models have, such as a top_p without do_sample.
+        sampling.to_json_file(folder / GENERATION)
     if hasattr(network, "peft_config"):
         entry = {"parade": network.config.parade}
         (folder / KEPT).write_text(json.dumps(entry, indent=2))
     elif tokenizer is not None and "target" in network.config.parade:
         # The bundle needs torch, transformers and pydantic only.
         write_bundle(folder, network.config.parade["method"])
+
+
+def _generation_config(network: PreTrainedModel, ends: dict) -> GenerationConfig | None:
+    """Return the generation_config.json that a network was loaded with; None where it had none."""
+    found = getattr(network, "generation_config", None)
+    if found is None or found._from_model_config:
+        return None
+    named = {key: value for key, value in found.to_dict().items() if value is not None}
+    return GenerationConfig.from_dict(ends | named)
 
 
 def _write_reference(module: BaseModule, network: PreTrainedModel, folder: Path) -> None:
