@@ -27,6 +27,7 @@ from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from data.corpora.sources import is_own
 from data.files import shortened
 from recipes.command import Line, asked, help_page
 from recipes.options import types_of
@@ -99,6 +100,10 @@ def compose(argv: list[str], command: str) -> DictConfig:
                 _override(config, argument)
         if len(either := given & {*EITHER}) == 1 and OmegaConf.select(config, *either) is not None:
             OmegaConf.update(config, *({*EITHER} - either), None)
+        if "prompts.source" in given and "prompts.count" not in given:
+            source = OmegaConf.select(config, "prompts.source")
+            if isinstance(source, str) and is_own(source):  # the count is that of the recipe's
+                OmegaConf.update(config, "prompts.count", None)
         _check_read(config, given)
         resolved = check_config(config, command)
         _carry_on(config, given)
