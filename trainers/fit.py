@@ -46,7 +46,7 @@ from trainers.runs.provenance import check_finished, check_inputs, provenance, w
 from trainers.runs.randomness import RandomStates
 from trainers.runs.restorable import check_restorable
 from trainers.runs.resume import checkpoint_to_resume, with_stored_steps
-from trainers.runs.set_aside import drop_set_aside, set_aside
+from trainers.runs.set_aside import MEASURED, drop_set_aside, set_aside
 from trainers.runs.signals import Preempted, Signals
 from trainers.runs.stored_states import with_states
 from trainers.strategies import needs_gpu, precision_of, strategy_of, whole_network
@@ -169,7 +169,7 @@ def in_minutes(config: DictConfig, folder: Path) -> DictConfig:
     They follow from a short run with all that the real one has. Nothing of it is kept: the real one
     begins as if it had been given these steps.
     """
-    short, scratch = config.copy(), folder / ".measured"
+    short, scratch = config.copy(), folder / MEASURED
     few = SKIPPED + TIMED
     short.trainer.update(max_steps=few, validate_every=few, checkpoint_every=few, keep_best=0)
     _say(f"minutes={config.minutes:g}: {few} steps, a validation and a checkpoint are timed first")
