@@ -1,9 +1,10 @@
 """`python -m decoding.collect recipe=deer_answers`: collect teacher answers or trajectories.
 
-A shard is written whole or not at all, and its rows depend only on the seed and the prompts' ids.
-So a collection that is killed and restarted loses only the shard in progress. Several processes
-(torchrun) share the shards. A prompt that cannot be answered is left out, and named in the
-manifest.
+A shard is written whole or not at all, and its rows depend only on the seed, and on the prompts'
+ids and numbers. So a collection that is killed and restarted loses only the shard in progress, and
+one that grows (a larger prompts.count) is the one that was collected at once in that size. With a
+smaller count its first prompts are read. Several processes (torchrun) share the shards. A prompt
+that cannot be answered is left out, and named in the manifest.
 """
 
 import hashlib
@@ -11,6 +12,7 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from datetime import date
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,11 @@ import torch
 from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
 
-from data.corpora.answers import shard_path
+from data.corpora.answers import COMPLETE, PROMPTS, shard_path, with_turns
+from data.corpora.sources import is_own
 from data.files import atomic_write, check_space, read_json, same_setting, shortened
 from data.text.chat import reads_clock
-from data.text.prompts import prompt_set
+from data.text.prompts import TooFewPrompts, prompt_set
 from data.text.rendering import dated
 from data.text.tokenizer import same_tokenizer
 from decoding.report import track
@@ -72,58 +75,153 @@ def _collect(config: DictConfig, folder: Path) -> None:
     prepare_inputs(config.needs, config.build_inputs)
     collector = build(config.collector)
     manifest = {name: config[name] for name in ("recipe", "shard_size", "seed")}
-    asked = {"turns": "all", **config.prompts}
-    # Which turns are asked is in `prompt_ids`, as these are.
-    named = {name: value for name, value in config.prompts.items() if name != "turns"}
-    manifest |= {"prompts": named, **collector.made_with()}
+    manifest |= collector.made_with()
     if reads_clock(collector.tokenizer):
         manifest["date"] = _date(folder)
+    needed = ("prompts", "shard_size")
+    stored = read_json(folder / MANIFEST, needed) if _has_shards(folder) else {}
     with dated(manifest.get("date")):
-        prompts = prompt_set(tokenizer=collector.tokenizer, **asked)
-        manifest["prompt_ids"], first, later = _fingerprints(prompts)
-        _check_settings(folder, manifest, collector.tokenizer, first)
+        prompts, count, had = _read_prompts(config.prompts, collector.tokenizer, stored)
+        # Which turns are asked is in `prompt_ids`, as these are.
+        named = {name: value for name, value in config.prompts.items() if name != "turns"}
+        manifest["prompts"] = named | {"count": len(prompts)}
+        manifest["prompt_ids"], first, later = _fingerprints(islice(prompts, had or None))
+        if stored:
+            _check_settings(folder, stored, manifest, collector.tokenizer, first)
+        if stored and len(prompts) > had:
+            grown, _, later = _fingerprints(prompts)
+            manifest = stored | {"prompts": manifest["prompts"], "prompt_ids": grown}
+            print(f"{folder} has {had} prompts, and grows to {len(prompts)}")
+        elif stored:
+            manifest = stored
         if later:
             print(f"{later} later questions of chats are asked too (not with prompts.turns=first)")
-        _collect_shards(config, folder, collector, prompts, manifest, later > 0)
+        _Shards(config, folder, collector, prompts, count, manifest).collect()
 
 
-def _collect_shards(
-    config: DictConfig,
-    folder: Path,
-    collector: Any,
-    prompts: Sequence[dict],
-    manifest: dict,
-    in_turns: bool,
-) -> None:
-    """Collect this process's share of the missing shards; `in_turns`: of chats with later turns."""
-    rank, world = _rank()
-    size = config.shard_size
-    shards = [prompts[i : i + size] for i in range(0, len(prompts), size)]
-    missing = [i for i in range(len(shards)) if not shard_path(folder, i).exists()]
-    done = f"{len(shards) - len(missing)} of {len(shards)} shards are in {folder}"
-    print(f"{config.recipe} at scale {config.scale}: {done}")
-    mine = [i for i in missing if i % world == rank]
-    sizes = (
-        (1 + len(p["later"]["at"][1:] if "later" in p else ()))
-        * collector.bytes_of(p["prompt_ids"])
-        for i in mine
-        for p in shards[i]
-    )
-    check_space(folder, sum(sizes))
-    left_out = _stored_left_out(folder, len(shards))
-    count = size * (len(shards) - len(missing))
-    for i in track(mine, config.recipe):
-        rows = collector.collect(shards[i])
-        left_out |= _left_out(collector.left_out, (row["id"] for row in rows))
-        count += len(shards[i])
-        _check_left_out(left_out, count, whole=False)
-        if not in_turns:  # as collections of prompts without turns have it
-            for row in rows:
-                del row["turn"]
-        _write_manifest(folder, manifest)
-        _write_shard(shard_path(folder, i), rows, collector.left_out)
-    if all(shard_path(folder, i).exists() for i in range(len(shards))):
-        _finish(folder, len(shards), len(prompts))
+def _read_prompts(
+    asked: DictConfig, tokenizer: PreTrainedTokenizerBase, stored: dict
+) -> tuple[Sequence[dict], int, int]:
+    """Return a collection's prompts, how many of them are asked for, and how many it had.
+
+    They are those that are asked for, and those that the stored manifest has in addition. A file
+    or folder of the user has as many as it has; another source has at least what is asked for.
+    """
+    had = stored["prompts"].get("count") if stored else 0  # null: all, in older ones
+    most = None if None in (asked.count, had) else max(asked.count, had)
+    given = {"turns": "all", **asked, "count": most}
+    try:
+        prompts: Sequence[dict] = prompt_set(tokenizer=tokenizer, **given)
+    except TooFewPrompts as error:
+        prompts = error.prompts
+        if not prompts or (len(prompts) < (asked.count or 0) and not is_own(asked.source)):
+            raise
+    found, count = len(prompts), asked.count or len(prompts)
+    if found < count:
+        print(f"prompts.count={count}: all {found} prompts of {asked.source} are taken")
+    return prompts, min(count, found), found if had is None else had
+
+
+class _Shards:
+    """The shards of a collection, whose number i has the prompts from i * `size` on.
+
+    Args:
+        config: Of the command.
+        folder: Of the collection.
+        collector: Decodes.
+        prompts: Those of the collection, at least as many as are asked for.
+        count: How many are asked for: the first ones.
+        manifest: Of the collection, which keeps the size of the shards that it began with.
+    """
+
+    def __init__(
+        self,
+        config: DictConfig,
+        folder: Path,
+        collector: Any,
+        prompts: Sequence[dict],
+        count: int,
+        manifest: dict,
+    ):
+        self.config, self.folder, self.collector = config, folder, collector
+        self.prompts, self.count, self.manifest = prompts, count, manifest
+        self.size = manifest["shard_size"]
+
+    def asked(self, i: int, skipped: int = 0) -> Sequence[dict]:
+        """Return the prompts of a shard that are asked for, without the first `skipped`."""
+        return self.prompts[i * self.size + skipped : min((i + 1) * self.size, self.count)]
+
+    def collect(self) -> None:
+        """Collect this process's share of what is missing; mark the collection if it is whole."""
+        config, folder, (rank, world) = self.config, self.folder, _rank()
+        done, left_out = self.stored()
+        missing = [i for i, n in enumerate(done) if n < len(self.asked(i))]
+        print(
+            f"{config.recipe} at scale {config.scale}: {len(done) - len(missing)} of {len(done)} "
+            f"shards are in {folder}"
+        )
+        mine = [i for i in missing if i % world == rank]
+        sizes = (
+            (1 + len(p["later"]["at"][1:] if "later" in p else ()))
+            * self.collector.bytes_of(p["prompt_ids"])
+            for i in mine
+            for p in self.asked(i, done[i])
+        )
+        check_space(folder, sum(sizes))
+        count = sum(min(n, len(self.asked(i))) for i, n in enumerate(done))
+        for i in track(mine, config.recipe):
+            asked = self.asked(i, done[i])
+            rows = self.collector.collect(asked, i * self.size + done[i])
+            left_out |= _left_out(self.collector.left_out, (row["id"] for row in rows))
+            count += len(asked)
+            _check_left_out(left_out, count, whole=False)
+            _write_manifest(folder, self.manifest)
+            ids = [prompt["id"] for prompt in self.asked(i)]
+            _write_shard(shard_path(folder, i), rows, self.collector.left_out, ids)
+        done, left_out = self.stored() if mine else (done, left_out)
+        if all(n >= len(self.asked(i)) for i, n in enumerate(done)):
+            self.finish(left_out)
+
+    def stored(self) -> tuple[list[int], LeftOut]:
+        """Return how many of its prompts each shard has, and those that have no answer."""
+        done, left_out = [], LeftOut()
+        for i in range(-(-self.count // self.size)):
+            if not (file := shard_path(self.folder, i)).exists():
+                done.append(0)
+                continue
+            answered, told, ids = _read_notes(file)
+            if ids is None:  # of an older shard: up to its last prompt that is known
+                known, here = {*answered, *told}, self.prompts[i * self.size : (i + 1) * self.size]
+                places = (n for n, prompt in enumerate(here, 1) if prompt["id"] in known)
+                done.append(max(places, default=0))
+            else:
+                done.append(len(ids))
+            if told:
+                asked = {prompt["id"] for prompt in self.asked(i)}
+                found = _left_out(told, answered)
+                left_out |= {id: why for id, why in found.items() if id in asked}
+        return done, left_out
+
+    def finish(self, left_out: LeftOut) -> None:
+        """Mark the collection as complete; write into its manifest, and say, what is left out."""
+        folder, count = self.folder, self.count
+        if left_out:
+            _check_left_out(left_out, count, whole=True)
+            print(
+                f"{len(left_out)} of {count} prompts, or later questions of theirs, are left out: "
+                f"{_named(left_out)}"
+            )
+            named = {shortened(id): why[:200] for id, (why, _) in [*left_out.items()][:NAMED]}
+            manifest = read_json(folder / MANIFEST)
+            noted = manifest | {LEFT_OUT: {"count": len(left_out), "named": named}}
+            if noted != manifest:
+                _write_text(folder / MANIFEST, json.dumps(noted, indent=1))
+        shards = -(-count // self.size)
+        complete = {"shards": shards}
+        if count < len(self.prompts):
+            complete |= {"prompts": count, "in_last": count - self.size * (shards - 1)}
+            print(f"{folder}: the first {count} prompts are read from now on, also by training")
+        _write_text(folder / COMPLETE, json.dumps(complete))
 
 
 def _fingerprints(prompts: Iterable[dict]) -> tuple[str, str, int]:
@@ -146,19 +244,16 @@ def _date(folder: Path) -> str:
     return str(stored.get("date") or date.today().isoformat())
 
 
-def _stored_left_out(folder: Path, shards: int) -> LeftOut:
-    """Return the prompts that are left out of the shards that are there."""
+def _read_notes(shard: Path) -> tuple[list[str], dict[str, str], list[str] | None]:
+    """Return a shard's answered ids, why others have no answer, and its prompts (older: None)."""
     import pyarrow.parquet as parquet
 
-    found: LeftOut = {}
-    for shard in filter(Path.exists, (shard_path(folder, i) for i in range(shards))):
-        with parquet.ParquetFile(shard) as file:
-            told = (file.schema_arrow.metadata or {}).get(LEFT_OUT.encode())
-            if told:
-                names = file.schema_arrow.names
-                ids = file.read(["id"])["id"].to_pylist() if "id" in names else []
-                found |= _left_out(json.loads(told), ids)
-    return found
+    with parquet.ParquetFile(shard) as file:
+        notes, names = file.schema_arrow.metadata or {}, file.schema_arrow.names
+        told = json.loads(notes.get(LEFT_OUT.encode(), "{}"))
+        ids = json.loads(notes[PROMPTS]) if PROMPTS in notes else None
+        read = "id" in names and (told or ids is None)
+        return file.read(["id"])["id"].to_pylist() if read else [], told, ids
 
 
 def _left_out(reasons: dict[str, str], answered: Iterable[str]) -> LeftOut:
@@ -187,33 +282,14 @@ def _named(left_out: LeftOut) -> str:
     return f"{shortened(first)} ({why[:200]})" + (f", {ids}" if ids else "")
 
 
-def _finish(folder: Path, shards: int, count: int) -> None:
-    """Mark a collection as complete; write into its manifest, and say, what is left out."""
-    if left_out := _stored_left_out(folder, shards):
-        _check_left_out(left_out, count, whole=True)
-        print(
-            f"{len(left_out)} of {count} prompts, or later questions of theirs, are left out: "
-            f"{_named(left_out)}"
-        )
-        named = {shortened(id): why[:200] for id, (why, _) in [*left_out.items()][:NAMED]}
-        manifest = read_json(folder / MANIFEST)
-        noted = manifest | {LEFT_OUT: {"count": len(left_out), "named": named}}
-        if noted != manifest:
-            _write_text(folder / MANIFEST, json.dumps(noted, indent=1))
-    _write_text(folder / "complete.json", json.dumps({"shards": shards}))
-
-
 def _check_settings(
-    folder: Path, manifest: dict, tokenizer: PreTrainedTokenizerBase, first: str
+    folder: Path, stored: dict, manifest: dict, tokenizer: PreTrainedTokenizerBase, first: str
 ) -> None:
-    """Check that a folder's shards were collected with the same settings.
+    """Check that a folder's shards were collected with the same settings, of which is `stored`.
 
     `first` is the fingerprint of the prompts without later turns, as they once were.
     """
-    if not _has_shards(folder):
-        return
-    stored, manifest = read_json(folder / MANIFEST), json.loads(json.dumps(manifest))
-    stored.pop(LEFT_OUT, None)
+    stored, manifest = (_binding(found) for found in (stored, manifest))
     if manifest["prompt_ids"] != first == stored.get("prompt_ids", first):
         raise ValueError(
             f"{folder} has the answers to the first question of each chat, and now all are asked: "
@@ -231,9 +307,17 @@ def _check_settings(
             )
 
 
+def _binding(manifest: dict) -> dict:
+    """Return what binds a collection: not its size, that of its shards, and what is left out."""
+    found = {k: v for k, v in manifest.items() if k not in (LEFT_OUT, "shard_size")}
+    named = {k: v for k, v in manifest.get("prompts", {}).items() if k != "count"}
+    return json.loads(json.dumps(found | {"prompts": named}))
+
+
 def _write_manifest(folder: Path, manifest: dict) -> None:
     """Write the settings just before the first shard, so that an early failure leaves no folder."""
-    if _has_shards(folder):
+    (folder / COMPLETE).unlink(missing_ok=True)  # until it is whole again
+    if _has_shards(folder) and read_json(folder / MANIFEST) == manifest:
         return
     (folder / "shards").mkdir(parents=True, exist_ok=True)
     _write_text(folder / MANIFEST, json.dumps(manifest, indent=1))
@@ -243,14 +327,27 @@ def _has_shards(folder: Path) -> bool:
     return (folder / MANIFEST).exists() and any((folder / "shards").glob("[0-9]*"))
 
 
-def _write_shard(file: Path, rows: list[dict], left_out: dict[str, str]) -> None:
-    """Write rows, and with them why prompts have none."""
+def _write_shard(file: Path, rows: list[dict], left_out: dict[str, str], ids: list[str]) -> None:
+    """Write rows, and with them why prompts have none, and all prompts' ids.
+
+    Rows of earlier prompts that are in the file stay, in the order of a shard collected at once.
+    """
     import pyarrow
     import pyarrow.parquet as parquet
 
     table = pyarrow.Table.from_pylist(rows)
+    if file.exists():
+        before = with_turns(parquet.ParquetFile(file).read())
+        left_out = _read_notes(file)[1] | left_out
+        tables = [found for found in (before, table) if len(found)]
+        table = pyarrow.concat_tables(tables, promote_options="permissive") if tables else table
+        keys = [name for name in ("turn", "answer") if name in table.column_names]
+        places = zip(*(table[name].to_pylist() for name in keys)) if len(table) else ()
+        table = table.take([n for _, n in sorted((k, n) for n, k in enumerate(places))])
+    notes: dict = {PROMPTS: json.dumps(ids)}
     if left_out:
-        table = table.replace_schema_metadata({LEFT_OUT: json.dumps(left_out)})
+        notes[LEFT_OUT] = json.dumps(left_out)
+    table = table.replace_schema_metadata(notes)
     with atomic_write(file) as temporary:
         parquet.write_table(table, temporary)
 

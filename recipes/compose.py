@@ -27,6 +27,7 @@ from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from data.corpora.sources import is_own
 from data.files import shortened
 from recipes.command import Line, asked, help_page
 from recipes.options import types_of
@@ -37,8 +38,8 @@ RECIPES = Path(__file__).parent
 MODULES = {"fit": "trainers.fit", "collect": "decoding.collect"}
 SETTINGS = {"fit": Fit, "collect": Collect}
 GROUPS = {"fit": ("recipe", "scale", "strategy"), "collect": ("recipe", "scale")}
-# Of these exactly one is given: one on the command line takes the recipe's place for the other.
-EITHER = ("trainer.max_steps", "trainer.max_epochs")
+# Of these exactly one is given: one on the command line takes the recipe's place for the others.
+EITHER = ("trainer.max_steps", "trainer.max_epochs", "minutes")
 # What belongs to the command of an input too: settings of every run, and keys that recipes share.
 OF_EVERY_RUN = ("runs", "build_inputs", "strategy", "device_map", "trainer.devices",
                 "trainer.num_nodes", "trainer.accelerator", "trainer.precision")  # fmt: skip
@@ -97,8 +98,16 @@ def compose(argv: list[str], command: str) -> DictConfig:
         for argument in pairs:
             if argument.partition("=")[0] not in chosen:
                 _override(config, argument)
-        if len(either := given & {*EITHER}) == 1 and OmegaConf.select(config, *either) is not None:
-            OmegaConf.update(config, *({*EITHER} - either), None)
+        lengths = [k for k in EITHER if k in given and OmegaConf.select(config, k) is not None]
+        if len(lengths) > 1 and "minutes" in lengths:
+            said = " with ".join(f"{k}={OmegaConf.select(config, k)}" for k in lengths[::-1])
+            raise ValueError(f"{said} is not allowed: each says how long the run is, so give one")
+        for key in {*EITHER} - {*lengths} if len(lengths) == 1 else ():
+            OmegaConf.update(config, key, None)
+        if "prompts.source" in given and "prompts.count" not in given:
+            source = OmegaConf.select(config, "prompts.source")
+            if isinstance(source, str) and is_own(source):  # the count is that of the recipe's
+                OmegaConf.update(config, "prompts.count", None)
         _check_read(config, given)
         resolved = check_config(config, command)
         _carry_on(config, given)

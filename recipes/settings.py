@@ -32,21 +32,16 @@ class Optimization:
     aux_lr: Weight | None = option(None, "learning rate of auxiliary heads; null: lr")
     weight_decay: Weight = option(0.1, "of matrices; vectors (norms, biases) have none")
     betas: tuple[Below1, Below1] = option((0.9, 0.95), "AdamW's two decay rates")
-    warmup_steps: Whole = option(100, "optimizer steps until the peak rate")
+    warmup_steps: Whole = option(100, "optimizer steps until the peak rate; fewer in a short run")
     schedule: str = option("cosine", "a name of transformers.get_scheduler")
-    shorten_warmup: bool = option(False, "to a fifth of max_steps, where it is longer")
     ema: Decay | None = option(None, "decay of an average of the weights, to be exported")
 
     def warmup(self, steps: int) -> int:
-        """Return the length of the warm-up in a run of `steps` optimizer steps."""
-        if self.shorten_warmup:
-            return min(self.warmup_steps, steps // 5)
-        if self.warmup_steps >= steps:
-            raise ValueError(
-                f"optimization.warmup_steps={self.warmup_steps} must be less than "
-                f"trainer.max_steps={steps} (optimization.shorten_warmup=true makes it a fifth)"
-            )
-        return self.warmup_steps
+        """Return the length of the warm-up in a run of `steps` optimizer steps.
+
+        One of more than a quarter of the run, which no published set-up has, becomes a fifth.
+        """
+        return self.warmup_steps if 4 * self.warmup_steps <= steps else steps // 5
 
 
 @dataclass(kw_only=True)
@@ -77,7 +72,7 @@ class Lora:
 class Trainer:
     """The length of a run, its devices, and its intervals."""
 
-    max_steps: Count | None = option(1000, "exactly one of the two: steps, or")
+    max_steps: Count | None = option(1000, "exactly one of the two (or minutes=): steps, or")
     max_epochs: Annotated[float, Field(gt=0)] | None = option(None, "passes over data.train")
     batch_size: Count = option(8, "rows per step, over all processes")
     micro_batch_size: Count = option(8, "rows per forward and process; gradients are accumulated")
@@ -146,6 +141,9 @@ class Fit(Recipe):
     command: str = option("fit", "")
     strategy: str = option("auto", "of training on several processes: a file of recipes/strategy")
     logger: Literal["tensorboard", "wandb"] | None = option(None, "in addition to metrics.csv")
+    minutes: Annotated[float, Field(gt=0, le=10**6)] | None = option(
+        None, "length of the run here, in place of max_steps"
+    )
     resume: str = option("auto", "auto: go on in this folder | never | the path of a checkpoint")
     tokenizer: dict | None = option(NEEDED, "")
     network: dict = option(NEEDED, "")

@@ -1,13 +1,15 @@
 """`python -m trainers.fit recipe=NAME [scale=paper] [key=value ...]`: train, then export."""
 
+import gc
 import logging
 import math
 import os
 import sys
 import warnings
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import cache
 from pathlib import Path
+from typing import NoReturn
 
 import pytorch_lightning as pl
 import torch
@@ -21,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
-from data.files import atomic_write
+from data.files import atomic_write, delete
 from data.rows.stream import BatchSchedule, OnceEach, Stream
 from models.attention import WRITTEN_OUT, fused_attention, switch_attention
 from models.placement import input_device
@@ -37,13 +39,14 @@ from trainers.runs.callbacks import AcceptanceLength, validation_prompts
 from trainers.runs.checkpoint_files import DirectIO, check_fits, check_strategy
 from trainers.runs.checkpoints import Checkpoints
 from trainers.runs.guards import LossGuard, memory_advice
+from trainers.runs.length import SKIPPED, TIMED, Seconds, Stopwatch, plan
 from trainers.runs.loggers import build_loggers, check_logger
 from trainers.runs.progress import Progress
 from trainers.runs.provenance import check_finished, check_inputs, provenance, write_provenance
 from trainers.runs.randomness import RandomStates
 from trainers.runs.restorable import check_restorable
-from trainers.runs.resume import checkpoint_to_resume
-from trainers.runs.set_aside import drop_set_aside, set_aside
+from trainers.runs.resume import checkpoint_to_resume, with_stored_steps
+from trainers.runs.set_aside import MEASURED, drop_set_aside, set_aside
 from trainers.runs.signals import Preempted, Signals
 from trainers.runs.stored_states import with_states
 from trainers.strategies import needs_gpu, precision_of, strategy_of, whole_network
@@ -80,10 +83,10 @@ def fit(config: DictConfig) -> Path:
     """
     check_logger(config.logger)
     config = resolve_precision(config)
-    settings, optimization = Trainer(**config.trainer), Optimization(**config.optimization)
-    if settings.max_steps is not None:
-        optimization.warmup(settings.max_steps)  # raises now, not after the inputs are made
     folder = run_folder(config)
+    config = with_stored_steps(config, folder)
+    if not _to_be_measured(config):
+        Trainer(**config.trainer)  # raises now, not after the inputs are made
     with claimed(folder), memory_advice(config):
         export = folder / "export"
         checkpoint, first = checkpoint_to_resume(config, folder)
@@ -98,6 +101,8 @@ def fit(config: DictConfig) -> Path:
 def _fit(config: DictConfig, folder: Path, checkpoint: Path | None, first: int) -> None:
     """Train and export a recipe in a run's folder, from a checkpoint or a step on."""
     prepare_inputs(config.needs, config.build_inputs)
+    if _to_be_measured(config):
+        config = in_minutes(config, folder)
     pl.seed_everything(config.seed, verbose=False)
     with named_commands(config.needs):
         module = build_module(config)
@@ -125,6 +130,8 @@ def _fit(config: DictConfig, folder: Path, checkpoint: Path | None, first: int) 
             passes = "" if epochs is None else f" ({epochs:g} epochs of {len(rows['train'])} rows)"
             warmup = module.optimization.warmup(steps)
             length = f"{steps} steps{passes}, {warmup} of them to warm up"
+            if warmup < (asked := module.optimization.warmup_steps):
+                length += f" (not {asked} in so short a run)"
             if checkpoint is not None:
                 length = f"goes on at step {first} of {length}, with {checkpoint}"
             print(f"{config.recipe} at scale {config.scale}: {length}, to {folder}")
@@ -133,13 +140,71 @@ def _fit(config: DictConfig, folder: Path, checkpoint: Path | None, first: int) 
     try:
         trainer.fit(module, *loaders, ckpt_path=checkpoint, weights_only=True)
     except Preempted as signal:
-        if trainer.is_global_zero:
-            print(f"{signal} at step {trainer.global_step}: go on with the same command")
-        sys.exit(128 + signal.number)
+        _stop(signal, f"at step {trainer.global_step}")
     begin()  # where no step was left
     if trainer.global_step < steps:  # interrupted: nothing to export
         raise ValueError(f"stopped at step {trainer.global_step}: go on with the same command")
     export_run(module, trainer, folder, merge=config.lora.merge)
+
+
+@rank_zero_only
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _stop(signal: Preempted, where: str) -> NoReturn:
+    """Exit as a signal asks, and say how to go on."""
+    _say(f"{signal} {where}: go on with the same command")
+    sys.exit(128 + signal.number)
+
+
+def _to_be_measured(config: DictConfig) -> bool:
+    """Return whether a run's steps are to follow from its minutes."""
+    return config.minutes is not None and config.trainer.max_steps is None
+
+
+def in_minutes(config: DictConfig, folder: Path) -> DictConfig:
+    """Return a recipe with the steps that `minutes` come to here, and the interval to validate.
+
+    They follow from a short run with all that the real one has. Nothing of it is kept: the real one
+    begins as if it had been given these steps.
+    """
+    short, scratch = config.copy(), folder / MEASURED
+    few = SKIPPED + TIMED
+    short.trainer.update(max_steps=few, validate_every=few, checkpoint_every=few, keep_best=0)
+    _say(f"minutes={config.minutes:g}: {few} steps, a validation and a checkpoint are timed first")
+    try:
+        found = _measured(short, scratch)
+    except Preempted as signal:
+        _stop(signal, "while steps were timed")
+    finally:
+        rank_zero_only(delete)(scratch)
+    gc.collect()  # its weights, before they are there again
+    torch.compiler.reset()
+    t, config = config.trainer, config.copy()
+    steps, every = plan(config.minutes, found, t.validate_every, t.checkpoint_every)
+    config.trainer.update(max_steps=steps, validate_every=every)
+    checks = math.ceil(steps / every)
+    _say(
+        f"minutes={config.minutes:g}: {steps} steps of {found.step:.2g} s, "
+        f"{checks} validation{'s' * (checks > 1)} of {found.validation:.2g} s"
+    )
+    return config
+
+
+def _measured(config: DictConfig, folder: Path) -> Seconds:
+    """Time the first steps of a run, a validation and a checkpoint: the same on all processes."""
+    pl.seed_everything(config.seed, verbose=False)
+    with named_commands(config.needs):
+        module = build_module(config)
+        check_exportable(module)
+        trainer, loaders, _ = assemble(config, module, folder, first=0)
+    watch = Stopwatch()
+    trainer.callbacks = [watch, *(c for c in trainer.callbacks if not isinstance(c, Progress))]
+    trainer.fit(module, *loaders)
+    if trainer.global_step < trainer.max_steps:
+        raise ValueError("stopped while steps were timed: give the same command again")
+    return Seconds(*trainer.strategy.broadcast(astuple(watch.seconds())))
 
 
 def export_run(module: BaseModule, trainer: pl.Trainer, folder: Path, merge: bool) -> None:
@@ -249,7 +314,6 @@ def assemble(
         steps = math.ceil(t.max_epochs * len(train) / t.batch_size)
         t = replace(t, max_steps=steps, max_epochs=None)
     assert t.max_steps is not None
-    module.optimization.warmup(t.max_steps)
     trainer = build_trainer(t, config.strategy, callbacks)
     module.check_strategy(trainer.strategy)
     speed_up(module, trainer, t)

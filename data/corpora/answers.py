@@ -1,7 +1,9 @@
 """Collections of teacher answers on disk: Parquet shards keyed by prompt id, and their reader."""
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import cache
 from itertools import compress, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,7 +16,7 @@ from data.arguments import Count, Tokens
 from data.corpora.conditions import conditions, keeps
 from data.corpora.identity import distinct_id, text_key
 from data.corpora.stdlib import check_split, is_held_out
-from data.files import files_below, read_json
+from data.files import files_below, read_json, shortened
 
 if TYPE_CHECKING:
     import pyarrow
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 # Columns of the teacher's distributions, [n * top_k] a row.
 TEACHER = ("teacher_ids", "teacher_probs")
 IDS = ("prompt_ids", "answer_ids")  # what every collection has, with `id`
+COMPLETE = "complete.json"  # of a collection that is: its shards, and the part that is read
+PROMPTS = b"prompts"  # in a shard's metadata: the ids of its prompts, answered or not
 
 
 class UnfitCollection(ValueError):
@@ -40,7 +44,7 @@ def shard_path(folder: str | Path, shard: int) -> Path:
 def read_manifest(folder: str | Path) -> dict:
     """Return the manifest of a collection: its teacher, parameters and fingerprints."""
     try:
-        return read_json(Path(folder) / "manifest.json", ("recipe", "tokenizer"))
+        manifest = read_json(Path(folder) / "manifest.json", ("recipe", "tokenizer"))
     except NotADirectoryError:
         raise ValueError(
             f"source={folder} is no collection of answers, which are trained on. Collect its "
@@ -51,6 +55,30 @@ def read_manifest(folder: str | Path) -> dict:
         raise ValueError(
             f"no collection at {folder}: python -m decoding.collect recipe=... writes one"
         ) from None
+    if part := _part(folder):
+        _say_what_is_read(folder, part["prompts"])
+    return manifest
+
+
+def _part(folder: str | Path) -> dict[str, int]:
+    """Return what is read of a collection that has more: how many prompts, shards, and of the last.
+
+    They are `prompts`, `shards` and `in_last`; empty where all of it is read.
+    """
+    file = Path(folder) / COMPLETE
+    found = read_json(file) if file.exists() else {}
+    if "prompts" not in found:
+        return {}
+    part = {name: found.get(name, 0) for name in ("prompts", "shards", "in_last")}
+    if any(type(n) is not int or n < 1 for n in part.values()):
+        raise ValueError(f"{file} is damaged: it holds {shortened(found)}")
+    return part
+
+
+@cache
+def _say_what_is_read(folder: str | Path, prompts: int) -> None:
+    """Print, once, that only a part of a collection is read."""
+    print(f"{folder}: the first {prompts} prompts are read, as many as were last asked for")
 
 
 def read_shards(
@@ -59,7 +87,8 @@ def read_shards(
     """Yield the shards of a collection in order, as file and table.
 
     A missing shard is an error, and so are columns other than the first shard's, or that do not
-    hold text in `id`, token ids in `IDS`, and lists of integers in `lists`.
+    hold text in `id`, token ids in `IDS`, and lists of integers in `lists`. Of a collection that
+    was asked for fewer prompts than it has, only these are read.
     """
     import pyarrow.parquet as parquet
     from pyarrow.lib import ArrowException
@@ -68,8 +97,11 @@ def read_shards(
     shards = [file for file in files if file.suffix == ".parquet"]
     if not shards:
         raise ValueError(f"{folder} holds no answers: python -m decoding.collect writes them")
-    complete = Path(folder) / "complete.json"
+    complete, part = Path(folder) / COMPLETE, _part(folder)
     expected = read_json(complete).get("shards") if complete.exists() else len(shards)
+    if part:
+        wanted = {shard_path(folder, i) for i in range(part["shards"])}
+        shards = [file for file in shards if file in wanted]
     if len(shards) != expected:
         raise ValueError(
             f"{folder} had {expected} shards when it was complete and has {len(shards)} now: "
@@ -83,12 +115,29 @@ def read_shards(
             raise ValueError(f"{shard} is damaged: {' '.join(str(error).split())}") from None
         if not len(table):  # none of its prompts could be answered
             continue
+        table = with_turns(table)
         found = _checked_columns(shard, table, (*IDS, *lists))
         first = first or found
         if found != first:
             names = [name for name in {**first, **found} if first.get(name) != found.get(name)]
             raise ValueError(f"{shard} has other columns than {shards[0]}: {', '.join(names)}")
-        yield shard, table
+        if part and shard == shards[-1]:
+            kept = {*shard_prompts(table)[: part["in_last"]]}
+            table = table.filter([id in kept for id in table["id"].to_pylist()])
+        yield shard, table.replace_schema_metadata(None)
+
+
+def with_turns(table: "pyarrow.Table") -> "pyarrow.Table":
+    """Return a shard with `turn`, which older ones of first questions alone do not have."""
+    if "turn" in table.column_names or not len(table):
+        return table
+    return table.append_column("turn", [[0] * len(table)])
+
+
+def shard_prompts(table: "pyarrow.Table") -> list[str]:
+    """Return the ids of a shard's prompts in order; of an older one, those that are answered."""
+    told = (table.schema.metadata or {}).get(PROMPTS)
+    return json.loads(told) if told else [*dict.fromkeys(table["id"].to_pylist())]
 
 
 def _checked_columns(shard: Path, table: "pyarrow.Table", lists: Iterable[str]) -> dict[str, str]:

@@ -103,6 +103,11 @@ def load_documents(
     return chain([first], documents)
 
 
+def is_own(source: str) -> bool:
+    """Return whether a source is a file or folder of this machine, of whatever size it is."""
+    return source not in INSTALLED and Path(source).expanduser().exists()
+
+
 def content_fingerprint(source: str, folder: str | Path) -> str:
     """Return the fingerprint of what a source of `load_documents` holds now.
 

@@ -29,6 +29,14 @@ from data.text.tokenizer import checked_manifest
 WINDOW = 64  # tokens of a text where no length is given
 
 
+class TooFewPrompts(ValueError):
+    """An error for a source that has fewer prompts than are asked for: those that it has."""
+
+    def __init__(self, message: str, prompts: Sequence[dict]):
+        super().__init__(message)
+        self.prompts = prompts
+
+
 class Spool(Sequence):
     """A sequence of JSON values in a temporary file, read by number or by slice.
 
@@ -110,7 +118,8 @@ def prompt_set(
 
     Raises:
         ValueError: As `load_documents` and `read_benchmark` do, for options that the source does
-            not support, for a collection of another tokenizer, or for fewer than `count` prompts.
+            not support, or for a collection of another tokenizer.
+        TooFewPrompts: For fewer than `count` prompts, or none.
     """
     options |= {"limit": limit, "where": where}
     if is_collection(source):
@@ -144,15 +153,16 @@ def _chosen(
     split: str,
     length: int | None,
 ) -> Spool:
-    """Return the first `count` prompts found; raise ValueError if there are fewer, or none."""
+    """Return the first `count` prompts found; raise an error if there are fewer, or none."""
     prompts = Spool(
         prompt | {"text": tokenizer.decode(prompt["prompt_ids"])} for prompt in islice(found, count)
     )
     if len(prompts) < (count or 1):
         of, lower = (f" of length={length}", " or length") if length else ("", "")
-        raise ValueError(
+        raise TooFewPrompts(
             f"source={source!r} has {len(prompts)} prompts{of} in split={split!r}, "
-            f"but count={count}. Lower count{lower}, or give a larger source."
+            f"but count={count}. Lower count{lower}, or give a larger source.",
+            prompts,
         )
     return prompts
 

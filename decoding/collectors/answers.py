@@ -39,8 +39,8 @@ class TeacherAnswers:
             (`decoding.external.openai_client`); of vLLM, such as {python: ..., threads: 8,
             max_model_len: 4096} (`decoding.external.vllm_engine`).
         number: Answers for each prompt.
-        temperatures: Used in turn: answer j of a shard's i-th prompt has temperature number i + j,
-            modulo their count.
+        temperatures: Used in turn: answer j of the collection's i-th prompt has temperature number
+            i + j, modulo their count.
         max_new_tokens: Longest answer, in tokens.
         seed: Of the collection.
         top_p: Of nucleus sampling.
@@ -116,8 +116,8 @@ class TeacherAnswers:
         """Return the seed of an answer, by the prompt's id, its own number, and the chat's turn."""
         return derived_seed(self.seed, prompt, answer, *([turn] if turn else []))
 
-    def collect(self, prompts: list[dict]) -> list[dict]:
-        """Decode `number` answers for each prompt {"id", "prompt_ids"}.
+    def collect(self, prompts: list[dict], first: int = 0) -> list[dict]:
+        """Decode `number` answers for each prompt {"id", "prompt_ids"}; `first`: its number there.
 
         Returns rows of a table: id, answer, temperature, prompt_ids, answer_ids [n], finish_reason,
         turn; with `top_k` also teacher_ids and teacher_probs [n * top_k]. `left_out` says then
@@ -126,7 +126,7 @@ class TeacherAnswers:
         asked = [
             prompt | {"answer": j, "params": self.params[(i + j) % len(self.params)]}
             for j in range(self.number)
-            for i, prompt in enumerate(prompts)
+            for i, prompt in enumerate(prompts, first)
         ]
         chats = Turns(self.tokenizer)
         found = chats.collect(asked, lambda asked: self._answers(asked, len(prompts)))

@@ -78,10 +78,10 @@ class JacobiTrajectories:
         """Return the seed of a trajectory, by the prompt's id and the chat's turn."""
         return derived_seed(self.seed, prompt, *([turn] if turn else []))
 
-    def collect(self, prompts: list[dict]) -> list[dict]:
+    def collect(self, prompts: list[dict], first: int = 0) -> list[dict]:
         """Decode prompts {"id", "prompt_ids"}; return rows for `data.rows.trajectories.replay`.
 
-        `left_out` says then why prompts have no trajectory.
+        `left_out` says then why prompts have no trajectory. No trajectory depends on `first`.
         """
         if self._sampler is None:
             network = causal.load(self.teacher, **self.placing)

@@ -1,11 +1,13 @@
-"""Prompts of a collection: bad ones are left out, later questions are asked, one day is kept."""
+"""Prompts of a collection: left out, asked later, dated, and added by a larger count."""
 
 import json
 from datetime import date
 
+import pyarrow.parquet as parquet
 import pytest
 
-from data.corpora.answers import read_answers, shard_path
+from data.corpora import answers
+from data.corpora.answers import read_answers, read_manifest, shard_path
 from data.corpora.sources import load_documents
 from data.text.tokenizer import train_tokenizer
 from decoding import collect as module
@@ -35,7 +37,7 @@ def teacher(tmp_path_factory):
 def collect(teacher, tmp_path):
     """Collect the answers to documents; a chat template makes them chats."""
 
-    def collect(name, documents, *more, template=None):
+    def collect(name, documents, *more, template=None, recipe="deer_answers"):
         source = write_jsonl(tmp_path / f"{name}.jsonl", documents)
         own = tmp_path / "chat"
         if template:
@@ -43,11 +45,11 @@ def collect(teacher, tmp_path):
             for file in teacher.iterdir():
                 (own / file.name).write_bytes(file.read_bytes())
             (own / "chat_template.jinja").write_text(template)
-        given = ["recipe=deer_answers", f"name={name}", f"runs={tmp_path / 'runs'}",
+        given = [f"recipe={recipe}", f"name={name}", f"runs={tmp_path / 'runs'}",
                  f"target={own if template else teacher}", f"prompts.source={source}",
-                 "prompts.length=null", "prompts.count=null", "collector.max_new_tokens=4",
-                 "collector.number=1", "collector.dtype=float32", "shard_size=4",
-                 *more]  # fmt: skip
+                 "prompts.length=null", "collector.max_new_tokens=4",
+                 *(["collector.number=1"] if recipe == "deer_answers" else []),
+                 "collector.dtype=float32", "shard_size=4", *more]  # fmt: skip
         return module.collect(compose(given, "collect"))
 
     return collect
@@ -140,7 +142,7 @@ def compose_target(folder):
 def test_first_and_last_are_one_question_each(collect):
     first = rows(collect("first", chats(), "+prompts.turns=first", template=CHATML))
     last = rows(collect("last", chats(), "+prompts.turns=last", template=CHATML))
-    assert "turn" not in first[0]
+    assert {row["turn"] for row in [*first, *last]} == {0}
     assert len(first) == len(last)
     ends = {row["id"]: len(row["prompt_ids"]) for row in first}
     longer = {row["id"] for row in last if len(row["prompt_ids"]) > ends[row["id"]]}
@@ -195,3 +197,153 @@ def test_a_template_that_reads_the_clock_has_the_day_of_the_collection(collect, 
     assert all(tokenizer.decode(row["prompt_ids"]).startswith("04 Feb 2001") for row in other)
     plain = collect("plain", chats(), template=CHATML)
     assert "date" not in json.loads((plain / "manifest.json").read_text())
+
+
+TWICE = ("collector.number=2", "collector.top_k=2", "shard_size=3")
+
+
+def size(count):
+    return f"prompts.count={count}"
+
+
+@pytest.fixture
+def killed(monkeypatch):
+    """Kill a collection once it has written some shards."""
+
+    def killed(after, collect, *given, **options):
+        write, written = module._write_shard, []
+
+        def watched(*args):
+            if len(written) == after:
+                raise KeyboardInterrupt
+            written.append(args)
+            write(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "_write_shard", watched)
+            with pytest.raises(KeyboardInterrupt):
+                collect(*given, **options)
+
+    return killed
+
+
+def test_a_collection_that_grows_is_the_one_that_was_collected_at_once(collect, killed, capsys):
+    """With shards that are partly full, kills, later turns, and another shard_size on the way."""
+    texts = [d | {"id": f"d{i}"} for i, d in enumerate(chats(20))]
+    texts[3]["messages"][0]["content"] = LONG  # which is left out
+    whole = collect("once", texts, *TWICE, size(13), template=CHATML)
+    some = rows(collect("part", texts, *TWICE, size(4), template=CHATML))
+    assert some != rows(whole)
+    capsys.readouterr()
+    killed(1, collect, "part", texts, *TWICE, size(8), template=CHATML)
+    assert not (whole.with_name("part") / "complete.json").exists()
+    collect("part", texts, *TWICE, size(8), "shard_size=5", template=CHATML)
+    assert "has 4 prompts, and grows to 8" in capsys.readouterr().out
+    killed(1, collect, "part", texts, *TWICE, size(13), template=CHATML)
+    part = collect("part", texts, *TWICE, size(13), "collector.at_once=2", template=CHATML)
+    assert rows(part) == rows(whole)
+    assert {row["temperature"] for row in rows(part)} == {0.0, 1.0}
+    assert {row["turn"] for row in rows(part)} == {0, 1, 2}
+    a, b = (json.loads((f / "manifest.json").read_text()) for f in (part, whole))
+    assert a | {"prompts": None} == b | {"prompts": None}
+    other = collect("other", texts, *TWICE, size(13), "seed=1", template=CHATML)
+    assert rows(other) != rows(whole)  # the negative control
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_trajectories_grow_too(collect, twice):
+    given = {"recipe": "pcllm_trajectories"}
+    block = ("collector.block_size=2", "shard_size=3")
+    whole = collect("once", pairs(30), *block, size(8), **given)
+    for count in (2, 5, 8) if twice else (4, 8):
+        part = collect("part", pairs(30), *block, size(count), **given)
+    assert rows(part) == rows(whole)
+
+
+def asked(folder):
+    return [a.ids for split in ("train", "heldout") for a in read_answers(folder, split)]
+
+
+def test_a_smaller_count_reads_a_part_until_more_is_asked(collect, capsys):
+    few = collect("few", pairs(30, bad=[7]), *TWICE, size(5))
+    folder = collect("more", pairs(30, bad=[7]), *TWICE, size(11))
+    whole, kept = asked(folder), rows(folder)
+    assert len(asked(few)) < len(whole)
+    capsys.readouterr()
+    for count in (5, 6):  # one within a shard, and one at its end
+        collect("more", pairs(30, bad=[7]), *TWICE, size(count))
+        assert f"the first {count} prompts are read" in capsys.readouterr().out
+        assert rows(folder) == kept  # nothing is lost
+        assert asked(folder) == (asked(few) if count == 5 else asked(folder))
+        assert len(asked(folder)) < len(whole)
+    answers._say_what_is_read.cache_clear()
+    read_manifest(folder)
+    assert "the first 6 prompts are read" in capsys.readouterr().out
+    collect("more", pairs(30, bad=[7]), *TWICE, size(11))
+    assert asked(folder) == whole
+    read_manifest(folder)
+    assert "are read" not in capsys.readouterr().out
+    complete = folder / "complete.json"
+    assert json.loads(complete.read_text()) == {"shards": 4}
+    complete.write_text('{"shards": 2, "prompts": 6, "in_last": null}')
+    with pytest.raises(ValueError, match=r"complete\.json is damaged"):
+        asked(folder)
+
+
+def test_more_than_an_own_file_has_is_all_of_it(collect, capsys, monkeypatch):
+    everything = rows(collect("all", pairs(9)))
+    assert rows(collect("much", pairs(9), size(2048))) == everything
+    assert f"prompts.count=2048: all {len(everything)} prompts of" in capsys.readouterr().out
+    monkeypatch.setattr(module, "is_own", lambda source: False)  # the negative control
+    with pytest.raises(ValueError, match=r"but count=2048. Lower count"):
+        collect("installed", pairs(9), size(2048))
+
+
+def test_all_of_an_own_file_is_the_default(tmp_path):
+    own = write_jsonl(tmp_path / "own.jsonl", pairs(3))
+    for recipe in ("deer_answers", "pcllm_trajectories"):
+        count = {
+            given: compose([f"recipe={recipe}", "scale=small", *given], "collect").prompts.count
+            for given in [
+                (f"prompts.source={own}",),
+                (f"prompts.source={own}", "prompts.count=2"),
+                ("prompts.source=docstrings",),
+                (),
+            ]
+        }
+        default = {"deer_answers": 2048, "pcllm_trajectories": 512}[recipe]
+        assert [*count.values()] == [None, 2, default, default]
+
+
+def test_other_answers_or_prompts_are_no_growth(collect):
+    folder = collect("own", pairs(30), size(5))
+    for key, said in (("seed=1", "seed"), ("collector.max_new_tokens=3", "max_new_tokens")):
+        with pytest.raises(ValueError, match=rf"other settings \({said}: "):
+            collect("own", pairs(30), size(9), key)
+    changed = [d | {"prompt": f"value {d['prompt']}"} for d in pairs(30)]
+    with pytest.raises(ValueError, match=r"other settings \(prompt_ids: "):
+        collect("own", changed, size(9))
+    assert json.loads((folder / "complete.json").read_text()) == {"shards": 2}
+
+
+@pytest.mark.parametrize("count", [None, 7])
+def test_a_collection_of_an_earlier_version_grows(collect, count):
+    """It has no note of its prompts, no turns, and null for all of them."""
+    texts = pairs(30) if count else pairs(7)
+    old = collect("old", texts, *TWICE, *([size(count)] if count else []))
+    manifest = json.loads((old / "manifest.json").read_text())
+    manifest["prompts"]["count"] = count
+    (old / "manifest.json").write_text(json.dumps(manifest))
+    for file in (old / "shards").iterdir():
+        table = parquet.read_table(file).drop_columns(["turn"]).replace_schema_metadata(None)
+        parquet.write_table(table, file)
+    before = {file: file.read_bytes() for file in old.rglob("*.*") if file.is_file()}
+    collect("old", texts, *TWICE, *([size(count)] if count else []))
+    assert {file: file.read_bytes() for file in before} == before
+    assert [*read_answers(old, "train", "turn==0")]
+    part, few = (collect(name, texts, *TWICE, size(4)) for name in ("old", "few"))
+    assert asked(part) == asked(few)
+    if count:
+        whole = rows(collect("once", texts, *TWICE, size(11)))
+        grown = [{"turn": 0} | row for row in rows(collect("old", texts, *TWICE, size(11)))]
+        assert grown == whole

@@ -40,7 +40,6 @@ SMALL = [
     "trainer.precision=32-true",
     "trainer.accelerator=cpu",
     "data.validation_rows=4",
-    "optimization.shorten_warmup=true",
 ]
 BLOCKS = ["data.corruption.anchors=4", "data.corruption.length=4", "module.block_size=4"]
 SMALL_IMAGES = [
@@ -50,7 +49,6 @@ SMALL_IMAGES = [
     "network.backbone.intermediate_size=16", "network.backbone.num_attention_heads=2",
     "network.backbone.num_hidden_layers=1", "network.heads.diffusion.width=8",
     "network.heads.diffusion.steps=3", "network.heads.mixture.components=2",
-    "optimization.shorten_warmup=true",
 ]  # fmt: skip
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<eos>{% endfor %}"

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from data.rows.packing import PackedRows
 from decoding.engine.params import SamplingParams
 from decoding.loading import load
-from recipes.compose import compose
+from recipes.compose import compose, defaults, names, scales_of
 from recipes.settings import Optimization
 from tests.support import tiny
 from tests.support.results import as_plain
@@ -106,45 +106,47 @@ def test_accumulation_does_not_change_the_gradient(lab, tmp_path, recipe):
 
 
 class TestWarmup:
-    LONG = ("optimization.warmup_steps=3", "trainer.max_steps=4")
-
     def rates(self, lab, name):
         return list(curve(lab.runs / "ar_target" / name, "lr").values())
 
-    @pytest.mark.parametrize(("shorten", "steps"), [(True, 16666), (False, 20000)])
-    def test_the_published_one_is_shortened_only_where_allowed(self, shorten, steps):
-        o = Optimization(lr=1.0, warmup_steps=20000, shorten_warmup=shorten)
-        assert o.warmup(83333) == steps
-        assert Optimization(lr=1.0, warmup_steps=5, shorten_warmup=shorten).warmup(100) == 5
+    @pytest.mark.parametrize(
+        ("given", "steps", "warmup"),
+        [
+            (20000, 83333, 20000),  # asarm_code's, as published
+            (25, 100, 25),
+            (26, 100, 20),
+            (100, 8, 1),
+            (100, 4, 0),
+            (0, 5, 0),
+        ],
+    )
+    def test_one_of_more_than_a_quarter_becomes_a_fifth(self, given, steps, warmup):
+        assert Optimization(lr=1.0, warmup_steps=given).warmup(steps) == warmup
 
-    def test_the_schedule_has_all_of_it(self, lab, capsys):
-        lab.fit("ar_target", *self.LONG, "name=warm", "trainer.log_every=1",
-                "optimization.shorten_warmup=false")  # fmt: skip
-        rates = self.rates(lab, "warm")
-        assert rates == pytest.approx([0.0, 2e-3 / 3, 4e-3 / 3, 2e-3])
-        assert "4 steps, 3 of them to warm up, to" in capsys.readouterr().out
-
-    def test_the_lab_shortens_it_and_says_so(self, lab, capsys):
-        lab.fit("ar_target", *self.LONG, "name=warm_lab", "trainer.log_every=1")
+    def test_a_short_run_says_so_at_every_scale(self, lab, capsys):
+        lab.fit("ar_target", "optimization.warmup_steps=3", "trainer.max_steps=4", "name=warm_lab",
+                "trainer.log_every=1")  # fmt: skip
         rates = self.rates(lab, "warm_lab")
         assert rates[0] == max(rates) == pytest.approx(2e-3)
-        assert "4 steps, 0 of them to warm up, to" in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert "4 steps, 0 of them to warm up (not 3 in so short a run), to" in said
 
-    @pytest.mark.parametrize("scale", ["lab", "paper"])
-    def test_only_the_lab_may(self, scale):
-        config = compose(["recipe=asarm_joint", f"scale={scale}"], "fit")
-        assert config.optimization.shorten_warmup == (scale == "lab")
+    def test_the_schedule_has_all_of_it(self, lab, capsys):
+        lab.fit("ar_target", "optimization.warmup_steps=1", "trainer.max_steps=4", "name=warm",
+                "trainer.log_every=1")  # fmt: skip
+        assert self.rates(lab, "warm")[:2] == pytest.approx([0.0, 2e-3])
+        assert "4 steps, 1 of them to warm up, to" in capsys.readouterr().out
 
-    @pytest.mark.parametrize("steps", [4, 9])
-    def test_one_that_the_run_does_not_end_is_refused(self, lab, steps):
-        with pytest.raises(ValueError) as error:
-            lab.fit("ar_target", "name=too_warm", "trainer.max_steps=4",
-                    f"optimization.warmup_steps={steps}",
-                    "optimization.shorten_warmup=false")  # fmt: skip
-        assert "\n" not in str(error.value)
-        assert f"optimization.warmup_steps={steps}" in str(error.value)
-        assert "trainer.max_steps=4" in str(error.value)
-        assert not (lab.runs / "ar_target" / "too_warm").exists()
+    def test_no_scale_changes_another_than_a_short_runs(self):
+        """A fifth at lab scale, whose runs are short, and what the recipe has elsewhere."""
+        for recipe in names("recipe"):
+            for scale in scales_of(recipe):
+                config = defaults("fit", recipe, scale)
+                steps = config.get("trainer", {}).get("max_steps")
+                if steps is not None:
+                    o, given = Optimization(**config.optimization), config.optimization.warmup_steps
+                    small = scale in ("lab", "quick")
+                    assert o.warmup(steps) == (min(given, steps // 5) if small else given)
 
 
 class TestMistakes:

@@ -77,12 +77,6 @@ class TestEpochs:
         assert steps_of(whole) > number_of(first)
         assert same_weights(whole, lab.runs / "ar_target" / "ep_again")
 
-    def test_the_warm_up_must_end_before_the_epochs(self, lab):
-        with pytest.raises(ValueError, match=r"warmup_steps=100000 must be less than"):
-            lab.fit("ar_target", "name=ep_warm", NO_STEPS, "trainer.max_epochs=0.1",
-                    "optimization.warmup_steps=100000",
-                    "optimization.shorten_warmup=false")  # fmt: skip
-
 
 class TestAverage:
     def test_it_follows_the_weights(self):

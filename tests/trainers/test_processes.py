@@ -53,6 +53,18 @@ fit.fit(compose(sys.argv[2:], "fit"))
 """
 
 
+# A fit whose second process finds its steps ten times as long as the first.
+UNEQUAL = """
+import os, sys
+from recipes.compose import compose
+from trainers import fit
+from trainers.runs.length import Seconds, Stopwatch
+
+Stopwatch.seconds = lambda self: Seconds(10 ** int(os.environ.get("LOCAL_RANK", 0)), 2, 0, 3)
+fit.fit(compose(sys.argv[1:], "fit"))
+"""
+
+
 @pytest.fixture(scope="module")
 def whole(lab):
     """The folder of an undisturbed run of one process; all its checkpoints stay."""
@@ -104,6 +116,27 @@ def test_the_first_process_alone_has_the_target_that_only_acceptance_needs(lab):
         one, two = (curve(lab.runs / "deer_stage1" / n, column) for n in ("", "first"))
         assert one
         assert two == pytest.approx(one, rel=1e-6)
+
+
+def test_two_processes_agree_on_the_steps_of_a_minute(lab, tmp_path):
+    """Both begin twice, and train as if they had been given the steps."""
+    script = tmp_path / "unequal.py"
+    script.write_text(UNEQUAL)
+    more = ("trainer.log_every=1", "+network.attention_dropout=0.1")
+
+    def run(name, *length):
+        given = lab.arguments("ar_target", f"name={name}", *TWO, *more, *length)
+        subprocess.run(
+            [sys.executable, script, *given],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())},
+            check=True,
+            timeout=300,
+        )
+        return lab.runs / "ar_target" / name
+
+    minutes = run("two_minutes", "trainer.max_steps=null", "minutes=0.25")
+    assert [*curve(minutes, "loss")] == [*range(1, 9)]
+    assert same_run(minutes, run("two_steps", "trainer.max_steps=8"))
 
 
 def test_two_processes_give_the_gradient_of_one(lab, tmp_path):

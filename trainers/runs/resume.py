@@ -7,7 +7,10 @@ from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from data.files import same_setting
+from recipes.options import types_of
+from recipes.settings import Trainer
 from recipes.stored import read_config
+from recipes.values import check
 from trainers.publishing.export_folder import is_export
 from trainers.runs.checkpoint_files import Damaged, checkpoint_files, step_of
 
@@ -54,6 +57,31 @@ def checkpoint_to_resume(config: DictConfig, folder: Path) -> tuple[Path | None,
         f"all checkpoints of {folder} are damaged ({_names(checkpoints)}): give the path of "
         "another one with resume=PATH, or start anew with resume=never"
     )
+
+
+def with_stored_steps(config: DictConfig, folder: Path) -> DictConfig:
+    """Return a recipe of so many `minutes` with the steps that its run in the folder has.
+
+    A run without a checkpoint has none yet: its steps are measured anew.
+    """
+    if config.minutes is None or config.resume == "never":
+        return config
+    if config.resume != "auto":
+        folder = Path(config.resume).parent.parent
+    before = stored_config(folder / "config.yaml")
+    begun = checkpoint_files(folder / "checkpoints") or is_export(folder / "export")
+    if not begun or before is None or before.get("minutes") != config.minutes:
+        if config.resume == "auto":
+            return config
+        raise ValueError(
+            f"minutes={config.minutes:g} with resume={config.resume}, of a run of another length: "
+            "give trainer.max_steps="
+        )
+    config = config.copy()
+    for key in ("max_steps", "validate_every"):
+        value = OmegaConf.select(before, f"trainer.{key}")
+        config.trainer[key] = check(f"trainer.{key}", value, types_of(Trainer)[key])
+    return config
 
 
 def stored_config(file: Path) -> DictConfig | None:

@@ -14,6 +14,7 @@ from data.files import atomic_write, delete, refuse_links
 from trainers.runs.checkpoint_files import checkpoint_files, delete_partial, number_of
 
 SET_ASIDE = ".set_aside"
+MEASURED = ".measured"  # the checkpoint of the steps that `minutes=` times
 COPIED = ("config.yaml", "provenance.json", "metrics.csv")
 
 
@@ -25,7 +26,7 @@ def set_aside(folder: Path, step: int, source: Path | None = None) -> None:
     run does not look finished; then checkpoints, oldest first, so that the newest is found until
     all are moved. The caller then writes config.yaml. The run resumes from `source`, which stays.
     """
-    for left in folder.glob(".export.*"):  # by killed writes
+    for left in (*folder.glob(".export.*"), folder / MEASURED):  # by killed writes
         delete(left)
     delete_partial(folder / "checkpoints")
     aside = folder / SET_ASIDE
