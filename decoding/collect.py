@@ -9,7 +9,7 @@ manifest.
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,11 @@ from data.text.chat import reads_clock
 from data.text.prompts import prompt_set
 from data.text.rendering import dated
 from data.text.tokenizer import same_tokenizer
-from decoding.report import track
 from recipes.command import main
 from recipes.compose import build, compose, run_folder
 from recipes.folders import claimed
 from recipes.inputs import prepare_inputs
+from terminal.progress import Work
 
 MANIFEST = "manifest.json"  # the settings of a collection, in its folder
 # Of its keys, those which older collections do not have, and the result.
@@ -103,17 +103,13 @@ def _collect_shards(
     done = f"{len(shards) - len(missing)} of {len(shards)} shards are in {folder}"
     print(f"{config.recipe} at scale {config.scale}: {done}")
     mine = [i for i in missing if i % world == rank]
-    sizes = (
-        (1 + len(p["later"]["at"][1:] if "later" in p else ()))
-        * collector.bytes_of(p["prompt_ids"])
-        for i in mine
-        for p in shards[i]
-    )
+    sizes = (_turns(p) * collector.bytes_of(p["prompt_ids"]) for i in mine for p in shards[i])
     check_space(folder, sum(sizes))
+    answers = [collector.number * sum(map(_turns, shards[i])) for i in mine]
     left_out = _stored_left_out(folder, len(shards))
     count = size * (len(shards) - len(missing))
-    for i in track(mine, config.recipe):
-        rows = collector.collect(shards[i])
+    asked = [shards[i] for i in mine]
+    for rows, i in zip(_collected(config.recipe, collector, asked, answers), mine):
         left_out |= _left_out(collector.left_out, (row["id"] for row in rows))
         count += len(shards[i])
         _check_left_out(left_out, count, whole=False)
@@ -124,6 +120,35 @@ def _collect_shards(
         _write_shard(shard_path(folder, i), rows, collector.left_out)
     if all(shard_path(folder, i).exists() for i in range(len(shards))):
         _finish(folder, len(shards), len(prompts))
+
+
+def _turns(prompt: dict) -> int:
+    """Return how many questions a prompt's chat asks."""
+    return 1 + len(prompt["later"]["at"][1:] if "later" in prompt else ())
+
+
+def _collected(
+    name: str, collector: Any, shards: Sequence[Sequence[dict]], answers: Sequence[int]
+) -> Iterator[list[dict]]:
+    """Yield the rows of shards; show tokens a second and the time left, within a shard too.
+
+    `answers` are their numbers of answers, at the most.
+    """
+    done = tokens = now = 0  # of whole shards, and the answers of this one
+
+    def within() -> tuple[float, str]:
+        """Return how many answers the shard's tokens are worth, and the rate."""
+        length = tokens / done if tokens else collector.most  # until there is a mean
+        rate = collector.emitted / max(work.clock() - started, 1e-9)
+        told = f"{rate:,.0f} tokens/s" if collector.emitted else ""
+        return min((collector.emitted - tokens) / length, now), told
+
+    with Work(name, sum(answers), "answers", within) as work:
+        started = work.clock()
+        for shard, now in zip(shards, answers):
+            yield collector.collect(shard)
+            done, tokens = done + now, collector.emitted
+            work.advance(now)
 
 
 def _fingerprints(prompts: Iterable[dict]) -> tuple[str, str, int]:
