@@ -202,12 +202,8 @@ class PackedRows(Dataset):
         temporary = hidden_sibling(folder)
         temporary.mkdir(parents=True)
         try:
-            manifest = {
-                **key,
-                **_write(
-                    temporary, track(documents, "packing", total, "documents"), length, pad_id
-                ),
-            }
+            followed = track(documents, "packing", total, "documents")
+            manifest = {**key, **_write(temporary, followed, length, pad_id)}
             (temporary / "manifest.json").write_text(json.dumps(manifest, indent=2))
             if line := _said(manifest):
                 print(line)

@@ -20,7 +20,7 @@ from data.corpora.benchmarks import (
     is_benchmark,
     read_benchmark,
 )
-from data.corpora.sources import INSTALLED, load_documents
+from data.corpora.sources import INSTALLED, load_documents, one_document
 from data.corpora.stdlib import is_held_out
 from data.text.chat import chat_of, encode_prompt, encode_text, located, start_ids
 from data.text.special import encode, quoted
@@ -152,7 +152,7 @@ def _chosen(
         of, lower = (f" of length={length}", " or length") if length else ("", "")
         raise ValueError(
             f"source={source!r} has {len(prompts)} prompts{of} in split={split!r}, "
-            f"but count={count}. Lower count{lower}, or give a larger source."
+            f"but count={count}. Lower count{lower}, or give a larger source.{one_document(source)}"
         )
     return prompts
 
