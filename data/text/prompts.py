@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+import sys
 import tempfile
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -130,10 +132,18 @@ def prompt_set(
         )
     length = length or (WINDOW if text else None)
     if text and length and not source.endswith(".jsonl"):
+        if (count or 2) > 1 and (told := one_document(source)):
+            _say(f"{source}: its prompts are windows of {length} tokens.{told}")
         found = _windows(documents, tokenizer, length)
     else:
         found = _whole_prompts(documents, tokenizer, length, in_chat, turns)
     return _chosen(found, tokenizer, count, source, split, length)
+
+
+@cache
+def _say(line: str) -> None:
+    """Print a line once, to stderr: commands print their results to stdout."""
+    print(line, file=sys.stderr)
 
 
 def _chosen(
