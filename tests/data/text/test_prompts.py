@@ -221,10 +221,10 @@ def test_a_text_of_two_lines_is_one_document_and_says_so(tmp_path, tokenizer, ca
         assert "\n" not in str(error.value)
     capsys.readouterr()
     for _ in range(2):
-        heldout_prompts(str(text), tokenizer, 2, 8, split="train")
+        heldout_prompts(str(text), tokenizer, 2, 8)  # it is held out, by its hash
     (line,) = capsys.readouterr().err.splitlines()  # once
     assert line.startswith(f"{text}: its prompts are windows of 8 tokens. A .txt file is one")
-    heldout_prompts(str(text), tokenizer, 1, 8, split="train")
+    heldout_prompts(str(text), tokenizer, 1, 8)
     rows = [{"text": line} for line in lines]
     with pytest.raises(ValueError, match="prompts") as error:
         heldout_prompts(write_jsonl(tmp_path / "p.jsonl", rows), tokenizer, 3, 8, split="train")
