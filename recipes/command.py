@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import huggingface_hub.utils
 import transformers
+from huggingface_hub.constants import HF_HUB_DISABLE_PROGRESS_BARS
 
 from recipes.values import show, type_name, unknown
 
@@ -48,7 +49,8 @@ def quiet() -> None:
     """Hide loading bars and advice of transformers, which would mix with a command's own lines."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    for bar in TRANSFERS:  # which it has disabled with its own
+    # That has disabled the Hub's too; these come back unless the user does not want them.
+    for bar in TRANSFERS if not HF_HUB_DISABLE_PROGRESS_BARS else ():
         huggingface_hub.utils.enable_progress_bars(bar)
     # transformers imports it where it is installed, and it announces that there is no GPU.
     logging.getLogger("DeepSpeed").addFilter(lambda r: "accelerator to CPU" not in r.getMessage())
