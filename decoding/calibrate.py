@@ -130,7 +130,7 @@ def fastest_tree(
     names = ("bigrams", "nodes", "sharpness")
     lines, nodes = [], {}
     for batch in c.batch_sizes:
-        figures = measure(c, ways, timed, batch, "trees")
+        figures = measure(c, ways, timed, batch)
         lines += [{"batch": batch, **dict(zip(names, of)), **figures[of]} for of in ways]
         best = max(ways, key=lambda of: figures[of]["tokens/s"])
         nodes[str(batch)] = best[1]
@@ -150,7 +150,7 @@ def fastest_lengths(
         # Above the smallest batch size only keyed drafts use a calibrated length.
         rule = "block" if batch == min(c.batch_sizes) else "coupled"
         ways: dict = {k: (sampler, {"verify": rule, "block_size": k}) for k in tried}
-        figures = measure(c, ways, prompts, batch, "lengths")
+        figures = measure(c, ways, prompts, batch)
         lines += [{"batch": batch, "drafted": k, **figures[k]} for k in tried]
         rates = {f"{t:g}": f"tokens/s, T={t:g}" for t in c.temperatures}
         lengths[str(batch)] = {
@@ -182,13 +182,9 @@ def params_of(c: Calibrate, temperature: float, **options) -> SamplingParams:
 
 
 def measure(
-    c: Calibrate,
-    ways: dict[Any, tuple[Sampler, dict]],
-    prompts: list[list[int]],
-    batch: int,
-    job: str,
+    c: Calibrate, ways: dict[Any, tuple[Sampler, dict]], prompts: list[list[int]], batch: int
 ) -> dict[Any, dict]:
-    """Measure acceptance lengths and tokens/s of each way to decode, by name; `job` is shown.
+    """Measure acceptance lengths and tokens/s of each way to decode, by name.
 
     A way is a sampler and options of `SamplingParams`. Every batch goes through all ways in turn,
     so a slow minute of the machine affects all of them.
@@ -197,7 +193,9 @@ def measure(
     emitted: dict[tuple, list[int]] = {(name, t): [] for name in ways for t in c.temperatures}
     seconds = dict.fromkeys(emitted, 0.0)
     turns = [*product([None, *batches], ways.items(), c.temperatures)]
-    for rows, (name, (sampler, options)), t in track(turns, f"{job}, batch {batch}", unit="turns"):
+    for rows, (name, (sampler, options)), t in track(
+        turns, f"calibrate, batch {batch}", unit="turns"
+    ):
         started = perf_counter()
         results = sampler.generate(rows or batches[0], params_of(c, t, **options))
         if rows is not None:  # else it was the warm-up
