@@ -19,6 +19,9 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
+
+from terminal.progress import is_first
 
 LARGEST_TEXT = 2**28  # characters; a device has no end
 CACHES = {"__pycache__", "__MACOSX", "node_modules"}
@@ -173,8 +176,9 @@ def atomic_write(path: str | os.PathLike, sync: bool = False) -> Iterator[Path]:
     """
     temporary = hidden_sibling(Path(path))
     try:
-        yield temporary
-        put_in_place(temporary, Path(path), sync)
+        with named(path):
+            yield temporary
+            put_in_place(temporary, Path(path), sync)
     finally:
         delete(temporary)
 
@@ -189,17 +193,38 @@ def atomic_folder(path: str | os.PathLike) -> Iterator[Path]:
     temporary = hidden_sibling(Path(path))
     temporary.mkdir(parents=True)
     try:
-        yield temporary
-        put_in_place(temporary, Path(path))
+        with named(path):
+            yield temporary
+            put_in_place(temporary, Path(path))
     finally:
         delete(temporary)
+
+
+@contextmanager
+def named(path: str | os.PathLike) -> Iterator[None]:
+    """Let an error of the context's writes, such as a full disk, name this path if it names none.
+
+    That of safetensors, which is no OSError, becomes one.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
+    except SafetensorError as error:
+        if (found := re.search(r"os error (\d+)", str(error))) is None:
+            raise
+        number = int(found[1])
+        raise OSError(number, os.strerror(number), str(path)) from error
 
 
 def check_space(folder: Path, needed: int) -> None:
     """Check that the disk of `folder` has `needed` bytes free, and print both numbers."""
     there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     free = shutil.disk_usage(there).free
-    print(f"at most {needed / 1e6:.1f} MB to write, {free / 1e9:.1f} GB free")
+    if is_first():
+        print(f"at most {needed / 1e6:.1f} MB to write, {free / 1e9:.1f} GB free")
     if needed > free:
         raise ValueError(
             f"{folder} needs up to {needed / 1e6:.0f} MB, but only {free / 1e6:.0f} MB are free"

@@ -18,6 +18,7 @@ from data.corpora.fingerprints import files_fingerprint, model_fingerprint
 from data.corpora.stdlib import check_split
 from data.files import atomic_write, files_below, is_hidden, package, read_array
 from data.vae import FILES, from_file
+from terminal.progress import track
 
 SUFFIXES = (".jpeg", ".jpg", ".png", ".webp")
 
@@ -128,7 +129,8 @@ def _cached(
         cache.mkdir(parents=True, exist_ok=True)
         skipped: list[str] = []
         made: dict[str, list] = {"images": [], "labels": [], "mirrored": []}
-        for pixels, label in _pixels(source, files, size, skipped):
+        read = _pixels(source, files, size, skipped)
+        for pixels, label in track(read, "images of the cache", len(files), "images"):
             made["images"].append(_stored(pixels, vae, scale))
             made["labels"].append(label)
             if flips:

@@ -58,4 +58,4 @@ def check_not_shadowed(*packages: str) -> None:
         raise ImportError(message)
 
 
-check_not_shadowed("data", "models", "recipes")
+check_not_shadowed("data", "models", "recipes", "terminal")

@@ -30,9 +30,9 @@ from decoding.auditing.reference import (
     tiny_model,
 )
 from decoding.engine.randomness import derived_seed
-from decoding.report import track
 from recipes.command import main
 from recipes.options import NEEDED, Options, option, parse
+from terminal.progress import track
 
 RANDOMNESS = ("randomness", "generator", "seed", "seeds")
 

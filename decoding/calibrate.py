@@ -29,9 +29,10 @@ from decoding.drafting.tree import check_tree
 from decoding.engine.params import SamplingParams
 from decoding.engine.sampler import Sampler
 from decoding.loading import entry_of, load, parade_config, read_config, sampler_of
-from decoding.report import results, track, write_table
+from decoding.report import results, write_table
 from recipes.command import main
 from recipes.options import NEEDED, PromptOptions, check_batch_sizes, option, parse
+from terminal.progress import Work, track
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +91,8 @@ def run(argv: list[str]) -> None:
     table = None
     if c.answers is not None:
         checked_manifest(c.answers, sampler.tokenizer)
-        texts = (answer.ids for answer in read_answers(c.answers, "train"))
+        answers = track(read_answers(c.answers, "train"), "bigrams", unit="answers")
+        texts = (answer.ids for answer in answers)
         table = count(texts, sampler.vocabulary)
     out = Path(c.out) if c.out else file.parents[1] / "calibration"
     with results(out) as written:
@@ -109,8 +111,12 @@ def fastest_tree(
     "sharpness": ..., "bigrams": ...}, as an export keeps them.
     """
     timed, others = prompts[: c.prompts], prompts[c.prompts :]
-    seen = {t: observed(sampler, others, params_of(c, t, verify="tree")) for t in c.temperatures}
-    shapes = {**shapes_of(c, seen, None), **(shapes_of(c, seen, table) if table else {})}
+    seen = {
+        t: observed(sampler, others, params_of(c, t, verify="tree"))
+        for t in track(c.temperatures, "answers to fit to", unit="temperatures")
+    }
+    with Work("fit of the trees"):
+        shapes = {**shapes_of(c, seen, None), **(shapes_of(c, seen, table) if table else {})}
     parts = {"draft_ids": sampler.draft_ids}
     if sampler.markov is not None:
         parts["markov"] = sampler.markov.head
@@ -186,13 +192,15 @@ def measure(
     batches = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
     emitted: dict[tuple, list[int]] = {(name, t): [] for name in ways for t in c.temperatures}
     seconds = dict.fromkeys(emitted, 0.0)
-    for rows in track([None, *batches], f"calibrate, batch {batch}"):
-        for (name, (sampler, options)), t in product(ways.items(), c.temperatures):
-            started = perf_counter()
-            results = sampler.generate(rows or batches[0], params_of(c, t, **options))
-            if rows is not None:  # else it was the warm-up
-                seconds[name, t] += perf_counter() - started
-                emitted[name, t] += [n for result in results for n in result.stats.emitted]
+    turns = [*product([None, *batches], ways.items(), c.temperatures)]
+    for rows, (name, (sampler, options)), t in track(
+        turns, f"calibrate, batch {batch}", unit="turns"
+    ):
+        started = perf_counter()
+        results = sampler.generate(rows or batches[0], params_of(c, t, **options))
+        if rows is not None:  # else it was the warm-up
+            seconds[name, t] += perf_counter() - started
+            emitted[name, t] += [n for result in results for n in result.stats.emitted]
     figures = {}
     for name in ways:
         found = {t: emitted[name, t] for t in c.temperatures}

@@ -10,7 +10,7 @@ that cannot be answered is left out, and named in the manifest.
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import date
 from itertools import islice
 from pathlib import Path
@@ -27,11 +27,11 @@ from data.text.chat import reads_clock
 from data.text.prompts import TooFewPrompts, prompt_set
 from data.text.rendering import dated
 from data.text.tokenizer import same_tokenizer
-from decoding.report import track
 from recipes.command import main
 from recipes.compose import build, compose, run_folder
 from recipes.folders import claimed
 from recipes.inputs import prepare_inputs
+from terminal.progress import Work
 
 MANIFEST = "manifest.json"  # the settings of a collection, in its folder
 # Of its keys, those which older collections do not have, and the result.
@@ -161,17 +161,14 @@ class _Shards:
             f"shards are in {folder}"
         )
         mine = [i for i in missing if i % world == rank]
+        jobs = [(self.asked(i, done[i]), i * self.size + done[i]) for i in mine]
         sizes = (
-            (1 + len(p["later"]["at"][1:] if "later" in p else ()))
-            * self.collector.bytes_of(p["prompt_ids"])
-            for i in mine
-            for p in self.asked(i, done[i])
+            _turns(p) * self.collector.bytes_of(p["prompt_ids"]) for asked, _ in jobs for p in asked
         )
         check_space(folder, sum(sizes))
         count = sum(min(n, len(self.asked(i))) for i, n in enumerate(done))
-        for i in track(mine, config.recipe):
-            asked = self.asked(i, done[i])
-            rows = self.collector.collect(asked, i * self.size + done[i])
+        collected = _collected(config.recipe, self.collector, jobs)
+        for i, (asked, _), rows in zip(mine, jobs, collected):
             left_out |= _left_out(self.collector.left_out, (row["id"] for row in rows))
             count += len(asked)
             _check_left_out(left_out, count, whole=False)
@@ -222,6 +219,36 @@ class _Shards:
             complete |= {"prompts": count, "in_last": count - self.size * (shards - 1)}
             print(f"{folder}: the first {count} prompts are read from now on, also by training")
         _write_text(folder / COMPLETE, json.dumps(complete))
+
+
+def _turns(prompt: dict) -> int:
+    """Return how many questions a prompt's chat asks."""
+    return 1 + len(prompt["later"]["at"][1:] if "later" in prompt else ())
+
+
+def _collected(
+    name: str, collector: Any, jobs: Sequence[tuple[Sequence[dict], int]]
+) -> Iterator[list[dict]]:
+    """Yield the rows of shards; show tokens a second and the time left, within a shard too.
+
+    `jobs` are their prompts, and the number of the first.
+    """
+    answers = [collector.number * sum(map(_turns, asked)) for asked, _ in jobs]
+    done = tokens = now = 0  # of whole shards, and the answers of this one
+
+    def within() -> tuple[float, str]:
+        """Return how many answers the shard's tokens are worth, and the rate."""
+        length = tokens / done if tokens else collector.most  # until there is a mean
+        rate = collector.emitted / max(work.clock() - started, 1e-9)
+        told = f"{rate:,.0f} tokens/s" if collector.emitted else ""
+        return min((collector.emitted - tokens) / length, now), told
+
+    with Work(name, sum(answers), "answers", within) as work:
+        started = work.clock()
+        for job, now in zip(jobs, answers):
+            yield collector.collect(*job)
+            done, tokens = done + now, collector.emitted
+            work.advance(now)
 
 
 def _fingerprints(prompts: Iterable[dict]) -> tuple[str, str, int]:

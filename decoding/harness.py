@@ -21,7 +21,7 @@ from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import request_seeds
 from decoding.engine.sampler import Sampler
 from decoding.loading import load
-from decoding.report import track
+from terminal.progress import track
 
 ASSUMED_CONTEXT = 2048  # of a model that names none, as lm-eval assumes it
 COPIED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

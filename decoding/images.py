@@ -17,6 +17,7 @@ from models.patches import ImageConfig
 from models.placement import DTYPES
 from recipes.command import main
 from recipes.options import NEEDED, ModelOptions, option, parse
+from terminal.progress import Work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,8 @@ def run(argv: list[str]) -> None:
         raise ValueError(f"{request.model!r} makes text: use python -m decoding.generate")
     labels = [c for c in request.classes for _ in range(request.count)]
     params = ImageParams(**{name: getattr(request, name) for name in PARAMS})
-    results = sampler.generate(labels, params, at_once=request.batch_size)
+    with Work(f"{len(labels)} images"):
+        results = sampler.generate(labels, params, at_once=request.batch_size)
     pictures = pixels(results, sampler.target.config, request.vae, request.scale)
     rows = zip(request.classes, pictures.split(request.count))
     sheet(Path(request.out), {f"class {label}": images for label, images in rows})

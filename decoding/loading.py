@@ -5,7 +5,9 @@ import importlib
 import json
 import os
 import pkgutil
+import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import reduce
 from importlib.util import find_spec
 from operator import or_
@@ -19,6 +21,7 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from data.corpora.fingerprints import weights_fingerprint
 from data.files import read_json, refuse_links, shortened
 from data.text import rendering
 from data.text.tokenizer import fingerprint, harmless, no_panic, same_tokenizer
@@ -30,8 +33,9 @@ from models.attention import GROUPED, switch_attention
 from models.norms import fuse
 from models.packed import pack
 from models.placement import input_device
-from models.weights import one_line
+from models.weights import one_line, weight_files
 from recipes.values import convert, split, unknown
+from terminal.progress import track
 
 VERSION = 1  # of the `parade` entry; one without is of version 1
 # The file with the `parade` entry of an adapter's export: beside a config.json, transformers would
@@ -106,6 +110,8 @@ def load(
         for_inference(drafter)
         if "tokenizer_fingerprint" in entry:  # a published drafter says nothing of its tokenizer
             check_tokenizers(tokenizer, entry["tokenizer_fingerprint"], name, path)
+    if name:
+        _compare_targets(path, entry, name)
     loaded = sampler_of(entry, model, tokenizer, drafter, **parts)
     _ = loaded.eos  # a mistake in it is told here, not with the first answer
     return loaded
@@ -120,6 +126,25 @@ def target_of(path: str, entry: dict, target: str | None = None) -> str | None:
             f"{path!r} is a drafter that names no target: give target=<the model that it is for>"
         )
     return target if loads_drafter(entry) else None
+
+
+def target_fingerprint(name: str) -> str | None:
+    """Return the fingerprint of a target's weights (`weights_fingerprint`); None: not there yet."""
+    with suppress(OSError, ValueError, KeyError):
+        if files := weight_files(causal.local_path(name), local_files_only=True):
+            return weights_fingerprint(files)
+    return None
+
+
+def _compare_targets(path: str, entry: dict, name: str) -> None:
+    """Warn in one line where an export was trained for another target than the one it gets."""
+    trained_for = entry.get("target_fingerprint")
+    if trained_for is not None and target_fingerprint(name) not in (None, trained_for):
+        print(
+            f"warning: {path!r} was trained for a target with other weights than {name!r}: texts "
+            "stay exact, but fewer drafts may be accepted (python -m decoding.bench measures it)",
+            file=sys.stderr,
+        )
 
 
 def for_inference(network: PreTrainedModel) -> None:
@@ -180,7 +205,8 @@ def decoding_fingerprint(export: Path) -> str:
     """
     entry = {k: v for k, v in parade_config(str(export)).items() if k != "target"}
     digest = hashlib.sha256(json.dumps(entry, sort_keys=True).encode())
-    for path in sorted(p for name in ("*.safetensors", *artefacts()) for p in export.glob(name)):
+    files = sorted(p for name in ("*.safetensors", *artefacts()) for p in export.glob(name))
+    for path in track(files, f"fingerprint of {export}", unit="files"):
         with path.open("rb") as file:
             digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()

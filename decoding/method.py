@@ -39,7 +39,7 @@ ByNumber = Annotated[dict[Annotated[float, Field(strict=False)], T], Field(min_l
 
 # Keys of every method's entry.
 KEYS = {"version": Count, "method": Text, "target": Text, "tokenizer_fingerprint": Text}
-KEYS |= {"example": Text, "command": Text}
+KEYS |= {"target_fingerprint": Text, "example": Text, "command": Text}
 
 
 @dataclass(frozen=True, eq=False)

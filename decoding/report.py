@@ -1,42 +1,14 @@
-"""Results of long commands: progress, a folder written whole or not at all, tables and pictures."""
+"""Results of long commands: a folder written whole or not at all, tables and pictures."""
 
 import csv
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
-from time import perf_counter
-from typing import TypeVar
 
 from data.files import atomic_write, delete, hidden_sibling, put_in_place
 from recipes.command import typed
 
-Item = TypeVar("Item")
 WIDTH = 150  # characters of a table that goes to a file or a pipe
-SECONDS = 10.0  # between plain lines of progress
-
-
-def track(
-    items: Sequence[Item], name: str, clock: Callable[[], float] = perf_counter
-) -> Iterator[Item]:
-    """Iterate over the items of a job `name`; show how many are done and the time left.
-
-    A terminal shows a bar, anything else a line now and then by `clock` (in seconds).
-    """
-    if sys.stdout.isatty():
-        from rich.progress import track as bar
-
-        yield from bar(items, name)
-        return
-    started = last = clock()
-    for done, item in enumerate(items, 1):
-        yield item
-        now = clock()
-        if now - last >= SECONDS:
-            left = timedelta(seconds=round((now - started) / done * (len(items) - done)))
-            print(f"{name}: {done} of {len(items)}, {left} left", flush=True)
-            last = now
 
 
 @contextmanager

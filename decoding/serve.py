@@ -21,6 +21,7 @@ from decoding.engine.params import SamplingParams
 from decoding.engine.sampler import Sampler
 from decoding.loading import load
 from decoding.samplers.plain import PlainSampler
+from models.causal import looks_local
 from recipes.command import main
 from recipes.options import NEEDED, AnswerOptions, Verbatim, option, parse
 
@@ -35,7 +36,9 @@ class Serve(AnswerOptions):
     EXAMPLE: ClassVar[str] = "model=runs/deer_stage2/export port=8000"
 
     model: str = option(NEEDED, "an exported folder, a Hub id or a gguf file")
-    name: str | None = option(None, "what clients call it; null: the last part of its folder or id")
+    name: str | None = option(
+        None, "what clients call it; null: its run's or folder's name, or Hub id"
+    )
     host: str = option("127.0.0.1", "the address to listen on; 0.0.0.0 is all of this machine's")
     port: Annotated[int, Field(ge=0, le=65535)] = option(
         8000, "the port to listen on; 0: a free one"
@@ -74,8 +77,7 @@ def run(argv: list[str]) -> None:
         ) from error
     sampler = load(s.model, **s.loading)
     defaults = model_defaults(sampler) if s.generation_config == "auto" else {}
-    folder = Path(s.model).resolve()
-    name = s.name or (folder.parent if folder.name == "export" else folder).name
+    name = s.name or name_of(s.model)
     samplers = {name: sampler}
     if sampler.bench == "decoding.bench" and not isinstance(sampler, PlainSampler):
         samplers[PLAIN] = PlainSampler(sampler.target, sampler.tokenizer)
@@ -111,6 +113,14 @@ def run(argv: list[str]) -> None:
     # uvicorn raises it once more after it has ended in good order.
     signal.signal(signal.SIGTERM, lambda *_: None)
     Http(config, end).run(sockets=[listening])
+
+
+def name_of(model: str) -> str:
+    """Return what clients call a model: the name of its run or folder, or its Hub id."""
+    if not looks_local(model):
+        return model
+    folder = Path(model).expanduser().resolve()
+    return (folder.parent if folder.name == "export" else folder).name
 
 
 def length_of(sampler: Sampler, given: int | None) -> int:

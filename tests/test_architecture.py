@@ -20,7 +20,7 @@ import pytest
 from tests.support.layers import LAYERS_OF_DATA, LAYERS_OF_DECODING
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = {"trainers": 4, "decoding": 3, "recipes": 2, "models": 1, "data": 1}
+PACKAGES = {"trainers": 4, "decoding": 3, "recipes": 2, "models": 1, "data": 1, "terminal": 0}
 INDEPENDENT = [{"models", "data"}]  # packages that must not import each other
 HEAVY = {"pytorch_lightning", "lightning", "deepspeed", "accelerate", "wandb", "hydra", "omegaconf"}
 HEAVY |= {"torch.distributed"}
@@ -333,7 +333,7 @@ SHADOWED = "from decoding import load; print(load.__module__)"
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ["data", "models", "recipes"])
+@pytest.mark.parametrize("name", ["data", "models", "recipes", "terminal"])
 def test_a_folder_that_hides_a_package_is_named(name, tmp_path):
     (tmp_path / name).mkdir()
     (tmp_path / name / "__init__.py").write_text("")

@@ -15,7 +15,7 @@ from tests.support.layers import LAYERS_OF_DECODING
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-TOP = {"trainers", "decoding", "models", "data", "recipes", "tests", "docs", "examples"}
+TOP = {"trainers", "decoding", "models", "data", "recipes", "terminal", "tests", "docs", "examples"}
 ADDED_BY_A_METHOD = re.compile(r"foo\.(py|yaml)$")
 
 

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +17,7 @@ from data.text.layouts import layout_of
 from data.text.tokenizer import draft_token_ids, fingerprint
 from decoding.drafting.block_sampler import BlockSampler
 from decoding.engine import vocabulary
-from decoding.loading import load_drafter, loads_drafter, sampler_of
+from decoding.loading import load_drafter, loads_drafter, sampler_of, target_fingerprint
 from models import diffusion
 from models.head import freeze_embeddings, silence_others
 from models.masks import drafter_attention
@@ -117,6 +118,7 @@ class DrafterModule(BaseModule):
         super().attach_target(target)
         if target is None:
             return
+        _ = self.target_fingerprint  # of the weights as they are now, not when training ends
         config, known = self.network.config, target.config.get_text_config().vocab_size
         own = getattr(config, "vocab_size", None)
         vocabulary.check_vocabulary(own, known, self.draft_ids)
@@ -274,10 +276,17 @@ class DrafterModule(BaseModule):
         assert isinstance(sampler, BlockSampler)
         return sampler
 
+    @cached_property
+    def target_fingerprint(self) -> str | None:
+        """The fingerprint of the target's weights; None where they are not on this machine."""
+        return target_fingerprint(self.target_name)
+
     def export_config(self) -> dict:
+        known = self.target_fingerprint
         return {
             "method": self.method,
             "target": self.target_name,
+            **({} if known is None else {"target_fingerprint": known}),
             "tokenizer_fingerprint": fingerprint(self.tokenizer),
             "attention": self.attention,
             **({"shifted": True} if self.shifted else {}),

@@ -90,7 +90,7 @@ def run(argv: list[str]) -> None:
         with atomic_write(folder / "README.md") as temporary:
             temporary.write_text(card)
     if e.push is not None:
-        _push(e, e.push, folder, config.get("target"), card)
+        _push(e, e.push, folder, card)
 
 
 def _checked_export(e: Export) -> Path:
@@ -111,6 +111,13 @@ def _checked_export(e: Export) -> Path:
             f"{e.run!r} holds no export: a finished run of python -m trainers.fit writes one, "
             "and checkpoint=... makes one of a run that is not finished"
         )
+    if e.push is not None and e.target is None:  # before minutes of verification
+        target = parade_config(str(folder)).get("target")
+        if target and (looks_local(target) or public(target) != target):
+            raise ValueError(
+                f"{folder} names its target {target!r}, a folder of this machine that nobody else "
+                "has: give its Hub id with target=org/name"
+            )
     return folder
 
 
@@ -122,13 +129,8 @@ def _small_files(run: Path) -> Iterator[Path]:
         yield from (run / name).rglob("*")
 
 
-def _push(e: Export, repo: str, folder: Path, target: str | None, card: str) -> None:
+def _push(e: Export, repo: str, folder: Path, card: str) -> None:
     """List the files to push, and push them unless it is a dry run."""
-    if target and public(target) != target:
-        raise ValueError(
-            f"{folder} names its target {target!r}, a folder of this machine that nobody else has: "
-            "give its Hub id with target=org/name"
-        )
     files, others = hub.uploads(folder)
     if not (e.dry_run and e.target):  # else the target that is replaced is still there
         hub.check_public(folder, files)
@@ -140,8 +142,6 @@ def _push(e: Export, repo: str, folder: Path, target: str | None, card: str) -> 
     print(f"{len(files)} files, {sum(files.values()):,} bytes")
     if others:
         print(f"left out, no part of an export: {', '.join(others)}")
-    if target and looks_local(target):
-        print(f"its target {target} is a folder here: elsewhere it is loaded with target=...")
     if not e.dry_run:
         pushed = hub.push(folder, repo, revision=e.revision, message=e.message, private=e.private)
         print(f"pushed: {pushed}")

@@ -36,7 +36,7 @@ from trainers.base import BaseModule, WholeSteps
 from trainers.lora import add_lora
 from trainers.publishing.export_folder import check_exportable, is_export, write_export
 from trainers.runs.callbacks import AcceptanceLength, validation_prompts
-from trainers.runs.checkpoint_files import DirectIO, check_fits, check_strategy
+from trainers.runs.checkpoint_files import DirectIO, check_fits, check_room, check_strategy
 from trainers.runs.checkpoints import Checkpoints
 from trainers.runs.guards import LossGuard, memory_advice
 from trainers.runs.length import SKIPPED, TIMED, Seconds, Stopwatch, plan
@@ -117,6 +117,9 @@ def _fit(config: DictConfig, folder: Path, checkpoint: Path | None, first: int) 
         if checkpoint.is_file():
             check_restorable(trainer, module, checkpoint)
     steps = trainer.max_steps
+    t, left = config.trainer, steps - first
+    written = left and math.ceil(left / t.checkpoint_every) + t.keep_best
+    check_room(folder / "checkpoints", module, written, t.keep_last + t.keep_best)
 
     @cache
     def begin() -> None:

@@ -33,6 +33,7 @@ from decoding.samplers import denoise
 from decoding.samplers.spiffy import SpiffySampler
 from models import public
 from models.blockwise import is_foreign
+from terminal.progress import Work
 from trainers.base import BaseModule
 
 say = rank_zero_only(print)
@@ -171,7 +172,8 @@ class Calibration(BaseModule):
     def graph(self) -> DraftGraph:
         """Return the best graph for all traces so far; print its value and proof."""
         if self._graph is None:
-            nodes = self.best(self.blocks(self.traces))
+            with Work("search for the best draft graph"):
+                nodes = self.best(self.blocks(self.traces))
             self._graph = graph_of(self.entry["block_size"], self.rate, nodes)
         return self._graph
 

@@ -17,6 +17,7 @@ from data.corpora.conditions import conditions, keeps
 from data.corpora.identity import distinct_id, text_key
 from data.corpora.stdlib import check_split, is_held_out
 from data.files import files_below, read_json, shortened
+from terminal.progress import track
 
 if TYPE_CHECKING:
     import pyarrow
@@ -108,7 +109,7 @@ def read_shards(
             "collect the others again with the command that made it"
         )
     first = None
-    for shard in shards:
+    for shard in track(shards, f"answers in {folder}", unit="shards"):
         try:
             table = parquet.ParquetFile(shard).read()
         except (OSError, ArrowException) as error:

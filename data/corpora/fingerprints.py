@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from data.files import atomic_write
+from terminal.progress import Work
 
 VERSION = "v2-"  # how fingerprints of whole files begin; before, big files were read in samples
 BLOCKS, BLOCK = 16, 4096  # of those samples, their number and size in bytes
@@ -44,6 +45,30 @@ def same_model(name: str, stored: object) -> bool:
     return stored == (_digest(_files(Path(name)), sampled=True) if Path(name).exists() else name)
 
 
+def weights_fingerprint(files: Iterable[Path]) -> str:
+    """Return the fingerprint of files of weights: of the name, type and a block of each tensor.
+
+    Nothing else is read, so that it costs milliseconds. It is that of a copy with other files, and
+    any training of a tensor changes it. Of files that are no safetensors samples are read.
+    """
+    parts = list[tuple[str, str]]()
+    for file in files:
+        if file.suffix != ".safetensors":
+            parts.append((file.name, _digest([(file.name, file)], sampled=True)))
+            continue
+        with file.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(size))
+            header.pop("__metadata__", None)
+            for name, tensor in header.items():
+                begin, end = tensor["data_offsets"]
+                middle = max(begin, (begin + end - BLOCK) // 2)
+                stream.seek(8 + size + middle)
+                block = hashlib.sha256(stream.read(min(BLOCK, end - middle))).hexdigest()
+                parts.append((name, f"{tensor['dtype']} {tensor['shape']} {block}"))
+    return hashlib.sha256(json.dumps(sorted(parts)).encode()).hexdigest()[:16]
+
+
 def files_fingerprint(files: Iterable[tuple[str, Path]]) -> str:
     """Return the fingerprint of files `(name, path)`: of their names and of every byte.
 
@@ -56,10 +81,12 @@ def files_fingerprint(files: Iterable[tuple[str, Path]]) -> str:
     key = [[n, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, s.st_dev] for n, s in states]
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
     known = Path(HF_HOME) / "parade" / "fingerprints" / name
-    big = sum(state.st_size for _, state in states) > REMEMBERED and os.name == "posix"
+    size = sum(state.st_size for _, state in states)
+    big = size > REMEMBERED and os.name == "posix"
     if big and known.is_file():
         return known.read_text()
-    found = VERSION + _digest(files)
+    with Work("fingerprint of an input", size, "B") as work:
+        found = VERSION + _digest(files, read=work.advance)
     if big and all(now - state.st_ctime_ns > SETTLED for _, state in states):
         with suppress(OSError):
             known.parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +121,11 @@ def _files(path: Path) -> list[tuple[str, Path]]:
     return [(str(file.relative_to(path)), file) for file in files]
 
 
-def _digest(files: Iterable[tuple[str, Path]], sampled: bool = False) -> str:
+def _digest(
+    files: Iterable[tuple[str, Path]],
+    sampled: bool = False,
+    read: Callable[[int], None] = lambda size: None,
+) -> str:
     digest = hashlib.sha256()
     for name, file in files:
         size = file.stat().st_size
@@ -103,6 +134,7 @@ def _digest(files: Iterable[tuple[str, Path]], sampled: bool = False) -> str:
             if not sampled or size <= BLOCKS * BLOCK:
                 while block := stream.read(2**20):
                     digest.update(block)
+                    read(len(block))
                 continue
             for i in range(BLOCKS):
                 stream.seek(i * (size - BLOCK) // (BLOCKS - 1))

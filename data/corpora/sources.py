@@ -98,7 +98,7 @@ def load_documents(
             f"source={source!r} has no document in split={split!r}"
             f"{'' if where is None else f' with where={where!r}'}. "
             "About one document in forty is held out, and equal ones together: give a larger "
-            "corpus or another split."
+            f"corpus or another split.{one_document(source)}"
         )
     return chain([first], documents)
 
@@ -106,6 +106,17 @@ def load_documents(
 def is_own(source: str) -> bool:
     """Return whether a source is a file or folder of this machine, of whatever size it is."""
     return source not in INSTALLED and Path(source).expanduser().exists()
+
+
+def one_document(source: str) -> str:
+    """Return a sentence on how to give many texts, for a file that is one document; else ''."""
+    path = Path(source).expanduser()
+    if path.suffix not in TEXT_SUFFIXES or not path.is_file():
+        return ""
+    return (
+        f" A {path.suffix} file is one document, whatever its lines: for many texts or prompts "
+        'give a .jsonl file with a line {"text": "..."} for each.'
+    )
 
 
 def content_fingerprint(source: str, folder: str | Path) -> str:

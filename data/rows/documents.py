@@ -67,7 +67,7 @@ def documents(
                 "that are rendered already are to be given as 'messages'"
             )
 
-    return _build(encoded(), length, tokenizer, folder, made_from)
+    return _build(encoded(), length, tokenizer, folder, made_from, limit)
 
 
 def packed_windows(
@@ -158,8 +158,9 @@ def _build(
     tokenizer: PreTrainedTokenizerBase,
     folder: str,
     made_from: dict,
+    total: int | None = None,
 ) -> PackedRows:
     name = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]
     # No token attends to padding (document -1), so any id of the vocabulary will do.
     pad_id = tokenizer.pad_token_id or 0
-    return PackedRows.build(Path(folder) / name, encoded, length, pad_id, made_from)
+    return PackedRows.build(Path(folder) / name, encoded, length, pad_id, made_from, total)

@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import Dataset
 
 from data.files import delete, hidden_sibling, put_in_place, read_array, read_json, shortened
+from terminal.progress import track
 
 COLUMNS = ("input_ids", "document", "position", "trained")
 COUNTS = ("answers", "cut_answers", "long_prompts", "cut_tokens", "untrained")
@@ -181,12 +182,13 @@ class PackedRows(Dataset):
         length: int,
         pad_id: int,
         fingerprint: dict,
+        total: int | None = None,
     ) -> "PackedRows":
         """Return the packed rows of `documents`, written atomically to `folder` or reused from it.
 
         Rows are reused, and `documents` not read, if `length`, `pad_id` and `fingerprint` are
         equal. `fingerprint` holds the rows' inputs (source, tokenizer, options) as JSON;
-        `documents` is as in `pack`.
+        `documents` is as in `pack`; `total` is their number, where it is known.
         """
         folder = Path(folder)
         key = json.loads(
@@ -200,7 +202,8 @@ class PackedRows(Dataset):
         temporary = hidden_sibling(folder)
         temporary.mkdir(parents=True)
         try:
-            manifest = {**key, **_write(temporary, documents, length, pad_id)}
+            followed = track(documents, "packing", total, "documents")
+            manifest = {**key, **_write(temporary, followed, length, pad_id)}
             (temporary / "manifest.json").write_text(json.dumps(manifest, indent=2))
             if line := _said(manifest):
                 print(line)

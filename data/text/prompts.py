@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+import sys
 import tempfile
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -20,7 +22,7 @@ from data.corpora.benchmarks import (
     is_benchmark,
     read_benchmark,
 )
-from data.corpora.sources import INSTALLED, load_documents
+from data.corpora.sources import INSTALLED, load_documents, one_document
 from data.corpora.stdlib import is_held_out
 from data.text.chat import chat_of, encode_prompt, encode_text, located, start_ids
 from data.text.special import encode, quoted
@@ -139,10 +141,18 @@ def prompt_set(
         )
     length = length or (WINDOW if text else None)
     if text and length and not source.endswith(".jsonl"):
+        if (count or 2) > 1 and (told := one_document(source)):
+            _say(f"{source}: its prompts are windows of {length} tokens.{told}")
         found = _windows(documents, tokenizer, length)
     else:
         found = _whole_prompts(documents, tokenizer, length, in_chat, turns)
     return _chosen(found, tokenizer, count, source, split, length)
+
+
+@cache
+def _say(line: str) -> None:
+    """Print a line once, to stderr: commands print their results to stdout."""
+    print(line, file=sys.stderr)
 
 
 def _chosen(
@@ -161,7 +171,8 @@ def _chosen(
         of, lower = (f" of length={length}", " or length") if length else ("", "")
         raise TooFewPrompts(
             f"source={source!r} has {len(prompts)} prompts{of} in split={split!r}, "
-            f"but count={count}. Lower count{lower}, or give a larger source.",
+            f"but count={count}. Lower count{lower}, or give a larger source."
+            f"{one_document(source)}",
             prompts,
         )
     return prompts

@@ -27,6 +27,7 @@ from decoding.samplers.cspd import CspdSampler
 from decoding.samplers.sequential import SequentialSampler
 from recipes.command import main
 from recipes.options import NEEDED, MeasureOptions, option, parse
+from terminal.progress import track
 
 TwoOrMore = Annotated[int, Field(ge=2, le=10**8)]
 RULES: dict[str, dict] = {"sequential": {}, "exact": {"verify": "exact"}, "relaxed": RELAXED}
@@ -71,7 +72,7 @@ def measure(request: Fid, sampler: SequentialSampler) -> list[dict]:
     features, logits = load_features(*given)
     size = features(torch.zeros(1, channels, side, side, device=request.device)).shape[1]
     distance = frechet_distance(size)
-    for images in real(request, channels, side):
+    for images in track(real(request, channels, side), "real images", unit="batches"):
         distance.update(features(images.to(request.device)).cpu(), real=True)
     lines = []
     for way in request.ways:
@@ -94,7 +95,8 @@ def drawn(request: Fid, sampler: SequentialSampler, way: str) -> Iterator[Tensor
     params = replace(params_of(request), **RULES[way])
     labels = classes(sampler, request.samples)
     first = request.seed + [*RULES].index(way) * request.samples
-    for start in range(0, request.samples, request.batch_size):
+    starts = range(0, request.samples, request.batch_size)
+    for start in track(starts, f"images, {way}", unit="batches"):
         batch = labels[start : start + request.batch_size]
         results = source.generate(batch, replace(params, seed=first + start))
         yield pictures(request, sampler, results)

@@ -26,6 +26,7 @@ from decoding.report import results, write_table
 from models.placement import DTYPES, input_device
 from recipes.command import main
 from recipes.options import SourceOptions, option, parse
+from terminal.progress import track
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +116,7 @@ def mean_loss(network: PreTrainedModel, texts: list[Encoded], batch_size: int) -
     check_known(known, token=max(max(ids) for ids, _ in texts))  # its tokenizer may have more
     total, count, device = 0.0, 0, input_device(network)
     texts = sorted(texts, key=lambda text: len(text[0]))
-    for start in range(0, len(texts), batch_size):
+    for start in track(range(0, len(texts), batch_size), "losses", unit="batches"):
         # Padding comes after the text, so a causal model sees none of it.
         ids, trained = (
             pad_sequence([*map(torch.tensor, column)], batch_first=True).to(device)

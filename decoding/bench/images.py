@@ -21,6 +21,7 @@ from decoding.samplers.cspd import CspdSampler
 from decoding.samplers.sequential import SequentialSampler
 from recipes.command import main
 from recipes.options import MeasureOptions, option, parse
+from terminal.progress import track
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +125,7 @@ def ways(bench: ImageBench, sampler: CspdSampler) -> list[dict]:
         expected = features(shown)
         distance = frechet_distance(expected.shape[1])
         distance.update(expected, real=True)
-    for name, options in WAYS.items():
+    for name, options in track(WAYS.items(), "image bench", unit="ways"):
         way = plain if options is None else sampler
         params = replace(base, **options or {})
         results = drawn(bench, way, params, bench.samples or bench.images, first=2)

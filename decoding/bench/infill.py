@@ -30,13 +30,14 @@ from decoding.engine.detokenize import text_after
 from decoding.engine.params import Result, SamplingParams
 from decoding.engine.sampler import Sampler
 from decoding.loading import load, load_tokenizer, sampler_of, sampling_config
-from decoding.report import results, track, write_table
+from decoding.report import results, write_table
 from models import causal
 from models.context import context
 from models.placement import input_device
 from recipes.command import main
 from recipes.options import SourceOptions, option, parse
 from recipes.values import unknown
+from terminal.progress import track
 
 HIDE = ("random", "middle", "lines", "suffix")
 ROUGE = ("rouge1", "rouge2", "rougeL")

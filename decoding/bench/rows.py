@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from data.text.prompts import heldout_prompts
 from decoding.engine.params import Result, SamplingParams, Stats
-from decoding.report import track
 from recipes.options import PromptOptions
+from terminal.progress import track
 
 REFILLED = 4  # prompts for each place of a batch, in the time between two readings of the clock
 ERROR = " ±"  # ends the name of a column of standard errors

@@ -31,11 +31,12 @@ from decoding.loading import (
     sampling_config,
     target_of,
 )
-from decoding.report import results, track
+from decoding.report import results
 from decoding.samplers.plain import PlainSampler
 from models import causal
 from recipes.command import main
 from recipes.options import check_batch_sizes, option, parse
+from terminal.progress import track
 
 
 @dataclass(frozen=True, kw_only=True)

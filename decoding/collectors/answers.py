@@ -112,6 +112,16 @@ class TeacherAnswers:
         new = self.params[0].most  # 4 bytes a token, 6 each of its `top_k`
         return self.number * (4 * (len(prompt_ids) + new) + 6 * self.top_k * new + 64)
 
+    @property
+    def most(self) -> int:
+        """The longest answer, in tokens."""
+        return self.params[0].most
+
+    @property
+    def emitted(self) -> int:
+        """The tokens that the teacher has decoded so far; 0 while another engine has not said."""
+        return self._teacher.emitted if "_teacher" in vars(self) else 0
+
     def seed_of(self, prompt: str, answer: int, turn: int = 0) -> int:
         """Return the seed of an answer, by the prompt's id, its own number, and the chat's turn."""
         return derived_seed(self.seed, prompt, answer, *([turn] if turn else []))

@@ -75,6 +75,11 @@ class SamplerTeacher:
         if top_k:
             self.sampler = Recording(self.sampler, top_k)
 
+    @property
+    def emitted(self) -> int:
+        """The tokens so far."""
+        return self.sampler.emitted
+
     def answer(
         self, prompts: list[list[int]], params: SamplingParams, seeds: list[int]
     ) -> list[Answer]:
@@ -92,10 +97,13 @@ class SamplerTeacher:
 
 
 class EngineTeacher:
-    """A model in another engine or on a server; `eos` are the tokens that end an answer."""
+    """A model in another engine or on a server; `eos` are the tokens that end an answer.
+
+    `emitted` counts the tokens so far.
+    """
 
     def __init__(self, engine: Engine, top_k: int, eos: Sequence[int]):
-        self.engine, self.top_k, self.eos = engine, top_k, eos
+        self.engine, self.top_k, self.eos, self.emitted = engine, top_k, eos, 0
 
     def answer(
         self, prompts: list[list[int]], params: SamplingParams, seeds: list[int]
@@ -105,6 +113,7 @@ class EngineTeacher:
         reply = asked(
             prompts, params, eos=self.eos, seeds=seeds, logprobs=self.top_k, set_aside=True
         )
+        self.emitted += sum(len(ids or ()) for ids in reply.token_ids)
         tops: Sequence[list | None] = reply.top or [None] * len(prompts)
         answers = [
             Answer(ids, reason, {} if ids is None or top is None else self._columns(top))

@@ -74,6 +74,18 @@ class JacobiTrajectories:
         changes = tokens * (self.block_size + 1) // 2
         return 4 * (len(prompt_ids) + 4 * tokens + 2 * changes) + 256
 
+    number = 1  # answer to a prompt
+
+    @property
+    def most(self) -> int:
+        """The longest answer, in tokens."""
+        return self.params.most
+
+    @property
+    def emitted(self) -> int:
+        """The tokens that the teacher has decoded so far."""
+        return 0 if self._sampler is None else self._sampler.emitted
+
     def seed_of(self, prompt: str, turn: int = 0) -> int:
         """Return the seed of a trajectory, by the prompt's id and the chat's turn."""
         return derived_seed(self.seed, prompt, *([turn] if turn else []))

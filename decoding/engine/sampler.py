@@ -46,6 +46,7 @@ class Sampler(ABC):
         bench: The command that measures it against its plain counterpart.
         hidden_layers: Target layers whose outputs its passes return (`TargetOutput`).
         device: Where the tokens of its batches are.
+        emitted: Tokens of all requests so far.
     """
 
     rules: tuple[str, ...] = ("coupled", "rejection")
@@ -55,6 +56,7 @@ class Sampler(ABC):
     predicts_next = True
     bench = "decoding.bench"
     hidden_layers: tuple[int, ...] = ()
+    emitted = 0
 
     def __init__(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
         self.check(target)
@@ -325,6 +327,7 @@ class Sampler(ABC):
 
     def commit(self, answer: Answer, new: list[int], text: bool) -> Chunk | None:
         """Add a cycle's tokens to one answer; see `Answer.take`."""
+        self.emitted += len(new)
         return answer.take(new, self.eos, text)
 
 

@@ -53,9 +53,15 @@ class Refused(Exception):
         code: int = 400,
         kind: str = "invalid_request_error",
         param: str | None = None,
+        word: str | None = None,
     ):
         super().__init__(message)
-        self.code, self.body = code, protocol.failure(message, kind, code, param)
+        self.code, self.body = code, protocol.failure(message, kind, word or code, param)
+
+
+def not_found(error: protocol.UnknownModel) -> Refused:
+    """Return OpenAI's answer to a request for a model that is not served."""
+    return Refused(str(error), 404, param="model", word="model_not_found")
 
 
 async def refusal(request: Request, error: Refused) -> JSONResponse:
@@ -178,10 +184,11 @@ class Server:
     async def show_model(self, request: Request) -> JSONResponse:
         """Answer with one of the models that a request may name."""
         self.check_key(request)
-        if (model := request.path_params["model"]) not in self.models:
-            served = ", ".join(self.models)
-            message = f"unknown model {model[:100]!r}. Served are {served}"
-            raise Refused(message, 404, param="model")
+        model = request.path_params["model"]
+        try:
+            protocol.check_model(model, self.models)
+        except protocol.UnknownModel as error:
+            raise not_found(error) from error
         return JSONResponse(self.about(model))
 
     def about(self, model: str) -> dict:
@@ -281,6 +288,8 @@ class Server:
         loop = asyncio.get_running_loop()
         try:
             return await loop.run_in_executor(thread, self.read_in_thread, body, kind, *own)
+        except protocol.UnknownModel as error:
+            raise not_found(error) from error
         except ValueError as error:
             message = flat(error).replace("max_new_tokens", "max_tokens")
             raise Refused(message[:400], param=protocol.param_of(error, kind)) from error

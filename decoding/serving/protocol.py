@@ -106,6 +106,10 @@ class Mistake(ValueError):
         self.param = param
 
 
+class UnknownModel(Mistake):
+    """A request for a model that is not served."""
+
+
 class Part(TypedDict):
     """A part of a message's content."""
 
@@ -458,10 +462,15 @@ def _checked(given: Any, kind: type[Asked], models: list[str]) -> Asked:
         value, words = json.dumps(given[key])[:60], fields[key].description
         raise Mistake(f"{key}={value} is not allowed: it must be {words}", key) from error
     asked.model = asked.model or models[0]
-    if asked.model not in models:
-        served = ", ".join(models)
-        raise Mistake(f"unknown model {asked.model[:100]!r}. Served are {served}", "model")
+    check_model(asked.model, models)
     return asked
+
+
+def check_model(model: str, models: Sequence[str]) -> None:
+    """Raise UnknownModel for one that is not among those that are served."""
+    if model not in models:
+        served = ", ".join(models)
+        raise UnknownModel(f"unknown model {model[:100]!r}. Served are {served}", "model")
 
 
 def param_of(error: Exception, kind: type[Asked]) -> str | None:
@@ -483,6 +492,6 @@ def finish(reason: str) -> str:
     return "length" if reason == "length" else "stop"
 
 
-def failure(message: str, kind: str, code: int, param: str | None = None) -> dict:
+def failure(message: str, kind: str, code: int | str, param: str | None = None) -> dict:
     """Return the body of an error."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

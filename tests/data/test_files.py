@@ -1,5 +1,6 @@
 """Atomic writes against errors in the middle, a kill and concurrent writers."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -9,9 +10,11 @@ import time
 
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 
 from data import files
 from data.files import atomic_folder, atomic_write, put_in_place, read_array, read_json
+from recipes.command import one_line
 
 
 def names(folder):
@@ -261,3 +264,29 @@ def test_a_cut_array_is_named(tmp_path, mmap):
         file.write_bytes(whole[:length])
         with pytest.raises(ValueError, match=r"a\.npy is damaged .*: remove "):
             read_array(file, mmap)
+
+
+@pytest.mark.parametrize("write", [atomic_write, atomic_folder])
+class TestFullDisk:
+    """The error of a write that names no file names the one that was to be written."""
+
+    def failed(self, write, path, error):
+        with pytest.raises(OSError) as found, write(path):
+            raise error
+        assert not path.exists()
+        return found.value
+
+    def test_the_path_is_named(self, tmp_path, write):
+        found = self.failed(write, tmp_path / "x", OSError(errno.ENOSPC, "No space left"))
+        assert one_line(found).startswith(f"the disk is full ({tmp_path / 'x'}): ")
+
+    def test_a_name_that_is_there_stays(self, tmp_path, write):
+        found = self.failed(write, tmp_path / "x", OSError(errno.ENOSPC, "No space left", "y"))
+        assert found.filename == "y"
+
+    def test_safetensors_own_error_is_one_too(self, tmp_path, write):
+        told = "I/O error: No space left on device (os error 28)"
+        found = self.failed(write, tmp_path / "x", SafetensorError(told))
+        assert one_line(found).startswith(f"the disk is full ({tmp_path / 'x'}): ")
+        with pytest.raises(SafetensorError, match="header"), write(tmp_path / "x"):
+            raise SafetensorError("a damaged header")

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from huggingface_hub import hf_hub_download
+from transformers import AutoModelForCausalLM
 
 from data.text.tokenizer import train_tokenizer
 from decoding import loading
@@ -31,6 +32,48 @@ def test_a_target_folder_is_looked_for_beside_the_export(lab, tmp_path, monkeypa
     (export / "config.json").write_text(json.dumps(config))
     monkeypatch.chdir(tmp_path)
     assert load(str(export)).target.name_or_path == str(export / "./target")
+
+
+class TestAnotherTarget:
+    """An export says whose weights it was trained for; another target is one line, no error."""
+
+    def loaded(self, export, target, capsys):
+        load(str(export), target=target and str(target))
+        return [line for line in capsys.readouterr().err.splitlines() if "weights than" in line]
+
+    def copied(self, lab, folder, change=0.0, **saved):
+        shutil.copytree(lab.runs / "ar_target" / "export", folder)
+        network = AutoModelForCausalLM.from_pretrained(folder)
+        (folder / "model.safetensors").unlink()
+        with torch.no_grad():
+            network.model.layers[-1].self_attn.v_proj.weight += change
+        network.save_pretrained(folder, **saved)
+        return folder
+
+    def test_it_is_told(self, lab, tmp_path, capsys):
+        tuned = self.copied(lab, tmp_path / "tuned", 1e-3)
+        (line,) = self.loaded(lab.runs / "deer_stage2" / "export", tuned, capsys)
+        assert line.startswith("warning: ")
+        assert f"was trained for a target with other weights than '{tmp_path / 'tuned'}'" in line
+
+    def test_a_copy_with_other_files_is_the_same(self, lab, tmp_path, capsys):
+        copy = self.copied(lab, tmp_path / "copy", max_shard_size=50_000)
+        assert len([*copy.glob("*.safetensors")]) > 1
+        for target in (copy, None):
+            assert self.loaded(lab.runs / "deer_stage2" / "export", target, capsys) == []
+
+    def test_an_older_export_says_nothing(self, lab, tmp_path, capsys):
+        shutil.copytree(lab.runs / "deer_stage2" / "export", tmp_path / "old")
+        config = json.loads((tmp_path / "old" / "config.json").read_text())
+        del config["parade"]["target_fingerprint"]
+        (tmp_path / "old" / "config.json").write_text(json.dumps(config))
+        tuned = self.copied(lab, tmp_path / "tuned", 1e-3)
+        assert self.loaded(tmp_path / "old", tuned, capsys) == []
+
+    def test_what_is_not_on_this_machine_has_none(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("socket.socket.connect", None)  # nothing is asked for
+        assert loading.target_fingerprint("org/none") is None
+        assert loading.target_fingerprint(str(tmp_path / "none")) is None
 
 
 def test_an_unknown_method_lists_those_that_exist(lab, tmp_path):

@@ -26,13 +26,21 @@ from decoding.engine.randomness import request_seeds
 from decoding.engine.running import Running
 from decoding.harness import ParadeLM
 from decoding.loading import load, load_tokenizer
-from decoding.serve import requests_within, row_bytes, run
+from decoding.serve import name_of, requests_within, row_bytes, run
 from decoding.serving.scheduler import Scheduler
 from tests.support import browser, tiny
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("forked")]
 
 PROMPTS = ["def area", "self return", "class name for", "if value in key", "x"]
+
+
+def test_a_model_is_served_by_the_name_of_its_folder_or_the_hubs(tmp_path):
+    (tmp_path / "my_run" / "export").mkdir(parents=True)
+    (tmp_path / "chats").mkdir()
+    assert name_of(str(tmp_path / "my_run" / "export")) == "my_run"
+    assert name_of(str(tmp_path / "chats")) == "chats"
+    assert name_of("org/name") == "org/name"
 
 
 @pytest.fixture(scope="module")

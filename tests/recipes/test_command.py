@@ -1,7 +1,6 @@
 """The command line: values by type, every mistake one line, --help and --cfg job."""
 
 import re
-import sys
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
@@ -10,7 +9,6 @@ import pytest
 import yaml
 
 from data.arguments import Count, Seed, Several, Whole
-from decoding.report import track
 from models.placement import DTYPES
 from recipes import command as cli
 from recipes import options
@@ -232,23 +230,6 @@ def test_main_ends_a_users_mistake_with_one_line(raised, code, line, capsys, mon
 def test_main_does_not_hide_a_bug():
     with pytest.raises(KeyError):
         cli.main(lambda argv: {}[0])
-
-
-class TestTrack:
-    def test_a_short_job_says_nothing_where_no_terminal_is(self, capsys):
-        assert [*track([1, 2, 3], "job")] == [1, 2, 3]
-        assert capsys.readouterr().out == ""
-
-    def test_a_long_one_says_a_line_now_and_then(self, capsys):
-        times = iter(range(0, 1000, 4))
-        assert len([*track(range(9), "job", clock=lambda: next(times))]) == 9
-        lines = capsys.readouterr().out.splitlines()
-        assert [re.match(r"job: (\d) of 9, ", x)[1] for x in lines] == ["3", "6", "9"]
-
-    def test_a_terminal_shows_a_bar(self, capsys, monkeypatch):
-        monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-        assert [*track([1, 2], "job")] == [1, 2]
-        assert "100%" in capsys.readouterr().out
 
 
 class TestHome:

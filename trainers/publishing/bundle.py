@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 BUNDLE = "custom_generate"  # transformers' name for the folder
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("data", "models", "recipes", "decoding")
+PACKAGES = ("terminal", "data", "models", "recipes", "decoding")
 ENTRY = "decoding.custom_generate"
 REQUIREMENTS = "torch>=2.8\ntransformers>=5.0\npydantic>=2.11\n"
 

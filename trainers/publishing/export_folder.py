@@ -10,6 +10,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from data.files import atomic_folder, atomic_write, read_json
 from decoding.loading import CONFIGS, KEPT, parade_config, sampler_of
+from terminal.progress import Work
 from trainers.base import BaseModule
 from trainers.lora import to_export
 from trainers.publishing.bundle import write_bundle
@@ -55,7 +56,7 @@ def write_export(
     """
     network = to_export(module.network, merge)
     module.check_vocabulary(network)
-    with atomic_folder(export) as temporary:
+    with atomic_folder(export) as temporary, Work(f"export to {export}, and its check"):
         write = _write_weights if module.exports_weights else _write_reference
         write(module, network, temporary)
         card = model_card(module.export_config(), folder, step)

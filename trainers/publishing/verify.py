@@ -24,6 +24,7 @@ from decoding.fetch import fetch
 from decoding.loading import load_tokenizer, parade_config
 from recipes.settings import Acceptance
 from recipes.stored import measured_with
+from terminal.progress import Work, track
 from trainers.publishing import stock_transformers
 from trainers.publishing.bundle import check_bundle
 from trainers.runs.callbacks import validation_prompts
@@ -104,13 +105,14 @@ def _in_transformers(
         "threads": torch.get_num_threads(),
     }
     # -P and cwd keep this folder and the script's off the path: they would shadow its imports.
-    done = subprocess.run(
-        [sys.executable, "-P", str(Path(stock_transformers.__file__).resolve())],
-        input=json.dumps(job),
-        capture_output=True,
-        text=True,
-        cwd=export,
-    )
+    with Work(f"{len(prompts)} prompts in stock transformers"):
+        done = subprocess.run(
+            [sys.executable, "-P", str(Path(stock_transformers.__file__).resolve())],
+            input=json.dumps(job),
+            capture_output=True,
+            text=True,
+            cwd=export,
+        )
     if done.returncode:
         why = done.stderr.strip().splitlines()[-1]
         raise ValueError(f"transformers cannot decode with {export}: {why}")
@@ -146,6 +148,8 @@ def _in_vllm(
         **options,
     ) as engine:
         way = Theirs("vllm", params=params, engine=engine, eos=eos)
-        for prompt in prompts:  # one by one, so that the errors are those over prompts
+        for prompt in track(
+            prompts, "verification", unit="prompts"
+        ):  # one by one, so that the errors are those over prompts
             way.decode([prompt], [0])
     return way

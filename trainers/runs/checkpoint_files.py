@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.api import CheckpointException
 
-from data.files import delete, put_in_place, shortened
+from data.files import check_space, delete, put_in_place, shortened
 from recipes.values import LARGEST
 from trainers.runs.safe_load import Refused, check_folder, read_file
 
@@ -85,6 +85,26 @@ def number_of(path: Path) -> int:
     """Return the step in a checkpoint's name; -1 for another name."""
     found = re.fullmatch(r"step-(\d+)", path.stem)
     return int(found[1]) if found else -1
+
+
+def check_room(folder: Path, module: pl.LightningModule, written: int, kept: int) -> None:
+    """Check that the disk has room for the checkpoints of a run that are in a folder at once.
+
+    One has the weights, and two numbers of the optimizer for each that is trained.
+
+    Args:
+        folder: Of the checkpoints.
+        module: The run's.
+        written: How many will be written, at the most.
+        kept: How many are kept; one more is there while it is written.
+    """
+    if not written:
+        return
+    weights = [x for x in module.state_dict().values() if isinstance(x, torch.Tensor)]
+    trained = [x for x in module.parameters() if x.requires_grad]
+    one = sum(x.numel() * x.element_size() for x in (*weights, *trained, *trained))
+    more = min(written, kept + 1 - len(checkpoint_files(folder)))
+    check_space(folder, one * max(more, 1))
 
 
 def write_checkpoint(trainer: pl.Trainer, path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
-from data.files import atomic_write
+from data.files import atomic_write, named
 
 
 def read_curve(file: Path) -> list[dict[str, str]]:
@@ -73,7 +73,7 @@ class Curve(Logger):
             rows = read_curve(self.file)
             self.columns += new
             self._write(rows)
-        with self.file.open("a", newline="") as file:
+        with named(self.file), self.file.open("a", newline="") as file:
             csv.DictWriter(file, self.columns).writerow(row)
             file.flush()
             os.fsync(file.fileno())

@@ -4,6 +4,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from datetime import timedelta
 
 import pytorch_lightning as pl
@@ -11,6 +12,8 @@ import rich.progress
 from pytorch_lightning.callbacks import Callback
 from rich.console import Console
 from rich.text import Text
+
+from terminal.progress import Work
 
 
 class Progress(Callback):
@@ -35,6 +38,7 @@ class Progress(Callback):
         self.last_line = float("-inf")
         self.steps: deque[float] = deque(maxlen=50)  # seconds of each
         self.validation = 0.0  # seconds of the last one
+        self.begun, self.waiting = False, ExitStack()
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Start the clock, and draw the bar from the step that the run resumes at."""
@@ -51,29 +55,44 @@ class Progress(Callback):
             self.task = self.bar.add_task("training", **start)
             self.bar.start()
 
+    def on_train_batch_start(self, trainer, module, batch, index) -> None:
+        """Say that the first step goes on: it compiles a network that is to be compiled."""
+        if not self.begun:
+            self.begun = True
+            self._wait("the first step")
+
     def on_train_batch_end(self, trainer, module, outputs, batch, index) -> None:
         if (index + 1) % trainer.accumulate_grad_batches == 0:
             forwards = trainer.accumulate_grad_batches * trainer.world_size
+            self.waiting.close()
             self.tokens = module.tokens(batch) * forwards
             self.steps.append(self._passed())
             self._show(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Show that a validation runs, since the bar does not move meanwhile."""
+        self._wait("validation")
         if self.bar is not None:
             self.bar.update(self.task, description="validating", refresh=True)
 
     def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.waiting.close()
         self.validation = self._passed()
         self._show(trainer, measured=not module.interrupted)
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.waiting.close()
         if self.bar is not None:
             self.bar.stop()
 
     def on_exception(self, trainer, module, exception) -> None:
         """Stop drawing, so that the error's message is readable."""
         self.on_train_end(trainer, module)
+
+    def _wait(self, name: str) -> None:
+        """Say what goes on, where no bar does."""
+        if self.bar is None:
+            self.waiting.enter_context(Work(name))
 
     def _passed(self) -> float:
         before, self.now = self.now, self.clock()

@@ -6,7 +6,7 @@ from torch.utils.data import Dataset
 from data.corpora.fingerprints import model_fingerprint
 from data.rows.packing import PackedRows
 from data.rows.states import DTYPE, RowsWithStates
-from decoding.report import track
+from terminal.progress import track
 from trainers.base import DISTRIBUTIONS, HIDDEN_STATES, BaseModule
 
 ROWS = 8  # rows per forward of the target

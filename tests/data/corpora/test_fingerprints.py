@@ -3,6 +3,8 @@
 import os
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from data.corpora import fingerprints, sources
 from data.corpora.fingerprints import (
@@ -11,6 +13,7 @@ from data.corpora.fingerprints import (
     input_fingerprint,
     model_fingerprint,
     same_model,
+    weights_fingerprint,
 )
 from data.corpora.sources import content_fingerprint
 
@@ -95,3 +98,46 @@ def test_a_hub_data_set_is_its_commit_also_without_network(tmp_path, monkeypatch
     assert found == ["org/text@c0ffee", "org/text@beef", "org/text@beef"]
     assert content_fingerprint("org/other", tmp_path / "rows") == "org/other@None"
     assert commit("org/text") is None
+
+
+class TestWeights:
+    """Fingerprints of weights see every tensor, whatever the files, and read little."""
+
+    def saved(self, file, tensors, **options):
+        save_file(tensors, file, **options)
+        return weights_fingerprint([file])
+
+    def test_a_change_of_any_tensor_is_seen(self, tmp_path):
+        tensors = {f"layers.{i}": torch.randn(3, 1500) for i in range(20)}
+        tensors |= {"empty": torch.zeros(0, 3), "one": torch.ones(())}
+        first = self.saved(tmp_path / "a.safetensors", tensors)
+        assert first == self.saved(tmp_path / "b.safetensors", tensors, metadata={"made": "by"})
+        found = {first}
+        for name in ("layers.0", "layers.13", "layers.19", "one"):
+            found.add(self.saved(tmp_path / "c.safetensors", {**tensors, name: tensors[name] + 1}))
+        as_half = {name: x.half() for name, x in tensors.items()}
+        found.add(self.saved(tmp_path / "c.safetensors", as_half))
+        renamed = {f"x.{name}": x for name, x in tensors.items()}
+        found.add(self.saved(tmp_path / "c.safetensors", renamed))
+        assert len(found) == 7
+
+    def test_how_tensors_are_spread_over_files_is_not(self, tmp_path):
+        tensors = {name: torch.randn(2, 5) for name in "abc"}
+        whole = self.saved(tmp_path / "model.safetensors", tensors)
+        parts = [tmp_path / "m-1.safetensors", tmp_path / "m-2.safetensors"]
+        save_file({"c": tensors["c"]}, parts[0])
+        save_file({name: tensors[name] for name in "ba"}, parts[1])
+        assert weights_fingerprint(parts) == whole != weights_fingerprint(parts[:1])
+
+    def test_little_is_read(self, tmp_path, monkeypatch):
+        read, sha = [], fingerprints.hashlib.sha256
+        monkeypatch.setattr(fingerprints.hashlib, "sha256", lambda x: read.append(len(x)) or sha(x))
+        self.saved(tmp_path / "a.safetensors", {"a": torch.zeros(2**20), "b": torch.zeros(9)})
+        assert sum(read) < 10_000
+
+    def test_a_pickle_is_read_in_samples(self, tmp_path):
+        found = set()
+        for value in (1, 2, 2):
+            torch.save({"a": torch.full((50_000,), value)}, tmp_path / "pytorch_model.bin")
+            found.add(weights_fingerprint([tmp_path / "pytorch_model.bin"]))
+        assert len(found) == 2

@@ -208,3 +208,24 @@ def test_a_benchmark_takes_no_condition(tmp_path, tokenizer):
     assert heldout_prompts(source, tokenizer, 1)
     with pytest.raises(ValueError, match=r"where='a==1'.*benchmark"):
         heldout_prompts(source, tokenizer, 1, where="a==1")
+
+
+def test_a_text_of_two_lines_is_one_document_and_says_so(tmp_path, tokenizer, capsys):
+    lines = ["How far is the moon?", "What is a prime number?"]
+    text = tmp_path / "prompts.txt"
+    text.write_text("\n".join(lines))
+    for split in ("train", "heldout"):  # it is in one of the two, and not in the other
+        with pytest.raises(ValueError, match=r"A \.txt file is one document") as error:
+            heldout_prompts(str(text), tokenizer, 2, 60, split=split)
+        assert "give a .jsonl file" in str(error.value)
+        assert "\n" not in str(error.value)
+    capsys.readouterr()
+    for _ in range(2):
+        heldout_prompts(str(text), tokenizer, 2, 8)  # it is held out, by its hash
+    (line,) = capsys.readouterr().err.splitlines()  # once
+    assert line.startswith(f"{text}: its prompts are windows of 8 tokens. A .txt file is one")
+    heldout_prompts(str(text), tokenizer, 1, 8)
+    rows = [{"text": line} for line in lines]
+    with pytest.raises(ValueError, match="prompts") as error:
+        heldout_prompts(write_jsonl(tmp_path / "p.jsonl", rows), tokenizer, 3, 8, split="train")
+    assert "one document" not in str(error.value) + capsys.readouterr().err

@@ -88,8 +88,22 @@ def test_models_by_their_id(client, http):
     assert client.models.retrieve("m").id == "m"
     assert client.models.retrieve("org/plain").id == "org/plain"
     assert http.get("/v1/models/m").json() in http.get("/v1/models").json()["data"]
-    with pytest.raises(NotFoundError, match="Served are m, org/plain"):
-        client.models.retrieve("gpt-4")
+
+
+def test_an_unknown_model_is_openais_404(client, http):
+    asked = {"model": "gpt-4", "messages": ASK}
+    for ask in (
+        lambda: client.models.retrieve("gpt-4"),
+        lambda: client.chat.completions.create(**asked),
+        lambda: client.completions.create(model="gpt-4", prompt="a"),
+    ):
+        with pytest.raises(NotFoundError, match="Served are m, org/plain") as error:
+            ask()
+        assert (error.value.code, error.value.param) == ("model_not_found", "model")
+    # Another mistake in the same body stays what it was.
+    with pytest.raises(BadRequestError) as error:
+        client.chat.completions.create(**asked | {"model": "m"}, max_tokens=-1)
+    assert (error.value.code, error.value.param) == ("400", "max_tokens")
 
 
 @pytest.mark.parametrize(

@@ -366,6 +366,18 @@ class TestTarget:
         assert "/home/alice/llama" in refused(push, drafter)
         assert server.count("PUT") == 0
 
+    @pytest.mark.parametrize("target", ["runs/x/export", "./target", "llama"])
+    def test_nor_does_one_below_the_working_directory(self, server, drafter, monkeypatch, target):
+        monkeypatch.setattr("trainers.export.verify", lambda *_: pytest.fail("minutes went by"))
+        config = drafter / "export" / "config.json"
+        entry = {"method": "deer", "target": target, "block_size": 8}
+        write(config, json.dumps({"x": 1, "parade": entry}))
+        assert "give its Hub id with target=" in refused(push, drafter, "verify=[transformers]")
+        assert server.count("PUT") == 0
+        write(config, json.dumps({"x": 1, "parade": entry | {"target": "org/llama"}}))
+        push(drafter)
+        assert "config.json" in server.files(REPO)
+
     def test_its_hub_id_takes_its_place(self, server, drafter):
         push(drafter, "target=meta/llama")
         config = json.loads(server.files(REPO)["config.json"])

@@ -503,6 +503,19 @@ class TestFullDisk:
         lab.fit("ar_target", *DROPOUT, "name=full")
         assert same_run(folder(lab, "full"), whole)
 
+    def test_a_disk_without_room_is_seen_before_the_run(self, lab, monkeypatch, capsys):
+        free = lambda size: lambda _: SimpleNamespace(free=size)  # noqa: E731
+        monkeypatch.setattr("shutil.disk_usage", free(100_000))
+        message = refused(lab.fit, "ar_target", *DROPOUT, "name=no_room")
+        assert f"{folder(lab, 'no_room') / 'checkpoints'} needs up to" in message
+        assert not folder(lab, "no_room").exists()
+        monkeypatch.setattr("shutil.disk_usage", free(10**9))
+        capsys.readouterr()
+        lab.fit("ar_target", *DROPOUT, "name=no_room")
+        (told,) = re.findall(r"at most ([\d.]+) MB to write", capsys.readouterr().out)
+        sizes = [f.stat().st_size for f in (folder(lab, "no_room") / "checkpoints").iterdir()]
+        assert 0.5 < float(told) * 1e6 / (len(sizes) + 1) / max(sizes) < 1.5
+
     def test_when_the_rename_fails(self, tmp_path, monkeypatch):
         sharded = Sharded(2)
         monkeypatch.setattr("os.replace", full)
