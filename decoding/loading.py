@@ -28,6 +28,7 @@ from decoding.method import KEYS, MAX_COUNT, Method, check_values
 from models import causal, mar, public
 from models.attention import GROUPED, switch_attention
 from models.norms import fuse
+from models.options import no_model
 from models.packed import pack
 from models.placement import input_device
 from models.weights import one_line
@@ -67,7 +68,7 @@ def load(
         device: Where the models run: 'cpu', 'cuda', 'cuda:1', ...
         device_map: Spreads a target that is too large for one device over GPUs, host memory and
             disk: 'auto', or limits such as '0:60GiB,cpu:200GiB'
-            (`models.placement.loading_options`). A drafter stays whole, where the target's inputs
+            (`models.options.loading_options`). A drafter stays whole, where the target's inputs
             are.
         trust_remote_code: Whether code that a Hub repository brings may run.
 
@@ -256,10 +257,7 @@ def _config_of(path: str) -> Path:
         for file in (Path(path) / name for name in CONFIGS):
             if file.is_file():
                 return file
-        raise ValueError(
-            f"no model at {path!r}: there is no {Path(path) / CONFIGS[0]}. Give an exported "
-            "folder (python -m trainers.fit recipe=deer_stage2 writes one) or a Hub id"
-        )
+        raise no_model(path)
     try:
         for name in CONFIGS[:-1]:
             try:

@@ -16,13 +16,9 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from data.arguments import Count, Positive, Whole
-from decoding.engine.defaults import model_defaults, told
 from decoding.engine.params import SamplingParams
-from decoding.engine.sampler import Sampler
-from decoding.loading import load
-from decoding.samplers.plain import PlainSampler
 from recipes.command import main
-from recipes.options import NEEDED, AnswerOptions, Verbatim, option, parse
+from recipes.options import NEEDED, AnswerOptions, Verbatim, check_first, option, parse
 
 PLAIN = "plain"  # the name of the target alone, which is served beside a drafter
 LONGEST = 4096  # tokens of a request, where neither the model nor the user sets a limit
@@ -55,9 +51,22 @@ class Serve(AnswerOptions):
     api_key: Verbatim | None = option(None, "that clients must send; null: PARADE_API_KEY, or none")
 
 
+def read_options(argv: list[str]) -> Serve:
+    """Return the command's options."""
+    return parse(argv, Serve, "decoding.serve")
+
+
+check_first(__name__, read_options)
+
+from decoding.engine.defaults import model_defaults, told
+from decoding.engine.sampler import Sampler
+from decoding.loading import load
+from decoding.samplers.plain import PlainSampler
+
+
 def run(argv: list[str]) -> None:
     """Run the command with its arguments `key=value`."""
-    s = parse(argv, Serve, "decoding.serve")
+    s = read_options(argv)
     if find_spec("starlette") is None or find_spec("uvicorn") is None:
         raise ValueError("decoding.serve needs starlette and uvicorn: pip install 'parade[serve]'")
     import uvicorn

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import MISSING
 from typing import Any, NamedTuple
 
-import transformers
-
 from recipes.values import show, type_name, unknown
 
 WIDTH, COLUMN = 100, 46  # of --help: characters of a line, and where descriptions begin
@@ -24,6 +22,11 @@ def main(run: Callable[[list[str]], None]) -> None:
     A ValueError or OSError is a user's mistake; PARADE_TRACEBACK=1 shows it in full.
     """
     quiet()
+    call(run)
+
+
+def call(run: Callable[[list[str]], object]) -> None:
+    """Call a function with sys.argv; a user's mistake ends the process as in `main`."""
     try:
         run(sys.argv[1:])
     except (ValueError, OSError) as error:
@@ -43,6 +46,8 @@ def typed(command: str) -> str:
 
 def quiet() -> None:
     """Hide loading bars and advice of transformers, which would mix with a command's own lines."""
+    import transformers
+
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     # transformers imports it where it is installed, and it announces that there is no GPU.

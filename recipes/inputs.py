@@ -9,8 +9,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from data.corpora.answers import UnfitCollection
-from models.causal import looks_local
+from models.options import looks_local
 from recipes.compose import names
 
 
@@ -41,6 +40,8 @@ def prepare_inputs(needs: Sequence[DictConfig], build: bool) -> None:
 @contextmanager
 def named_commands(needs: Sequence[DictConfig]) -> Iterator[None]:
     """Add to the error of an input that does not fit the command that makes another one."""
+    from data.corpora.answers import UnfitCollection  # which imports torch
+
     try:
         yield
     except UnfitCollection as error:

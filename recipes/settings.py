@@ -8,7 +8,7 @@ from pydantic import Field
 from data.arguments import Count, Positive, Seed, Several, Temperature, Tokens, Weight, Whole
 from data.corpora.sources import load_documents
 from data.text.prompts import prompt_set
-from models.placement import DTYPES
+from models.options import DTYPES
 from recipes.options import NEEDED, DeviceMap, option
 
 # Settings of a node that are read only where another one is not off: its key, the value with which

@@ -10,7 +10,7 @@ from decoding.bench.options import MEASURED
 from decoding.external.vllm_engine import FORMATS as ENGINE_FORMATS
 from decoding.external.vllm_engine import speculative_config
 from decoding.loading import decoding_fingerprint, load_assistant, parade_config
-from models.causal import looks_local
+from models.options import looks_local
 from models.weights import no_larger_than, one_line
 from recipes.command import main
 from recipes.options import NEEDED, Options, Verbatim, option, parse

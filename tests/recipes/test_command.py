@@ -11,7 +11,7 @@ import yaml
 
 from data.arguments import Count, Seed, Several, Whole
 from decoding.report import track
-from models.placement import DTYPES
+from models.options import DTYPES
 from recipes import command as cli
 from recipes import options
 from recipes.compose import compose
