@@ -14,21 +14,25 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import DictConfig
-from transformers import PreTrainedTokenizerBase
 
-from data.corpora.answers import shard_path
 from data.files import atomic_write, check_space, read_json, same_setting, shortened
-from data.text.chat import reads_clock
-from data.text.prompts import prompt_set
-from data.text.rendering import dated
-from data.text.tokenizer import same_tokenizer
 from decoding.report import track
 from recipes.command import main
 from recipes.compose import build, compose, run_folder
 from recipes.folders import claimed
-from recipes.inputs import prepare_inputs
+from recipes.inputs import check_first, prepare_inputs
+
+check_first(__name__, "collect")
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from data.corpora.answers import shard_path
+from data.text.chat import reads_clock
+from data.text.prompts import prompt_set
+from data.text.rendering import dated
+from data.text.tokenizer import same_tokenizer
 
 MANIFEST = "manifest.json"  # the settings of a collection, in its folder
 # Of its keys, those which older collections do not have, and the result.

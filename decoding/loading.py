@@ -28,17 +28,13 @@ from decoding.method import KEYS, MAX_COUNT, Method, check_values
 from models import causal, mar, public
 from models.attention import GROUPED, switch_attention
 from models.norms import fuse
-from models.options import no_model
+from models.options import CONFIGS, config_in
 from models.packed import pack
 from models.placement import input_device
 from models.weights import one_line
 from recipes.values import convert, split, unknown
 
 VERSION = 1  # of the `parade` entry; one without is of version 1
-# The file with the `parade` entry of an adapter's export: beside a config.json, transformers would
-# look for the weights of the adapter's base in the same folder.
-KEPT = "parade_export.json"
-CONFIGS = ("config.json", KEPT, "adapter_config.json")  # the first that is there
 # How models without an entry are decoded, by their type; all others plainly.
 METHODS = {"xlnet": "asarm"}
 DFLASH = "dflash_config"  # the key of a DFlash drafter's config.json, whoever trained it
@@ -254,10 +250,7 @@ def parade_config(path: str) -> dict:
 def _config_of(path: str) -> Path:
     """Return the first of CONFIGS that a folder or a repository has."""
     if causal.looks_local(path):
-        for file in (Path(path) / name for name in CONFIGS):
-            if file.is_file():
-                return file
-        raise no_model(path)
+        return config_in(path)
     try:
         for name in CONFIGS[:-1]:
             try:

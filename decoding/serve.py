@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -93,7 +93,7 @@ def run(argv: list[str]) -> None:
     if s.cache_gb is not None:
         at_once = min(at_once, requests_within(s.cache_gb, sampler, longest))
     scheduler = Scheduler(samplers, at_once, s.waiting, longest, s.prefill_tokens)
-    limits = {"most": int(1e6 * s.body_mb), "seconds": s.seconds}
+    limits: dict[str, Any] = {"most": int(1e6 * s.body_mb), "seconds": s.seconds}
     key = s.api_key or os.environ.get("PARADE_API_KEY")
     server = Server(scheduler, sampler.tokenizer, key=key, defaults=defaults, **limits)
     most, backlog = room(wanted=max(1024, 2 * (at_once + s.waiting)))

@@ -9,6 +9,10 @@ from pathlib import Path
 
 GGUF = ".gguf"
 CHECKPOINTS = (".pth", ".safetensors")  # files in the layout of MAR's program
+# The file with the `parade` entry of an adapter's export: beside a config.json, transformers would
+# look for the weights of the adapter's base in the same folder.
+KEPT = "parade_export.json"
+CONFIGS = ("config.json", KEPT, "adapter_config.json")  # the first that is there
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")  # of weights
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -23,15 +27,18 @@ def looks_local(path: str) -> bool:
 
 
 def check_there(path: str) -> None:
-    """Raise ValueError for a local folder that does not exist."""
-    if looks_local(path) and not (path.endswith((GGUF, *CHECKPOINTS)) or Path(path).exists()):
-        raise no_model(path)
+    """Raise ValueError for a local folder without a model."""
+    if looks_local(path) and not path.endswith((GGUF, *CHECKPOINTS)):
+        config_in(path)
 
 
-def no_model(path: str) -> ValueError:
-    """Return the error for a folder without a model."""
-    return ValueError(
-        f"no model at {path!r}: there is no {Path(path) / 'config.json'}. Give an exported "
+def config_in(path: str) -> Path:
+    """Return the first of CONFIGS that a folder has; raise ValueError where there is none."""
+    for file in (Path(path) / name for name in CONFIGS):
+        if file.is_file():
+            return file
+    raise ValueError(
+        f"no model at {path!r}: there is no {Path(path) / CONFIGS[0]}. Give an exported "
         "folder (python -m trainers.fit recipe=deer_stage2 writes one) or a Hub id"
     )
 
