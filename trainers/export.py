@@ -52,6 +52,10 @@ class Export(Options):
     message: Verbatim = option("Export by parade", "of the commit", needs="push")
     dry_run: bool = option(False, "print what would be pushed, and change nothing")
 
+    def check_inputs(self) -> None:
+        if not Path(self.run).is_dir():
+            raise ValueError(f"run={self.run} is not there: give the folder of a finished run")
+
 
 def read_options(argv: list[str]) -> Export:
     """Return the command's options."""
