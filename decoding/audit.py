@@ -13,25 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-import torch
 from pydantic import Field
 
 from data.arguments import Seed, Tokens
-from decoding.auditing.controls import RIGHT, WRONG, drawn
-from decoding.auditing.reference import (
-    PROMPT,
-    TARGET,
-    VOCABULARY,
-    Finding,
-    chi_square,
-    enumerate_answers,
-    exact_distribution,
-    index_of,
-    tiny_model,
-)
-from decoding.engine.randomness import derived_seed
 from recipes.command import main
-from recipes.options import NEEDED, Options, option, parse
+from recipes.options import NEEDED, Options, check_first, option, parse
 from terminal.progress import track
 
 RANDOMNESS = ("randomness", "generator", "seed", "seeds")
@@ -55,11 +41,35 @@ class Audit(Options):
     seed: Seed = option(0, "of all that is drawn")
 
 
-def run(argv: list[str]) -> None:
-    """Run the command with its arguments `key=value`; the first may be the program alone."""
+def read_options(argv: list[str]) -> Audit:
+    """Return the command's options; the first argument may be the program alone."""
     if argv and ":" in argv[0] and "=" not in argv[0]:
         argv = [f"program={argv[0]}", *argv[1:]]
-    audit = parse(argv, Audit, "decoding.audit")
+    return parse(argv, Audit, "decoding.audit")
+
+
+check_first(__name__, read_options)
+
+import torch
+
+from decoding.auditing.controls import RIGHT, WRONG, drawn
+from decoding.auditing.reference import (
+    PROMPT,
+    TARGET,
+    VOCABULARY,
+    Finding,
+    chi_square,
+    enumerate_answers,
+    exact_distribution,
+    index_of,
+    tiny_model,
+)
+from decoding.engine.randomness import derived_seed
+
+
+def run(argv: list[str]) -> None:
+    """Run the command with its arguments `key=value`; the first may be the program alone."""
+    audit = read_options(argv)
     program = find(audit.program)
     enumerated = randomness_of(program) == "randomness"
     if audit.controls:

@@ -15,23 +15,13 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, ClassVar
 
-from torch import Tensor
-
 from data.arguments import Count, Several, Small, Temperature, Tokens
-from data.corpora.answers import read_answers
 from data.files import atomic_write
-from data.text.prompts import heldout_prompts
-from data.text.tokenizer import checked_manifest
-from decoding.calibration.tree_ranking import fit, observed
-from decoding.drafting.bigrams import FILE, Bigrams, count, write
-from decoding.drafting.block_sampler import BlockSampler
-from decoding.drafting.tree import check_tree
+from decoding.drafting.tree_limits import check_tree
 from decoding.engine.params import SamplingParams
-from decoding.engine.sampler import Sampler
-from decoding.loading import entry_of, load, parade_config, read_config, sampler_of
 from decoding.report import results, write_table
 from recipes.command import main
-from recipes.options import NEEDED, PromptOptions, check_batch_sizes, option, parse
+from recipes.options import NEEDED, PromptOptions, check_batch_sizes, check_first, option, parse
 from terminal.progress import Work, track
 
 
@@ -68,18 +58,47 @@ class Calibrate(PromptOptions):
         for nodes, sharpness in product(self.nodes, self.sharpness):
             check_tree(nodes, sharpness)
 
+    def check_inputs(self) -> None:
+        if not self.file.is_file():
+            raise ValueError(
+                f"model={self.model!r} is no folder of an export: there is no {self.file}"
+            )
+
+    @property
+    def file(self) -> Path:
+        """Return the export's config.json."""
+        return Path(self.model) / "config.json"
+
     @property
     def title(self) -> str:
         """Return the title of the tables."""
         return f"{self.prompts} held-out prompts, {self.dtype}"
 
 
+def read_options(argv: list[str]) -> Calibrate:
+    """Return the command's options."""
+    return parse(argv, Calibrate, "decoding.calibrate")
+
+
+check_first(__name__, read_options)
+
+from torch import Tensor
+
+from data.corpora.answers import read_answers
+from data.text.prompts import heldout_prompts
+from data.text.tokenizer import checked_manifest
+from decoding.calibration.tree_ranking import fit, observed
+from decoding.drafting.bigrams import FILE, Bigrams, count, write
+from decoding.drafting.block_sampler import BlockSampler
+from decoding.engine.sampler import Sampler
+from decoding.loading import entry_of, load, parade_config, read_config, sampler_of
+
+
 def run(argv: list[str]) -> None:
     """Run the command with its arguments `key=value`."""
-    c = parse(argv, Calibrate, "decoding.calibrate")
-    file = Path(c.model) / "config.json"
-    if not file.is_file():
-        raise ValueError(f"model={c.model!r} is no folder of an export: there is no {file}")
+    c = read_options(argv)
+    c.check_inputs()
+    file = c.file
     # Bigrams of an earlier calibration are not needed, and a damaged table must be replaceable.
     bare = ["bigrams=false"] if "bigrams" in parade_config(c.model) else []
     sampler = load(c.model, target=c.target, sampler=bare, **c.placing)

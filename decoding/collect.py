@@ -16,22 +16,26 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import DictConfig
+
+from data.files import atomic_write, check_space, read_json, same_setting, shortened
+from recipes.command import main
+from recipes.compose import build, compose, run_folder
+from recipes.folders import claimed
+from recipes.inputs import check_first, prepare_inputs
+from terminal.progress import Work
+
+check_first(__name__, "collect")
+
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from data.corpora.answers import COMPLETE, PROMPTS, shard_path, with_turns
 from data.corpora.sources import is_own
-from data.files import atomic_write, check_space, read_json, same_setting, shortened
 from data.text.chat import reads_clock
 from data.text.prompts import TooFewPrompts, prompt_set
 from data.text.rendering import dated
 from data.text.tokenizer import same_tokenizer
-from recipes.command import main
-from recipes.compose import build, compose, run_folder
-from recipes.folders import claimed
-from recipes.inputs import prepare_inputs
-from terminal.progress import Work
 
 MANIFEST = "manifest.json"  # the settings of a collection, in its folder
 # Of its keys, those which older collections do not have, and the result.

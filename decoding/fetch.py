@@ -4,10 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from decoding.loading import parade_config
-from models import causal, gguf
 from recipes.command import main
-from recipes.options import NEEDED, Options, option, parse
+from recipes.options import NEEDED, Options, check_first, option, parse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +15,17 @@ class Fetch(Options):
     EXAMPLE: ClassVar[str] = "model=HuggingFaceTB/SmolLM2-135M-Instruct"
 
     model: str = option(NEEDED, "a Hub id or a gguf file")
+
+
+def read_options(argv: list[str]) -> Fetch:
+    """Return the command's options."""
+    return parse(argv, Fetch, "decoding.fetch")
+
+
+check_first(__name__, read_options)
+
+from decoding.loading import parade_config
+from models import causal, gguf
 
 
 def fetch(model: str) -> Path:
@@ -30,7 +39,7 @@ def fetch(model: str) -> Path:
 
 def run(argv: list[str]) -> None:
     """Run the command with its arguments `key=value`."""
-    print(fetch(parse(argv, Fetch, "decoding.fetch").model))
+    print(fetch(read_options(argv).model))
 
 
 if __name__ == "__main__":

@@ -10,13 +10,9 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from data.files import read_text
-from decoding.chat import Chat, aside, converse, cost, shown
-from decoding.engine.defaults import model_defaults, told
 from decoding.engine.params import PARAM_NAMES, VERIFY, SamplingParams
-from decoding.engine.sampler import Sampler
-from decoding.loading import load
 from recipes.command import main
-from recipes.options import AnswerOptions, Verbatim, option, parse
+from recipes.options import AnswerOptions, Verbatim, check_first, option, parse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +45,54 @@ class Generate(AnswerOptions, SamplingParams):
         if self.system is not None and not self.chat:
             raise ValueError("system= is of a chat: give chat=true too")
 
+    def check_inputs(self) -> None:
+        super().check_inputs()
+        if self.prompt is not None and (file := prompt_file(self.prompt)) and not file.exists():
+            read_prompt(self.prompt)  # its error
+
+
+def read_options(argv: list[str]) -> Generate:
+    """Return the command's options."""
+    return parse(argv, Generate, "decoding.generate")
+
+
+def prompt_file(given: str) -> Path | None:
+    """Return the file that `prompt=` names as @path; None where it is no file."""
+    named = given.startswith("@") and not given.startswith("@@")
+    return Path(os.path.expanduser(given[1:])) if named else None
+
+
+def read_prompt(given: str) -> str:
+    """Return the text of `prompt=`: as given, of a file (@path), or all of standard input (-)."""
+    file = prompt_file(given)
+    if given != "-" and file is None:
+        return given.removeprefix("@") if given.startswith("@@") else given
+    try:
+        if file is None:
+            text = sys.stdin.buffer.read().decode("utf-8").replace("\r\n", "\n")
+        else:
+            text = read_text(file)
+    except OSError as error:
+        reason = f"{error.strerror}; a text that begins with @ is given as prompt='@@...'"
+        raise ValueError(f"prompt={given!r} cannot be read: {reason}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"prompt={given!r} holds no text in UTF-8: {error}") from error
+    if not text.strip():
+        raise ValueError(f"prompt={given!r} holds no text")
+    return text
+
+
+check_first(__name__, read_options)
+
+from decoding.chat import Chat, aside, converse, cost, shown
+from decoding.engine.defaults import model_defaults, told
+from decoding.engine.sampler import Sampler
+from decoding.loading import load
+
 
 def run(argv: list[str]) -> None:
     """Run the command with its arguments `key=value`."""
-    g = parse(argv, Generate, "decoding.generate")
+    g = read_options(argv)
     prompt = None if g.prompt is None else read_prompt(g.prompt)
     sampler = load(g.model, **g.loading)
     if not isinstance(sampler, Sampler):
@@ -73,27 +113,6 @@ def run(argv: list[str]) -> None:
         converse(chat)
     else:
         chat.ask(prompt)
-
-
-def read_prompt(given: str) -> str:
-    """Return the text of `prompt=`: as given, of a file (@path), or all of standard input (-)."""
-    if given.startswith("@@"):
-        return given[1:]
-    if given != "-" and not given.startswith("@"):
-        return given
-    try:
-        if given == "-":
-            text = sys.stdin.buffer.read().decode("utf-8").replace("\r\n", "\n")
-        else:
-            text = read_text(Path(os.path.expanduser(given[1:])))
-    except OSError as error:
-        reason = f"{error.strerror}; a text that begins with @ is given as prompt='@@...'"
-        raise ValueError(f"prompt={given!r} cannot be read: {reason}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"prompt={given!r} holds no text in UTF-8: {error}") from error
-    if not text.strip():
-        raise ValueError(f"prompt={given!r} holds no text")
-    return text
 
 
 def go_on(sampler: Sampler, prompt: str, params: SamplingParams) -> None:

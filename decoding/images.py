@@ -4,43 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-import torch
-from torch import Tensor
-
-from data.arguments import Count, Seed, Several, Temperature, Weight, Whole
-from data.images import autoencoder, unpatchify
-from decoding.continuous.image_state import GUIDANCE, IMAGE_VERIFY, ImageParams, ImageResult
-from decoding.loading import load
+from data.arguments import Count, Seed, Several, Whole
+from decoding.continuous.options import IMAGE_VERIFY, ImageOptions
 from decoding.report import picture
-from decoding.samplers.sequential import SequentialSampler
-from models.patches import ImageConfig
-from models.placement import DTYPES
 from recipes.command import main
-from recipes.options import NEEDED, ModelOptions, option, parse
+from recipes.options import NEEDED, check_first, option, parse
 from terminal.progress import Work
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImageOptions(ModelOptions):
-    """The model of images, how it samples, and how its latents become pixels."""
-
-    model: str = option(NEEDED, "an export of a drafter or of a target; a file of MAR's")
-    target: str | None = option(None, "a target instead of the one that the export names")
-    sampler: tuple[str, ...] = option((), "other knobs than the export's, as [gamma=8]")
-    temperature: Temperature = option(1.0, "times the noise of every step")
-    guidance: Weight = option(1.0, "scale of classifier-free guidance; 1 is off")
-    guidance_schedule: Literal[*GUIDANCE] = option("constant", "linear: from 1 up to the scale")
-    prefill: float | None = option(
-        None, "share of the tokens that the target makes alone, at the start; null: the export's"
-    )
-    vae: str | None = option(None, "of the latents that the models were trained on")
-    scale: float = option(1.0, "of those latents; MAR's 0.2325")
-    dtype: Literal[*DTYPES] = option("float32", "of the weights in memory")
-
-    @property
-    def loading(self) -> dict:
-        """Return the arguments of `decoding.load`, without the model."""
-        return {"target": self.target, "sampler": self.sampler, **self.placing}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +27,22 @@ class Images(ImageOptions):
     out: str = option("images.png", "the picture's file")
 
 
+def read_options(argv: list[str]) -> Images:
+    """Return the command's options."""
+    return parse(argv, Images, "decoding.images")
+
+
+check_first(__name__, read_options)
+
+import torch
+from torch import Tensor
+
+from data.images import autoencoder, unpatchify
+from decoding.continuous.image_state import ImageParams, ImageResult
+from decoding.loading import load
+from decoding.samplers.sequential import SequentialSampler
+from models.patches import ImageConfig
+
 PARAMS = (
     "temperature", "guidance", "guidance_schedule", "prefill", "verify", "lossy", "seed"
 )  # fmt: skip
@@ -65,7 +50,7 @@ PARAMS = (
 
 def run(argv: list[str]) -> None:
     """Run the command with its arguments `key=value`."""
-    request = parse(argv, Images, "decoding.images")
+    request = read_options(argv)
     sampler = load(request.model, **request.loading)
     if not isinstance(sampler, SequentialSampler):
         raise ValueError(f"{request.model!r} makes text: use python -m decoding.generate")

@@ -12,14 +12,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from jinja2 import TemplateError
-
 from data.arguments import Count, Positive, Several, Whole
-from data.text.prompts import asks_in_chat
 from decoding.engine.params import VERIFY, SamplingParams
 from decoding.report import results, write_table
 from recipes.command import main
-from recipes.options import NEEDED, LoadOptions, MeasureOptions, Verbatim, option, parse
+from recipes.options import (
+    NEEDED,
+    LoadOptions,
+    MeasureOptions,
+    Verbatim,
+    check_first,
+    option,
+    parse,
+)
 from recipes.values import read, split
 
 
@@ -49,9 +54,21 @@ class LmEval(LoadOptions, MeasureOptions):
             raise ValueError("system= is of a chat: give chat=true too")
 
 
+def read_options(argv: list[str]) -> LmEval:
+    """Return the command's options."""
+    return parse(argv, LmEval, "decoding.lm_eval")
+
+
+check_first(__name__, read_options)
+
+from jinja2 import TemplateError
+
+from data.text.prompts import asks_in_chat
+
+
 def run(argv: list[str]) -> None:
     """Run the command with its arguments `key=value`."""
-    e = parse(argv, LmEval, "decoding.lm_eval")
+    e = read_options(argv)
     given = {key: read(value) for key, value in map(split, e.gen_kwargs)}
     if find_spec("lm_eval") is None:
         raise ValueError("lm-evaluation-harness is not installed: pip install lm_eval")

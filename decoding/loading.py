@@ -31,6 +31,7 @@ from decoding.method import KEYS, MAX_COUNT, Method, check_values
 from models import causal, mar, public
 from models.attention import GROUPED, switch_attention
 from models.norms import fuse
+from models.options import CONFIGS, config_in
 from models.packed import pack
 from models.placement import input_device
 from models.weights import one_line, weight_files
@@ -38,10 +39,6 @@ from recipes.values import convert, split, unknown
 from terminal.progress import track
 
 VERSION = 1  # of the `parade` entry; one without is of version 1
-# The file with the `parade` entry of an adapter's export: beside a config.json, transformers would
-# look for the weights of the adapter's base in the same folder.
-KEPT = "parade_export.json"
-CONFIGS = ("config.json", KEPT, "adapter_config.json")  # the first that is there
 # How models without an entry are decoded, by their type; all others plainly.
 METHODS = {"xlnet": "asarm"}
 DFLASH = "dflash_config"  # the key of a DFlash drafter's config.json, whoever trained it
@@ -71,7 +68,7 @@ def load(
         device: Where the models run: 'cpu', 'cuda', 'cuda:1', ...
         device_map: Spreads a target that is too large for one device over GPUs, host memory and
             disk: 'auto', or limits such as '0:60GiB,cpu:200GiB'
-            (`models.placement.loading_options`). A drafter stays whole, where the target's inputs
+            (`models.options.loading_options`). A drafter stays whole, where the target's inputs
             are.
         trust_remote_code: Whether code that a Hub repository brings may run.
 
@@ -279,13 +276,7 @@ def parade_config(path: str) -> dict:
 def _config_of(path: str) -> Path:
     """Return the first of CONFIGS that a folder or a repository has."""
     if causal.looks_local(path):
-        for file in (Path(path) / name for name in CONFIGS):
-            if file.is_file():
-                return file
-        raise ValueError(
-            f"no model at {path!r}: there is no {Path(path) / CONFIGS[0]}. Give an exported "
-            "folder (python -m trainers.fit recipe=deer_stage2 writes one) or a Hub id"
-        )
+        return config_in(path)
     try:
         for name in CONFIGS[:-1]:
             try:

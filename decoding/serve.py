@@ -11,19 +11,15 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
 from data.arguments import Count, Positive, Whole
-from decoding.engine.defaults import model_defaults, told
 from decoding.engine.params import SamplingParams
-from decoding.engine.sampler import Sampler
-from decoding.loading import load
-from decoding.samplers.plain import PlainSampler
-from models.causal import looks_local
+from models.options import looks_local
 from recipes.command import main
-from recipes.options import NEEDED, AnswerOptions, Verbatim, option, parse
+from recipes.options import NEEDED, AnswerOptions, Verbatim, check_first, option, parse
 
 PLAIN = "plain"  # the name of the target alone, which is served beside a drafter
 LONGEST = 4096  # tokens of a request, where neither the model nor the user sets a limit
@@ -58,9 +54,22 @@ class Serve(AnswerOptions):
     api_key: Verbatim | None = option(None, "that clients must send; null: PARADE_API_KEY, or none")
 
 
+def read_options(argv: list[str]) -> Serve:
+    """Return the command's options."""
+    return parse(argv, Serve, "decoding.serve")
+
+
+check_first(__name__, read_options)
+
+from decoding.engine.defaults import model_defaults, told
+from decoding.engine.sampler import Sampler
+from decoding.loading import load
+from decoding.samplers.plain import PlainSampler
+
+
 def run(argv: list[str]) -> None:
     """Run the command with its arguments `key=value`."""
-    s = parse(argv, Serve, "decoding.serve")
+    s = read_options(argv)
     if find_spec("starlette") is None or find_spec("uvicorn") is None:
         raise ValueError("decoding.serve needs starlette and uvicorn: pip install 'parade[serve]'")
     import uvicorn
@@ -86,7 +95,7 @@ def run(argv: list[str]) -> None:
     if s.cache_gb is not None:
         at_once = min(at_once, requests_within(s.cache_gb, sampler, longest))
     scheduler = Scheduler(samplers, at_once, s.waiting, longest, s.prefill_tokens)
-    limits = {"most": int(1e6 * s.body_mb), "seconds": s.seconds}
+    limits: dict[str, Any] = {"most": int(1e6 * s.body_mb), "seconds": s.seconds}
     key = s.api_key or os.environ.get("PARADE_API_KEY")
     server = Server(scheduler, sampler.tokenizer, key=key, defaults=defaults, **limits)
     most, backlog = room(wanted=max(1024, 2 * (at_once + s.waiting)))

@@ -25,15 +25,14 @@ from transformers.utils import cached_file
 from models import public
 from models.attention import check_masks
 from models.context import guard
-from models.placement import check_device, check_dtype, loading_options, place
+from models.options import GGUF, check_device, check_dtype, loading_options, looks_local
+from models.placement import place
 from models.sizes import TransformerSizes
 from models.weights import (
-    GGUF,
     bounded,
     check_complete,
     check_depth,
     check_finite,
-    looks_local,
     one_line,
 )
 from terminal.progress import Work
@@ -128,7 +127,7 @@ def load(
         trust_remote_code: Whether the model's own code may run.
         device: Where the network runs.
         device_map: Spreads a network that is too large for one device, in place of `device`
-            (`models.placement.loading_options`).
+            (`models.options.loading_options`).
         **hub: Options of the Hub, such as revision and token.
 
     Raises:

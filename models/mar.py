@@ -20,10 +20,10 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 
 from models.heads import DiffusionHead
+from models.options import CHECKPOINTS
 from models.patches import ImageConfig
 from models.weights import check_complete, check_finite, load_own, one_line
 
-CHECKPOINTS = (".pth", ".safetensors")
 PUBLIC_HEADS = {768: 12, 1024: 16, 1280: 16}  # attention heads of MAR-B, -L and -H, by hidden size
 # Names of the diffusion head's tensors: in a checkpoint, and in `models.heads.DiffusionHead`.
 RENAMED = (

@@ -23,11 +23,11 @@ from transformers.utils import (
 )
 from transformers.utils.hub import get_checkpoint_shard_files
 
+from models.options import looks_local
 from terminal.progress import Work
 
 SHOWN = 3  # keys that a message names
 DEEPEST = 10_000  # layers
-GGUF = ".gguf"
 # Limits by a checkpoint: what one of its tensors may become in tensors, and one byte in weights.
 SPLIT, PACKED, SMALL = 4, 8, 100
 _OPEN: list[dict] = []  # what is left in each context that is open
@@ -134,12 +134,6 @@ def no_larger_than(tensors: int, size: int) -> Iterator[None]:
     finally:
         _OPEN.pop()
         handle.remove()
-
-
-def looks_local(path: str) -> bool:
-    """Return whether a path is local: Hub ids have one slash at most and no leading dot."""
-    here = path.startswith((".", "/", "~")) or path.endswith(GGUF)
-    return here or path.count("/") != 1 or Path(path).exists()
 
 
 def load_own(

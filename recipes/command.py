@@ -1,6 +1,7 @@
 """The command line of every command: flags, `--help`, and one line for a user's mistake."""
 
 import errno
+import gc
 import logging
 import os
 import shlex
@@ -9,10 +10,6 @@ import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING
 from typing import Any, NamedTuple
-
-import huggingface_hub.utils
-import transformers
-from huggingface_hub.constants import HF_HUB_DISABLE_PROGRESS_BARS
 
 from recipes.values import show, type_name, unknown
 
@@ -28,6 +25,11 @@ def main(run: Callable[[list[str]], None]) -> None:
     A ValueError or OSError is a user's mistake; PARADE_TRACEBACK=1 shows it in full.
     """
     quiet()
+    call(run)
+
+
+def call(run: Callable[[list[str]], object]) -> None:
+    """Call a function with sys.argv; a user's mistake ends the process as in `main`."""
     try:
         run(sys.argv[1:])
     except (ValueError, OSError) as error:
@@ -38,6 +40,8 @@ def main(run: Callable[[list[str]], None]) -> None:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         sys.exit(130)
+    finally:
+        gc.freeze()  # the interpreter would search a million objects for cycles before it ends
 
 
 def typed(command: str) -> str:
@@ -47,6 +51,10 @@ def typed(command: str) -> str:
 
 def quiet() -> None:
     """Hide loading bars and advice of transformers, which would mix with a command's own lines."""
+    import huggingface_hub.utils
+    import transformers
+    from huggingface_hub.constants import HF_HUB_DISABLE_PROGRESS_BARS
+
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     # That has disabled the Hub's too; these come back unless the user does not want them.

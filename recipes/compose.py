@@ -17,13 +17,13 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
-from inspect import Parameter
+from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra.errors import InstantiationException
-from hydra.utils import get_object, instantiate
+from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -31,7 +31,8 @@ from data.corpora.sources import is_own
 from data.files import shortened
 from recipes.command import Line, asked, help_page
 from recipes.options import types_of
-from recipes.settings import SWITCHES, Collect, Fit
+from recipes.settings import SWITCHES, Collect, Fit, TakenBy
+from recipes.signatures import signatures_of
 from recipes.values import check, convert, members, plain, read, show, split, unknown
 
 RECIPES = Path(__file__).parent
@@ -328,10 +329,10 @@ def check_targets(node: DictConfig) -> None:
                 nodes.append((f"{key}{name}.", value))
 
 
-def _target(node: Mapping) -> Any:
-    """Return the object that a node's `_target_` names."""
+def _target(node: Mapping) -> tuple[Signature, ...]:
+    """Return the signatures of what a node's `_target_` names (`signatures_of`)."""
     check_targets(OmegaConf.create({"_target_": node["_target_"]}))
-    return get_object(node["_target_"])
+    return signatures_of(node["_target_"])
 
 
 def _takes(node: Mapping, hint: Any) -> tuple[dict[str, Parameter], bool]:
@@ -341,16 +342,18 @@ def _takes(node: Mapping, hint: Any) -> tuple[dict[str, Parameter], bool]:
     of such, or one annotated with the functions that take it.
     """
     if "_target_" in node:
-        return _parameters_of(_target(node))
+        return _parameters_of(*_target(node))
     for kind in members(hint):
         if is_dataclass(kind):
-            return _parameters_of(kind)[0], kind in SETTINGS.values()
+            return _parameters_of(inspect.signature(kind))[0], kind in SETTINGS.values()
         if typing.is_typeddict(kind):
             return _typed(typing.get_type_hints(kind, include_extras=True)), True
         if typing.get_origin(kind) is dict:
             return _typed(dict.fromkeys(node, typing.get_args(kind)[1])), True
-    functions = [f for f in getattr(hint, "__metadata__", ()) if inspect.isfunction(f)]
-    return _parameters_of(*functions) if functions else ({}, True)
+    for taken in getattr(hint, "__metadata__", ()):
+        if isinstance(taken, TakenBy):
+            return _parameters_of(*(s for name in taken.functions for s in signatures_of(name)))
+    return {}, True
 
 
 def _typed(hints: dict[str, Any]) -> dict[str, Parameter]:
@@ -358,18 +361,16 @@ def _typed(hints: dict[str, Any]) -> dict[str, Parameter]:
             for n, h in hints.items()}  # fmt: skip
 
 
-def _parameters_of(*makers: Any) -> tuple[dict[str, Parameter], bool]:
+def _parameters_of(*signatures: Signature) -> tuple[dict[str, Parameter], bool]:
     """Return the parameters of a callable, and of those that it passes further ones on to.
 
     The second value says whether a config may have other keys: `**keys: Unpack[...]` says so, while
     those of a plain `**options` are for code alone.
     """
-    if inspect.isclass(makers[0]):
-        makers = tuple(c for c in makers[0].__mro__ if "__init__" in vars(c)) or makers
     found: dict[str, Parameter] = {}
     free = False
-    for maker in makers:
-        parameters = inspect.signature(maker).parameters.values()
+    for signature in signatures:
+        parameters = signature.parameters.values()
         named = (p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
         found = {p.name: p for p in named} | found
         more = [p.annotation for p in parameters if p.kind == p.VAR_KEYWORD]
@@ -418,7 +419,7 @@ def _builds(value: Any, hint: Any) -> bool:
     """Return whether a value is a node whose `_target_` returns the type."""
     if not isinstance(value, dict) or "_target_" not in value:
         return False
-    built = plain(inspect.signature(_target(value)).return_annotation)
+    (built, *_) = [plain(s.return_annotation) for s in _target(value)] or [Any]
     return plain(hint) in (Any, dict) or built in (plain(hint), *typing.get_args(plain(hint)))
 
 

@@ -9,9 +9,25 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from data.corpora.answers import UnfitCollection
-from models.causal import looks_local
-from recipes.compose import names
+from models.options import looks_local
+from recipes.command import call
+from recipes.compose import compose, names, run_folder
+
+
+def check_first(name: str, command: str) -> None:
+    """Check a command line before the rest of the command's module is imported.
+
+    It is what `recipes.options.check_first` is for commands without recipes; `command` is that of
+    `compose`. Inputs of a new run must be there, or be made by the run.
+    """
+
+    def check(argv: list[str]) -> None:
+        config = compose(argv, command)
+        if not config.build_inputs and not run_folder(config).exists():
+            prepare_inputs(config.needs, build=False)
+
+    if name == "__main__":
+        call(check)
 
 
 def prepare_inputs(needs: Sequence[DictConfig], build: bool) -> None:
@@ -41,6 +57,8 @@ def prepare_inputs(needs: Sequence[DictConfig], build: bool) -> None:
 @contextmanager
 def named_commands(needs: Sequence[DictConfig]) -> Iterator[None]:
     """Add to the error of an input that does not fit the command that makes another one."""
+    from data.corpora.answers import UnfitCollection  # which imports torch
+
     try:
         yield
     except UnfitCollection as error:

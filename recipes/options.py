@@ -10,6 +10,7 @@ import re
 import shlex
 import sys
 import typing
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Annotated, Any, Literal
 
@@ -17,8 +18,8 @@ import yaml
 from pydantic import AfterValidator
 
 from data.arguments import Count, Seed, Tokens
-from models.placement import DTYPES, check_device, loading_options
-from recipes.command import Line, asked, help_page
+from models.options import DTYPES, check_device, check_there, loading_options
+from recipes.command import Line, asked, call, help_page
 from recipes.values import VERBATIM, check, convert, split, unknown
 
 NEEDED = MISSING  # the default of an option that must be given
@@ -56,6 +57,20 @@ class Options:
     def __post_init__(self):
         for name, hint in types_of(type(self)).items():
             check(name, getattr(self, name), hint)
+
+    def check_inputs(self) -> None:
+        """Raise ValueError for an input that is not there, as far as a look at the files tells."""
+
+
+def check_first(name: str, read: Callable[[list[str]], Options]) -> None:
+    """Check a command line before the rest of the command's module is imported.
+
+    torch and transformers take seconds, so a module of a command has its options first, then this
+    call with its `__name__` and the function that reads them, and then its other imports. A
+    mistake, --help and --cfg job end the process here.
+    """
+    if name == "__main__":
+        call(lambda argv: read(argv).check_inputs())
 
 
 def parse(argv: list[str], into: type, command: str):
@@ -131,6 +146,9 @@ class ModelOptions(Options):
     dtype: Literal[*DTYPES] = option("bfloat16", "of the weights in memory")
     device: Device = option("cpu", "cpu, cuda, mps or xpu; cuda:1 is the second GPU")
     device_map: DeviceMap = option(None, "spread the target: auto, or limits as 0:60GiB,cpu:200GiB")
+
+    def check_inputs(self) -> None:
+        check_there(self.model)
 
     @property
     def placing(self) -> dict:

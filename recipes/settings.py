@@ -6,9 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from data.arguments import Count, Positive, Seed, Several, Temperature, Tokens, Weight, Whole
-from data.corpora.sources import load_documents
-from data.text.prompts import prompt_set
-from models.placement import DTYPES
+from models.options import DTYPES
 from recipes.options import NEEDED, DeviceMap, option
 
 # Settings of a node that are read only where another one is not off: its key, the value with which
@@ -22,6 +20,13 @@ Decay = Annotated[float, Field(gt=0, lt=1)]
 # Lightning's, by their full names.
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true",
               "transformer-engine", "transformer-engine-float16")  # fmt: skip
+
+
+class TakenBy:
+    """The annotation of a node whose keys are arguments of functions, by their dotted names."""
+
+    def __init__(self, *functions: str):
+        self.functions = functions
 
 
 @dataclass
@@ -161,5 +166,7 @@ class Collect(Recipe):
 
     command: str = option("collect", "")
     collector: dict = option(NEEDED, "")
-    prompts: Annotated[dict, prompt_set, load_documents] = option(NEEDED, "")
+    prompts: Annotated[
+        dict, TakenBy("data.text.prompts.prompt_set", "data.corpora.sources.load_documents")
+    ] = option(NEEDED, "")
     shard_size: Annotated[int, Field(ge=1, le=10**6)] = option(64, "prompts per shard")

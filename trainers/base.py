@@ -86,7 +86,7 @@ class BaseModule(pl.LightningModule):
     def load_target(cls, name: str, dtype: str, device_map: str | None = None) -> PreTrainedModel:
         """Load the target (a folder or Hub id) of this kind of module, frozen, to evaluate.
 
-        `device_map` spreads it over devices (`models.placement.loading_options`).
+        `device_map` spreads it over devices (`models.options.loading_options`).
         """
         return causal.load(name, dtype=dtype, device_map=device_map).eval().requires_grad_(False)
 

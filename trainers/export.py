@@ -9,23 +9,13 @@ from data.files import atomic_folder, atomic_write, read_text, refuse_links
 from decoding.bench.options import MEASURED
 from decoding.external.vllm_engine import FORMATS as ENGINE_FORMATS
 from decoding.external.vllm_engine import speculative_config
-from decoding.loading import decoding_fingerprint, load_assistant, parade_config
-from models.causal import looks_local
-from models.weights import no_larger_than, one_line
+from models.options import looks_local
 from recipes.command import main
-from recipes.options import NEEDED, Options, Verbatim, option, parse
+from recipes.options import NEEDED, Options, Verbatim, check_first, option, parse
 from recipes.stored import asks_for_code, checked_config
-from trainers.fit import build_module
-from trainers.publishing import hub
-from trainers.publishing.bundle import BUNDLE
-from trainers.publishing.card import SECTIONS, model_card, with_bench
-from trainers.publishing.export_folder import is_export, write_entry, write_export
-from trainers.publishing.private import public
-from trainers.publishing.speculators import write_speculators
-from trainers.publishing.verify import PROGRAMS, verify
-from trainers.runs.checkpoint_files import load_weights, size_of, step_of
 
 SPECULATORS = "speculators"
+PROGRAMS = ("transformers", "vllm")  # that verify= may name
 FORMATS = ("transformers", *ENGINE_FORMATS, SPECULATORS)
 
 
@@ -62,10 +52,34 @@ class Export(Options):
     message: Verbatim = option("Export by parade", "of the commit", needs="push")
     dry_run: bool = option(False, "print what would be pushed, and change nothing")
 
+    def check_inputs(self) -> None:
+        if not Path(self.run).is_dir():
+            raise ValueError(f"run={self.run} is not there: give the folder of a finished run")
+
+
+def read_options(argv: list[str]) -> Export:
+    """Return the command's options."""
+    return parse(argv, Export, "trainers.export")
+
+
+check_first(__name__, read_options)
+
+from decoding.loading import decoding_fingerprint, load_assistant, parade_config
+from models.weights import no_larger_than, one_line
+from trainers.fit import build_module
+from trainers.publishing import hub
+from trainers.publishing.bundle import BUNDLE
+from trainers.publishing.card import SECTIONS, model_card, with_bench
+from trainers.publishing.export_folder import is_export, write_entry, write_export
+from trainers.publishing.private import public
+from trainers.publishing.speculators import write_speculators
+from trainers.publishing.verify import verify
+from trainers.runs.checkpoint_files import load_weights, size_of, step_of
+
 
 def run(argv: list[str]) -> None:
     """Run the command `python -m trainers.export` with arguments key=value, those of `Export`."""
-    e = parse(argv, Export, "trainers.export")
+    e = read_options(argv)
     folder = _checked_export(e)
     if e.format == SPECULATORS:
         write_speculators(folder, e.dry_run)

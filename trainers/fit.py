@@ -11,9 +11,19 @@ from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
+from omegaconf import DictConfig, OmegaConf
+
+from data.files import atomic_write, delete
+from recipes.command import main
+from recipes.compose import build, compose, run_folder, scales_of
+from recipes.folders import claimed
+from recipes.inputs import check_first, named_commands, prepare_inputs
+from recipes.settings import Acceptance, Optimization, Trainer
+
+check_first(__name__, "fit")
+
 import pytorch_lightning as pl
 import torch
-from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.accelerators import CUDAAccelerator
 from pytorch_lightning.callbacks import Callback, LambdaCallback
 from pytorch_lightning.plugins.environments import TorchElasticEnvironment
@@ -23,15 +33,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
-from data.files import atomic_write, delete
 from data.rows.stream import BatchSchedule, OnceEach, Stream
 from models.attention import WRITTEN_OUT, fused_attention, switch_attention
 from models.placement import input_device
-from recipes.command import main
-from recipes.compose import build, compose, run_folder, scales_of
-from recipes.folders import claimed
-from recipes.inputs import named_commands, prepare_inputs
-from recipes.settings import Acceptance, Optimization, Trainer
 from trainers.base import BaseModule, WholeSteps
 from trainers.lora import add_lora
 from trainers.publishing.export_folder import check_exportable, is_export, write_export

@@ -9,17 +9,9 @@ from typing import ClassVar
 
 from data.arguments import Several, Temperature
 from decoding.bench.options import PromptBenchOptions, results_folder, told_apart
-from decoding.bench.rows import Row, params_of, questions, take_turns
-from decoding.engine.batch import Batch
-from decoding.engine.sampler import Sampler
-from decoding.loading import load, parade_config, sampler_of, sampling_config
-from decoding.masked.draft_graph import DraftGraph, show
 from decoding.report import picture, results, write_table
-from decoding.samplers import denoise, spiffy
-from decoding.samplers.denoise import DenoiseSampler
-from decoding.samplers.spiffy import SpiffySampler
 from recipes.command import main
-from recipes.options import option, parse
+from recipes.options import check_first, option, parse
 
 # And the methods of a sampler whose seconds they are; ranking is part of verifying.
 STAGES = {"drafts": ("draft_states",), "verify": ("verify", "begin_next"), "rank": ("rank",)}
@@ -35,6 +27,23 @@ class DenoiseBench(PromptBenchOptions):
     EXAMPLE: ClassVar[str] = "model=runs/spiffy_calibrate/export sampler=[threshold=0.9]"
 
     temperatures: Several[Temperature] = option((0.0,), "of the sampling; 0 is greedy")
+
+
+def read_options(argv: list[str]) -> DenoiseBench:
+    """Return the command's options."""
+    return parse(argv, DenoiseBench, "decoding.bench.denoise")
+
+
+check_first(__name__, read_options)
+
+from decoding.bench.rows import Row, params_of, questions, take_turns
+from decoding.engine.batch import Batch
+from decoding.engine.sampler import Sampler
+from decoding.loading import load, parade_config, sampler_of, sampling_config
+from decoding.masked.draft_graph import DraftGraph, show
+from decoding.samplers import denoise, spiffy
+from decoding.samplers.denoise import DenoiseSampler
+from decoding.samplers.spiffy import SpiffySampler
 
 
 class Watch:
@@ -92,7 +101,7 @@ class WatchedRow(Row):
 
 def run(argv: list[str]) -> None:
     """Run the command with its arguments `key=value`."""
-    bench = parse(argv, DenoiseBench, "decoding.bench.denoise")
+    bench = read_options(argv)
     with results(results_folder(bench, "bench")) as out:
         report(bench, measure(bench), out)
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from decoding.bench.options import DRAWN
 from decoding.drafting.block_drafter import BlockDrafter
 from decoding.drafting.block_sampler import BlockSampler
 from decoding.drafting.chain import Chain
@@ -233,7 +234,7 @@ def _accepted(trees: Trees, node: Tensor, following: Tensor) -> Accepted:
     return Accepted(tokens, count, nodes, pad(nodes + 1, (1, 0)))
 
 
-RULES = {"traversal": traversal, "multipath": multipath}
+RULES = dict(zip(DRAWN, (traversal, multipath)))
 
 
 class DrawnTree(Chain):

@@ -9,19 +9,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
-import torch
-
 from data.arguments import BlockSize, Count, Temperature, Whole
 from decoding.bench.options import note_model, results_folder
-from decoding.bench.rows import ERROR, Row, on_screen, params_of, questions, ratio_error, take_turns
 from decoding.engine.params import Result, Stats, accepted_counts
-from decoding.external.vllm_engine import ON_CPU, Vllm, interpreter, speculative_config
-from decoding.fetch import fetch
-from decoding.loading import load, parade_config, target_of
 from decoding.report import results, write_table
-from decoding.samplers.plain import PlainSampler
 from recipes.command import main
-from recipes.options import PromptOptions, option, parse
+from recipes.options import PromptOptions, check_first, option, parse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +30,22 @@ class EngineBench(PromptOptions):
     block_size: BlockSize | None = option(None, "tokens drafted a cycle; null: the export's own")
     ngram: Whole = option(8, "tokens that vLLM's prompt lookup drafts; 0: leave it out")
     temperature: Temperature = option(0.0, "of the sampling; 0 is greedy")
+
+
+def read_options(argv: list[str]) -> EngineBench:
+    """Return the command's options."""
+    return parse(argv, EngineBench, "decoding.bench.engine")
+
+
+check_first(__name__, read_options)
+
+import torch
+
+from decoding.bench.rows import ERROR, Row, on_screen, params_of, questions, ratio_error, take_turns
+from decoding.external.vllm_engine import ON_CPU, Vllm, interpreter, speculative_config
+from decoding.fetch import fetch
+from decoding.loading import load, parade_config, target_of
+from decoding.samplers.plain import PlainSampler
 
 
 @dataclass
@@ -124,7 +133,7 @@ def _ratio(above: list[int], below: list[int]) -> tuple[float, float]:
 
 def run(argv: list[str]) -> None:
     """Run the command with its arguments `key=value`."""
-    bench = parse(argv, EngineBench, "decoding.bench.engine")
+    bench = read_options(argv)
     with results(results_folder(bench, "bench_vllm")) as out:
         note_model(bench, out)
         report(bench, measure(bench), out)

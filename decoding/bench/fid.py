@@ -9,24 +9,14 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Annotated, ClassVar, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
-from torchmetrics.image.inception import InceptionScore
 
 from data.arguments import Count, Several, Small
-from data.images import pictures as real_pictures
-from decoding.bench.image_metrics import KINDS, Given, frechet_distance
-from decoding.bench.image_metrics import load as load_features
-from decoding.bench.images import RELAXED, classes, params_of, pictures
-from decoding.bench.options import results_folder
-from decoding.images import ImageOptions
-from decoding.loading import load
+from decoding.bench.options import FEATURES, RELAXED, results_folder
+from decoding.continuous.options import ImageOptions
 from decoding.report import results, write_table
-from decoding.samplers.cspd import CspdSampler
-from decoding.samplers.sequential import SequentialSampler
 from recipes.command import main
-from recipes.options import NEEDED, MeasureOptions, option, parse
+from recipes.options import NEEDED, MeasureOptions, check_first, option, parse
 from terminal.progress import track
 
 TwoOrMore = Annotated[int, Field(ge=2, le=10**8)]
@@ -43,14 +33,34 @@ class Fid(ImageOptions, MeasureOptions):
     ways: Several[Literal[*tuple(RULES)]] = option(tuple(RULES), "to sample; relaxed is lossy")
     samples: TwoOrMore = option(50_000, "of each way; only equal numbers compare")
     batch_size: Count = option(64, "images that are made at once")
-    features: Literal[*KINDS] = option("inception", "what images are compared by")
+    features: Literal[*FEATURES] = option("inception", "what images are compared by")
     weights: str | None = option(None, "Inception's file; null downloads it")
     gamma: Small | None = option(None, "tokens drafted a cycle; null: the export's own")
 
 
+def read_options(argv: list[str]) -> Fid:
+    """Return the command's options."""
+    return parse(argv, Fid, "decoding.bench.fid")
+
+
+check_first(__name__, read_options)
+
+import torch
+from torch import Tensor
+from torchmetrics.image.inception import InceptionScore
+
+from data.images import pictures as real_pictures
+from decoding.bench.image_metrics import Given, frechet_distance
+from decoding.bench.image_metrics import load as load_features
+from decoding.bench.images import classes, params_of, pictures
+from decoding.loading import load
+from decoding.samplers.cspd import CspdSampler
+from decoding.samplers.sequential import SequentialSampler
+
+
 def run(argv: list[str]) -> None:
     """Run the command with its arguments `key=value`."""
-    request = parse(argv, Fid, "decoding.bench.fid")
+    request = read_options(argv)
     sampler = load(request.model, **request.loading)
     if not isinstance(sampler, SequentialSampler):
         raise ValueError(f"{request.model!r} makes text, no images: FID compares images")

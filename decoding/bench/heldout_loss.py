@@ -8,24 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-import torch
-from torch import Tensor
-from torch.nn.functional import cross_entropy
-from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 from data.arguments import Count, Tokens
-from data.corpora.answers import read_answers
-from data.rows.documents import documents
-from data.rows.packing import Encoded
-from data.rows.stream import Stream
-from data.text.tokenizer import checked_manifest
-from decoding.engine.vocabulary import check_known
-from decoding.loading import check_one_tokenizer, is_drafter, load, load_tokenizer, parade_config
 from decoding.report import results, write_table
-from models.placement import DTYPES, input_device
+from models.options import DTYPES
 from recipes.command import main
-from recipes.options import SourceOptions, option, parse
+from recipes.options import SourceOptions, check_first, option, parse
 from terminal.progress import track
 
 
@@ -45,9 +32,32 @@ class HeldoutLoss(SourceOptions):
     out: str = option("heldout_loss", "folder of the results")
 
 
+def read_options(argv: list[str]) -> HeldoutLoss:
+    """Return the command's options."""
+    return parse(argv, HeldoutLoss, "decoding.bench.heldout_loss")
+
+
+check_first(__name__, read_options)
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from data.corpora.answers import read_answers
+from data.rows.documents import documents
+from data.rows.packing import Encoded
+from data.rows.stream import Stream
+from data.text.tokenizer import checked_manifest
+from decoding.engine.vocabulary import check_known
+from decoding.loading import check_one_tokenizer, is_drafter, load, load_tokenizer, parade_config
+from models.placement import input_device
+
+
 def run(argv: list[str]) -> None:
     """Run the command with its arguments `key=value`."""
-    h = parse(argv, HeldoutLoss, "decoding.bench.heldout_loss")
+    h = read_options(argv)
     names = tuple(dict.fromkeys((h.model, *h.also)))
     for name in names:
         if is_drafter(parade_config(name)):

@@ -10,7 +10,6 @@ from data.images import digits
 
 Features = Callable[[Tensor], Tensor]
 Logits = Callable[[Tensor], Tensor]
-KINDS = ("digits", "inception")
 
 
 def load(

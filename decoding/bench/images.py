@@ -5,22 +5,12 @@ from pathlib import Path
 from time import perf_counter
 from typing import ClassVar, Literal
 
-import torch
-from torch import Tensor
-
 from data.arguments import Count, Several, Small, Temperature, Weight, Whole
-from decoding.bench.image_metrics import KINDS, frechet_distance, permutation_test
-from decoding.bench.image_metrics import load as load_features
-from decoding.bench.options import results_folder
-from decoding.bench.rows import cycle
-from decoding.continuous.image_state import ImageParams, ImageResult
-from decoding.images import ImageOptions, pixels
-from decoding.loading import load
+from decoding.bench.options import FEATURES, RELAXED, results_folder
+from decoding.continuous.options import ImageOptions
 from decoding.report import picture, results, write_table
-from decoding.samplers.cspd import CspdSampler
-from decoding.samplers.sequential import SequentialSampler
 from recipes.command import main
-from recipes.options import MeasureOptions, option, parse
+from recipes.options import MeasureOptions, check_first, option, parse
 from terminal.progress import track
 
 
@@ -43,12 +33,29 @@ class ImageBench(ImageOptions, MeasureOptions):
     samples: Whole = option(2000, "of each set of the permutation test; 0 leaves it out")
     batch_sizes: Several[Count] = option((1, 8, 128), "images made at once, to time")
     batches: Count = option(8, "that are timed, of each size")
-    features: Literal[*KINDS] | None = option(None, "adds Fréchet distances of these features")
+    features: Literal[*FEATURES] | None = option(None, "adds Fréchet distances of these features")
 
+
+def read_options(argv: list[str]) -> ImageBench:
+    """Return the command's options."""
+    return parse(argv, ImageBench, "decoding.bench.images")
+
+
+check_first(__name__, read_options)
+
+import torch
+from torch import Tensor
+
+from decoding.bench.image_metrics import frechet_distance, permutation_test
+from decoding.bench.image_metrics import load as load_features
+from decoding.bench.rows import cycle
+from decoding.continuous.image_state import ImageParams, ImageResult
+from decoding.images import pixels
+from decoding.loading import load
+from decoding.samplers.cspd import CspdSampler
+from decoding.samplers.sequential import SequentialSampler
 
 PERMUTATIONS = 499
-# The published rule, with the inner temperature of the authors' program.
-RELAXED = {"verify": "relaxed", "lossy": True, "inner_temperature": 42.0}
 WAYS = {
     "sequential": None,
     "exact": {},
@@ -61,7 +68,7 @@ SWEPT = ("gamma", "prefill", "guidance", "temperature")  # `gammas` are values o
 
 def run(argv: list[str]) -> None:
     """Run the command with its arguments `key=value`."""
-    bench = parse(argv, ImageBench, "decoding.bench.images")
+    bench = read_options(argv)
     sampler = load(bench.model, **bench.loading)
     if not isinstance(sampler, CspdSampler):
         raise ValueError(f"{bench.model!r} is no drafter of images: python -m decoding.images")

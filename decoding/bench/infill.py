@@ -12,30 +12,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import ClassVar, Literal
 
-import torch
-from scipy.stats import entropy, ttest_ind
-from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 from data.arguments import BlockSize, Count, Several, Small, Temperature, Tokens
-from data.corpora.benchmarks import Problem, is_benchmark, program, read_benchmark
-from data.rows.documents import packed_windows
-from data.text.chat import encode_text
-from data.text.prompts import heldout_prompts
-from decoding.any_subset.infilling import Template
 from decoding.bench.options import ProgramOptions, results_folder
-from decoding.bench.rows import ERROR, Row, mean_error, spread
-from decoding.bench.sandbox import check, execute
-from decoding.engine.detokenize import text_after
 from decoding.engine.params import Result, SamplingParams
-from decoding.engine.sampler import Sampler
-from decoding.loading import load, load_tokenizer, sampler_of, sampling_config
 from decoding.report import results, write_table
-from models import causal
-from models.context import context
-from models.placement import input_device
 from recipes.command import main
-from recipes.options import SourceOptions, option, parse
+from recipes.options import SourceOptions, check_first, option, parse
 from recipes.values import unknown
 from terminal.progress import track
 
@@ -68,6 +50,33 @@ class InfillBench(SourceOptions, ProgramOptions):
     lossy: bool = option(False, "allow knobs that are not lossless, as tolerance=0.05 (Table 8)")
     batch_size: Count = option(8, "windows that are filled together")
     temperature: Temperature = option(1.0, "of the sampling; 0 is greedy")
+
+
+def read_options(argv: list[str]) -> InfillBench:
+    """Return the command's options."""
+    return parse(argv, InfillBench, "decoding.bench.infill")
+
+
+check_first(__name__, read_options)
+
+import torch
+from scipy.stats import entropy, ttest_ind
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from data.corpora.benchmarks import Problem, is_benchmark, program, read_benchmark
+from data.rows.documents import packed_windows
+from data.text.chat import encode_text
+from data.text.prompts import heldout_prompts
+from decoding.any_subset.infilling import Template
+from decoding.bench.rows import ERROR, Row, mean_error, spread
+from decoding.bench.sandbox import check, execute
+from decoding.engine.detokenize import text_after
+from decoding.engine.sampler import Sampler
+from decoding.loading import load, load_tokenizer, sampler_of, sampling_config
+from models import causal
+from models.context import context
+from models.placement import input_device
 
 
 @dataclass
@@ -132,7 +141,7 @@ class FilledRow(Row):
 
 def run(argv: list[str]) -> None:
     """Run the command with its arguments `key=value`."""
-    bench = parse(argv, InfillBench, "decoding.bench.infill")
+    bench = read_options(argv)
     with results(results_folder(bench, "bench")) as out:
         report(bench, measure(bench), out)
 

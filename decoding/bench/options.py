@@ -1,18 +1,29 @@
-"""Options that benches share."""
+"""Options of `python -m decoding.bench`, and those that benches share."""
 
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from data.arguments import Count, Several, Temperature
-from decoding.loading import decoding_fingerprint
-from recipes.options import MeasureOptions, PromptOptions, SamplerOptions, option
+from data.arguments import BlockSize, Count, Several, Temperature, Whole
+from decoding.engine.params import VERIFY
+from recipes.options import (
+    MeasureOptions,
+    PromptOptions,
+    SamplerOptions,
+    check_batch_sizes,
+    option,
+    parse,
+)
 
 MEASURED = "model.sha256"  # the fingerprint of the export that was measured
+DRAWN = ("traversal", "multipath")  # rules for trees that are drawn from the drafter
+FEATURES = ("digits", "inception")  # what images are compared by
+# The published rule, with the inner temperature of the authors' program.
+RELAXED = {"verify": "relaxed", "lossy": True, "inner_temperature": 42.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +52,34 @@ class ScoreOptions(PromptOptions, ProgramOptions):
     """Options of a command that scores the answers to a benchmark's problems."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Bench(PromptBenchOptions, ScoreOptions):
+    """Compare an export's sampler with plain decoding and with what transformers offers.
+
+    An export in `also` with weights of its own is compared with plain decoding of those.
+    """
+
+    EXAMPLE: ClassVar[str] = "model=runs/deer_stage2/export temperatures=[0,1] batch_sizes=[1,4]"
+
+    target: str | None = option(None, "a target instead of the one that the export names")
+    assistant: str | None = option(None, "a drafter for transformers' assisted generation")
+    generate: bool = option(True, "transformers' own plain decoding too")
+    prompt_lookup: Whole = option(10, "tokens that transformers copies from the text; 0: none")
+    batch_sizes: Several[int] = option((1,), "prompts that are decoded together")
+    verify: Several[Literal[*VERIFY]] = option(VERIFY, "how drafts are verified, a row each")
+    drawn: tuple[Literal[*DRAWN], ...] = option((), "rules for drawn trees, baselines of tree")
+    block_size: BlockSize | None = option(None, "tokens drafted a cycle; null: the export's own")
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_batch_sizes(self.batch_sizes, self.prompts)
+
+
+def read_options(argv: list[str]) -> Bench:
+    """Return the options of `python -m decoding.bench`."""
+    return parse(argv, Bench, "decoding.bench")
+
+
 def results_folder(options: MeasureOptions, name: str) -> Path:
     """Return the folder for results: `out=`, or `name` next to a local export, or here."""
     model = Path(options.model)
@@ -49,6 +88,8 @@ def results_folder(options: MeasureOptions, name: str) -> Path:
 
 def note_model(options: MeasureOptions, results: Path) -> None:
     """Write into the folder of results which export was measured; nothing for a Hub id."""
+    from decoding.loading import decoding_fingerprint  # which imports torch
+
     if Path(options.model).is_dir():
         (results / MEASURED).write_text(decoding_fingerprint(Path(options.model)))
 

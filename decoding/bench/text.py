@@ -1,18 +1,15 @@
 """`python -m decoding.bench model=runs/deer_stage2/export`: samplers side by side, one run."""
 
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import ClassVar, Literal
 
-from data.arguments import BlockSize, Several, Whole
 from data.text.prompts import heldout_prompts
 from decoding.bench.baselines import HuggingFace
-from decoding.bench.drawn_trees import RULES, drawing
+from decoding.bench.drawn_trees import drawing
 from decoding.bench.options import (
-    PromptBenchOptions,
-    ScoreOptions,
+    Bench,
     note_model,
+    read_options,
     results_folder,
     told_apart,
 )
@@ -20,7 +17,7 @@ from decoding.bench.rows import params_of, take_turns
 from decoding.bench.scores import scorer
 from decoding.bench.text_report import TextRow, report
 from decoding.drafting.block_sampler import BlockSampler
-from decoding.engine.params import KEYED, VERIFY
+from decoding.engine.params import KEYED
 from decoding.engine.sampler import Sampler
 from decoding.loading import (
     check_one_tokenizer,
@@ -35,36 +32,12 @@ from decoding.report import results
 from decoding.samplers.plain import PlainSampler
 from models import causal
 from recipes.command import main
-from recipes.options import check_batch_sizes, option, parse
 from terminal.progress import track
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bench(PromptBenchOptions, ScoreOptions):
-    """Compare an export's sampler with plain decoding and with what transformers offers.
-
-    An export in `also` with weights of its own is compared with plain decoding of those.
-    """
-
-    EXAMPLE: ClassVar[str] = "model=runs/deer_stage2/export temperatures=[0,1] batch_sizes=[1,4]"
-
-    target: str | None = option(None, "a target instead of the one that the export names")
-    assistant: str | None = option(None, "a drafter for transformers' assisted generation")
-    generate: bool = option(True, "transformers' own plain decoding too")
-    prompt_lookup: Whole = option(10, "tokens that transformers copies from the text; 0: none")
-    batch_sizes: Several[int] = option((1,), "prompts that are decoded together")
-    verify: Several[Literal[*VERIFY]] = option(VERIFY, "how drafts are verified, a row each")
-    drawn: tuple[Literal[*RULES], ...] = option((), "rules for drawn trees, baselines of tree")
-    block_size: BlockSize | None = option(None, "tokens drafted a cycle; null: the export's own")
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_batch_sizes(self.batch_sizes, self.prompts)
 
 
 def run(argv: list[str]) -> None:
     """Run the command with its arguments `key=value`."""
-    bench = parse(argv, Bench, "decoding.bench")
+    bench = read_options(argv)
     score = scorer(bench)  # a mistake in it must not cost hours
     with results(results_folder(bench, "bench")) as out:
         note_model(bench, out)

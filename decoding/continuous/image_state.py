@@ -7,15 +7,13 @@ import torch
 from torch import Tensor
 
 from data.arguments import Positive
+from decoding.continuous.options import GUIDANCE, IMAGE_VERIFY
 from decoding.engine.cache import CountedNetwork, RaggedCache
 from decoding.engine.params import Stats
 from decoding.engine.randomness import ContinuousRandomness
 from decoding.method import Amount, Count, Share, check_values
 from models.masks import Layout, causal, dense
 from models.patches import PatchTransformer
-
-IMAGE_VERIFY = ("exact", "relaxed")
-GUIDANCE = ("constant", "linear")
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,13 @@ from torch.nn.functional import pad
 from decoding.drafting.block_drafter import BlockDrafter, nearest
 from decoding.drafting.prompt_lookup import Lookup
 from decoding.drafting.tree import (
-    MAX_NODES,
     Accepted,
     BigramScores,
     Trees,
-    check_tree,
     draft_trees,
     verify_trees,
 )
+from decoding.drafting.tree_limits import MAX_NODES, check_tree
 from decoding.engine.batch import Batch, State
 from decoding.engine.cache import TargetOutput
 from decoding.engine.params import SamplingParams

@@ -6,7 +6,7 @@ With a Markov head (`models.markov`) the product is of conditionals.
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from heapq import heappop, heappush
-from math import exp, expm1, inf, log, log1p
+from math import exp, expm1, log, log1p
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,6 @@ from decoding.drafting.prompt_lookup import Lookup, Suffix, append
 from decoding.engine.verify import choose
 
 ROOT = -1
-MAX_NODES = 63  # nodes of a tree: a path is a set of nodes, one bit each
 CANDIDATES = 20  # tokens of a depth whose scores may depend on the text or on bigrams
 
 Ranked = tuple[list[int], list[float]]  # tokens, best first, and their log-probabilities
@@ -123,15 +122,6 @@ class Trees(NamedTuple):
         """Return which nodes precede the token after the root or a node: 0 or 1, [B, N + 1, N]."""
         bit = torch.arange(self.path.shape[1], device=self.path.device)
         return pad(self.path, (1, 0))[:, :, None] >> bit & 1
-
-
-def check_tree(nodes: int, sharpness: float | dict[float, list[float]]) -> None:
-    """Check that `nodes` is in 1..MAX_NODES, and each sharpness positive and finite."""
-    if not 1 <= nodes <= MAX_NODES:
-        raise ValueError(f"nodes={nodes} is not allowed: it must be from 1 to {MAX_NODES}")
-    depths = sharpness.values() if isinstance(sharpness, dict) else [[sharpness]]
-    if not depths or not all(0 < x < inf for depth in depths for x in depth):
-        raise ValueError(f"sharpness={sharpness} is not allowed: it must be above 0, and finite")
 
 
 def accepted_paths(trees: Trees, choice: Tensor) -> tuple[Tensor, Tensor]:

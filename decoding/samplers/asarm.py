@@ -36,7 +36,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from data.corruption.orders import binary_lattice, order_index, two_streams
 from decoding.any_subset.infilling import Infiller, InfillState
 from decoding.any_subset.two_stream_cache import Branches, TwoStreamNetwork, two_stream
-from decoding.drafting.tree import MAX_NODES, Trees, draft_trees, verify_trees
+from decoding.drafting.tree import Trees, draft_trees, verify_trees
+from decoding.drafting.tree_limits import MAX_NODES
 from decoding.engine import verify
 from decoding.engine.batch import Batch
 from decoding.engine.params import SamplingParams

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from models import causal, placement
+from models import causal, options, placement
 from tests.support import tiny
 
 V = 300
@@ -22,7 +22,7 @@ def folder(tmp_path):
 
 
 def test_no_key_spreads_nothing(folder):
-    assert placement.loading_options(None) == {}
+    assert options.loading_options(None) == {}
     network = causal.load(folder)
     assert not placement.is_spread(network)
     assert placement.input_device(network) == torch.device("cpu")
@@ -30,8 +30,8 @@ def test_no_key_spreads_nothing(folder):
 
 
 def test_a_strategy_and_limits():
-    assert placement.loading_options("auto") == {"device_map": "auto"}
-    found = placement.loading_options("cpu:1.5MiB")
+    assert options.loading_options("auto") == {"device_map": "auto"}
+    found = options.loading_options("cpu:1.5MiB")
     assert found == {"device_map": "auto", "max_memory": {"cpu": 3 * 2**19}}
 
 
@@ -98,7 +98,7 @@ def test_the_device_of_every_layer_of_a_map():
 @pytest.mark.parametrize("given", ["atuo", "cpu", "cpu:12", "cpu:1GB,", "gpu:1GB", "0:1XB", ""])
 def test_another_text_is_refused_with_what_is_allowed(given):
     with pytest.raises(ValueError) as error:
-        placement.loading_options(given)
+        options.loading_options(given)
     text = str(error.value)
     assert repr(given) in text
     assert "auto" in text
@@ -108,15 +108,15 @@ def test_another_text_is_refused_with_what_is_allowed(given):
 
 def test_a_gpu_that_is_not_there(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert placement.parsed("0:1GB") == {0: 10**9}
+    assert options.parsed("0:1GB") == {0: 10**9}
     with pytest.raises(ValueError, match=r"GPU 1.*there are 1"):
-        placement.parsed("0:1GB,1:1GB")
+        options.parsed("0:1GB,1:1GB")
 
 
 def test_accelerate_is_named_where_it_is_missing(monkeypatch):
     monkeypatch.setattr(placement, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install accelerate"):
-        placement.loading_options("auto")
+        options.loading_options("auto")
 
 
 def test_a_network_that_was_not_spread_is_moved():

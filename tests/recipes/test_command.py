@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from data.arguments import Count, Seed, Several, Whole
-from models.placement import DTYPES
+from models.options import DTYPES
 from recipes import command as cli
 from recipes import options
 from recipes.compose import compose

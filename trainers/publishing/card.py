@@ -10,7 +10,7 @@ from huggingface_hub import ModelCardData, metadata_load
 from omegaconf import OmegaConf
 
 from data.files import read_json, read_text
-from models.causal import looks_local
+from models.options import looks_local
 from models.weights import one_line
 from recipes.stored import read_config
 from trainers.publishing.private import public

@@ -9,7 +9,8 @@ import yaml
 from transformers import GenerationConfig, PreTrainedModel
 
 from data.files import atomic_folder, atomic_write, read_json
-from decoding.loading import CONFIGS, KEPT, parade_config, sampler_of
+from decoding.loading import parade_config, sampler_of
+from models.options import CONFIGS, KEPT
 from terminal.progress import Work
 from trainers.base import BaseModule
 from trainers.lora import to_export

@@ -30,16 +30,16 @@ from trainers.publishing.bundle import check_bundle
 from trainers.runs.callbacks import validation_prompts
 from trainers.runs.curve import latest
 
-PROGRAMS = ("transformers", "vllm")
 ERRORS = 3  # standard errors that are still chance: of 8 positions one in 50 runs exceeds them
 
 
 def verify(
     run: Path, programs: Sequence[str], python: str | None = None, trust_remote_code: bool = False
 ) -> None:
-    """Compare an export's acceptance in `programs` (of PROGRAMS) with its run's last validation.
+    """Compare an export's acceptance in other programs with its run's last validation.
 
-    Without `trust_remote_code`, an export with other code than this version's is refused.
+    `programs` are 'transformers' or 'vllm'. Without `trust_remote_code`, an export with other code
+    than this version's is refused.
     """
     (target, settings), export = measured_with(run / "config.yaml"), run / "export"
     expected = _validated(run)
