@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from data.arguments import Count, Positive, Several, Whole
 from decoding.engine.params import VERIFY, SamplingParams
@@ -79,7 +79,11 @@ def run(argv: list[str]) -> None:
     manager = known_tasks(e)
     lm = ParadeLM(e.model, batch_size=e.batch_size, seed=e.seed, verify=e.verify, **e.loading)
     asks_in_chat(lm.tokenizer, e.chat)
-    options = {"limit": e.limit, "num_fewshot": e.num_fewshot, "batch_size": e.batch_size}
+    options: dict[str, Any] = {
+        "limit": e.limit,
+        "num_fewshot": e.num_fewshot,
+        "batch_size": e.batch_size,
+    }
     options |= {"gen_kwargs": given or None, "confirm_run_unsafe_code": e.execute}
     options |= {"apply_chat_template": e.chat, "system_instruction": e.system}
     seeds = {"random_seed": e.seed, "fewshot_random_seed": e.seed}

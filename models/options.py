@@ -65,7 +65,7 @@ def parsed(device_map: str) -> dict[int | str, int]:
     >>> parsed("cpu:1.5MiB")
     {'cpu': 1572864}
     """
-    limits = {}
+    limits: dict[int | str, int] = {}
     for part in device_map.replace(" ", "").split(","):
         if not (limit := _LIMIT.fullmatch(part)):
             raise ValueError(
@@ -73,8 +73,8 @@ def parsed(device_map: str) -> dict[int | str, int]:
                 "give limits such as 0:60GiB,cpu:200GiB (the number of a GPU or cpu, and its "
                 "memory; the rest stays on disk)"
             )
-        device = limit[1] if limit[1] == "cpu" else int(limit[1])
-        if device != "cpu" and device >= (count := _gpus()):
+        device: int | str = "cpu" if limit[1] == "cpu" else int(limit[1])
+        if isinstance(device, int) and device >= (count := _gpus()):
             raise ValueError(
                 f"device_map={device_map!r} names GPU {device}, but there are {count} here: number "
                 "them from 0, or give cpu alone"

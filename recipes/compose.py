@@ -344,7 +344,7 @@ def _takes(node: Mapping, hint: Any) -> tuple[dict[str, Parameter], bool]:
     if "_target_" in node:
         return _parameters_of(*_target(node))
     for kind in members(hint):
-        if is_dataclass(kind):
+        if isinstance(kind, type) and is_dataclass(kind):
             return _parameters_of(inspect.signature(kind))[0], kind in SETTINGS.values()
         if typing.is_typeddict(kind):
             return _typed(typing.get_type_hints(kind, include_extras=True)), True

@@ -116,6 +116,7 @@ class Names(Mapping):
         a, parameters = node.args, list[Parameter]()
         positional = [*a.posonlyargs, *a.args]
         defaults = [None] * (len(positional) - len(a.defaults)) + a.defaults
+        kinds: list[tuple[Any, ast.arg, ast.expr | None]]
         kinds = [(Parameter.POSITIONAL_OR_KEYWORD, *pair) for pair in zip(positional, defaults)]
         kinds = kinds[skip:]
         kinds += [(Parameter.VAR_POSITIONAL, a.vararg, None)] if a.vararg else []
