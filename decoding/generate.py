@@ -88,6 +88,7 @@ from decoding.chat import Chat, aside, converse, cost, shown
 from decoding.engine.defaults import model_defaults, told
 from decoding.engine.sampler import Sampler
 from decoding.loading import load
+from models import packed
 
 
 def run(argv: list[str]) -> None:
@@ -97,6 +98,8 @@ def run(argv: list[str]) -> None:
     sampler = load(g.model, **g.loading)
     if not isinstance(sampler, Sampler):
         raise ValueError(f"{g.model!r} makes no text but images: use python -m decoding.images")
+    if line := packed.told(sampler.target):
+        aside(line)
     values = {name: getattr(g, name) for name in PARAM_NAMES}
     if g.generation_config == "auto":
         given = {argument.partition("=")[0] for argument in argv}

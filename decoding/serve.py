@@ -65,6 +65,7 @@ from decoding.engine.defaults import model_defaults, told
 from decoding.engine.sampler import Sampler
 from decoding.loading import load
 from decoding.samplers.plain import PlainSampler
+from models import packed
 
 
 def run(argv: list[str]) -> None:
@@ -114,8 +115,9 @@ def run(argv: list[str]) -> None:
         if hasattr(signal, "alarm"):  # should a thread hang, the system ends it
             signal.alarm(math.ceil(s.grace) + 2 * HURRY)
 
-    if defaults:
-        print(told(defaults))
+    for line in (packed.told(sampler.target), told(defaults) if defaults else ""):
+        if line:
+            print(line)
     print(f"{', '.join(samplers)}: {at_once} requests at once of up to {longest} tokens each")
     address = f"http://{s.host}:{listening.getsockname()[1]}/"
     print(f"{address} (Ctrl-C or SIGTERM: what was asked is answered first)", flush=True)

@@ -194,8 +194,13 @@ def pack(network: PreTrainedModel) -> None:
 
 
 def precision(network: PreTrainedModel) -> str:
-    """Return the type that a network computes in, and of its weights where they have another."""
-    computed = str(network.dtype).removeprefix("torch.")
-    found = {m.stored for m in network.modules() if isinstance(m, PackedLinear)}
-    other = sorted(str(t).removeprefix("torch.") for t in found - {network.dtype})
-    return f"{computed}, weights in {' and '.join(other)}" if other else computed
+    """Return the type that a network computes in, and that of its weights where it is another."""
+    found = {m.stored for m in network.modules() if isinstance(m, PackedLinear)} - {network.dtype}
+    computed, *other = (str(t).removeprefix("torch.") for t in (network.dtype, *found))
+    return f"{computed}, weights in {other[0]}" if other else computed
+
+
+def told(network: PreTrainedModel) -> str:
+    """Return a line on a network that computes in another type than its weights have, else ''."""
+    computed, _, stored = precision(network).partition(", weights in ")
+    return stored and f"weights in {stored}, products in {computed}: this CPU has none in {stored}"

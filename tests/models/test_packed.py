@@ -77,9 +77,11 @@ def test_a_networks_logits(kind, tied, bias):
         # As near to the network in float64 as bfloat16 is without it, and no nearer.
         assert error(logits(model), exact) < 1.2 * error(before, exact) < 0.05
         assert precision(model) == "bfloat16"
+        assert not packed.told(model)
     else:
         assert error(logits(model), exact) < 1e-6 < 1e-3 < error(before, exact)
         assert precision(model) == "float32, weights in bfloat16"
+        assert packed.told(model).startswith("weights in bfloat16, products in float32")
 
 
 def test_another_order_of_the_parts_is_seen(kind, monkeypatch):
