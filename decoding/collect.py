@@ -78,7 +78,7 @@ def _collect(config: DictConfig, folder: Path) -> None:
     """Prepare what is asked, check it against the folder, and collect it."""
     prepare_inputs(config.needs, config.build_inputs)
     collector = build(config.collector)
-    manifest = {name: config[name] for name in ("recipe", "shard_size", "seed")}
+    manifest = {"recipe": config.recipe, "shard_size": config.shard_size, "seed": config.seed}
     manifest |= collector.made_with()
     if reads_clock(collector.tokenizer):
         manifest["date"] = _date(folder)

@@ -208,7 +208,7 @@ class TestMistakes:
         ("optimization.lr=1e-4", "optimization.lr", 1e-4),
         ("optimization.lr=1", "optimization.lr", 1.0),
         ("trainer.compile=TRUE", "trainer.compile", True),
-        ("target=null", "target", None),
+        ("device_map=null", "device_map", None),
         ("name=2024_11", "name", "2024_11"),
         ("name=7", "name", "7"),
         ("answers=${runs}/other", "answers", "runs/other"),

@@ -257,7 +257,7 @@ WRONG = [
     ({"prompt": "a", "\ud800": 1}, 400, "no JSON"),
     ({"prompt": ["a"] * 999}, 400, "999 answers are asked for"),
     ({"prompt": "a", "promt": "b"}, 400, "unknown field 'promt'"),
-    ({"prompt": "a", "model": "b"}, 400, "Served are drafted, plain"),
+    ({"prompt": "a", "model": "b"}, 404, "Served are drafted, plain"),
     ({"prompt": "a", "suffix": "b"}, 400, "is for models that fill holes"),
     ({"prompt": [999999]}, 400, "outside the target's vocabulary"),
     ({"prompt": "a", "verify": "b"}, 400, "verify='b' is not allowed"),
@@ -270,7 +270,8 @@ def test_a_wrong_request_is_one_line(address, body, code, message):
     content = json.dumps(body) if isinstance(body, dict) else body
     reply = httpx.post(f"{address}v1/completions", content=content)
     error = reply.json()["error"]
-    assert (reply.status_code, error["code"]) == (code, code)
+    word = "model_not_found" if code == 404 else code
+    assert (reply.status_code, error["code"]) == (code, word)
     assert message in error["message"]
     assert "\n" not in error["message"]
     assert len(error["message"]) < 500

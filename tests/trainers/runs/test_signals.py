@@ -57,7 +57,7 @@ def in_a_batch(patch, at: int) -> None:
 @pytest.fixture(scope="module")
 def whole(lab):
     """Eight steps and two validations without a signal."""
-    return lab.fit(*RUN, "name=whole").parent
+    return lab.fit(*RUN, "name=undisturbed").parent
 
 
 def stopped(lab, where, at, *name):
@@ -85,24 +85,24 @@ class TestInValidation:
 
     def test_it_may_come_again_in_the_validation_that_is_made_up_for(self, lab, whole):
         for _ in range(2):
-            stopped(lab, in_a_batch, 8, "name=twice")
-        lab.fit(*RUN, "name=twice")
-        assert same_run(whole.with_name("twice"), whole)
+            stopped(lab, in_a_batch, 8, "name=signal_twice")
+        lab.fit(*RUN, "name=signal_twice")
+        assert same_run(whole.with_name("signal_twice"), whole)
 
     def test_without_the_note_in_the_checkpoint_a_validation_is_missing(
         self, lab, whole, monkeypatch
     ):
         """Negative control."""
-        stopped(lab, in_acceptance, 4, "name=forgotten")
+        stopped(lab, in_acceptance, 4, "name=signal_forgotten")
         monkeypatch.setattr(Signals, "on_load_checkpoint", lambda *_: None)
-        lab.fit(*RUN, "name=forgotten")
-        assert validated(whole.with_name("forgotten")) == [8]
+        lab.fit(*RUN, "name=signal_forgotten")
+        assert validated(whole.with_name("signal_forgotten")) == [8]
         assert validated(whole) == [4, 8]
 
     def test_a_checkpoint_without_the_note_owes_nothing(self, lab, whole):
         """One of an earlier version."""
-        copy = cut(whole, "earlier", 6)
-        lab.fit(*RUN, "name=earlier")
+        copy = cut(whole, "signal_earlier", 6)
+        lab.fit(*RUN, "name=signal_earlier")
         assert same_run(copy, whole)
 
 
