@@ -4,7 +4,6 @@
 the shortest of `repeats` counts. torch's own products of bfloat16 are emulated on a CPU without.
 """
 
-import sys
 from dataclasses import dataclass
 from time import perf_counter
 from unittest.mock import patch
@@ -28,9 +27,14 @@ class PassWidths:
     threads: int = 1
 
 
+def read_options(argv: list[str]) -> PassWidths:
+    """The command's options."""
+    return parse(argv, PassWidths, "tests.pass_widths")
+
+
 def run(argv: list[str]) -> None:
     """The command."""
-    p = parse(argv, PassWidths, "tests.pass_widths")
+    p = read_options(argv)
     torch.set_num_threads(p.threads)
     ways = {"float32": loaded(p.model, "float32"), "as loaded": loaded(p.model, "auto")}
     with patch.object(packed, "products", dict):
@@ -61,6 +65,4 @@ def timed(network: PreTrainedModel, tokens: torch.Tensor) -> float:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 1:
-        sys.argv.append("--help")
     main(run)

@@ -1,7 +1,6 @@
 """The documentation: its commands parse, what it names exists, its figures are measured ones."""
 
 import importlib
-import inspect
 import re
 import shlex
 from pathlib import Path
@@ -10,7 +9,6 @@ import pytest
 
 from docs.figures.speedup import WAYS, tokens_per_second
 from recipes.compose import compose
-from recipes.options import parse
 from tests.support.layers import LAYERS_OF_DECODING
 
 ROOT = Path(__file__).parents[1]
@@ -75,9 +73,7 @@ def check(module, arguments):
         return
     if (ROOT / module.replace(".", "/")).is_dir():
         module += ".text"  # `python -m decoding.bench`
-    command = importlib.import_module(module)
-    options = re.search(r"\bparse\(argv, (\w+),", inspect.getsource(command))[1]
-    parse(arguments, getattr(command, options), module)
+    importlib.import_module(module).read_options(arguments)
 
 
 @pytest.mark.parametrize("command", every_command(), ids=shlex.join)
