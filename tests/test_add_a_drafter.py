@@ -52,7 +52,7 @@ json.dump({**found, "tokens": drafted, "reads": bool((draft != blind).any())}, s
 def tree(tmp_path_factory):
     """A copy of the packages with the page's files, and a tiny target."""
     root = tmp_path_factory.mktemp("tree")
-    for package in ("data", "models", "decoding", "trainers", "recipes", "tests"):
+    for package in ("data", "models", "decoding", "trainers", "recipes", "terminal", "tests"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / package, root / package, ignore=ignored)
     for place, text in FILES.items():

@@ -22,7 +22,8 @@ import transformers.dynamic_module_utils
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 ROOT = Path(__file__).parents[2]
-OURS = ("transformers_modules", "data", "decoding", "models", "recipes", "tests", "trainers")
+OURS = ("transformers_modules", "data", "decoding", "models", "recipes", "terminal", "tests",
+        "trainers")  # fmt: skip
 OPTIONS = ("-P", "-u")
 PR_SET_CHILD_SUBREAPER = 36
 server = None  # a socket to the fork server; in what it has forked, None
