@@ -114,7 +114,7 @@ def test_a_gpu_that_is_not_there(monkeypatch):
 
 
 def test_accelerate_is_named_where_it_is_missing(monkeypatch):
-    monkeypatch.setattr(placement, "find_spec", lambda name: None)
+    monkeypatch.setattr(options, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install accelerate"):
         options.loading_options("auto")
 
