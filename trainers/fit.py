@@ -162,6 +162,7 @@ def _say(text: str) -> None:
 def _stop(signal: Preempted, where: str) -> NoReturn:
     """Exit as a signal asks, and say how to go on."""
     _say(f"{signal} {where}: go on with the same command")
+    gc.freeze()  # as `recipes.command.call` does: who stops a run waits for its process's end
     sys.exit(128 + signal.number)
 
 
