@@ -195,12 +195,23 @@ def pack(network: PreTrainedModel) -> None:
 
 def precision(network: PreTrainedModel) -> str:
     """Return the type that a network computes in, and that of its weights where it is another."""
-    found = {m.stored for m in network.modules() if isinstance(m, PackedLinear)} - {network.dtype}
-    computed, *other = (str(t).removeprefix("torch.") for t in (network.dtype, *found))
-    return f"{computed}, weights in {other[0]}" if other else computed
+    computed, stored = _name(network.dtype), _stored(network)
+    return f"{computed}, weights in {stored}" if stored else computed
 
 
 def told(network: PreTrainedModel) -> str:
     """Return a line on a network that computes in another type than its weights have, else ''."""
-    computed, _, stored = precision(network).partition(", weights in ")
-    return stored and f"weights in {stored}, products in {computed}: this CPU has none in {stored}"
+    computed, stored = _name(network.dtype), _stored(network)
+    if not stored:
+        return ""
+    return f"weights in {stored}, products in {computed}: this CPU has none in {stored}"
+
+
+def _stored(network: PreTrainedModel) -> str:
+    """Return the type of linear layers' weights where a network computes in another, else ''."""
+    found = {m.stored for m in network.modules() if isinstance(m, PackedLinear)} - {network.dtype}
+    return _name(found.pop()) if found else ""
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,1 +1,1 @@
-"""What a user sees of work that takes long. Any package may import it; it imports none."""
+"""Terminal: it shows the progress of long work. Any package may import it; it imports none."""

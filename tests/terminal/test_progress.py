@@ -122,7 +122,7 @@ class TestWork:
 
 
 class TestThread:
-    """What shows the state is a thread, which only the first process has."""
+    """A thread shows the state; only the first process starts one."""
 
     def started(self, monkeypatch):
         began = []

@@ -1,4 +1,4 @@
-"""What takes long is told, with its total where that is known: no work of seconds is silent."""
+"""Long work tells how far it is, with its total where that is known."""
 
 import pytest
 import torch

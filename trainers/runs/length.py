@@ -54,8 +54,8 @@ def plan(
     """Return the steps of a run of `minutes`, and how many steps there are to a validation.
 
     The minutes hold the steps, the validations, the checkpoints, and what it took to measure them.
-    A run has at least `FEW` validations, or one where they would take more than a `SHARE` of it;
-    Both intervals, in steps, hold as ever.
+    A run has at least `FEW` validations, or one where they would take more than a `SHARE` of it.
+    The intervals `validate_every` and `checkpoint_every` hold as in any run.
 
     Raises:
         ValueError: For a run that is too short for the steps that were measured.

@@ -1,4 +1,4 @@
-"""What an export keeps of the model that it was trained from."""
+"""An export keeps the sampling and the ends of the model that it was trained from."""
 
 import json
 
@@ -49,7 +49,7 @@ def test_a_drafter_has_its_own_ends_alone(base, tmp_path):
 
 
 def test_a_new_model_has_its_tokenizers_ends(base, tmp_path):
-    """What its config names by default are ids of another tokenizer."""
+    """Its config has ids of another tokenizer by default, which the export must not keep."""
     network = tiny.causal_lm(V, eos_token_id=7)
     assert network.generation_config.eos_token_id == 7
     assert "eos_token_id" not in exported(base, tmp_path, network)
