@@ -18,6 +18,7 @@ import traceback
 import warnings
 from pathlib import Path
 
+import torch
 import transformers.dynamic_module_utils
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
@@ -121,6 +122,9 @@ def run(command, cwd, session, env, files):
         os.environ.clear()
         os.environ.update(env)
         read_again()
+        # torch replaces its thread pool at the first use after a fork, and two threads that do so
+        # at once find none ("Invalid thread pool!"): as transformers' threads that load weights.
+        torch.set_num_threads(torch.get_num_threads())
         status = execute([a for a in command if a not in OPTIONS])
     except BaseException:
         traceback.print_exc()
