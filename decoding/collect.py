@@ -2,14 +2,15 @@
 
 A shard is written whole or not at all, and its rows depend only on the seed, and on the prompts'
 ids and numbers. So a collection that is killed and restarted loses only the shard in progress, and
-one that grows (a larger prompts.count) is the one that was collected at once in that size. With a
-smaller count its first prompts are read. Several processes (torchrun) share the shards. A prompt
-that cannot be answered is left out, and named in the manifest.
+one that grows (a larger prompts.count, or a second time `minutes`) is the one that was collected at
+once in that size. With a smaller count its first prompts are read. Several processes (torchrun)
+share the shards. A prompt that cannot be answered is left out, and named in the manifest.
 """
 
 import hashlib
 import json
 import os
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import date
 from itertools import islice
@@ -42,7 +43,9 @@ MANIFEST = "manifest.json"  # the settings of a collection, in its folder
 ADDED, LEFT_OUT = ("weights", "prompt_ids", "date"), "left_out"
 MOST_LEFT_OUT, FEW = 0.1, 8  # a larger share of the prompts, and as many, end a collection
 NAMED = 20  # prompts that were left out, in the manifest
+FIRST = 8  # prompts that a collection of so many minutes begins with, to know their rate
 LeftOut = dict[str, tuple[str, bool]]  # why, and whether the prompt has no answer at all
+Job = tuple[Sequence[dict], int]  # prompts of a shard, and the number of the first
 
 
 def run(argv: list[str]) -> None:
@@ -61,6 +64,11 @@ def collect(config: DictConfig) -> Path:
             f"device_map={config.device_map} with {world} processes is not allowed: every process "
             "would spread its own teacher over the same devices. Start one, without torchrun"
         )
+    if config.minutes is not None and world > 1:
+        raise ValueError(
+            f"minutes={config.minutes:g} with {world} processes is not allowed: they would end at "
+            "different prompts. Give prompts.count="
+        )
     if torch.cuda.is_available():  # 'cuda' is then the GPU of this process
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     folder = run_folder(config)
@@ -76,6 +84,7 @@ def _rank() -> tuple[int, int]:
 
 def _collect(config: DictConfig, folder: Path) -> None:
     """Prepare what is asked, check it against the folder, and collect it."""
+    began = time.monotonic()
     prepare_inputs(config.needs, config.build_inputs)
     collector = build(config.collector)
     manifest = {"recipe": config.recipe, "shard_size": config.shard_size, "seed": config.seed}
@@ -100,7 +109,7 @@ def _collect(config: DictConfig, folder: Path) -> None:
             manifest = stored
         if later:
             print(f"{later} later questions of chats are asked too (not with prompts.turns=first)")
-        _Shards(config, folder, collector, prompts, count, manifest).collect()
+        _Shards(config, folder, collector, prompts, count, manifest).collect(began)
 
 
 def _read_prompts(
@@ -155,9 +164,14 @@ class _Shards:
         """Return the prompts of a shard that are asked for, without the first `skipped`."""
         return self.prompts[i * self.size + skipped : min((i + 1) * self.size, self.count)]
 
-    def collect(self) -> None:
-        """Collect this process's share of what is missing; mark the collection if it is whole."""
+    def collect(self, began: float) -> None:
+        """Collect this process's share of what is missing; mark the collection if it is whole.
+
+        It is also whole when `config.minutes` since `began` (by `time.monotonic`) are over: `count`
+        is then what is answered.
+        """
         config, folder, (rank, world) = self.config, self.folder, _rank()
+        until = None if config.minutes is None else began + 60 * config.minutes
         done, left_out = self.stored()
         missing = [i for i, n in enumerate(done) if n < len(self.asked(i))]
         print(
@@ -165,23 +179,43 @@ class _Shards:
             f"shards are in {folder}"
         )
         mine = [i for i in missing if i % world == rank]
-        jobs = [(self.asked(i, done[i]), i * self.size + done[i]) for i in mine]
-        sizes = (
-            _turns(p) * self.collector.bytes_of(p["prompt_ids"]) for asked, _ in jobs for p in asked
-        )
-        check_space(folder, sum(sizes))
+        left = [prompt for i in mine for prompt in self.asked(i, done[i])]
+        check_space(folder, sum(_turns(p) * self.collector.bytes_of(p["prompt_ids"]) for p in left))
         count = sum(min(n, len(self.asked(i))) for i, n in enumerate(done))
-        collected = _collected(config.recipe, self.collector, jobs)
-        for i, (asked, _), rows in zip(mine, jobs, collected):
+        total = self.collector.number * sum(map(_turns, left)) if until is None else None
+        jobs = self.jobs(mine, done, until)
+        for (asked, first), rows in _collected(config.recipe, self.collector, jobs, total):
             left_out |= _left_out(self.collector.left_out, (row["id"] for row in rows))
             count += len(asked)
             _check_left_out(left_out, count, whole=False)
             _write_manifest(folder, self.manifest)
-            ids = [prompt["id"] for prompt in self.asked(i)]
+            i = first // self.size
+            ids = [prompt["id"] for prompt in self.prompts[i * self.size : first + len(asked)]]
             _write_shard(shard_path(folder, i), rows, self.collector.left_out, ids)
         done, left_out = self.stored() if mine else (done, left_out)
-        if all(n >= len(self.asked(i)) for i, n in enumerate(done)):
+        short = next((i for i, n in enumerate(done) if n < len(self.asked(i))), None)
+        if short is not None and until is not None:
+            self.count, short = short * self.size + done[short], None
+            done, left_out = self.stored()
+        if short is None:
             self.finish(left_out)
+
+    def jobs(self, shards: list[int], done: list[int], until: float | None) -> Iterator[Job]:
+        """Yield the prompts that shards lack, a shard at a time, or less where `until` is near.
+
+        `done` is how many of its prompts each shard has.
+        """
+        rate = 0.0  # prompts a second, of the last job
+        for i in shards:
+            while asked := self.asked(i, done[i]):
+                begun = time.monotonic()
+                if until is not None:
+                    if rate and begun >= until:
+                        return
+                    asked = asked[: max(FIRST, int(rate * (until - begun)))]
+                yield asked, i * self.size + done[i]
+                rate = len(asked) / (time.monotonic() - begun)
+                done[i] += len(asked)
 
     def stored(self) -> tuple[list[int], LeftOut]:
         """Return how many of its prompts each shard has, and those that have no answer."""
@@ -231,14 +265,13 @@ def _turns(prompt: dict) -> int:
 
 
 def _collected(
-    name: str, collector: Any, jobs: Sequence[tuple[Sequence[dict], int]]
-) -> Iterator[list[dict]]:
-    """Yield the rows of shards; show tokens a second and the time left, within a shard too.
+    name: str, collector: Any, jobs: Iterable[Job], total: int | None
+) -> Iterator[tuple[Job, list[dict]]]:
+    """Yield each job with its rows; show tokens a second and the time left, within a job too.
 
-    `jobs` are their prompts, and the number of the first.
+    `total` is the number of answers, where it is known.
     """
-    answers = [collector.number * sum(map(_turns, asked)) for asked, _ in jobs]
-    done = tokens = now = 0  # of whole shards, and the answers of this one
+    done = tokens = now = 0  # of whole jobs, and the answers of this one
 
     def within() -> tuple[float, str]:
         """Return how many answers the shard's tokens are worth, and the rate."""
@@ -247,10 +280,11 @@ def _collected(
         told = f"{rate:,.0f} tokens/s" if collector.emitted else ""
         return min((collector.emitted - tokens) / length, now), told
 
-    with Work(name, sum(answers), "answers", within) as work:
+    with Work(name, total, "answers", within) as work:
         started = work.clock()
-        for job, now in zip(jobs, answers):
-            yield collector.collect(*job)
+        for asked, first in jobs:
+            now = collector.number * sum(map(_turns, asked))
+            yield (asked, first), collector.collect(asked, first)
             done, tokens = done + now, collector.emitted
             work.advance(now)
 

@@ -208,7 +208,14 @@ def _brought(config: DictConfig) -> str:
 
 
 def _carry_on(config: DictConfig, given: set[str]) -> None:
-    """Add the keys that the user gave to the input commands that know them."""
+    """Add the keys that the user gave to the input commands that know them.
+
+    A run of so many minutes shares them equally with the inputs that it may have to build: whether
+    one is there already does not count, so that a command that was stopped goes on with its share.
+    """
+    share = None
+    if config.minutes is not None and config.build_inputs:
+        share = f"minutes={config.minutes / (1 + len(config.needs)):.3g}"
     for need in config.needs:
         words = OmegaConf.to_container(need, resolve=False).get("command", "").split()
         stated = dict(word.partition("=")[::2] for word in words)
@@ -226,6 +233,8 @@ def _carry_on(config: DictConfig, given: set[str]) -> None:
                 words.append(
                     f"{key}=${{{key}}}" if isinstance(value, str) else f"{key}={show(value)}"
                 )
+        if share and "minutes" in every:
+            words.append(share)
         need.command = " ".join(words)
 
 

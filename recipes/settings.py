@@ -17,6 +17,7 @@ SWITCHES: dict[str, tuple[str, int, tuple[str, ...]]] = {
 }
 Below1 = Annotated[float, Field(ge=0, lt=1)]
 Decay = Annotated[float, Field(gt=0, lt=1)]
+Minutes = Annotated[float, Field(gt=0, le=10**6)]
 # Lightning's, by their full names.
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true",
               "transformer-engine", "transformer-engine-float16")  # fmt: skip
@@ -146,8 +147,8 @@ class Fit(Recipe):
     command: str = option("fit", "")
     strategy: str = option("auto", "of training on several processes: a file of recipes/strategy")
     logger: Literal["tensorboard", "wandb"] | None = option(None, "in addition to metrics.csv")
-    minutes: Annotated[float, Field(gt=0, le=10**6)] | None = option(
-        None, "length of the run here, in place of max_steps"
+    minutes: Minutes | None = option(
+        None, "length of the run here, with the inputs that it builds, in place of max_steps"
     )
     resume: str = option("auto", "auto: go on in this folder | never | the path of a checkpoint")
     tokenizer: dict | None = option(NEEDED, "")
@@ -170,3 +171,6 @@ class Collect(Recipe):
         dict, TakenBy("data.text.prompts.prompt_set", "data.corpora.sources.load_documents")
     ] = option(NEEDED, "")
     shard_size: Annotated[int, Field(ge=1, le=10**6)] = option(64, "prompts per shard")
+    minutes: Minutes | None = option(
+        None, "end after so many, with the first prompts (at most prompts.count) answered by then"
+    )

@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import sys
+import time
 import warnings
 from dataclasses import astuple, replace
 from functools import cache
@@ -104,9 +105,10 @@ def fit(config: DictConfig) -> Path:
 
 def _fit(config: DictConfig, folder: Path, checkpoint: Path | None, first: int) -> None:
     """Train and export a recipe in a run's folder, from a checkpoint or a step on."""
+    began = time.perf_counter()
     prepare_inputs(config.needs, config.build_inputs)
     if _to_be_measured(config):
-        config = in_minutes(config, folder)
+        config = in_minutes(config, folder, began)
     pl.seed_everything(config.seed, verbose=False)
     with named_commands(config.needs):
         module = build_module(config)
@@ -171,8 +173,10 @@ def _to_be_measured(config: DictConfig) -> bool:
     return config.minutes is not None and config.trainer.max_steps is None
 
 
-def in_minutes(config: DictConfig, folder: Path) -> DictConfig:
+def in_minutes(config: DictConfig, folder: Path, began: float) -> DictConfig:
     """Return a recipe with the steps that `minutes` come to here, and the interval to validate.
+
+    The minutes began at `began`, by `time.perf_counter`.
 
     They follow from a short run with all that the real one has. Nothing of it is kept: the real one
     begins as if it had been given these steps.
@@ -182,7 +186,7 @@ def in_minutes(config: DictConfig, folder: Path) -> DictConfig:
     short.trainer.update(max_steps=few, validate_every=few, checkpoint_every=few, keep_best=0)
     _say(f"minutes={config.minutes:g}: {few} steps, a validation and a checkpoint are timed first")
     try:
-        found = _measured(short, scratch)
+        found = _measured(short, scratch, began)
     except Preempted as signal:
         _stop(signal, "while steps were timed")
     finally:
@@ -200,8 +204,9 @@ def in_minutes(config: DictConfig, folder: Path) -> DictConfig:
     return config
 
 
-def _measured(config: DictConfig, folder: Path) -> Seconds:
+def _measured(config: DictConfig, folder: Path, began: float) -> Seconds:
     """Time the first steps of a run, a validation and a checkpoint: the same on all processes."""
+    built = time.perf_counter()
     pl.seed_everything(config.seed, verbose=False)
     with named_commands(config.needs):
         module = build_module(config)
@@ -212,7 +217,7 @@ def _measured(config: DictConfig, folder: Path) -> Seconds:
     trainer.fit(module, *loaders)
     if trainer.global_step < trainer.max_steps:
         raise ValueError("stopped while steps were timed: give the same command again")
-    return Seconds(*trainer.strategy.broadcast(astuple(watch.seconds())))
+    return Seconds(*trainer.strategy.broadcast(astuple(watch.seconds(began, built))))
 
 
 def export_run(module: BaseModule, trainer: pl.Trainer, folder: Path, merge: bool) -> None:

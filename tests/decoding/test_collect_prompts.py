@@ -11,6 +11,7 @@ from data.corpora.answers import read_answers, read_manifest, shard_path
 from data.corpora.sources import load_documents
 from data.text.tokenizer import train_tokenizer
 from decoding import collect as module
+from decoding.collectors.answers import TeacherAnswers
 from recipes.compose import compose
 from tests.support import tiny
 from tests.support.files import write_jsonl
@@ -347,3 +348,37 @@ def test_a_collection_of_an_earlier_version_grows(collect, count):
         whole = rows(collect("once", texts, *TWICE, size(11)))
         grown = [{"turn": 0} | row for row in rows(collect("old", texts, *TWICE, size(11)))]
         assert grown == whole
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """Give every prompt a second of the clock that a collection's minutes are counted by."""
+    clock, own = [0.0], TeacherAnswers.collect
+
+    def collect(self, prompts, first=0):
+        clock[0] += len(prompts)
+        return own(self, prompts, first)
+
+    monkeypatch.setattr(TeacherAnswers, "collect", collect)
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+
+
+def test_minutes_end_a_collection_and_more_of_them_grow_it(collect, slow, capsys):
+    whole = collect("once", pairs(60), *TWICE, size(40), "shard_size=16")
+    given = ("part", pairs(60), *TWICE, size(40), "shard_size=16")
+    part = collect(*given, "minutes=0.5")
+    assert f"{part}: the first 30 prompts are read" in capsys.readouterr().out
+    few = collect("few", pairs(60), *TWICE, size(30), "shard_size=16")
+    assert asked(part) == asked(few)
+    assert rows(part) == rows(few)
+    collect(*given, "minutes=0.01")  # a job at the least
+    assert f"{part}: the first 32 prompts are read" in capsys.readouterr().out
+    collect(*given, "minutes=5")  # and no more than prompts.count
+    assert rows(part) == rows(whole)
+    assert json.loads((part / "complete.json").read_text()) == {"shards": 3}
+
+
+def test_several_processes_take_no_minutes(collect, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"minutes=3 with 2 processes .*prompts\.count="):
+        collect("two", pairs(9), "minutes=3")

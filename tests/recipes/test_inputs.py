@@ -44,18 +44,36 @@ def test_what_may_be_a_hub_id_is_not_looked_for():
         (
             ["strategy=fsdp2", "trainer.devices=8", "optimization.lr=1", "name=x", "target=a/b"],
             [
+                "decoding.collect recipe=deer_answers scale=lab runs=r target=a/b",
                 "trainers.fit recipe=deer_stage1 layout=separator scale=lab runs=r target=a/b "
                 "strategy=fsdp2 trainer.devices=8",
-                "decoding.collect recipe=deer_answers scale=lab runs=r target=a/b",
             ],
         ),
         (
             ["scale=paper", "device_map=auto", "trainer.precision=32-true"],
             [
-                "trainers.fit recipe=deer_stage1 layout=separator scale=paper runs=r "
-                "target=Qwen/Qwen3-30B-A3B device_map=auto trainer.precision=32-true",
                 "decoding.collect recipe=deer_answers scale=paper runs=r "
                 "target=Qwen/Qwen3-30B-A3B device_map=auto",
+                "trainers.fit recipe=deer_stage1 layout=separator scale=paper runs=r "
+                "target=Qwen/Qwen3-30B-A3B device_map=auto trainer.precision=32-true",
+            ],
+        ),
+        (
+            ["minutes=25"],  # shared equally with what is built first
+            [
+                "decoding.collect recipe=deer_answers scale=lab runs=r target=r/ar_target/export "
+                "minutes=8.33",
+                "trainers.fit recipe=deer_stage1 layout=separator scale=lab runs=r "
+                "target=r/ar_target/export minutes=8.33",
+            ],
+        ),
+        (
+            ["minutes=25", "build_inputs=false"],
+            [
+                "decoding.collect recipe=deer_answers scale=lab runs=r target=r/ar_target/export "
+                "build_inputs=false",
+                "trainers.fit recipe=deer_stage1 layout=separator scale=lab runs=r "
+                "target=r/ar_target/export build_inputs=false",
             ],
         ),
     ],

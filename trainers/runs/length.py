@@ -15,12 +15,12 @@ SHARE = 0.2  # of its time
 
 @dataclass
 class Seconds:
-    """The seconds that a step, a validation and a checkpoint take; `all`: to measure them."""
+    """The seconds that a step, a validation and a checkpoint take, and those before the run."""
 
     step: float
     validation: float
     checkpoint: float
-    all: float
+    before: float
 
 
 class Stopwatch(Callback):
@@ -41,11 +41,17 @@ class Stopwatch(Callback):
         """Note when the validation has ended; the checkpoint of the last step comes next."""
         self.validated = time.perf_counter()
 
-    def seconds(self) -> Seconds:
-        """Return what was found, when the run has ended."""
+    def seconds(self, began: float, built: float) -> Seconds:
+        """Return what was found, when the run has ended.
+
+        Args:
+            began: When the command began, and with it its minutes, by `time.perf_counter`.
+            built: When the building of the run began, which the run itself needs once more.
+        """
         now, (*_, last) = time.perf_counter(), self.steps
         step = (last - self.steps[SKIPPED - 1]) / TIMED
-        return Seconds(step, self.validated - last, now - self.validated, now - self.start)
+        before = now - began + self.start - built
+        return Seconds(step, self.validated - last, now - self.validated, before)
 
 
 def plan(
@@ -53,14 +59,14 @@ def plan(
 ) -> tuple[int, int]:
     """Return the steps of a run of `minutes`, and how many steps there are to a validation.
 
-    The minutes hold the steps, the validations, the checkpoints, and what it took to measure them.
+    The minutes hold the steps, the validations, the checkpoints, and all that came before.
     A run has at least `FEW` validations, or one where they would take more than a `SHARE` of it.
     The intervals `validate_every` and `checkpoint_every` hold as in any run.
 
     Raises:
         ValueError: For a run that is too short for the steps that were measured.
     """
-    left = 60 * minutes - found.all - found.checkpoint
+    left = 60 * minutes - found.before - found.checkpoint
     step = found.step + found.checkpoint / checkpoint_every
     checks = FEW if FEW * found.validation <= SHARE * left else 1
     steps = (left - checks * found.validation) / step
@@ -69,10 +75,10 @@ def plan(
         checks = math.ceil(steps / validate_every)
     least = SKIPPED + TIMED
     if steps < least:
-        needed = found.all + found.checkpoint + found.validation + least * step
+        needed = found.before + found.checkpoint + found.validation + least * step
         raise ValueError(
             f"minutes={minutes:g} is too short: here a step takes {found.step:.2g} s, a validation "
-            f"{found.validation:.2g} s, and {found.all:.2g} s went to measure them: give minutes="
+            f"{found.validation:.2g} s, and {found.before:.2g} s go before: give minutes="
             f"{math.ceil(needed / 6) / 10:g} at the least, or trainer.max_steps="
         )
     return int(steps), math.ceil(int(steps) / checks)

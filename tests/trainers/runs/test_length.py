@@ -23,7 +23,7 @@ def test_the_steps_and_validations_fit_into_the_minutes(minutes, found, every, e
     steps, interval = plan(minutes, found, every, 50)
     assert (steps, interval) == expected
     checks = -(-steps // interval)
-    spent = found.all + found.checkpoint + checks * found.validation
+    spent = found.before + found.checkpoint + checks * found.validation
     spent += steps * (found.step + found.checkpoint / 50)
     assert 0.99 * 60 * minutes < spent <= 60 * minutes + found.validation
     assert interval <= every
@@ -62,9 +62,9 @@ def seconds(monkeypatch):
     """A second a step, as far as the plan knows; what was measured."""
     measured, found = Stopwatch.seconds, []
 
-    def fixed(self):
-        found.append(measured(self))
-        return Seconds(step=1, validation=2, checkpoint=0, all=3)
+    def fixed(self, *given):
+        found.append(measured(self, *given))
+        return Seconds(step=1, validation=2, checkpoint=0, before=3)
 
     monkeypatch.setattr(Stopwatch, "seconds", fixed)
     return found
@@ -78,9 +78,9 @@ def test_the_run_is_that_of_its_steps_and_a_resumed_one_keeps_them(
     lab.fit("ar_target", "name=minutes", *LENGTH, *OTHERS)
     assert "minutes=0.25: 8 steps of 1 s, 2 validations of 2 s" in capsys.readouterr().out
     (found,) = seconds
-    assert 0 < found.step < found.all
-    assert 0 < found.validation < found.all
-    assert 0 < found.checkpoint < found.all
+    assert 0 < found.step < found.before
+    assert 0 < found.validation < found.before
+    assert 0 < found.checkpoint < found.before
     assert not (folder / ".measured").exists()
     stored = yaml.safe_load((folder / "config.yaml").read_text())
     assert stored["minutes"] == 0.25
@@ -100,7 +100,7 @@ def test_the_run_is_that_of_its_steps_and_a_resumed_one_keeps_them(
         lab.fit("ar_target", "name=other", *LENGTH, "minutes=1", f"resume={checkpoint}", *OTHERS)
     # The negative control: one that has nothing yet is measured.
     monkeypatch.undo()
-    monkeypatch.setattr(Stopwatch, "seconds", lambda self: Seconds(1, 2, 0, 14))
+    monkeypatch.setattr(Stopwatch, "seconds", lambda *_: Seconds(1, 2, 0, 14))
     with pytest.raises(ValueError, match=r"minutes=0.25 is too short"):
         lab.fit("ar_target", "name=too_short", *LENGTH, *OTHERS)
     assert not (lab.runs / "ar_target" / "too_short").exists()
