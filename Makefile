@@ -7,7 +7,7 @@ INPUTS ?= 1000
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs
 TEST = $(PY) -m pytest -n 2 $(if $(SEED),--randomly-seed=$(SEED) --hypothesis-seed=$(SEED))
 
-.PHONY: quickstart test test-all lint docs docs-serve paper-scale chaos fuzz soak load packed-step clean
+.PHONY: quickstart test test-all test-avx2 lint docs docs-serve paper-scale chaos fuzz soak load packed-step clean
 
 .venv/installed: setup.cfg constraints.txt
 	test -x $(PY) || python3 -m venv .venv
@@ -28,6 +28,9 @@ test: .venv/installed  ## the tests that take minutes, in random order; SEED=3 (
 
 test-all: .venv/installed  ## every test, as CI runs them
 	$(TEST) $(PYTEST)
+
+test-avx2: .venv/installed  ## the tests of `make test`, on a CPU as if it had AVX2 only, as most laptops
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(TEST) -m "not slow and not processes" $(PYTEST)
 
 lint: .venv/installed  ## ruff and mypy, as CI runs them
 	$(PY) -m ruff check .

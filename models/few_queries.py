@@ -7,6 +7,8 @@ of its requests alone.
 """
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
 
@@ -54,15 +56,23 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
     found = torch.empty_like(asked)
     (keys, key_lines), (values, value_lines) = _lines(key), _lines(value)
     lines, hidden = (*key_lines, *value_lines), bits(mask[:, 0].contiguous())
-    compiled, threads = loops(), torch.get_num_threads()
+    compiled = loops()
     assert compiled is not None  # as `attends` has made sure
+    with pool(compiled):
+        compiled.attention(bits(asked), keys, values, lines, hidden, scale, bits(found))
+    return found.view(query.shape)
+
+
+@contextmanager
+def pool(compiled: ModuleType) -> Iterator[int]:
+    """Let parallel loops use torch's number of threads, which is returned."""
+    threads = torch.get_num_threads()
     with _LOCK:
         compiled.numba.set_num_threads(min(threads, compiled.numba.config.NUMBA_NUM_THREADS))
-        compiled.attention(bits(asked), keys, values, lines, hidden, scale, bits(found))
+        yield threads
         # numba's pool is OpenMP's, which it sets as it begins.
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
-    return found.view(query.shape)
 
 
 def bits(x: Tensor) -> np.ndarray:

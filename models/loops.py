@@ -156,6 +156,39 @@ def attention(query, keys, values, lines, mask, scale, out):
 
 
 @compiled(fastmath=ANY_ORDER)
+def multiply(rows, weight, out):
+    """Write the products of rows [n, D] in float32 with bfloat16 weights [O, D] to `out` [n, O]."""
+    count, size = rows.shape
+    for o in range(weight.shape[0]):
+        line = weight[o]
+        for four in range(count // 4):  # a weight is converted once for four rows
+            r = 4 * four
+            r0, r1, r2, r3 = rows[r], rows[r + 1], rows[r + 2], rows[r + 3]
+            s0 = s1 = s2 = s3 = f32(0)
+            for d in range(size):
+                x = number(line[d])
+                s0 += r0[d] * x
+                s1 += r1[d] * x
+                s2 += r2[d] * x
+                s3 += r3[d] * x
+            out[r, o], out[r + 1, o], out[r + 2, o], out[r + 3, o] = s0, s1, s2, s3
+        for r in range(count // 4 * 4, count):
+            row, s0 = rows[r], f32(0)
+            for d in range(size):
+                s0 += row[d] * number(line[d])
+            out[r, o] = s0
+
+
+@compiled(parallel=True)
+def product(rows, weight, out, parts):
+    """Compute `multiply`, its outputs in so many parts at once."""
+    outputs = weight.shape[0]
+    for i in numba.prange(parts):
+        start, stop = i * outputs // parts, (i + 1) * outputs // parts
+        multiply(rows, weight[start:stop], out[:, start:stop])
+
+
+@compiled(fastmath=ANY_ORDER)
 def rms_norm(rows, weight, epsilon, out):
     """Write weight * x / sqrt(mean(x^2) + epsilon) of every row [n, D] to `out`.
 

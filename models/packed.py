@@ -7,8 +7,9 @@ the same input are one product. What it is depends on the CPU:
   The 210 layers of SmolLM2, one token, one thread: 31 ms plain, 19 packed, 14 as 120 products with
   the input padded to four rows.
 - Without (AVX2) a product in bfloat16 takes several times one in float32 from 8 tokens on. Weights
-  keep their 16 bits, and blocks of them that fit into the cache are converted as they are read: the
-  numbers are those of float32, at half of its memory.
+  keep their 16 bits and are converted as they are read: for few tokens in a compiled loop (numba,
+  where it is installed), which halves the time of a token, for more in blocks that fit into the
+  cache. The numbers are those of float32, at half of its memory.
 """
 
 import ctypes
@@ -21,12 +22,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from models.few_queries import bits, loops, pool
 from models.placement import is_spread
 
 # Layers of one parent that read the same input, by the names that transformers' models give them.
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _FEWEST = 4  # rows: the kernel takes longer for one than for four
 _USUAL = 32  # rows that the layout is chosen for
+_MOST = 16  # rows up to which the compiled loop is faster than products of converted blocks
 _BLOCK = 1 << 19  # weights that are converted at once: 2 MB in float32 stay in the cache
 _HUGE_PAGE, _COLLAPSE = 2 << 20, 25  # bytes; MADV_COLLAPSE of Linux 6.1
 
@@ -92,7 +95,12 @@ class ConvertedProduct(Product):
         self._weight, self._bias = weight, None if self._bias is None else self._bias.float()
 
     def _multiply(self, rows: Tensor) -> Tensor:
-        inputs = self._weight.shape[1]
+        outputs, inputs = self._weight.shape
+        if len(rows) <= _MOST and self._weight.dtype == torch.bfloat16 and (here := loops()):
+            found = rows.new_empty(len(rows), outputs)
+            with pool(here) as threads:
+                here.product(rows.detach().contiguous().numpy(), bits(self._weight), found.numpy(), threads)
+            return found if self._bias is None else found.add_(self._bias)
         size = max(inputs, _BLOCK // inputs * inputs)
         block = getattr(self._scratch, "block", None)
         if block is None or block.numel() < size:
@@ -204,7 +212,10 @@ def told(network: PreTrainedModel) -> str:
     computed, stored = _name(network.dtype), _stored(network)
     if not stored:
         return ""
-    return f"weights in {stored}, products in {computed}: this CPU has none in {stored}"
+    line = f"weights in {stored}, products in {computed}: this CPU has none in {stored}"
+    if loops() is None and stored == "bfloat16":
+        line += "; a token takes half of the time with: pip install 'parade[cpu]'"
+    return line
 
 
 def _stored(network: PreTrainedModel) -> str:

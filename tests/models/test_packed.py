@@ -1,5 +1,8 @@
 """Packed and converted weights give the products of the weights that they were made from."""
 
+import os
+import subprocess
+import sys
 from threading import Thread
 
 import pytest
@@ -98,6 +101,17 @@ def test_another_order_of_the_parts_is_seen(kind, monkeypatch):
     assert error(logits(model), exact) > 0.2
 
 
+@pytest.fixture(params=["numba", "no numba"])
+def numba(request, monkeypatch):
+    """With and without the loops of few rows, which must not be used for more of them."""
+    if request.param == "no numba":
+        monkeypatch.setattr(packed, "loops", lambda: None)
+    elif packed.loops() is None:
+        pytest.skip("no numba here")
+    monkeypatch.setattr(packed, "_MOST", 9)
+
+
+@pytest.mark.usefixtures("numba")
 @pytest.mark.parametrize("rows", [1, 3, 4, 9])
 def test_a_rows_product_does_not_depend_on_the_others(kind, rows):
     torch.manual_seed(1)
@@ -159,6 +173,7 @@ def test_weights_that_are_converted_stay_in_16_bits():
     assert product._weight.shape == (128, 64)
 
 
+@pytest.mark.usefixtures("numba")
 def test_converted_weights_serve_several_threads_and_modes(monkeypatch):
     """Each has its own block of converted weights."""
     monkeypatch.setattr(packed, "_BLOCK", 64 * 8)
@@ -181,3 +196,17 @@ def test_converted_weights_serve_several_threads_and_modes(monkeypatch):
         thread.join()
     assert len(wrong) == 400
     assert not any(wrong)
+
+
+@pytest.mark.processes
+def test_two_variables_make_a_laptops_cpu_of_any():
+    """`make test-avx2` depends on them."""
+    code = (
+        "from models.packed import multiplies_bfloat16 as b; import torch; "
+        "print(b(), torch.backends.cpu.get_cpu_capability())"
+    )
+    only = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | only, capture_output=True, text=True
+    )
+    assert found.stdout.split() == ["False", "AVX2"]
