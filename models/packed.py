@@ -99,7 +99,8 @@ class ConvertedProduct(Product):
         if len(rows) <= _MOST and self._weight.dtype == torch.bfloat16 and (here := loops()):
             found = rows.new_empty(len(rows), outputs)
             with pool(here) as threads:
-                here.product(rows.detach().contiguous().numpy(), bits(self._weight), found.numpy(), threads)
+                given = rows.detach().contiguous().numpy(), bits(self._weight), found.numpy()
+                here.product(*given, threads)
             return found if self._bias is None else found.add_(self._bias)
         size = max(inputs, _BLOCK // inputs * inputs)
         block = getattr(self._scratch, "block", None)
