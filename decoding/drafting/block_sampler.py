@@ -22,10 +22,10 @@ from decoding.drafting.chain import Chain
 from decoding.drafting.ranked_tree import RankedTree
 from decoding.engine import vocabulary
 from decoding.engine.batch import Batch
-from decoding.engine.cache import CachedNetwork
 from decoding.engine.params import VERIFY, SamplingParams
 from decoding.method import Amount, Amounts, ByNumber, Count, FileName, Method
 from models.markov import MarkovHead
+from models.recurrent import is_recurrent
 
 KEPT_TOKENS = 2**14  # tokens whose bigrams are kept as dictionaries
 KNOBS = ("nodes", "sharpness", "rank_noise", "bigrams", "lookup", "markov_head")
@@ -49,7 +49,8 @@ class BlockSampler(BlockDrafter):
         chain, tree: How drafts are made and verified: `tree` for `verify=tree`, `chain` otherwise.
     """
 
-    rules = VERIFY
+    rules: tuple[str, ...] = VERIFY
+    chains = True
 
     def __init__(
         self,
@@ -69,6 +70,8 @@ class BlockSampler(BlockDrafter):
     ):
         super().__init__(target, tokenizer, draft_ids, markov)
         nodes = nodes if isinstance(nodes, dict) else {1: nodes}
+        if is_recurrent(target.config):
+            self.rules = tuple(rule for rule in self.rules if rule != "tree")
         self.block_size, self.bigrams = block_size, bigrams
         after = None if bigrams is None else lru_cache(KEPT_TOKENS)(bigrams.after)
         self.chain = Chain(block_size, lengths)
@@ -82,6 +85,15 @@ class BlockSampler(BlockDrafter):
             self.device,
         )
 
+    def check_params(self, params: SamplingParams) -> None:
+        if params.verify == "tree" and "tree" not in self.rules:
+            raise ValueError(
+                f"verify=tree is not allowed: this {self.target.config.model_type!r} model has "
+                "layers with a recurrent state, which take chains only: give verify="
+                f"{'|'.join(self.rules)}"
+            )
+        super().check_params(params)
+
     def drafting(self, params: SamplingParams) -> Chain | RankedTree:
         """Return the chain or the tree that a request asks for."""
         return self.tree if params.verify == "tree" else self.chain
@@ -93,8 +105,8 @@ class BlockSampler(BlockDrafter):
 
     def begin(self, batch: Batch, params: SamplingParams) -> None:
         """Prefill both networks."""
-        drafting, capacity = self.drafting(params), batch.tokens.shape[1]
-        target = CachedNetwork(self.target, drafting.predicate, capacity, self.hidden_layers)
+        drafting = self.drafting(params)
+        target = self.cached_target(batch, drafting.predicate)
         self.begin_drafting(batch, self.prefill(batch, "target", target))
         drafting.begin(self, batch, params)
 

@@ -17,13 +17,15 @@ from decoding.engine.batch import Batch
 from decoding.engine.cache import CachedNetwork, TargetOutput
 from decoding.engine.params import USUAL, Chunk, Result, SamplingParams
 from decoding.engine.randomness import KeyedRandomness, Randomness, fresh_seed, request_seeds
+from decoding.engine.recurrent import RecurrentNetwork
 from decoding.engine.running import Running
 from decoding.engine.vocabulary import end_tokens
 from decoding.engine.warp import seen_tokens, warp
 from models.attention import DENSE, check_masks
 from models.context import context, why
-from models.masks import causal
+from models.masks import Predicate, causal
 from models.placement import input_device
+from models.recurrent import is_recurrent
 
 _FEW = 2**16  # numbers of keyed noise whose making costs little more than the call
 
@@ -45,6 +47,8 @@ class Sampler(ABC):
         predicts_next: Whether the target gives the next token's distribution.
         bench: The command that measures it against its plain counterpart.
         hidden_layers: Target layers whose outputs its passes return (`TargetOutput`).
+        chains: Whether its drafts are chains, at least with one rule: what targets with recurrent
+            layers can verify.
         device: Where the tokens of its batches are.
         emitted: Tokens of all requests so far.
     """
@@ -56,6 +60,7 @@ class Sampler(ABC):
     predicts_next = True
     bench = "decoding.bench"
     hidden_layers: tuple[int, ...] = ()
+    chains = False
     emitted = 0
 
     def __init__(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
@@ -205,13 +210,21 @@ class Sampler(ABC):
 
     def check(self, target: PreTrainedModel) -> None:
         """Raise ValueError for a target that this sampler cannot decode with."""
-        check_attention(target)
+        if not is_recurrent(target.config):
+            check_attention(target)
+        elif not self.chains:
+            raise ValueError(
+                f"this {target.config.model_type!r} model has layers with a recurrent state, which "
+                "only plain decoding, Jacobi iterations and chains of drafts can go back to"
+            )
 
     def margin(self, params: SamplingParams) -> int:
         """Return the slots needed after the last kept token: a cycle's overshoot, and scratch."""
         return 1
 
-    def prefill(self, batch: Batch, name: str, network: CachedNetwork) -> tuple[Tensor, ...]:
+    def prefill(
+        self, batch: Batch, name: str, network: CachedNetwork | RecurrentNetwork
+    ) -> tuple[Tensor, ...]:
         """Run a network over all prompt tokens but the last, which the first cycle brings.
 
         With a `batch.chunk` each pass takes so many tokens of a row; `batch.between` follows each.
@@ -259,9 +272,13 @@ class Sampler(ABC):
             seen = seen_tokens(batch.tokens, batch.lengths, draft, self.vocabulary, before)
         return warp(logits, params, seen)
 
-    def cached_target(self, batch: Batch) -> CachedNetwork:
+    def cached_target(
+        self, batch: Batch, predicate: Predicate = causal
+    ) -> CachedNetwork | RecurrentNetwork:
         """Make the target's network, with a cache that has room for these requests."""
-        return CachedNetwork(self.target, causal, batch.tokens.shape[1], self.hidden_layers)
+        if is_recurrent(self.target.config):
+            return RecurrentNetwork(self.target, self.hidden_layers)
+        return CachedNetwork(self.target, predicate, batch.tokens.shape[1], self.hidden_layers)
 
     def noise(self, batch: Batch, count: int, params: SamplingParams) -> Tensor | None:
         """Return keyed noise [B, count, V] of the next positions; None at temperature 0."""

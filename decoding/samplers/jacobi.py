@@ -41,6 +41,7 @@ class JacobiSampler(Sampler):
     """
 
     rules = ("coupled",)  # without a drafter there is no q for the others
+    chains = True
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ from decoding.engine.params import SamplingParams
 from decoding.engine.verify import choose
 from decoding.method import MAX_COUNT, Count, Method, Share
 from decoding.samplers.jacobi import JacobiSampler, JacobiState, guesses, with_old_guesses
-from models.masks import branches
+from models.masks import Predicate, branches
 
 
 @dataclass
@@ -47,6 +47,8 @@ class JacobiMRSampler(JacobiSampler):
         spawn_ratio: r; a block is begun when ceil(r n) tokens of an active one are accepted.
         pool_size: How many blocks of given-up guesses are kept.
     """
+
+    chains = False  # but branches
 
     def __init__(
         self,
@@ -76,8 +78,8 @@ class JacobiMRSampler(JacobiSampler):
             pool=batch.tokens.new_full((len(batch.requests), self.pool_size, n), -1),
         )
 
-    def cached_target(self, batch: Batch) -> CachedNetwork:
-        return CachedNetwork(self.target, branches, batch.tokens.shape[1])
+    def cached_target(self, batch: Batch, predicate: Predicate = branches) -> CachedNetwork:
+        return CachedNetwork(self.target, predicate, batch.tokens.shape[1])
 
     def width(self, batch: Batch, params: SamplingParams) -> Tensor:
         return batch.state.end - batch.lengths
