@@ -156,6 +156,12 @@ def check_masks(network: PreTrainedModel) -> None:
             f"{', '.join([FULL, *KINDS])} take the masks of packed texts and draft blocks"
         )
     windows_of(config)  # whose sizes must be there
+    if getattr(config, "attn_temperature_tuning", False):
+        raise ValueError(
+            f"this {config.model_type!r} model scales attention by the tokens in its cache instead "
+            "of by position (attn_temperature_tuning): it takes no masks of packed texts and draft "
+            "blocks"
+        )
     # ALiBi's biases are made of a padding mask, or of places in a row instead of positions.
     if getattr(config, "alibi", False) or config.model_type in ALIBI:
         problem = "its positions are ALiBi's"

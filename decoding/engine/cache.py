@@ -238,7 +238,9 @@ class CachedNetwork(CountedNetwork):
         self.cache: RaggedCache = RaggedCache(capacity, config.num_hidden_layers, on)
         self._several = len(on) > 1
         kind = config._attn_implementation
-        self._adds = network.dtype if kind in (GROUPED, EAGER) else None
+        # XLNet has its own masks, which its wrapper makes of bool ones.
+        adds = kind == GROUPED or (kind == EAGER and isinstance(network, PreTrainedModel))
+        self._adds = network.dtype if adds else None
         # bfloat16 sums round by their width, so no row's width may depend on the longest row.
         self.by_row = kind == GROUPED and network.dtype == torch.bfloat16
         self._windows = windows_of(config)

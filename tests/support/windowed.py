@@ -23,7 +23,7 @@ KINDS = {
         "full_attention": ROPE | {"rope_theta": 1e6}, "sliding_attention": ROPE | {"rope_theta": 10.0}}},
     "gpt_oss": MIXED | EXPERTS | {"rope_parameters": ROPE},
     "llama4_text": EXPERTS | {"attention_chunk_size": WINDOW, "num_experts_per_tok": 1,
-                              "intermediate_size_mlp": 24, "floor_scale": 10,
+                              "intermediate_size_mlp": 24, "attn_temperature_tuning": False,
                               "no_rope_layers": [1, 0, 1]},
     "mistral": {},
     "mixtral": EXPERTS,
