@@ -16,7 +16,7 @@ from tests.support import tiny
 from tests.support.arrivals import texts_of
 from tests.support.exact import distance
 from tests.support.results import ids
-from tests.support.windowed import KINDS, LENGTH, PROMPTS, V, WINDOW, causal_lm, tokenizer
+from tests.support.windowed import KINDS, LENGTH, PROMPTS, WINDOW, V, causal_lm, tokenizer
 
 SEEDS = [5, 71, 3]
 

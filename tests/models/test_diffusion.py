@@ -326,7 +326,7 @@ def test_layers_of_another_kind_than_a_config_can_say():
     source = windowed_lm.causal_lm("qwen3_moe", mlp_only_layers=[0])
     tokens = windowed_lm.tokenizer()
     assert diffusion.from_causal_lm(source, tokens, [0, 2]).config.num_hidden_layers == 2
-    with pytest.raises(ValueError, match="layer 2 would be of another kind.*'qwen3_moe'"):
+    with pytest.raises(ValueError, match=r"layer 2 would be of another kind.*'qwen3_moe'"):
         diffusion.from_causal_lm(source, tokens, [2, 0])
 
 

@@ -11,7 +11,7 @@ from models.context import context
 from models.masks import causal, chunked, dense, draft_blocks, flex, limited, sliding
 from models.windows import windows_of
 from tests.support.masks import drawn, layout
-from tests.support.windowed import KINDS, V, WINDOW, causal_lm
+from tests.support.windowed import KINDS, WINDOW, V, causal_lm
 
 ROW = layout([0] * 6, [*range(6)], [-1] * 6)
 
@@ -114,9 +114,11 @@ def test_only_a_window_below_the_context_limits_a_layer():
     assert windows_of(MistralConfig(sliding_window=None)) is None
     assert windows_of(llama(sliding_window=None).config) is None
     found = windows_of(MistralConfig(max_position_embeddings=64, sliding_window=63))
-    assert found.narrowest == 63 and found.shared
+    assert found.narrowest == 63
+    assert found.shared
     mixed = windows_of(causal_lm("gpt_oss").config)
-    assert not mixed.shared and mixed.narrowest == WINDOW
+    assert not mixed.shared
+    assert mixed.narrowest == WINDOW
     assert {kind: limit is None for kind, limit in mixed.limits.items()} == {
         "full_attention": True,
         "sliding_attention": False,
@@ -131,7 +133,8 @@ def test_a_text_ends_at_the_context_and_not_at_the_window():
 
     Foreign.__module__ = "transformers_modules.its"
     config = Foreign(sliding_window=WINDOW, max_position_embeddings=128)
-    assert windows_of(config) is None and context(config) == WINDOW
+    assert windows_of(config) is None
+    assert context(config) == WINDOW
 
 
 def test_configs_without_a_meaning_are_one_line():

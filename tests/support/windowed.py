@@ -20,7 +20,8 @@ KINDS = {
     "gemma2": MIXED | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
                        "query_pre_attn_scalar": 5},
     "gemma3_text": MIXED | {"query_pre_attn_scalar": 5, "rope_parameters": {
-        "full_attention": ROPE | {"rope_theta": 1e6}, "sliding_attention": ROPE | {"rope_theta": 10.0}}},
+        "full_attention": ROPE | {"rope_theta": 1e6},
+        "sliding_attention": ROPE | {"rope_theta": 10.0}}},
     "gpt_oss": MIXED | EXPERTS | {"rope_parameters": ROPE},
     "llama4_text": EXPERTS | {"attention_chunk_size": WINDOW, "num_experts_per_tok": 1,
                               "intermediate_size_mlp": 24, "attn_temperature_tuning": False,
