@@ -61,7 +61,7 @@ def test_texts_are_transformers_own(kind):
     drafted = pard(model, kind)
     for verify in ("coupled", "tree"):
         assert answers(drafted, verify=verify) == expected
-    assert max(len(set(text)) for text in expected) > 6  # texts in which something happens
+    assert max(len(set(text)) for text in expected) > 4  # texts in which something happens
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -133,7 +133,7 @@ def windowed(vocabulary, window=2, seed=0):
 def test_the_exact_distribution_past_the_window(verify, monkeypatch):
     target, drafter = windowed(3), windowed(5, seed=1)
     sampler = DeerSampler(target, tiny.tokenizer(3), drafter, block_size=2, mask_id=3, sep_id=4)
-    params = SamplingParams(max_new_tokens=3, verify=verify)
+    params = SamplingParams(max_new_tokens=2, verify=verify)
     assert distance(sampler, params) <= 1e-9
     wider = windows.KINDS | {"sliding_attention": ("sliding_window", lambda n: sliding(n + 1))}
     monkeypatch.setattr(windows, "KINDS", wider)
