@@ -65,16 +65,17 @@ def windows_of(config: PreTrainedConfig) -> Windows | None:
     limits: dict[str, Predicate | None] = {}
     sizes = []
     for kind in sorted(kinds):
-        key, limit = KINDS.get(kind, ("", None))
-        size = getattr(config, key, None) if limit else None
-        if limit and (not isinstance(size, int) or size < 1):
+        limits[kind] = None
+        if kind not in KINDS:
+            continue
+        key, limit = KINDS[kind]
+        size = getattr(config, key, None)
+        if not isinstance(size, int) or size < 1:
             raise ValueError(
                 f"this {config.model_type!r} model has layers of {kind!r} and {key}={size}: its "
                 "config must give the tokens of their window"
             )
-        if size is None or (longest is not None and size >= longest):
-            limits[kind] = None
-        else:
+        if longest is None or size < longest:
             limits[kind] = limit(size)
             sizes.append(size)
     return Windows(limits, min(sizes), shared) if sizes else None
