@@ -120,8 +120,6 @@ def generate(
             raise _unsupported("a streamer with more than one row")
         values = _values(generation_config, logits_processor, model_kwargs)
         max_length, eos = _ends(stopping_criteria)
-        if not usual:
-            _check_window(model, max_length)
         if (own := seed) is None:  # greedy decoding leaves torch's generator alone
             own = int(torch.randint(1 << 48, ())) if generation_config.do_sample else 0
         values |= {"seed": own, "verify": verify, "block_size": block_size}
@@ -198,21 +196,13 @@ def _check_target(model: PreTrainedModel) -> None:
             "with custom_generate= the drafter"
         )
     attention = model.config._attn_implementation
-    if attention != "sdpa":
+    if attention != "sdpa" and model._supports_sdpa:
         raise ValueError(
             f"attention implementation {attention!r} cannot take the mask of a draft block: load "
             "the target with attn_implementation='sdpa'"
         )
-    layers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-    if model.config.is_encoder_decoder or layers - {"full_attention", "sliding_attention"}:
+    if model.config.is_encoder_decoder:
         raise _unsupported(f"{type(model).__name__} as a target")
-
-
-def _check_window(model: PreTrainedModel, length: int) -> None:
-    """Raise ValueError for a text beyond a sliding window, which a draft block's mask lacks."""
-    window = getattr(model.config.get_text_config(), "sliding_window", None)
-    if window is not None and length > window:
-        raise _unsupported(f"a text of {length} tokens, beyond the sliding window of {window},")
 
 
 def _values(

@@ -6,8 +6,10 @@ Attention written as plain operations is faster there, since torch.compile fuses
 two matrix products, but it needs one float for every head and pair of tokens in every layer.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, finfo, float32, nn, promote_types
@@ -15,11 +17,12 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from models import few_queries
-from models.masks import Layout, Predicate, dense, flex
+from models.masks import Layout, Predicate, dense, flex, limited
+from models.windows import FULL, KINDS, windows_of
 
 # Values of transformers' attn_implementation.
-WRITTEN_OUT, GROUPED = "written_out", "grouped"
-DENSE = ("sdpa", WRITTEN_OUT, GROUPED)  # those that take our dense masks
+WRITTEN_OUT, GROUPED, EAGER = "written_out", "grouped", "eager"
+DENSE = ("sdpa", WRITTEN_OUT, GROUPED, EAGER)  # those that take our dense masks
 ALIBI = ("bloom", "mpt")  # types whose positions are always ALiBi's; Falcon's may be
 
 
@@ -46,6 +49,7 @@ def written_out(
     Returns:
         softmax(scaling q k^T + mask) v [B, Q, heads, D], and None in place of the weights.
     """
+    _check_extras(kwargs)
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -86,6 +90,7 @@ def grouped(
         softmax(scaling q k^T + mask) v [B, Q, G * heads, D], zeros where a query is in no span, and
         None in place of the weights.
     """
+    _check_extras(kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     given = query, key, value, attention_mask
     if few_queries.attends(*given):
@@ -101,6 +106,16 @@ def grouped(
                 attend = few_queries.attend if few_queries.attends(*row) else _of_groups
                 found[b : b + 1, :, queries] = attend(*row, scale)
     return found.transpose(1, 2), None
+
+
+def _check_extras(given: dict) -> None:
+    """Raise ValueError for an argument of attention functions that ours do not follow."""
+    for key in ("softcap", "s_aux", "position_bias"):
+        if given.get(key) is not None:
+            raise ValueError(
+                f"this model's attention has {key!r}, which only its own implementation computes: "
+                f"load it with attention={EAGER}"
+            )
 
 
 def _of_groups(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -134,18 +149,26 @@ def check_masks(network: PreTrainedModel) -> None:
     """Raise ValueError for a network that takes no masks of packed texts and draft blocks."""
     config = network.config.get_text_config()
     kind = network.config._attn_implementation
-    # A sliding window does no harm before a text outgrows it, which `Sampler.encode` checks.
     layers = {*(getattr(config, "layer_types", None) or [])}
-    if other := layers - {"full_attention", "sliding_attention"}:
+    if other := layers - {FULL, *KINDS}:
         raise ValueError(
-            f"this {config.model_type!r} model has layers of {sorted(other)}: only full attention "
-            "takes the masks of packed texts and draft blocks"
+            f"this {config.model_type!r} model has layers of {sorted(other)}: only "
+            f"{', '.join([FULL, *KINDS])} take the masks of packed texts and draft blocks"
+        )
+    windows_of(config)  # whose sizes must be there
+    if getattr(config, "attn_temperature_tuning", False):
+        raise ValueError(
+            f"this {config.model_type!r} model scales attention by the tokens in its cache instead "
+            "of by position (attn_temperature_tuning): it takes no masks of packed texts and draft "
+            "blocks"
         )
     # ALiBi's biases are made of a padding mask, or of places in a row instead of positions.
     if getattr(config, "alibi", False) or config.model_type in ALIBI:
         problem = "its positions are ALiBi's"
-    elif kind in (*DENSE, "flex_attention"):
+    elif kind in (*DENSE, "flex_attention") and kind != EAGER:
         return
+    elif kind == EAGER and not network._supports_sdpa and network._supports_attention_backend:
+        return  # such as gemma2's soft caps and gpt-oss's sinks, which SDPA does not have
     elif network._supports_sdpa:
         raise ValueError(
             f"attention={kind} is not allowed: it would misread the masks of packed texts and "
@@ -168,15 +191,36 @@ def attention_inputs(network: PreTrainedModel, predicate: Predicate, layout: Lay
         layout: The tokens of the batch, [B, L] each field.
 
     Returns:
-        `attention_mask`: a FlexAttention BlockMask for 'flex_attention', else bool [B, 1, L, L].
+        `attention_mask`: a FlexAttention BlockMask for 'flex_attention', an additive mask for
+        'eager', else bool [B, 1, L, L]; a dictionary of them where layers have windows.
     """
     check_masks(network)
     implementation = network.config._attn_implementation
     if implementation == "flex_attention":
         # Its other kernel, for decoding, is chosen for rows below 128 tokens and not always there.
         options = {"FORCE_USE_FLEX_ATTENTION": True}
-        return {"attention_mask": flex(predicate, layout), "kernel_options": options}
-    return {"attention_mask": dense(predicate, layout)}
+        masks = layer_masks(network, lambda limit: flex(limited(predicate, limit), layout))
+        return {"attention_mask": masks, "kernel_options": options}
+
+    def make(limit: Predicate | None) -> Tensor:
+        mask = dense(limited(predicate, limit), layout)
+        return additive(mask, network.dtype) if implementation == EAGER else mask
+
+    return {"attention_mask": layer_masks(network, make)}
+
+
+def layer_masks(network: PreTrainedModel, make: Callable[[Predicate | None], Any]) -> Any:
+    """Return `attention_mask` of masks that `make` makes: one, or a dictionary by type of layer.
+
+    `make` takes the limit of a layer's window; None: there is none.
+    """
+    windows = windows_of(network.config)
+    return make(None) if windows is None else windows.masks(make)
+
+
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a bool mask as numbers to add to scores, as 'eager' and few queries take it."""
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -math.inf)
 
 
 def masked_inputs(network: PreTrainedModel, batch: dict[str, Tensor], predicate: Predicate) -> dict:
@@ -185,10 +229,11 @@ def masked_inputs(network: PreTrainedModel, batch: dict[str, Tensor], predicate:
     `batch` has input_ids and the fields of a layout, [B, L] each; position_ids default to its
     index.
     """
-    layout = Layout(batch["document"], batch["index"], batch["block"])
+    positions = batch.get("position_ids", batch["index"])
+    layout = Layout(batch["document"], batch["index"], batch["block"], positions)
     return {
         "input_ids": batch["input_ids"],
-        "position_ids": batch.get("position_ids", batch["index"]),
+        "position_ids": positions,
         "use_cache": False,
         **attention_inputs(network, predicate, layout),
     }
@@ -196,12 +241,15 @@ def masked_inputs(network: PreTrainedModel, batch: dict[str, Tensor], predicate:
 
 @contextmanager
 def fused_attention(network: PreTrainedModel) -> Iterator[None]:
-    """Run a network with 'sdpa' inside the context, because samplers build dense masks."""
+    """Run a network with 'sdpa' inside the context, because samplers build dense masks.
+
+    A class without it runs with its own.
+    """
     kind = network.config._attn_implementation
     if kind not in ("flex_attention", WRITTEN_OUT):
         yield
         return
-    network.set_attn_implementation("sdpa")
+    network.set_attn_implementation("sdpa" if network._supports_sdpa else EAGER)
     try:
         yield
     finally:

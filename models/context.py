@@ -10,11 +10,15 @@ from functools import partial
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from models.windows import is_stock
+
 
 def context(config: PreTrainedConfig) -> int | None:
     """Return the most tokens of a text; None: any number."""
     config = _of_texts(config)
-    keys = "max_position_embeddings", "max_sequence_length", "sliding_window"  # the 2nd is LLaDA's
+    keys = ["max_position_embeddings", "max_sequence_length"]  # the 2nd is LLaDA's
+    if not is_stock(config):  # its layers may not follow our masks of a window
+        keys.append("sliding_window")
     limits = *(getattr(config, key, None) for key in keys), rotary_range(config)[0]
     known = [n for n in limits if n is not None and n > 0]
     return min(known, default=None)  # XLNet says -1

@@ -100,6 +100,9 @@ def _is_llama_like(source: PreTrainedModel) -> bool:
     projections = ("q_proj", "k_proj", "v_proj", "o_proj")
     if not hasattr(layer, "input_layernorm") or not all(hasattr(attention, p) for p in projections):
         return False
+    # More norms than a drafter's layers have, or sinks: copies would not be of the target's kind.
+    if hasattr(layer, "pre_feedforward_layernorm") or hasattr(attention, "sinks"):
+        return False
     norm = getattr(attention, "q_norm", None)
     each_head = norm is None or norm.weight.shape == (attention.head_dim,)
     return each_head and all(hasattr(config, key) for key in SHARED)

@@ -21,6 +21,9 @@ from models.masks import drafter_attention
 from models.sizes import Layers
 from terminal.progress import track
 
+PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")  # keys with an entry per layer
+KIND = ("layer_type", "attention_type", "is_sliding", "sliding_window", "use_rope")
+
 
 def from_causal_lm(
     source: PreTrainedModel,
@@ -107,9 +110,24 @@ def keep_layers(network: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
                 module.layer_idx = new
     network.model.layers = nn.ModuleList(kept)
     network.config.num_hidden_layers = len(kept)
-    if getattr(network.config, "layer_types", None):
-        network.config.layer_types = [network.config.layer_types[i] for i in layers]
+    for key in PER_LAYER:
+        if entries := getattr(network.config, key, None):
+            setattr(network.config, key, [entries[i] for i in layers])
+    with torch.device("meta"):
+        again = type(network)(copy.deepcopy(network.config))
+    for i, ours, theirs in zip(layers, network.model.layers, again.model.layers):
+        if _kind(ours) != _kind(theirs):
+            raise ValueError(
+                f"layers={layers} is not allowed: layer {i} would be of another kind in the "
+                f"drafter, as a {network.config.model_type!r} config gives kinds by number"
+            )
     return network
+
+
+def _kind(layer: nn.Module) -> tuple[dict, list]:
+    """Return all by which the layers of a model differ that have the same class."""
+    sizes = {name: x.shape for name, x in layer.state_dict().items()}
+    return sizes, [getattr(m, key, None) for m in layer.modules() for key in KIND]
 
 
 def draft_logits(

@@ -21,15 +21,21 @@ class Layout(NamedTuple):
         index: A clean token's own index; in a draft block, the number of clean tokens before the
             block (its prefix is every clean token of a lower index).
         block: Number of the draft block; -1 for clean tokens.
+        position: A token's position, where `index` is not; None where it is.
     """
 
     document: Tensor
     index: Tensor
     block: Tensor
+    position: Tensor | None = None
 
     def map(self, f: Callable[[Tensor], Tensor]) -> "Layout":
         """Return the layout with f applied to every field."""
-        return Layout(*map(f, self))
+        return Layout(*(None if field is None else f(field) for field in self))
+
+    def positions(self) -> Tensor:
+        """Return the position of each token in its text."""
+        return self.index if self.position is None else self.position
 
 
 Predicate = Callable[[Layout, Layout], Tensor]
@@ -108,6 +114,24 @@ def tree(q: Layout, k: Layout) -> Tensor:
     subsets.
     """
     return causal(q, k) & ((k.block < 0) | (q.block & k.block == k.block))
+
+
+def sliding(window: int) -> Predicate:
+    """Return the limit of a sliding window: a token attends to no `window`-th token before it.
+
+    Later tokens, which draft blocks may attend to, have no limit.
+    """
+    return lambda q, k: k.positions() > q.positions() - window
+
+
+def chunked(size: int) -> Predicate:
+    """Return the limit of chunked attention: a token attends to no earlier chunk of `size`."""
+    return lambda q, k: k.positions() >= q.positions() // size * size
+
+
+def limited(predicate: Predicate, limit: Predicate | None) -> Predicate:
+    """Return a pattern within a limit; None: without any."""
+    return predicate if limit is None else lambda q, k: predicate(q, k) & limit(q, k)
 
 
 def clean_windows(span: int) -> Predicate:

@@ -21,6 +21,7 @@ from decoding.loading import load_drafter, loads_drafter, sampler_of, target_fin
 from models import diffusion
 from models.head import freeze_embeddings, silence_others
 from models.masks import drafter_attention
+from models.windows import windows_of
 from trainers.base import DISTRIBUTIONS, HIDDEN_STATES, BaseModule, Optimization
 from trainers.draft_vocabulary import in_draft_vocabulary
 from trainers.heads import AuxiliaryHead, auxiliary_heads
@@ -129,6 +130,13 @@ class DrafterModule(BaseModule):
         """Write the layout's settings into the network; warn if its attention changes."""
         drafter_attention(self.attention)
         config = self.network.config
+        found, width = windows_of(config), self.layout.width(self.block_size)
+        if found is not None and found.narrowest < width:
+            raise ValueError(
+                f"block_size={self.block_size} is not allowed: a draft block of {width} tokens "
+                f"does not fit into the window of {found.narrowest} tokens that layers of the "
+                f"drafter have: give at most {self.block_size - width + found.narrowest}"
+            )
         entry = getattr(config, "parade", None) or {}
         before = entry.get("attention", self.attention)
         if before != self.attention:

@@ -87,10 +87,11 @@ class ProgressiveConsistency(BaseModule):
         """
         B, N, n = batch["target"].shape
         predicate = branches if self.mask == "nc" else clean_windows(self.window * n)
-        layout = Layout(batch["document"], batch["index"], batch["block"])
+        positions = batch["position_ids"]
+        layout = Layout(batch["document"], batch["index"], batch["block"], positions)
         logits = network(
             input_ids=batch["input_ids"],
-            position_ids=batch["position_ids"],
+            position_ids=positions,
             **attention_inputs(network, predicate, layout),
             use_cache=False,
             logits_to_keep=1 + 2 * N * n,

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decoding.engine.cache import CachedNetwork
-from models.masks import Layout, dense, draft_blocks
+from models.masks import Layout, draft_blocks
 from models.twostream import is_xlnet
 from models.xlnet import CachedXLNet
 
@@ -67,6 +67,7 @@ class TwoStreamNetwork(CachedNetwork):
         keys = self._slots[:, : int(end.max()) + Q].expand(len(end), -1)
         index = keys if branches is None else self._indices(keys, end, branches)
         number = torch.arange(Q, device=end.device).expand_as(positions)
+        places = torch.cat([order.gather(1, index.gather(1, content)), positions], 1)
         q = Layout(
             torch.zeros_like(slots),
             torch.cat([index.gather(1, content).maximum(first), seen], 1),
@@ -74,18 +75,22 @@ class TwoStreamNetwork(CachedNetwork):
         )
         query = (keys - end[:, None]).clamp_min(-1)
         k = Layout(torch.zeros_like(keys), index.maximum(first), query)
-        mask = dense(draft_blocks, q, k)
-        if not self.own_keys:
-            mask &= (query < 0)[:, None, None]
+        if self._windows is not None:  # which are by position in the text, not in the order
+            asked = positions.gather(1, query.clamp(0, Q - 1))
+            known = order.gather(1, index.clamp_max(order.shape[1] - 1))
+            q = q._replace(position=places)
+            k = k._replace(position=torch.where(query < 0, known, asked))
+        allowed = None if self.own_keys else (query < 0)[:, None, None]
         if branches is not None:
             path = torch.zeros_like(keys).scatter(1, self._nodes(end, branches), branches.path)
             own = torch.cat([path.gather(1, content), branches.seen], 1)
-            mask &= (path[:, None] & ~own[:, :, None] == 0)[:, None]
+            within = (path[:, None] & ~own[:, :, None] == 0)[:, None]
+            allowed = within if allowed is None else allowed & within
         return self.run(
             torch.cat([tokens.gather(1, content), torch.full_like(positions, self.mask_id)], 1),
-            torch.cat([order.gather(1, index.gather(1, content)), positions], 1),
+            places,
             slots.masked_fill(padding, self.cache.capacity - 1),
-            mask,
+            self.masks(q, k, order.shape[1], allowed),
             keep=Q,
         ).logits
 

@@ -1,6 +1,5 @@
 """Ragged key/value caches, and networks that decode with them."""
 
-import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,12 +10,13 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from models.attention import GROUPED
+from models.attention import EAGER, GROUPED, additive
 from models.context import clamped, most_positions
 from models.head import ReducedHead
 from models.hidden_states import capture
-from models.masks import Layout, Predicate, dense
+from models.masks import Layout, Predicate, dense, limited
 from models.placement import input_device, layers_by_device
+from models.windows import windows_of
 
 STEP = 256  # slots by which the memory of a cache grows
 
@@ -237,9 +237,13 @@ class CachedNetwork(CountedNetwork):
         on = layers_by_device(network)
         self.cache: RaggedCache = RaggedCache(capacity, config.num_hidden_layers, on)
         self._several = len(on) > 1
-        self._adds = network.dtype if config._attn_implementation == GROUPED else None
+        kind = config._attn_implementation
+        # XLNet has its own masks, which its wrapper makes of bool ones.
+        adds = kind == GROUPED or (kind == EAGER and isinstance(network, PreTrainedModel))
+        self._adds = network.dtype if adds else None
         # bfloat16 sums round by their width, so no row's width may depend on the longest row.
-        self.by_row = self._adds == torch.bfloat16
+        self.by_row = kind == GROUPED and network.dtype == torch.bfloat16
+        self._windows = windows_of(config)
         self._slots = torch.arange(capacity, device=input_device(network))[None]
         self._clean = Layout(*self._slots.new_tensor([0, 0, -1])[:, None, None])
         self._known = config.vocab_size
@@ -276,11 +280,31 @@ class CachedNetwork(CountedNetwork):
             # A row's slots after its last token are stale: another row may reach further.
             stale = self._slots[:, :visible] > slots[:, -1:]
             k = k._replace(document=-stale.long())
-        mask = dense(self.predicate, q, k)
+        mask = self.masks(q, k, visible)
         spans = _spans(slots, padding) if self.by_row else None
         if padding is not None:
             slots = positions.masked_fill(padding, self.cache.capacity - 1)
         return self.run(tokens, positions, slots, mask, keep, spans)
+
+    def masks(
+        self, q: Layout, k: Layout, tokens: int, allowed: Tensor | None = None
+    ) -> Tensor | dict[str, Tensor]:
+        """Return the mask of queries [B, Q] over the first slots [B, K], or one by type of layer.
+
+        `tokens` is the length of the longest text, which no window limits that it fits into; where
+        `allowed` [B, 1, Q, K] is False, keys are hidden whatever the pattern is.
+        """
+
+        def make(limit: Predicate | None) -> Tensor:
+            mask = dense(limited(self.predicate, limit), q, k)
+            if allowed is not None:
+                mask &= allowed
+            # Else every layer would turn it into numbers.
+            return mask if self._adds is None else additive(mask, self._adds)
+
+        if self._windows is None or tokens <= self._windows.narrowest:
+            return make(None)
+        return self._windows.masks(make)
 
     def keep_path(self, lengths: Tensor, node: Tensor) -> None:
         """Move the nodes [B, m] of a tree to the front of it, after the first lengths [B] slots."""
@@ -293,22 +317,21 @@ class CachedNetwork(CountedNetwork):
         tokens: Tensor,
         positions: Tensor,
         slots: Tensor,
-        mask: Tensor,
+        mask: Tensor | dict[str, Tensor],
         keep: int | Tensor,
         spans: Sequence[tuple[slice, int]] | None = None,
     ) -> TargetOutput:
-        """Run tokens at positions, written to slots, under a mask over the first slots.
+        """Run tokens at positions, written to slots, under `masks` over the first slots.
 
         `keep` is the number of last tokens whose logits are returned, or their indices; `spans` is
         the computed part of each row, for `models.attention.grouped`.
         """
-        self.cache.place(slots, mask.shape[-1])
+        one = mask if isinstance(mask, Tensor) else next(iter(mask.values()))
+        self.cache.place(slots, one.shape[-1])
         if self._several:  # the head may have another device
             keep = keep if isinstance(keep, int) else keep.cpu()
         elif isinstance(keep, int):
             keep = self._slots[0, tokens.shape[1] - keep : tokens.shape[1]]
-        if self._adds:  # else every layer would turn it into numbers
-            mask = torch.zeros_like(mask, dtype=self._adds).masked_fill_(~mask, -math.inf)
         with capture(self.network, self.hidden_layers) as states, self.counted():
             logits = self._logits(
                 # A drafter's vocabulary may be the smaller one: it only guesses, any token will do.
@@ -330,7 +353,8 @@ class CachedNetwork(CountedNetwork):
         if block_start is None:
             return clean
         start = block_start[:, None]
-        return clean._replace(index=positions.minimum(start), block=-(positions < start).long())
+        index, block = positions.minimum(start), -(positions < start).long()
+        return clean._replace(index=index, block=block, position=positions)
 
 
 def _spans(slots: Tensor, padding: Tensor | None) -> list[tuple[slice, int]]:

@@ -19,9 +19,10 @@ from transformers import PreTrainedModel
 
 from decoding.engine.batch import Batch
 from decoding.engine.cache import CachedNetwork, CountedNetwork
+from models.attention import attention_inputs
 from models.blockwise import is_foreign, predicate_of
 from models.context import clamped
-from models.masks import Layout, dense
+from models.masks import Layout
 
 
 class WholeTexts(CountedNetwork):
@@ -115,7 +116,7 @@ class WholeTexts(CountedNetwork):
         with self.counted():
             logits = self.network(
                 input_ids=texts,
-                attention_mask=dense(self.predicate, layout),
+                **attention_inputs(self.network, self.predicate, layout),
                 position_ids=clamped(positions, self._range),
                 use_cache=False,
                 logits_to_keep=asked,
@@ -184,6 +185,7 @@ class CachedBlocks(CachedNetwork):
         tokens = batch.tokens.gather(1, finished.clamp_min(0))
         tokens = torch.cat([tokens, states.flatten(1)], 1)
         asked = (width + lent[0]).unflatten(0, (N, L))[number != M].flatten()
-        logits = self.run(tokens, positions, slots, dense(self.predicate, q, k), keep=asked).logits
+        mask = self.masks(q, k, int(positions.max()) + 1)
+        logits = self.run(tokens, positions, slots, mask, keep=asked).logits
         batch.state.cached = batch.state.start
         return logits.unflatten(1, (-1, L))

@@ -261,13 +261,13 @@ def test_attention_that_takes_no_boolean_mask_is_refused(drafted):
         drafted(target(attn_implementation="eager"), **padded(), max_new_tokens=4)
 
 
-def test_a_sliding_window_ends_the_text(drafted):
-    model = target(kind="qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=0)
-    for length in (7, 8):
-        expected = model.generate(**padded(), max_length=length)
-        assert torch.equal(drafted(model, **padded(), max_length=length), expected)
-    with pytest.raises(ValueError, match="sliding window of 8"):
-        drafted(model, **padded(), max_length=9)
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_text_goes_on_past_a_sliding_window(drafted, full):
+    model = target(kind="qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=full)
+    expected = model.generate(**padded(), max_length=24, do_sample=False)
+    assert torch.equal(drafted(model, **padded(), max_length=24, do_sample=False), expected)
+    model.config.sliding_window = 5  # the control: our masks are of the config's window
+    assert not torch.equal(drafted(model, **padded(), max_length=24, do_sample=False), expected)
 
 
 def test_a_length_that_transformers_assumes_is_cut_at_the_context(drafted):
@@ -283,7 +283,7 @@ def test_a_length_that_transformers_assumes_is_cut_at_the_context(drafted):
         with pytest.raises(ValueError, match="together more than the target's context"):
             drafted(model, **padded(), do_sample=False, **given)
     # Of other limits of a text transformers knows nothing.
-    model.config.max_position_embeddings, model.config.sliding_window = 512, context
+    model.config.max_position_embeddings, model.config.max_sequence_length = 512, context
     found = drafted(model, **padded(), do_sample=False)
     for row, whole, prompt in zip(found, free, PROMPTS):
         kept = slice(width, width + context - len(prompt))

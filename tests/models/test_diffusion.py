@@ -15,6 +15,7 @@ from decoding.samplers.deer import DeerSampler
 from models import diffusion, masks
 from models.masks import causal
 from tests.support import tiny
+from tests.support import windowed as windowed_lm
 
 PLAIN = train_tokenizer(["ab"], 257)
 TOKENIZER = with_draft_tokens(PLAIN)
@@ -272,6 +273,61 @@ def test_the_sampler_drafts_what_training_trains(kind):
     with torch.inference_mode():
         drafted = sampler.draft_pass(draft_rows(sampler, prompts, params), K, params)
     assert close(drafted, packed)
+
+
+def windowed(drafts):
+    """A drafter whose first layer has a window, shorter than prefixes; the same without windows."""
+    layers = {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True}
+    made = [
+        tiny.causal_lm(V, seed=6, kind="qwen3", sliding_window=size, **layers)
+        for size in (K + 1, 500)
+    ]
+    return made if drafts == "causal" else [diffusion.from_causal_lm(m, TOKENIZER) for m in made]
+
+
+@pytest.mark.parametrize("attention", masks.DRAFTERS)
+def test_a_drafter_with_windows_is_trained_as_it_drafts(attention):
+    row, params = packed_row(), SamplingParams()
+    prompts = [prefix_of(row, a).tolist() for a in ANCHORS]
+    network, other = (m.double() for m in windowed(attention))
+    packed = packed_logits(network, row, attention=attention)
+    if attention == "causal":  # a stock causal LM, which has the windows itself
+        for a, anchor in enumerate(ANCHORS):
+            lone = lone_logits(network, row, anchor, attention=attention)
+            assert close(packed[a], lone)
+        packed = packed.index_fill(-1, torch.tensor([SPARE]), -torch.inf)
+    sampler = sampler_of(network, attention=attention)
+    with torch.inference_mode():
+        drafted = sampler.draft_pass(draft_rows(sampler, prompts, params), K, params)
+    assert close(drafted, packed[..., :V])
+    without = packed_logits(other, row, attention=attention)  # the control
+    assert not torch.allclose(without[..., : V - 3], packed[..., : V - 3], atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss", "mistral", "qwen3"])
+def test_copied_layers_keep_their_windows_in_an_export(kind, tmp_path):
+    source = windowed_lm.causal_lm(kind)
+    drafter = diffusion.from_causal_lm(source, windowed_lm.tokenizer(), [1, 2])
+    if kinds := getattr(source.config, "layer_types", None):
+        assert drafter.config.layer_types == kinds[1:]
+    drafter.save_pretrained(tmp_path)
+    again = type(drafter).from_pretrained(tmp_path)
+    ids = torch.randint(windowed_lm.V, (1, 30), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = drafter(ids, use_cache=False).logits
+        assert torch.allclose(again(ids, use_cache=False).logits, expected, atol=1e-5)
+        wider = type(drafter).from_pretrained(tmp_path, sliding_window=windowed_lm.WINDOW + 1)
+        found = wider(ids, use_cache=False).logits
+    assert not torch.allclose(found, expected, atol=1e-3)  # the control
+
+
+def test_layers_of_another_kind_than_a_config_can_say():
+    """This class numbers its layers without experts: layer 0 would be layer 1 of the drafter."""
+    source = windowed_lm.causal_lm("qwen3_moe", mlp_only_layers=[0])
+    tokens = windowed_lm.tokenizer()
+    assert diffusion.from_causal_lm(source, tokens, [0, 2]).config.num_hidden_layers == 2
+    with pytest.raises(ValueError, match=r"layer 2 would be of another kind.*'qwen3_moe'"):
+        diffusion.from_causal_lm(source, tokens, [2, 0])
 
 
 def test_later_draft_passes_too():

@@ -28,9 +28,9 @@ def tokenizer():
     return with_draft_tokens(train_tokenizer(["return value"], 258))
 
 
-def module_of(tokenizer, soft, **more):
-    target = tiny.causal_lm(257, seed=1)
-    network = from_causal_lm(tiny.causal_lm(257, seed=2), tokenizer)
+def module_of(tokenizer, soft, config=None, **more):
+    target = tiny.causal_lm(257, seed=1, **config or {})
+    network = from_causal_lm(tiny.causal_lm(257, seed=2, **config or {}), tokenizer)
     return Refinement(
         network, tokenizer, Optimization(lr=1e-3), target,
         method="deer", block_size=3, target_name="x", alpha=1.5, soft=soft, **more,
@@ -50,8 +50,15 @@ def batch_of(tokenizer):
     return row, {name: x[None] for name, x in sample.items()}
 
 
-def test_the_teachers_logits_are_those_of_the_true_prefix(tokenizer):
-    module = module_of(tokenizer, soft=1.0)
+def windows_of(size):
+    """The config of layers with a window of `size` tokens, and of full ones."""
+    layers = {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True}
+    return {"kind": "qwen3", "sliding_window": size, **layers}
+
+
+@pytest.mark.parametrize("config", [None, windows_of(4)], ids=["full", "windows"])
+def test_the_teachers_logits_are_those_of_the_true_prefix(tokenizer, config):
+    module = module_of(tokenizer, soft=1.0, config=config)
     row, batch = batch_of(tokenizer)
     found = module.target_states(batch).logits
     checked = 0
@@ -63,6 +70,13 @@ def test_the_teachers_logits_are_those_of_the_true_prefix(tokenizer):
         torch.testing.assert_close(found[0, a, i], expected, rtol=0, atol=1e-9)
         checked += 1
     assert checked >= 5
+
+
+def test_a_block_wider_than_a_window_is_one_line(tokenizer):
+    """A block of three tokens and their separator."""
+    module_of(tokenizer, soft=1.0, config=windows_of(4))
+    with pytest.raises(ValueError, match=r"block_size=3 .*window of 3 tokens .*at most 2"):
+        module_of(tokenizer, soft=1.0, config=windows_of(3))
 
 
 def test_hidden_states_are_those_of_the_true_prefix_and_come_with_the_logits(tokenizer):
