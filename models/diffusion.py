@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from models.attention import masked_inputs
 from models.head import ReducedHead
 from models.masks import drafter_attention
+from models.recurrent import attending, is_recurrent
 from models.sizes import Layers
 from terminal.progress import track
 
@@ -46,9 +47,16 @@ def from_causal_lm(
             "a Llama, Qwen2 or Qwen3 style causal LM is needed"
         )
     network = copy.deepcopy(source)
+    recurrent = is_recurrent(source.config)
     if isinstance(layers, int):
         layers = copying(source, layers)
-        print(f"the drafter has layers {layers} of {source.config.num_hidden_layers}")
+        why = " (those with recurrent states cannot draft blocks)" if recurrent else ""
+        print(f"the drafter has layers {layers} of {source.config.num_hidden_layers}{why}")
+    elif recurrent and {*(layers or [-1])} - {*attending(source.config)}:
+        raise ValueError(
+            f"layers={layers} is not allowed: layers with a recurrent state cannot draft blocks. "
+            f"Choose from {attending(source.config)}"
+        )
     if layers is not None:
         network = keep_layers(network, layers)
     if vocabulary > network.config.vocab_size:
@@ -68,17 +76,19 @@ def copying(network: PreTrainedModel, count: int, rows: int = 4, length: int = 4
     sequences of `length` random tokens are read twice over, and a layer's score is the loss of the
     second reading without it: one forward per layer.
     """
-    depth = network.config.num_hidden_layers
-    if not 1 <= count <= depth:
-        raise ValueError(f"layers={count} is not allowed: the model has {depth}, give 1 to {depth}")
-    ends = {depth - 1} if count == 1 else {0, depth - 1}
+    able = attending(network.config)
+    if not 1 <= count <= len(able):
+        those = " without a recurrent state" if is_recurrent(network.config) else ""
+        give = f", give 1 to {len(able)}" if able else ", and others cannot draft blocks"
+        raise ValueError(f"layers={count} is not allowed: the model has {len(able)}{those}{give}")
+    ends = {able[-1]} if count == 1 else {able[0], able[-1]}
     if count <= len(ends):
         return sorted(ends)
     generator = torch.Generator().manual_seed(0)
     once = torch.randint(network.config.vocab_size, (rows, length), generator=generator)
     once = once.to(network.device)
     twice, lost = once.repeat(1, 2), {}
-    for i in track(sorted({*range(depth)} - ends), "choice of layers", unit="layers"):
+    for i in track(sorted({*able} - ends), "choice of layers", unit="layers"):
         hook = network.model.layers[i].register_forward_hook(_pass_by, with_kwargs=True)
         try:
             with torch.inference_mode():

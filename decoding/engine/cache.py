@@ -4,7 +4,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -166,10 +166,29 @@ class RaggedCache(Cache):
         self.visible = max(self.visible, fresh.visible)
 
 
+class Rows(Protocol):
+    """What a batch asks of a network's cache; `expected` rows are there at once."""
+
+    expected: int
+
+    @property
+    def allocated(self) -> int:
+        """Return the rows that there is memory for."""
+
+    def trim(self, count: int) -> None:
+        """Free the memory of all rows after the first `count`."""
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows, in this order."""
+
+    def join(self, fresh: Any, count: int, new: int) -> None:
+        """Append the `new` rows of another cache after the first `count` rows."""
+
+
 class CountedNetwork:
     """A network that counts its forwards and seconds; without a cache it runs inside `counted`."""
 
-    cache: RaggedCache | None = None
+    cache: Rows | None = None
 
     def __init__(self, network: PreTrainedModel):
         self.network = network

@@ -18,6 +18,7 @@ from decoding.engine.cache import CountedNetwork, TargetOutput
 from models.context import clamped
 from models.head import ReducedHead
 from models.hidden_states import capture
+from models.placement import input_device
 
 MOST_AGAIN = 16  # committed tokens that a pass reads again; more get a pass of their own
 # What a recurrent layer of transformers' cache changes in a forward.
@@ -60,7 +61,7 @@ class Row:
         del self.tokens[self.begun :]
 
 
-class Rows:
+class RowCaches:
     """The caches of a batch's texts, with what a batch asks of a cache.
 
     Attributes:
@@ -84,7 +85,7 @@ class Rows:
         """Keep these rows, in this order."""
         self.rows = [self.rows[b] for b in rows.tolist()]
 
-    def join(self, fresh: "Rows", count: int, new: int) -> None:
+    def join(self, fresh: "RowCaches", count: int, new: int) -> None:
         """Append the `new` rows of another batch after the first `count`."""
         self.rows = self.rows[:count] + fresh.rows[:new]
 
@@ -102,7 +103,7 @@ class RecurrentNetwork(CountedNetwork):
 
     def __init__(self, network: PreTrainedModel, hidden_layers: tuple[int, ...] = ()):
         super().__init__(network)
-        self.cache: Rows = Rows()
+        self.cache: RowCaches = RowCaches()
         self.hidden_layers = hidden_layers
         self._logits = ReducedHead(network, None)
 
@@ -146,7 +147,7 @@ class RecurrentNetwork(CountedNetwork):
 
     def _forward(self, row: Row, tokens: Sequence[int], keep: int) -> TargetOutput:
         """Run tokens after those of the row's cache."""
-        device = self.network.device
+        device = input_device(self.network)
         ids = torch.tensor([[*tokens]], device=device)
         positions = torch.arange(len(row.tokens), len(row.tokens) + len(tokens), device=device)
         with capture(self.network, self.hidden_layers) as states:

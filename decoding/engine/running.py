@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.engine.answer import Answer
 from decoding.engine.batch import Batch
-from decoding.engine.cache import RaggedCache
+from decoding.engine.cache import Rows
 from decoding.engine.grouping import FEW_PASSES, PASS_COSTS, prefill_groups
 from decoding.engine.params import Chunk, SamplingParams
 from decoding.engine.randomness import KeyedRandomness, Randomness
@@ -94,7 +94,7 @@ class Running:
             for cache in self._caches():
                 cache.trim(len(self))
 
-    def _caches(self) -> list[RaggedCache]:
+    def _caches(self) -> list[Rows]:
         networks = [] if self.batch is None else self.batch.networks.values()
         return [network.cache for network in networks if network.cache is not None]
 

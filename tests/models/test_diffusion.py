@@ -12,10 +12,13 @@ from decoding.engine.cache import CachedNetwork
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import KeyedRandomness
 from decoding.samplers.deer import DeerSampler
+from decoding.samplers.plain import PlainSampler
 from models import diffusion, masks
 from models.masks import causal
+from tests.support import recurrent as recurrent_lm
 from tests.support import tiny
 from tests.support import windowed as windowed_lm
+from tests.support.results import ids
 
 PLAIN = train_tokenizer(["ab"], 257)
 TOKENIZER = with_draft_tokens(PLAIN)
@@ -462,3 +465,25 @@ def test_what_must_and_what_must_not_change_the_logits(monkeypatch):
 
     monkeypatch.setattr(masks, "draft_blocks", causal)
     assert not close(packed_logits(network, row), before)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "lfm2", "granitemoehybrid"])
+def test_a_drafter_of_a_recurrent_target_has_its_attention_layers(kind, capsys):
+    target = recurrent_lm.model(kind, V)
+    able = [i for i, layer in enumerate(target.config.layer_types) if layer == "full_attention"]
+    drafter = diffusion.from_causal_lm(target, TOKENIZER, len(able)).eval()
+    assert f"layers {able} of 4 (those with recurrent states cannot" in capsys.readouterr().out
+    assert {*drafter.config.layer_types} == {"full_attention"}
+    sampler = DeerSampler(target, TOKENIZER, drafter, block_size=3, mask_id=MASK, sep_id=SEP)
+    plain = PlainSampler(target, TOKENIZER)
+    prompts, params = [[1, 2, 3], [4, 5]], SamplingParams(12, seed=1)
+    assert ids(sampler.generate(prompts, params)) == ids(plain.generate(prompts, params))
+    with pytest.raises(ValueError, match=r"recurrent state cannot draft blocks. Choose from"):
+        diffusion.from_causal_lm(target, TOKENIZER, [0, able[0]])
+    with pytest.raises(ValueError, match=rf"has {len(able)} without a recurrent state, give 1 to"):
+        diffusion.from_causal_lm(target, TOKENIZER, 4)
+
+
+def test_a_target_of_which_every_layer_has_a_state_gives_no_drafter():
+    with pytest.raises(ValueError, match="has 0 without a recurrent state, and others cannot"):
+        diffusion.from_causal_lm(recurrent_lm.model("falcon_h1", V), TOKENIZER, 2)
