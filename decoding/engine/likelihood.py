@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from decoding.engine.cache import CachedNetwork
+from decoding.engine.recurrent import cached
 from models.masks import causal
 from models.placement import input_device
 
@@ -36,7 +36,7 @@ def token_scores(
     """
     device = input_device(target)
     ids = torch.tensor([[*token_ids]], device=device)
-    network = CachedNetwork(target, causal, len(token_ids) + 1)
+    network = cached(target, causal, len(token_ids) + 1)
     positions, scores = torch.arange(len(token_ids) - 1, device=device)[None], []
     for at in positions.split(chunk, 1) if len(token_ids) > 1 else ():
         logits = network(ids[:, at[0]], at, keep=at.shape[1]).logits[0]

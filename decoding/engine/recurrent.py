@@ -14,11 +14,13 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
-from decoding.engine.cache import CountedNetwork, TargetOutput
+from decoding.engine.cache import CachedNetwork, CountedNetwork, TargetOutput
 from models.context import clamped
 from models.head import ReducedHead
 from models.hidden_states import capture
+from models.masks import Predicate
 from models.placement import input_device
+from models.recurrent import is_recurrent
 
 MOST_AGAIN = 16  # committed tokens that a pass reads again; more get a pass of their own
 # What a recurrent layer of transformers' cache changes in a forward.
@@ -160,6 +162,18 @@ class RecurrentNetwork(CountedNetwork):
             )
         row.tokens += tokens
         return TargetOutput(logits, tuple(state.to(device) for state in states))
+
+
+def cached(
+    target: PreTrainedModel,
+    predicate: Predicate,
+    capacity: int,
+    hidden_layers: tuple[int, ...] = (),
+) -> CachedNetwork | RecurrentNetwork:
+    """Return a target with the cache that its layers need; the arguments are `CachedNetwork`'s."""
+    if is_recurrent(target.config):
+        return RecurrentNetwork(target, hidden_layers)
+    return CachedNetwork(target, predicate, capacity, hidden_layers)
 
 
 def _padded(outputs: Sequence[TargetOutput | None], read: Tensor, keep: int) -> TargetOutput:

@@ -17,7 +17,7 @@ from decoding.engine.batch import Batch
 from decoding.engine.cache import CachedNetwork, TargetOutput
 from decoding.engine.params import USUAL, Chunk, Result, SamplingParams
 from decoding.engine.randomness import KeyedRandomness, Randomness, fresh_seed, request_seeds
-from decoding.engine.recurrent import RecurrentNetwork
+from decoding.engine.recurrent import RecurrentNetwork, cached
 from decoding.engine.running import Running
 from decoding.engine.vocabulary import end_tokens
 from decoding.engine.warp import seen_tokens, warp
@@ -276,9 +276,7 @@ class Sampler(ABC):
         self, batch: Batch, predicate: Predicate = causal
     ) -> CachedNetwork | RecurrentNetwork:
         """Make the target's network, with a cache that has room for these requests."""
-        if is_recurrent(self.target.config):
-            return RecurrentNetwork(self.target, self.hidden_layers)
-        return CachedNetwork(self.target, predicate, batch.tokens.shape[1], self.hidden_layers)
+        return cached(self.target, predicate, batch.tokens.shape[1], self.hidden_layers)
 
     def noise(self, batch: Batch, count: int, params: SamplingParams) -> Tensor | None:
         """Return keyed noise [B, count, V] of the next positions; None at temperature 0."""

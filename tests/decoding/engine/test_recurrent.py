@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from decoding.engine import recurrent
+from decoding.engine.likelihood import token_scores
 from decoding.engine.params import SamplingParams
 from decoding.engine.recurrent import RecurrentNetwork, Row
 from decoding.samplers.deer import DeerSampler
@@ -133,6 +134,15 @@ def test_hidden_states_are_those_of_the_new_tokens():
     for own, expected in zip(found.hidden_states, whole):
         torch.testing.assert_close(own, expected[:, 7:], atol=1e-5, rtol=1e-4)
         assert not torch.allclose(own, expected[:, 6:11], atol=1e-2)
+
+
+def test_a_texts_tokens_are_scored():
+    target, text = model("qwen3_next", V), [n * 5 % V for n in range(20)]
+    found = token_scores(target, text, 1, chunk=6)
+    with torch.inference_mode():
+        logits = target(torch.tensor([text]), use_cache=False).logits[0].log_softmax(-1)
+    expected = logits[range(19), text[1:]].tolist()
+    assert [score.log_prob for score in found] == pytest.approx(expected, abs=5e-4)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
