@@ -1,3 +1,4 @@
+import gc
 import logging
 import os
 import subprocess
@@ -18,12 +19,22 @@ from tests.support.process_state import changed, process_state, seed_everything
 # shares the cores among workers).
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# What is imported now stays: collecting garbage need not look at it, here and in the forks, which
+# would copy each page that they look at.
+gc.collect()
+gc.freeze()
 forks.start_server()  # before any test has left a thread, a file or a process group
 
 
 def pytest_configure(config):
     """Only the order is random: see `pytest_runtest_setup`."""
     config.option.randomly_reset_seed = False
+
+
+def pytest_collection_finish():
+    """Garbage is what tests leave: modules that their collection has imported stay."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup():
