@@ -21,6 +21,8 @@ torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # What is imported now stays: collecting garbage need not look at it, here and in the forks, which
 # would copy each page that they look at.
+if not torch.cuda.device_count():  # where it would begin CUDA, which no fork can use then
+    import deepspeed  # noqa: F401  # an export's save_pretrained imports it where it is installed
 gc.collect()
 gc.freeze()
 forks.start_server()  # before any test has left a thread, a file or a process group
