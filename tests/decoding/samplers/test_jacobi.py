@@ -13,7 +13,7 @@ from decoding.samplers.jacobi_mr import JacobiMRSampler
 from tests.support import tiny
 from tests.support.lossless import noise_of_the_block
 from tests.support.results import ids
-from tests.support.texts import PROMPTS, SEEDS, V, plain_rows, target
+from tests.support.texts import PROMPTS, SEEDS, V, plain_rows, plain_texts, target
 
 NEW = 26
 
@@ -71,7 +71,7 @@ def samplers(model, n, texts):
 def test_every_way_is_plain_decoding_in_a_ragged_batch_and_alone(n, temperature):
     model = target()
     params = SamplingParams(max_new_tokens=NEW, temperature=temperature)
-    expected = ids(plain_rows(model, params))
+    expected = plain_texts(params)
     for sampler in samplers(model, n, expected):
         together = sampler.generate(PROMPTS, params, seeds=SEEDS)
         assert ids(together) == expected
@@ -106,7 +106,7 @@ def test_an_end_at_every_offset_of_a_block(offset):
     """The end is made to fall on the offset by asking for the token that plain decoding has."""
     model = target()
     params = SamplingParams(max_new_tokens=NEW, temperature=1.0)
-    on = ids(plain_rows(model, params))
+    on = plain_texts(params)
     model.generation_config.eos_token_id = on[1][offset - 1]
     expected = plain_rows(model, params)
     assert expected[1].finish_reason == "eos"
@@ -123,7 +123,7 @@ def test_warped_distributions(temperature):
     params = SamplingParams(
         max_new_tokens=NEW, temperature=temperature, top_k=8, top_p=0.9, repetition_penalty=1.3
     )
-    expected = ids(plain_rows(model, params))
+    expected = plain_texts(params)
     for sampler in samplers(model, 4, expected):
         assert ids(sampler.generate(PROMPTS, params, seeds=SEEDS)) == expected
 
@@ -141,7 +141,7 @@ def count_moves(monkeypatch):
 
 def test_recycled_guesses_win_and_their_keys_are_kept(monkeypatch):
     model, params = target(), SamplingParams(max_new_tokens=NEW, temperature=1.0)
-    expected = ids(plain_rows(model, params))
+    expected = plain_texts(params)
     moves = count_moves(monkeypatch)
     sampler = multi(model, 4, 2, 2, cls=knowing(JacobiMRSampler, expected, 3))
     found = sampler.generate(PROMPTS, params, seeds=SEEDS)
@@ -174,7 +174,7 @@ def test_one_block_without_a_pool_is_block_jacobi():
 
 def test_known_texts_take_as_few_passes_as_there_are_blocks():
     model, params = target(), SamplingParams(max_new_tokens=24, temperature=0.0)
-    expected = ids(plain_rows(model, params))
+    expected = plain_texts(params)
     sampler = jacobi(model, 5, True, knowing(JacobiSampler, expected, 99))
     found = sampler.generate(PROMPTS, params)
     assert [r.stats.emitted for r in found] == [[6, 6, 6, 6]] * len(PROMPTS)
@@ -182,7 +182,7 @@ def test_known_texts_take_as_few_passes_as_there_are_blocks():
 
 def test_only_committed_tokens_are_streamed():
     model, params = target(), SamplingParams(max_new_tokens=NEW, temperature=0.7)
-    expected = ids(plain_rows(model, params))
+    expected = plain_texts(params)
     for sampler in (jacobi(model, 5, True), multi(model, 5, 3, 2)):
         streamed = [[] for _ in PROMPTS]
         for chunk in sampler.stream(PROMPTS, params, seeds=SEEDS):
@@ -227,7 +227,7 @@ def test_a_wrong_sampler_fails_the_same_test(wrong):
 
 def test_keys_of_the_losing_branch_fail_the_same_test(monkeypatch):
     model, params = target(), SamplingParams(max_new_tokens=NEW, temperature=1.0)
-    expected = ids(plain_rows(model, params))
+    expected = plain_texts(params)
     monkeypatch.setattr(RaggedCache, "move", lambda cache, source, to: None)
     broken = multi(model, 4, 2, 2, cls=knowing(JacobiMRSampler, expected, 3))
     assert ids(broken.generate(PROMPTS, params, seeds=SEEDS)) != expected
