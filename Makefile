@@ -5,7 +5,9 @@ RUNS ?= runs/quickstart
 KILLS ?= 10
 INPUTS ?= 1000
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs
-TEST = $(PY) -m pytest -n 2 $(if $(SEED),--randomly-seed=$(SEED) --hypothesis-seed=$(SEED))
+# A worker that is done takes over half of the other's tests: a module's tests, and so its fixtures,
+# stay together.
+TEST = $(PY) -m pytest -n 2 --dist worksteal $(if $(SEED),--randomly-seed=$(SEED) --hypothesis-seed=$(SEED))
 
 .PHONY: quickstart test test-all test-avx2 lint docs docs-serve paper-scale chaos fuzz soak load packed-step clean
 

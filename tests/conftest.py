@@ -1,3 +1,4 @@
+import gc
 import logging
 import os
 import subprocess
@@ -18,12 +19,17 @@ from tests.support.process_state import changed, process_state, seed_everything
 # shares the cores among workers).
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-forks.start_server()  # before any test has left a thread, a file or a process group
 
 
 def pytest_configure(config):
     """Only the order is random: see `pytest_runtest_setup`."""
     config.option.randomly_reset_seed = False
+
+
+def pytest_collection_finish():
+    """Garbage is what tests leave: modules that their collection has imported stay."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup():
@@ -103,3 +109,14 @@ def vllm_stub(monkeypatch):
     path = os.pathsep.join([str(stub), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
     return sys.executable
+
+
+# The fork server is the last: a pytest that a test starts has all of this module, too, and no test
+# has left a thread, a file or a process group.
+# What is imported now stays: collecting garbage need not look at it, here and in the forks, which
+# would copy each page that they look at.
+if not torch.cuda.device_count():  # where it would begin CUDA, which no fork can use then
+    import deepspeed  # noqa: F401  # an export's save_pretrained imports it where it is installed
+gc.collect()
+gc.freeze()
+forks.start_server()

@@ -332,8 +332,11 @@ def test_an_ignored_file_would_be_seen(tmp_path):
 SHADOWED = "from decoding import load; print(load.__module__)"
 
 
+HIDDEN = ["data", "models", "recipes", "terminal"]
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ["data", "models", "recipes", "terminal"])
+@pytest.mark.parametrize("name", HIDDEN)
 def test_a_folder_that_hides_a_package_is_named(name, tmp_path):
     (tmp_path / name).mkdir()
     (tmp_path / name / "__init__.py").write_text("")
@@ -343,9 +346,17 @@ def test_a_folder_that_hides_a_package_is_named(name, tmp_path):
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert str(tmp_path / name) in done.stderr
     assert f"ImportError: {tmp_path / name}" in run([sys.executable, "-c", SHADOWED]).stderr
-    (tmp_path / name / "__init__.py").unlink()  # a folder without code hides nothing
-    (tmp_path / name).rmdir()
-    assert run([sys.executable, "-c", SHADOWED]).stdout.strip() == "decoding.loading"
+
+
+@pytest.mark.processes
+def test_folders_without_code_hide_nothing(tmp_path):
+    for name in HIDDEN:
+        (tmp_path / name).mkdir()
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", SHADOWED], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "decoding.loading", done.stderr
 
 
 def test_other_folders_that_hide_nothing_are_left_alone(tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("forked")]
 
 ROOT = Path(__file__).parents[1]
 LEAKS = {
@@ -50,7 +50,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def printed(folder):
+def printed(folder, forked):
     return [outcomes(folder, f"--randomly-seed={seed}") for seed in (1, 2)]
 
 

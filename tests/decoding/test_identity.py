@@ -19,6 +19,7 @@ from tests.support.texts import (
     drafter_of_target,
     oracle,
     plain_rows,
+    plain_texts,
     random_drafter,
     target,
 )
@@ -31,7 +32,7 @@ from tests.support.texts import (
 def test_keyed_deer_is_plain_decoding(name, temperature, rule):
     model = target()
     params = SamplingParams(18, temperature, verify=rule, **WARPS[name])
-    expected = ids(plain_rows(model, params))
+    expected = plain_texts(params)
     samplers = [
         deer(model, random_drafter(), 3),
         deer(model, drafter_of_target(model), 1),
@@ -49,7 +50,7 @@ def test_keyed_deer_is_plain_decoding(name, temperature, rule):
 @pytest.mark.parametrize("form", [{}, {"shifted": True}], ids=str)
 def test_keyed_deer_with_a_bidirectional_drafter_is_plain_decoding(rule, form):
     model, params = target(), SamplingParams(max_new_tokens=18, verify=rule)
-    expected = ids(plain_rows(model, params))
+    expected = plain_texts(params)
     form = {"attention": "bidirectional", **form}
     for drafter, k in [(random_drafter(), 3), (drafter_of_target(model), 6)]:
         found = deer(model, drafter, k, **form).generate(PROMPTS, params, seeds=SEEDS)
@@ -63,7 +64,7 @@ def test_keyed_deer_with_a_causal_drafter_is_plain_decoding(rule, temperature):
     """PARD: the target itself as the drafter is always right about the first token."""
     model = target()
     params = SamplingParams(max_new_tokens=18, verify=rule, temperature=temperature)
-    expected = ids(plain_rows(model, params))
+    expected = plain_texts(params)
     for drafter, k in [(random_drafter(V), 3), (model, 1), (model, 6)]:
         sampler = DeerSampler(
             model, tiny.tokenizer(V), drafter, block_size=k, mask_id=0, attention="causal"
@@ -113,7 +114,7 @@ class ForgottenRollback(one_too_many(DeerSampler)): ...
 @pytest.mark.parametrize("wrong", [ShiftedNoise, ForgottenRollback])
 def test_a_wrong_sampler_fails_the_same_test(wrong):
     model, params = target(), SamplingParams(max_new_tokens=18)
-    expected = ids(plain_rows(model, params))
+    expected = plain_texts(params)
     right = deer(model, random_drafter(), 3).generate(PROMPTS, params, seeds=SEEDS)
     broken = deer(model, random_drafter(), 3, wrong).generate(PROMPTS, params, seeds=SEEDS)
     assert ids(right) == expected
@@ -193,7 +194,7 @@ def test_padded_vocabularies_of_either_side(size, temperature):
         sep_id=min(size, V + 2) - 1,
     )
     params = SamplingParams(max_new_tokens=30, temperature=temperature)
-    expected = ids(plain_rows(model, params))
+    expected = plain_texts(params)
     assert ids(sampler.generate(PROMPTS, params, seeds=SEEDS)) == expected
     assert temperature == 0 or max(max(answer) for answer in expected) == V - 1
 
@@ -216,7 +217,7 @@ def test_stats_add_up(rule):
 def test_a_drafter_that_knows_the_text_has_its_acceptance_length():
     """It misses every fourth token: cycles of four (three drafted, one the target's own)."""
     model, params = target(), SamplingParams(max_new_tokens=20)
-    expected = ids(plain_rows(model, params))
+    expected = plain_texts(params)
     found = oracle(model, 3, PROMPTS, expected).generate(PROMPTS, params, seeds=SEEDS)
     assert [r.stats.emitted for r in found] == [[4] * 5] * len(PROMPTS)
     assert found[0].stats.acceptance_length == 4

@@ -45,21 +45,24 @@ def check_other(samples, plain):
     assert least < 1e-6
 
 
-def check_alone(sampler, params, at_once=None):
-    """Check that every image of a ragged batch is the same as alone.
+def check_alone(sampler, params, sizes):
+    """Check that every image of a ragged batch is the same as alone, so many `at_once`.
 
     Returns:
-        The results of the batch.
+        The results of the batches, one after another.
     """
     labels, seeds = [0, 1, 2, 0, 1, 2, 0, 1], list(range(11, 19))
-    together = sampler.generate(labels, params, seeds=seeds, at_once=at_once)
-    for label, seed, result in zip(labels, seeds, together):
-        (alone,) = sampler.generate([label], params, seeds=[seed])
-        torch.testing.assert_close(alone.patches, result.patches, rtol=0, atol=1e-9)
-        assert alone.stats.emitted == result.stats.emitted
-        assert torch.equal(alone.accepted, result.accepted)
-        assert alone.label == result.label == label
-    return together
+    alone = [sampler.generate([z], params, seeds=[s])[0] for z, s in zip(labels, seeds)]
+    found = []
+    for size in sizes:
+        together = sampler.generate(labels, params, seeds=seeds, at_once=size)
+        for label, one, result in zip(labels, alone, together, strict=True):
+            torch.testing.assert_close(one.patches, result.patches, rtol=0, atol=1e-9)
+            assert one.stats.emitted == result.stats.emitted
+            assert torch.equal(one.accepted, result.accepted)
+            assert one.label == result.label == label
+        found += together
+    return found
 
 
 def check_always_accepted(target, labels, params):

@@ -52,7 +52,7 @@ def cut(whole: Path, name: str, step: int) -> Path:
     (copy / "config.yaml").write_text(config.replace(f"name: {whole.name}\n", f"name: {name}\n"))
     for path in checkpoint_files(copy / "checkpoints"):
         if step_of(path) > step:
-            path.unlink()
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
     return copy
 
 

@@ -1,10 +1,14 @@
 """Prompts and tiny models whose texts are compared, and plain decoding of each prompt alone."""
 
+from dataclasses import replace
+from functools import cache
+
 import torch
 
 from decoding.samplers.deer import DeerSampler
 from decoding.samplers.plain import PlainSampler
 from tests.support import tiny
+from tests.support.results import ids
 
 V = 12
 PROMPTS = [[1], [2, 7, 1, 8], [3, 1, 4, 1, 5, 9, 2, 6], [11, 10], [6, 6, 6, 0, 9]]
@@ -66,3 +70,16 @@ def plain_rows(model, params, prompts=PROMPTS, seeds=SEEDS):
     """The reference: plain decoding of every prompt alone."""
     sampler = PlainSampler(model, tiny.tokenizer(V))
     return [sampler.generate([p], params, seeds=[s])[0] for p, s in zip(prompts, seeds)]
+
+
+def plain_texts(params, **config):
+    """The texts of `plain_rows` by `target(**config)`, decoded once for all tests of a process.
+
+    Whichever of the KEYED rules is given, plain decoding has none.
+    """
+    return _plain_texts(replace(params, verify="coupled"), **config)
+
+
+@cache
+def _plain_texts(params, **config):
+    return ids(plain_rows(target(**config), params))

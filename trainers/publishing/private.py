@@ -33,13 +33,17 @@ def public(value: Any) -> Any:
     Paths below the working directory become relative, those below the home directory begin with ~,
     others are .../NAME, and tokens are `[secret]`.
     """
+    return _public(value, _secrets())
+
+
+def _public(value: Any, secrets: list[str]) -> Any:
     if isinstance(value, dict):
-        return {public(k): public(v) for k, v in value.items()}
+        return {_public(k, secrets): _public(v, secrets) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [*map(public, value)]
+        return [_public(v, secrets) for v in value]
     if not isinstance(value, str):
         return value
-    for secret in _secrets():
+    for secret in secrets:
         value = value.replace(secret, "[secret]")
     value = FILE_URL.sub("", HOST.sub("host", LOGIN.sub("", TOKENS.sub("[secret]", value))))
     value = re.sub(re.escape(f"{Path.cwd()}") + r"(/|(?![\w.-]))", "", value)

@@ -20,7 +20,7 @@ from tests.support.exact import CASES, deer, distance
 from tests.support.lossless import one_too_many
 from tests.support.results import ids
 from tests.support.samplers import dflash, head_of
-from tests.support.texts import PROMPTS, SEEDS, WARPS, V, plain_rows
+from tests.support.texts import PROMPTS, SEEDS, WARPS, V, plain_texts
 from tests.support.trees import assert_likeliest, numbers
 
 
@@ -140,7 +140,7 @@ def test_a_coupled_draft_is_the_choice_under_the_conditional():
 def test_the_text_is_plain_decoding_s(name, temperature, rule):
     model = texts.target()
     params = SamplingParams(18, temperature, verify=rule, **WARPS[name])
-    expected = ids(plain_rows(model, params))
+    expected = plain_texts(params)
     emitted = []
     for head in (None, head_of(V + 2)):
         for drafter, k in ((texts.random_drafter(), 3), (texts.drafter_of_target(model), 6)):
@@ -155,7 +155,7 @@ def test_the_text_is_plain_decoding_s(name, temperature, rule):
 @pytest.mark.parametrize("rule", KEYED)
 def test_a_wrong_sampler_has_another_text(rule):
     model, params = texts.target(), SamplingParams(18, 1.0, verify=rule)
-    expected = ids(plain_rows(model, params))
+    expected = plain_texts(params)
     wrong = one_too_many(DeerSampler)
     broken = texts.deer(model, texts.random_drafter(), 3, wrong, markov=head_of(V + 2))
     assert ids(broken.generate(PROMPTS, params, seeds=SEEDS)) != expected

@@ -20,7 +20,7 @@ from tests.support.texts import (
     deer,
     drafter_of_target,
     oracle,
-    plain_rows,
+    plain_texts,
     random_drafter,
     target,
 )
@@ -98,7 +98,7 @@ def test_the_mask_of_a_tree():
 def test_any_tree_gives_the_text_of_plain_decoding(nodes, temperature):
     model = target(eos_token_id=4)
     params = SamplingParams(18, temperature, verify="tree", repetition_penalty=1.2)
-    expected = ids(plain_rows(model, params))
+    expected = plain_texts(params, eos_token_id=4)
     for sampler in (deer(model, random_drafter(), 3), deer(model, drafter_of_target(model), 5)):
         sampler.tree.nodes = {1: nodes}
         found = sampler.generate(PROMPTS, params, seeds=SEEDS)
@@ -107,7 +107,7 @@ def test_any_tree_gives_the_text_of_plain_decoding(nodes, temperature):
 
 def test_a_tree_accepts_at_least_the_block_that_it_holds():
     model, params = target(), SamplingParams(24, 1.0, verify="tree")
-    expected = ids(plain_rows(model, params))
+    expected = plain_texts(params)
     block, wide = (oracle(model, 6, PROMPTS, expected) for _ in range(2))
     wide.tree.nodes = {1: 40}
     chain = block.generate(PROMPTS, SamplingParams(24, 1.0), seeds=SEEDS)
@@ -140,7 +140,7 @@ def without_the_path(q, k):
 @pytest.mark.parametrize("wrong", [everything_before, without_the_path])
 def test_a_wrong_mask_changes_the_text(monkeypatch, wrong):
     model, params = target(), SamplingParams(24, 1.0, verify="tree")
-    expected = ids(plain_rows(model, params))
+    expected = plain_texts(params)
     right = oracle(model, 5, PROMPTS, expected)
     assert ids(right.generate(PROMPTS, params, seeds=SEEDS)) == expected
     monkeypatch.setattr(RankedTree, "predicate", staticmethod(wrong))
@@ -149,7 +149,7 @@ def test_a_wrong_mask_changes_the_text(monkeypatch, wrong):
 
 def test_without_compaction_the_text_changes(monkeypatch):
     model, params = target(), SamplingParams(24, 1.0, verify="tree")
-    expected = ids(plain_rows(model, params))
+    expected = plain_texts(params)
     sampler = deer(model, drafter_of_target(model), 5)
     assert ids(sampler.generate(PROMPTS, params, seeds=SEEDS)) == expected
     monkeypatch.setattr("decoding.engine.cache.RaggedCache.move", lambda *_: None)

@@ -8,7 +8,6 @@ from decoding.engine.batch import Batch
 from decoding.engine.params import KEYED, VERIFY, SamplingParams
 from decoding.engine.randomness import KeyedRandomness
 from decoding.samplers.dflash import DFlashSampler
-from decoding.samplers.plain import PlainSampler
 from tests.support import tiny
 from tests.support.exact import (
     CASES,
@@ -17,8 +16,9 @@ from tests.support.exact import (
     forget_the_temperature,
     go_on_after_a_rejection,
 )
+from tests.support.results import ids
 from tests.support.samplers import dflash
-from tests.support.texts import PROMPTS, SEEDS, WARPS, V
+from tests.support.texts import PROMPTS, SEEDS, WARPS, V, plain_texts, target
 
 BLOCKS = [
     {},
@@ -60,15 +60,11 @@ def test_a_wrong_rule_fails_the_same_test(monkeypatch, wrong):
 @pytest.mark.parametrize("rule", KEYED)
 def test_the_text_is_plain_decoding_s(rule, warp, blocks):
     """Of every prompt alone, in a batch that becomes smaller, at T=0 and T=1."""
-    model = tiny.causal_lm(V, layers=3).float()
+    model = target(layers=3)
     for temperature in (0.0, 1.0):
         params = SamplingParams(20, temperature, verify=rule, **WARPS[warp])
-        plain = PlainSampler(model, tiny.tokenizer(V))
-        expected = [
-            plain.generate([p], params, seeds=[s])[0].token_ids for p, s in zip(PROMPTS, SEEDS)
-        ]
         found = dflash(model, 4, **blocks).generate(PROMPTS, params, seeds=SEEDS)
-        assert [r.token_ids for r in found] == expected
+        assert ids(found) == plain_texts(params, layers=3)
 
 
 class Recording(DFlashSampler):
