@@ -263,7 +263,8 @@ def test_attention_that_takes_no_boolean_mask_is_refused(drafted):
 
 @pytest.mark.parametrize("full", [0, 1])
 def test_a_text_goes_on_past_a_sliding_window(drafted, full):
-    model = target(kind="qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=full)
+    window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": full}
+    model = tiny.causal_lm(V, kind="qwen2", scale=4.0, **window).float()
     expected = model.generate(**padded(), max_length=24, do_sample=False)
     assert torch.equal(drafted(model, **padded(), max_length=24, do_sample=False), expected)
     model.config.sliding_window = 5  # the control: our masks are of the config's window
