@@ -41,7 +41,8 @@ SIZES = {
     "decoding.bench": MEASURED,
     "decoding.bench.heldout_loss": ["rows=2"],
     "decoding.calibrate": [
-        *MEASURED, "fit_prompts=1", "nodes=[4]", "sharpness=[1.0]", "lengths=[2]",
+        "prompts=1", "fit_prompts=2", "max_new_tokens=8", "nodes=[4]", "sharpness=[1.0]",
+        "lengths=[2]",
     ],
     "decoding.serve": ["port=0"],
     "trainers.export": [],
