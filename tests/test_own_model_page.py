@@ -188,12 +188,6 @@ def test_the_page(folder):
     assert "runs/pcllm_round1/export" in output("heldout_loss")
 
 
-def block_with(words):
-    """The block of the page that has these words."""
-    (kind, lines), *_ = [found for found in blocks(PAGE) if words in "\n".join(found[1])]
-    return "\n".join([f"```{kind}", *lines, "```\n"])
-
-
 @pytest.mark.parametrize(
     ("words", "new", "told"),
     [
@@ -209,6 +203,6 @@ def block_with(words):
     ],
 )
 def test_a_mistake_on_the_page_is_found(folder, words, new, told):
-    block = block_with(words).replace(words, new)
+    line = next(line for _, lines in blocks(PAGE) for line in lines if words in line)
     with pytest.raises((AssertionError, KeyError), match=re.escape(told)):
-        Walk(folder).page(block)
+        Walk(folder).line(line.replace(words, new))
