@@ -182,7 +182,7 @@ def test_the_page(folder):
     assert "deer, tree" in output("decoding.bench model=runs/deer_stage2/export")
     assert "are now in runs/deer_stage2/export/config.json" in output("decoding.calibrate")
     assert "would push" in output("dry_run=true")
-    assert b"base_model: org/my-model" in pushed["README.md"]
+    assert b"base_model:\n- org/my-model\n" in pushed["README.md"]
     assert b"deer, tree" in pushed["README.md"]  # the bench's table
     assert {"model.safetensors", "custom_generate/generate.py"} <= pushed.keys()
     assert "runs/pcllm_round1/export" in output("heldout_loss")
