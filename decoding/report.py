@@ -3,6 +3,7 @@
 import csv
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 from data.files import atomic_write, delete, hidden_sibling, put_in_place
@@ -58,6 +59,14 @@ def write_table(
         writer.writeheader()
         writer.writerows(lines)
     (file.parent / "command.txt").write_text(typed(command))
+
+
+def draws() -> bool:
+    """Return whether pictures can be drawn; say in a line what draws them if not."""
+    if find_spec("matplotlib") is not None:
+        return True
+    print("no pictures are drawn: they need pip install matplotlib")
+    return False
 
 
 @contextmanager

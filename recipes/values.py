@@ -225,7 +225,8 @@ def _readings(text: str, hint: Any) -> Iterator[Any]:
     if len(texts) < len(scalars):
         number = _number(text) if float in scalars else None
         yield read(text) if number is None else number
-    if texts:
+    in_brackets = lists and _enclosed(text, "[]") and not _is_verbatim(hint)
+    if texts and not in_brackets:
         yield text if _is_verbatim(hint) else _value(text)
     for kind in lists:  # last: a single item needs no brackets
         if not text.startswith("["):

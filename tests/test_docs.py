@@ -10,26 +10,12 @@ import pytest
 from docs.figures.speedup import WAYS, tokens_per_second
 from recipes.compose import compose
 from tests.support.layers import LAYERS_OF_DECODING
+from tests.support.pages import commands
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TOP = {"trainers", "decoding", "models", "data", "recipes", "terminal", "tests", "docs", "examples"}
 ADDED_BY_A_METHOD = re.compile(r"foo\.(py|yaml)$")
-
-
-def code(text):
-    """The lines of a page's code blocks; a line that ends in a backslash goes on."""
-    blocks = re.findall(r"^```[^\n]*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    return "\n".join(blocks).replace("\\\n", " ").splitlines()
-
-
-def commands(text):
-    """(module, arguments) of every `python -m` of a page's code blocks."""
-    for line in code(text):
-        _, dash, rest = line.partition("python -m ")
-        if dash and "${" not in line and not line.lstrip().startswith("#"):
-            module, *arguments = shlex.split(rest, comments=True)
-            yield module, arguments
 
 
 def module_exists(name):

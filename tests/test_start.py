@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import tiny
+
 ROOT = Path(__file__).resolve().parents[1]
-HEAVY = {"torch", "transformers", "pytorch_lightning", "torchmetrics", "scipy", "datasets"}
+HEAVY = {"torch", "transformers", "pytorch_lightning", "torchmetrics", "scipy", "datasets",
+         "deepspeed", "matplotlib", "pandas", "peft", "sklearn"}  # fmt: skip
 DECODING = ["audit", "bench", "bench.denoise", "bench.engine", "bench.fid", "bench.heldout_loss",
             "bench.images", "bench.infill", "calibrate", "collect", "fetch", "generate", "images",
             "lm_eval", "serve"]  # fmt: skip
@@ -97,3 +100,12 @@ def test_what_is_heavy_would_be_seen(tmp_path):
     assert "is damaged" in done.stderr
     assert {"torch", "transformers"} <= heavy
     assert "pytorch_lightning" not in heavy
+
+
+def test_an_answer_needs_torch_and_transformers_alone(tmp_path):
+    folder = tmp_path / "model"
+    tiny.causal_lm(26).float().save_pretrained(folder)
+    tiny.tokenizer(26).save_pretrained(folder)
+    done, heavy = started(tmp_path, "decoding.generate", "model=model", "prompt=abc")
+    assert (done.returncode, heavy) == (0, {"torch", "transformers"})
+    assert done.stdout.startswith("abc")

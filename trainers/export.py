@@ -228,7 +228,10 @@ def _complete_card(folder: Path, card: str) -> str:
             continue
         command, measured = read_text(results.parent / "command.txt"), results.parent / MEASURED
         if not measured.is_file() or read_text(measured) != decoding_fingerprint(folder):
-            print(f"{results} is of other weights and left out: {command} measures anew")
+            print(
+                f"{results} is left out, as it was measured before this export changed (trained "
+                f"anew, or calibrated): {command} measures again"
+            )
         else:
             card = with_bench(card, results, command)
     return card

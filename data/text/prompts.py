@@ -168,10 +168,11 @@ def _chosen(
         prompt | {"text": tokenizer.decode(prompt["prompt_ids"])} for prompt in islice(found, count)
     )
     if len(prompts) < (count or 1):
-        of, lower = (f" of length={length}", " or length") if length else ("", "")
+        of, shorter = (f" of length={length}", " or shorter ones") if length else ("", "")
         raise TooFewPrompts(
-            f"source={source!r} has {len(prompts)} prompts{of} in split={split!r}, "
-            f"but count={count}. Lower count{lower}, or give a larger source."
+            f"source={source!r} has {len(prompts)} prompts{of} in split={split!r}, and "
+            f"{count or 'some'} are asked for. Ask for fewer{shorter} (prompts=, in a training "
+            f"acceptance.prompts=, in a collection prompts.count=), or give a larger source."
             f"{one_document(source)}",
             prompts,
         )

@@ -16,7 +16,7 @@ from decoding.bench.rows import ERROR, REFILLED, Row, cycle, on_screen, ratio_er
 from decoding.engine.params import accepted_counts
 from decoding.engine.randomness import KeyedRandomness
 from decoding.engine.warp import warp
-from decoding.report import picture, write_table
+from decoding.report import draws, picture, write_table
 from decoding.samplers.plain import PlainSampler
 from models.packed import precision
 from recipes.command import typed
@@ -57,10 +57,11 @@ def report(out: Path, rows: list[TextRow], prompts: list[dict], title: str, seed
             explain_divergence(row, [p["prompt_ids"] for p in prompts], seed)
     write_json(out / "bench.json", rows, lines)
     write_answers(out / "spec_bench", rows, prompts)
-    draw_speedups(rows, out / "speed-up.png")
     drafting = [row for row in rows if row.drafts]
-    if drafting:
-        draw_accepted(drafting, out / "accepted.png")
+    if draws():
+        draw_speedups(rows, out / "speed-up.png")
+        if drafting:
+            draw_accepted(drafting, out / "accepted.png")
     for here in settings(drafting):
         print(conclusion(max(here, key=lambda row: median(row.speedups))))
 

@@ -296,7 +296,7 @@ def test_more_than_an_own_file_has_is_all_of_it(collect, capsys, monkeypatch):
     assert rows(collect("much", pairs(9), size(2048))) == everything
     assert f"prompts.count=2048: all {len(everything)} prompts of" in capsys.readouterr().out
     monkeypatch.setattr(module, "is_own", lambda source: False)  # the negative control
-    with pytest.raises(ValueError, match=r"but count=2048. Lower count"):
+    with pytest.raises(ValueError, match=r"and 2048 are asked for. Ask for fewer"):
         collect("installed", pairs(9), size(2048))
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from decoding.report import picture, results, write_table
+from decoding.report import draws, picture, results, write_table
 
 LINES = [{"sampler": "plain", "tokens/s": 1.5}]
 
@@ -68,3 +68,10 @@ def test_a_picture_that_fails_leaves_the_one_before(tmp_path):
     with picture(file) as axes:
         axes[0, 0].plot([1])
     assert file.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("found", "said"), [(None, "pip install matplotlib"), (object(), "")])
+def test_pictures_are_left_out_where_nothing_draws_them(found, said, monkeypatch, capsys):
+    monkeypatch.setattr("decoding.report.find_spec", lambda name: found)
+    assert draws() == (said == "")
+    assert said in capsys.readouterr().out

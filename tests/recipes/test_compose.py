@@ -70,6 +70,15 @@ def test_a_folder_outside_of_the_runs(recipe, key):
         run_folder(config)
 
 
+@pytest.mark.parametrize(
+    ("given", "source"),
+    [("[runs/a,runs/b]", ["runs/a", "runs/b"]), ("runs/a", "runs/a"), ("[runs/a", "[runs/a")],
+)
+def test_a_source_may_be_several(given, source):
+    config = compose(["recipe=deer_stage2", f"data.train.source={given}"], "fit")
+    assert config.data.train.source == source
+
+
 @pytest.mark.parametrize("name", ["2", "-1", "a b", "null"])
 def test_any_other_name_is_a_folder(name):
     config = compose(["recipe=deer_answers", "runs=r", f"name={name}"], "collect")

@@ -18,6 +18,7 @@ import traceback
 import warnings
 from pathlib import Path
 
+import huggingface_hub.constants
 import torch
 import transformers.dynamic_module_utils
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
@@ -139,6 +140,10 @@ def read_again():
     sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     code = transformers.dynamic_module_utils
     code.HF_MODULES_CACHE = os.environ.get("HF_MODULES_CACHE", code.HF_MODULES_CACHE)
+    hub = huggingface_hub.constants
+    hub.ENDPOINT = os.environ.get("HF_ENDPOINT", hub.ENDPOINT)
+    for name in ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_XET"):
+        setattr(hub, name, os.environ.get(name, str(int(getattr(hub, name)))) == "1")
     ranks = (os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
     rank_zero_only.rank = next((int(rank) for rank in ranks if rank is not None), 0)
     subprocess.Popen = Forked  # for the commands that it starts
@@ -149,7 +154,8 @@ def read_again():
 def execute(command):
     """Run `-m module ...` or `script ...`; the status."""
     module = command[0] == "-m"
-    if not module or Path.cwd() != ROOT:  # a program of its own, or a copy of the project
+    copied = Path.cwd() != ROOT and any(Path(name, "__init__.py").is_file() for name in OURS)
+    if not module or copied:  # a program of its own, or a copy of the project
         for name in [n for n in sys.modules if n.partition(".")[0] in OURS]:
             del sys.modules[name]
     try:
