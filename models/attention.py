@@ -75,7 +75,8 @@ def grouped(
 
     Args:
         query: [B, G * heads, Q, D]; heads g, ..., g + G - 1 share the keys of head g / G.
-        key, value: [B, heads, K, D].
+        key: [B, heads, K, D].
+        value: [B, heads, K, Dv]; Dv is another size than D in latent attention (DeepSeek).
         attention_mask: bool or additive, [B, 1, Q, K].
         scaling: Factor of the scores; D^-1/2 by default.
         spans: Each row's used queries, and how many first keys they may read. Each row is then
@@ -83,8 +84,8 @@ def grouped(
             depend on the longest.
 
     Returns:
-        softmax(scaling q k^T + mask) v [B, Q, G * heads, D], zeros where a query is in no span, and
-        None in place of the weights.
+        softmax(scaling q k^T + mask) v [B, Q, G * heads, Dv], zeros where a query is in no span,
+        and None in place of the weights.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     given = query, key, value, attention_mask
@@ -93,14 +94,14 @@ def grouped(
     elif spans is None:
         found = _of_groups(*given, scale)
     else:
-        found = torch.zeros_like(query)
+        found = query.new_zeros(*query.shape[:3], value.shape[3])
         for b, (queries, keys) in enumerate(spans):
             if keys:
                 q, k, v, mask = (x[b : b + 1] for x in given)
                 row = q[:, :, queries], k[:, :, :keys], v[:, :, :keys], mask[:, :, queries, :keys]
                 attend = few_queries.attend if few_queries.attends(*row) else _of_groups
                 found[b : b + 1, :, queries] = attend(*row, scale)
-    return found.transpose(1, 2), None
+    return found.transpose(1, 2).contiguous(), None  # some families' layers take a view of it
 
 
 def _of_groups(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -109,7 +110,7 @@ def _of_groups(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: f
     groups = heads // key.shape[1]
     rows, mask = query.reshape(B, key.shape[1], groups * Q, D), torch.cat([mask] * groups, 2)
     found = nn.functional.scaled_dot_product_attention(rows, key, value, mask, scale=scale)
-    return found.reshape(query.shape)
+    return found.reshape(B, heads, Q, value.shape[3])
 
 
 def whole_mask(*args, **kwargs) -> Tensor:
