@@ -77,7 +77,7 @@ def grouped(
         query: [B, G * heads, Q, D]; heads g, ..., g + G - 1 share the keys of head g / G.
         key: [B, heads, K, D].
         value: [B, heads, K, Dv]; Dv is another size than D in latent attention (DeepSeek).
-        attention_mask: bool or additive, [B, 1, Q, K].
+        attention_mask: bool or additive, [B, 1 or G * heads, Q, K].
         scaling: Factor of the scores; D^-1/2 by default.
         spans: Each row's used queries, and how many first keys they may read. Each row is then
             computed as if it were alone, to the bit. None: all rows together, so rounding may
@@ -108,7 +108,11 @@ def _of_groups(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: f
     """Compute attention [B, G * heads, Q, D] with the fused kernel."""
     B, heads, Q, D = query.shape
     groups = heads // key.shape[1]
-    rows, mask = query.reshape(B, key.shape[1], groups * Q, D), torch.cat([mask] * groups, 2)
+    rows = query.reshape(B, key.shape[1], groups * Q, D)
+    if mask.shape[1] == 1:
+        mask = torch.cat([mask] * groups, 2)
+    else:  # one for each head (Doge)
+        mask = mask.reshape(B, key.shape[1], groups * Q, -1)
     found = nn.functional.scaled_dot_product_attention(rows, key, value, mask, scale=scale)
     return found.reshape(B, heads, Q, value.shape[3])
 

@@ -171,6 +171,7 @@ def load(
             public.read_generation_config(network, path)
         if part:
             found = without_other_parts(network, found)
+            network._weight_conversions = None  # else exports get the names of the whole again
         check_complete(network, found)
         if Path(path).exists():  # models of the Hub are trusted: reading all weights takes time
             check_finite(network)

@@ -1,11 +1,16 @@
 """Tiny random models of every causal LM that transformers has, and what parade does with each."""
 
+import re
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from datetime import date
+from itertools import chain
 from pathlib import Path
 
 import torch
+import transformers
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
@@ -15,6 +20,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from decoding.engine.params import SamplingParams
 from decoding.engine.sampler import Sampler
@@ -60,8 +66,10 @@ SIZES = {
     # Of images and sound.
     **dict.fromkeys(("depth", "num_mel_bins"), 2),
     **dict.fromkeys(("image_size", "projector_hidden_size", "out_hidden_size"), 32),
-    **dict.fromkeys(("patch_size", "image_token_id", "image_token_index"), 8),
-    **dict.fromkeys(("video_token_id", "vision_start_token_id", "vision_end_token_id"), 8),
+    **dict.fromkeys(("patch_size", "temporal_patch_size"), 2),
+    **dict.fromkeys(
+        ("image_token_id", "image_token_index", "video_token_id", "audio_token_id"), V - 1
+    ),
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -85,7 +93,8 @@ OWN: dict[str, dict] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
     "gptj": {"rotary_dim": 8},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    **dict.fromkeys(("lfm2", "lfm2_moe"), {"layer_types": ["conv", "full_attention"] * 2}),
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "bamba": {"attn_layer_indices": [1, 3]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "llama4_vision_model": {
@@ -158,6 +167,18 @@ class Outcome:
     copied: str = ""  # whether a drafter of its layers can be made
     reason: str = ""  # the line of a refusal, or why nothing was tried
 
+    @property
+    def result(self) -> str:
+        """The result in a word or two; 'defect' where a text was wrong, or a command broke."""
+        if any("DEFECT" in str(getattr(self, f.name)) for f in fields(self)):
+            return "defect"
+        if self.reason.startswith(UNTRIED):
+            return "not tried"
+        ways = self.plain, self.jacobi, self.chain, self.batch
+        if any(way != "yes" for way in ways):
+            return "refused"
+        return "works" if self.tree == "yes" else "chains only"
+
 
 def attempt(kind: str, folder: Path) -> Outcome:
     """Make a tiny model of a type in a folder, and decode with it in every way."""
@@ -183,7 +204,7 @@ def varied(kind: str, folder: Path, window: int = WINDOW) -> list[list[int]]:
     for seed, scale in enumerate((0.05, 1.0, 0.3, 0.05, 1.0)):
         network(kind, window, seed, scale).save_pretrained(folder)
         texts = stock_texts(kind, folder)
-        if len({*sum(texts, [])}) >= 6:
+        if len({*chain(*texts)}) >= 6:
             return texts
     raise ValueError("its texts are a few tokens only, which proves nothing")
 
@@ -268,6 +289,115 @@ def line(error: Exception) -> str:
     return text.replace(tempfile.gettempdir(), "")[:300]
 
 
-def defects(outcome: Outcome) -> list[str]:
-    """Return what is wrong with a type."""
-    return [str(v) for f in fields(outcome) if "DEFECT" in (v := getattr(outcome, f.name))]
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "model_families.md"
+COMPOSITES = (
+    "aria", "aya_vision", "cohere2_vision", "exaone4_5", "gemma3", "glm4v", "idefics3", "internvl",
+    "lfm2_vl", "llama4", "llava", "llava_next", "llava_onevision", "mistral3", "ovis2", "paligemma",
+    "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "voxtral",
+)  # fmt: skip
+# Models that many people know, by the family that their config.json names.
+KNOWN = {
+    "Llama 2, 3.x": "llama",
+    "Llama 4": "llama4",
+    "Qwen 2, 2.5": "qwen2",
+    "Qwen 3": "qwen3",
+    "Qwen 3 MoE": "qwen3_moe",
+    "Qwen3-Next": "qwen3_next",
+    "Qwen 3.5": "qwen3_5",
+    "Qwen2.5-VL": "qwen2_5_vl",
+    "Qwen3-VL": "qwen3_vl",
+    "Gemma 2": "gemma2",
+    "Gemma 3, text": "gemma3_text",
+    "Gemma 3": "gemma3",
+    "Mistral 7B": "mistral",
+    "Mistral Small 3.1": "mistral3",
+    "Mixtral": "mixtral",
+    "Phi 2": "phi",
+    "Phi 3, 3.5, 4": "phi3",
+    "gpt-oss": "gpt_oss",
+    "DeepSeek V2": "deepseek_v2",
+    "DeepSeek V3, R1": "deepseek_v3",
+    "GLM 4": "glm4",
+    "GLM 4.5 to 4.7": "glm4_moe",
+    "SmolLM 1, 2": "llama",
+    "SmolLM 3": "smollm3",
+    "SmolVLM": "smolvlm",
+    "OLMo 2": "olmo2",
+    "OLMo 3": "olmo3",
+    "Granite 3": "granite",
+    "Granite 4": "granitemoehybrid",
+    "LFM 2": "lfm2",
+    "GPT-2": "gpt2",
+}
+INTRO = """# Families of models
+
+What `model=` and `target=` do with each family that transformers has, by the `model_type` in
+config.json: made on {date} with transformers {version}, by `python -m tests.families`, from tiny
+random models of the families' own classes. A text is right if it is that of transformers' greedy
+`generate`, token for token, in float32.
+
+*works*: plain decoding, Jacobi decoding, and a drafter's chains and trees all give that text, also
+in a batch of prompts of three lengths. *chains only*: trees are refused. *refused*: the last column
+has the line that a user gets. *not tried*: no tiny model of the class could be made, so nothing is
+known. "Its layers" says whether a drafter can be made of layers of the model
+(`models.diffusion.from_causal_lm`); for the others the drafter here is a Llama of the same
+vocabulary. Of a model that reads images or sound, its text part is taken.
+
+"""
+TITLES = {
+    "family": "Family",
+    "result": "Result",
+    "plain": "Plain",
+    "jacobi": "Jacobi",
+    "chain": "Chain",
+    "tree": "Tree",
+    "batch": "Batch",
+    "copied": "Its layers",
+    "reason": "Because",
+}
+
+
+def kinds() -> list[str]:
+    """Return all types that are tried."""
+    return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *COMPOSITES})
+
+
+def page(found: dict[str, Outcome]) -> str:
+    """Return the page of the documentation."""
+    intro = INTRO.format(date=date.today(), version=transformers.__version__)
+    known = [f"| {name} | {kind} | {found[kind].result} |" for name, kind in KNOWN.items()]
+    results = Counter(outcome.result for outcome in found.values())
+    counts = ", ".join(f"{count} {result}" for result, count in results.most_common())
+    rows = [f"| {' | '.join(_cells(found[kind]))} |" for kind in sorted(found)]
+    head = [f"| {' | '.join(TITLES.values())} |", "|---" * len(TITLES) + "|"]
+    parts = [
+        "## Well-known models\n\n| Models | Family | Result |\n|---|---|---|",
+        *known,
+        f"\n## All {len(found)} families\n\n{counts[:1].upper()}{counts[1:]}.\n",
+        *head,
+        *rows,
+    ]
+    return intro + "\n".join(parts) + "\n"
+
+
+def _cells(outcome: Outcome) -> list[str]:
+    """Return a row of the table."""
+    found = []
+    for key in TITLES:
+        value = getattr(outcome, key)
+        if key not in ("family", "result", "reason") and value not in ("yes", ""):
+            value = "no"
+        found.append(value.replace("|", "/").replace("<", "&lt;"))
+    return found
+
+
+def read_page() -> dict[str, Outcome]:
+    """Return the outcomes that the page tells; a fault is 'no'."""
+    text = PAGE.read_text().partition("## All ")[2]
+    rows = [re.split(r"\s*\|\s*", row)[1:-1] for row in text.splitlines() if row.startswith("| ")]
+    named = [dict(zip(TITLES, row)) for row in rows[1:]]
+    for row in named:
+        row["reason"] = row["reason"].replace("&lt;", "<")
+        if row.pop("result") == "defect":
+            row["plain"] = f"DEFECT {row['plain']}"
+    return {row["family"]: Outcome(**row) for row in named}
