@@ -3,7 +3,7 @@
     python -m tests.families              # all of them, half an hour on one core
     python -m tests.families only=llama,gemma3   # the other rows stay
 
-Each family is a tiny random model of its own class. Status 1 if a text is wrong or a command breaks.
+Each family is a tiny random model of its own class. Status 1: a wrong text, or a traceback.
 """
 
 import sys

@@ -89,17 +89,17 @@ def test_a_head_of_its_own_is_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change, line",
+    "change",
     [
-        (lambda n: None if n.endswith("layers.1.mlp.up_proj.weight") else n, "lacks tensors"),
-        (lambda n: n.replace("layers.1.mlp.up", "layers.1.mlp.upper"), "lacks tensors"),
-        (lambda n: n.replace("layers.3.", "layers.4."), "lacks tensors"),
+        lambda n: None if n.endswith("layers.1.mlp.up_proj.weight") else n,
+        lambda n: n.replace("layers.1.mlp.up", "layers.1.mlp.upper"),
+        lambda n: n.replace("layers.3.", "layers.4."),
     ],
 )
-def test_a_text_part_that_is_not_whole_is_refused(change, line, tmp_path):
+def test_a_text_part_that_is_not_whole_is_refused(change, tmp_path):
     saved("llava", tmp_path)
     rename(tmp_path, change)
-    with pytest.raises(ValueError, match=line):
+    with pytest.raises(ValueError, match="lacks tensors"):
         causal.load(str(tmp_path))
 
 
