@@ -17,12 +17,12 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 # Types of text parts that have no causal LM of their own, with the one that they are on texts: of
-# a text token the three positions of a multimodal rotary embedding are one.
+# a text token the three positions of a multimodal rotary embedding are one. (Not qwen3_vl_moe's,
+# whose files have the experts' matrices the other way round.)
 SAME = {
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
-    "qwen3_vl_moe_text": "qwen3_moe",
 }
 PARTS = "language_model", "text_model"  # names of a text part in its whole
 # From the names in files, old and new, to those of a causal LM.

@@ -337,7 +337,7 @@ random models of the families' own classes. A text is right if it is that of tra
 `generate`, token for token, in float32.
 
 *works*: plain decoding, Jacobi decoding, and a drafter's chains and trees all give that text, also
-in a batch of prompts of three lengths. *chains only*: trees are refused. *refused*: the last column
+in a batch of prompts of three lengths; the last column says where texts must end. *chains only*: trees are refused. *refused*: the last column
 has the line that a user gets. *not tried*: no tiny model of the class could be made, so nothing is
 known. "Its layers" says whether a drafter can be made of layers of the model
 (`models.diffusion.from_causal_lm`); for the others the drafter here is a Llama of the same
@@ -365,7 +365,11 @@ def kinds() -> list[str]:
 def page(found: dict[str, Outcome]) -> str:
     """Return the page of the documentation."""
     intro = INTRO.format(date=date.today(), version=transformers.__version__)
-    known = [f"| {name} | {kind} | {found[kind].result} |" for name, kind in KNOWN.items()]
+    known = [
+        f"| {name} | {kind} | {found[kind].result} |"
+        for name, kind in KNOWN.items()
+        if kind in found
+    ]
     results = Counter(outcome.result for outcome in found.values())
     counts = ", ".join(f"{count} {result}" for result, count in results.most_common())
     rows = [f"| {' | '.join(_cells(found[kind]))} |" for kind in sorted(found)]
