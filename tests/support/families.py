@@ -336,12 +336,13 @@ config.json: made on {date} with transformers {version}, by `python -m tests.fam
 random models of the families' own classes. A text is right if it is that of transformers' greedy
 `generate`, token for token, in float32.
 
-*works*: plain decoding, Jacobi decoding, and a drafter's chains and trees all give that text, also
-in a batch of prompts of three lengths; the last column says where texts must end. *chains only*: trees are refused. *refused*: the last column
-has the line that a user gets. *not tried*: no tiny model of the class could be made, so nothing is
-known. "Its layers" says whether a drafter can be made of layers of the model
-(`models.diffusion.from_causal_lm`); for the others the drafter here is a Llama of the same
-vocabulary. Of a model that reads images or sound, its text part is taken.
+*works*: plain decoding, Jacobi decoding, and a drafter's chains and trees all give that text,
+also in a batch of prompts of three lengths; the last column says where texts must end. *chains
+only*: trees are refused. *refused*: the last column has the line that a user gets. *not tried*:
+no tiny model of the class could be made, so nothing is known. "Its layers" says whether a
+drafter can be made of layers of the model (`models.diffusion.from_causal_lm`); for the others
+the drafter here is a Llama of the same vocabulary. Of a model that reads images or sound, its
+text part is taken.
 
 """
 TITLES = {
