@@ -170,9 +170,8 @@ def load(
         if source is None:
             public.read_generation_config(network, path)
         if part:
-            found = without_other_parts(network, found)
             network._weight_conversions = None  # else exports get the names of the whole again
-        check_complete(network, found)
+        check_complete(network, without_other_parts(network, found) if part else found)
         if Path(path).exists():  # models of the Hub are trusted: reading all weights takes time
             check_finite(network)
     if offloaded:
