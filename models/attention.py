@@ -79,16 +79,17 @@ def grouped(
 
     Args:
         query: [B, G * heads, Q, D]; heads g, ..., g + G - 1 share the keys of head g / G.
-        key, value: [B, heads, K, D].
-        attention_mask: bool or additive, [B, 1, Q, K].
+        key: [B, heads, K, D].
+        value: [B, heads, K, Dv]; Dv is another size than D in latent attention (DeepSeek).
+        attention_mask: bool or additive, [B, 1 or G * heads, Q, K].
         scaling: Factor of the scores; D^-1/2 by default.
         spans: Each row's used queries, and how many first keys they may read. Each row is then
             computed as if it were alone, to the bit. None: all rows together, so rounding may
             depend on the longest.
 
     Returns:
-        softmax(scaling q k^T + mask) v [B, Q, G * heads, D], zeros where a query is in no span, and
-        None in place of the weights.
+        softmax(scaling q k^T + mask) v [B, Q, G * heads, Dv], zeros where a query is in no span,
+        and None in place of the weights.
     """
     _check_extras(kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -98,14 +99,14 @@ def grouped(
     elif spans is None:
         found = _of_groups(*given, scale)
     else:
-        found = torch.zeros_like(query)
+        found = query.new_zeros(*query.shape[:3], value.shape[3])
         for b, (queries, keys) in enumerate(spans):
             if keys:
                 q, k, v, mask = (x[b : b + 1] for x in given)
                 row = q[:, :, queries], k[:, :, :keys], v[:, :, :keys], mask[:, :, queries, :keys]
                 attend = few_queries.attend if few_queries.attends(*row) else _of_groups
                 found[b : b + 1, :, queries] = attend(*row, scale)
-    return found.transpose(1, 2), None
+    return found.transpose(1, 2).contiguous(), None  # some families' layers take a view of it
 
 
 def _check_extras(given: dict) -> None:
@@ -122,9 +123,13 @@ def _of_groups(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: f
     """Compute attention [B, G * heads, Q, D] with the fused kernel."""
     B, heads, Q, D = query.shape
     groups = heads // key.shape[1]
-    rows, mask = query.reshape(B, key.shape[1], groups * Q, D), torch.cat([mask] * groups, 2)
+    rows = query.reshape(B, key.shape[1], groups * Q, D)
+    if mask.shape[1] == 1:
+        mask = torch.cat([mask] * groups, 2)
+    else:  # one for each head (Doge)
+        mask = mask.reshape(B, key.shape[1], groups * Q, -1)
     found = nn.functional.scaled_dot_product_attention(rows, key, value, mask, scale=scale)
-    return found.reshape(query.shape)
+    return found.reshape(B, heads, Q, value.shape[3])
 
 
 def whole_mask(*args, **kwargs) -> Tensor:

@@ -28,6 +28,7 @@ from models.context import guard
 from models.options import GGUF, check_device, check_dtype, loading_options, looks_local
 from models.placement import place
 from models.sizes import TransformerSizes
+from models.text_part import text_part, without_other_parts
 from models.weights import (
     bounded,
     check_complete,
@@ -116,8 +117,8 @@ def load(
 ) -> PreTrainedModel:
     """Return a causal LM, in evaluation mode, with every weight as its checkpoint has it.
 
-    A public masked diffusion LM is loaded into a stock class (`models.public`), unless its own code
-    is allowed.
+    A public masked diffusion LM is loaded into a stock class (`models.public`), and of a model that
+    reads images or sound its text part is (`models.text_part`), unless its own code is allowed.
 
     Args:
         path: A folder, Hub id or gguf file.
@@ -146,12 +147,16 @@ def load(
     with one_line("a model", path), Work(f"loading {path}"):
         source: str | None = path
         kind = AutoModelForCausalLM
-        check_depth(PreTrainedConfig.get_config_dict(path)[0])
+        stored = PreTrainedConfig.get_config_dict(path)[0]
+        check_depth(stored)
+        part = None
         if trust_remote_code:
             kind = _remote_class(path)
         elif found := public.layout_of(path):
             source, options = None, options | public.stock_model(*found, path)
             kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(options["config"])]
+        elif part := text_part(path, stored, **hub):
+            options |= part
         with bounded(path, **hub):
             network, found = kind.from_pretrained(
                 source,
@@ -164,7 +169,9 @@ def load(
             )
         if source is None:
             public.read_generation_config(network, path)
-        check_complete(network, found)
+        if part:
+            network._weight_conversions = None  # else exports get the names of the whole again
+        check_complete(network, without_other_parts(network, found) if part else found)
         if Path(path).exists():  # models of the Hub are trusted: reading all weights takes time
             check_finite(network)
     if offloaded:

@@ -41,7 +41,8 @@ def from_causal_lm(
             None for all. Some layers of a deep model make a shallow drafter.
     """
     vocabulary = len(tokenizer)
-    if source.config.model_type == "xlnet" or not hasattr(source, "model"):
+    layers_of = getattr(getattr(source, "model", None), "layers", None)
+    if not isinstance(layers_of, nn.ModuleList):
         raise ValueError(
             f"cannot make a drafter of a {source.config.model_type!r} model: "
             "a Llama, Qwen2 or Qwen3 style causal LM is needed"

@@ -36,9 +36,10 @@ def attends(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
     return (
         query.device.type == "cpu"
         and query.shape[1] * query.shape[2] <= MAX_QUERIES * key.shape[1]
+        and key.shape == value.shape
         and all(x.dtype == torch.bfloat16 for x in states)
         and all(x.stride()[2:] == (x.shape[3], 1) for x in (key, value))
-        and len(mask) == len(query)
+        and mask.shape[:2] == (len(query), 1)
         and not torch.is_grad_enabled()
         and loops() is not None
     )

@@ -151,9 +151,13 @@ def load_own(
 
 def check_depth(config: Mapping) -> None:
     """Check the number of layers in a config.json, which are made before any weight is read."""
-    depth = config.get("num_hidden_layers", 1)
-    if type(depth) is not int or not 0 < depth <= DEEPEST:
-        raise ValueError(f"num_hidden_layers={depth} is not allowed: at least 1, at most {DEEPEST}")
+    text = config.get("text_config")  # of a model that reads images too
+    for part in (config, text if isinstance(text, Mapping) else {}):
+        depth = part.get("num_hidden_layers", 1)
+        if type(depth) is not int or not 0 < depth <= DEEPEST:
+            raise ValueError(
+                f"num_hidden_layers={depth} is not allowed: at least 1, at most {DEEPEST}"
+            )
 
 
 def check_complete(network: nn.Module, found: Mapping[str, Collection]) -> None:

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from inspect import signature
 from typing import Any
 
 import torch
@@ -353,4 +354,11 @@ def check_attention(network: PreTrainedModel) -> None:
         raise ValueError(
             f"attention={network.config._attn_implementation} is for training: give "
             "attention=sdpa, or leave it out"
+        )
+    stock = type(network).__module__.startswith("transformers.")
+    if stock and "position_ids" not in signature(network.forward).parameters:
+        raise ValueError(
+            f"a {network.config.model_type!r} model cannot be decoded with: transformers' class "
+            "takes no positions, but counts its cache. Give a model of another family, such as "
+            "llama, qwen3 or gpt2"
         )

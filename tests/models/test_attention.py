@@ -109,6 +109,25 @@ def test_heads_in_another_order_are_not_their_group(monkeypatch):
     assert not torch.allclose(model(tokens).logits, network()(tokens).logits, atol=1e-3)
 
 
+def test_values_of_another_size_and_a_mask_for_each_head():
+    """DeepSeek's latent attention, and Doge's masks; a layer may take a view of the result."""
+    draw = torch.Generator().manual_seed(0)
+    shapes = (2, 4, 3, 6), (2, 2, 7, 6), (2, 2, 7, 5)
+    q, k, v = (torch.randn(shape, generator=draw).double() for shape in shapes)
+    masks = torch.randn(2, 4, 3, 7, generator=draw).double()
+    for mask in (masks, masks[:, :1]):
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, mask, enable_gqa=True
+        ).transpose(1, 2)
+        found, _ = attention.grouped(None, q, k, v, mask)
+        assert torch.allclose(found, expected, atol=1e-12)
+        assert found.view(2, 3, 20).shape == (2, 3, 20)
+        spans = [(slice(0, 3), 7), (slice(1, 3), 7)]
+        rows, _ = attention.grouped(None, q, k, v, mask, spans=spans)
+        assert torch.allclose(rows[1, 1:], expected[1, 1:], atol=1e-12)
+        assert not rows[1, 0].any()
+
+
 TOKENIZER = tiny.tokenizer(13)
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
 KINDS = {
@@ -142,6 +161,15 @@ def test_families_with_our_masks():
         found = model(tokens, use_cache=False, **inputs).logits
         assert torch.allclose(found, model(tokens).logits, atol=1e-9)
         check_attention(model)
+
+
+def test_a_class_that_takes_no_positions_is_one_line():
+    """Its texts would be others, since it counts a cache's slots as positions."""
+    sizes = {"d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2}
+    config = AutoConfig.for_model("bart", vocab_size=300, decoder_ffn_dim=16, **sizes)
+    with pytest.raises(ValueError, match=r"'bart' model .*takes no positions") as caught:
+        check_attention(AutoModelForCausalLM.from_config(config))
+    assert "\n" not in str(caught.value)
 
 
 def test_an_attention_that_was_asked_for():
