@@ -108,7 +108,8 @@ class Walk:
             return
         assert words[:2] == ["python", "-m"], f"nobody runs: {line}"
         module, *arguments = words[2:]
-        if "recipe=deer_stage2" in arguments and not (self.folder / "runs/deer_stage1").exists():
+        missing = not (self.folder / "runs/deer_stage1").exists()
+        if "recipe=deer_stage2" in arguments and missing and self.said:
             for input in INPUTS:
                 own = [word for word in arguments if word.startswith(("scale=", "target="))]
                 self.run("-m", module, *own, *input, *FIT, *BLOCKS)
