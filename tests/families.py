@@ -1,6 +1,6 @@
 """What parade does with every family that transformers has: the table of the documentation.
 
-    python -m tests.families              # all of them, half an hour on one core
+    python -m tests.families              # all of them, ten minutes on one core
     python -m tests.families only=llama,gemma3   # the other rows stay
 
 Each family is a tiny random model of its own class. Status 1: a wrong text, or a traceback.
@@ -11,6 +11,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
+import torch
 import transformers
 
 from tests.support.families import PAGE, attempt, kinds, page, read_page
@@ -21,6 +22,7 @@ def main(names: list[str]) -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
     found = read_page() if names else {}
     for name in names or kinds():
         with tempfile.TemporaryDirectory() as folder:
