@@ -256,6 +256,8 @@ class _Shards:
         if count < len(self.prompts):
             complete |= {"prompts": count, "in_last": count - self.size * (shards - 1)}
             print(f"{folder}: the first {count} prompts are read from now on, also by training")
+        else:
+            print(f"{folder} has the answers to {count} prompts")
         _write_text(folder / COMPLETE, json.dumps(complete))
 
 
