@@ -107,5 +107,6 @@ def test_an_answer_needs_torch_and_transformers_alone(tmp_path):
     tiny.causal_lm(26).float().save_pretrained(folder)
     tiny.tokenizer(26).save_pretrained(folder)
     done, heavy = started(tmp_path, "decoding.generate", "model=model", "prompt=abc")
-    assert (done.returncode, heavy) == (0, {"torch", "transformers"})
+    # transformers imports scipy, where it is installed.
+    assert (done.returncode, heavy - {"scipy"}) == (0, {"torch", "transformers"})
     assert done.stdout.startswith("abc")
