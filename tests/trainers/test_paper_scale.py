@@ -135,5 +135,5 @@ def test_fine_tuning_a_target(hub):
 
 
 def test_nothing_is_built_silently(hub, tmp_path):
-    with pytest.raises(ValueError, match=r"It is made by: python -m .*recipe=deer_stage1"):
+    with pytest.raises(ValueError, match=r"It is made by: python -m .*recipe=deer_answers"):
         fit(compose([*arguments(hub, "deer_stage2"), f"runs={tmp_path}"], "fit"))
