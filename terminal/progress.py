@@ -109,7 +109,9 @@ class Work:
             left = max(self.total - done, 0) * passed / done
             parts.append(f"{timedelta(seconds=round(left))} left")
         elif done:
-            parts.append(f"{done / passed:,.0f} a second, {self._passed()} so far")
+            rate = done / passed
+            pace = f"{rate:,.0f} a second" if rate >= 1 else f"{60 * rate:,.0f} a minute"
+            parts.append(f"{pace}, {self._passed()} so far")
         else:
             parts.append(f"{self._passed()} so far")
         line = f"{self.name}: {', '.join(parts)}"

@@ -65,11 +65,14 @@ class TestWork:
         found = ["conversion of a.gguf: 0:00:05 so far", "conversion of a.gguf: 0:00:15 so far"]
         assert lines(capsys) == [*found, "conversion of a.gguf: done in 0:00:16"]
 
-    def test_without_a_total_there_is_a_rate(self, clock, capsys):
+    @pytest.mark.parametrize(
+        ("count", "told"), [(6000, "6,000 texts, 1,200 a second"), (2, "2 texts, 24 a minute")]
+    )
+    def test_without_a_total_there_is_a_rate(self, clock, capsys, count, told):
         with Work("packing", unit="texts", clock=clock) as work:
-            work.advance(6000)
+            work.advance(count)
             clock.turn(work, 6)
-        assert lines(capsys)[0] == "packing: 6,000 texts, 1,200 a second, 0:00:05 so far"
+        assert lines(capsys)[0] == f"packing: {told}, 0:00:05 so far"
 
     def test_bytes_are_gigabytes(self, clock, capsys):
         with Work("fingerprint", 3 * 10**9, "B", clock=clock) as work:

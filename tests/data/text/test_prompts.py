@@ -138,7 +138,7 @@ def test_a_chat_or_a_subset_of_what_has_none(folder, tmp_path, tokenizer, chat_t
 def test_bad_inputs(folder, tmp_path, tokenizer):
     with pytest.raises(ValueError, match=r" 0 .*length=100000.* 2 are asked"):
         heldout_prompts(folder, tokenizer, 2, 100000, split="train")
-    with pytest.raises(ValueError, match="count=0"):
+    with pytest.raises(ValueError, match=" 0 prompts"):
         heldout_prompts(folder, tokenizer, 0, 8, split="train")
     with pytest.raises(ValueError, match=r"'none\.jsonl'"):
         heldout_prompts("none.jsonl", tokenizer, 1, 8)
