@@ -182,7 +182,7 @@ def test_the_prompts_of_a_collection_are_those_of_its_split(tmp_path, tokenizer)
     assert [p["id"] for p in train][:5] != [f"p{n}" for n in range(5)]  # a fair sample
     assert heldout_prompts(source, tokenizer, 3, split="train") == train[:3]
     assert heldout_prompts(source, tokenizer, 1, 2)[0]["prompt_ids"][-1] == 3
-    with pytest.raises(ValueError, match="has 119 prompts.* 500 are asked for"):
+    with pytest.raises(ValueError, match=r"has 119 prompts.* 500 are asked for"):
         heldout_prompts(source, tokenizer, 500, split="train")
     with pytest.raises(ValueError, match="subset='a'"):
         heldout_prompts(source, tokenizer, 1, subset="a")
