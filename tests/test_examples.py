@@ -294,7 +294,7 @@ def test_the_smallest_example_has_no_fault(tmp_path):
         ("in a b;", "in a;", "nobody makes runs/ar_target/b/export"),
         ('name="$name"', "name=a", "runs/ar_target/a is written twice"),
         ("python -m decoding", "python -m trainers.fit scale=paper recipe=deer_stage2 "
-         'runs="$RUNS"\npython -m decoding', "nobody makes runs/deer_stage1/export"),
+         'runs="$RUNS"\npython -m decoding', "nobody makes runs/deer_answers/complete.json"),
         ("done\n", "", "example.sh"),
         ("set -eu\n", "set -eu\nfalse\n", "status 1"),
         ("set -eu\n", "", "set -eu"),
