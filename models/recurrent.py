@@ -4,11 +4,12 @@ from transformers import PretrainedConfig
 
 from models.windows import FULL, KINDS
 
-# Types of a text model whose forward goes on from any state with several tokens at once, as a draft
-# needs it. Others of transformers' classes do not (bamba, jamba, recurrent_gemma), have caches of
-# their own (minimax), or read no text in pieces (mamba, mamba2).
-KNOWN = frozenset({"falcon_h1", "granitemoehybrid", "lfm2", "lfm2_moe", "nemotron_h", "olmo_hybrid",
-                   "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba2"})  # fmt: skip
+# Types of a text model whose forward goes on from any state, with one token or with several, as a
+# draft needs it. Of transformers' other classes some do not with several (bamba, jamba,
+# recurrent_gemma), some give other numbers for one token than for the whole text (nemotron_h and
+# zamba2, by up to 0.16), have caches of their own (minimax) or read no pieces (mamba, mamba2).
+KNOWN = frozenset({"falcon_h1", "granitemoehybrid", "lfm2", "lfm2_moe", "olmo_hybrid",
+                   "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"})  # fmt: skip
 
 
 def is_recurrent(config: PretrainedConfig) -> bool:

@@ -24,6 +24,7 @@ SAME = {
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
 }
+PREFIX = {"paligemma"}  # whose prompts attend to themselves in both directions
 PARTS = "language_model", "text_model"  # names of a text part in its whole
 # From the names in files, old and new, to those of a causal LM.
 _HEAD = {r"^(?:model\.)?(?:language_model|text_model)\.lm_head\.": "lm_head."}
@@ -50,6 +51,11 @@ def text_part(path: str, stored: Mapping[str, Any], **hub) -> dict[str, Any] | N
     text = whole.get_text_config()
     if text.model_type in SAME:
         text = _same(text)
+    if name in PREFIX:
+        raise ValueError(
+            f"a {name!r} model is not decoded with: tokens of its prompts attend to later ones, as "
+            "in no causal LM. Give another model, such as gemma3, mistral3 or qwen3_vl"
+        )
     decodes = type(text) in MODEL_FOR_CAUSAL_LM_MAPPING
     if decodes and not (whole.is_encoder_decoder or text.is_encoder_decoder):
         # The head belongs to the whole, which says what it is tied to.

@@ -161,3 +161,9 @@ def test_a_drafter_of_its_layers_is_trained_exported_and_decodes(tmp_path):
         )
         assert sum(result.stats.drafted for result in found)
     assert ids(sampler.generate(PROMPTS, GREEDY)) == expected
+
+
+def test_prompts_that_attend_to_later_tokens_are_refused(tmp_path):
+    families.configuration("paligemma").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="'paligemma' model is not decoded with: tokens of its"):
+        causal.load(str(tmp_path))

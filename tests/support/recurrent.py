@@ -24,15 +24,10 @@ KINDS = {
                                  "num_local_experts": 0, "shared_intermediate_size": 32},
     "lfm2": CONV,
     "lfm2_moe": CONV | EXPERTS | {"num_dense_layers": 1},
-    "nemotron_h": {"hybrid_override_pattern": "M*M-", "mamba_num_heads": 4, "mamba_head_dim": 16,
-                   "ssm_state_size": 8, "n_groups": 1, "expand": 2, "chunk_size": 8},
     "olmo_hybrid": {},
     "qwen3_5_moe_text": DELTA | SHARED,
     "qwen3_5_text": DELTA,
     "qwen3_next": DELTA | SHARED,
-    "zamba2": {"mamba_d_state": 8, "n_mamba_heads": 4, "mamba_headdim": 16, "mamba_ngroups": 1,
-               "hybrid_layer_ids": [1, 3], "chunk_size": 8, "num_mem_blocks": 1,
-               "layers_block_type": ["mamba", "hybrid"] * 2, "attention_head_dim": 32},
 }  # fmt: skip
 assert KINDS.keys() == KNOWN
 

@@ -78,7 +78,7 @@ def test_a_collection_tells_rate_and_time_left_within_its_first_shard(monkeypatc
     monkeypatch.setattr(collect, "Work", lambda *given: Work(*given, clock=lambda: clock[0]))
     teacher = Teacher(clock, lambda: progress._open[-1].show())
     prompts = [[{}, {}], [{}, {}]]
-    for _ in collect._collected("answers", teacher, [(prompts[0], 0), (prompts[1], 2)]):
+    for _ in collect._collected("answers", teacher, [(prompts[0], 0), (prompts[1], 2)], 4):
         pass
     assert capsys.readouterr().err.splitlines() == [
         "answers: 0 of 4 answers, 1 tokens/s, 0:02:35 left",

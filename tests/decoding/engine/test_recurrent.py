@@ -20,7 +20,7 @@ from tests.support.results import ids
 from tests.support.texts import PROMPTS, SEEDS, V, deer, oracle, plain_rows, random_drafter
 
 # Each kind of state: gated delta net, short convolution, Mamba-2 beside attention, and among it.
-SOME = ("qwen3_next", "lfm2", "falcon_h1", "zamba2")
+SOME = ("qwen3_next", "lfm2", "falcon_h1", "granitemoehybrid")
 KINDS = [pytest.param(k, marks=[] if k in SOME else pytest.mark.slow) for k in sorted(KNOWN)]
 
 
@@ -48,14 +48,15 @@ def test_greedy_is_the_text_of_transformers_generate(kind):
     assert ids(PlainSampler(target, tiny.tokenizer(V)).generate(PROMPTS, params)) == expected
 
 
-def furthest(target, text, accepted):
-    """How far logits in passes of four tokens, of which some are rejected, are from the whole's."""
+def furthest(target, text, accepted, width=4):
+    """How far logits in passes of few tokens, of which some are rejected, are from the whole's."""
     whole = target(text, use_cache=False).logits[0]
     network, start, found = RecurrentNetwork(target), 0, []
-    while start + 4 <= text.shape[1]:
-        draft = text[:, start : start + 4].clone()
+    while start + width <= text.shape[1]:
+        draft = text[:, start : start + width].clone()
         draft[:, accepted + 1 :] += 1
-        logits = network(draft % V, torch.arange(start, start + 4)[None], keep=4).logits[0]
+        at = torch.arange(start, start + width)[None]
+        logits = network(draft % V, at, keep=width).logits[0]
         found.append(logits[: accepted + 1])
         start += accepted + 1
     found = torch.cat(found)
@@ -68,6 +69,7 @@ def test_logits_in_pieces_with_rejections_at_every_position_are_those_of_the_who
     kind, monkeypatch
 ):
     target, text = model(kind, V), torch.arange(30)[None] * 5 % V
+    assert furthest(target, text, 0, width=1) < 5e-4  # as plain decoding
     for accepted in (0, 1, 2, 3):
         assert furthest(target, text, accepted) < 5e-4
     monkeypatch.setattr(Row, "go_back", forgetful)
