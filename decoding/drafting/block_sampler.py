@@ -90,7 +90,7 @@ class BlockSampler(BlockDrafter):
             raise ValueError(
                 f"verify=tree is not allowed: this {self.target.config.model_type!r} model has "
                 "layers with a recurrent state, which take chains only: give verify="
-                f"{'|'.join(self.rules)}"
+                f"{' or '.join(self.rules)}"
             )
         super().check_params(params)
 
