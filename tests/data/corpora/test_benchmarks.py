@@ -266,7 +266,7 @@ def test_prompts_of_a_subset(tmp_path, tokenizer):
     source = write_jsonl(tmp_path / "x.jsonl", rows)
     [found] = heldout_prompts(source, tokenizer, 1, 99, subset="rag")
     assert found["id"] == "91"
-    with pytest.raises(ValueError, match="count=2"):
+    with pytest.raises(ValueError, match=" 2 are asked for"):
         heldout_prompts(source, tokenizer, 2, 99, subset="rag")
 
 
