@@ -153,7 +153,8 @@ def test_trees_and_branches_are_refused(temperature):
     sampler, params = deer(target, random_drafter(), 3), SamplingParams(9, temperature)
     assert "tree" not in sampler.rules
     sampler.generate(PROMPTS[:1], params)
-    with pytest.raises(ValueError, match=r"'lfm2' .* chains only: give verify=coupled or rejection"):
+    told = r"'lfm2' .* chains only: give verify=coupled or rejection"
+    with pytest.raises(ValueError, match=told):
         sampler.generate(PROMPTS[:1], SamplingParams(9, temperature, verify="tree"))
     with pytest.raises(ValueError, match=r"'lfm2' model has layers with a recurrent state"):
         JacobiMRSampler(target, tiny.tokenizer(V))
