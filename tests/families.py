@@ -1,4 +1,4 @@
-"""What parade does with every family that transformers has: the table of the documentation.
+"""Try every family that transformers has, and write the documentation's table of them.
 
     python -m tests.families              # all of them, ten minutes on one core
     python -m tests.families only=llama,gemma3   # the other rows stay

@@ -167,7 +167,7 @@ class RaggedCache(Cache):
 
 
 class Rows(Protocol):
-    """What a batch asks of a network's cache; `expected` rows are there at once."""
+    """A network's cache, as a batch uses it; it makes room for `expected` rows at once."""
 
     expected: int
 

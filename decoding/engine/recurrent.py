@@ -53,10 +53,10 @@ class Row:
         ]
 
     def go_back(self) -> None:
-        """Go back to where the last pass began."""
+        """Go back to where the last pass began; the next one must `begin` before it can be left."""
         assert self._states is not None
         for layer, states in zip(self.cache.layers, self._states):
-            vars(layer).update(deepcopy(states))
+            vars(layer).update(states)
             if isinstance(layer, DynamicLayer) and layer.is_initialized:
                 layer.keys = layer.keys[..., : self.begun, :]
                 layer.values = layer.values[..., : self.begun, :]
@@ -123,26 +123,34 @@ class RecurrentNetwork(CountedNetwork):
         while len(self.cache.rows) < len(tokens):
             self.cache.rows.append(Row(self.network))
         read = torch.ones_like(tokens, dtype=torch.bool) if padding is None else ~padding
-        outputs = []
+        rows = [*zip(self.cache.rows, tokens, positions, read)]
+        again = [self._rejected(row, at[mine]) for row, _, at, mine in rows]
+        if any(len(committed) > MOST_AGAIN for committed in again):
+            with self.counted():
+                for (row, *_), committed in zip(rows, again):
+                    if len(committed) > MOST_AGAIN:
+                        self._forward(row, committed, 1)
+                        committed.clear()
         with self.counted():
-            for row, ids, at, mine in zip(self.cache.rows, tokens, positions, read):
-                new = ids[mine]
-                found = self._run(row, new.tolist(), int(at[mine][0]), keep) if len(new) else None
-                outputs.append(found)
+            outputs = [
+                self._run(row, committed, ids[mine].tolist(), keep) if mine.any() else None
+                for (row, ids, _, mine), committed in zip(rows, again)
+            ]
         return _padded(outputs, read, keep)
 
-    def _run(self, row: Row, new: list[int], start: int, keep: int) -> TargetOutput:
-        """Run a row's new tokens, the first one at position `start`."""
-        again: list[int] = []
-        if start < len(row.tokens):
-            assert row.begun <= start
-            again = row.tokens[row.begun : start]
-            row.go_back()
-        if len(again) > MOST_AGAIN:
-            self._forward(row, again, 1)
-            again = []
+    def _rejected(self, row: Row, positions: Tensor) -> list[int]:
+        """Go back in a row before tokens that were rejected; return the others, to read again."""
+        start = int(positions[0]) if len(positions) else len(row.tokens)
+        if start == len(row.tokens):
+            return []
+        assert row.begun <= start < len(row.tokens)
+        committed = row.tokens[row.begun : start]
+        row.go_back()
+        return committed
+
+    def _run(self, row: Row, again: list[int], new: list[int], keep: int) -> TargetOutput:
+        """Run a row's new tokens, after those to read `again`."""
         row.begin()
-        assert len(row.tokens) + len(again) == start
         found = self._forward(row, [*again, *new], min(keep, len(new)))
         states = tuple(state[:, len(again) :] for state in found.hidden_states)
         return TargetOutput(found.logits, states)

@@ -48,8 +48,7 @@ class Sampler(ABC):
         predicts_next: Whether the target gives the next token's distribution.
         bench: The command that measures it against its plain counterpart.
         hidden_layers: Target layers whose outputs its passes return (`TargetOutput`).
-        chains: Whether its drafts are chains, at least with one rule: what targets with recurrent
-            layers can verify.
+        chains: Whether it decodes targets with recurrent layers, which verify chains alone.
         device: Where the tokens of its batches are.
         emitted: Tokens of all requests so far.
     """

@@ -1,7 +1,6 @@
 """Identity: with the same seed DEER decodes the text of plain decoding, token for token."""
 
 import pytest
-import torch
 
 from decoding.engine.params import KEYED, VERIFY, SamplingParams
 from decoding.engine.randomness import request_seeds
@@ -17,6 +16,7 @@ from tests.support.texts import (
     V,
     deer,
     drafter_of_target,
+    greedy_texts,
     oracle,
     plain_rows,
     plain_texts,
@@ -165,17 +165,7 @@ def test_a_batch_of_eight_is_row_for_row_a_batch_of_one(rule, temperature):
 def test_greedy_is_the_text_of_transformers_generate(kind, penalty):
     model = target(kind, eos_token_id=4)
     params = SamplingParams(max_new_tokens=20, temperature=0.0, repetition_penalty=penalty)
-    expected = []
-    for prompt in PROMPTS:
-        out = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            do_sample=False,
-            max_new_tokens=20,
-            repetition_penalty=penalty,
-            pad_token_id=0,
-        )
-        expected.append(out[0, len(prompt) :].tolist())
+    expected = greedy_texts(model, 20, repetition_penalty=penalty)
     assert ids(PlainSampler(model, tiny.tokenizer(V)).generate(PROMPTS, params)) == expected
     assert ids(deer(model, random_drafter(), 4).generate(PROMPTS, params)) == expected
 

@@ -154,7 +154,7 @@ def network(kind: str, window: int = WINDOW, seed: int = 0, scale: float = 0.05)
 
 @dataclass
 class Outcome:
-    """What parade does with a model type: 'yes', '' where it was not tried, or the fault."""
+    """Results of a model type, by way: each is 'yes', '' if it was not tried, or names a fault."""
 
     family: str
     plain: str = ""

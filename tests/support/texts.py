@@ -72,6 +72,19 @@ def plain_rows(model, params, prompts=PROMPTS, seeds=SEEDS):
     return [sampler.generate([p], params, seeds=[s])[0] for p, s in zip(prompts, seeds)]
 
 
+def greedy_texts(model, new, prompts=PROMPTS, **options):
+    """The tokens of transformers' own greedy `generate`, of every prompt alone."""
+    found = []
+    for prompt in prompts:
+        given = torch.tensor([prompt])
+        out = model.generate(
+            given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=new,
+            pad_token_id=0, **options,
+        )  # fmt: skip
+        found.append(out[0, len(prompt) :].tolist())
+    return found
+
+
 def plain_texts(params, **config):
     """The texts of `plain_rows` by `target(**config)`, decoded once for all tests of a process.
 

@@ -17,7 +17,16 @@ from tests.support.arrivals import texts_of
 from tests.support.exact import distance
 from tests.support.recurrent import model
 from tests.support.results import ids
-from tests.support.texts import PROMPTS, SEEDS, V, deer, oracle, plain_rows, random_drafter
+from tests.support.texts import (
+    PROMPTS,
+    SEEDS,
+    V,
+    deer,
+    greedy_texts,
+    oracle,
+    plain_rows,
+    random_drafter,
+)
 
 # Each kind of state: gated delta net, short convolution, Mamba-2 beside attention, and among it.
 SOME = ("qwen3_next", "lfm2", "falcon_h1", "granitemoehybrid")
@@ -33,16 +42,7 @@ def forgetful(self, own=Row.go_back):
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_is_the_text_of_transformers_generate(kind):
     target = model(kind, V)
-    expected = []
-    for prompt in PROMPTS:
-        out = target.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            do_sample=False,
-            max_new_tokens=20,
-            pad_token_id=0,
-        )
-        expected.append(out[0, len(prompt) :].tolist())
+    expected = greedy_texts(target, 20)
     assert len({*map(tuple, expected)}) == len(PROMPTS)
     params = SamplingParams(max_new_tokens=20, temperature=0)
     assert ids(PlainSampler(target, tiny.tokenizer(V)).generate(PROMPTS, params)) == expected
@@ -158,3 +158,13 @@ def test_trees_and_branches_are_refused(temperature):
         sampler.generate(PROMPTS[:1], SamplingParams(9, temperature, verify="tree"))
     with pytest.raises(ValueError, match=r"'lfm2' model has layers with a recurrent state"):
         JacobiMRSampler(target, tiny.tokenizer(V))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("most", "passes"), [(16, 2), (1, 3)])
+def test_tokens_that_are_read_by_themselves_are_a_pass(most, passes, monkeypatch):
+    monkeypatch.setattr(recurrent, "MOST_AGAIN", most)
+    network, text = RecurrentNetwork(model("lfm2", V)), torch.arange(8)[None]
+    network(text[:, :4], torch.arange(4)[None], keep=1)
+    network(text[:, 2:6], torch.arange(2, 6)[None], keep=1)
+    assert network.passes == passes
