@@ -5,6 +5,14 @@ Source: arXiv 2602.06036. The states of some target layers are concatenated and 
 Queries come only from the draft block, [last committed token, masks], which attends to the context
 and, both ways, to itself. Embeddings and head are the target's. Tensors and config keys have the
 names that vLLM, SGLang and transformers read, so an export needs no renaming.
+
+A tail (ours) makes the drafts conditional: the last n layers run once for each drafted token,
+
+    x_i = h_i + P e(t_i),   causal within the block,
+
+with h_i the other layers' state at position i, t_i the token before the one that position i drafts,
+e its embedding, and P a matrix that begins at 0. Where all layers are the tail, x_i = e(t_i): an
+autoregressive drafter that reads its target's states.
 """
 
 from collections.abc import Sequence
@@ -52,6 +60,13 @@ SPECULATORS = (
     "sliding_window_non_causal",
 )  # fmt: skip
 SPECULATORS_VERSION = "0.9.0"
+
+
+def unserved(special: dict) -> str:
+    """Name the recipe's keys of a `dflash_config` that no engine runs; '' where there are none."""
+    found = [f"network.{key}={special.get(key)}" for key in ("context", "tail")]
+    ours = [special.get("context", "fused") != "fused", bool(special.get("tail"))]
+    return " and ".join(key for key, is_ours in zip(found, ours) if is_ours)
 
 
 class DFlashAttention(nn.Module):
@@ -120,8 +135,9 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
     `sample_from_anchor` (whether the last committed token drafts the first token and each mask the
     one after it, which takes a mask less; default false). Keys of our own are `context`, 'fused' as
     published, or 'layerwise': each layer's context is the state of one target layer; and with it
-    `norms` (whether queries and keys are normed). With `draft_vocab_size` the drafter has its own
-    head for these tokens: draft token d is the target's d + d2t[d].
+    `norms` (whether queries and keys are normed); and `tail`, the last layers that run once for
+    each drafted token, 0 by default. With `draft_vocab_size` the drafter has its own head for these
+    tokens: draft token d is the target's d + d2t[d].
     """
 
     config_class = Qwen3Config
@@ -145,6 +161,11 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
         states, layers = len(self.target_layer_ids), config.num_hidden_layers
         if self.layerwise and states != layers:
             raise ValueError(f"it has {layers} layers with contexts of {states} states")
+        self.tail = int(special.get("tail", 0))
+        if not 0 <= self.tail <= layers:
+            raise ValueError(f"tail={self.tail} is not allowed: the drafter has {layers} layers")
+        if 0 < self.tail < layers:
+            self.token_before = nn.Linear(H, H, bias=False)
         if not self.layerwise:
             self.fc = nn.Linear(states * H, H, bias=False)
             self.hidden_norm = Qwen3RMSNorm(H, eps=config.rms_norm_eps)
@@ -176,6 +197,44 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
         own = states.chunk(len(self.layers), -1)
         return [layer.input_layernorm(state) for layer, state in zip(self.layers, own)]
 
+    @property
+    def depth(self) -> int:
+        """Return the number of layers that run once for a block: all but the tail."""
+        return len(self.layers) - self.tail
+
+    def parallel(self, block: Tensor, contexts: Sequence[Tensor], *given) -> Tensor:
+        """Run the layers before the tail: embeddings [B, Q, H] of a block to its states.
+
+        `contexts` are of all layers; `given` are a mask, positions and a cache as `forward` has
+        them.
+        """
+        return self._run(range(self.depth), block, contexts, *given)
+
+    def sequential(
+        self, states: Tensor, before: Tensor, contexts: Sequence[Tensor], *given
+    ) -> Tensor:
+        """Run the tail: the block's states and the embeddings `before` [B, Q, H] to last states.
+
+        `before` are of the tokens before the drafted ones. See `parallel`.
+        """
+        if self.depth:
+            before = states + self.token_before(before)
+        return self._run(range(self.depth, len(self.layers)), before, contexts, *given)
+
+    def _run(
+        self,
+        layers: range,
+        block: Tensor,
+        contexts: Sequence[Tensor],
+        mask: Tensor | None,
+        positions: Tensor,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        rotary = self.rotary_emb(block, positions)
+        for i in layers:
+            block = self.layers[i](block, contexts[i], rotary, mask, cache)
+        return block
+
     def attention(self, width: int) -> Predicate:
         """Return the attention pattern of blocks of `width` numbered tokens."""
         return numbered_blocks(width, self.causal)
@@ -200,10 +259,10 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
         `architectures` are those of the target's config.json. A full own head or a context for each
         layer raises ValueError.
         """
-        if self.layerwise:
+        if own := unserved(self.config.dflash_config):
             raise ValueError(
-                "format=speculators is not allowed: the drafter has context=layerwise, which the "
-                "package does not know"
+                f"format=speculators is not allowed: the drafter has {own}, which the package does "
+                "not know"
             )
         config, chosen = self.config, self.draft_ids
         vocabulary, count = config.vocab_size, config.block_size - (not self.samples_from_anchor)
@@ -247,6 +306,8 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
+        before_embeds: Tensor | None = None,
+        tail_mask: Tensor | None = None,
         **ignored,
     ) -> BaseModelOutputWithPast:
         """Return the block's last hidden states; argument names are transformers' own for DFlash.
@@ -259,6 +320,9 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
                 a key is padding; None: all keys.
             position_ids: [B, C + Q], of the context and then of the block; None: from 0 on.
             past_key_values: Holds keys and values of earlier context.
+            before_embeds: [B, Q, H], for a tail: the target's embeddings of the tokens before those
+                that the block drafts, known in training.
+            tail_mask: The tail's own mask, causal within a block.
 
         Returns:
             `last_hidden_state` [B, Q, H], which a head turns into logits, and the cache.
@@ -269,9 +333,11 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
         if attention_mask is not None and attention_mask.dim() == 2:
             wide = attention_mask[:, None, None].bool()
             attention_mask = wide.expand(-1, -1, noise_embeds.shape[1], -1)
-        rotary, block = self.rotary_emb(noise_embeds, position_ids), noise_embeds
-        for layer, context in zip(self.layers, self.contexts(context_hidden_states)):
-            block = layer(block, context, rotary, attention_mask, past_key_values)
+        given = self.contexts(context_hidden_states), attention_mask, position_ids, past_key_values
+        block = self.parallel(noise_embeds, *given)
+        if self.tail:
+            assert before_embeds is not None
+            block = self.sequential(block, before_embeds, given[0], tail_mask, *given[2:])
         return BaseModelOutputWithPast(self.norm(block), past_key_values)
 
     def logits(self, hidden: Tensor, target: PreTrainedModel) -> Tensor:
@@ -300,11 +366,20 @@ def draft_states(
     embed = target.get_input_embeddings()
     with torch.no_grad():
         block = embed(batch["input_ids"][:, S:])
+    tail: dict = {}
+    if network.tail:  # the text's own tokens from the last committed one on
+        at = (batch["start"][..., None] + torch.arange(W, device=block.device) - 1).clamp(0, S - 1)
+        with torch.no_grad():
+            before = embed(batch["input_ids"].gather(1, at.flatten(1)))
+        queries = layout.map(lambda t: t[:, S:])
+        tail["before_embeds"] = before.to(network.dtype)
+        tail["tail_mask"] = dense(numbered_blocks(W, causal=True), queries, layout)
     hidden = network(
         noise_embeds=block.to(network.dtype),
         context_hidden_states=torch.cat([*states], -1).to(network.dtype),
         attention_mask=dense(network.attention(W), layout.map(lambda t: t[:, S:]), layout),
         position_ids=batch["position_ids"],
+        **tail,
     ).last_hidden_state
     return network.drafted(hidden.view(B, A, W, -1))
 
@@ -370,11 +445,11 @@ def load_assistant(path: str) -> PreTrainedModel:
             "class borrows the target's: train with network.draft_ids=null"
         )
     config, special = network.config, network.config.dflash_config
-    if network.samples_from_anchor or network.causal or network.layerwise:
+    if network.samples_from_anchor or network.causal or unserved(special):
         raise ValueError(
-            f"{path!r} has layout=dspark, causal blocks or context=layerwise, and transformers' "
-            "class has none of them: train with layout=dflash network.causal=false "
-            "network.context=fused"
+            f"{path!r} has layout=dspark, causal blocks, context=layerwise or a tail, and "
+            "transformers' class has none of them: train with layout=dflash network.causal=false "
+            "network.context=fused network.tail=0"
         )
     theirs = MuseGlimmerAssistantConfig(
         **{key: getattr(config, key) for key in ASSISTANT_KEYS},

@@ -37,6 +37,7 @@ def from_target(
     text: Sequence[Sequence[int]] | None = None,
     causal: bool = False,
     context: Literal["fused", "layerwise"] = "fused",
+    tail: Layers = 0,
 ) -> DFlashDraftModel:
     """Return a new drafter for a target, with layers that begin as copies of the target's.
 
@@ -54,8 +55,10 @@ def from_target(
         causal: Whether draft blocks are causal.
         context: 'fused', one projection of the states for all layers, as published; or 'layerwise':
             each layer begins with exactly the keys and values of its original in the target, from
-            the state of the layer before. `states` and `text` are not read then, the target's layer
-            0 is not copied, and no engine runs it.
+            the state of the layer before. `states` and `text` are not read then, and no engine
+            runs it.
+        tail: The last layers that run once for each drafted token (`models.dflash`), which no
+            engine does; with as many as `layers` the drafter is autoregressive.
     """
     theirs = source.config.get_text_config()
     if not _is_llama_like(source):
@@ -74,10 +77,19 @@ def from_target(
     if layerwise:
         normed = hasattr(source.model.layers[0].self_attn, "q_norm")
         special |= {"context": context, "norms": normed}
+    if tail > len(layers):
+        raise ValueError(
+            f"tail={tail} is not allowed: the drafter has {len(layers)} layers, give 0 to "
+            f"{len(layers)}"
+        )
+    if tail:
+        special["tail"] = tail
     with torch.random.fork_rng(devices=[]):  # independent of the caller's random state
         torch.manual_seed(0)
         network = DFlashDraftModel(_config(source, len(layers), draft_ids, special))
     _copy(source, network, layers)
+    if 0 < tail < len(layers):
+        nn.init.zeros_(network.token_before.weight)
     if text is not None and not layerwise:
         weight, scale = fitted_context(source, layers, states, text)
         with torch.no_grad():
@@ -154,16 +166,9 @@ def _chosen(
 ) -> tuple[list[int], list[int]]:
     """Return the copied layers and the read layers, which the target must have."""
     depth = source.config.get_text_config().num_hidden_layers
-    if isinstance(layers, int):  # of which the first is the target's first, but for layerwise
-        layers = copying(source, layers + layerwise)[int(layerwise) :]
-    layers = [*layers]
-    if layerwise and 0 in layers:
-        raise ValueError(
-            f"layers={layers} is not allowed with context=layerwise: before layer 0 there is "
-            "no state; leave it out"
-        )
+    layers = copying(source, layers) if isinstance(layers, int) else [*layers]
     if layerwise:
-        states = [i - 1 for i in layers]
+        states = [i - 1 for i in layers]  # before layer 0: the embeddings
     states = spread(states, depth) if isinstance(states, int) else [*states]
     check_layers(source, [*layers, *states])
     if depth - 1 in states:

@@ -2,14 +2,18 @@
 
 A drafter that reads its target (DFlash, arXiv 2602.06036; EAGLE-3, arXiv 2503.01840) needs a few
 layers of the same pass as the logits. `output_hidden_states=True` would keep every layer's output
-at every pass; hooks keep only the named layers'.
+at every pass; hooks keep only the named layers'. The input of the first layer, the embeddings, has
+the number -1 (`EMBEDDINGS`).
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
+
+EMBEDDINGS = -1
 
 
 @contextmanager
@@ -20,35 +24,44 @@ def capture(network: PreTrainedModel, layers: Sequence[int]) -> Iterator[list[Te
         network: A causal LM whose decoder has its layers in `.layers` (Llama, Qwen, Mistral, ...).
         layers: 0-based indices i; state i is the *output* of decoder layer i, transformers'
             `hidden_states[i + 1]`. The last layer's is taken before the final norm (transformers'
-            own after it).
+            own after it). EMBEDDINGS is the input of layer 0.
 
     Yields:
         A list with one tensor [B, n, H] per layer, in the order of `layers`; empty before the first
         forward and replaced by each. Without layers nothing is hooked.
     """
     states: list[Tensor] = []
-    modules = [decoder_layer(network, i) for i in layers]
+    modules = [decoder_layer(network, 0 if i == EMBEDDINGS else i) for i in layers]
 
-    def keep(position: int):
-        def hook(module: nn.Module, arguments: tuple, output: Tensor | tuple) -> None:
-            if len(states) < len(modules):
-                states.extend([None] * len(modules))
-            states[position] = output[0] if isinstance(output, tuple) else output
+    def keep(position: int, state: Tensor) -> None:
+        if len(states) < len(modules):
+            states.extend([None] * len(modules))
+        states[position] = state
 
-        return hook
+    def hook(position: int) -> RemovableHandle:
+        def after(module: nn.Module, arguments: tuple, output: Tensor | tuple) -> None:
+            keep(position, output[0] if isinstance(output, tuple) else output)
 
-    hooks = [module.register_forward_hook(keep(n)) for n, module in enumerate(modules)]
+        def before(module: nn.Module, arguments: tuple, named: dict) -> None:
+            keep(position, arguments[0] if arguments else named["hidden_states"])
+
+        if layers[position] == EMBEDDINGS:
+            return modules[position].register_forward_pre_hook(before, with_kwargs=True)
+        return modules[position].register_forward_hook(after)
+
+    hooks = [hook(position) for position in range(len(modules))]
     try:
         yield states
     finally:
-        for hook in hooks:
-            hook.remove()
+        for handle in hooks:
+            handle.remove()
 
 
 def check_layers(network: PreTrainedModel, layers: Sequence[int]) -> None:
-    """Raise ValueError for a decoder layer, 0-based, that a causal LM does not have."""
+    """Raise ValueError for a state, by its number, that a causal LM does not have."""
     for i in layers:
-        decoder_layer(network, i)
+        if i != EMBEDDINGS:
+            decoder_layer(network, i)
 
 
 def decoder_layer(network: PreTrainedModel, i: int) -> nn.Module:

@@ -46,6 +46,16 @@ class DFlash(SoftTargetModule):
                 f"layout={layout} is not allowed: the drafter to start from has "
                 f"layout={next(name for name in self.layouts if name != layout)}"
             )
+        if network.tail and self.heads:
+            raise ValueError(
+                f"module.markov_rank is not allowed with network.tail={network.tail}, which knows "
+                "the token before: give module.markov_rank=null"
+            )
+        if network.tail and not self.layout.anchored:
+            raise ValueError(
+                f"layout={layout} is not allowed with network.tail={network.tail}: a tail reads "
+                "the token before the one it drafts, so give layout=dspark"
+            )
         if self.layout.anchored:
             network.config.dflash_config["sample_from_anchor"] = True
         self.gamma = gamma

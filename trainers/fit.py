@@ -174,7 +174,7 @@ def _to_be_measured(config: DictConfig) -> bool:
 
 
 def in_minutes(config: DictConfig, folder: Path, began: float) -> DictConfig:
-    """Return a recipe with the steps that `minutes` come to here, and the interval to validate.
+    """Return a recipe with the steps and validations that `minutes` come to here.
 
     The minutes began at `began`, by `time.perf_counter`.
 
@@ -184,6 +184,8 @@ def in_minutes(config: DictConfig, folder: Path, began: float) -> DictConfig:
     short, scratch = config.copy(), folder / MEASURED
     few = SKIPPED + TIMED
     short.trainer.update(max_steps=few, validate_every=few, checkpoint_every=few, keep_best=0)
+    short.data.validation_rows = min(config.data.validation_rows, config.trainer.batch_size)
+    short.acceptance.prompts = min(config.acceptance.prompts, 1)
     _say(f"minutes={config.minutes:g}: {few} steps, a validation and a checkpoint are timed first")
     try:
         found = _measured(short, scratch, began)
@@ -193,13 +195,16 @@ def in_minutes(config: DictConfig, folder: Path, began: float) -> DictConfig:
         rank_zero_only(delete)(scratch)
     gc.collect()  # its weights, before they are there again
     torch.compiler.reset()
-    t, config = config.trainer, config.copy()
-    steps, every = plan(config.minutes, found, t.validate_every, t.checkpoint_every)
-    config.trainer.update(max_steps=steps, validate_every=every)
-    checks = math.ceil(steps / every)
+    t, rows, prompts = config.trainer, config.data.validation_rows, config.acceptance.prompts
+    run = plan(config.minutes, found, t.validate_every, t.checkpoint_every, rows, prompts)
+    config = config.copy()
+    config.trainer.update(max_steps=run.steps, validate_every=run.every)
+    config.data.validation_rows, config.acceptance.prompts = run.rows, run.prompts
+    checks = math.ceil(run.steps / run.every)
+    fewer = f", of {run.rows} rows and {run.prompts} prompts" if run.rows < rows else ""
     _say(
-        f"minutes={config.minutes:g}: {steps} steps of {found.step:.2g} s, "
-        f"{checks} validation{'s' * (checks > 1)} of {found.validation:.2g} s"
+        f"minutes={config.minutes:g}: {run.steps} steps of {found.step:.2g} s, "
+        f"{checks} validation{'s' * (checks > 1)} of {run.validation:.2g} s{fewer}"
     )
     return config
 
@@ -217,7 +222,9 @@ def _measured(config: DictConfig, folder: Path, began: float) -> Seconds:
     trainer.fit(module, *loaders)
     if trainer.global_step < trainer.max_steps:
         raise ValueError("stopped while steps were timed: give the same command again")
-    return Seconds(*trainer.strategy.broadcast(astuple(watch.seconds(began, built))))
+    rows, prompts = config.data.validation_rows, config.acceptance.prompts
+    found = watch.seconds(rows, prompts, began, built)
+    return Seconds(*trainer.strategy.broadcast(astuple(found)))
 
 
 def export_run(module: BaseModule, trainer: pl.Trainer, folder: Path, merge: bool) -> None:

@@ -70,7 +70,7 @@ def equally_likely(nodes: int, depth: int, siblings: int, accept: float = ACCEPT
     """
     ranks = [*range(min(nodes, siblings))]
     ranked = ranks, [log(accept) + i * log1p(-accept) for i in ranks]
-    return best_first(lambda at, _: ranked if at < depth else ([], []), nodes)
+    return best_first(lambda path: ranked if len(path) < depth else ([], []), nodes)
 
 
 def draw_trees(

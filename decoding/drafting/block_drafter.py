@@ -1,11 +1,13 @@
-"""`BlockDrafter`: the interface of a sampler whose drafter drafts a block in one pass."""
+"""`BlockDrafter`: the interface of a sampler whose drafter drafts a block in one pass.
+
+With a tail (`models.dflash`) a part of the drafter runs again for each drafted token.
+"""
 
 from abc import abstractmethod
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.drafting.markov import MarkovScores
@@ -34,6 +36,7 @@ class BlockDrafter(Sampler):
 
     drafter: PreTrainedModel
     block_size: int  # tokens drafted a cycle unless a request asks for others
+    tail = False  # whether the drafter runs again for each drafted token (`extend`)
 
     def __init__(
         self,
@@ -62,8 +65,16 @@ class BlockDrafter(Sampler):
         """Run the drafter once: return logits [B, k, V] at the next k positions.
 
         They are independent given the prefix, and -inf for tokens that are never drafted
-        (`fitted`).
+        (`fitted`). With a `tail` they are those of the first position only, [B, 1, V].
         """
+
+    def extend(self, batch: Batch, tokens: Tensor, depth: Tensor, path: Tensor) -> Tensor:
+        """Return the logits [B, M, V] after drafted tokens [B, M], by the drafter's `tail`.
+
+        `depth` [B, M] is 1 for tokens after the committed ones; `path` holds bits of the nodes from
+        the first to each, in the order in which they were given, or is -1 in a chain.
+        """
+        raise NotImplementedError
 
     def follow(
         self, batch: Batch, states: tuple[Tensor, ...], path: Tensor, counts: Tensor
@@ -86,40 +97,56 @@ class BlockDrafter(Sampler):
         return self.prefill(batch, "target", self.cached_target(batch))
 
     def draft_pass(self, batch: Batch, k: int, params: SamplingParams) -> Tensor:
-        """Return warped drafter logits [B, k, V], independent given the prefix."""
+        """Return warped drafter logits [B, k, V] of `draft_logits`."""
         return self.warped_draft(self.draft_logits(batch, k), batch, params)
 
     def forced_pass(self, batch: Batch, tokens: Tensor, params: SamplingParams) -> Tensor:
         """Return warped drafter logits [B, k, V] at known tokens [B, k].
 
-        With a Markov head each position is conditioned on the known token before it.
+        With a Markov head or a tail each position is conditioned on the known tokens before it.
         """
-        if self.markov is None:
-            return self.draft_pass(batch, tokens.shape[1], params)
-        added = pad(self.markov.following(tokens[:, :-1]), (0, 0, 1, 0))
-        logits = self.draft_logits(batch, tokens.shape[1]) + added
+        k = tokens.shape[1]
+        logits = self.draft_logits(batch, k)
+        if self.conditional:
+            steps = range(k)
+            logits = torch.cat([self._after(batch, logits, tokens[:, :i]) for i in steps], 1)
         return self.warped_draft(logits, batch, params)
+
+    @property
+    def conditional(self) -> bool:
+        """Whether a position's distribution depends on the tokens drafted before it."""
+        return self.tail or self.markov is not None
+
+    def _after(self, batch: Batch, logits: Tensor, drafted: Tensor) -> Tensor:
+        """Return the logits [B, 1, V] after drafted tokens [B, i], from those of the pass."""
+        i = drafted.shape[1]
+        if not i:  # the network has read the token before the first
+            return logits[:, :1]
+        last = drafted[:, -1:]
+        if self.tail:
+            return self.extend(batch, last, torch.full_like(last, i), torch.full_like(last, -1))
+        assert self.markov is not None
+        return logits[:, i : i + 1] + self.markov.following(last)
 
     def draft_chain(
         self, batch: Batch, k: int, noise: Tensor | None, params: SamplingParams
     ) -> tuple[Tensor, Tensor | None]:
-        """Draft k tokens in one pass of the drafter; a Markov head then draws them one by one.
+        """Draft k tokens in one pass of the drafter; conditional ones are then drawn one by one.
 
         `noise` [B, k or more, V] is keyed; None at temperature 0, or where drafts are accepted by
         chance. Returns the draft [B, k], and the q [B, k, V] that it was drawn from, None if noise
         is keyed.
         """
-        if self.markov is None:
+        if not self.conditional:
             return self._drawn(self.draft_pass(batch, k, params), noise, batch, params)
-        logits, draft, q = self.draft_logits(batch, k).split(1, 1), list[Tensor](), []
-        for i, at in enumerate(logits):
-            if i:  # the network has read the token before the first
-                at = at + self.markov.following(draft[-1])
+        logits, draft, q = self.draft_logits(batch, k), batch.tokens[:, :0], []
+        for i in range(k):
+            at = self.warped_draft(self._after(batch, logits, draft), batch, params)
             g = None if noise is None else noise[:, i:]
-            token, probs = self._drawn(self.warped_draft(at, batch, params), g, batch, params)
-            draft.append(token)
+            token, probs = self._drawn(at, g, batch, params)
+            draft = torch.cat([draft, token], 1)
             q.append(probs)
-        return torch.cat(draft, 1), None if params.keyed else torch.cat(q, 1)
+        return draft, None if params.keyed else torch.cat(q, 1)
 
     def _drawn(
         self, logits: Tensor, noise: Tensor | None, batch: Batch, params: SamplingParams

@@ -2,7 +2,7 @@
 
 A drafter's k distributions, independent given the prefix (`block_drafter`), give a chain (`chain`:
 `rejection`, `block`, `coupled`) or rank a tree of drafts (`ranked_tree`: `tree`). With a Markov
-head each is conditioned on the drafted token before it.
+head each is conditioned on the drafted token before it, with a drafter's tail on all of them.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,6 +20,7 @@ from decoding.drafting.bigrams import Bigrams
 from decoding.drafting.block_drafter import BlockDrafter
 from decoding.drafting.chain import Chain
 from decoding.drafting.ranked_tree import RankedTree
+from decoding.drafting.tree_limits import MAX_NODES
 from decoding.engine import vocabulary
 from decoding.engine.batch import Batch
 from decoding.engine.params import VERIFY, SamplingParams
@@ -101,7 +102,8 @@ class BlockSampler(BlockDrafter):
     def margin(self, params: SamplingParams) -> int:
         """Count what a cycle drafts beyond the end, and a slot each for separator and scratch."""
         k = params.block_size or self.block_size
-        return max(k, self.drafting(params).most(params)) + 3
+        grown = MAX_NODES if self.tail and params.verify == "tree" else 0
+        return max(k, self.drafting(params).most(params), grown) + 3
 
     def begin(self, batch: Batch, params: SamplingParams) -> None:
         """Prefill both networks."""

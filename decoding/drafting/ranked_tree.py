@@ -19,6 +19,7 @@ from decoding.drafting.tree import (
     BigramScores,
     Trees,
     draft_trees,
+    grow_trees,
     verify_trees,
 )
 from decoding.drafting.tree_limits import MAX_NODES, check_tree
@@ -93,10 +94,13 @@ class RankedTree:
         """Draft a tree, verify it in one pass, emit the accepted path and one token more."""
         k = params.block_size or sampler.block_size
         noise = sampler.noise(batch, k + 1, params)
-        # Only with the head's terms is it known what top_p and the others exclude.
-        ranked = params if sampler.markov is None else replace(params, **UNFILTERED)
-        logits = sampler.draft_pass(batch, k, ranked)
-        trees = self.ranked(sampler, batch, logits, noise, params)
+        if sampler.tail:
+            trees = self.grown(sampler, batch, k, noise, params)
+        else:
+            # Only with the head's terms is it known what top_p and the others exclude.
+            ranked = params if sampler.markov is None else replace(params, **UNFILTERED)
+            logits = sampler.draft_pass(batch, k, ranked)
+            trees = self.ranked(sampler, batch, logits, noise, params)
         output = tree_pass(sampler, batch, trees, params)
         tokens, counts = accept(sampler, batch, output, verify_trees(trees, output.logits, noise))
         if lookups := batch.drafts.lookups:
@@ -115,15 +119,43 @@ class RankedTree:
         """Return the best trees under warped drafter logits [B, k, V] and the other scores."""
         if noise is not None and self.rank_noise:
             logits = logits + noise[:, : logits.shape[1]]
+        nodes, sharpness, bigrams, lookups = self._settings(batch, params)
         pairs, ids = None, sampler.draft_ids
         if sampler.markov is not None:
             pairs, ids = sampler.markov.pairs(params.temperature), sampler.markov.ids
         if ids is not None:  # no other token has a chance, and a target may have ten times as many
             logits = logits[..., ids]
+        return draft_trees(logits, nodes, sharpness, bigrams, lookups, pairs, ids)
+
+    def grown(
+        self,
+        sampler: BlockDrafter,
+        batch: Batch,
+        k: int,
+        noise: Tensor | None,
+        params: SamplingParams,
+    ) -> Trees:
+        """Return the best trees under a drafter's tail, which is run for each depth."""
+        ids = sampler.draft_ids
+
+        def expand(depth: int, tokens: Tensor | None, path: Tensor | None) -> Tensor:
+            if tokens is None:
+                logits = sampler.draft_logits(batch, k)
+            else:
+                logits = sampler.extend(batch, tokens, torch.full_like(tokens, depth), path)
+            logits = sampler.warped_draft(logits, batch, params)
+            if noise is not None and self.rank_noise:
+                logits = logits + noise[:, depth, None]
+            return logits if ids is None else logits[..., ids]
+
+        nodes, sharpness, bigrams, lookups = self._settings(batch, params)
+        return grow_trees(expand, min(k, nodes), nodes, sharpness, bigrams, lookups, ids)
+
+    def _settings(self, batch: Batch, params: SamplingParams) -> tuple:
+        """Return nodes, sharpness, bigram scores and lookups of a batch's trees."""
         sharpness = nearest(self.sharpness, params.temperature)
         bigrams = nearest(self.scores, params.temperature) if self.scores else None
-        nodes = nearest(self.nodes, len(batch.requests))
-        return draft_trees(logits, nodes, sharpness, bigrams, batch.drafts.lookups, pairs, ids)
+        return nearest(self.nodes, len(batch.requests)), sharpness, bigrams, batch.drafts.lookups
 
 
 def tree_pass(

@@ -1,6 +1,7 @@
 """Draft trees: best-first prefixes under a product of marginals, verified in one target pass.
 
-With a Markov head (`models.markov`) the product is of conditionals.
+With a Markov head (`models.markov`) the product is of conditionals, as with a drafter that runs
+again for each depth (`grow_trees`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,13 +14,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from decoding.drafting.prompt_lookup import Lookup, Suffix, append
+from decoding.drafting.prompt_lookup import ORDER, Lookup, Suffix
+from decoding.drafting.tree_limits import MAX_NODES
 from decoding.engine.verify import choose
 
 ROOT = -1
 CANDIDATES = 20  # tokens of a depth whose scores may depend on the text or on bigrams
 
 Ranked = tuple[list[int], list[float]]  # tokens, best first, and their log-probabilities
+Path = tuple[int, ...]  # tokens from the root's child to a node
+Children = Callable[[Path], Ranked]  # the ranked tokens after a path; none where it ends
 
 
 class BigramScores(NamedTuple):
@@ -59,27 +63,21 @@ class Tree(NamedTuple):
     child: dict[tuple[int, int], int]
 
 
-def best_first(children: Callable[[int, Suffix], Ranked], nodes: int, suffix: Suffix = ()) -> Tree:
+def best_first(children: Children, nodes: int) -> Tree:
     """Make the tree of the `nodes` most probable prefixes; fewer where there are no more.
 
     A prefix is never more probable than a shorter prefix of itself, so nodes taken in the order of
     their probability form a tree.
 
-    Args:
-        children: Maps a depth (0: children of the root) and the suffix of committed text and prefix
-            to the ranked tokens of that depth; to none where prefixes end.
-        nodes: The most nodes of the tree.
-        suffix: The last tokens of the committed text.
-
     >>> depths = [([5, 6], [-0.1, -2.0]), ([7, 8], [-0.5, -0.9]), ([], [])]
-    >>> best_first(lambda depth, suffix: depths[depth], 3).token
+    >>> best_first(lambda path: depths[len(path)], 3).token
     [5, 7, 8]
     """
-    tree = Tree([], [], [], {})
-    tokens, scores = children(0, suffix)
-    heap = [(-scores[0], 0, 0, ROOT, 0.0, suffix, tokens, scores)]
+    tree, root = Tree([], [], [], {}), ()
+    tokens, scores = children(root)
+    heap: list[tuple] = [(-scores[0], 0, 0, ROOT, 0.0, root, tokens, scores)]
     while heap and len(tree.token) < nodes:
-        cost, depth, rank, parent, before, suffix, tokens, scores = heappop(heap)
+        cost, depth, rank, parent, before, path, tokens, scores = heappop(heap)
         node, token = len(tree.token), tokens[rank]
         tree.token.append(token)
         tree.depth.append(depth + 1)
@@ -87,11 +85,11 @@ def best_first(children: Callable[[int, Suffix], Ranked], nodes: int, suffix: Su
         tree.child[parent, token] = node
         if rank + 1 < len(tokens):
             sibling = before - scores[rank + 1]
-            heappush(heap, (sibling, depth, rank + 1, parent, before, suffix, tokens, scores))
-        suffix = append(suffix, token)
-        tokens, scores = children(depth + 1, suffix)
+            heappush(heap, (sibling, depth, rank + 1, parent, before, path, tokens, scores))
+        path = (*path, token)
+        tokens, scores = children(path)
         if tokens:
-            heappush(heap, (cost - scores[0], depth + 1, 0, node, cost, suffix, tokens, scores))
+            heappush(heap, (cost - scores[0], depth + 1, 0, node, cost, path, tokens, scores))
     return tree
 
 
@@ -219,17 +217,105 @@ def draft_trees(
     tokens = (chosen if ids is None else ids[chosen]).tolist()
     texts: Sequence[Lookup | None] = lookups or [None] * len(marginals)
     rankings = [
-        (
-            child_ranking([*zip(*row)], bigrams, lookup, after),
-            lookup.suffix if lookup else (),
-        )
+        child_ranking([*zip(*row)], bigrams, lookup, after)
         for *row, lookup, after in zip(tokens, scores.tolist(), texts, conditionals)
     ]
-    rows = [best_first(children, nodes, suffix) for children, suffix in rankings]
+    return _of_one_size(rankings, nodes, logits.device)
+
+
+def _of_one_size(rankings: list[Children], nodes: int, device: torch.device) -> Trees:
+    """Return the best trees, each of as many nodes as the smallest."""
+    rows = [best_first(children, nodes) for children in rankings]
     fewest, most = (f(len(row.token) for row in rows) for f in (min, max))
     if fewest < most:  # a row has no more prefixes: a smaller tree is the first nodes of a larger
-        rows = [best_first(children, fewest, suffix) for children, suffix in rankings]
-    return batched(rows, logits.device)
+        rows = [best_first(children, fewest) for children in rankings]
+    return batched(rows, device)
+
+
+def grow_trees(
+    expand: Callable[[int, Tensor | None, Tensor | None], Tensor],
+    k: int,
+    nodes: int,
+    sharpness: float | Tensor = 1.0,
+    bigrams: BigramScores | None = None,
+    lookups: list[Lookup] | None = None,
+    ids: Tensor | None = None,
+) -> Trees:
+    """Draft best-first trees of conditional drafts, all nodes of a depth in one run of the drafter.
+
+    Children are never more probable than their parent, so a node that is not among the best of the
+    tree so far will not be later, and only the others are expanded: at most MAX_NODES in all.
+
+    Args:
+        expand: Returns the drafter's logits [B, M, n] after M nodes of a depth, with the noise
+            added if there is any: `expand(depth, tokens, path)`, [B, M] each as in
+            `BlockDrafter.extend`; those after the root, M = 1, for depth 0 and None.
+        k: The most tokens of a path that the drafter drafts.
+        nodes, sharpness, bigrams, lookups, ids: See `draft_trees`.
+    """
+    logits = expand(0, None, None)
+    device = logits.device
+    texts: Sequence[Lookup | None] = lookups or [None] * len(logits)
+    count = min(nodes if bigrams is None and lookups is None else CANDIDATES, logits.shape[-1])
+    rows = [Growing(bigrams, lookup) for lookup in texts]
+    growing: list[list[Path]] = [[()] for _ in rows]
+    given = 0
+    for depth in range(k):
+        sharp = sharpness[depth] if isinstance(sharpness, Tensor) else sharpness
+        scores, chosen = (sharp * logits).log_softmax(-1).topk(count)
+        tokens = (chosen if ids is None else ids[chosen]).tolist()
+        for row, paths, *ranked in zip(rows, growing, tokens, scores.tolist()):
+            for path, *children in zip(paths, *ranked):
+                row.add(path, *children)
+        if depth + 1 == k:
+            break
+        growing = [row.leaves(depth + 1, nodes)[: MAX_NODES - given] for row in rows]
+        if not (M := max(map(len, growing))):
+            break
+        last = [[path[-1] for path in paths] + [0] * (M - len(paths)) for paths in growing]
+        bits = [row.number(paths, M, given) for row, paths in zip(rows, growing)]
+        given += M
+        logits = expand(depth + 1, *torch.tensor([last, bits], device=device))
+    return _of_one_size([row.children for row in rows], nodes, device)
+
+
+class Growing:
+    """The drafts of one sequence, of which the drafter has expanded some nodes.
+
+    Args:
+        bigrams, lookup: See `draft_trees`.
+    """
+
+    def __init__(self, bigrams: BigramScores | None, lookup: Lookup | None):
+        self._bigrams, self._lookup = bigrams, lookup
+        self._ranked: dict[Path, Ranked] = {}
+        self._bits: dict[Path, int] = {(): 0}
+
+    def add(self, path: Path, tokens: list[int], scores: list[float]) -> None:
+        """Add the drafter's tokens after a path, best first."""
+        self._ranked[path] = self._mixed(path, (tokens, scores))
+
+    def children(self, path: Path) -> Ranked:
+        """Return the tokens after a path; where it is not expanded the lookup's guess alone."""
+        return self._ranked.get(path) or self._mixed(path, ([], []))
+
+    def _mixed(self, path: Path, ranked: Ranked) -> Ranked:
+        suffix = suffix_of(self._lookup, path)
+        return mixed(ranked, len(path), suffix, self._bigrams, self._lookup)
+
+    def leaves(self, depth: int, nodes: int) -> list[Path]:
+        """Return the nodes of a depth in the best tree so far, best first."""
+        paths: list[Path] = []
+        for before, token in best_first(self.children, nodes).child:
+            paths.append((*(paths[before] if before != ROOT else ()), token))
+        return [path for path in paths if len(path) == depth]
+
+    def number(self, paths: list[Path], count: int, first: int) -> list[int]:
+        """Number nodes from `first` on; return the bits of the path to each, and to padding."""
+        numbered = range(first, first + count)
+        for number, path in zip(numbered, paths):
+            self._bits[path] = self._bits[path[:-1]] | 1 << number
+        return [self._bits[path] for path in paths] + [1 << n for n in numbered[len(paths) :]]
 
 
 def batched(rows: list[Tree], device: torch.device) -> Trees:
@@ -274,42 +360,66 @@ def child_ranking(
     bigrams: BigramScores | None = None,
     lookup: Lookup | None = None,
     conditionals: list[list[list[float]]] | None = None,
-) -> Callable[[int, Suffix], Ranked]:
+) -> Children:
     """Make the function `children` of `best_first` for one sequence.
 
-    Tokens outside `depths` keep their scores, so the distribution with bigram scores is normalised
-    by 1 + sum over `depths` of p (e^(weight score) - 1). After the last depth the lookup's guess is
-    the only child. `conditionals`, by depth, parent and token (`likeliest_paths`), replace the
-    log-probabilities of `depths` from the second on; without them `depths` are best first.
+    After the last depth the lookup's guess is the only child. `conditionals`, by depth, parent and
+    token (`likeliest_paths`), replace the log-probabilities of `depths` from the second on; without
+    them `depths` are best first.
     """
-    indices = [{token: i for i, token in enumerate(tokens)} for tokens, _ in depths]
+    if conditionals:
+        indices = [{token: i for i, token in enumerate(tokens)} for tokens, _ in depths]
 
     @cache
-    def children(depth: int, suffix: Suffix) -> Ranked:
-        drafted = depth < len(depths)
-        tokens, marginal = depths[depth] if drafted else ([], [])
-        index = indices[depth] if drafted else {}
-        if conditionals and drafted and depth:
+    def ranked(depth: int, suffix: Suffix) -> Ranked:
+        at = depths[depth] if depth < len(depths) else ([], [])
+        if conditionals and 0 < depth < len(depths):
             parent = indices[depth - 1].get(suffix[-1])  # a lookup's guess may be no candidate
-            marginal = marginal if parent is None else conditionals[depth - 1][parent]
-        scores = marginal
-        known = bigrams.after(suffix[-1]) if bigrams and depth else {}
-        if bigrams and (both := known.keys() & index.keys()):
-            added = {index[v]: bigrams.weight[depth] * known[v] for v in both}
-            total = log1p(sum(exp(marginal[i]) * expm1(x) for i, x in added.items()))
-            scores = [x - total for x in marginal]
-            for i, x in added.items():
-                scores[i] += x
-        guess, weight = lookup.guess(suffix) if lookup else (None, 0.0)
-        if guess is not None and weight:
-            scores = [x + log1p(-weight) for x in scores]
-            if guess in index:
-                scores[index[guess]] = log(exp(scores[index[guess]]) + weight)
-            else:
-                tokens, scores = [*tokens, guess], [*scores, log(weight)]
-        if drafted and not conditionals and scores is depths[depth][1]:  # best first already
-            return tokens, scores
-        order = sorted(range(len(tokens)), key=scores.__getitem__, reverse=True)
-        return [tokens[i] for i in order], [scores[i] for i in order]
+            at = sort(at[0], at[1] if parent is None else conditionals[depth - 1][parent])
+        return mixed(at, depth, suffix, bigrams, lookup)
 
-    return children
+    return lambda path: ranked(len(path), suffix_of(lookup, path))
+
+
+def suffix_of(lookup: Lookup | None, path: Path) -> Suffix:
+    """Return the last tokens of a text that a path goes on."""
+    return ((lookup.suffix if lookup else ()) + path)[-ORDER:]
+
+
+def mixed(
+    ranked: Ranked,
+    depth: int,
+    suffix: Suffix,
+    bigrams: BigramScores | None,
+    lookup: Lookup | None,
+) -> Ranked:
+    """Return a depth's ranked tokens with bigram scores and a lookup's guess, best first.
+
+    Tokens that are not ranked keep their scores, so the distribution with bigram scores is
+    normalised by 1 + sum over the others of p (e^(weight score) - 1).
+    """
+    tokens, marginal = ranked
+    scores, known = marginal, bigrams.after(suffix[-1]) if bigrams and depth else {}
+    guess, weight = lookup.guess(suffix) if lookup else (None, 0.0)
+    if not known and not weight:
+        return ranked
+    index = {token: i for i, token in enumerate(tokens)}
+    if bigrams and (both := known.keys() & index.keys()):
+        added = {index[v]: bigrams.weight[depth] * known[v] for v in both}
+        total = log1p(sum(exp(marginal[i]) * expm1(x) for i, x in added.items()))
+        scores = [x - total for x in marginal]
+        for i, x in added.items():
+            scores[i] += x
+    if guess is not None and weight:
+        scores = [x + log1p(-weight) for x in scores]
+        if guess in index:
+            scores[index[guess]] = log(exp(scores[index[guess]]) + weight)
+        else:
+            tokens, scores = [*tokens, guess], [*scores, log(weight)]
+    return ranked if scores is marginal else sort(tokens, scores)
+
+
+def sort(tokens: list[int], scores: list[float]) -> Ranked:
+    """Sort tokens by their scores, best first."""
+    order = sorted(range(len(tokens)), key=scores.__getitem__, reverse=True)
+    return [tokens[i] for i in order], [scores[i] for i in order]

@@ -176,10 +176,12 @@ def speculative_config(folder: Path, block_size: int | None = None) -> dict:
     if "pard_token" in config:
         return {"method": FORMATS["pard"], "parallel_drafting": True, **common}
     if "dflash_config" in config:  # its blocks begin with the last committed token
-        if config["dflash_config"].get("context", "fused") != "fused":
+        from models.dflash import unserved  # not before torch is needed
+
+        if own := unserved(config["dflash_config"]):
             raise ValueError(
-                f"{folder} was trained with network.context=layerwise, which vLLM does not run: it "
-                "knows one context for all layers, network.context=fused"
+                f"{folder} was trained with {own}, which vLLM does not run: it knows one context "
+                "for all layers, network.context=fused, and none in a tail, network.tail=0"
             )
         if config["dflash_config"].get("sample_from_anchor"):
             raise ValueError(

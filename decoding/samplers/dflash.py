@@ -1,7 +1,8 @@
 """DFlash: a drafter that reads the target's hidden states drafts a block in one pass.
 
 Source: arXiv 2602.06036. The states come from the verifying passes: those of accepted tokens become
-keys and values of the drafter's context, those of rejected ones never do.
+keys and values of the drafter's context, those of rejected ones never do. A tail (`models.dflash`)
+then runs once for each drafted token of a chain, or for all nodes of a depth of a tree.
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from decoding.method import Text, TokenId
 from models import dflash
 from models.context import clamped
 from models.dflash import DFlashDraftModel
-from models.masks import Layout, dense
+from models.masks import Layout, dense, tree
 
 
 @dataclass
@@ -55,12 +56,14 @@ class CachedDrafter(CountedNetwork):
     def __call__(self, states: Tensor, missing: Tensor, block: Tensor, lengths: Tensor) -> Tensor:
         """Run one forward of a draft block after new context; return its logits [B, k, Vd].
 
+        With a tail they are those of the first token, [B, 1, Vd]; `extend` gives the others.
+
         Args:
             states, missing: Those of `DFlashState`; what a row does not miss is padding.
             block: [B, Q], the last committed token and masks.
             lengths: [B], committed tokens, n: the block begins at position n - 1.
         """
-        w, Q = int(missing.max()), block.shape[1]
+        network, w, Q = self.network, int(missing.max()), block.shape[1]
         states = states[:, states.shape[1] - w :]  # the row that lacked most may be gone
         first = lengths[:, None] - 1
         positions = first + torch.arange(-w, Q, device=block.device)
@@ -72,18 +75,63 @@ class CachedDrafter(CountedNetwork):
         keys = Layout(-(slots > positions[:, -1:]).long(), slots.minimum(first), number)
         number = torch.arange(Q, device=block.device).expand_as(block)
         queries = Layout(torch.zeros_like(block), first.expand_as(block), number)
-        scratch = self.cache.capacity - 1
-        self.cache.place(positions.masked_fill(padding, scratch), visible)
-        network, dtype = self.network, self.network.dtype
+        to = positions.masked_fill(padding, self.cache.capacity - 1)
+        self.cache.place(to, visible)
+        positions = clamped(positions.clamp_min(0), self._range)
+        mask = dense(network.attention(Q), queries, keys)
         with self.counted():
-            hidden = network(
-                noise_embeds=self.target.get_input_embeddings()(block).to(dtype),
-                context_hidden_states=states.to(dtype),
-                attention_mask=dense(network.attention(Q), queries, keys),
-                position_ids=clamped(positions.clamp_min(0), self._range),
-                past_key_values=self.cache,
-            ).last_hidden_state
-            return network.logits(network.drafted(hidden), self.target)
+            embedded, contexts = self._embedded(block), network.contexts(states.to(network.dtype))
+            hidden = network.parallel(embedded, contexts, mask, positions, self.cache)
+            if not network.tail:
+                return self._logits(network.drafted(hidden))
+            self.first, self.hidden = first, hidden
+            self._depth, self._path = torch.zeros_like(block[:, :0]), torch.zeros_like(block[:, :0])
+            visible = int(first.max()) + 1
+            mask = (self._slots[:, :visible] <= first)[:, None, None]
+            self.cache.place(to[:, : w + 1], visible)
+            given = contexts, mask, positions[:, : w + 1], self.cache
+            return self._logits(network.sequential(hidden[:, :1], embedded[:, :1], *given))
+
+    def extend(self, tokens: Tensor, depth: Tensor, path: Tensor) -> Tensor:
+        """Run the tail after drafted tokens; return the logits [B, M, Vd] of the tokens after them.
+
+        Args:
+            tokens: [B, M], nodes of a chain or tree whose parents were given before.
+            depth: [B, M], the position of each in the draft; 1 for the first drafted token.
+            path: [B, M], the nodes from the first one to each, itself included, one bit for each in
+                the order in which they were given; -1 in a chain.
+        """
+        network, (B, M) = self.network, tokens.shape
+        self._depth = torch.cat([self._depth, depth], 1)
+        self._path = torch.cat([self._path, path], 1)
+        nodes, positions = self._depth.shape[1], self.first + depth
+        visible = int(self.first.max()) + nodes + 1
+        # Node n is in slot n after that of the last committed token.
+        slots = self._slots[:, :visible].expand(B, -1)
+        node, committed = slots - self.first - 1, slots <= self.first
+        of = node.clamp(0, nodes - 1)
+        keys = Layout(
+            -(node >= nodes).long(),
+            torch.where(committed, slots, self.first + self._depth.gather(1, of)),
+            torch.where(committed, -1, self._path.gather(1, of)),
+        )
+        mask = dense(tree, Layout(torch.zeros_like(tokens), positions, path), keys)
+        self.cache.place(self.first + nodes - M + 1 + self._slots[:, :M], visible)
+        with self.counted():
+            at = depth[..., None].expand(-1, -1, self.hidden.shape[-1])
+            states = self.hidden.gather(1, at) if network.depth else self.hidden
+            given = mask, clamped(positions, self._range), self.cache
+            nothing = self.hidden[:, :0].repeat(1, 1, len(network.target_layer_ids))
+            contexts = network.contexts(nothing)
+            return self._logits(
+                network.sequential(states, self._embedded(tokens), contexts, *given)
+            )
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        return self.target.get_input_embeddings()(tokens).to(self.network.dtype)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self.network.logits(self.network.norm(hidden), self.target)
 
 
 class DFlashSampler(BlockSampler):
@@ -117,6 +165,14 @@ class DFlashSampler(BlockSampler):
         check_known(target.config.get_text_config().vocab_size, mask_id=mask_id)
         self.drafter, self.mask_id = drafter.eval(), mask_id
         self.hidden_layers = drafter.target_layer_ids
+        self.tail = drafter.tail > 0
+        if self.tail and self.markov is not None:
+            raise ValueError("a drafter with a tail takes no Markov head: give markov_head=false")
+        if self.tail and not drafter.samples_from_anchor:
+            raise ValueError(
+                f"it has tail={drafter.tail} without sample_from_anchor: a tail drafts the token "
+                "after the one that it reads"
+            )
 
     def begin_drafting(self, batch: Batch, states: tuple[Tensor, ...]) -> None:
         capacity = batch.tokens.shape[1]
@@ -133,11 +189,15 @@ class DFlashSampler(BlockSampler):
     def draft_logits(self, batch: Batch, k: int) -> Tensor:
         """Run one pass over the states of new tokens, and a block of the last one and masks."""
         state, last = batch.state, batch.tokens.gather(1, batch.lengths[:, None] - 1)
-        masks = k - self.drafter.samples_from_anchor
+        masks = k - self.drafter.samples_from_anchor if self.drafter.depth else 0
         block = torch.cat([last, last.new_full((len(last), masks), self.mask_id)], 1)
         drafter = batch.networks["drafter"]
         logits = drafter(state.states, state.missing, block, batch.lengths)
         state.states, state.missing = state.states[:, :0], torch.zeros_like(state.missing)
+        return self.fitted(logits, [self.mask_id])
+
+    def extend(self, batch: Batch, tokens: Tensor, depth: Tensor, path: Tensor) -> Tensor:
+        logits = batch.networks["drafter"].extend(tokens, depth, path)
         return self.fitted(logits, [self.mask_id])
 
     def follow(

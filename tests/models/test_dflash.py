@@ -14,6 +14,7 @@ from decoding.engine.randomness import KeyedRandomness
 from decoding.samplers.dflash import DFlashSampler
 from models import dflash
 from models.dflash import draft_states
+from models.dflash_init import from_target
 from models.hidden_states import capture
 from recipes.compose import build, compose
 from tests.support import tiny
@@ -59,20 +60,26 @@ def tokenizer_with_mask():
 
 @torch.no_grad()
 def decoded_logits(model, drafter, lengths):
-    """Logits [A, K, V] of decoding's draft pass after prefixes of TOKENS, as one ragged batch."""
+    """Logits [A, K, V] of decoding's draft pass after prefixes of TOKENS, as one ragged batch.
+
+    A tail reads the tokens that follow in TOKENS.
+    """
     decoder = sampler(model, drafter)
     batch = Batch([TOKENS[:n] for n in lengths], 32, KeyedRandomness([0] * len(lengths)), "cpu")
     params = SamplingParams(max_new_tokens=1, temperature=0)
     decoder.begin(batch, params)
-    return decoder.draft_pass(batch, K, params)
+    return decoder.forced_pass(batch, torch.tensor([TOKENS[n : n + K] for n in lengths]), params)
 
 
 BLOCKS = tiny.grid(
     layout=["dflash", "dspark"], causal=[False, True], context=["fused", "layerwise"]
 )
+TAILS = tiny.grid(
+    layout=["dspark"], context=["fused", "layerwise"], layers=[[0, 1, 3]], tail=[1, 3]
+)
 
 
-@pytest.mark.parametrize("blocks", BLOCKS)
+@pytest.mark.parametrize("blocks", BLOCKS + TAILS)
 @pytest.mark.parametrize("kind", tiny.CLASSES)
 def test_training_computes_what_decoding_does(kind, blocks):
     model = target(kind)
@@ -100,6 +107,24 @@ def test_what_the_tokens_of_a_block_see(blocks, monkeypatch):
     monkeypatch.setattr(DraftBlocks, "lay_out", last_changed)
     changed = (trained_logits(model, drafter, anchors) != right).any(-1)
     assert changed.tolist() == [[False] * K, [not blocks["causal"]] * (K - 1) + [True]]
+
+
+@pytest.mark.parametrize("blocks", TAILS)
+def test_what_a_tail_reads(blocks):
+    """The tokens drafted before, and a new one with parallel layers does not yet read them."""
+    model, anchors = target(), [4]
+    drafter = tiny.dflash(model, 2, **blocks)
+    right = decoded_logits(model, drafter, anchors)
+    changed = [*TOKENS[:5], 7, *TOKENS[6:]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "TOKENS", changed)
+        assert (decoded_logits(model, drafter, anchors) != right).any(-1).tolist() == [
+            [False, False, True]
+        ]
+    new = from_target(model, tokenizer_with_mask(), [1, 2, 3], 2, tail=blocks["tail"])
+    assert hasattr(new, "token_before") == (blocks["tail"] < 3)
+    if blocks["tail"] < 3:
+        assert not new.token_before.weight.any()
 
 
 def test_layouts_differ_in_the_token_that_drafts_first():

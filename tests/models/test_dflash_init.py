@@ -4,6 +4,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from decoding.engine.params import VERIFY, SamplingParams
+from decoding.samplers.dflash import DFlashSampler
 from models.dflash_init import from_target
 from models.hidden_states import capture
 from tests.support import tiny
@@ -107,6 +109,38 @@ def test_layers_with_contexts_of_their_own_are_the_target_s(kind):
     assert (as_a_causal_lm(model, fused) - expected).abs().max() > 0.1
 
 
+def passes_without(mask, tokens, k):
+    """Passes of a text if drafts of k tokens are rejected at the mask alone."""
+    count = 0
+    while tokens:
+        draft = tokens[:k]
+        tokens = tokens[(draft.index(mask) if mask in draft else len(draft)) + 1 :]
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize("rule", VERIFY)
+@pytest.mark.parametrize("kind", tiny.CLASSES)
+def test_a_tail_of_all_layers_is_the_target(kind, rule):
+    """Every draft is accepted but the mask; without the tail, or a layer, many are not."""
+    model = varied_norms(target(kind))
+    params = SamplingParams(60, 0.5, verify=rule, ignore_eos=True)
+    found = {}
+    for layers, tail in [([0, 1, 2, 3], 4), ([0, 1, 2, 3], 0), ([0, 1, 3], 3)]:
+        copied = {"states": 1, "context": "layerwise", "tail": tail}
+        drafter = from_target(model, tiny.tokenizer(V), layers, **copied).double().eval()
+        drafter.config.dflash_config |= {"mask_token_id": V - 1, "sample_from_anchor": True}
+        given = {"mask_id": V - 1, "block_size": 4, "nodes": 4, "sharpness": 1.0}
+        sampler = DFlashSampler(model, tiny.tokenizer(V), drafter, **given)
+        (result,) = sampler.generate([TOKENS], params, seeds=[3])
+        found[len(layers), tail] = result.stats.acceptance_length
+        if tail == 4 and rule != "tree":
+            assert found[4, 4] == 60 / passes_without(V - 1, result.token_ids, 4)
+    best = found.pop((4, 4))
+    assert best > 3.5
+    assert all(length < best - 1 for length in found.values())
+
+
 def attention_logits(attention, x, norms=False):
     """Queries times keys of a layer [B, heads, N, N], of what it is given, without positions."""
     B, N = x.shape[:2]
@@ -164,7 +198,7 @@ def test_norms_of_keys_stay_1():
         ({"states": [4]}, "layer 4 is not there"),
         ({"states": [1, 3]}, "before the final norm"),
         ({"states": 4}, "states=4 is not allowed"),
-        ({"layers": [0, 2], "context": "layerwise"}, "before layer 0 there is no state"),
+        ({"layers": [0, 2], "tail": 3}, "tail=3 is not allowed: the drafter has 2 layers"),
         ({"tokenizer": tiny.tokenizer(V + 1)}, "no token of its own"),
         ({"text": [[3], []]}, "no sequence of two tokens"),
     ],

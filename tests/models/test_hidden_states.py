@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from models.hidden_states import capture, check_layers
+from models.hidden_states import EMBEDDINGS, capture, check_layers
 
 SIZES = {
     "vocab_size": 32,
@@ -81,7 +81,18 @@ def test_hooks_go_after_an_error_too(network):
     assert not hooks_of(network)
 
 
-@pytest.mark.parametrize("layer", [3, -1])
+@torch.no_grad()
+def test_the_embeddings_are_the_input_of_the_first_layer(network, tokens):
+    with capture(network, (1, EMBEDDINGS)) as states:
+        network(input_ids=tokens)
+    theirs = network(input_ids=tokens, output_hidden_states=True).hidden_states
+    assert torch.equal(states[1], theirs[0])
+    assert torch.equal(states[0], theirs[2])
+    check_layers(network, (EMBEDDINGS,))
+    assert not network.model.layers[0]._forward_pre_hooks
+
+
+@pytest.mark.parametrize("layer", [3, -2])
 def test_a_layer_that_is_not_there(network, layer):
     with pytest.raises(ValueError, match=f"layer {layer} .* 0 to 2"), capture(network, (layer,)):
         pass

@@ -6,9 +6,14 @@ from trainers.dflash import DFlash
 
 
 def dflash(model, **options):
-    """DFlash's module for a target; the mask is the target's last token."""
+    """DFlash's module for a target; the mask is the target's last token.
+
+    `drafter` has arguments of `models.dflash_init.from_target`.
+    """
     vocabulary = model.config.vocab_size
     tokenizer = tiny.tokenizer(vocabulary)
     tokenizer.mask_token = tokenizer.convert_ids_to_tokens(vocabulary - 1)
+    network = tiny.dflash(model, **options.pop("drafter", {}))
+    network.config.dflash_config["mask_token_id"] = None
     given = {"method": "dflash", "block_size": 3, "target_name": "x", **options}
-    return DFlash(tiny.dflash(model), tokenizer, Optimization(1e-3), model, **given)
+    return DFlash(network, tokenizer, Optimization(1e-3), model, **given)

@@ -94,8 +94,7 @@ def grid(**axes):
 def dflash(target, states=1, seed=1, scale=2.0, layout="dflash", **options):
     """A random DFlash drafter for a target, in its type; the mask is the target's last token."""
     vocabulary = target.config.vocab_size
-    # A context for each layer needs a layer of the target before each that is copied.
-    layers = [1] if options.get("context") == "layerwise" else 2
+    layers = options.pop("layers", [1] if options.get("context") == "layerwise" else 2)
     network = from_target(target, tokenizer(vocabulary), layers, states, **options)
     torch.manual_seed(seed)
     with torch.no_grad():

@@ -67,6 +67,18 @@ def test_a_layout_of_other_drafters_is_refused():
         module(tiny.causal_lm(V), layout="pard")
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "layout=dflash is not allowed with network.tail=1"),
+        ({"layout": "dspark", "markov_rank": 2}, "markov_rank is not allowed with network.tail=1"),
+    ],
+)
+def test_what_does_not_fit_a_tail(options, message):
+    with pytest.raises(ValueError, match=message):
+        module(tiny.causal_lm(V), drafter={"tail": 1}, **options)
+
+
 def test_another_target_is_refused():
     with pytest.raises(ValueError, match="num_target_layers=2, and this one has 3"):
         module(tiny.causal_lm(V)).attach_target(tiny.causal_lm(V, layers=3))
@@ -84,20 +96,22 @@ def prepared(tmp_path_factory):
 ANCHORED = [
     "layout=dspark", "network.causal=true", "network.context=layerwise", "network.layers=[1,2]"
 ]  # fmt: skip
+OWN = {"its own": [], "dspark": ANCHORED, "tail": [*ANCHORED, "network.tail=1"]}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head", ["the target's", "its own", "dspark"])
+@pytest.mark.parametrize("head", ["the target's", *OWN])
 def test_it_learns_and_its_export_decodes(prepared, head):
     own = [OWN_HEAD % (prepared.runs / "deer_answers")] if head == "its own" else []
-    own += ANCHORED if head == "dspark" else []
+    own += OWN.get(head, [])
     steps = ["trainer.max_steps=60", "trainer.validate_every=30", "optimization.lr=3.0e-3"]
     # A fitted projection would begin where this target, which hardly reads its context, ends.
     steps += ["trainer.log_every=1", "network.text=null"]
     export = prepared.fit("dflash", f"name={head[:3]}", *steps, *own)
     loss = curve(export.parent)
     last, first = [loss[s] for s in range(50, 61)], [loss[s] for s in range(1, 6)]
-    if head == "dspark":  # its layers begin with the target's own keys and values
+    anchored = head in ("dspark", "tail")
+    if anchored:  # its layers begin with the target's own keys and values
         assert fmean(last) < fmean(first)
     else:
         # The corpus's words are at random, so a few steps come near the least loss.
@@ -106,7 +120,10 @@ def test_it_learns_and_its_export_decodes(prepared, head):
     assert type(sampler) is DFlashSampler
     assert (sampler.draft_ids is not None) == (head == "its own")
     drafter = sampler.drafter
-    assert drafter.samples_from_anchor == drafter.causal == drafter.layerwise == (head == "dspark")
+    assert drafter.samples_from_anchor == drafter.causal == drafter.layerwise == anchored
+    assert drafter.tail == (head == "tail")
+    if head == "tail":
+        assert drafter.token_before.weight.any()  # it was trained
     entry = json.loads((export / "config.json").read_text())["parade"]
     assert "draft_vocabulary" not in entry  # the weights say which tokens
     # Engines read every file of weights that they find.

@@ -59,10 +59,11 @@ def check_drafts(sampler: BlockSampler, network: PreTrainedModel, again: PreTrai
 
 @torch.inference_mode()
 def first_draft(sampler: BlockSampler, prompt: list[int]) -> Tensor:
-    """Compute the drafter's logits [k, V] for the first block, by the sampler's own pass."""
+    """Compute the drafter's logits [k, V] for a first block of tokens 0, by the sampler's pass."""
     rows, params = sampler.start(prompt)
     sampler.begin(rows, params)
-    logits = sampler.draft_pass(rows, sampler.block_size, params)[0]
+    zeros = rows.tokens.new_zeros(1, sampler.block_size)
+    logits = sampler.forced_pass(rows, zeros, params)[0]
     return torch.where(logits.isfinite(), logits, 0)
 
 

@@ -8,7 +8,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from data.files import same_setting
 from recipes.options import types_of
-from recipes.settings import Trainer
+from recipes.settings import Acceptance, Data, Trainer
 from recipes.stored import read_config
 from recipes.values import check
 from trainers.publishing.export_folder import is_export
@@ -20,6 +20,14 @@ FREE = ("resume", "needs", "logger", "strategy", "device_map", "trainer.devices"
         "trainer.strategy", "trainer.accelerator", "trainer.workers", "trainer.compile",
         "trainer.micro_batch_size", "trainer.checkpoint_activations", "trainer.checkpoint_every",
         "trainer.keep_last", "trainer.keep_best", "lora.merge")  # fmt: skip
+
+
+IN_MINUTES = (  # settings that follow from `minutes`
+    ("trainer", Trainer, "max_steps"),
+    ("trainer", Trainer, "validate_every"),
+    ("data", Data, "validation_rows"),
+    ("acceptance", Acceptance, "prompts"),
+)
 
 
 def checkpoint_to_resume(config: DictConfig, folder: Path) -> tuple[Path | None, int]:
@@ -78,9 +86,9 @@ def with_stored_steps(config: DictConfig, folder: Path) -> DictConfig:
             "give trainer.max_steps="
         )
     config = config.copy()
-    for key in ("max_steps", "validate_every"):
-        value = OmegaConf.select(before, f"trainer.{key}")
-        config.trainer[key] = check(f"trainer.{key}", value, types_of(Trainer)[key])
+    for part, kind, key in IN_MINUTES:
+        value = OmegaConf.select(before, f"{part}.{key}")
+        config[part][key] = check(f"{part}.{key}", value, types_of(kind)[key])
     return config
 
 

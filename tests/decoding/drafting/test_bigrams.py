@@ -98,13 +98,13 @@ def test_of_many_tokens_the_rest_keeps_its_share():
     after = {0: {1: 0.5, 3: 9.0}, 1: {}}
     table = tree.BigramScores(after.__getitem__, [0.0, 3.0])
     children = tree.child_ranking([*zip(tokens, p)], table)
-    ranked, scores = children(1, (0,))
+    ranked, scores = children((0,))
     expected = (z[1] + torch.tensor([0, 1.5, 0, 0])).softmax(-1)
     assert ranked == [1, 0]
     assert [math.exp(x) for x in scores] == pytest.approx(expected[[1, 0]].tolist())
-    assert children(0, ()) == (tokens[0], p[0])
-    assert children(1, (1,)) == (tokens[1], p[1])
-    assert children(2, (0,)) == ([], [])
+    assert children(()) == (tokens[0], p[0])
+    assert children((1,)) == (tokens[1], p[1])
+    assert children((1, 0)) == ([], [])
 
 
 def with_bigrams(model, drafter, weight, nodes=6):

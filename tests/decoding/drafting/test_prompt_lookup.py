@@ -93,14 +93,15 @@ def test_a_guess_that_the_drafter_does_not_have():
     depths = [([1, 2], [math.log(0.6), math.log(0.3)])]
     children = tree.child_ranking(depths, lookup=lookup)
     guess, weight = lookup.guess(lookup.suffix)
-    tokens, scores = children(0, lookup.suffix)
+    tokens, scores = children(())
     assert guess == 9
     assert tokens == [9, 1, 2]
     rest = 1 - weight
     assert [math.exp(x) for x in scores] == pytest.approx([weight, 0.6 * rest, 0.3 * rest])
     # Where the draft has ended there is nothing else.
-    assert children(1, lookup.suffix) == ([9], [math.log(weight)])
-    assert children(1, (3, 3, 3)) == ([], [])
+    guess, weight = lookup.guess((9, 7, 9))
+    assert children((9,)) == ([guess], [math.log(weight)]) == ([7], [math.log(weight)])
+    assert children((3,)) == ([], [])
 
 
 def passes(temperature, lookup, drafter):

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoding.drafting import tree
+from decoding.drafting.prompt_lookup import Lookup
 from decoding.drafting.ranked_tree import RankedTree
 from decoding.engine.params import SamplingParams
 from models import masks
@@ -24,6 +25,7 @@ from tests.support.texts import (
     random_drafter,
     target,
 )
+from tests.support.trees import assert_likeliest
 
 logits = st.lists(st.floats(-4, 4), min_size=3, max_size=3)
 
@@ -61,6 +63,82 @@ def test_the_nodes_are_the_likeliest_prefixes(marginals, nodes):
     assert len(prefixes) == len(found.token)
     ours = sorted(math.prod(p[i, t].item() for i, t in enumerate(x)) for x in prefixes)
     assert ours == pytest.approx(best[::-1])
+
+
+class Table:
+    """A drafter whose distribution over three tokens depends on all that was drafted before.
+
+    `read` maps the tokens of a path to the prefix whose distribution it has.
+    """
+
+    def __init__(self, seed, read=lambda path: path):
+        self.seed, self.read = seed, read
+        self.logits, self.nodes, self.expanded = {}, [], 0
+
+    def after(self, path):
+        if path not in self.logits:
+            draw = torch.Generator().manual_seed(
+                sum(4**i * (t + 1) for i, t in enumerate(path)) + 1000 * self.seed
+            )
+            self.logits[path] = 2 * torch.randn(3, generator=draw, dtype=torch.float64)
+        return self.logits[path]
+
+    def expand(self, depth, tokens, bits):
+        if tokens is None:
+            return self.after(())[None, None]
+        self.nodes += tokens[0].tolist()
+        self.expanded += tokens.numel()
+        paths = []
+        for path in bits[0].tolist():
+            paths.append(tuple(t for n, t in enumerate(self.nodes) if path >> n & 1))
+            assert len(paths[-1]) == depth
+        return torch.stack([self.after(self.read(path)) for path in paths])[None]
+
+    def chance(self, prefix):
+        prefix = tuple(prefix)
+        p = [self.after(prefix[:i]).softmax(-1)[t].item() for i, t in enumerate(prefix)]
+        return math.prod(p)
+
+
+@pytest.mark.parametrize("nodes", [1, 4, 9, 20, 63])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_grown_tree_has_the_likeliest_prefixes(seed, nodes):
+    table = Table(seed)
+    found = tree.grow_trees(table.expand, 4, nodes).rows[0]
+    assert_likeliest(found, table.chance, 4, nodes)
+    assert table.expanded <= tree.MAX_NODES
+
+
+def test_a_grown_tree_by_another_path_is_another_tree():
+    """Negative control: distributions after the last token alone."""
+    found = [tree.grow_trees(Table(0, read).expand, 4, 20).rows[0] for read in (tuple, last_token)]
+    assert found[0] != found[1]
+
+
+def last_token(path):
+    return path[-1:]
+
+
+def test_grown_trees_of_a_batch_are_those_alone():
+    """Rows expand different nodes, so that some are padding; bigrams and a lookup rank too."""
+    z = torch.tensor([[[4.0, 1, 0], [3.0, 2, 0], [0, 1, 2]], [[0.3, 0.2, 0.1]] * 3])
+    after = [{0: 0.5, 2: 1.5}, {1: 1.0}, {}]
+    scores = tree.BigramScores(after.__getitem__, [0.0, 0.7, 0.7])
+    lookups = [Lookup([0, 1, 0, 1, 0]), Lookup([2, 2, 1])]
+
+    def grown(rows):
+        z_of = z[rows]
+
+        def expand(depth, tokens, bits):
+            count = 1 if tokens is None else tokens.shape[1]
+            return z_of[:, depth, None].expand(-1, count, -1)
+
+        return tree.grow_trees(expand, 3, 6, 1.5, scores, [lookups[row] for row in rows])
+
+    both = grown([0, 1]).rows
+    assert both == [grown([0]).rows[0], grown([1]).rows[0]]
+    # Without conditionals they are the trees of marginals.
+    assert both == tree.draft_trees(z, 6, 1.5, scores, lookups).rows
 
 
 def test_a_walk_by_hand():

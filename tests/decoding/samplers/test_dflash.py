@@ -24,6 +24,8 @@ BLOCKS = [
     {},
     {"layout": "dspark"},
     {"layout": "dspark", "causal": True, "context": "layerwise"},
+    {"layout": "dspark", "tail": 1},
+    {"layout": "dspark", "context": "layerwise", "layers": [0, 1], "tail": 2},
 ]
 
 

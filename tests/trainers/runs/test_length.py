@@ -13,27 +13,34 @@ from trainers.runs.length import SKIPPED, TIMED, Seconds, Stopwatch, plan
     ("minutes", "found", "every", "expected"),
     [
         # 1500 s less 30 and a checkpoint of 5; two validations; a step has a fiftieth of 5 s too.
-        (25, Seconds(3.5, 20, 5, 30), 500, (395, 198)),
-        (25, Seconds(3.5, 20, 5, 30), 100, (385, 97)),  # four, and each costs steps
-        (25, Seconds(3.5, 200, 5, 30), 500, (351, 351)),  # one: two would take over a fifth
-        (60, Seconds(0.1, 1, 0, 0), 500, (35294, 498)),
+        (25, Seconds(3.5, 0.2, 1, 5, 30), 500, (395, 198, 60, 8)),
+        (25, Seconds(3.5, 0.2, 1, 5, 30), 100, (385, 97, 60, 8)),  # four, and each costs steps
+        (25, Seconds(3.5, 1, 17.5, 5, 30), 500, (334, 167, 43, 5)),  # 200 s would be over a tenth
+        (25, Seconds(3.5, 1, 300, 5, 30), 500, (322, 322, 3, 1)),  # and so is a single prompt
+        (60, Seconds(0.1, 0.01, 0.05, 0, 0), 500, (35294, 498, 60, 8)),
     ],
 )
 def test_the_steps_and_validations_fit_into_the_minutes(minutes, found, every, expected):
-    steps, interval = plan(minutes, found, every, 50)
-    assert (steps, interval) == expected
-    checks = -(-steps // interval)
-    spent = found.before + found.checkpoint + checks * found.validation
-    spent += steps * (found.step + found.checkpoint / 50)
-    assert 0.99 * 60 * minutes < spent <= 60 * minutes + found.validation
-    assert interval <= every
+    run = plan(minutes, found, every, 50, rows=60, prompts=8)
+    assert run[:4] == expected
+    assert run.validation == pytest.approx(run.rows * found.row + run.prompts * found.prompt)
+    checks = -(-run.steps // run.every)
+    spent = found.before + found.checkpoint + checks * run.validation
+    spent += run.steps * (found.step + found.checkpoint / 50)
+    assert 0.99 * 60 * minutes < spent <= 60 * minutes + run.validation
+    assert run.every <= every
+
+
+def test_no_prompts_stay_none():
+    assert plan(25, Seconds(1, 100, 0, 0, 0), 500, 50, rows=60, prompts=0).prompts == 0
 
 
 def test_too_short_a_run_says_what_it_needs():
+    found = Seconds(10, 20, 20, 2, 100)
     with pytest.raises(ValueError, match=r"minutes=1 is too short: .* give minutes=([\d.]+)") as e:
-        plan(1, Seconds(10, 40, 2, 100), 500, 50)
+        plan(1, found, 500, 50, 60, 8)
     needed = float(str(e.value).partition("give minutes=")[2].split()[0])
-    assert plan(needed, Seconds(10, 40, 2, 100), 500, 50)[0] >= SKIPPED + TIMED
+    assert plan(needed, found, 500, 50, 60, 8).steps >= SKIPPED + TIMED
 
 
 @pytest.mark.parametrize("other", ["trainer.max_steps=8", "trainer.max_epochs=2"])
@@ -64,7 +71,7 @@ def seconds(monkeypatch):
 
     def fixed(self, *given):
         found.append(measured(self, *given))
-        return Seconds(step=1, validation=2, checkpoint=0, before=3)
+        return Seconds(step=1, row=0.25, prompt=0, checkpoint=0, before=5)
 
     monkeypatch.setattr(Stopwatch, "seconds", fixed)
     return found
@@ -76,10 +83,11 @@ def test_the_run_is_that_of_its_steps_and_a_resumed_one_keeps_them(
 ):
     folder = lab.runs / "ar_target" / "minutes"
     lab.fit("ar_target", "name=minutes", *LENGTH, *OTHERS)
-    assert "minutes=0.25: 8 steps of 1 s, 2 validations of 2 s" in capsys.readouterr().out
+    assert "minutes=0.25: 8 steps of 1 s, 2 validations of 1 s" in capsys.readouterr().out
     (found,) = seconds
     assert 0 < found.step < found.before
-    assert 0 < found.validation < found.before
+    assert 0 < found.row < found.before
+    assert 0 < found.prompt < found.before
     assert 0 < found.checkpoint < found.before
     assert not (folder / ".measured").exists()
     stored = yaml.safe_load((folder / "config.yaml").read_text())
@@ -100,7 +108,7 @@ def test_the_run_is_that_of_its_steps_and_a_resumed_one_keeps_them(
         lab.fit("ar_target", "name=other", *LENGTH, "minutes=1", f"resume={checkpoint}", *OTHERS)
     # The negative control: one that has nothing yet is measured.
     monkeypatch.undo()
-    monkeypatch.setattr(Stopwatch, "seconds", lambda *_: Seconds(1, 2, 0, 14))
+    monkeypatch.setattr(Stopwatch, "seconds", lambda *_: Seconds(1, 1, 1, 0, 14))
     with pytest.raises(ValueError, match=r"minutes=0.25 is too short"):
         lab.fit("ar_target", "name=too_short", *LENGTH, *OTHERS)
     assert not (lab.runs / "ar_target" / "too_short").exists()
