@@ -49,11 +49,11 @@ PROCESSORS = {
 REFUSED = (
     "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "synced_gpus",
     "assistant_model", "negative_prompt_ids", "negative_prompt_attention_mask", "past_key_values",
-    "position_ids", "inputs_embeds", "stop_strings",
+    "cache", "position_ids", "inputs_embeds", "stop_strings",
 )  # fmt: skip
 # Arguments that transformers itself adds to a model's inputs.
 PREPARED = {
-    "attention_mask", "position_ids", "cache_position", "past_key_values", "use_cache",
+    "attention_mask", "position_ids", "cache_position", "past_key_values", "cache", "use_cache",
     "logits_to_keep", "output_attentions", "output_hidden_states",
 }  # fmt: skip
 HUB = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies")

@@ -6,6 +6,7 @@ Attention written as plain operations is faster there, since torch.compile fuses
 two matrix products, but it needs one float for every head and pair of tokens in every layer.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -259,3 +260,9 @@ def fused_attention(network: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         network.set_attn_implementation(kind)
+
+
+def cache_argument(network: nn.Module) -> str:
+    """Return the name by which a network's forward takes its cache: transformers 5.24 renamed it."""
+    names = inspect.signature(type(network).forward).parameters
+    return "cache" if "cache" in names else "past_key_values"

@@ -12,6 +12,7 @@ from decoding.engine.cache import CountedNetwork, RaggedCache
 from decoding.engine.params import Stats
 from decoding.engine.randomness import ContinuousRandomness
 from decoding.method import Amount, Count, Share, check_values
+from models.attention import cache_argument
 from models.masks import Layout, causal, dense
 from models.patches import PatchTransformer
 
@@ -164,7 +165,7 @@ class PatchNetwork(CountedNetwork):
                 inputs_embeds=inputs,
                 attention_mask=dense(causal, q, k),
                 position_ids=index,
-                past_key_values=self.cache,
+                **{cache_argument(self.network.backbone): self.cache},
                 use_cache=True,
             ).last_hidden_state[:, -keep:]
         return tuple(z.chunk(2)) if self.free else (z, None)

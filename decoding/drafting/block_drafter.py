@@ -68,11 +68,11 @@ class BlockDrafter(Sampler):
         (`fitted`). With a `tail` they are those of the first position only, [B, 1, V].
         """
 
-    def extend(self, batch: Batch, tokens: Tensor, depth: Tensor, path: Tensor) -> Tensor:
+    def extend(self, batch: Batch, tokens: Tensor, depth: Tensor, parent: Tensor) -> Tensor:
         """Return the logits [B, M, V] after drafted tokens [B, M], by the drafter's `tail`.
 
-        `depth` [B, M] is 1 for tokens after the committed ones; `path` holds bits of the nodes from
-        the first to each, in the order in which they were given, or is -1 in a chain.
+        `depth` [B, M] is 1 for tokens after the committed ones; `parent` [B, M] is the number of
+        the drafted token before each, in the order in which they were given, -1 for none.
         """
         raise NotImplementedError
 
@@ -124,7 +124,7 @@ class BlockDrafter(Sampler):
             return logits[:, :1]
         last = drafted[:, -1:]
         if self.tail:
-            return self.extend(batch, last, torch.full_like(last, i), torch.full_like(last, -1))
+            return self.extend(batch, last, torch.full_like(last, i), torch.full_like(last, i - 2))
         assert self.markov is not None
         return logits[:, i : i + 1] + self.markov.following(last)
 

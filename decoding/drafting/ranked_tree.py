@@ -138,11 +138,11 @@ class RankedTree:
         """Return the best trees under a drafter's tail, which is run for each depth."""
         ids = sampler.draft_ids
 
-        def expand(depth: int, tokens: Tensor | None, path: Tensor | None) -> Tensor:
+        def expand(depth: int, tokens: Tensor | None, parent: Tensor | None) -> Tensor:
             if tokens is None:
                 logits = sampler.draft_logits(batch, k)
             else:
-                logits = sampler.extend(batch, tokens, torch.full_like(tokens, depth), path)
+                logits = sampler.extend(batch, tokens, torch.full_like(tokens, depth), parent)
             logits = sampler.warped_draft(logits, batch, params)
             if noise is not None and self.rank_noise:
                 logits = logits + noise[:, depth, None]

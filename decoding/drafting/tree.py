@@ -248,7 +248,7 @@ def grow_trees(
 
     Args:
         expand: Returns the drafter's logits [B, M, n] after M nodes of a depth, with the noise
-            added if there is any: `expand(depth, tokens, path)`, [B, M] each as in
+            added if there is any: `expand(depth, tokens, parent)`, [B, M] each as in
             `BlockDrafter.extend`; those after the root, M = 1, for depth 0 and None.
         k: The most tokens of a path that the drafter drafts.
         nodes, sharpness, bigrams, lookups, ids: See `draft_trees`.
@@ -273,9 +273,9 @@ def grow_trees(
         if not (M := max(map(len, growing))):
             break
         last = [[path[-1] for path in paths] + [0] * (M - len(paths)) for paths in growing]
-        bits = [row.number(paths, M, given) for row, paths in zip(rows, growing)]
+        parents = [row.number(paths, M, given) for row, paths in zip(rows, growing)]
         given += M
-        logits = expand(depth + 1, *torch.tensor([last, bits], device=device))
+        logits = expand(depth + 1, *torch.tensor([last, parents], device=device))
     return _of_one_size([row.children for row in rows], nodes, device)
 
 
@@ -289,7 +289,7 @@ class Growing:
     def __init__(self, bigrams: BigramScores | None, lookup: Lookup | None):
         self._bigrams, self._lookup = bigrams, lookup
         self._ranked: dict[Path, Ranked] = {}
-        self._bits: dict[Path, int] = {(): 0}
+        self._number: dict[Path, int] = {(): ROOT}
 
     def add(self, path: Path, tokens: list[int], scores: list[float]) -> None:
         """Add the drafter's tokens after a path, best first."""
@@ -311,11 +311,10 @@ class Growing:
         return [path for path in paths if len(path) == depth]
 
     def number(self, paths: list[Path], count: int, first: int) -> list[int]:
-        """Number nodes from `first` on; return the bits of the path to each, and to padding."""
-        numbered = range(first, first + count)
-        for number, path in zip(numbered, paths):
-            self._bits[path] = self._bits[path[:-1]] | 1 << number
-        return [self._bits[path] for path in paths] + [1 << n for n in numbered[len(paths) :]]
+        """Number nodes from `first` on; return their parents', with padding to `count` nodes."""
+        self._number |= {path: first + i for i, path in enumerate(paths)}
+        parents = [self._number[path[:-1]] for path in paths]
+        return parents + [ROOT] * (count - len(paths))
 
 
 def batched(rows: list[Tree], device: torch.device) -> Trees:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from models.attention import EAGER, GROUPED, additive
+from models.attention import EAGER, GROUPED, additive, cache_argument
 from models.context import clamped, most_positions
 from models.head import ReducedHead
 from models.hidden_states import capture
@@ -266,6 +266,7 @@ class CachedNetwork(CountedNetwork):
         self._slots = torch.arange(capacity, device=input_device(network))[None]
         self._clean = Layout(*self._slots.new_tensor([0, 0, -1])[:, None, None])
         self._known = config.vocab_size
+        self._cache_key = cache_argument(network)
 
     def __call__(
         self,
@@ -357,7 +358,7 @@ class CachedNetwork(CountedNetwork):
                 input_ids=tokens.clamp_max(self._known - 1),
                 attention_mask=mask,
                 position_ids=clamped(positions, self._range),
-                past_key_values=self.cache,
+                **{self._cache_key: self.cache},
                 use_cache=True,
                 # As indices, which copy: on a view of a longer row the CPU's bfloat16 product with
                 # the head is five times slower.

@@ -15,6 +15,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 from decoding.engine.cache import CachedNetwork, CountedNetwork, TargetOutput
+from models.attention import cache_argument
 from models.context import clamped
 from models.head import ReducedHead
 from models.hidden_states import capture
@@ -107,6 +108,7 @@ class RecurrentNetwork(CountedNetwork):
         super().__init__(network)
         self.cache: RowCaches = RowCaches()
         self.hidden_layers = hidden_layers
+        self._cache_key = cache_argument(network)
         self._logits = ReducedHead(network, None)
 
     def __call__(
@@ -164,7 +166,7 @@ class RecurrentNetwork(CountedNetwork):
             logits = self._logits(
                 input_ids=ids,
                 position_ids=clamped(positions[None], self._range),
-                past_key_values=row.cache,
+                **{self._cache_key: row.cache},
                 use_cache=True,
                 logits_to_keep=keep,
             )

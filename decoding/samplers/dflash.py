@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.drafting.block_sampler import BlockMethod, BlockSampler
+from decoding.drafting.draft_nodes import DraftNodes
 from decoding.engine.batch import Batch, State
 from decoding.engine.cache import CountedNetwork, RaggedCache
 from decoding.engine.vocabulary import check_known
@@ -21,7 +22,7 @@ from decoding.method import Text, TokenId
 from models import dflash
 from models.context import clamped
 from models.dflash import DFlashDraftModel
-from models.masks import Layout, dense, tree
+from models.masks import Layout, dense
 
 
 @dataclass
@@ -84,48 +85,27 @@ class CachedDrafter(CountedNetwork):
             hidden = network.parallel(embedded, contexts, mask, positions, self.cache)
             if not network.tail:
                 return self._logits(network.drafted(hidden))
-            self.first, self.hidden = first, hidden
-            self._depth, self._path = torch.zeros_like(block[:, :0]), torch.zeros_like(block[:, :0])
+            self.hidden, self.nodes = hidden, DraftNodes(first, self.cache.capacity)
             visible = int(first.max()) + 1
             mask = (self._slots[:, :visible] <= first)[:, None, None]
             self.cache.place(to[:, : w + 1], visible)
             given = contexts, mask, positions[:, : w + 1], self.cache
             return self._logits(network.sequential(hidden[:, :1], embedded[:, :1], *given))
 
-    def extend(self, tokens: Tensor, depth: Tensor, path: Tensor) -> Tensor:
-        """Run the tail after drafted tokens; return the logits [B, M, Vd] of the tokens after them.
-
-        Args:
-            tokens: [B, M], nodes of a chain or tree whose parents were given before.
-            depth: [B, M], the position of each in the draft; 1 for the first drafted token.
-            path: [B, M], the nodes from the first one to each, itself included, one bit for each in
-                the order in which they were given; -1 in a chain.
-        """
-        network, (B, M) = self.network, tokens.shape
-        self._depth = torch.cat([self._depth, depth], 1)
-        self._path = torch.cat([self._path, path], 1)
-        nodes, positions = self._depth.shape[1], self.first + depth
-        visible = int(self.first.max()) + nodes + 1
-        # Node n is in slot n after that of the last committed token.
-        slots = self._slots[:, :visible].expand(B, -1)
-        node, committed = slots - self.first - 1, slots <= self.first
-        of = node.clamp(0, nodes - 1)
-        keys = Layout(
-            -(node >= nodes).long(),
-            torch.where(committed, slots, self.first + self._depth.gather(1, of)),
-            torch.where(committed, -1, self._path.gather(1, of)),
-        )
-        mask = dense(tree, Layout(torch.zeros_like(tokens), positions, path), keys)
-        self.cache.place(self.first + nodes - M + 1 + self._slots[:, :M], visible)
+    def extend(self, tokens: Tensor, depth: Tensor, parent: Tensor) -> Tensor:
+        """Run the tail after drafted tokens; see `BlockDrafter.extend`."""
+        network = self.network
+        slots, mask = self.nodes.add(parent)
+        self.cache.place(slots, mask.shape[-1])
         with self.counted():
-            at = depth[..., None].expand(-1, -1, self.hidden.shape[-1])
-            states = self.hidden.gather(1, at) if network.depth else self.hidden
-            given = mask, clamped(positions, self._range), self.cache
+            states = self.hidden
+            if network.depth:
+                at = depth[..., None].expand(-1, -1, states.shape[-1])
+                states = states.gather(1, at)
             nothing = self.hidden[:, :0].repeat(1, 1, len(network.target_layer_ids))
-            contexts = network.contexts(nothing)
-            return self._logits(
-                network.sequential(states, self._embedded(tokens), contexts, *given)
-            )
+            positions = clamped(self.nodes.first + depth, self._range)
+            given = network.contexts(nothing), mask, positions, self.cache
+            return self._logits(network.sequential(states, self._embedded(tokens), *given))
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         return self.target.get_input_embeddings()(tokens).to(self.network.dtype)
@@ -196,8 +176,8 @@ class DFlashSampler(BlockSampler):
         state.states, state.missing = state.states[:, :0], torch.zeros_like(state.missing)
         return self.fitted(logits, [self.mask_id])
 
-    def extend(self, batch: Batch, tokens: Tensor, depth: Tensor, path: Tensor) -> Tensor:
-        logits = batch.networks["drafter"].extend(tokens, depth, path)
+    def extend(self, batch: Batch, tokens: Tensor, depth: Tensor, parent: Tensor) -> Tensor:
+        logits = batch.networks["drafter"].extend(tokens, depth, parent)
         return self.fitted(logits, [self.mask_id])
 
     def follow(

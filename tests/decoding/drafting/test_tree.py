@@ -73,7 +73,7 @@ class Table:
 
     def __init__(self, seed, read=lambda path: path):
         self.seed, self.read = seed, read
-        self.logits, self.nodes, self.expanded = {}, [], 0
+        self.logits, self.paths = {}, []
 
     def after(self, path):
         if path not in self.logits:
@@ -83,15 +83,13 @@ class Table:
             self.logits[path] = 2 * torch.randn(3, generator=draw, dtype=torch.float64)
         return self.logits[path]
 
-    def expand(self, depth, tokens, bits):
+    def expand(self, depth, tokens, parents):
         if tokens is None:
             return self.after(())[None, None]
-        self.nodes += tokens[0].tolist()
-        self.expanded += tokens.numel()
-        paths = []
-        for path in bits[0].tolist():
-            paths.append(tuple(t for n, t in enumerate(self.nodes) if path >> n & 1))
-            assert len(paths[-1]) == depth
+        before = [self.paths[parent] if parent >= 0 else () for parent in parents[0].tolist()]
+        paths = [(*path, token) for path, token in zip(before, tokens[0].tolist())]
+        assert {*map(len, paths)} == {depth}
+        self.paths += paths
         return torch.stack([self.after(self.read(path)) for path in paths])[None]
 
     def chance(self, prefix):
@@ -106,7 +104,7 @@ def test_a_grown_tree_has_the_likeliest_prefixes(seed, nodes):
     table = Table(seed)
     found = tree.grow_trees(table.expand, 4, nodes).rows[0]
     assert_likeliest(found, table.chance, 4, nodes)
-    assert table.expanded <= tree.MAX_NODES
+    assert len(table.paths) <= tree.MAX_NODES
 
 
 def test_a_grown_tree_by_another_path_is_another_tree():
@@ -129,7 +127,7 @@ def test_grown_trees_of_a_batch_are_those_alone():
     def grown(rows):
         z_of = z[rows]
 
-        def expand(depth, tokens, bits):
+        def expand(depth, tokens, parents):
             count = 1 if tokens is None else tokens.shape[1]
             return z_of[:, depth, None].expand(-1, count, -1)
 
