@@ -263,6 +263,6 @@ def fused_attention(network: PreTrainedModel) -> Iterator[None]:
 
 
 def cache_argument(network: nn.Module) -> str:
-    """Return the name by which a network's forward takes its cache: transformers 5.24 renamed it."""
+    """Return the name of a forward's argument for the cache, which transformers 5.24 renamed."""
     names = inspect.signature(type(network).forward).parameters
     return "cache" if "cache" in names else "past_key_values"
