@@ -42,6 +42,8 @@ VERSION = 1  # of the `parade` entry; one without is of version 1
 # How models without an entry are decoded, by their type; all others plainly.
 METHODS = {"xlnet": "asarm"}
 DFLASH = "dflash_config"  # the key of a DFlash drafter's config.json, whoever trained it
+EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")  # architectures of EAGLE-3 drafters
+EAGLE3_TOKENS = 5  # of a draft, where an EAGLE-3 drafter's config.json does not say
 WEIGHTS = (".safetensors", ".bin", ".gguf")  # suffixes of files that may be links
 
 
@@ -313,12 +315,15 @@ def read_config(file: Path) -> dict:
 def entry_of(config: dict, file: Path) -> dict:
     """Return the `parade` entry in what `read_config` returned, or its default.
 
-    A DFlash drafter that was trained elsewhere gets an entry without a target (ValueError where its
-    mask token or block size is missing), another model that of its method.
+    A DFlash or EAGLE-3 drafter that was trained elsewhere gets an entry without a target
+    (ValueError where DFlash's mask token or block size is missing), another model that of its
+    method.
     """
     if "parade" in config:
         return config["parade"]
     published = config.get(DFLASH)
+    if {*EAGLE3} & {*map(str, config.get("architectures") or ())}:
+        return {"method": "eagle3", "block_size": EAGLE3_TOKENS}
     if not isinstance(published, dict):
         return {"method": METHODS.get(config.get("model_type") or "", "plain")}
     mask_id: Any = published.get("mask_token_id")

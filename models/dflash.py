@@ -39,6 +39,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
+from models.draft_head import DraftHead
 from models.hidden_states import check_layers
 from models.masks import Layout, Predicate, dense, numbered_blocks
 from models.weights import bounded, check_complete, check_depth, one_line
@@ -126,7 +127,7 @@ class DFlashLayer(GradientCheckpointingLayer):
         return block + self.mlp(self.post_attention_layernorm(block))
 
 
-class DFlashDraftModel(Qwen3PreTrainedModel):
+class DFlashDraftModel(DraftHead, Qwen3PreTrainedModel):
     """The network of a DFlash drafter.
 
     config is a Qwen3Config with `block_size` (W tokens: the last committed token and masks),
@@ -239,20 +240,6 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
         """Return the attention pattern of blocks of `width` numbered tokens."""
         return numbered_blocks(width, self.causal)
 
-    def get_input_embeddings(self) -> None:
-        """Return None: the target's embeddings are used."""
-
-    def get_output_embeddings(self) -> nn.Linear | None:
-        """Return the drafter's own head, if it has one."""
-        return self.lm_head
-
-    @property
-    def draft_ids(self) -> Tensor | None:
-        """Return the target tokens [Vd] that the drafter's own head covers; None without one."""
-        if self.lm_head is None:
-            return None
-        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
-
     def add_speculators(self, target: str, architectures: Sequence[str]) -> None:
         """Add the config keys that speculators reads, and `t2d` to a reduced head.
 
@@ -339,11 +326,6 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
             assert before_embeds is not None
             block = self.sequential(block, before_embeds, given[0], tail_mask, *given[2:])
         return BaseModelOutputWithPast(self.norm(block), past_key_values)
-
-    def logits(self, hidden: Tensor, target: PreTrainedModel) -> Tensor:
-        """Return logits [..., V] of states [..., H], by the drafter's own head or the target's."""
-        head = self.lm_head or target.get_output_embeddings()
-        return head(hidden.to(head.weight.dtype))
 
 
 def draft_states(

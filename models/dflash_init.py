@@ -5,26 +5,32 @@ states. So the projection of these states begins as the one that best recovers t
 of the copies (`fitted_context`), and attention as sharp as it was (`sharpness`).
 """
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config
+from transformers import (
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen3Config,
+)
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from models.dflash import DFlashDraftModel, DFlashLayer
 from models.diffusion import copying
 from models.hidden_states import check_layers
+from models.regression import ridge
 from models.sizes import Layers
 from terminal.progress import track
 
+Config = TypeVar("Config", bound=PreTrainedConfig)
 SHARED = (  # keys of a target's config that its drafter has too
     "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
     "hidden_act", "rms_norm_eps", "max_position_embeddings",
 )  # fmt: skip
-RIDGE = 0.01  # of the regression on the states: share of each one's own square
 UNREAD = 2  # last layers of a target that `spread` leaves out: they are about the next token alone
 
 
@@ -61,7 +67,7 @@ def from_target(
             engine does; with as many as `layers` the drafter is autoregressive.
     """
     theirs = source.config.get_text_config()
-    if not _is_llama_like(source):
+    if not is_llama_like(source):
         raise ValueError(
             f"cannot make a DFlash drafter for a {theirs.model_type!r} model: "
             "a Llama, Qwen2 or Qwen3 style causal LM is needed"
@@ -96,15 +102,11 @@ def from_target(
             network.fc.weight.copy_(weight)
             network.hidden_norm.weight.fill_(scale)
     if draft_ids is not None:
-        ids = draft_ids.sort().values
-        network.d2t.copy_(ids - torch.arange(len(ids)))
-        assert network.lm_head is not None
-        with torch.no_grad():
-            network.lm_head.weight.copy_(source.get_output_embeddings().weight[ids])
+        network.copy_head(source, draft_ids)
     return network
 
 
-def _is_llama_like(source: PreTrainedModel) -> bool:
+def is_llama_like(source: PreTrainedModel) -> bool:
     """Return whether a target's layers and config have the parts that a drafter copies."""
     config = source.config.get_text_config()
     layer: Any = next(iter(getattr(getattr(source, "model", None), "layers", ())), None)
@@ -184,21 +186,31 @@ def _config(
     source: PreTrainedModel, layers: int, draft_ids: Tensor | None, special: dict
 ) -> Qwen3Config:
     """Return the config of a drafter with `layers` layers; `special` is its `dflash_config`."""
-    theirs, attention = source.config.get_text_config(), source.model.layers[0].self_attn
-    heads, biased = theirs.num_attention_heads, attention.q_proj.bias is not None
-    config = Qwen3Config(
-        **{key: getattr(theirs, key) for key in SHARED},
+    biased = source.model.layers[0].self_attn.q_proj.bias is not None
+    config = shared_config(
+        source,
+        Qwen3Config,
         num_hidden_layers=layers,
-        head_dim=getattr(theirs, "head_dim", None) or theirs.hidden_size // heads,
-        rope_parameters=_rotary(source),
-        tie_word_embeddings=False,
-        num_target_layers=theirs.num_hidden_layers,
+        num_target_layers=source.config.get_text_config().num_hidden_layers,
         attention_bias="context" in special and biased,
         dflash_config=special,
         **({} if draft_ids is None else {"draft_vocab_size": len(draft_ids)}),
     )
     config.architectures = [DFlashDraftModel.__name__]
     return config
+
+
+def shared_config(source: PreTrainedModel, kind: type[Config], **others) -> Config:
+    """Return a drafter's config of a class, with the keys that it shares with its target."""
+    theirs = source.config.get_text_config()
+    heads = theirs.num_attention_heads
+    return kind(
+        **{key: getattr(theirs, key) for key in SHARED},
+        head_dim=getattr(theirs, "head_dim", None) or theirs.hidden_size // heads,
+        rope_parameters=_rotary(source),
+        tie_word_embeddings=False,
+        **others,
+    )
 
 
 @torch.no_grad()
@@ -254,18 +266,23 @@ def fitted_context(
     H, eps = matrices[0].shape[1], source.config.get_text_config().rms_norm_eps
     inverse = torch.linalg.pinv(torch.cat(matrices)).split([len(m) for m in matrices], 1)
     to_best = [p @ m for p, m in zip(inverse, matrices)]  # c* = sum of to_best[i] x_i
-    gram = products = torch.zeros(())
-    for tokens in track(text, "fit of the states' projection", unit="texts"):
-        ids = torch.tensor([[*tokens]], device=source.device)
-        hidden = source.model(ids, use_cache=False, output_hidden_states=True).hidden_states
+
+    def read_and_best(hidden: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         inputs = (hidden[i][0, 1:].float() for i in layers)
         normed = (functional.rms_norm(x, (H,), eps=eps) for x in inputs)
-        best = sum(x @ m.T for x, m in zip(normed, to_best))
         read = torch.cat([hidden[i + 1][0, 1:].float() for i in states], -1)
-        gram, products = gram + read.T @ read, products + read.T @ best
-    gram = gram + RIDGE * gram.diagonal().diag()
-    weight = torch.linalg.solve(gram, products).T
-    return weight, (read @ weight.T).square().mean().sqrt().item()
+        return read, sum(x @ m.T for x, m in zip(normed, to_best))
+
+    pairs = [read_and_best(hidden) for hidden in states_of(source, text)]
+    weight = ridge(pairs)
+    return weight, (pairs[-1][0] @ weight.T).square().mean().sqrt().item()
+
+
+def states_of(source: PreTrainedModel, text: Sequence[Sequence[int]]) -> Iterator[list[Tensor]]:
+    """Yield the hidden states of each text: the embeddings and all layers' outputs, [1, n, H]."""
+    for tokens in track(text, "fit of the states' projection", unit="texts"):
+        ids = torch.tensor([[*tokens]], device=source.device)
+        yield source.model(ids, use_cache=False, output_hidden_states=True).hidden_states
 
 
 def sharpness(source: PreTrainedModel, layers: Sequence[int]) -> list[float]:

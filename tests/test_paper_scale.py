@@ -18,6 +18,7 @@ from hydra.utils import get_object
 from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from models import eagle3
 from models.dflash_init import from_target
 from recipes.compose import RECIPES, build, compose, names
 from tests.support import tiny
@@ -111,11 +112,14 @@ def network_of(recipe, config):
         with torch.device("meta"):
             return build(config.network)
     source = skeleton(config.network.get("path") or config.network.source.path)
-    if config.network._target_ != "models.dflash_init.from_target":
-        return source
+    new, n = config.network._target_, config.network
     with torch.device("meta"):
-        n = config.network
-        return from_target(source, tiny.tokenizer(2), n.layers, n.states)
+        if new == "models.dflash_init.from_target":
+            return from_target(source, tiny.tokenizer(2), n.layers, n.states)
+        if new == "models.eagle3.from_target":
+            ids = torch.arange(n.draft_ids["count"], device="meta")
+            return eagle3.from_target(source, tiny.tokenizer(2), n.states, ids)
+    return source
 
 
 def source_of(config):
@@ -380,6 +384,8 @@ STATEMENTS = [
     Statement("dflash", "answers", "Nemotron Post-Training Dataset V2 and CodeAlpaca",
               "DFlash (v2) 5: prompts, answered by the target", "runs/deer_answers",
               "DEER's prompts, answered by the target: one collection for both drafters"),
+    *said("eagle3", "EAGLE-3 4: entries of ShareGPT and of UltraChat-200K",
+          data__train__prompts=68_000 + 464_000),
     *said("spiffy_calibrate", "Spiffy, appendices C and D", samples=50,
           module__max_new_tokens=256, module__nodes=10),
     Statement("spiffy_calibrate", "module.objective", "degree1", "Spiffy E", "replay",

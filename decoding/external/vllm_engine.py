@@ -20,7 +20,8 @@ from textwrap import shorten
 from data.files import read_json
 from decoding.external.reply import Engine, Reply
 
-FORMATS = {"pard": "draft_model", "dflash": "dflash"}  # of drafters, and vLLM's methods for them
+# Formats of drafters, and vLLM's methods for them.
+FORMATS = {"pard": "draft_model", "dflash": "dflash", "eagle3": "eagle3"}
 WORKER = Path(__file__).with_name("vllm_worker.py")
 OWN_ENVIRONMENT = Path(".venv-vllm/bin/python")  # sh examples/smollm2/vllm_environment.sh makes it
 ON_CPU = {  # arguments of `Vllm` where the engine runs on a CPU
@@ -191,8 +192,10 @@ def speculative_config(folder: Path, block_size: int | None = None) -> dict:
             )
         common["num_speculative_tokens"] = count or config["block_size"] - 1
         return {"method": FORMATS["dflash"], **common}
+    if "eagle_aux_hidden_state_layer_ids" in config:
+        return {"method": FORMATS["eagle3"], **common}
     raise ValueError(
         f"{folder} is in no format that vLLM runs (its config.json has neither pard_token nor "
-        "dflash_config). These recipes train drafters that are: python -m trainers.fit "
-        "recipe=deer_stage2 layout=pard, and recipe=dflash"
+        "dflash_config, nor EAGLE-3's layers). These recipes train drafters that are: python -m "
+        "trainers.fit recipe=deer_stage2 layout=pard, recipe=dflash and recipe=eagle3"
     )

@@ -1,21 +1,18 @@
 """DFlash: a drafter that reads the target's hidden states drafts a block in one pass.
 
-Source: arXiv 2602.06036. The states come from the verifying passes: those of accepted tokens become
-keys and values of the drafter's context, those of rejected ones never do. A tail (`models.dflash`)
-then runs once for each drafted token of a chain, or for all nodes of a depth of a tree.
+Source: arXiv 2602.06036. States of accepted tokens (`drafting.state_reader`) become keys and values
+of the drafter's context. A tail (`models.dflash`) then runs once for each drafted token of a chain,
+or for all nodes of a depth of a tree.
 """
-
-from dataclasses import dataclass
-from typing import Self
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decoding.drafting.block_sampler import BlockMethod, BlockSampler
+from decoding.drafting.block_sampler import BlockMethod
 from decoding.drafting.draft_nodes import DraftNodes
-from decoding.engine.batch import Batch, State
+from decoding.drafting.state_reader import StateReader
+from decoding.engine.batch import Batch
 from decoding.engine.cache import CountedNetwork, RaggedCache
 from decoding.engine.vocabulary import check_known
 from decoding.method import Text, TokenId
@@ -23,22 +20,6 @@ from models import dflash
 from models.context import clamped
 from models.dflash import DFlashDraftModel
 from models.masks import Layout, dense
-
-
-@dataclass
-class DFlashState(State):
-    """The state between cycles."""
-
-    # The target's hidden states at the committed tokens that the drafter's cache lacks, without the
-    # last committed token, aligned to the right: [B, w, L H].
-    states: Tensor
-    missing: Tensor
-
-    def join(self, fresh: Self) -> None:
-        width = max(self.states.shape[1], fresh.states.shape[1])
-        for state in (self, fresh):
-            state.states = pad(state.states, (0, 0, width - state.states.shape[1], 0))
-        super().join(fresh)
 
 
 class CachedDrafter(CountedNetwork):
@@ -60,12 +41,11 @@ class CachedDrafter(CountedNetwork):
         With a tail they are those of the first token, [B, 1, Vd]; `extend` gives the others.
 
         Args:
-            states, missing: Those of `DFlashState`; what a row does not miss is padding.
+            states, missing: Those of `UnreadStates`; what a row does not miss is padding.
             block: [B, Q], the last committed token and masks.
             lengths: [B], committed tokens, n: the block begins at position n - 1.
         """
-        network, w, Q = self.network, int(missing.max()), block.shape[1]
-        states = states[:, states.shape[1] - w :]  # the row that lacked most may be gone
+        network, w, Q = self.network, states.shape[1], block.shape[1]
         first = lengths[:, None] - 1
         positions = first + torch.arange(-w, Q, device=block.device)
         padding = positions < first - missing[:, None]
@@ -114,7 +94,7 @@ class CachedDrafter(CountedNetwork):
         return self.network.logits(self.network.norm(hidden), self.target)
 
 
-class DFlashSampler(BlockSampler):
+class DFlashSampler(StateReader):
     """Speculative decoding with a drafter that reads the target's hidden states.
 
     Args:
@@ -154,47 +134,21 @@ class DFlashSampler(BlockSampler):
                 "after the one that it reads"
             )
 
-    def begin_drafting(self, batch: Batch, states: tuple[Tensor, ...]) -> None:
-        capacity = batch.tokens.shape[1]
-        batch.networks["drafter"] = CachedDrafter(self.drafter, self.target, capacity)
-        missing = batch.lengths - 1
-        if states:
-            found = torch.cat(states, -1)
-            found = _right_aligned(found, missing)
-        else:  # no prompt has two tokens
-            width = len(self.hidden_layers) * self.drafter.config.hidden_size
-            found = torch.zeros(len(missing), 0, width, device=missing.device)
-        batch.state = DFlashState(found, missing)
+    def cached_drafter(self, capacity: int) -> CachedDrafter:
+        return CachedDrafter(self.drafter, self.target, capacity)
 
     def draft_logits(self, batch: Batch, k: int) -> Tensor:
         """Run one pass over the states of new tokens, and a block of the last one and masks."""
-        state, last = batch.state, batch.tokens.gather(1, batch.lengths[:, None] - 1)
+        last = batch.tokens.gather(1, batch.lengths[:, None] - 1)
         masks = k - self.drafter.samples_from_anchor if self.drafter.depth else 0
         block = torch.cat([last, last.new_full((len(last), masks), self.mask_id)], 1)
-        drafter = batch.networks["drafter"]
-        logits = drafter(state.states, state.missing, block, batch.lengths)
-        state.states, state.missing = state.states[:, :0], torch.zeros_like(state.missing)
+        states = batch.state.take()
+        logits = batch.networks["drafter"](*states, block, batch.lengths)
         return self.fitted(logits, [self.mask_id])
 
     def extend(self, batch: Batch, tokens: Tensor, depth: Tensor, parent: Tensor) -> Tensor:
         logits = batch.networks["drafter"].extend(tokens, depth, parent)
         return self.fitted(logits, [self.mask_id])
-
-    def follow(
-        self, batch: Batch, states: tuple[Tensor, ...], path: Tensor, counts: Tensor
-    ) -> None:
-        found = torch.cat(states, -1)
-        rows = torch.arange(len(path), device=path.device)[:, None]
-        found = _right_aligned(found[rows, path], counts)
-        batch.state.states, batch.state.missing = found, counts
-
-
-def _right_aligned(states: Tensor, counts: Tensor) -> Tensor:
-    """Return the first counts [B] of states [B, m, H] as the last of [B, max counts, H]."""
-    width = int(counts.max())
-    steps = torch.arange(width, device=counts.device) - (width - counts)[:, None]
-    rows = torch.arange(len(counts), device=counts.device)[:, None]
-    return states[rows, steps.clamp_min(0)]
 
 
 def _load_assistant(path: str) -> tuple[PreTrainedModel, dict]:

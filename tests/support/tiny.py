@@ -16,6 +16,7 @@ from transformers import (
 
 from decoding.engine.warp import seen_tokens, warp
 from models.dflash_init import from_target
+from models.eagle3 import from_target as eagle3_of
 
 CLASSES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -96,6 +97,21 @@ def dflash(target, states=1, seed=1, scale=2.0, layout="dflash", **options):
     vocabulary = target.config.vocab_size
     layers = options.pop("layers", [1] if options.get("context") == "layerwise" else 2)
     network = from_target(target, tokenizer(vocabulary), layers, states, **options)
+    randomize(network, seed, scale)
+    network.config.dflash_config["mask_token_id"] = vocabulary - 1
+    if layout == "dspark":
+        network.config.dflash_config["sample_from_anchor"] = True
+    return network.to(target.dtype).eval()
+
+
+def eagle3(target, states=2, seed=1, scale=2.0, **options):
+    """A random EAGLE-3 drafter for a target, in its type."""
+    network = eagle3_of(target, tokenizer(target.config.vocab_size), states, **options)
+    randomize(network, seed, scale)
+    return network.to(target.dtype).eval()
+
+
+def randomize(network, seed, scale):
     torch.manual_seed(seed)
     with torch.no_grad():
         for p in network.parameters():
@@ -103,10 +119,6 @@ def dflash(target, states=1, seed=1, scale=2.0, layout="dflash", **options):
                 p.normal_(0, scale / p.shape[1] ** 0.5)
             else:
                 p.uniform_(0.5, 1.5)
-    network.config.dflash_config["mask_token_id"] = vocabulary - 1
-    if layout == "dspark":
-        network.config.dflash_config["sample_from_anchor"] = True
-    return network.to(target.dtype).eval()
 
 
 def logits_of(*probabilities):

@@ -1,0 +1,76 @@
+"""`StateReader`: a sampler whose drafter reads the target's hidden states at committed tokens.
+
+The states come from the verifying passes: those of accepted tokens reach the drafter, those of
+rejected ones never do.
+"""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from decoding.drafting.block_sampler import BlockSampler
+from decoding.engine.batch import Batch, State
+from decoding.engine.cache import CountedNetwork
+
+
+@dataclass
+class UnreadStates(State):
+    """The target's hidden states that the drafter has not read yet.
+
+    They are at committed tokens but for the last one, aligned to the right: [B, w, L H], of which
+    the last `missing` [B] of each row count.
+    """
+
+    states: Tensor
+    missing: Tensor
+
+    def join(self, fresh: Self) -> None:
+        width = max(self.states.shape[1], fresh.states.shape[1])
+        for state in (self, fresh):
+            state.states = pad(state.states, (0, 0, width - state.states.shape[1], 0))
+        super().join(fresh)
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """Return the states and how many of each row count; none are left."""
+        width = int(self.missing.max())
+        found = self.states[:, self.states.shape[1] - width :], self.missing
+        self.states, self.missing = self.states[:, :0], torch.zeros_like(self.missing)
+        return found
+
+
+class StateReader(BlockSampler):
+    """A block sampler whose drafter reads `hidden_layers` of its target."""
+
+    @abstractmethod
+    def cached_drafter(self, capacity: int) -> CountedNetwork:
+        """Return the drafter with a cache of so many slots."""
+
+    def begin_drafting(self, batch: Batch, states: tuple[Tensor, ...]) -> None:
+        batch.networks["drafter"] = self.cached_drafter(batch.tokens.shape[1])
+        missing = batch.lengths - 1
+        if states:
+            found = _right_aligned(torch.cat(states, -1), missing)
+        else:  # no prompt has two tokens
+            width = len(self.hidden_layers) * self.target.config.get_text_config().hidden_size
+            found = torch.zeros(len(missing), 0, width, device=missing.device)
+        batch.state = UnreadStates(found, missing)
+
+    def follow(
+        self, batch: Batch, states: tuple[Tensor, ...], path: Tensor, counts: Tensor
+    ) -> None:
+        found = torch.cat(states, -1)
+        rows = torch.arange(len(path), device=path.device)[:, None]
+        found = _right_aligned(found[rows, path], counts)
+        batch.state.states, batch.state.missing = found, counts
+
+
+def _right_aligned(states: Tensor, counts: Tensor) -> Tensor:
+    """Return the first counts [B] of states [B, m, H] as the last of [B, max counts, H]."""
+    width = int(counts.max())
+    steps = torch.arange(width, device=counts.device) - (width - counts)[:, None]
+    rows = torch.arange(len(counts), device=counts.device)[:, None]
+    return states[rows, steps.clamp_min(0)]

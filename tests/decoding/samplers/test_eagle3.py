@@ -1,0 +1,120 @@
+"""EAGLE-3 decodes losslessly, chains and trees, and reads the accepted tokens' states alone."""
+
+import pytest
+import torch
+
+from decoding.engine import verify
+from decoding.engine.batch import Batch
+from decoding.engine.params import KEYED, VERIFY, SamplingParams
+from decoding.engine.randomness import KeyedRandomness
+from decoding.samplers.eagle3 import Eagle3Sampler
+from tests.support import tiny
+from tests.support.exact import CASES, always_take_the_target, distance
+from tests.support.results import ids
+from tests.support.texts import PROMPTS, SEEDS, WARPS, V, plain_texts, target
+
+
+def eagle3(model, k, cls=Eagle3Sampler, **knobs):
+    return cls(
+        model, tiny.tokenizer(model.config.vocab_size), tiny.eagle3(model, 1), block_size=k, **knobs
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("name", CASES)
+def test_it_has_the_plain_distribution(name, rule):
+    case = dict(CASES[name])
+    eos, k = case.pop("eos", None), case.pop("k")
+    sampler = eagle3(tiny.causal_lm(case.pop("vocabulary"), eos_token_id=eos), k)
+    params = SamplingParams(max_new_tokens=case.pop("new"), verify=rule, **case)
+    assert distance(sampler, params, {eos} - {None}) <= 1e-9
+
+
+class VerifiesMarginals(Eagle3Sampler):
+    """Wrong: verifies with the distribution of a draft's first token everywhere."""
+
+    def draft_chain(self, batch, k, noise, params):
+        draft, q = super().draft_chain(batch, k, noise, params)
+        return draft, q[:, :1].expand_as(q)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_wrong_rules_fail_the_same_test(monkeypatch, rule):
+    params = SamplingParams(max_new_tokens=3, verify=rule)
+    model = tiny.causal_lm(3)
+    assert distance(eagle3(model, 2), params) <= 1e-9
+    assert distance(eagle3(model, 2, VerifiesMarginals), params) > 1e-3
+    monkeypatch.setattr(verify, rule, always_take_the_target(verify.rejection))
+    assert distance(eagle3(model, 2), params) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("warp", WARPS)
+@pytest.mark.parametrize("rule", KEYED)
+def test_the_text_is_plain_decoding_s(rule, warp):
+    """Of every prompt alone, in a batch that becomes smaller, at T=0 and T=1."""
+    model = target(layers=3)
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(20, temperature, verify=rule, **WARPS[warp])
+        found = eagle3(model, 4, nodes=7).generate(PROMPTS, params, seeds=SEEDS)
+        assert ids(found) == plain_texts(params, layers=3)
+
+
+class Recording(Eagle3Sampler):
+    """Keeps every first token's logits with the prefix that they are after."""
+
+    def draft_logits(self, batch, k):
+        logits = super().draft_logits(batch, k)
+        for tokens, n, row in zip(batch.tokens.tolist(), batch.lengths.tolist(), logits):
+            self.drafts.append((tokens[:n], row))
+        return logits
+
+
+class KeepsRejected(Recording):
+    """Wrong: the state of the first rejected token is read as well."""
+
+    def follow(self, batch, states, path, counts):
+        super().follow(batch, states, path, (counts + 1).clamp_max(path.shape[1]))
+
+
+class ForgetsLast(Recording):
+    """Wrong: the states are those of one position before."""
+
+    def follow(self, batch, states, path, counts):
+        super().follow(batch, states, path.roll(1, 1), counts)
+
+
+@torch.no_grad()
+def anew(sampler, prefix):
+    """The first token's logits after a prefix, without anything kept."""
+    batch = Batch([prefix], len(prefix) + 12, KeyedRandomness([0]), "cpu")
+    sampler.begin(batch, SamplingParams(1))
+    return Eagle3Sampler.draft_logits(sampler, batch, 4)[0]
+
+
+def worst(cls, rule, temperature):
+    """How far drafts in the course of decoding are from those made anew, at the most."""
+    sampler = eagle3(tiny.causal_lm(V, layers=3), 4, cls)
+    sampler.drafts = []
+    params = SamplingParams(24, temperature, verify=rule)
+    sampler.generate(PROMPTS, params, seeds=SEEDS)
+    found = 0.0
+    for prefix, logits in sampler.drafts:
+        if len(prefix) > 1:  # a prompt of one token has no state yet
+            found = max(found, (logits - anew(sampler, prefix)).abs().max().item())
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("rule", VERIFY)
+def test_it_reads_the_accepted_tokens(rule, temperature):
+    assert worst(Recording, rule, temperature) < 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["coupled", "tree"])
+@pytest.mark.parametrize("wrong", [KeepsRejected, ForgetsLast])
+def test_wrong_states_are_seen(wrong, rule):
+    assert worst(wrong, rule, 1.0) > 1e-3
