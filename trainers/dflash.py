@@ -1,19 +1,17 @@
 """DFlash (arXiv 2602.06036): block drafters that read the target's hidden states."""
 
+from collections.abc import Sequence
 from typing import Annotated
 
 from pydantic import Field
 from torch import Tensor
 
-from decoding.engine import vocabulary
 from models.dflash import DFlashDraftModel, check_fits, draft_states
 from trainers.losses.dflash import decay_weight
-from trainers.losses.diffusion import token_nll
-from trainers.soft_targets import SoftTargetModule
-from trainers.target_states import TargetStates
+from trainers.state_reader import StateReaderModule
 
 
-class DFlash(SoftTargetModule):
+class DFlash(StateReaderModule):
     """The module of a DFlash drafter: fully masked blocks after random prefixes.
 
     Args:
@@ -34,7 +32,7 @@ class DFlash(SoftTargetModule):
         layout: str = "dflash",
         **kwargs,
     ):
-        super().__init__(network, *args, layout=layout, draft_ids=network.draft_ids, **kwargs)
+        super().__init__(network, *args, layout=layout, **kwargs)
         trained = network.config.dflash_config["mask_token_id"]
         if trained not in (None, self.mask_id):
             raise ValueError(
@@ -59,39 +57,21 @@ class DFlash(SoftTargetModule):
         if self.layout.anchored:
             network.config.dflash_config["sample_from_anchor"] = True
         self.gamma = gamma
-        self.target_layers = network.target_layer_ids
         network.config.dflash_config["mask_token_id"] = self.mask_id
         network.config.block_size = self.layout.width(self.block_size)  # what it reads
 
     def is_trained(self) -> bool:
         return bool(self.network.name_or_path)  # it was loaded: a new one comes from no folder
 
-    def attach_target(self, target) -> None:
-        if target is not None:
-            check_fits(self.network.config, target)
-        super().attach_target(target)
+    def check_fits(self, target) -> None:
+        check_fits(self.network.config, target)
 
     def block_weight(self, batch: dict[str, Tensor]) -> Tensor:
         return decay_weight(batch["masked"], self.gamma)
 
-    def draft_logits(self, batch: dict[str, Tensor], states: TargetStates | None) -> Tensor:
-        assert states is not None
-        hidden = draft_states(self.network, self.target, batch, states.hidden_states)
-        return self.network.logits(hidden, self.target)
-
-    def block_losses(
-        self, logits: Tensor, batch: dict[str, Tensor], states: TargetStates | None
-    ) -> tuple[Tensor, Tensor]:
-        nll = token_nll(logits, batch["target"])
-        return self.with_soft_targets(nll, logits, batch, states), self.block_weight(batch)
+    def draft_states(self, batch: dict[str, Tensor], states: Sequence[Tensor]) -> Tensor:
+        return draft_states(self.network, self.target, batch, states)
 
     def export_config(self) -> dict:
-        entry = super().export_config()
-        entry["attention"] = "causal" if self.network.causal else "prefix_causal"
-        entry.pop(vocabulary.KEY, None)  # the weights hold it (`d2t`)
-        return entry
-
-    def export_files(self) -> dict[str, str | bytes]:
-        files = super().export_files()
-        files.pop(vocabulary.FILE, None)
-        return files
+        attention = "causal" if self.network.causal else "prefix_causal"
+        return super().export_config() | {"attention": attention}

@@ -1,19 +1,17 @@
 """EAGLE-3 (arXiv 2503.01840): drafters of one layer that read the target's states."""
 
+from collections.abc import Sequence
 from typing import Annotated
 
 from pydantic import Field
 from torch import Tensor
 
-from decoding.engine import vocabulary
 from models.eagle3 import LlamaForCausalLMEagle3, check_fits, draft_states
-from trainers.losses.diffusion import token_nll
 from trainers.losses.eagle3 import step_weight
-from trainers.soft_targets import SoftTargetModule
-from trainers.target_states import TargetStates
+from trainers.state_reader import StateReaderModule
 
 
-class Eagle3(SoftTargetModule):
+class Eagle3(StateReaderModule):
     """The module of an EAGLE-3 drafter: training-time test of `block_size` steps at each anchor.
 
     Args:
@@ -33,17 +31,15 @@ class Eagle3(SoftTargetModule):
         layout: str = "none",
         **kwargs,
     ):
-        super().__init__(network, *args, layout=layout, draft_ids=network.draft_ids, **kwargs)
-        self.beta, self.target_layers = beta, network.target_layer_ids
+        super().__init__(network, *args, layout=layout, **kwargs)
+        self.beta = beta
         if self.heads:
             raise ValueError(
                 "module.markov_rank is not allowed: an EAGLE-3 drafter knows the token before"
             )
 
-    def attach_target(self, target) -> None:
-        if target is not None:
-            check_fits(self.network.config, target)
-        super().attach_target(target)
+    def check_fits(self, target) -> None:
+        check_fits(self.network.config, target)
 
     def block_weight(self, batch: dict[str, Tensor]) -> Tensor:
         """Return beta^(i - 1) at drafted token i; 0 where the block's text has no state before."""
@@ -52,24 +48,10 @@ class Eagle3(SoftTargetModule):
         known = (batch["start"] > 1) & same
         return step_weight(batch["masked"] & known[..., None], self.beta)
 
-    def draft_logits(self, batch: dict[str, Tensor], states: TargetStates | None) -> Tensor:
-        assert states is not None
-        hidden = draft_states(self.network, self.target, batch, states.hidden_states)
-        return self.network.logits(hidden, self.target)
-
-    def block_losses(
-        self, logits: Tensor, batch: dict[str, Tensor], states: TargetStates | None
-    ) -> tuple[Tensor, Tensor]:
-        nll = token_nll(logits, batch["target"])
-        return self.with_soft_targets(nll, logits, batch, states), self.block_weight(batch)
+    def draft_states(self, batch: dict[str, Tensor], states: Sequence[Tensor]) -> Tensor:
+        return draft_states(self.network, self.target, batch, states)
 
     def export_config(self) -> dict:
         entry = super().export_config()
         del entry["attention"]
-        entry.pop(vocabulary.KEY, None)  # the weights hold it (`d2t`)
         return entry
-
-    def export_files(self) -> dict[str, str | bytes]:
-        files = super().export_files()
-        files.pop(vocabulary.FILE, None)
-        return files

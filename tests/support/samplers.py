@@ -1,4 +1,4 @@
-"""A DFlash sampler with a random drafter, and a random Markov head."""
+"""A DFlash sampler with a random drafter, wrong ones, and a random Markov head."""
 
 import torch
 
@@ -24,3 +24,23 @@ def head_of(vocabulary, seed=7, scale=1.5):
         for p in head.parameters():
             p.normal_(0, scale, generator=draw)
     return head.double()
+
+
+def keeps_rejected(sampler):
+    """A wrong class: the state of the first rejected token is read as well."""
+
+    class Wrong(sampler):
+        def follow(self, batch, states, path, counts):
+            super().follow(batch, states, path, (counts + 1).clamp_max(path.shape[1]))
+
+    return Wrong
+
+
+def forgets_last(sampler):
+    """A wrong class: the states are those of one position before."""
+
+    class Wrong(sampler):
+        def follow(self, batch, states, path, counts):
+            super().follow(batch, states, path.roll(1, 1), counts)
+
+    return Wrong

@@ -17,7 +17,7 @@ from tests.support.exact import (
     go_on_after_a_rejection,
 )
 from tests.support.results import ids
-from tests.support.samplers import dflash
+from tests.support.samplers import dflash, forgets_last, keeps_rejected
 from tests.support.texts import PROMPTS, SEEDS, WARPS, V, plain_texts, target
 
 BLOCKS = [
@@ -79,20 +79,6 @@ class Recording(DFlashSampler):
         return logits
 
 
-class KeepsRejected(Recording):
-    """Wrong: the state of the first rejected token enters the context as well."""
-
-    def follow(self, batch, states, path, counts):
-        super().follow(batch, states, path, (counts + 1).clamp_max(path.shape[1]))
-
-
-class ForgetsLast(Recording):
-    """Wrong: the states are those of one position before."""
-
-    def follow(self, batch, states, path, counts):
-        super().follow(batch, states, path.roll(1, 1), counts)
-
-
 @torch.no_grad()
 def anew(sampler, prefix, k, params):
     """The draft after a prefix, without anything kept."""
@@ -126,6 +112,6 @@ def test_the_context_follows_the_accepted_tokens(rule, temperature, blocks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["coupled", "tree"])
-@pytest.mark.parametrize("wrong", [KeepsRejected, ForgetsLast])
+@pytest.mark.parametrize("wrong", [keeps_rejected, forgets_last])
 def test_a_wrong_context_is_seen(wrong, rule):
-    assert worst(wrong, rule, 1.0) > 1e-3
+    assert worst(wrong(Recording), rule, 1.0) > 1e-3

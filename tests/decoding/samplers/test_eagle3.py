@@ -11,6 +11,7 @@ from decoding.samplers.eagle3 import Eagle3Sampler
 from tests.support import tiny
 from tests.support.exact import CASES, always_take_the_target, distance
 from tests.support.results import ids
+from tests.support.samplers import forgets_last, keeps_rejected
 from tests.support.texts import PROMPTS, SEEDS, WARPS, V, plain_texts, target
 
 
@@ -71,20 +72,6 @@ class Recording(Eagle3Sampler):
         return logits
 
 
-class KeepsRejected(Recording):
-    """Wrong: the state of the first rejected token is read as well."""
-
-    def follow(self, batch, states, path, counts):
-        super().follow(batch, states, path, (counts + 1).clamp_max(path.shape[1]))
-
-
-class ForgetsLast(Recording):
-    """Wrong: the states are those of one position before."""
-
-    def follow(self, batch, states, path, counts):
-        super().follow(batch, states, path.roll(1, 1), counts)
-
-
 @torch.no_grad()
 def anew(sampler, prefix):
     """The first token's logits after a prefix, without anything kept."""
@@ -115,6 +102,6 @@ def test_it_reads_the_accepted_tokens(rule, temperature):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["coupled", "tree"])
-@pytest.mark.parametrize("wrong", [KeepsRejected, ForgetsLast])
+@pytest.mark.parametrize("wrong", [keeps_rejected, forgets_last])
 def test_wrong_states_are_seen(wrong, rule):
-    assert worst(wrong, rule, 1.0) > 1e-3
+    assert worst(wrong(Recording), rule, 1.0) > 1e-3
