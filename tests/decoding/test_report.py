@@ -82,8 +82,8 @@ def test_pictures_are_left_out_where_nothing_draws_them(found, said, monkeypatch
     draws.cache_clear()
 
 
-def test_a_picture_alone_is_refused_before_the_work(tmp_path, monkeypatch):
-    given = {"model": str(tmp_path), "classes": (0,), "out": "x.png"}
+def test_a_picture_alone_is_refused_before_the_work(monkeypatch):
+    given = {"model": "org/name", "classes": (0,), "out": "x.png"}
     images.Images(**given).check_inputs()
     monkeypatch.setattr(images, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"out=x\.png is drawn by matplotlib: pip install"):

@@ -255,7 +255,7 @@ def test_an_own_file_is_measured_whole_where_no_number_is_given(counting, tmp_pa
     with pytest.raises(ValueError, match=r"batch_sizes=\[4\] with prompts=2 is not allowed"):
         run([*given, "batch_sizes=[4]"])
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # such as one of matplotlib
+        warnings.simplefilter("error", DeprecationWarning)  # such as matplotlib's
         run([*given, "prompts=1"])
     assert "1 prompt of x.jsonl, float32" in capsys.readouterr().out
 
