@@ -73,9 +73,9 @@ def test_every_new_run_has_its_own(lab, chosen, clock, capsys):
     assert chosen == [2]
     assert "the drafter has layers [1, 2] of 3" in capsys.readouterr().out
     folder = lab.runs / "diffusion_adapt" / "new"
-    # Another number of them, from a checkpoint that a user names: it does not fit, as before.
+    # Another number of them, from a checkpoint that a user names: refused, as before.
     checkpoint = f"resume={folder / 'checkpoints' / 'step-2.ckpt'}"
-    with pytest.raises(ValueError, match="does not fit"):
+    with pytest.raises(ValueError, match="tensors differ from the network"):
         lab.fit("diffusion_adapt", "name=other", *LENGTH, "minutes=null",
                 "trainer.max_steps=4", "network.layers=1", checkpoint)  # fmt: skip
     # A run without one, of a version that did not note them.
