@@ -19,7 +19,7 @@ from data.arguments import Count, Several, Small, Temperature, Tokens
 from data.files import atomic_write
 from decoding.drafting.tree_limits import check_tree
 from decoding.engine.params import SamplingParams
-from decoding.report import results, write_table
+from decoding.report import counted, results, write_table
 from recipes.command import main
 from recipes.options import NEEDED, PromptOptions, check_batch_sizes, check_first, option, parse
 from terminal.progress import Work, track
@@ -72,7 +72,7 @@ class Calibrate(PromptOptions):
     @property
     def title(self) -> str:
         """Return the title of the tables."""
-        return f"{self.prompts} held-out prompts, {self.dtype}"
+        return f"{counted(self.prompts, 'held-out prompt')}, {self.dtype}"
 
 
 def read_options(argv: list[str]) -> Calibrate:

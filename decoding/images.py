@@ -1,6 +1,7 @@
 """`python -m decoding.images model=runs/cspd_draft/export classes=[0,1,2]`: images, as a PNG."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -25,6 +26,11 @@ class Images(ImageOptions):
     lossy: bool = option(False, "allow what is not lossless")
     seed: Seed | None = option(None, "of all that is drawn; null draws one")
     out: str = option("images.png", "the picture's file")
+
+    def check_inputs(self) -> None:
+        super().check_inputs()
+        if find_spec("matplotlib") is None:
+            raise ValueError(f"out={self.out} is drawn by matplotlib: pip install matplotlib")
 
 
 def read_options(argv: list[str]) -> Images:

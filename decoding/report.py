@@ -3,6 +3,7 @@
 import csv
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -35,6 +36,15 @@ def results(folder: Path) -> Iterator[Path]:
             folder.rmdir()
 
 
+def counted(number: int, name: str) -> str:
+    """Return a number of things in words.
+
+    >>> counted(1, "prompt"), counted(8, "prompt")
+    ('1 prompt', '8 prompts')
+    """
+    return f"{number} {name}{'' if number == 1 else 's'}"
+
+
 def write_table(
     lines: list[dict], file: Path, title: str, command: str, shown: list[dict] | None = None
 ) -> None:
@@ -61,8 +71,9 @@ def write_table(
     (file.parent / "command.txt").write_text(typed(command))
 
 
+@cache
 def draws() -> bool:
-    """Return whether pictures can be drawn; say in a line what draws them if not."""
+    """Return whether pictures can be drawn; say once, in a line, what draws them if not."""
     if find_spec("matplotlib") is not None:
         return True
     print("no pictures are drawn: they need pip install matplotlib")

@@ -5,6 +5,7 @@ states. So the projection of these states begins as the one that best recovers t
 of the copies (`fitted_context`), and attention as sharp as it was (`sharpness`).
 """
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -20,7 +21,7 @@ from transformers import (
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from models.dflash import DFlashDraftModel, DFlashLayer
-from models.diffusion import copying
+from models.diffusion import Copied, copying
 from models.hidden_states import check_layers
 from models.regression import ridge
 from models.sizes import Layers
@@ -77,8 +78,9 @@ def from_target(
             f"the tokenizer has {len(tokenizer)} tokens and the target {theirs.vocab_size}: the "
             "drafter reads the target's embeddings, so it can have no token of its own"
         )
-    layerwise = context == "layerwise"
+    layerwise, began = context == "layerwise", time.perf_counter()
     layers, states = _chosen(source, layers, states, layerwise)
+    copied = Copied(layers, time.perf_counter() - began)
     special: dict = {"mask_token_id": None, "target_layer_ids": states, "causal": causal}
     if layerwise:
         normed = hasattr(source.model.layers[0].self_attn, "q_norm")
@@ -94,6 +96,7 @@ def from_target(
         torch.manual_seed(0)
         network = DFlashDraftModel(_config(source, len(layers), draft_ids, special))
     _copy(source, network, layers)
+    network.copied = copied
     if 0 < tail < len(layers):
         nn.init.zeros_(network.token_before.weight)
     if text is not None and not layerwise:

@@ -9,6 +9,8 @@ the prefix attends to the block too, so every block has its own forward. With `c
 """
 
 import copy
+import time
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +26,18 @@ from terminal.progress import track
 
 PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")  # keys with an entry per layer
 KIND = ("layer_type", "attention_type", "is_sliding", "sliding_window", "use_rope")
+
+
+class Copied(NamedTuple):
+    """The layers of its source that a new drafter begins with: the drafter's attribute `copied`.
+
+    Attributes:
+        layers: Their numbers, in the drafter's order.
+        seconds: The time that their choice took.
+    """
+
+    layers: list[int]
+    seconds: float
 
 
 def from_causal_lm(
@@ -48,7 +62,7 @@ def from_causal_lm(
             "a Llama, Qwen2 or Qwen3 style causal LM is needed"
         )
     network = copy.deepcopy(source)
-    recurrent = is_recurrent(source.config)
+    recurrent, began = is_recurrent(source.config), time.perf_counter()
     if isinstance(layers, int):
         layers = copying(source, layers)
         why = " (those with recurrent states cannot draft blocks)" if recurrent else ""
@@ -59,6 +73,7 @@ def from_causal_lm(
             f"Choose from {attending(source.config)}"
         )
     if layers is not None:
+        network.copied = Copied([*layers], time.perf_counter() - began)
         network = keep_layers(network, layers)
     if vocabulary > network.config.vocab_size:
         # New rows are random; a fixed seed makes them independent of the caller's random state.

@@ -22,6 +22,7 @@ from models.options import DTYPES, check_device, check_there, loading_options
 from recipes.command import Line, asked, call, help_page
 from recipes.values import VERBATIM, check, convert, split, unknown
 
+PROMPTS = 64  # that a command measures on, where none are given
 NEEDED = MISSING  # the default of an option that must be given
 Verbatim = Annotated[str, VERBATIM]
 
@@ -210,7 +211,9 @@ class PromptOptions(SourceOptions):
     """Options of a command that measures a model on held-out prompts."""
 
     chat: bool | None = option(None, "ask in the chat template; null: where the model has one")
-    prompts: Count = option(64, "how many held-out prompts")
+    prompts: Count | None = option(
+        None, f"how many held-out ones; null: {PROMPTS}, or all of a file of yours that has fewer"
+    )
     prompt_length: Tokens | None = option(None, "tokens; null: 64 of a text, all of a question")
     max_new_tokens: Tokens = option(128, "tokens of an answer, at the most")
     ignore_eos: bool = option(False, "go on after end-of-text, to max_new_tokens")
@@ -220,4 +223,5 @@ class PromptOptions(SourceOptions):
         """Return the arguments of `data.text.prompts.heldout_prompts`, without the tokenizer."""
         names = ("source", "split", "chat", "subset", "limit")
         given = {name: getattr(self, name) for name in names}
-        return given | {"count": self.prompts, "length": self.prompt_length}
+        given |= {"count": self.prompts or PROMPTS, "fewer": self.prompts is None}
+        return given | {"length": self.prompt_length}

@@ -75,6 +75,7 @@ from trainers.publishing.private import public
 from trainers.publishing.speculators import write_speculators
 from trainers.publishing.verify import verify
 from trainers.runs.checkpoint_files import load_weights, size_of, step_of
+from trainers.runs.provenance import chosen_layers
 
 
 def run(argv: list[str]) -> None:
@@ -212,7 +213,7 @@ def export_checkpoint(run: Path, checkpoint: Path, trust_remote_code: bool = Fal
             "with trust_remote_code=true"
         )
     with one_line("a module", str(run / "config.yaml")), no_larger_than(*size_of(checkpoint)):
-        module = build_module(config)
+        module = build_module(config, chosen_layers(run))
     load_weights(module, checkpoint)
     # Not <run>/export: a run that is not finished must not look as if it were.
     folder = run / f"export-step-{step}"

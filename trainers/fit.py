@@ -47,7 +47,13 @@ from trainers.runs.guards import LossGuard, memory_advice
 from trainers.runs.length import SKIPPED, TIMED, Seconds, Stopwatch, plan
 from trainers.runs.loggers import build_loggers, check_logger
 from trainers.runs.progress import Progress
-from trainers.runs.provenance import check_finished, check_inputs, provenance, write_provenance
+from trainers.runs.provenance import (
+    check_finished,
+    check_inputs,
+    chosen_layers,
+    provenance,
+    write_provenance,
+)
 from trainers.runs.randomness import RandomStates
 from trainers.runs.restorable import check_restorable
 from trainers.runs.resume import checkpoint_to_resume, with_stored_steps
@@ -107,16 +113,17 @@ def _fit(config: DictConfig, folder: Path, checkpoint: Path | None, first: int) 
     """Train and export a recipe in a run's folder, from a checkpoint or a step on."""
     began = time.perf_counter()
     prepare_inputs(config.needs, config.build_inputs)
+    layers = None if checkpoint is None else chosen_layers(checkpoint.parent.parent)
     if _to_be_measured(config):
-        config = in_minutes(config, folder, began)
+        config, layers = in_minutes(config, folder, began)
     pl.seed_everything(config.seed, verbose=False)
     with named_commands(config.needs):
-        module = build_module(config)
+        module = build_module(config, layers)
         check_exportable(module)
         if checkpoint is not None and config.resume not in ("auto", "never"):
             check_fits(module, checkpoint)
         trainer, loaders, rows = assemble(config, module, folder, first)
-    start = provenance(config, trainer, rows, first)
+    start = provenance(config, module.network, trainer, rows, first)
     if checkpoint is not None:
         check_strategy(checkpoint, trainer, config.strategy)
         check_inputs(start, checkpoint, chosen=config.resume != "auto")
@@ -173,10 +180,13 @@ def _to_be_measured(config: DictConfig) -> bool:
     return config.minutes is not None and config.trainer.max_steps is None
 
 
-def in_minutes(config: DictConfig, folder: Path, began: float) -> DictConfig:
+def in_minutes(
+    config: DictConfig, folder: Path, began: float
+) -> tuple[DictConfig, list[int] | None]:
     """Return a recipe with the steps and validations that `minutes` come to here.
 
-    The minutes began at `began`, by `time.perf_counter`.
+    With it come the layers that its network was made of, which are chosen once. The minutes began
+    at `began`, by `time.perf_counter`.
 
     They follow from a short run with all that the real one has. Nothing of it is kept: the real one
     begins as if it had been given these steps.
@@ -188,7 +198,7 @@ def in_minutes(config: DictConfig, folder: Path, began: float) -> DictConfig:
     short.acceptance.prompts = min(config.acceptance.prompts, 1)
     _say(f"minutes={config.minutes:g}: {few} steps, a validation and a checkpoint are timed first")
     try:
-        found = _measured(short, scratch, began)
+        found, layers = _measured(short, scratch, began)
     except Preempted as signal:
         _stop(signal, "while steps were timed")
     finally:
@@ -206,10 +216,10 @@ def in_minutes(config: DictConfig, folder: Path, began: float) -> DictConfig:
         f"minutes={config.minutes:g}: {run.steps} steps of {found.step:.2g} s, "
         f"{checks} validation{'s' * (checks > 1)} of {run.validation:.2g} s{fewer}"
     )
-    return config
+    return config, layers
 
 
-def _measured(config: DictConfig, folder: Path, began: float) -> Seconds:
+def _measured(config: DictConfig, folder: Path, began: float) -> tuple[Seconds, list[int] | None]:
     """Time the first steps of a run, a validation and a checkpoint: the same on all processes."""
     built = time.perf_counter()
     pl.seed_everything(config.seed, verbose=False)
@@ -217,14 +227,17 @@ def _measured(config: DictConfig, folder: Path, began: float) -> Seconds:
         module = build_module(config)
         check_exportable(module)
         trainer, loaders, _ = assemble(config, module, folder, first=0)
+    if copied := getattr(module.network, "copied", None):
+        built += copied.seconds  # the run itself is given these layers
     watch = Stopwatch()
     trainer.callbacks = [watch, *(c for c in trainer.callbacks if not isinstance(c, Progress))]
     trainer.fit(module, *loaders)
     if trainer.global_step < trainer.max_steps:
         raise ValueError("stopped while steps were timed: give the same command again")
     rows, prompts = config.data.validation_rows, config.acceptance.prompts
-    found = watch.seconds(rows, prompts, began, built)
-    return Seconds(*trainer.strategy.broadcast(astuple(found)))
+    watched = watch.seconds(rows, prompts, began, built)
+    found = Seconds(*trainer.strategy.broadcast(astuple(watched)))
+    return found, copied and copied.layers
 
 
 def export_run(module: BaseModule, trainer: pl.Trainer, folder: Path, merge: bool) -> None:
@@ -258,12 +271,19 @@ def describe(config: DictConfig, folder: Path) -> None:
         OmegaConf.save(config, temporary, resolve=True)
 
 
-def build_module(config: DictConfig) -> BaseModule:
-    """Build a recipe's module with its tokenizer (null: no language model), network and target."""
+def build_module(config: DictConfig, layers: list[int] | None = None) -> BaseModule:
+    """Build a recipe's module with its tokenizer (null: no language model), network and target.
+
+    `layers` are those that a network takes from its source, where they were chosen before for the
+    number of them that the recipe has.
+    """
     tokenizer = None if config.tokenizer is None else build(config.tokenizer)
     if tokenizer is None and config.lora.rank:
         raise ValueError(f"lora.rank={config.lora.rank} is not allowed: only causal LMs take LoRA")
-    network = build(config.network, **with_tokenizer(tokenizer))
+    chosen = {}
+    if layers is not None and OmegaConf.select(config, "network.layers") == len(layers):
+        chosen = {"layers": layers}
+    network = build(config.network, **with_tokenizer(tokenizer), **chosen)
     module = build(
         config.module,
         network=add_lora(network, tokenizer, **OmegaConf.to_container(config.lora, resolve=True)),

@@ -22,7 +22,7 @@ from data.corpora.benchmarks import (
     is_benchmark,
     read_benchmark,
 )
-from data.corpora.sources import INSTALLED, load_documents, one_document
+from data.corpora.sources import INSTALLED, is_own, load_documents, one_document
 from data.corpora.stdlib import is_held_out
 from data.text.chat import chat_of, encode_prompt, encode_text, located, start_ids
 from data.text.special import encode, quoted
@@ -65,9 +65,17 @@ class Spool(Sequence):
         return json.loads(self._file.readline())
 
 
-def heldout_prompts(*args, **options) -> list[dict]:
-    """Return the prompts of `prompt_set`, with its arguments, in memory."""
-    return list(prompt_set(*args, **options))
+def heldout_prompts(source: str, *args, fewer: bool = False, **options) -> list[dict]:
+    """Return the prompts of `prompt_set`, with its arguments, in memory.
+
+    With `fewer`, a file or folder of the user may have fewer than are asked for.
+    """
+    try:
+        return list(prompt_set(source, *args, **options))
+    except TooFewPrompts as error:
+        if not (fewer and error.prompts and is_own(source)):
+            raise
+        return list(error.prompts)
 
 
 def prompt_set(
@@ -125,7 +133,7 @@ def prompt_set(
     """
     options |= {"limit": limit, "where": where}
     if is_collection(source):
-        found = _collected(source, tokenizer, split, length, subset, **options)
+        found = _collected(source, tokenizer, split, subset, **options)
         return _chosen(found, tokenizer, count, source, split, length)
     in_chat = asks_in_chat(tokenizer, chat)
     if is_benchmark(source):
@@ -163,10 +171,26 @@ def _chosen(
     split: str,
     length: int | None,
 ) -> Spool:
-    """Return the first `count` prompts found; raise an error if there are fewer, or none."""
-    prompts = Spool(
-        prompt | {"text": tokenizer.decode(prompt["prompt_ids"])} for prompt in islice(found, count)
-    )
+    """Return the first `count` prompts found, cut to the last `length` tokens.
+
+    Raises:
+        TooFewPrompts: For fewer prompts, or none.
+    """
+    cut = 0
+
+    def read(prompt: dict) -> dict:
+        nonlocal cut
+        ids = prompt["prompt_ids"]
+        if length and len(ids) > length:
+            cut, ids = cut + 1, ids[-length:]
+        return prompt | {"prompt_ids": ids, "text": tokenizer.decode(ids)}
+
+    prompts = Spool(map(read, islice(found, count)))
+    if cut:
+        _say(
+            f"{cut} of {len(prompts)} prompts were longer than {length} tokens and lost their "
+            "beginning"
+        )
     if len(prompts) < (count or 1):
         of, shorter = (f" of length={length}", " or shorter ones") if length else ("", "")
         raise TooFewPrompts(
@@ -183,7 +207,6 @@ def _collected(
     source: str,
     tokenizer: PreTrainedTokenizerBase,
     split: str,
-    length: int | None,
     subset: str | None,
     where: str | None = None,
     limit: int | None = None,
@@ -196,7 +219,7 @@ def _collected(
     prompts: dict[str, list[int]] = {}
     for answer in read_answers(source, split, where):
         size = len(answer.trained) - sum(answer.trained)
-        prompts.setdefault(answer.prompt, answer.ids[:size][-(length or 0) :])
+        prompts.setdefault(answer.prompt, answer.ids[:size])
         if len(prompts) == limit:
             break
     for id in sorted(prompts, key=_hash):
@@ -271,7 +294,6 @@ def _whole_prompts(
                     more["later"]["length"] = length
             else:
                 ids = _prompt_ids(document, tokenizer, chat)
-            ids = ids[-(length or 0) :]
         if ids:
             yield {"id": document["id"], "prompt_ids": ids, **more}
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from data.arguments import Several, Temperature
 from decoding.bench.options import PromptBenchOptions, results_folder, told_apart
-from decoding.report import picture, results, write_table
+from decoding.report import counted, draws, picture, results, write_table
 from recipes.command import main
 from recipes.options import check_first, option, parse
 
@@ -102,6 +102,7 @@ class WatchedRow(Row):
 def run(argv: list[str]) -> None:
     """Run the command with its arguments `key=value`."""
     bench = read_options(argv)
+    draws()  # said before the work
     with results(results_folder(bench, "bench")) as out:
         report(bench, measure(bench), out)
 
@@ -158,8 +159,9 @@ def summary(row: WatchedRow) -> dict:
 
 def report(bench: DenoiseBench, rows: list[WatchedRow], out: Path) -> None:
     """Print the tables; write denoise.csv, accepted.csv and graph.png."""
+    prompts = counted(len(rows[0].results), "prompt")
     most = f"{bench.max_new_tokens} tokens at the most"
-    title = f"{bench.prompts} prompts of {Path(bench.source).name}, {most}, {bench.dtype}"
+    title = f"{prompts} of {Path(bench.source).name}, {most}, {bench.dtype}"
     command = "decoding.bench.denoise"
     write_table([*map(summary, rows)], out / "denoise.csv", title, command)
     print("NFE: network passes; up to the first end token, unless ignore_eos=true;")
@@ -169,7 +171,7 @@ def report(bench: DenoiseBench, rows: list[WatchedRow], out: Path) -> None:
     lines = [accepted(row, levels) for row in drafted]
     write_table(lines, out / "accepted.csv", "share of passes that accept each level", command)
     graphs = {row.name: row.sampler.graph for row in drafted if row.sampler.graph.nodes}
-    if graphs:
+    if graphs and draws():
         draw_graphs(graphs, out / "graph.png")
 
 

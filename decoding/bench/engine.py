@@ -12,7 +12,7 @@ from typing import ClassVar
 from data.arguments import BlockSize, Count, Temperature, Whole
 from decoding.bench.options import note_model, results_folder
 from decoding.engine.params import Result, Stats, accepted_counts
-from decoding.report import results, write_table
+from decoding.report import counted, results, write_table
 from recipes.command import main
 from recipes.options import PromptOptions, check_first, option, parse
 
@@ -143,7 +143,7 @@ def report(bench: EngineBench, ways: list[Way], out: Path) -> None:
     """Print the table, and write engine.csv and the command."""
     positions = max((len(way.accepted[0]) for way in ways if way.drafts), default=0)
     lines = [way.line(positions) for way in ways]
-    title = f"{bench.prompts} prompts of {Path(bench.source).name}, {bench.dtype}"
+    title = f"{counted(len(ways[0].results), 'prompt')} of {Path(bench.source).name}, {bench.dtype}"
     title += f", batch {bench.batch_size}"
     command = "decoding.bench.engine"
     write_table(lines, out / "engine.csv", title, command, [*map(on_screen, lines)])

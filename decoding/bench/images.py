@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from data.arguments import Count, Several, Small, Temperature, Weight, Whole
 from decoding.bench.options import FEATURES, RELAXED, results_folder
 from decoding.continuous.options import ImageOptions
-from decoding.report import picture, results, write_table
+from decoding.report import draws, picture, results, write_table
 from recipes.command import main
 from recipes.options import MeasureOptions, check_first, option, parse
 from terminal.progress import track
@@ -72,6 +72,7 @@ def run(argv: list[str]) -> None:
     sampler = load(bench.model, **bench.loading)
     if not isinstance(sampler, CspdSampler):
         raise ValueError(f"{bench.model!r} is no drafter of images: python -m decoding.images")
+    draws()  # said before the work
     with results(results_folder(bench, "bench")) as out:
         report(bench, sampler, out)
 
@@ -81,7 +82,8 @@ def report(bench: ImageBench, sampler: CspdSampler, out: Path) -> None:
     command = "decoding.bench.images"
     lines, grid = sweep(bench, sampler)
     write_table(lines, out / "acceptance.csv", f"{bench.images} images a point", command)
-    draw_grid(grid, out / "accepted.png")
+    if draws():
+        draw_grid(grid, out / "accepted.png")
     title = f"{bench.samples} samples a set, {bench.dtype}"
     write_table(ways(bench, sampler), out / "ways.csv", title, command)
     print("acceptance rate: accepted drafts of those that were judged")

@@ -11,6 +11,7 @@ from pydantic import Field
 from data.arguments import BlockSize, Count, Several, Temperature, Whole
 from decoding.engine.params import VERIFY
 from recipes.options import (
+    PROMPTS,
     MeasureOptions,
     PromptOptions,
     SamplerOptions,
@@ -72,7 +73,7 @@ class Bench(PromptBenchOptions, ScoreOptions):
 
     def __post_init__(self):
         super().__post_init__()
-        check_batch_sizes(self.batch_sizes, self.prompts)
+        check_batch_sizes(self.batch_sizes, self.prompts or PROMPTS)
 
 
 def read_options(argv: list[str]) -> Bench:

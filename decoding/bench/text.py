@@ -28,10 +28,11 @@ from decoding.loading import (
     sampling_config,
     target_of,
 )
-from decoding.report import results
+from decoding.report import counted, draws, results
 from decoding.samplers.plain import PlainSampler
 from models import causal
 from recipes.command import main
+from recipes.options import check_batch_sizes
 from terminal.progress import track
 
 
@@ -39,13 +40,14 @@ def run(argv: list[str]) -> None:
     """Run the command with its arguments `key=value`."""
     bench = read_options(argv)
     score = scorer(bench)  # a mistake in it must not cost hours
+    draws()  # said before them, too
     with results(results_folder(bench, "bench")) as out:
         note_model(bench, out)
         rows, prompts = measure(bench)
         if score is not None:
             for row in track(rows, score.metric):
                 row.metric, row.scores = score.metric, score(row, prompts)
-        title = f"{bench.prompts} prompts of {Path(bench.source).name}, {bench.dtype}"
+        title = f"{counted(len(prompts), 'prompt')} of {Path(bench.source).name}, {bench.dtype}"
         report(out, rows, prompts, title, bench.seed)
 
 
@@ -66,6 +68,7 @@ def measure(bench: Bench) -> tuple[list[TextRow], list[dict]]:
         for_inference(assistant)  # as the samplers' networks are
     check_one_tokenizer(tokenizers)
     prompts = heldout_prompts(tokenizer=first.tokenizer, **bench.prompt_set)
+    check_batch_sizes(bench.batch_sizes, len(prompts))  # which can be fewer than are asked for
     stock = _transformers(bench, first, assistant)
     rows = []
     for temperature, size in product(bench.temperatures, bench.batch_sizes):

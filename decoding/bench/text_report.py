@@ -210,7 +210,7 @@ def draw_speedups(rows: list[TextRow], file: Path) -> None:
     size = (4.6 * len(groups), 0.32 * max(map(len, groups)) + 1.4)
     with picture(file, ncols=len(groups), figsize=size) as axes:
         for axis, here in zip(axes[0], groups):
-            axis.boxplot([row.speedups for row in here], vert=False, showfliers=False)
+            axis.boxplot([row.speedups for row in here], orientation="horizontal", showfliers=False)
             axis.set_yticks(range(1, 1 + len(here)), [row.name for row in here], fontsize=8)
             axis.invert_yaxis()
             axis.axvline(1, color="#555555", linewidth=0.8, linestyle=":")

@@ -2,6 +2,7 @@
 
 import pytest
 
+from decoding import images
 from decoding.report import draws, picture, results, write_table
 
 LINES = [{"sampler": "plain", "tokens/s": 1.5}]
@@ -73,5 +74,17 @@ def test_a_picture_that_fails_leaves_the_one_before(tmp_path):
 @pytest.mark.parametrize(("found", "said"), [(None, "pip install matplotlib"), (object(), "")])
 def test_pictures_are_left_out_where_nothing_draws_them(found, said, monkeypatch, capsys):
     monkeypatch.setattr("decoding.report.find_spec", lambda name: found)
+    draws.cache_clear()
     assert draws() == (said == "")
     assert said in capsys.readouterr().out
+    assert draws() == (said == "")
+    assert capsys.readouterr().out == ""  # once is enough
+    draws.cache_clear()
+
+
+def test_a_picture_alone_is_refused_before_the_work(monkeypatch):
+    given = {"model": "org/name", "classes": (0,), "out": "x.png"}
+    images.Images(**given).check_inputs()
+    monkeypatch.setattr(images, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"out=x\.png is drawn by matplotlib: pip install"):
+        images.Images(**given).check_inputs()

@@ -13,13 +13,16 @@ import pytorch_lightning as pl
 import torch
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
+from torch import nn
 from torch.utils.data import Dataset, Subset
 
 from data.corpora.fingerprints import VERSION, commit, input_fingerprint
 from data.corpora.sources import content_fingerprint
 from data.files import atomic_write, read_json
 from data.rows.packing import PackedRows
+from models.sizes import Layers
 from recipes.command import typed
+from recipes.values import check
 
 PACKAGES = ("torch", "transformers", "tokenizers", "pytorch-lightning", "datasets", "hydra-core")
 PARTS = ("content", "tokenizer")  # of what rows are made from: those that a path does not tell
@@ -91,6 +94,12 @@ def check_finished(config: DictConfig, folder: Path) -> None:
         )
 
 
+def chosen_layers(folder: Path) -> list[int] | None:
+    """Return the layers of its source that a run's network was made of; None for no such run."""
+    layers = (_last_start(folder) or {}).get("layers")
+    return None if layers is None else [*check("layers", layers, list[Layers])]
+
+
 def _last_start(folder: Path) -> dict | None:
     """Return the last start in a run's provenance; None without one that can be compared."""
     file = folder / "provenance.json"
@@ -115,9 +124,14 @@ def _is_one_input(path: Path) -> bool:
 
 
 def provenance(
-    config: DictConfig, trainer: pl.Trainer, rows: dict[str, Dataset], first: int
+    config: DictConfig,
+    network: nn.Module,
+    trainer: pl.Trainer,
+    rows: dict[str, Dataset],
+    first: int,
 ) -> dict:
     """Gather the facts of one start of a run, at step `first`, with its packed rows by split."""
+    copied = getattr(network, "copied", None)
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "step": first,
@@ -142,6 +156,7 @@ def provenance(
         "fingerprints": VERSION,
         "data": {split: described_rows(r) for split, r in rows.items()},
         "inputs": inputs(config),
+        "layers": copied and copied.layers,
     }
 
 

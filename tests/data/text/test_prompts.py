@@ -147,6 +147,46 @@ def test_bad_inputs(folder, tmp_path, tokenizer):
         heldout_prompts(source, tokenizer, 2, 8)
 
 
+def test_fewer_than_are_asked_for_where_that_is_allowed(tmp_path, tokenizer):
+    rows = [{"prompt": f"say {n}", "id": n} for n in range(3)]
+    source = write_jsonl(tmp_path / "q.jsonl", rows)
+    some = heldout_prompts(source, tokenizer, 50, split="train", fewer=True)
+    assert 0 < len(some) <= 3
+    assert some == heldout_prompts(source=source, tokenizer=tokenizer, count=None, split="train")
+    assert len(heldout_prompts(source, tokenizer, 1, split="train", fewer=True)) == 1
+    with pytest.raises(ValueError, match="and 50 are asked for"):
+        heldout_prompts(source, tokenizer, 50, split="train")
+    empty = write_jsonl(tmp_path / "long.jsonl", [{"text": ""}])
+    with pytest.raises(ValueError, match=r"asked for|no text"):
+        heldout_prompts(empty, tokenizer, 5, split="train", fewer=True)
+    with pytest.raises(ValueError, match="and 5 are asked for"):  # no file of the user's
+        heldout_prompts("stdlib", tokenizer, 5, length=10**6, limit=3, fewer=True)
+
+
+def test_prompts_that_lose_their_beginning_are_counted_in_one_line(tmp_path, tokenizer, capsys):
+    sizes = [3, 4, 5, 9, 9, 2]
+    rows = [{"prompt": " ".join(["x"] * n), "id": n + 10 * i} for i, n in enumerate(sizes)]
+    source = write_jsonl(tmp_path / "q.jsonl", rows)
+
+    def read(count, length):
+        found = heldout_prompts(source, tokenizer, count, length, split="train")
+        return [len(p["prompt_ids"]) for p in found], capsys.readouterr().err
+
+    whole, said = read(None, None)
+    assert said == ""
+    length = sorted(whole)[1]
+    longer = sum(n > length for n in whole)
+    assert 0 < longer < len(whole)
+    assert read(None, length) == (
+        [min(n, length) for n in whole],
+        f"{longer} of {len(whole)} prompts were longer than {length} tokens and lost their "
+        "beginning\n",
+    )
+    assert read(None, max(whole))[1] == ""
+    few = sum(n > length for n in whole[:2])  # of those that are taken
+    assert read(2, length)[1].startswith(f"{few} of 2 prompts" if few else "")
+
+
 def test_decoding_needs_no_datasets():
     code = (
         "import sys; sys.modules['datasets'] = None\n"

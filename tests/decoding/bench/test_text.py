@@ -1,5 +1,6 @@
 import csv
 import json
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -237,6 +238,26 @@ def test_answers_of_one_token(counting, tmp_path):
     lines = table(tmp_path)
     assert {line["acceptance length"] for line in lines} == {"1.0"}
     assert {line["speed-up ±"] for line in lines} == {""}
+
+
+def test_an_own_file_is_measured_whole_where_no_number_is_given(counting, tmp_path, capsys):
+    rows = [{"prompt": f"say {n}", "id": n} for n in range(2)]
+    source = jsonl(tmp_path / "x.jsonl", rows)
+    given = [
+        f"model={counting}", f"source={source}", "split=train", "max_new_tokens=2",
+        "dtype=float32", "temperatures=[0]", "sampler=[method=jacobi,block_size=4]",
+        "generate=false", "prompt_lookup=0", f"out={tmp_path / 'out'}",
+    ]  # fmt: skip
+    run(given)
+    assert "2 prompts of x.jsonl, float32" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"has 2 prompts.* and 64 are asked for"):
+        run([*given, "prompts=64"])
+    with pytest.raises(ValueError, match=r"batch_sizes=\[4\] with prompts=2 is not allowed"):
+        run([*given, "batch_sizes=[4]"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DeprecationWarning)  # such as matplotlib's
+        run([*given, "prompts=1"])
+    assert "1 prompt of x.jsonl, float32" in capsys.readouterr().out
 
 
 def test_a_score_beside_the_speed(counting, tmp_path, capsys):
