@@ -37,9 +37,9 @@ def clock(monkeypatch):
     """A second a step; when the commands, and the building of what they measure, began."""
     found = []
 
-    def seconds(self, began, built):
+    def seconds(self, rows, prompts, began, built):
         found.append((began, built))
-        return Seconds(step=1, validation=2, checkpoint=0, before=3)
+        return Seconds(step=1, row=0.25, prompt=0, checkpoint=0, before=5)
 
     monkeypatch.setattr(Stopwatch, "seconds", seconds)
     return found
