@@ -31,9 +31,11 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
+from models.attention import layer_masks
 from models.hidden_states import check_layers
-from models.masks import Layout, Predicate, dense, numbered_blocks
+from models.masks import Layout, dense, limited, numbered_blocks
 from models.weights import bounded, check_complete, check_depth, one_line
+from models.windows import FULL, SLIDING, windows_of
 
 # Of a drafter as an assistant of transformers: tensors with another name, and keys with the same.
 ASSISTANT_NAMES = {
@@ -176,9 +178,13 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
         own = states.chunk(len(self.layers), -1)
         return [layer.input_layernorm(state) for layer, state in zip(self.layers, own)]
 
-    def attention(self, width: int) -> Predicate:
-        """Return the attention pattern of blocks of `width` numbered tokens."""
-        return numbered_blocks(width, self.causal)
+    def masks(self, queries: Layout, keys: Layout, width: int) -> Tensor | dict[str, Tensor]:
+        """Return the `attention_mask` of blocks of `width` numbered tokens over a prefix and them.
+
+        Where layers have windows it is a dictionary of one for each type of layer.
+        """
+        pattern = numbered_blocks(width, self.causal)
+        return layer_masks(self, lambda limit: dense(limited(pattern, limit), queries, keys))
 
     def get_input_embeddings(self) -> None:
         """Return None: the target's embeddings are used."""
@@ -230,8 +236,8 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
                 "mask_token_id": config.dflash_config["mask_token_id"],
                 "draft_vocab_size": vocabulary if chosen is None else len(chosen),
                 "sample_from_anchor": self.samples_from_anchor,
-                # There are no windows, but by this key vLLM 0.32 makes the blocks of all layers
-                # causal, as it does by the package's default, false.
+                # Windows or none: by this key vLLM 0.32 makes the blocks of all layers causal, as
+                # it does by the package's default, false.
                 "sliding_window_non_causal": not self.causal,
             }
         )
@@ -244,7 +250,7 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
         self,
         noise_embeds: Tensor,
         context_hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor] | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
         **ignored,
@@ -255,8 +261,8 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
             noise_embeds: [B, Q, H], the target's embeddings of the last committed token and masks.
             context_hidden_states: [B, C, L H], states of the L target layers at tokens that the
                 cache does not hold yet.
-            attention_mask: bool [B, 1, Q, K] over all keys (True: attended to), or [B, K], 0 where
-                a key is padding; None: all keys.
+            attention_mask: bool [B, 1, Q, K] over all keys (True: attended to), or one for each of
+                the config's `layer_types`; or [B, K], 0 where a key is padding; None: all keys.
             position_ids: [B, C + Q], of the context and then of the block; None: from 0 on.
             past_key_values: Holds keys and values of earlier context.
 
@@ -266,12 +272,16 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
         if position_ids is None:
             count = context_hidden_states.shape[1] + noise_embeds.shape[1]
             position_ids = torch.arange(count, device=noise_embeds.device)[None]
-        if attention_mask is not None and attention_mask.dim() == 2:
+        if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
             wide = attention_mask[:, None, None].bool()
             attention_mask = wide.expand(-1, -1, noise_embeds.shape[1], -1)
+        kinds = self.config.layer_types
+        mask = attention_mask
+        of = mask if isinstance(mask, dict) else dict.fromkeys(kinds, mask)
         rotary, block = self.rotary_emb(noise_embeds, position_ids), noise_embeds
-        for layer, context in zip(self.layers, self.contexts(context_hidden_states)):
-            block = layer(block, context, rotary, attention_mask, past_key_values)
+        contexts = self.contexts(context_hidden_states)
+        for layer, kind, context in zip(self.layers, kinds, contexts):
+            block = layer(block, context, rotary, of[kind], past_key_values)
         return BaseModelOutputWithPast(self.norm(block), past_key_values)
 
     def logits(self, hidden: Tensor, target: PreTrainedModel) -> Tensor:
@@ -296,14 +306,15 @@ def draft_states(
     S = states[0].shape[1]
     W = batch["input_ids"][:, S:].shape[1] // A
     number = torch.arange(-S, A * W, device=batch["block"].device).clamp_min(-1)
-    layout = Layout(batch["document"], batch["index"], number.expand_as(batch["block"]))
+    number = number.expand_as(batch["block"])
+    layout = Layout(batch["document"], batch["index"], number, batch["position_ids"])
     embed = target.get_input_embeddings()
     with torch.no_grad():
         block = embed(batch["input_ids"][:, S:])
     hidden = network(
         noise_embeds=block.to(network.dtype),
         context_hidden_states=torch.cat([*states], -1).to(network.dtype),
-        attention_mask=dense(network.attention(W), layout.map(lambda t: t[:, S:]), layout),
+        attention_mask=network.masks(layout.map(lambda t: t[:, S:]), layout, W),
         position_ids=batch["position_ids"],
     ).last_hidden_state
     return network.drafted(hidden.view(B, A, W, -1))
@@ -312,8 +323,7 @@ def draft_states(
 def load(path: str, dtype: str | torch.dtype = "auto") -> DFlashDraftModel:
     """Return the network of an export in DFlash's format, ours or another's, on the CPU.
 
-    Missing or unexpected tensors (a later version, such as DFlash 2) and sliding windows raise
-    ValueError.
+    Missing or unexpected tensors (a later version, such as DFlash 2) raise ValueError.
     """
     with one_line("a DFlash drafter", path):
         check_depth(Qwen3Config.get_config_dict(path)[0])
@@ -330,14 +340,33 @@ def load(path: str, dtype: str | torch.dtype = "auto") -> DFlashDraftModel:
                 f"it has partial_rotary_factor={share}, which this class does not know and engines "
                 "obey: they would draft with another rotation"
             )
-        if {*(layers := network.config.layer_types)} != {"full_attention"}:
-            raise ValueError(f"it has sliding windows (layer_types={layers}): not there yet")
         check_complete(network, found)
     return network
 
 
 def _in_one_layout(config: Qwen3Config) -> Qwen3Config:
-    """Return a drafter's config without speculators' keys, which a new drafter has anew."""
+    """Return a drafter's config without speculators' keys, which a new drafter has anew.
+
+    Its layers' kinds and windows must be known; where it does not say whether draft blocks are
+    causal, those of windowed layers are, as in vLLM.
+    """
+    kinds, special = {*config.layer_types}, getattr(config, "dflash_config", None) or {}
+    if unknown := kinds - {FULL, SLIDING}:
+        raise ValueError(f"it has layers of {sorted(unknown)}: only {FULL} and {SLIDING} are known")
+    windows_of(config)  # whose size must be there
+    size = special.get("swa_window_size", config.sliding_window)
+    if special.get("use_swa") or size != config.sliding_window:
+        raise ValueError(
+            "it has a window by dflash_config.use_swa or swa_window_size: only layer_types and "
+            "sliding_window are known"
+        )
+    if SLIDING in kinds and special.get("causal") is None:
+        if FULL in kinds:
+            raise ValueError(
+                f"it has layers with and without windows (layer_types={config.layer_types}) and "
+                "does not say whether draft blocks are causal: set dflash_config.causal"
+            )
+        config.dflash_config = special | {"causal": True}
     if hasattr(config, "speculators_config"):
         for key in SPECULATORS:
             vars(config).pop(key, None)
@@ -370,11 +399,12 @@ def load_assistant(path: str) -> PreTrainedModel:
             "class borrows the target's: train with network.draft_ids=null"
         )
     config, special = network.config, network.config.dflash_config
-    if network.samples_from_anchor or network.causal or network.layerwise:
+    windowed = windows_of(config) is not None  # its class counts a window from another token
+    if network.samples_from_anchor or network.causal or network.layerwise or windowed:
         raise ValueError(
-            f"{path!r} has layout=dspark, causal blocks or context=layerwise, and transformers' "
-            "class has none of them: train with layout=dflash network.causal=false "
-            "network.context=fused"
+            f"{path!r} has layout=dspark, causal blocks, context=layerwise or a window, and "
+            "transformers' class has none of them: train with layout=dflash network.causal=false "
+            "network.context=fused network.window=null"
         )
     theirs = MuseGlimmerAssistantConfig(
         **{key: getattr(config, key) for key in ASSISTANT_KEYS},

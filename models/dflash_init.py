@@ -17,7 +17,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from models.dflash import DFlashDraftModel, DFlashLayer
 from models.diffusion import copying
 from models.hidden_states import check_layers
-from models.sizes import Layers
+from models.sizes import Layers, Window
+from models.windows import sliding_layers
 from terminal.progress import track
 
 SHARED = (  # keys of a target's config that its drafter has too
@@ -37,6 +38,7 @@ def from_target(
     text: Sequence[Sequence[int]] | None = None,
     causal: bool = False,
     context: Literal["fused", "layerwise"] = "fused",
+    window: Window | None = None,
 ) -> DFlashDraftModel:
     """Return a new drafter for a target, with layers that begin as copies of the target's.
 
@@ -56,6 +58,7 @@ def from_target(
             each layer begins with exactly the keys and values of its original in the target, from
             the state of the layer before. `states` and `text` are not read then, the target's layer
             0 is not copied, and no engine runs it.
+        window: Last tokens that the layers attend to; None: all.
     """
     theirs = source.config.get_text_config()
     if not _is_llama_like(source):
@@ -76,7 +79,7 @@ def from_target(
         special |= {"context": context, "norms": normed}
     with torch.random.fork_rng(devices=[]):  # independent of the caller's random state
         torch.manual_seed(0)
-        network = DFlashDraftModel(_config(source, len(layers), draft_ids, special))
+        network = DFlashDraftModel(_config(source, len(layers), draft_ids, special, window))
     _copy(source, network, layers)
     if text is not None and not layerwise:
         weight, scale = fitted_context(source, layers, states, text)
@@ -176,7 +179,11 @@ def _chosen(
 
 
 def _config(
-    source: PreTrainedModel, layers: int, draft_ids: Tensor | None, special: dict
+    source: PreTrainedModel,
+    layers: int,
+    draft_ids: Tensor | None,
+    special: dict,
+    window: int | None,
 ) -> Qwen3Config:
     """Return the config of a drafter with `layers` layers; `special` is its `dflash_config`."""
     theirs, attention = source.config.get_text_config(), source.model.layers[0].self_attn
@@ -191,6 +198,7 @@ def _config(
         attention_bias="context" in special and biased,
         dflash_config=special,
         **({} if draft_ids is None else {"draft_vocab_size": len(draft_ids)}),
+        **({} if window is None else sliding_layers(window, layers)),
     )
     config.architectures = [DFlashDraftModel.__name__]
     return config

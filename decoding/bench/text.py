@@ -79,7 +79,8 @@ def measure(bench: Bench) -> tuple[list[TextRow], list[dict]]:
         for row in rows:
             row.context, row.asked = length, ids
         named = "bench" if length is None else f"bench, {length} tokens of context"
-        take_turns(rows, ids, bench.seed, named)
+        short = [prompt[: min(bench.prompt_lengths, default=None)] for prompt in ids]
+        take_turns(rows, ids, bench.seed, named, first=short)
         found = rows + found
     return found, prompts
 

@@ -20,7 +20,7 @@ from decoding.method import Text, TokenId
 from models import dflash
 from models.context import clamped
 from models.dflash import DFlashDraftModel
-from models.masks import Layout, dense
+from models.masks import Layout
 
 
 @dataclass
@@ -69,9 +69,9 @@ class CachedDrafter(CountedNetwork):
         # The very predicate of training; slots after a row's block are stale.
         slots = self._slots[:, :visible].expand(len(block), -1)
         number = (slots - first).clamp_min(-1)
-        keys = Layout(-(slots > positions[:, -1:]).long(), slots.minimum(first), number)
+        keys = Layout(-(slots > positions[:, -1:]).long(), slots.minimum(first), number, slots)
         number = torch.arange(Q, device=block.device).expand_as(block)
-        queries = Layout(torch.zeros_like(block), first.expand_as(block), number)
+        queries = Layout(torch.zeros_like(block), first.expand_as(block), number, first + number)
         scratch = self.cache.capacity - 1
         self.cache.place(positions.masked_fill(padding, scratch), visible)
         network, dtype = self.network, self.network.dtype
@@ -79,7 +79,7 @@ class CachedDrafter(CountedNetwork):
             hidden = network(
                 noise_embeds=self.target.get_input_embeddings()(block).to(dtype),
                 context_hidden_states=states.to(dtype),
-                attention_mask=dense(network.attention(Q), queries, keys),
+                attention_mask=network.masks(queries, keys, Q),
                 position_ids=clamped(positions.clamp_min(0), self._range),
                 past_key_values=self.cache,
             ).last_hidden_state

@@ -9,7 +9,8 @@ from tests.support import tiny
 
 def dflash(model, k, cls=DFlashSampler, **knobs):
     vocabulary = model.config.vocab_size
-    own = {name: knobs.pop(name) for name in ("layout", "causal", "context") if name in knobs}
+    blocks = ("layout", "causal", "context", "window")
+    own = {name: knobs.pop(name) for name in blocks if name in knobs}
     drafter = tiny.dflash(model, scale=knobs.pop("scale", 2.0), **own)
     tokenizer = tiny.tokenizer(vocabulary)
     return cls(model, tokenizer, drafter, block_size=k, mask_id=vocabulary - 1, **knobs)

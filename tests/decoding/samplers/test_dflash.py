@@ -24,6 +24,7 @@ BLOCKS = [
     {},
     {"layout": "dspark"},
     {"layout": "dspark", "causal": True, "context": "layerwise"},
+    {"window": 5},
 ]
 
 
