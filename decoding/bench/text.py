@@ -69,9 +69,11 @@ def measure(bench: Bench) -> tuple[list[TextRow], list[dict]]:
     check_one_tokenizer(tokenizers)
     prompts = heldout_prompts(tokenizer=first.tokenizer, **bench.prompt_set)
     stock = _transformers(bench, first, assistant)
-    whole, found = [p["prompt_ids"] for p in prompts], []
+    whole = [p["prompt_ids"] for p in prompts]
+    found: list[TextRow] = []
     # The longest first: what does not fit the model's context costs no hours.
-    for length in sorted({*bench.prompt_lengths}, reverse=True) or [None]:
+    lengths: list[int | None] = [*sorted({*bench.prompt_lengths}, reverse=True)]
+    for length in lengths or [None]:
         rows = []
         for temperature, size in product(bench.temperatures, bench.batch_sizes):
             rows += _rows(bench, samplers, stock, temperature, size)

@@ -231,7 +231,7 @@ def draw_contexts(rows: list[TextRow], file: Path) -> None:
                 errors = [line[f"acceptance length{ERROR}"] or 0 for _, line in lines]
                 at = [context for context, _ in lines]
                 axis.errorbar(at, means, errors, label=name, marker="o", markersize=4, capsize=2)
-            ticks = sorted({row.context for row in here})
+            ticks = sorted({row.context for row in here if row.context is not None})
             axis.set_xscale("log", base=2)
             axis.set_xticks(ticks, [str(n) for n in ticks], fontsize=8)
             axis.minorticks_off()

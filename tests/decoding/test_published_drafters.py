@@ -177,7 +177,7 @@ def add_weight(folder):
         ),
         (
             lambda f: change(f, layer_types=["full_attention", "linear_attention"]),
-            r"layers of \['linear_attention'\]: only full_attention and sliding_attention are known",
+            r"\['linear_attention'\]: only full_attention and sliding_attention are known",
         ),
         (
             lambda f: change(f, **SLIDING, layer_types=["sliding_attention", "full_attention"]),
