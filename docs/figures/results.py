@@ -227,9 +227,9 @@ def context(rows: list[Row]) -> Figure:
     fig, (axes,) = panels(1)
     columns = [c for c in rows[0] if re.fullmatch(r"[\d,]+", c)]
     at = [int(c.replace(",", "")) for c in columns]
-    for row, shade in zip(rows, (PUBLISHED, OURS, OTHERS)):
+    for row, shade in zip(rows, (PUBLISHED, "#7986cb", OURS, "#f0b68d")):
         values = [number(row[c]) for c in columns]
-        errors = [number(row[c].partition("±")[2]) for c in columns]
+        errors = [number(row[c].partition("±")[2]) or 0 for c in columns]
         axes.errorbar(
             at, values, errors, label=row["drafter"], color=shade, marker="o", markersize=4
         )
