@@ -39,10 +39,12 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
+from models.attention import layer_masks
 from models.draft_head import DraftHead
 from models.hidden_states import check_layers
-from models.masks import Layout, Predicate, dense, numbered_blocks
+from models.masks import Layout, dense, limited, numbered_blocks
 from models.weights import bounded, check_complete, check_depth, one_line
+from models.windows import FULL, SLIDING, windows_of
 
 # Of a drafter as an assistant of transformers: tensors with another name, and keys with the same.
 ASSISTANT_NAMES = {
@@ -165,6 +167,8 @@ class DFlashDraftModel(DraftHead, Qwen3PreTrainedModel):
         self.tail = int(special.get("tail", 0))
         if not 0 <= self.tail <= layers:
             raise ValueError(f"tail={self.tail} is not allowed: the drafter has {layers} layers")
+        if self.tail and windows_of(config) is not None:
+            raise ValueError(f"window={config.sliding_window} is not allowed with a tail")
         if 0 < self.tail < layers:
             self.token_before = nn.Linear(H, H, bias=False)
         if not self.layerwise:
@@ -227,18 +231,23 @@ class DFlashDraftModel(DraftHead, Qwen3PreTrainedModel):
         layers: range,
         block: Tensor,
         contexts: Sequence[Tensor],
-        mask: Tensor | None,
+        mask: Tensor | dict[str, Tensor] | None,
         positions: Tensor,
         cache: Cache | None = None,
     ) -> Tensor:
-        rotary = self.rotary_emb(block, positions)
+        rotary, kinds = self.rotary_emb(block, positions), self.config.layer_types
+        of = mask if isinstance(mask, dict) else dict.fromkeys(kinds, mask)
         for i in layers:
-            block = self.layers[i](block, contexts[i], rotary, mask, cache)
+            block = self.layers[i](block, contexts[i], rotary, of[kinds[i]], cache)
         return block
 
-    def attention(self, width: int) -> Predicate:
-        """Return the attention pattern of blocks of `width` numbered tokens."""
-        return numbered_blocks(width, self.causal)
+    def masks(self, queries: Layout, keys: Layout, width: int) -> Tensor | dict[str, Tensor]:
+        """Return the `attention_mask` of blocks of `width` numbered tokens over a prefix and them.
+
+        Where layers have windows it is a dictionary of one for each type of layer.
+        """
+        pattern = numbered_blocks(width, self.causal)
+        return layer_masks(self, lambda limit: dense(limited(pattern, limit), queries, keys))
 
     def add_speculators(self, target: str, architectures: Sequence[str]) -> None:
         """Add the config keys that speculators reads, and `t2d` to a reduced head.
@@ -276,8 +285,8 @@ class DFlashDraftModel(DraftHead, Qwen3PreTrainedModel):
                 "mask_token_id": config.dflash_config["mask_token_id"],
                 "draft_vocab_size": vocabulary if chosen is None else len(chosen),
                 "sample_from_anchor": self.samples_from_anchor,
-                # There are no windows, but by this key vLLM 0.32 makes the blocks of all layers
-                # causal, as it does by the package's default, false.
+                # Windows or none: by this key vLLM 0.32 makes the blocks of all layers causal, as
+                # it does by the package's default, false.
                 "sliding_window_non_causal": not self.causal,
             }
         )
@@ -290,7 +299,7 @@ class DFlashDraftModel(DraftHead, Qwen3PreTrainedModel):
         self,
         noise_embeds: Tensor,
         context_hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor] | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
         before_embeds: Tensor | None = None,
@@ -303,8 +312,8 @@ class DFlashDraftModel(DraftHead, Qwen3PreTrainedModel):
             noise_embeds: [B, Q, H], the target's embeddings of the last committed token and masks.
             context_hidden_states: [B, C, L H], states of the L target layers at tokens that the
                 cache does not hold yet.
-            attention_mask: bool [B, 1, Q, K] over all keys (True: attended to), or [B, K], 0 where
-                a key is padding; None: all keys.
+            attention_mask: bool [B, 1, Q, K] over all keys (True: attended to), or one for each of
+                the config's `layer_types`; or [B, K], 0 where a key is padding; None: all keys.
             position_ids: [B, C + Q], of the context and then of the block; None: from 0 on.
             past_key_values: Holds keys and values of earlier context.
             before_embeds: [B, Q, H], for a tail: the target's embeddings of the tokens before those
@@ -317,7 +326,7 @@ class DFlashDraftModel(DraftHead, Qwen3PreTrainedModel):
         if position_ids is None:
             count = context_hidden_states.shape[1] + noise_embeds.shape[1]
             position_ids = torch.arange(count, device=noise_embeds.device)[None]
-        if attention_mask is not None and attention_mask.dim() == 2:
+        if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
             wide = attention_mask[:, None, None].bool()
             attention_mask = wide.expand(-1, -1, noise_embeds.shape[1], -1)
         given = self.contexts(context_hidden_states), attention_mask, position_ids, past_key_values
@@ -344,7 +353,8 @@ def draft_states(
     S = states[0].shape[1]
     W = batch["input_ids"][:, S:].shape[1] // A
     number = torch.arange(-S, A * W, device=batch["block"].device).clamp_min(-1)
-    layout = Layout(batch["document"], batch["index"], number.expand_as(batch["block"]))
+    number = number.expand_as(batch["block"])
+    layout = Layout(batch["document"], batch["index"], number, batch["position_ids"])
     embed = target.get_input_embeddings()
     with torch.no_grad():
         block = embed(batch["input_ids"][:, S:])
@@ -359,7 +369,7 @@ def draft_states(
     hidden = network(
         noise_embeds=block.to(network.dtype),
         context_hidden_states=torch.cat([*states], -1).to(network.dtype),
-        attention_mask=dense(network.attention(W), layout.map(lambda t: t[:, S:]), layout),
+        attention_mask=network.masks(layout.map(lambda t: t[:, S:]), layout, W),
         position_ids=batch["position_ids"],
         **tail,
     ).last_hidden_state
@@ -369,8 +379,7 @@ def draft_states(
 def load(path: str, dtype: str | torch.dtype = "auto") -> DFlashDraftModel:
     """Return the network of an export in DFlash's format, ours or another's, on the CPU.
 
-    Missing or unexpected tensors (a later version, such as DFlash 2) and sliding windows raise
-    ValueError.
+    Missing or unexpected tensors (a later version, such as DFlash 2) raise ValueError.
     """
     with one_line("a DFlash drafter", path):
         check_depth(Qwen3Config.get_config_dict(path)[0])
@@ -387,14 +396,33 @@ def load(path: str, dtype: str | torch.dtype = "auto") -> DFlashDraftModel:
                 f"it has partial_rotary_factor={share}, which this class does not know and engines "
                 "obey: they would draft with another rotation"
             )
-        if {*(layers := network.config.layer_types)} != {"full_attention"}:
-            raise ValueError(f"it has sliding windows (layer_types={layers}): not there yet")
         check_complete(network, found)
     return network
 
 
 def _in_one_layout(config: Qwen3Config) -> Qwen3Config:
-    """Return a drafter's config without speculators' keys, which a new drafter has anew."""
+    """Return a drafter's config without speculators' keys, which a new drafter has anew.
+
+    Its layers' kinds and windows must be known; where it does not say whether draft blocks are
+    causal, those of windowed layers are, as in vLLM.
+    """
+    kinds, special = {*config.layer_types}, getattr(config, "dflash_config", None) or {}
+    if unknown := kinds - {FULL, SLIDING}:
+        raise ValueError(f"it has layers of {sorted(unknown)}: only {FULL} and {SLIDING} are known")
+    windows_of(config)  # whose size must be there
+    size = special.get("swa_window_size", config.sliding_window)
+    if special.get("use_swa") or size != config.sliding_window:
+        raise ValueError(
+            "it has a window by dflash_config.use_swa or swa_window_size: only layer_types and "
+            "sliding_window are known"
+        )
+    if SLIDING in kinds and special.get("causal") is None:
+        if FULL in kinds:
+            raise ValueError(
+                f"it has layers with and without windows (layer_types={config.layer_types}) and "
+                "does not say whether draft blocks are causal: set dflash_config.causal"
+            )
+        config.dflash_config = special | {"causal": True}
     if hasattr(config, "speculators_config"):
         for key in SPECULATORS:
             vars(config).pop(key, None)
@@ -427,11 +455,12 @@ def load_assistant(path: str) -> PreTrainedModel:
             "class borrows the target's: train with network.draft_ids=null"
         )
     config, special = network.config, network.config.dflash_config
-    if network.samples_from_anchor or network.causal or unserved(special):
+    windowed = windows_of(config) is not None  # its class counts a window from another token
+    if network.samples_from_anchor or network.causal or unserved(special) or windowed:
         raise ValueError(
-            f"{path!r} has layout=dspark, causal blocks, context=layerwise or a tail, and "
-            "transformers' class has none of them: train with layout=dflash network.causal=false "
-            "network.context=fused network.tail=0"
+            f"{path!r} has layout=dspark, causal blocks, context=layerwise, a tail or a window, "
+            "and transformers' class has none of them: train with layout=dflash "
+            "network.causal=false network.context=fused network.tail=0 network.window=null"
         )
     theirs = MuseGlimmerAssistantConfig(
         **{key: getattr(config, key) for key in ASSISTANT_KEYS},

@@ -24,7 +24,8 @@ from models.dflash import DFlashDraftModel, DFlashLayer
 from models.diffusion import Copied, copying
 from models.hidden_states import check_layers
 from models.regression import ridge
-from models.sizes import Layers
+from models.sizes import Layers, Window
+from models.windows import sliding_layers
 from terminal.progress import track
 
 Config = TypeVar("Config", bound=PreTrainedConfig)
@@ -45,6 +46,7 @@ def from_target(
     causal: bool = False,
     context: Literal["fused", "layerwise"] = "fused",
     tail: Layers = 0,
+    window: Window | None = None,
 ) -> DFlashDraftModel:
     """Return a new drafter for a target, with layers that begin as copies of the target's.
 
@@ -66,6 +68,7 @@ def from_target(
             runs it.
         tail: The last layers that run once for each drafted token (`models.dflash`), which no
             engine does; with as many as `layers` the drafter is autoregressive.
+        window: Last tokens that the layers attend to; None: all.
     """
     theirs = source.config.get_text_config()
     if not is_llama_like(source):
@@ -90,11 +93,13 @@ def from_target(
             f"tail={tail} is not allowed: the drafter has {len(layers)} layers, give 0 to "
             f"{len(layers)}"
         )
+    if tail and window is not None:
+        raise ValueError(f"window={window} is not allowed with tail={tail}: leave one of them out")
     if tail:
         special["tail"] = tail
     with torch.random.fork_rng(devices=[]):  # independent of the caller's random state
         torch.manual_seed(0)
-        network = DFlashDraftModel(_config(source, len(layers), draft_ids, special))
+        network = DFlashDraftModel(_config(source, len(layers), draft_ids, special, window))
     _copy(source, network, layers)
     network.copied = copied
     if 0 < tail < len(layers):
@@ -186,7 +191,11 @@ def _chosen(
 
 
 def _config(
-    source: PreTrainedModel, layers: int, draft_ids: Tensor | None, special: dict
+    source: PreTrainedModel,
+    layers: int,
+    draft_ids: Tensor | None,
+    special: dict,
+    window: int | None,
 ) -> Qwen3Config:
     """Return the config of a drafter with `layers` layers; `special` is its `dflash_config`."""
     biased = source.model.layers[0].self_attn.q_proj.bias is not None
@@ -198,6 +207,7 @@ def _config(
         attention_bias="context" in special and biased,
         dflash_config=special,
         **({} if draft_ids is None else {"draft_vocab_size": len(draft_ids)}),
+        **({} if window is None else sliding_layers(window, layers)),
     )
     config.architectures = [DFlashDraftModel.__name__]
     return config

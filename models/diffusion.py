@@ -21,7 +21,8 @@ from models.attention import masked_inputs
 from models.head import ReducedHead
 from models.masks import drafter_attention
 from models.recurrent import attending, is_recurrent
-from models.sizes import Layers
+from models.sizes import Layers, Window
+from models.windows import with_window
 from terminal.progress import track
 
 PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")  # keys with an entry per layer
@@ -44,6 +45,7 @@ def from_causal_lm(
     source: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     layers: list[Layers] | Layers | None = None,
+    window: Window | None = None,
 ) -> PreTrainedModel:
     """Return a drafter initialised with the weights of a causal LM.
 
@@ -53,6 +55,8 @@ def from_causal_lm(
             vocabularies often have enough).
         layers: Decoder layers to keep, in this order, or a number of them, which `copying` chooses;
             None for all. Some layers of a deep model make a shallow drafter.
+        window: Last tokens that its layers attend to (`models.windows.with_window`); None: as in
+            the source.
     """
     vocabulary = len(tokenizer)
     layers_of = getattr(getattr(source, "model", None), "layers", None)
@@ -75,6 +79,8 @@ def from_causal_lm(
     if layers is not None:
         network.copied = Copied([*layers], time.perf_counter() - began)
         network = keep_layers(network, layers)
+    if window is not None:
+        network = with_window(network, window)
     if vocabulary > network.config.vocab_size:
         # New rows are random; a fixed seed makes them independent of the caller's random state.
         with torch.random.fork_rng(devices=[]):

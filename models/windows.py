@@ -6,16 +6,17 @@ that their `layer_types` name.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from transformers import PreTrainedConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from models.masks import Predicate, chunked, sliding
 
-FULL = "full_attention"
+FULL, SLIDING = "full_attention", "sliding_attention"
 # Types of layers with a window, each with the key of a config that has its size, and its limit.
 KINDS: dict[str, tuple[str, Callable[[int], Predicate]]] = {
-    "sliding_attention": ("sliding_window", sliding),
+    SLIDING: ("sliding_window", sliding),
     "chunked_attention": ("attention_chunk_size", chunked),
 }
 Mask = TypeVar("Mask")
@@ -79,3 +80,48 @@ def windows_of(config: PreTrainedConfig) -> Windows | None:
             limits[kind] = limit(size)
             sizes.append(size)
     return Windows(limits, min(sizes), shared) if sizes else None
+
+
+def sliding_layers(window: int, layers: int) -> dict[str, Any]:
+    """Return the keys of a Qwen config by which all layers have a window of so many tokens."""
+    return {
+        "use_sliding_window": True,
+        "sliding_window": window,
+        "max_window_layers": 0,
+        "layer_types": [SLIDING] * layers,
+    }
+
+
+def with_window(network: PreTrainedModel, window: int) -> PreTrainedModel:
+    """Return a causal LM with the same weights, whose layers all have a window of so many tokens.
+
+    A Llama's becomes a Mistral's, which is a Llama with a window. Another class, or one whose
+    weights a Mistral lacks, raises ValueError.
+    """
+    config = network.config
+    keys = config.to_dict()
+    if config.model_type in ("qwen2", "qwen3"):
+        kind = config.model_type
+        keys |= sliding_layers(window, config.num_hidden_layers)
+    elif config.model_type in ("llama", "mistral") and not any(
+        keys.get(key) for key in ("attention_bias", "mlp_bias")
+    ):
+        kind = "mistral"
+        keys["sliding_window"] = window
+    else:
+        raise ValueError(
+            f"network.window={window} is not allowed: layers of a {config.model_type!r} drafter "
+            "cannot have a window of their own; those of llama (without biases), mistral, qwen2 "
+            "and qwen3 can"
+        )
+    made, own = AutoConfig.for_model(kind), ("model_type", "architectures", "transformers_version")
+    known = {key: x for key, x in keys.items() if key not in own and hasattr(made, key)}
+    with torch.random.fork_rng(devices=[]):  # weights that are replaced
+        again = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(kind, **known),
+            dtype=network.dtype,
+            attn_implementation=config._attn_implementation,
+        )
+    again.load_state_dict(network.state_dict())
+    again.generation_config = network.generation_config
+    return again.to(network.device).train(network.training)

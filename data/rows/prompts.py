@@ -37,7 +37,13 @@ class PromptRows(Dataset):
         chat: bool | None = None,
     ):
         del folder  # an argument of every training set
-        options: dict = {"split": split, "subset": subset, "limit": limit, "where": where, "chat": chat}
+        options: dict = {
+            "split": split,
+            "subset": subset,
+            "limit": limit,
+            "where": where,
+            "chat": chat,
+        }
         found = heldout_prompts(source, tokenizer, count, length, **options)
         self.prompts, self.length = [p["prompt_ids"] for p in found], length
         self.fingerprint = hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()[:16]

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from data.arguments import BlockSize, Count, Several, Temperature, Whole
+from data.arguments import BlockSize, Count, Several, Temperature, Tokens, Whole
 from decoding.engine.params import VERIFY
 from recipes.options import (
     PROMPTS,
@@ -70,10 +70,23 @@ class Bench(PromptBenchOptions, ScoreOptions):
     verify: Several[Literal[*VERIFY]] = option(VERIFY, "how drafts are verified, a row each")
     drawn: tuple[Literal[*DRAWN], ...] = option((), "rules for drawn trees, baselines of tree")
     block_size: BlockSize | None = option(None, "tokens drafted a cycle; null: the export's own")
+    prompt_lengths: tuple[Tokens, ...] = option(
+        (), "of the ends of the same long texts, rows for each: acceptance by context"
+    )
 
     def __post_init__(self):
         super().__post_init__()
         check_batch_sizes(self.batch_sizes, self.prompts or PROMPTS)
+        if self.prompt_lengths and self.prompt_length is not None:
+            raise ValueError(
+                f"prompt_length={self.prompt_length} is not read with prompt_lengths="
+                f"{list(self.prompt_lengths)}: leave one of them out"
+            )
+
+    @property
+    def prompt_set(self) -> dict:
+        longest = max(self.prompt_lengths, default=self.prompt_length)
+        return super().prompt_set | {"length": longest}
 
 
 def read_options(argv: list[str]) -> Bench:

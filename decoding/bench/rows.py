@@ -107,14 +107,20 @@ class Row:
         return f"{sum(a.token_ids == b.token_ids for a, b in pairs)}/{len(self.results)}"
 
 
-def take_turns(rows: Sequence[Row], prompts: list[list[int]], seed: int, name: str) -> None:
+def take_turns(
+    rows: Sequence[Row],
+    prompts: list[list[int]],
+    seed: int,
+    name: str,
+    first: list[list[int]] | None = None,
+) -> None:
     """Decode every prompt with every row after a warm-up, all rows in turn.
 
     Rows are interleaved so that a slow minute of the machine affects all of them. Prompt i has the
-    seed `seed` + i in every row.
+    seed `seed` + i in every row. The warm-up is with the prompts `first`; None: with `prompts`.
     """
     for row in rows:
-        row.warm_up(prompts)
+        row.warm_up(first or prompts)
     steps = [(start, row) for row in rows for start in range(0, len(prompts), row.turn)]
     for start, row in track(sorted(steps, key=lambda step: step[0]), name):
         turn = prompts[start : start + row.turn]

@@ -1,8 +1,10 @@
 """`python -m decoding.bench model=runs/deer_stage2/export`: samplers side by side, one run."""
 
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
+from data.text.chat import start_ids
 from data.text.prompts import heldout_prompts
 from decoding.bench.baselines import HuggingFace
 from decoding.bench.drawn_trees import drawing
@@ -70,11 +72,37 @@ def measure(bench: Bench) -> tuple[list[TextRow], list[dict]]:
     prompts = heldout_prompts(tokenizer=first.tokenizer, **bench.prompt_set)
     check_batch_sizes(bench.batch_sizes, len(prompts))  # which can be fewer than are asked for
     stock = _transformers(bench, first, assistant)
-    rows = []
-    for temperature, size in product(bench.temperatures, bench.batch_sizes):
-        rows += _rows(bench, samplers, stock, temperature, size)
-    take_turns(rows, [p["prompt_ids"] for p in prompts], bench.seed, "bench")
-    return rows, prompts
+    whole = [p["prompt_ids"] for p in prompts]
+    found: list[TextRow] = []
+    # The longest first: what does not fit the model's context costs no hours.
+    lengths: list[int | None] = [*sorted({*bench.prompt_lengths}, reverse=True)]
+    for length in lengths or [None]:
+        rows = []
+        for temperature, size in product(bench.temperatures, bench.batch_sizes):
+            rows += _rows(bench, samplers, stock, temperature, size)
+        ids = whole if length is None else ends(whole, length, len(start_ids(first.tokenizer)))
+        for row in rows:
+            row.context, row.asked = length, ids
+        named = "bench" if length is None else f"bench, {length} tokens of context"
+        short = [prompt[: min(bench.prompt_lengths, default=None)] for prompt in ids]
+        take_turns(rows, ids, bench.seed, named, first=short)
+        found = rows + found
+    return found, prompts
+
+
+def ends(prompts: Sequence[list[int]], length: int, start: int = 0) -> list[list[int]]:
+    """Return the last tokens of each prompt after its first `start` ones, `length` in all.
+
+    >>> ends([[1, 5, 6, 7, 8]], 3, start=1)
+    [[1, 7, 8]]
+    """
+    short = min(map(len, prompts))
+    if short < length or length <= start:
+        raise ValueError(
+            f"prompt_lengths= has {length}, and a prompt has {short} tokens: give at least "
+            f"{start + 1} and at most {short}, or a source of longer texts"
+        )
+    return [prompt[:start] + prompt[len(prompt) - length + start :] for prompt in prompts]
 
 
 def _transformers(bench: Bench, sampler: Sampler, assistant) -> dict[str, HuggingFace]:

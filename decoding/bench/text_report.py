@@ -30,11 +30,15 @@ class TextRow(Row):
         guarantee: Against plain decoding: 'same text' or 'same distribution'.
         metric: The name of the mean score, '' without scores.
         scores: Whether each answer is correct.
+        context: Tokens of every prompt, where the bench compares several numbers of them.
+        asked: The prompts, as token ids.
     """
 
     guarantee: str = "same text"
     metric: str = ""
     scores: list[bool] = field(default_factory=list)
+    context: int | None = None
+    asked: list[list[int]] = field(default_factory=list)
 
     @property
     def drafts(self) -> bool:
@@ -54,24 +58,34 @@ def report(out: Path, rows: list[TextRow], prompts: list[dict], title: str, seed
         print(f"{cut} of {len(prompts)} answers of {rows[0].name} are cut off at max_new_tokens")
     for row in rows:
         if row.guarantee == "same text" and row.plain:
-            explain_divergence(row, [p["prompt_ids"] for p in prompts], seed)
+            explain_divergence(row, row.asked, seed)
     write_json(out / "bench.json", rows, lines)
     write_answers(out / "spec_bench", rows, prompts)
     drafting = [row for row in rows if row.drafts]
     if draws():
         draw_speedups(rows, out / "speed-up.png")
-        if drafting:
+        if drafting and rows[0].context is not None:
+            draw_contexts(drafting, out / "context.png")
+        elif drafting:
             draw_accepted(drafting, out / "accepted.png")
     for here in settings(drafting):
         print(conclusion(max(here, key=lambda row: median(row.speedups))))
 
 
 def settings(rows: list[TextRow]) -> list[list[TextRow]]:
-    """Return the rows of each temperature and batch size."""
+    """Return the rows of each temperature, batch size and context."""
     groups: dict[tuple, list[TextRow]] = {}
     for row in rows:
-        groups.setdefault((row.params.temperature, row.batch), []).append(row)
+        groups.setdefault((row.params.temperature, row.batch, row.context), []).append(row)
     return [*groups.values()]
+
+
+def setting(row: TextRow) -> str:
+    """Say at which temperature a row was measured, and its batch size and context."""
+    said = [f"T={row.params.temperature:g}"]
+    said += [f"batch {row.batch}"] if row.batch > 1 else []
+    said += [f"{row.context} tokens of context"] if row.context is not None else []
+    return ", ".join(said)
 
 
 def conclusion(row: TextRow) -> str:
@@ -80,8 +94,7 @@ def conclusion(row: TextRow) -> str:
     if row.guarantee == "same text":
         same = row.same == f"{prompts}/{prompts}"
         what = "the same text as plain decoding" + ("" if same else f" in {row.same} prompts")
-    where = f"T={row.params.temperature:g}" + (f", batch {row.batch}" if row.batch > 1 else "")
-    return f"{row.name} at {where}: {what}, {median(row.speedups):.1f} times as fast"
+    return f"{row.name} at {setting(row)}: {what}, {median(row.speedups):.1f} times as fast"
 
 
 def summary(row: TextRow) -> dict:
@@ -95,6 +108,7 @@ def summary(row: TextRow) -> dict:
         "sampler": row.name,
         "temperature": row.params.temperature,
         "batch": row.batch,
+        **({} if row.context is None else {"context": row.context}),
         "dtype": precision(plain.sampler.target),
         **row.speedup,
         "acceptance length": round(sum(row.lengths) / sum(passes), 2),
@@ -132,7 +146,7 @@ def write_answers(folder: Path, rows: list[TextRow], prompts: list[dict]) -> Non
     """Write the answers of each sampler at batch size 1 in Spec-Bench's format."""
     folder.mkdir(parents=True, exist_ok=True)
     for row in [row for row in rows if row.batch == 1]:
-        model = f"{row.name}, T={row.params.temperature:g}"
+        model = f"{row.name}, {setting(row)}"
         name = re.sub(r"[^\w.=-]+", "_", model).strip("_")
         with (folder / f"{name}.jsonl").open("w") as file:
             for i, (prompt, result) in enumerate(zip(prompts, row.results)):
@@ -165,8 +179,8 @@ def explain_divergence(row: TextRow, prompts: list[list[int]], seed: int) -> Non
         at = next(j for j, (x, y) in enumerate(pairs) if x != y)
         gap = margin(plain, prompts[i] + b.token_ids[:at], seed + i)
         print(
-            f"{row.name} at T={row.params.temperature:g}: first difference in prompt {i} at token "
-            f"{at}; the two best choices are {gap:.2g} apart there ({plain.sampler.target.dtype})"
+            f"{row.name} at {setting(row)}: first difference in prompt {i} at token {at}; the two "
+            f"best choices are {gap:.2g} apart there ({plain.sampler.target.dtype})"
         )
         return
 
@@ -204,6 +218,31 @@ def draw_accepted(rows: list[TextRow], file: Path) -> None:
             axis.legend(frameon=False, fontsize=8)
 
 
+def draw_contexts(rows: list[TextRow], file: Path) -> None:
+    """Draw, for each temperature, the acceptance length by tokens of context, and its error."""
+    rows = [row for row in rows if row.batch == min(r.batch for r in rows)]
+    temperatures = sorted({row.params.temperature for row in rows})
+    with picture(file, ncols=len(temperatures), figsize=(5.5 * len(temperatures), 3.5)) as axes:
+        for axis, temperature in zip(axes[0], temperatures):
+            here = [row for row in rows if row.params.temperature == temperature]
+            for name in dict.fromkeys(row.name for row in here):
+                lines = [(row.context, summary(row)) for row in here if row.name == name]
+                means = [line["acceptance length"] for _, line in lines]
+                errors = [line[f"acceptance length{ERROR}"] or 0 for _, line in lines]
+                at = [context for context, _ in lines]
+                axis.errorbar(at, means, errors, label=name, marker="o", markersize=4, capsize=2)
+            ticks = sorted({row.context for row in here if row.context is not None})
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(ticks, [str(n) for n in ticks], fontsize=8)
+            axis.minorticks_off()
+            axis.set(
+                title=f"temperature {temperature:g}",
+                xlabel="tokens of context",
+                ylabel="acceptance length",
+            )
+            axis.legend(frameon=False, fontsize=8)
+
+
 def draw_speedups(rows: list[TextRow], file: Path) -> None:
     """Draw the speed-up over plain decoding with its quartiles, one panel for each group."""
     groups = settings(rows)
@@ -214,5 +253,5 @@ def draw_speedups(rows: list[TextRow], file: Path) -> None:
             axis.set_yticks(range(1, 1 + len(here)), [row.name for row in here], fontsize=8)
             axis.invert_yaxis()
             axis.axvline(1, color="#555555", linewidth=0.8, linestyle=":")
-            axis.set_title(f"temperature {here[0].params.temperature:g}, batch {here[0].batch}")
+            axis.set_title(setting(here[0]))
             axis.set_xlabel("speed-up against plain decoding")

@@ -19,7 +19,7 @@ from decoding.method import Text, TokenId
 from models import dflash
 from models.context import clamped
 from models.dflash import DFlashDraftModel
-from models.masks import Layout, dense
+from models.masks import Layout
 
 
 class CachedDrafter(CountedNetwork):
@@ -53,13 +53,13 @@ class CachedDrafter(CountedNetwork):
         # The very predicate of training; slots after a row's block are stale.
         slots = self._slots[:, :visible].expand(len(block), -1)
         number = (slots - first).clamp_min(-1)
-        keys = Layout(-(slots > positions[:, -1:]).long(), slots.minimum(first), number)
+        keys = Layout(-(slots > positions[:, -1:]).long(), slots.minimum(first), number, slots)
         number = torch.arange(Q, device=block.device).expand_as(block)
-        queries = Layout(torch.zeros_like(block), first.expand_as(block), number)
+        queries = Layout(torch.zeros_like(block), first.expand_as(block), number, first + number)
         to = positions.masked_fill(padding, self.cache.capacity - 1)
         self.cache.place(to, visible)
         positions = clamped(positions.clamp_min(0), self._range)
-        mask = dense(network.attention(Q), queries, keys)
+        mask = network.masks(queries, keys, Q)
         with self.counted():
             embedded, contexts = self._embedded(block), network.contexts(states.to(network.dtype))
             hidden = network.parallel(embedded, contexts, mask, positions, self.cache)

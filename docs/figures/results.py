@@ -222,7 +222,27 @@ def cspd(rows: list[Row]) -> Figure:
     return fig
 
 
-DRAWN = {f.__name__: f for f in (small, dflash, deer_ablations, markov_head)}
+def context(rows: list[Row]) -> Figure:
+    """Acceptance length by tokens of context, with its standard error."""
+    fig, (axes,) = panels(1)
+    columns = [c for c in rows[0] if re.fullmatch(r"[\d,]+", c)]
+    at = [int(c.replace(",", "")) for c in columns]
+    for row, shade in zip(rows, (PUBLISHED, "#7986cb", OURS, "#f0b68d")):
+        values = [number(row[c]) for c in columns]
+        errors = [number(row[c].partition("±")[2]) or 0 for c in columns]
+        axes.errorbar(
+            at, values, errors, label=row["drafter"], color=shade, marker="o", markersize=4
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(at, columns)
+    axes.minorticks_off()
+    axes.grid(axis="y", color="#e8e8ee")
+    axes.legend(fontsize=7, frameon=False)
+    finish(axes, "SmolLM2, T=0: tokens a target pass, by tokens of context")
+    return fig
+
+
+DRAWN = {f.__name__: f for f in (small, dflash, deer_ablations, markov_head, context)}
 DRAWN |= {f.__name__: f for f in (pcllm, asarm, spiffy, cspd)}
 
 

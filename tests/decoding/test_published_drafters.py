@@ -20,6 +20,8 @@ from tests.support import tiny
 V = 26
 GREEDY = SamplingParams(max_new_tokens=24, temperature=0.0, block_size=3, ignore_eos=True)
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6]]
+FULL = "full_attention"
+SLIDING = {"use_sliding_window": True, "sliding_window": 6}
 
 
 @pytest.fixture
@@ -102,6 +104,31 @@ def test_what_the_config_says_matters(folders, wrong):
     assert (right[known] - other[known]).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("kinds", [["sliding_attention"] * 2, ["sliding_attention", FULL]])
+def test_a_window_is_followed(folders, kinds):
+    """Texts stay plain decoding's; another window drafts otherwise, and so does another block."""
+    target, drafter, _ = folders
+    plain = load(target, dtype="float32").generate(PROMPTS, GREEDY)
+    change(drafter, **SLIDING, layer_types=kinds, dflash_config={"causal": False})
+    found = {}
+    for size in (5, 6, 500):
+        change(drafter, sliding_window=size)
+        sampler = load(drafter, target=target, dtype="float32")
+        found[size] = draft_logits(sampler)
+        assert [r.token_ids for r in sampler.generate(PROMPTS, GREEDY)] == [
+            r.token_ids for r in plain
+        ]
+    change(drafter, layer_types=[FULL] * 2)
+    assert torch.equal(draft_logits(load(drafter, target=target, dtype="float32")), found[500])
+    known = found[5].isfinite()
+    assert (found[5] - found[6])[known].abs().max() > 1e-3
+    if FULL not in kinds:  # blocks of a drafter that does not say so are causal, as in vLLM
+        change(drafter, layer_types=kinds, dflash_config={"causal": None}, sliding_window=500)
+        sampler = load(drafter, target=target, dtype="float32")
+        assert sampler.drafter.causal
+        assert (draft_logits(sampler) - found[500])[known].abs().max() > 1e-3
+
+
 def test_a_block_of_which_all_tokens_draft_drafts_one_more(folders):
     target, drafter, _ = folders
     change(drafter, dflash_config={"sample_from_anchor": True})
@@ -144,7 +171,23 @@ def add_weight(folder):
         ),
         (lambda f: change(f, block_size=1), "block_size=1; it needs a token id and an integer"),
         (lambda f: change(f, num_target_layers=9), "num_target_layers=9, and this one has 4"),
-        (lambda f: change(f, layer_types=["sliding_attention"] * 2), "sliding windows"),
+        (
+            lambda f: change(f, layer_types=["sliding_attention"] * 2),
+            "sliding_window=None: its config must give the tokens of their window",
+        ),
+        (
+            lambda f: change(f, layer_types=["full_attention", "linear_attention"]),
+            r"\['linear_attention'\]: only full_attention and sliding_attention are known",
+        ),
+        (
+            lambda f: change(f, **SLIDING, layer_types=["sliding_attention", "full_attention"]),
+            "does not say whether draft blocks are causal",
+        ),
+        (lambda f: change(f, dflash_config={"use_swa": True}), "by dflash_config.use_swa"),
+        (
+            lambda f: change(f, **SLIDING, dflash_config={"swa_window_size": 7}),
+            "only layer_types and sliding_window are known",
+        ),
         (
             lambda f: change(f, rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
             "partial_rotary_factor=0.5, which this class does not know",

@@ -11,6 +11,7 @@ from decoding.samplers.jacobi import JacobiSampler
 from decoding.samplers.jacobi_mr import JacobiMRSampler
 from decoding.samplers.plain import PlainSampler
 from models import windows
+from models.diffusion import from_causal_lm
 from models.masks import causal, sliding
 from tests.support import tiny
 from tests.support.arrivals import texts_of
@@ -121,6 +122,29 @@ def test_requests_that_come_and_leave_and_prompts_in_pieces(kind):
         for pieces in (None, 3):
             found = texts_of(sampler, params, PROMPTS, SEEDS, [(2, -1), (0, -1), (1, -1)], pieces)
             assert [found[n] for n in range(3)] == expected
+
+
+@pytest.mark.parametrize("verify", ["coupled", "tree"])
+def test_drafters_with_a_window_of_their_own(verify):
+    """Texts are the target's own past every window, and the window decides what is accepted."""
+    model = tiny.causal_lm(V, layers=3, scale=1.0).float()
+    params = [filling(p, temperature=1.0, verify=verify) for p in PROMPTS]
+    expected = ids(PlainSampler(model, tokenizer()).generate(PROMPTS, params, seeds=SEEDS))
+    passes = {}
+    for window in (None, WINDOW, WINDOW + 1):
+        drafter = from_causal_lm(model, tokenizer(), window=window)
+        options = {"block_size": 6, "mask_id": 0, "attention": "causal"}
+        sampler = DeerSampler(model, tokenizer(), drafter, **options)
+        found = sampler.generate(PROMPTS, params, seeds=SEEDS)
+        assert ids(found) == expected
+        for pieces in (None, 3):
+            arrived = texts_of(
+                sampler, params[1], PROMPTS, SEEDS, [(2, -1), (0, -1), (1, -1)], pieces
+            )
+            alone = sampler.generate([PROMPTS[1]], params[1], seeds=SEEDS[1:2])
+            assert arrived[1] == alone[0].token_ids
+        passes[window] = sum(r.stats.target_passes for r in found)
+    assert len({*passes.values()}) == 3  # the control
 
 
 def windowed(vocabulary, window=2, seed=0):

@@ -138,6 +138,50 @@ def test_layouts_differ_in_the_token_that_drafts_first():
     assert (found["dflash"][:, 0] - found["dspark"][:, 0]).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("blocks", [*BLOCKS, {"mixed": True}])
+def test_a_window_in_training_and_decoding(blocks):
+    """The layers attend to so many last tokens, in both; another window gives other numbers."""
+    mixed, model = blocks.pop("mixed", False), target()
+    drafter, anchors = tiny.dflash(model, 2, window=4, **blocks), [1, 2, 4, 7]
+    if mixed:  # as in published drafters
+        drafter.config.layer_types[0] = "full_attention"
+    ours, theirs = trained_logits(model, drafter, anchors), decoded_logits(model, drafter, anchors)
+    known = theirs.isfinite()
+    torch.testing.assert_close(ours[known], theirs[known], atol=1e-10, rtol=0)
+    drafter.config.sliding_window = 5  # the control
+    wider = trained_logits(model, drafter, anchors)
+    same = [torch.equal(a, b) for a, b in zip(wider, ours)]
+    # The first block has no context, and the second, with a mask less, ends within both.
+    assert same == [True, drafter.samples_from_anchor, False, False]
+    drafter.config.sliding_window = 512  # all that the drafter's class reads
+    free = trained_logits(model, tiny.dflash(model, 2, **blocks), anchors)
+    assert torch.equal(trained_logits(model, drafter, anchors), free)
+
+
+def test_a_window_s_first_token():
+    """Token i of a block after n tokens stands at n - 1 + i: its window of 5 begins at n - 5 + i.
+
+    States of the first tokens are changed one by one: a layer of its own reads no other.
+    """
+    model, anchor = target(), 7
+    drafter = tiny.dflash(model, 2, window=5, context="layerwise")
+    right = trained_logits(model, drafter, [anchor])[0]
+    assert len(drafter.layers) == 1
+    seen = []
+    for at in range(anchor - 1):
+
+        def changed(states, at=at):
+            found = [s.clone() for s in states]
+            for s in found:
+                s[:, at] += 1
+            return found
+
+        other = trained_logits(model, drafter, [anchor], context=changed)[0]
+        seen.append((other != right).any(-1).tolist())
+    # Rows: tokens 0 to 5; columns: the masks at 7, 8 and 9.
+    assert seen == [[False] * 3] * 3 + [[True, False, False], [True, True, False], [True] * 3]
+
+
 def shifted(states):
     return [s.roll(1, 1) for s in states]
 

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from data.corruption.draft_blocks import DraftBlocks, Noise
 from data.text.tokenizer import draft_token_ids, train_tokenizer, with_draft_tokens
@@ -15,6 +16,7 @@ from decoding.samplers.deer import DeerSampler
 from decoding.samplers.plain import PlainSampler
 from models import diffusion, masks
 from models.masks import causal
+from models.windows import with_window
 from tests.support import recurrent as recurrent_lm
 from tests.support import tiny
 from tests.support import windowed as windowed_lm
@@ -278,8 +280,51 @@ def test_the_sampler_drafts_what_training_trains(kind):
     assert close(drafted, packed)
 
 
-def windowed(drafts):
-    """A drafter whose first layer has a window, shorter than prefixes; the same without windows."""
+@pytest.mark.parametrize("kind", [*tiny.CLASSES, "mistral"])
+def test_a_window_of_its_own_is_in_the_export(kind, tmp_path):
+    """Tokens within the window have the numbers of a drafter without, and later ones others."""
+    if kind == "mistral":
+        source = windowed_lm.causal_lm(kind, vocabulary=V, sliding_window=100).double()
+    else:
+        source = tiny.causal_lm(V, kind=kind)
+    made = {n: diffusion.from_causal_lm(source, TOKENIZER, [0, 1], n) for n in (None, 6, 7)}
+    made[6].save_pretrained(tmp_path)
+    text = torch.randint(V, (2, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        whole, found, wider = (m(text).logits for m in made.values())
+        again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float64")(text).logits
+    assert torch.equal(again, found)
+    assert close(found[:, :6], whole[:, :6])
+    assert not close(found[:, 6], whole[:, 6])
+    assert not close(found[:, 6], wider[:, 6])  # the control: one token more
+    assert close(wider[:, :7], whole[:, :7])
+    assert type(made[None]) is type(source)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (lambda: windowed_lm.causal_lm("gemma2"), "layers of a 'gemma2' drafter cannot"),
+        (lambda: windowed_lm.causal_lm("cohere2"), "layers of a 'cohere2' drafter cannot"),
+        (
+            lambda: tiny.causal_lm(V, attention_bias=True),
+            r"network.window=6 .*llama \(without bias",
+        ),
+    ],
+)
+def test_layers_that_can_have_no_window(source, message):
+    with pytest.raises(ValueError, match=message) as error:
+        diffusion.from_causal_lm(source(), TOKENIZER, window=6)
+    assert "\n" not in str(error.value)
+
+
+def windowed(drafts, own):
+    """A drafter with a window shorter than prefixes, the target's or its own; the same without."""
+    if own:
+        source = tiny.causal_lm(V, seed=6)
+        if drafts == "causal":
+            return [with_window(source, size) for size in (K + 1, 500)]
+        return [diffusion.from_causal_lm(source, TOKENIZER, window=size) for size in (K + 1, 500)]
     layers = {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True}
     made = [
         tiny.causal_lm(V, seed=6, kind="qwen3", sliding_window=size, **layers)
@@ -288,11 +333,12 @@ def windowed(drafts):
     return made if drafts == "causal" else [diffusion.from_causal_lm(m, TOKENIZER) for m in made]
 
 
+@pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("attention", masks.DRAFTERS)
-def test_a_drafter_with_windows_is_trained_as_it_drafts(attention):
+def test_a_drafter_with_windows_is_trained_as_it_drafts(attention, own):
     row, params = packed_row(), SamplingParams()
     prompts = [prefix_of(row, a).tolist() for a in ANCHORS]
-    network, other = (m.double() for m in windowed(attention))
+    network, other = (m.double() for m in windowed(attention, own))
     packed = packed_logits(network, row, attention=attention)
     if attention == "causal":  # a stock causal LM, which has the windows itself
         for a, anchor in enumerate(ANCHORS):

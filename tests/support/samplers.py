@@ -9,7 +9,7 @@ from tests.support import tiny
 
 def dflash(model, k, cls=DFlashSampler, **knobs):
     vocabulary = model.config.vocab_size
-    drafters = ("layout", "causal", "context", "layers", "tail")
+    drafters = ("layout", "causal", "context", "layers", "tail", "window")
     own = {name: knobs.pop(name) for name in drafters if name in knobs}
     drafter = tiny.dflash(model, scale=knobs.pop("scale", 2.0), **own)
     tokenizer = tiny.tokenizer(vocabulary)

@@ -79,6 +79,16 @@ def test_what_does_not_fit_a_tail(options, message):
         module(tiny.causal_lm(V), drafter={"tail": 1}, **options)
 
 
+def test_a_block_wider_than_the_window_is_one_line():
+    """A block of three tokens and the last committed one."""
+    assert module(tiny.causal_lm(V), drafter={"window": 4}).network.config.sliding_window == 4
+    with pytest.raises(ValueError, match=r"block_size=3 .*window of 3 tokens .*at most 2"):
+        module(tiny.causal_lm(V), drafter={"window": 3})
+    module(tiny.causal_lm(V), drafter={"window": 3}, layout="dspark")  # it reads a mask less
+    with pytest.raises(ValueError, match=r"network.window=0 is not allowed"):
+        compose(["recipe=dflash", "network.window=0"], "fit")
+
+
 def test_another_target_is_refused():
     with pytest.raises(ValueError, match="num_target_layers=2, and this one has 3"):
         module(tiny.causal_lm(V)).attach_target(tiny.causal_lm(V, layers=3))

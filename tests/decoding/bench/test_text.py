@@ -1,5 +1,6 @@
 import csv
 import json
+import shutil
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from data.text.tokenizer import train_tokenizer
 from decoding.bench import scores
-from decoding.bench.text import Bench, measure, run
+from decoding.bench.text import Bench, ends, measure, run
 from decoding.bench.text_report import explain_divergence, margin, report, summary
 from decoding.engine.running import Running
 from tests.support import tiny
@@ -140,6 +141,52 @@ def test_a_difference_is_reported(bench, capsys):
     assert "prompt 1 at token 4" in capsys.readouterr().out
     assert margin(plain, prompts[1] + plain.results[1].token_ids[:4], bench.seed + 1) > 0
     assert summary(other)["identical to plain"] == "2/3"
+
+
+def test_the_same_texts_with_several_lengths_of_context(counting, tmp_path, capsys):
+    texts = [f"{n:03d}" * 38 + "999999" for n in range(300)]
+    source = jsonl(tmp_path / "x.jsonl", [{"text": text} for text in texts])
+    bench = of(counting, source, prompt_lengths=(30, 12), generate=False, prompt_lookup=0)
+    rows, prompts = measure(replace(bench, temperatures=(0.0, 1.0)))
+    assert [row.context for row in rows] == [12] * 4 + [30] * 4
+    for row in rows:
+        assert row.asked == [p["prompt_ids"][-row.context :] for p in prompts]
+        assert row.same == "2/2"
+    assert rows[0].asked[0] != prompts[0]["prompt_ids"][:12]  # the control: the beginning
+    alone, _ = measure(replace(bench, prompt_lengths=(12,)))
+    assert [r.token_ids for r in alone[0].results] == [r.token_ids for r in rows[0].results]
+    report(tmp_path, rows, prompts, "a title", 0)
+    assert [line["context"] for line in table(tmp_path)] == ["12"] * 4 + ["30"] * 4
+    assert (tmp_path / "context.png").stat().st_size > 5000
+    assert len([*(tmp_path / "spec_bench").iterdir()]) == len(rows)  # none over another
+    assert "jacobi at T=0, 30 tokens of context: the same text" in capsys.readouterr().out
+    report(tmp_path, measure(replace(bench, prompt_lengths=()))[0], prompts, "a title", 0)
+    assert "context" not in table(tmp_path)[0]
+
+
+def test_lengths_of_context_that_cannot_be_measured(counting, tmp_path, monkeypatch):
+    source = jsonl(tmp_path / "x.jsonl", [{"text": f"{n:03d}" * 40} for n in range(300)])
+    with pytest.raises(ValueError, match=r"prompt_length=8 is not read with prompt_lengths=\[4\]"):
+        of(counting, source, prompt_length=8, prompt_lengths=(4,))
+    with pytest.raises(ValueError, match=r"prompt_lengths= has 200, and a prompt has 120 tokens"):
+        measure(of(counting, source, prompt_lengths=(8, 200)))
+    config = json.loads((counting / "config.json").read_text()) | {"max_position_embeddings": 64}
+    short = tmp_path / "short"
+    shutil.copytree(counting, short)
+    (short / "config.json").write_text(json.dumps(config))
+    passes = []
+    monkeypatch.setattr(Running, "step", lambda running, text=True: passes.append(running))
+    with pytest.raises(ValueError, match="the prompt has 60 tokens and max_new_tokens=12"):
+        measure(of(short, source, prompt_lengths=(8, 60), generate=False, prompt_lookup=0))
+    assert not passes  # the longest comes first
+
+
+def test_start_tokens_stay_at_the_start():
+    prompts = [[1, 5, 6, 7, 8], [1, 9, 8, 7]]
+    assert ends(prompts, 3, start=1) == [[1, 7, 8], [1, 8, 7]]
+    assert ends(prompts, 4) == [[5, 6, 7, 8], [1, 9, 8, 7]]
+    with pytest.raises(ValueError, match="at least 2 and at most 4"):
+        ends(prompts, 1, start=1)
 
 
 @pytest.mark.slow

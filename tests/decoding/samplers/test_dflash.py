@@ -26,6 +26,7 @@ BLOCKS = [
     {"layout": "dspark", "causal": True, "context": "layerwise"},
     {"layout": "dspark", "tail": 1},
     {"layout": "dspark", "context": "layerwise", "layers": [0, 1], "tail": 2},
+    {"window": 5},
 ]
 
 
