@@ -196,7 +196,7 @@ def test_the_page(folder):
         ("prompts.source=chats", "prompts.sauce=chats", "prompts.sauce"),
         ("minutes=60", "minuten=60", "minuten"),
         ("lora.rank=8", "lora.rang=8", "lora.rang"),
-        ("fit_prompts=5", "fit_prompt=5", "fit_prompt"),
+        ("fit_prompts=4", "fit_prompt=4", "fit_prompt"),
         ("port=8000", "sport=8000", "sport"),
         ("push=org/my-drafter", "pusch=org/my-drafter", "pusch"),
         ("python -m trainers.export", "make my-drafter", "nobody runs: make my-drafter"),
