@@ -262,7 +262,7 @@ def fused_attention(network: PreTrainedModel) -> Iterator[None]:
         network.set_attn_implementation(kind)
 
 
-def cache_argument(network: nn.Module) -> str:
+def cache_argument(network: Callable) -> str:
     """Return the name of a forward's argument for the cache, which transformers 5.24 renamed."""
-    names = inspect.signature(type(network).forward).parameters
+    names = inspect.signature(getattr(type(network), "forward", network)).parameters
     return "cache" if "cache" in names else "past_key_values"

@@ -289,8 +289,14 @@ class DrawnTree(Chain):
 def drawing(sampler: BlockSampler, rule: str) -> BlockSampler:
     """Return a copy of a block drafter's sampler that draws trees when verify=rejection.
 
-    They have as many nodes as its own tree, and `rule`, one of RULES, verifies them.
+    They have as many nodes as its own tree, and `rule`, one of RULES, verifies them. A drafter with
+    a tail raises ValueError.
     """
+    if sampler.tail:
+        raise ValueError(
+            f"drawn=[{rule}] is not allowed: it needs the distributions of all positions at once, "
+            "and this drafter gives them token by token"
+        )
     changed, nodes = copy.copy(sampler), sampler.tree.nodes
     changed.chain = DrawnTree(sampler.block_size, nodes[min(nodes)], rule)
     return changed

@@ -82,9 +82,9 @@ class CachedDrafter(CountedNetwork):
             if network.depth:
                 at = depth[..., None].expand(-1, -1, states.shape[-1])
                 states = states.gather(1, at)
-            nothing = self.hidden[:, :0].repeat(1, 1, len(network.target_layer_ids))
+            nothing = [self.hidden[:, :0]] * len(network.layers)  # no new context
             positions = clamped(self.nodes.first + depth, self._range)
-            given = network.contexts(nothing), mask, positions, self.cache
+            given = nothing, mask, positions, self.cache
             return self._logits(network.sequential(states, self._embedded(tokens), *given))
 
     def _embedded(self, tokens: Tensor) -> Tensor:

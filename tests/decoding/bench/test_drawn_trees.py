@@ -60,6 +60,12 @@ def test_other_drafters(sampler, rule):
     assert distance(drawing(sampler(), 4, rule), params) <= EXACT
 
 
+def test_a_drafter_with_a_tail_is_refused():
+    sampler = dflash(tiny.causal_lm(3), 2, layout="dspark", tail=1)
+    with pytest.raises(ValueError, match=r"drawn=\[traversal\] .* token by token"):
+        drawn_trees.drawing(sampler, "traversal")
+
+
 def test_siblings_run_out_of_tokens():
     """q has two tokens and the root three children: the third is no draw, and never accepted."""
     sampler = drawing(deer(3, 1), 3)
