@@ -106,11 +106,11 @@ class BlockDrafter(Sampler):
         With a Markov head or a tail each position is conditioned on the known tokens before it.
         """
         k = tokens.shape[1]
-        logits = self.draft_logits(batch, k)
-        if self.conditional:
-            steps = range(k)
-            logits = torch.cat([self._after(batch, logits, tokens[:, :i]) for i in steps], 1)
-        return self.warped_draft(logits, batch, params)
+        if not self.conditional:
+            return self.draft_pass(batch, k, params)
+        first = self.draft_logits(batch, k)
+        logits = [self._after(batch, first, tokens[:, :i]) for i in range(k)]
+        return self.warped_draft(torch.cat(logits, 1), batch, params)
 
     @property
     def conditional(self) -> bool:

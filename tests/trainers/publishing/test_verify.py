@@ -99,15 +99,13 @@ def entry_of(export):
     return json.loads((export / "config.json").read_text())["parade"]
 
 
-def code_of(export):
-    """The file of its sampler's own code."""
-    return export / "custom_generate" / f"decoding_samplers_{entry_of(export)['method']}.py"
-
-
-def edit_code(export, right, wrong):
-    source = code_of(export).read_text()
+def edit_code(export, right, wrong, module=None):
+    """Edit the code of its sampler, or of another module that is there too."""
+    module = module or f"decoding_samplers_{entry_of(export)['method']}"
+    file = export / "custom_generate" / f"{module}.py"
+    source = file.read_text()
     assert source.count(right) == 1
-    code_of(export).write_text(source.replace(right, wrong))
+    file.write_text(source.replace(right, wrong))
 
 
 def separator_left_out(export):
@@ -156,7 +154,7 @@ def states_out_of_order(export):
         pytest.skip("this layout reads no states of the target")
     right = "found = _right_aligned(found[rows, path], counts)"
     wrong = "found = _right_aligned(found, counts).roll(1, 1)"
-    edit_code(export, right, wrong)
+    edit_code(export, right, wrong, "decoding_drafting_state_reader")
 
 
 MISTAKES = [
