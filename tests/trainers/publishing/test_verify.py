@@ -99,10 +99,14 @@ def entry_of(export):
     return json.loads((export / "config.json").read_text())["parade"]
 
 
-def edit_code(export, right, wrong, module=None):
-    """Edit the code of its sampler, or of another module that is there too."""
-    module = module or f"decoding_samplers_{entry_of(export)['method']}"
-    file = export / "custom_generate" / f"{module}.py"
+def code_of(export):
+    """The file of its sampler's own code."""
+    return export / "custom_generate" / f"decoding_samplers_{entry_of(export)['method']}.py"
+
+
+def edit_code(export, right, wrong, name=None):
+    """Edit the code of its sampler, or of another file that is there too."""
+    file = code_of(export) if name is None else code_of(export).with_name(name)
     source = file.read_text()
     assert source.count(right) == 1
     file.write_text(source.replace(right, wrong))
@@ -154,7 +158,7 @@ def states_out_of_order(export):
         pytest.skip("this layout reads no states of the target")
     right = "found = _right_aligned(found[rows, path], counts)"
     wrong = "found = _right_aligned(found, counts).roll(1, 1)"
-    edit_code(export, right, wrong, "decoding_drafting_state_reader")
+    edit_code(export, right, wrong, "decoding_drafting_state_reader.py")
 
 
 MISTAKES = [
