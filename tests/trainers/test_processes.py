@@ -60,7 +60,7 @@ from recipes.compose import compose
 from trainers import fit
 from trainers.runs.length import Seconds, Stopwatch
 
-Stopwatch.seconds = lambda *_: Seconds(10 ** int(os.environ.get("LOCAL_RANK", 0)), 2, 0, 3)
+Stopwatch.seconds = lambda *_: Seconds(10 ** int(os.environ.get("LOCAL_RANK", 0)), 0.25, 0, 0, 5)
 fit.fit(compose(sys.argv[1:], "fit"))
 """
 
