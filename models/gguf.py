@@ -18,7 +18,7 @@ from huggingface_hub import (
     snapshot_download,
     try_to_load_from_cache,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from models.weights import check_complete, one_line
 from terminal.progress import Work
@@ -26,6 +26,7 @@ from terminal.progress import Work
 NEEDED = ("gguf", "accelerate")  # by transformers, to read gguf files
 PATIENCE = 5  # seconds for the Hub to answer
 _PACKS = hasattr(transformers, "GgufConfig")  # whether transformers can leave weights quantized
+SCALING = ".rope.scaling.factor"  # of an architecture, in a file's metadata
 # What a repository has beside the weights that transformers loads here.
 OTHERS = ["*/*", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "*.ot"]
 
@@ -131,6 +132,7 @@ def _save(folder: Path, name: str, made: Path) -> None:
         folder, dtype=torch.bfloat16, output_loading_info=True, **source, **whole
     )
     check_complete(network, found)
+    _check_rope(folder / name, network)
     if hasattr(network, "hf_quantizer"):
         network.hf_quantizer.remove_quantization_config(network)
     if network.generation_config.eos_token_id is None:
@@ -138,6 +140,27 @@ def _save(folder: Path, name: str, made: Path) -> None:
     network.save_pretrained(made)
     tokenizer.save_pretrained(made)
     _leave_out_tokens(made / "tokenizer.json", network.get_input_embeddings().weight.shape[0])
+
+
+def _check_rope(file: Path, network: PreTrainedModel) -> None:
+    """Refuse a file whose rope is scaled and was not read so: texts would be another model's.
+
+    transformers reads the scaling of few architectures (5.23: gpt-oss).
+    """
+    from gguf import GGUFReader
+
+    reader = GGUFReader(file)
+    factors = [f.contents() for key, f in reader.fields.items() if key.endswith(SCALING)]
+    scaled = any(factor not in (0, 1) for factor in factors)
+    scaled |= any(tensor.name.startswith("rope_f") for tensor in reader.tensors)
+    rope = getattr(network.config, "rope_parameters", None) or {}
+    kinds = {r.get("rope_type", "default") for r in (rope, *rope.values()) if isinstance(r, dict)}
+    if scaled and kinds <= {"default"}:
+        raise ValueError(
+            "its positions are scaled (rope), which transformers does not read from a gguf file of "
+            "this architecture, so its texts would be another model's: give the model's own folder "
+            "or Hub id"
+        )
 
 
 def _leave_out_tokens(file: Path, size: int) -> None:

@@ -242,7 +242,16 @@ def context(rows: list[Row]) -> Figure:
     return fig
 
 
-DRAWN = {f.__name__: f for f in (small, dflash, deer_ablations, markov_head, context)}
+def gemma(rows: list[Row]) -> Figure:
+    """Acceptance lengths on HumanEval at T=0 and T=1."""
+    fig, axes = panels(2, height=1.6)
+    for panel, temperature in zip(axes, ("0", "1")):
+        named = [r for r in rows if r["T"] == temperature and r["method"] != "plain"]
+        bars(panel, f"HumanEval, T={temperature}: tokens a pass", plainly(named))
+    return fig
+
+
+DRAWN = {f.__name__: f for f in (gemma, small, dflash, deer_ablations, markov_head, context)}
 DRAWN |= {f.__name__: f for f in (pcllm, asarm, spiffy, cspd)}
 
 

@@ -67,6 +67,30 @@ def test_a_file_and_its_folder_compute_what_the_network_does(file, network):
     assert (again(IDS).logits - network(IDS).logits).abs().max() > 1e-2
 
 
+def test_a_gemma_keeps_windows_rope_bases_and_norms(tmp_path):
+    network, file = gguf_file.gemma(), tmp_path / "gemma.gguf"
+    gguf_file.write(file, network)
+    again = causal.load(str(file), dtype="float32")
+    for key in ("layer_types", "sliding_window", "rope_parameters", "query_pre_attn_scalar"):
+        assert getattr(again.config, key) == getattr(network.config, key), key
+    torch.manual_seed(0)
+    ids = torch.randint(len(gguf_file.GEMMA_TOKENS), (1, 5 * network.config.sliding_window))
+    torch.testing.assert_close(again(ids).logits, network(ids).logits, rtol=0, atol=1e-4)
+    again.model.norm.weight.data += 1  # negative control: a norm as the file has it
+    assert (again(ids).logits - network(ids).logits).abs().max() > 1e-2
+    assert load_tokenizer(str(file)).tokenize("the he") == ["the", "\u2581", "he"]
+
+
+@pytest.mark.parametrize(
+    "how", [{"scaling": 8.0}, {"tensors": {"rope_freqs.weight": torch.ones(4)}}]
+)
+def test_a_scaled_rope_that_is_not_read_is_one_line(file, network, how):
+    gguf_file.write(file, network, **how)
+    assert "its positions are scaled (rope)" in error_of(gguf.converted, file)
+    gguf_file.write(file, network, scaling=1.0)  # control: a factor that changes nothing
+    assert gguf.converted(file).is_dir()
+
+
 def test_the_folder_is_an_ordinary_model(file):
     folder = gguf.converted(file)
     with safe_open(folder / "model.safetensors", "pt") as opened:
