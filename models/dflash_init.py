@@ -180,14 +180,21 @@ def _chosen(
     if layerwise:
         states = [i - 1 for i in layers]  # before layer 0: the embeddings
     states = spread(states, depth) if isinstance(states, int) else [*states]
-    check_layers(source, [*layers, *states])
-    if depth - 1 in states:
-        raise ValueError(
-            f"states={states} is not allowed: the last layer's output, {depth - 1}, is that before "
-            "the final norm in some engines and after it in others; read earlier layers"
-        )
+    check_layers(source, layers)
+    check_states(source, states)
     print(f"the drafter begins with layers {layers} of {depth}, and reads layers {states}")
     return layers, states
+
+
+def check_states(source: PreTrainedModel, states: Sequence[int]) -> None:
+    """Raise ValueError for a layer that the target lacks, or its last one."""
+    check_layers(source, states)
+    last = source.config.get_text_config().num_hidden_layers - 1
+    if last in states:
+        raise ValueError(
+            f"states={[*states]} is not allowed: the last layer's output, {last}, is that before "
+            "the final norm in some engines and after it in others; read earlier layers"
+        )
 
 
 def _config(

@@ -34,7 +34,7 @@ from transformers.models.llama.modeling_llama import (
     rotate_half,
 )
 
-from models.dflash_init import is_llama_like, shared_config, spread, states_of
+from models.dflash_init import check_states, is_llama_like, shared_config, spread, states_of
 from models.draft_head import DraftHead
 from models.hidden_states import check_layers
 from models.masks import Layout, causal, dense, numbered_blocks
@@ -234,7 +234,7 @@ def from_target(
             `models.dflash_init.spread`.
         draft_ids: [Vd], the tokens that it drafts; None: all of the target's.
         text: Sequences of token ids like those to decode. `fc` begins as the regression of the
-            target's last state at the next position on the states that are read; None: random.
+            last layer's input at the next position on the states that are read; None: random.
         layer: The target's layer that its own begins as, on the state's half of its input; None:
             the last. The embedding's half begins random.
         norm_before_residual, fc_norm, norm_before_fc, norm_output: See `LlamaForCausalLMEagle3`.
@@ -248,7 +248,8 @@ def from_target(
     depth = theirs.num_hidden_layers
     states = spread(states, depth) if isinstance(states, int) else [*states]
     layer = depth - 1 if layer is None else layer
-    check_layers(source, [*states, layer])
+    check_layers(source, [layer])
+    check_states(source, states)
     if draft_ids is None:
         draft_ids = torch.arange(theirs.vocab_size)
     config = shared_config(

@@ -54,7 +54,7 @@ def test_wrong_rules_fail_the_same_test(monkeypatch, rule):
 @pytest.mark.parametrize("warp", WARPS)
 @pytest.mark.parametrize("rule", KEYED)
 def test_the_text_is_plain_decoding_s(rule, warp):
-    """Of every prompt alone, in a batch that becomes smaller, at T=0 and T=1."""
+    """The batch becomes smaller, and each prompt has the text that it has alone."""
     model = target(layers=3)
     for temperature in (0.0, 1.0):
         params = SamplingParams(20, temperature, verify=rule, **WARPS[warp])

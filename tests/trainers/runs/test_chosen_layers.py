@@ -19,7 +19,7 @@ LENGTH = ("trainer.max_steps=null", "minutes=0.25", "trainer.checkpoint_every=2"
 
 @pytest.fixture
 def chosen(monkeypatch):
-    """The numbers of layers that were asked for, each time that some are chosen."""
+    """List how many layers were asked for, each time that some are chosen."""
     asked = []
 
     def choice(network, count):
