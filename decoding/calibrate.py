@@ -5,15 +5,18 @@ the target chose (`decoding.calibration.tree_ranking`), and with `answers=` also
 bigram scores counted in teacher answers (`decoding.drafting.bigrams`). A tree of more nodes has
 more accepted drafts and needs a wider pass; the best size depends on drafter, target and machine,
 so it is measured on held-out prompts. The fastest knobs are written into the export for
-`verify=tree`, and so is the fastest length at each temperature of drafts that are no tree.
+`verify=tree`, and so is the fastest length at each temperature of drafts that are no tree. Of a
+drafter that runs again for each depth the tokens are kept that others are decoded in the time of
+such a run: its trees grow deeper only where more are expected (`decoding.drafting.tree`).
 """
 
 import json
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from statistics import linear_regression
 from time import perf_counter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from data.arguments import Count, Several, Small, Temperature, Tokens
 from data.files import atomic_write
@@ -23,6 +26,8 @@ from decoding.report import counted, results, write_table
 from recipes.command import main
 from recipes.options import NEEDED, PromptOptions, check_batch_sizes, check_first, option, parse
 from terminal.progress import Work, track
+
+TIMED, FITTED = 8, 24  # prompts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +42,12 @@ class Calibrate(PromptOptions):
     model: str = option(NEEDED, "the folder of an export that drafts")
     answers: str | None = option(None, "a collection of teacher answers, whose bigrams are tried")
     target: str | None = option(None, "a target instead of the one that the export names")
-    prompts: Count = option(8, "held-out prompts that are timed")
-    fit_prompts: Count = option(24, "other prompts, to which the sharpness is fitted")
+    prompts: Count | None = option(
+        None, "held-out ones that are timed; null: 8, or a third of a file of yours with fewer"
+    )
+    fit_prompts: Count | None = option(
+        None, "others, to which the sharpness is fitted; null: 24, or the rest of such a file"
+    )
     max_new_tokens: Tokens = option(64, "tokens of an answer, at the most")
     temperatures: Several[Temperature] = option(
         (0.0, 1.0), "of the fits; the fastest over all is kept"
@@ -54,7 +63,7 @@ class Calibrate(PromptOptions):
 
     def __post_init__(self):
         super().__post_init__()
-        check_batch_sizes(self.batch_sizes, self.prompts)
+        check_batch_sizes(self.batch_sizes, self.prompts or TIMED)
         for nodes, sharpness in product(self.nodes, self.sharpness):
             check_tree(nodes, sharpness)
 
@@ -69,11 +78,6 @@ class Calibrate(PromptOptions):
         """Return the export's config.json."""
         return Path(self.model) / "config.json"
 
-    @property
-    def title(self) -> str:
-        """Return the title of the tables."""
-        return f"{counted(self.prompts, 'held-out prompt')}, {self.dtype}"
-
 
 def read_options(argv: list[str]) -> Calibrate:
     """Return the command's options."""
@@ -83,6 +87,7 @@ def read_options(argv: list[str]) -> Calibrate:
 check_first(__name__, read_options)
 
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from data.corpora.answers import read_answers
 from data.text.prompts import heldout_prompts
@@ -104,9 +109,7 @@ def run(argv: list[str]) -> None:
     sampler = load(c.model, target=c.target, sampler=bare, **c.placing)
     if not isinstance(sampler, BlockSampler):
         raise ValueError(f"{c.model} drafts no trees: there is nothing to calibrate")
-    number = c.prompts + c.fit_prompts
-    prompts = heldout_prompts(tokenizer=sampler.tokenizer, **(c.prompt_set | {"count": number}))
-    ids = [p["prompt_ids"] for p in prompts]
+    prompts = chosen_prompts(c, sampler.tokenizer)
     table = None
     if c.answers is not None:
         checked_manifest(c.answers, sampler.tokenizer)
@@ -115,27 +118,52 @@ def run(argv: list[str]) -> None:
         table = count(texts, sampler.vocabulary)
     out = Path(c.out) if c.out else file.parents[1] / "calibration"
     with results(out) as written:
-        knobs = fastest_tree(c, sampler, ids, table, written)
-        knobs["lengths"] = fastest_lengths(c, sampler, ids[: c.prompts], written)
+        lengths, gains = fastest_lengths(c, sampler, prompts.timed, written)
+        given = {"least_gain": gains} if gains else {}
+        knobs = fastest_tree(c, sampler, prompts, table, given, written) | {"lengths": lengths}
     keep(file, knobs, table)
     print("; ".join(f"{name}={knob}" for name, knob in knobs.items()) + f" are now in {file}")
 
 
+class Prompts(NamedTuple):
+    """The token ids of the prompts that are timed, and of those that knobs are fitted to."""
+
+    timed: list[list[int]]
+    fitted: list[list[int]]
+
+
+def chosen_prompts(c: Calibrate, tokenizer: PreTrainedTokenizerBase) -> Prompts:
+    """Return the prompts; a file or folder of the user may have fewer than the defaults."""
+    timed, fitted = c.prompts or TIMED, c.fit_prompts or FITTED
+    which = c.prompt_set | {"count": timed + fitted, "fewer": not (c.prompts or c.fit_prompts)}
+    found = [p["prompt_ids"] for p in heldout_prompts(tokenizer=tokenizer, **which)]
+    if len(found) < 2:
+        raise ValueError(f"source={c.source!r} has one held-out prompt: give one with two or more")
+    if len(found) < timed + fitted:
+        timed = max(1, len(found) // 3)
+    return Prompts(found[:timed], found[timed:])
+
+
 def fastest_tree(
-    c: Calibrate, sampler: BlockSampler, prompts: list[list[int]], table: Bigrams | None, out: Path
+    c: Calibrate,
+    sampler: BlockSampler,
+    prompts: Prompts,
+    table: Bigrams | None,
+    given: dict,
+    out: Path,
 ) -> dict:
     """Find the trees that are fastest over all temperatures; write calibration.csv into `out`.
 
-    `c.prompts` are timed and `c.fit_prompts` fitted to. Returns {"nodes": {batch size: nodes},
-    "sharpness": ..., "bigrams": ...}, as an export keeps them.
+    `given` are knobs of all trees. Returns {"nodes": {batch size: nodes}, "sharpness": ...,
+    "bigrams": ...}, as an export keeps them.
     """
-    timed, others = prompts[: c.prompts], prompts[c.prompts :]
     seen = {
-        t: observed(sampler, others, params_of(c, t, verify="tree"))
+        t: observed(sampler, prompts.fitted, params_of(c, t, verify="tree"))
         for t in track(c.temperatures, "answers to fit to", unit="temperatures")
     }
     with Work("fit of the trees"):
-        shapes = {**shapes_of(c, seen, None), **(shapes_of(c, seen, table) if table else {})}
+        tables = [None, table] if table else [None]
+        shapes = {of: given | x for t in tables for of, x in shapes_of(c, seen, t).items()}
     parts = {"draft_ids": sampler.draft_ids}
     if sampler.markov is not None:
         parts["markov"] = sampler.markov.head
@@ -149,22 +177,26 @@ def fastest_tree(
     names = ("bigrams", "nodes", "sharpness")
     lines, nodes = [], {}
     for batch in c.batch_sizes:
-        figures = measure(c, ways, timed, batch)
+        figures = measure(c, ways, prompts.timed, batch)
         lines += [{"batch": batch, **dict(zip(names, of)), **figures[of]} for of in ways]
         best = max(ways, key=lambda of: figures[of]["tokens/s"])
         nodes[str(batch)] = best[1]
         # For other batches only the number of nodes is open.
         ways = {of: way for of, way in ways.items() if (of[0], of[2]) == (best[0], best[2])}
-    write_table(lines, out / "calibration.csv", c.title, "decoding.calibrate")
+    title = title_of(c, prompts.timed)
+    write_table(lines, out / "calibration.csv", title, "decoding.calibrate")
     return {**shapes[best], "nodes": nodes}
 
 
 def fastest_lengths(
     c: Calibrate, sampler: BlockSampler, prompts: list[list[int]], out: Path
-) -> dict[str, dict[str, int]]:
-    """Find the fastest lengths of drafts that are no tree, {batch size: {temperature: tokens}}."""
+) -> tuple[dict[str, dict[str, int]], dict[str, float]]:
+    """Find the fastest lengths of drafts that are no tree, {batch size: {temperature: tokens}}.
+
+    Also return the least gain of a run of the drafter's tail, if it has one, by batch size.
+    """
     tried = sorted({*c.lengths, sampler.block_size})
-    lines, lengths = [], {}
+    lines, lengths, gains = [], {}, {}
     for batch in c.batch_sizes:
         # Above the smallest batch size only keyed drafts use a calibrated length.
         rule = "block" if batch == min(c.batch_sizes) else "coupled"
@@ -175,8 +207,32 @@ def fastest_lengths(
         lengths[str(batch)] = {
             t: max(tried, key=lambda k: figures[k][rate]) for t, rate in rates.items()
         }
-    write_table(lines, out / "lengths.csv", c.title, "decoding.calibrate")
-    return lengths
+        if sampler.tail:
+            gains[str(batch)] = least_gain(figures)
+    write_table(lines, out / "lengths.csv", title_of(c, prompts), "decoding.calibrate")
+    return lengths, gains
+
+
+def title_of(c: Calibrate, prompts: list[list[int]]) -> str:
+    """Return the title of a table."""
+    return f"{counted(len(prompts), 'held-out prompt')}, {c.dtype}"
+
+
+def least_gain(figures: dict[int, dict[str, float]]) -> float:
+    """Return the tokens that the fastest drafts emit in the time that one more drafted token takes.
+
+    Args:
+        figures: Those of `measure`, by the tokens that a cycle drafts.
+
+    >>> two = {"ms a cycle": 12.0, "tokens/s": 100.0}
+    >>> least_gain({2: two, 4: {"ms a cycle": 16.0, "tokens/s": 90.0}})
+    0.2
+    """
+    if len(figures) < 2:
+        return 0.0
+    cycles = [line["ms a cycle"] for line in figures.values()]
+    fastest = max(line["tokens/s"] for line in figures.values())
+    return round(max(linear_regression([*figures], cycles).slope, 0.0) * fastest / 1000, 3)
 
 
 def shapes_of(
@@ -226,7 +282,9 @@ def measure(
         lengths = {f"acceptance length, T={t:g}": sum(n) / len(n) for t, n in found.items()}
         rates = {f"tokens/s, T={t:g}": sum(n) / seconds[name, t] for t, n in found.items()}
         rate = sum(map(sum, found.values())) / sum(seconds[name, t] for t in c.temperatures)
-        line = {**lengths, **rates, "tokens/s": rate}
+        cycles = sum(map(len, found.values()))
+        spent = 1000 * sum(seconds[name, t] for t in c.temperatures) / cycles
+        line = {**lengths, **rates, "tokens/s": rate, "ms a cycle": spent}
         figures[name] = {
             key: round(x, 1 if key.startswith("tokens") else 2) for key, x in line.items()
         }

@@ -103,7 +103,7 @@ def load(
         rendering.prepare()  # it is ready once the weights are
     model = causal.load(base, trust_remote_code=trust_remote_code, **where)
     for_inference(model)
-    if name and (loads_drafter(entry) or "tokenizer_fingerprint" in entry):  # else a draft graph
+    if name and method.drafts:
         drafter = load_drafter(entry, path, dtype, trust_remote_code=trust_remote_code)
         drafter = drafter.to(input_device(model))
         for_inference(drafter)

@@ -93,8 +93,7 @@ class Method:
     ) -> Any:
         """Make the sampler of loaded models; `parts` are what `read_files` has read."""
         self.check(entry)
-        drafts = "drafter" in inspect.signature(self.sampler).parameters
-        models = (target, tokenizer, drafter) if drafts else (target, tokenizer)
+        models = (target, tokenizer, drafter) if self.drafts else (target, tokenizer)
         return self.sampler(*models, **self.arguments(target, tokenizer, entry), **parts)
 
     def check(self, entry: dict, where: str = "") -> None:
@@ -104,6 +103,11 @@ class Method:
             ValueError: A value is not allowed; one line of `where`, key, value and limits.
         """
         check_values(self.types, entry, where)
+
+    @cached_property
+    def drafts(self) -> bool:
+        """Return whether the sampler decodes with a drafter."""
+        return "drafter" in inspect.signature(self.sampler).parameters
 
     @cached_property
     def types(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Inputs of a recipe: built first at lab scale, required elsewhere."""
+"""Inputs of a recipe, built first at lab scale and required elsewhere, and what follows its run."""
 
 import shlex
 import subprocess
@@ -54,6 +54,29 @@ def prepare_inputs(needs: Sequence[DictConfig], build: bool) -> None:
             raise ValueError(f"could not build {need.path} with: {command}")
 
 
+def follow_up(then: Sequence[DictConfig], folder: Path) -> None:
+    """Run the commands of `then` (path and command) on a run's export, those not done yet.
+
+    A path is that of the file, in the run's folder, that a command has made when it is done: one
+    older than the export's weights is of an earlier export.
+    """
+    export = folder / "export"
+    for step in then:
+        if {*step} != {"path", "command"}:
+            raise ValueError(f"then={then} is not allowed: each has a path and a command")
+        made, weights = folder / step.path, export / "model.safetensors"
+        if made.exists() and made.stat().st_mtime >= weights.stat().st_mtime:
+            continue
+        words = [*_words(step), f"model={export}"]
+        command = shlex.join(words)
+        print(f"next: {command}", flush=True)
+        if subprocess.run([sys.executable, *words[1:]]).returncode:
+            raise ValueError(
+                f"the run is exported to {export}, and this failed: {command}\n"
+                "The command of the run, given again, goes on there"
+            )
+
+
 @contextmanager
 def named_commands(needs: Sequence[DictConfig]) -> Iterator[None]:
     """Add to the error of an input that does not fit the command that makes another one."""
@@ -73,7 +96,7 @@ def named_commands(needs: Sequence[DictConfig]) -> Iterator[None]:
 
 
 def _words(need: DictConfig) -> list[str]:
-    """Return the words of an input's command, with all keys filled in."""
+    """Return the words of a command, with all keys filled in."""
     # Split before keys are filled in: a folder's name may have spaces.
     words = OmegaConf.to_container(need, resolve=False)["command"].split()  # type: ignore[index]
     return [*OmegaConf.create(words, parent=need._get_root())]

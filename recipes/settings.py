@@ -150,6 +150,7 @@ class Fit(Recipe):
     minutes: Minutes | None = option(
         None, "length of the run here, with the inputs that it builds, in place of max_steps"
     )
+    then: tuple[dict, ...] = option((), "commands on the export, in turn: [{path made, command}]")
     resume: str = option("auto", "auto: go on in this folder | never | the path of a checkpoint")
     tokenizer: dict | None = option(NEEDED, "")
     network: dict = option(NEEDED, "")

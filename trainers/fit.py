@@ -18,7 +18,7 @@ from data.files import atomic_write, delete
 from recipes.command import main
 from recipes.compose import build, compose, run_folder, scales_of
 from recipes.folders import claimed
-from recipes.inputs import check_first, named_commands, prepare_inputs
+from recipes.inputs import check_first, follow_up, named_commands, prepare_inputs
 from recipes.settings import Acceptance, Optimization, Trainer
 
 check_first(__name__, "fit")
@@ -104,8 +104,9 @@ def fit(config: DictConfig) -> Path:
         if checkpoint is None and is_export(export) and config.resume == "auto":
             check_finished(config, folder)
             print(f"{export} is there already: resume=never trains it anew, name=... beside it")
-            return export
-        _fit(config, folder, checkpoint, first)
+        else:
+            _fit(config, folder, checkpoint, first)
+    rank_zero_only(follow_up)(config.then, folder)
     return export
 
 

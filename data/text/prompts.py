@@ -75,6 +75,7 @@ def heldout_prompts(source: str, *args, fewer: bool = False, **options) -> list[
     except TooFewPrompts as error:
         if not (fewer and error.prompts and is_own(source)):
             raise
+        _say(f"{source}: {len(error.prompts)} held-out prompts, all that it has")
         return list(error.prompts)
 
 

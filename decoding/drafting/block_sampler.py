@@ -29,7 +29,7 @@ from models.markov import MarkovHead
 from models.recurrent import is_recurrent
 
 KEPT_TOKENS = 2**14  # tokens whose bigrams are kept as dictionaries
-KNOBS = ("nodes", "sharpness", "rank_noise", "bigrams", "lookup", "markov_head")
+KNOBS = ("nodes", "sharpness", "rank_noise", "bigrams", "lookup", "least_gain", "markov_head")
 
 
 class BlockSampler(BlockDrafter):
@@ -45,6 +45,8 @@ class BlockSampler(BlockDrafter):
         bigram_weights: The weight of these scores at each depth, {temperature: [...]}.
         lookup: Whether trees use prompt lookup at temperature 0
             (`decoding.drafting.prompt_lookup`).
+        least_gain: For drafters with a tail: tokens that a further run of it is expected to bring,
+            at the least (`grow_trees`), a number or one by requests as `nodes`.
 
     Attributes:
         chain, tree: How drafts are made and verified: `tree` for `verify=tree`, `chain` otherwise.
@@ -66,11 +68,12 @@ class BlockSampler(BlockDrafter):
         bigrams: Bigrams | None = None,
         bigram_weights: ByNumber[list[float]] | None = None,
         lookup: bool = True,
+        least_gain: Amount | ByNumber[Amount] = 0.0,
         draft_ids: Tensor | None = None,
         markov: MarkovHead | None = None,
     ):
         super().__init__(target, tokenizer, draft_ids, markov)
-        nodes = nodes if isinstance(nodes, dict) else {1: nodes}
+        nodes, gains = (x if isinstance(x, dict) else {1: x} for x in (nodes, least_gain))
         if is_recurrent(target.config):
             self.rules = tuple(rule for rule in self.rules if rule != "tree")
         self.block_size, self.bigrams = block_size, bigrams
@@ -83,6 +86,7 @@ class BlockSampler(BlockDrafter):
             lookup,
             after,
             bigram_weights,
+            {int(requests): gain for requests, gain in gains.items()},
             self.device,
         )
 

@@ -50,6 +50,8 @@ class RankedTree:
         lookup: Whether prompt lookup ranks too, at temperature 0.
         after: Maps a token to its bigram scores (`decoding.drafting.bigrams`), if there are any.
         bigram_weights: The weight of these scores at each depth, {temperature: [...]}.
+        least_gain: Tokens that a run of a drafter's tail must be expected to bring (`grow_trees`),
+            by how many requests are decoded together.
     """
 
     predicate = staticmethod(masks.tree)
@@ -62,11 +64,13 @@ class RankedTree:
         lookup: bool,
         after: Callable[[int], Mapping[int, float]] | None,
         bigram_weights: ByNumber[list[float]] | None,
+        least_gain: dict[int, float],
         device: torch.device,
     ):
         for number in nodes.values():
             check_tree(number, sharpness)
         self.nodes, self.rank_noise, self.lookup = nodes, rank_noise, lookup
+        self.least_gain = least_gain
         if isinstance(sharpness, dict):
             by_depth = _by_depth(sharpness)
             self.sharpness = {t: torch.tensor(s, device=device) for t, s in by_depth.items()}
@@ -149,7 +153,8 @@ class RankedTree:
             return logits if ids is None else logits[..., ids]
 
         nodes, sharpness, bigrams, lookups = self._settings(batch, params)
-        return grow_trees(expand, min(k, nodes), nodes, sharpness, bigrams, lookups, ids)
+        gain = nearest(self.least_gain, len(batch.requests))
+        return grow_trees(expand, min(k, nodes), nodes, sharpness, bigrams, lookups, ids, gain)
 
     def _settings(self, batch: Batch, params: SamplingParams) -> tuple:
         """Return nodes, sharpness, bigram scores and lookups of a batch's trees."""

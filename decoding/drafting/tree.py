@@ -240,6 +240,7 @@ def grow_trees(
     bigrams: BigramScores | None = None,
     lookups: list[Lookup] | None = None,
     ids: Tensor | None = None,
+    least_gain: float = 0.0,
 ) -> Trees:
     """Draft best-first trees of conditional drafts, all nodes of a depth in one run of the drafter.
 
@@ -252,6 +253,8 @@ def grow_trees(
             `BlockDrafter.extend`; those after the root, M = 1, for depth 0 and None.
         k: The most tokens of a path that the drafter drafts.
         nodes, sharpness, bigrams, lookups, ids: See `draft_trees`.
+        least_gain: Tokens that a further run is expected to bring a tree of the batch, at the
+            least (`expected_gain`); 0: trees grow wherever they have nodes.
     """
     logits = expand(0, None, None)
     device = logits.device
@@ -269,14 +272,38 @@ def grow_trees(
                 row.add(path, *children)
         if depth + 1 == k:
             break
-        growing = [row.leaves(depth + 1, nodes)[: MAX_NODES - given] for row in rows]
+        best = [row.best(nodes) for row in rows]
+        leaves = [[path for path in found if len(path) == depth + 1] for found in best]
+        growing = [paths[: MAX_NODES - given] for paths in leaves]
         if not (M := max(map(len, growing))):
+            break
+        gain = sum(expected_gain(paths, depth + 1) for paths in best) / len(best)
+        if least_gain and gain < least_gain:
             break
         last = [[path[-1] for path in paths] + [0] * (M - len(paths)) for paths in growing]
         parents = [row.number(paths, M, given) for row, paths in zip(rows, growing)]
         given += M
         logits = expand(depth + 1, *torch.tensor([last, parents], device=device))
     return _of_one_size([row.children for row in rows], nodes, device)
+
+
+def expected_gain(paths: dict[Path, float], depth: int) -> float:
+    """Return how many tokens a tree is expected to gain by the children of its deepest nodes.
+
+    The target reaches those nodes with probability R, and their parents with R'. The children are
+    expected to add R / R' of R; as many of them as there are parents take the places of the least
+    probable nodes.
+
+    Args:
+        paths: The paths of the tree and their probabilities (`Growing.best`).
+        depth: The most tokens of a path.
+    """
+    before, deepest = (
+        [p for path, p in paths.items() if len(path) == n] for n in (depth - 1, depth)
+    )
+    if not deepest:
+        return 0.0
+    return sum(deepest) ** 2 / sum(before) - len(deepest) * min(paths.values())
 
 
 class Growing:
@@ -303,12 +330,16 @@ class Growing:
         suffix = suffix_of(self._lookup, path)
         return mixed(ranked, len(path), suffix, self._bigrams, self._lookup)
 
-    def leaves(self, depth: int, nodes: int) -> list[Path]:
-        """Return the nodes of a depth in the best tree so far, best first."""
+    def best(self, nodes: int) -> dict[Path, float]:
+        """Return the paths of the best tree so far, best first, and their probabilities."""
         paths: list[Path] = []
+        found = {(): 1.0}
         for before, token in best_first(self.children, nodes).child:
-            paths.append((*(paths[before] if before != ROOT else ()), token))
-        return [path for path in paths if len(path) == depth]
+            parent = paths[before] if before != ROOT else ()
+            paths.append((*parent, token))
+            tokens, scores = self.children(parent)
+            found[paths[-1]] = found[parent] * exp(scores[tokens.index(token)])
+        return found
 
     def number(self, paths: list[Path], count: int, first: int) -> list[int]:
         """Number nodes from `first` on; return their parents', with padding to `count` nodes."""

@@ -1,5 +1,6 @@
 """Inputs of a recipe: missing folders are built or named; Hub ids are left to their loader."""
 
+import os
 import shlex
 
 import pytest
@@ -8,7 +9,7 @@ from omegaconf import OmegaConf
 from data.corpora.answers import UnfitCollection
 from models.causal import looks_local
 from recipes.compose import BROUGHT, MODULES, _file, compose, names, scales_of
-from recipes.inputs import named_commands, prepare_inputs
+from recipes.inputs import follow_up, named_commands, prepare_inputs
 from tests.support.refused import refused
 
 
@@ -204,3 +205,36 @@ def test_a_key_that_a_recipe_does_not_read_is_refused_with_the_one_it_reads(reci
 def test_the_command_of_another_recipe_keeps_the_arguments():
     line = refused(compose, ["recipe=deer_answers", "runs=a b", "scale=small"], "fit")
     assert line.endswith("python -m decoding.collect recipe=deer_answers 'runs=a b' scale=small")
+
+
+def test_what_follows_an_export_is_run_once(tmp_path, capfd):
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "model.safetensors").touch()
+    write = "python -c __import__('pathlib').Path('{0}').touch();print(__import__('sys').argv)"
+    made = [tmp_path / name for name in ("first", "second")]
+    steps = [{"path": path.name, "command": write.format(path) + " a=${x}"} for path in made]
+    config = OmegaConf.create({"then": steps, "x": "two words"})
+    follow_up(config.then, tmp_path)
+    assert all(path.exists() for path in made)
+    shown = capfd.readouterr().out
+    assert shown.count("next: ") == 2
+    assert shown.count(f"['-c', 'a=two words', 'model={tmp_path / 'export'}']") == 2
+    made[1].unlink()
+    follow_up(config.then, tmp_path)
+    assert capfd.readouterr().out.count("next: ") == 1
+    # Of an earlier export.
+    later = max(path.stat().st_mtime for path in made) + 1
+    os.utime(tmp_path / "export" / "model.safetensors", (later, later))
+    follow_up(config.then, tmp_path)
+    assert capfd.readouterr().out.count("next: ") == 2
+
+
+def test_what_follows_an_export_and_fails_is_named(tmp_path):
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "model.safetensors").touch()
+    step = {"path": "x", "command": "python -c raise(SystemExit(1))"}
+    config = OmegaConf.create({"then": [step]})
+    with pytest.raises(ValueError, match=r"is exported to .*, and this failed: python -c "):
+        follow_up(config.then, tmp_path)
+    with pytest.raises(ValueError, match="each has a path and a command"):
+        follow_up(OmegaConf.create({"then": [{"path": "x"}]}).then, tmp_path)

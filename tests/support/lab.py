@@ -111,6 +111,12 @@ class Lab:
                 "network.states=2",
                 "module.block_size=4",
             ],
+            "drafter": [
+                *rows,
+                "data.corruption.anchors=4",
+                "network.layers=[0,2]",
+                "module.block_size=4",
+            ],
             "eagle3": [*rows, "data.corruption.anchors=4", "network.states=2"],
             "dflash_markov": [*rows, "data.corruption.anchors=4", "module.block_size=4"],
             "deer_stage2": [*rows, *BLOCKS, "data.corruption.schedule.shortest=1"],

@@ -1,5 +1,6 @@
 """DFlash's recipe: it learns, validates as exported, and resumes; its loss weighs early tokens."""
 
+import csv
 import json
 from statistics import fmean
 
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 from decoding import SamplingParams
 from decoding.loading import load
 from decoding.samplers.dflash import DFlashSampler
+from decoding.samplers.plain import PlainSampler
 from recipes.compose import compose
 from tests.support import tiny
 from tests.support.lab import Lab, finish
@@ -138,6 +140,29 @@ def test_it_learns_and_its_export_decodes(prepared, head):
     assert "draft_vocabulary" not in entry  # the weights say which tokens
     # Engines read every file of weights that they find.
     assert [f.name for f in export.glob("*.safetensors")] == ["model.safetensors"]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_one_command_trains_fits_to_the_machine_and_measures(prepared, capfd):
+    given = [f"acceptance.source={prepared.runs / 'deer_answers'}", "network.tail=1"]
+    export = prepared.fit("drafter", *given)
+    shown = capfd.readouterr().out
+    calibrated, measured = (shown.index(f"decoding.{name}") for name in ("calibrate", "bench"))
+    assert shown.index(f"exported to {export}") < calibrated < measured
+    sampler = load(str(export), dtype="float32")
+    entry = json.loads((export / "config.json").read_text())["parade"]
+    assert sampler.chain.lengths
+    assert sampler.tree.least_gain == {1: entry["least_gain"]["1"]}
+    rows = [*csv.DictReader((export.parent / "bench" / "bench.csv").open())]
+    assert {"plain", "dflash", "dflash, tree"} <= {row["sampler"] for row in rows}
+    as_plain(sampler, ["def value"], SamplingParams(24, 1.0, verify="tree", seed=3))
+    # The target alone, as its own sampler decodes.
+    alone = load(str(export), dtype="float32", sampler=["method=plain"])
+    assert type(alone) is PlainSampler
+    # Given again, the command has nothing to do.
+    assert prepared.fit("drafter", *given) == export
+    assert "next: " not in capfd.readouterr().out
 
 
 def test_a_fitted_projection_begins_lower(prepared):

@@ -15,9 +15,12 @@ from trainers.strategies import whole_network
 
 
 def validation_prompts(a: DictConfig, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Return the token ids of each prompt that validations decode; `a` is `acceptance`."""
+    """Return the token ids of each prompt that validations decode; `a` is `acceptance`.
+
+    Of a file or folder of the user these may be fewer than `acceptance.prompts`.
+    """
     which = {"subset": a.subset, "split": a.split, "limit": a.limit, "chat": a.chat}
-    prompts = heldout_prompts(a.source, tokenizer, a.prompts, a.prompt_length, **which)
+    prompts = heldout_prompts(a.source, tokenizer, a.prompts, a.prompt_length, fewer=True, **which)
     return [p["prompt_ids"] for p in prompts]
 
 

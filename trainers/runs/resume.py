@@ -15,7 +15,7 @@ from trainers.publishing.export_folder import is_export
 from trainers.runs.checkpoint_files import Damaged, checkpoint_files, step_of
 
 # Settings that a run may change when it goes on: where it runs, not what it computes.
-FREE = ("resume", "needs", "logger", "strategy", "device_map", "trainer.devices",
+FREE = ("resume", "needs", "then", "logger", "strategy", "device_map", "trainer.devices",
         "trainer.num_nodes",
         "trainer.strategy", "trainer.accelerator", "trainer.workers", "trainer.compile",
         "trainer.micro_batch_size", "trainer.checkpoint_activations", "trainer.checkpoint_every",

@@ -66,24 +66,26 @@ def test_the_nodes_are_the_likeliest_prefixes(marginals, nodes):
 
 
 class Table:
-    """A drafter whose distribution over three tokens depends on all that was drafted before.
+    """A drafter whose distribution over some tokens depends on all that was drafted before.
 
     `read` maps the tokens of a path to the prefix whose distribution it has.
     """
 
-    def __init__(self, seed, read=lambda path: path):
-        self.seed, self.read = seed, read
-        self.logits, self.paths = {}, []
+    def __init__(self, seed, read=lambda path: path, tokens=3, spread=2):
+        self.seed, self.read, self.tokens, self.spread = seed, read, tokens, spread
+        self.logits, self.paths, self.runs = {}, [], 0
 
     def after(self, path):
         if path not in self.logits:
             draw = torch.Generator().manual_seed(
-                sum(4**i * (t + 1) for i, t in enumerate(path)) + 1000 * self.seed
+                sum((self.tokens + 1) ** i * (t + 1) for i, t in enumerate(path)) + 1000 * self.seed
             )
-            self.logits[path] = 2 * torch.randn(3, generator=draw, dtype=torch.float64)
+            drawn = torch.randn(self.tokens, generator=draw, dtype=torch.float64)
+            self.logits[path] = self.spread * drawn
         return self.logits[path]
 
     def expand(self, depth, tokens, parents):
+        self.runs += 1
         if tokens is None:
             return self.after(())[None, None]
         before = [self.paths[parent] if parent >= 0 else () for parent in parents[0].tolist()]
@@ -115,6 +117,28 @@ def test_a_grown_tree_by_another_path_is_another_tree():
 
 def last_token(path):
     return path[-1:]
+
+
+@pytest.mark.parametrize("cost", [0.03, 0.1, 0.25])
+def test_a_tree_grows_deeper_only_where_that_pays(cost):
+    """Sure and unsure drafters, whose probabilities are right: tokens a second of all depths."""
+
+    def rate(depth, least_gain=0.0):
+        tokens = time = 0.0
+        for seed in range(40):
+            table = Table(seed, tokens=8, spread=1 + seed % 4 * 2)
+            found = tree.grow_trees(table.expand, depth, 6, least_gain=least_gain).rows[0]
+            paths = {tree.ROOT: ()}
+            for (parent, token), node in found.child.items():
+                paths[node] = (*paths[parent], token)
+            tokens += sum(map(table.chance, paths.values()))
+            time += 1 + cost * (table.runs - 1)
+        return tokens / time
+
+    fastest = max(map(rate, range(1, 9)))
+    grown = [rate(8, factor * cost * fastest) for factor in (1 / 8, 1, 8)]
+    assert grown[1] > fastest
+    assert grown[1] == max(grown)  # Negative controls: the gain of cheaper and of dearer runs.
 
 
 def test_grown_trees_of_a_batch_are_those_alone():
