@@ -98,7 +98,7 @@ class DFlashAttention(nn.Module):
         cache: Cache | None,
     ) -> Tensor:
         """Attend from block [B, Q, H] to context [B, C, H] and block, at `rotary` [B, C + Q, D]."""
-        both = torch.cat([context, block], 1)
+        both = torch.cat([context, block], 1) if context.shape[1] else block
         query, key, value = (
             project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for project, x in ((self.q_proj, block), (self.k_proj, both), (self.v_proj, both))

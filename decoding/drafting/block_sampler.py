@@ -73,20 +73,19 @@ class BlockSampler(BlockDrafter):
         markov: MarkovHead | None = None,
     ):
         super().__init__(target, tokenizer, draft_ids, markov)
-        nodes, gains = (x if isinstance(x, dict) else {1: x} for x in (nodes, least_gain))
         if is_recurrent(target.config):
             self.rules = tuple(rule for rule in self.rules if rule != "tree")
         self.block_size, self.bigrams = block_size, bigrams
         after = None if bigrams is None else lru_cache(KEPT_TOKENS)(bigrams.after)
         self.chain = Chain(block_size, lengths)
         self.tree = RankedTree(
-            {int(requests): number for requests, number in nodes.items()},
+            _by_requests(nodes),
             sharpness,
             rank_noise,
             lookup,
             after,
             bigram_weights,
-            {int(requests): gain for requests, gain in gains.items()},
+            _by_requests(least_gain),
             self.device,
         )
 
@@ -119,6 +118,11 @@ class BlockSampler(BlockDrafter):
     def cycle(self, batch: Batch, params: SamplingParams) -> tuple[Tensor, Tensor]:
         """Draft, verify in one target pass, and emit the accepted tokens and one more."""
         return self.drafting(params).cycle(self, batch, params)
+
+
+def _by_requests(knob: Any) -> dict[int, Any]:
+    """Return a knob by how many requests are decoded together; a number is for one."""
+    return {int(n): x for n, x in knob.items()} if isinstance(knob, dict) else {1: knob}
 
 
 @dataclass(frozen=True, eq=False)

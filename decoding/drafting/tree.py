@@ -333,7 +333,7 @@ class Growing:
     def best(self, nodes: int) -> dict[Path, float]:
         """Return the paths of the best tree so far, best first, and their probabilities."""
         paths: list[Path] = []
-        found = {(): 1.0}
+        found: dict[Path, float] = {(): 1.0}
         for before, token in best_first(self.children, nodes).child:
             parent = paths[before] if before != ROOT else ()
             paths.append((*parent, token))
