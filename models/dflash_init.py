@@ -45,7 +45,7 @@ def from_target(
     text: Sequence[Sequence[int]] | None = None,
     causal: bool = False,
     context: Literal["fused", "layerwise"] = "fused",
-    tail: Layers = 0,
+    tail: Layers | Literal["all"] = 0,
     window: Window | None = None,
 ) -> DFlashDraftModel:
     """Return a new drafter for a target, with layers that begin as copies of the target's.
@@ -67,7 +67,7 @@ def from_target(
             the state of the layer before. `states` and `text` are not read then, and no engine
             runs it.
         tail: The last layers that run once for each drafted token (`models.dflash`), which no
-            engine does; with as many as `layers` the drafter is autoregressive.
+            engine does; with 'all' the drafter is autoregressive.
         window: Last tokens that the layers attend to; None: all.
     """
     theirs = source.config.get_text_config()
@@ -84,6 +84,7 @@ def from_target(
     layerwise, began = context == "layerwise", time.perf_counter()
     layers, states = _chosen(source, layers, states, layerwise)
     copied = Copied(layers, time.perf_counter() - began)
+    tail = len(layers) if tail == "all" else tail
     special: dict = {"mask_token_id": None, "target_layer_ids": states, "causal": causal}
     if layerwise:
         normed = hasattr(source.model.layers[0].self_attn, "q_norm")

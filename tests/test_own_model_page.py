@@ -37,7 +37,7 @@ SIZES = {
         "minutes=null", "collector.max_new_tokens=32", "prompts.count=60",
     ],
     "trainers.fit drafter": [
-        *FIT, *ROWS, "module.block_size=4", "network.layers=2", "network.tail=1",
+        *FIT, *ROWS, "module.block_size=4", "network.layers=2",
     ],
     "trainers.fit deer_stage2": [*FIT, *BLOCKS, "data.corruption.schedule.shortest=4"],
     "trainers.fit pcllm_round1": FIT,

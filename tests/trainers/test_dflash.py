@@ -145,7 +145,7 @@ def test_it_learns_and_its_export_decodes(prepared, head):
 @pytest.mark.slow
 @pytest.mark.processes
 def test_one_command_trains_fits_to_the_machine_and_measures(prepared, capfd):
-    given = [f"acceptance.source={prepared.runs / 'deer_answers'}", "network.tail=1"]
+    given = [f"acceptance.source={prepared.runs / 'deer_answers'}"]
     export = prepared.fit("drafter", *given)
     shown = capfd.readouterr().out
     calibrated, measured = (shown.index(f"decoding.{name}") for name in ("calibrate", "bench"))
