@@ -7,7 +7,8 @@ more accepted drafts and needs a wider pass; the best size depends on drafter, t
 so it is measured on held-out prompts. The fastest knobs are written into the export for
 `verify=tree`, and so is the fastest length at each temperature of drafts that are no tree. Of a
 drafter that runs again for each depth the tokens are kept that others are decoded in the time of
-such a run: its trees grow deeper only where more are expected (`decoding.drafting.tree`).
+such a run: its trees grow deeper only where more are expected (`decoding.drafting.tree`). Where the
+trees are faster than the chains, `verify=coupled` drafts trees too.
 """
 
 import json
@@ -118,9 +119,11 @@ def run(argv: list[str]) -> None:
         table = count(texts, sampler.vocabulary)
     out = Path(c.out) if c.out else file.parents[1] / "calibration"
     with results(out) as written:
-        lengths, gains = fastest_lengths(c, sampler, prompts.timed, written)
+        lengths, gains, chains = fastest_lengths(c, sampler, prompts.timed, written)
         given = {"least_gain": gains} if gains else {}
-        knobs = fastest_tree(c, sampler, prompts, table, given, written) | {"lengths": lengths}
+        knobs, trees = fastest_tree(c, sampler, prompts, table, given, written)
+        faster = {t: rate > chains[t] for t, rate in trees.items()}
+        knobs |= {"lengths": lengths, "trees": faster}
     keep(file, knobs, table)
     print("; ".join(f"{name}={knob}" for name, knob in knobs.items()) + f" are now in {file}")
 
@@ -151,11 +154,12 @@ def fastest_tree(
     table: Bigrams | None,
     given: dict,
     out: Path,
-) -> dict:
+) -> tuple[dict, dict[str, float]]:
     """Find the trees that are fastest over all temperatures; write calibration.csv into `out`.
 
     `given` are knobs of all trees. Returns {"nodes": {batch size: nodes}, "sharpness": ...,
-    "bigrams": ...}, as an export keeps them.
+    "bigrams": ...}, as an export keeps them, and the trees' tokens/s at each temperature, of the
+    first batch size.
     """
     seen = {
         t: observed(sampler, prompts.fitted, params_of(c, t, verify="tree"))
@@ -176,41 +180,50 @@ def fastest_tree(
         ways[shape] = way, {"verify": "tree"}
     names = ("bigrams", "nodes", "sharpness")
     lines, nodes = [], {}
+    rates: dict[str, float] = {}
     for batch in c.batch_sizes:
         figures = measure(c, ways, prompts.timed, batch)
         lines += [{"batch": batch, **dict(zip(names, of)), **figures[of]} for of in ways]
         best = max(ways, key=lambda of: figures[of]["tokens/s"])
         nodes[str(batch)] = best[1]
+        rates = rates or rates_of(c, figures[best])
         # For other batches only the number of nodes is open.
         ways = {of: way for of, way in ways.items() if (of[0], of[2]) == (best[0], best[2])}
     title = title_of(c, prompts.timed)
     write_table(lines, out / "calibration.csv", title, "decoding.calibrate")
-    return {**shapes[best], "nodes": nodes}
+    return {**shapes[best], "nodes": nodes}, rates
+
+
+def rates_of(c: Calibrate, figures: dict[str, float]) -> dict[str, float]:
+    """Return the tokens/s at each temperature."""
+    return {f"{t:g}": figures[f"tokens/s, T={t:g}"] for t in c.temperatures}
 
 
 def fastest_lengths(
     c: Calibrate, sampler: BlockSampler, prompts: list[list[int]], out: Path
-) -> tuple[dict[str, dict[str, int]], dict[str, float]]:
+) -> tuple[dict[str, dict[str, int]], dict[str, float], dict[str, float]]:
     """Find the fastest lengths of drafts that are no tree, {batch size: {temperature: tokens}}.
 
-    Also return the least gain of a run of the drafter's tail, if it has one, by batch size.
+    Also return the least gain of a run of the drafter's tail, if it has one, by batch size, and the
+    tokens/s of the fastest at each temperature, of the first batch size.
     """
     tried = sorted({*c.lengths, sampler.block_size})
     lines, lengths, gains = [], {}, {}
+    fastest: dict[str, float] = {}
     for batch in c.batch_sizes:
         # Above the smallest batch size only keyed drafts use a calibrated length.
         rule = "block" if batch == min(c.batch_sizes) else "coupled"
         ways: dict = {k: (sampler, {"verify": rule, "block_size": k}) for k in tried}
         figures = measure(c, ways, prompts, batch)
         lines += [{"batch": batch, "drafted": k, **figures[k]} for k in tried]
-        rates = {f"{t:g}": f"tokens/s, T={t:g}" for t in c.temperatures}
-        lengths[str(batch)] = {
-            t: max(tried, key=lambda k: figures[k][rate]) for t, rate in rates.items()
-        }
+        rates = {k: rates_of(c, figures[k]) for k in tried}
+        best = {t: max(tried, key=lambda k: rates[k][t]) for t in rates[tried[0]]}
+        lengths[str(batch)] = best
+        fastest = fastest or {t: rates[k][t] for t, k in best.items()}
         if sampler.tail:
             gains[str(batch)] = least_gain(figures)
     write_table(lines, out / "lengths.csv", title_of(c, prompts), "decoding.calibrate")
-    return lengths, gains
+    return lengths, gains, fastest
 
 
 def title_of(c: Calibrate, prompts: list[list[int]]) -> str:

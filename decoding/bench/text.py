@@ -1,6 +1,7 @@
 """`python -m decoding.bench model=runs/deer_stage2/export`: samplers side by side, one run."""
 
 from collections.abc import Sequence
+from copy import copy
 from itertools import product
 from pathlib import Path
 
@@ -148,12 +149,20 @@ def _rows(
             # At temperature 0 the others are `coupled`.
             if rule in bench.verify and (temperature or rule in KEYED):
                 label = f"{name}, {rule}" if temperature or rule == "tree" else name
-                add(label, sampler, plain[target], exact=rule in KEYED, rule=rule)
+                add(label, _chains(sampler), plain[target], exact=rule in KEYED, rule=rule)
         if temperature and isinstance(sampler, BlockSampler):
             for rule in bench.drawn:
                 drawn = drawing(sampler, rule)
                 add(f"{name}, {rule}", drawn, plain[target], exact=False, rule="rejection")
     return rows
+
+
+def _chains(sampler: Sampler) -> Sampler:
+    """Return a sampler that drafts trees for `verify=tree` alone, whatever its calibration says."""
+    if isinstance(sampler, BlockSampler):
+        sampler = copy(sampler)
+        sampler.trees = {0.0: False}
+    return sampler
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from decoding.drafting import bigrams as bigram_file
 from decoding.drafting import markov as markov_file
 from decoding.drafting.bigrams import Bigrams
-from decoding.drafting.block_drafter import BlockDrafter
+from decoding.drafting.block_drafter import BlockDrafter, nearest
 from decoding.drafting.chain import Chain
 from decoding.drafting.ranked_tree import RankedTree
 from decoding.drafting.tree_limits import MAX_NODES
@@ -29,7 +29,16 @@ from models.markov import MarkovHead
 from models.recurrent import is_recurrent
 
 KEPT_TOKENS = 2**14  # tokens whose bigrams are kept as dictionaries
-KNOBS = ("nodes", "sharpness", "rank_noise", "bigrams", "lookup", "least_gain", "markov_head")
+KNOBS = (
+    "nodes",
+    "sharpness",
+    "rank_noise",
+    "bigrams",
+    "lookup",
+    "least_gain",
+    "trees",
+    "markov_head",
+)
 
 
 class BlockSampler(BlockDrafter):
@@ -47,6 +56,9 @@ class BlockSampler(BlockDrafter):
             (`decoding.drafting.prompt_lookup`).
         least_gain: For drafters with a tail: tokens that a further run of it is expected to bring,
             at the least (`grow_trees`), a number or one by requests as `nodes`.
+        trees: Whether a tree is faster than a chain, at all temperatures or by temperature. Where
+            it is, `coupled` drafts trees too, as both give the same text, unless a request asks for
+            a `block_size`.
 
     Attributes:
         chain, tree: How drafts are made and verified: `tree` for `verify=tree`, `chain` otherwise.
@@ -69,6 +81,7 @@ class BlockSampler(BlockDrafter):
         bigram_weights: ByNumber[list[float]] | None = None,
         lookup: bool = True,
         least_gain: Amount | ByNumber[Amount] = 0.0,
+        trees: bool | ByNumber[bool] = False,
         draft_ids: Tensor | None = None,
         markov: MarkovHead | None = None,
     ):
@@ -78,6 +91,8 @@ class BlockSampler(BlockDrafter):
         self.block_size, self.bigrams = block_size, bigrams
         after = None if bigrams is None else lru_cache(KEPT_TOKENS)(bigrams.after)
         self.chain = Chain(block_size, lengths)
+        by_temperature = trees if isinstance(trees, dict) else {0: trees}
+        self.trees = {float(t): faster for t, faster in by_temperature.items()}
         self.tree = RankedTree(
             _by_requests(nodes),
             sharpness,
@@ -99,14 +114,18 @@ class BlockSampler(BlockDrafter):
         super().check_params(params)
 
     def drafting(self, params: SamplingParams) -> Chain | RankedTree:
-        """Return the chain or the tree that a request asks for."""
-        return self.tree if params.verify == "tree" else self.chain
+        """Return the chain or the tree by which a request is drafted."""
+        if params.verify == "tree":
+            return self.tree
+        free = params.keyed and params.block_size is None and "tree" in self.rules
+        return self.tree if free and nearest(self.trees, params.temperature) else self.chain
 
     def margin(self, params: SamplingParams) -> int:
         """Count what a cycle drafts beyond the end, and a slot each for separator and scratch."""
         k = params.block_size or self.block_size
-        grown = MAX_NODES if self.tail and params.verify == "tree" else 0
-        return max(k, self.drafting(params).most(params), grown) + 3
+        drafting = self.drafting(params)
+        grown = MAX_NODES if self.tail and drafting is self.tree else 0
+        return max(k, drafting.most(params), grown) + 3
 
     def begin(self, batch: Batch, params: SamplingParams) -> None:
         """Prefill both networks."""

@@ -122,7 +122,7 @@ def test_what_is_fastest_for_each_batch_and_temperature_is_kept(lab, export, mon
 
     def measured(c, ways, prompts, batch):
         return {
-            name: {"tokens/s": float(name[1] == nodes[batch])}
+            name: dict.fromkeys(RATES, 0.5 * (name[1] == nodes[batch]))
             if isinstance(name, tuple)
             else {rate: float(name == k) for rate, k in lengths[batch].items()}
             for name in ways
@@ -137,6 +137,7 @@ def test_what_is_fastest_for_each_batch_and_temperature_is_kept(lab, export, mon
         (batch, k) for batch in "13" for k in (1, 2, 3, served.block_size)
     ]
     assert served.tree.nodes == {1: 5, 3: 2}
+    assert served.trees == {0.0: False, 1.0: False}
     drafted = {}
     for temperature, verify, block_size in product((0.0, 0.4, 1.0), VERIFY, (None, 1)):
         params = SamplingParams(9, temperature, seed=1, verify=verify, block_size=block_size)
@@ -191,3 +192,28 @@ def test_mistakes(lab, export):
         run(arguments(lab, export, "answers=nowhere"))
     assert (export / "config.json").read_text() == before
     assert "nodes" not in json.loads(before)["parade"]
+
+
+def test_a_keyed_draft_is_a_tree_where_that_is_faster(lab, export, monkeypatch):
+    """The text is plain decoding's either way, and who asks for a length gets a chain."""
+
+    def measured(c, ways, prompts, batch):
+        return {
+            name: dict(zip(RATES, (1.0, 2.0, 0.5) if isinstance(name, tuple) else (1.0, 1.0, 1.0)))
+            for name in ways
+        }
+
+    monkeypatch.setattr(calibrate, "measure", measured)
+    run(arguments(lab, export, "nodes=[5]", "sharpness=[1.0]", "lengths=[2]"))
+    served, plain = load(str(export)), load(str(export), sampler=["method=plain"])
+    for temperature, verify, block_size in product((0.0, 0.2, 1.0), VERIFY, (None, 2)):
+        params = SamplingParams(9, temperature, seed=1, verify=verify, block_size=block_size)
+        faster = temperature < 0.5 and params.keyed and block_size is None
+        wanted = served.tree if verify == "tree" or faster else served.chain
+        assert served.drafting(params) is wanted
+        (found,) = served.generate([[1, 2, 3]], params)
+        if params.keyed:
+            (alone,) = plain.generate([[1, 2, 3]], SamplingParams(9, temperature, seed=1))
+            assert found.token_ids == alone.token_ids
+    chains = load(str(export), sampler=["trees=false"])
+    assert chains.drafting(SamplingParams(9, 0.0)) is chains.chain
