@@ -5,10 +5,9 @@ the target chose (`decoding.calibration.tree_ranking`), and with `answers=` also
 bigram scores counted in teacher answers (`decoding.drafting.bigrams`). A tree of more nodes has
 more accepted drafts and needs a wider pass; the best size depends on drafter, target and machine,
 so it is measured on held-out prompts. The fastest knobs are written into the export for
-`verify=tree`, and so is the fastest length at each temperature of drafts that are no tree. Of a
-drafter that runs again for each depth the tokens are kept that others are decoded in the time of
-such a run: its trees grow deeper only where more are expected (`decoding.drafting.tree`). Where the
-trees are faster than the chains, `verify=coupled` drafts trees too.
+`verify=tree`, and so is the fastest length at each temperature of drafts that are no tree. A tree
+has only nodes that bring more tokens than are decoded in the time that one more takes (`limits`).
+Where trees are faster than chains, `verify=coupled` drafts trees too.
 """
 
 import json
@@ -29,6 +28,7 @@ from recipes.options import NEEDED, PromptOptions, check_batch_sizes, check_firs
 from terminal.progress import Work, track
 
 TIMED, FITTED = 8, 24  # prompts
+PARTS = {"target ms": "target_s", "drafter ms": "drafter_s"}  # of a cycle and a request
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +119,7 @@ def run(argv: list[str]) -> None:
         table = count(texts, sampler.vocabulary)
     out = Path(c.out) if c.out else file.parents[1] / "calibration"
     with results(out) as written:
-        lengths, gains, chains = fastest_lengths(c, sampler, prompts.timed, written)
-        given = {"least_gain": gains} if gains else {}
+        lengths, given, chains = fastest_lengths(c, sampler, prompts.timed, written)
         knobs, trees = fastest_tree(c, sampler, prompts, table, given, written)
         faster = {t: rate > chains[t] for t, rate in trees.items()}
         knobs |= {"lengths": lengths, "trees": faster}
@@ -201,14 +200,15 @@ def rates_of(c: Calibrate, figures: dict[str, float]) -> dict[str, float]:
 
 def fastest_lengths(
     c: Calibrate, sampler: BlockSampler, prompts: list[list[int]], out: Path
-) -> tuple[dict[str, dict[str, int]], dict[str, float], dict[str, float]]:
+) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, float]], dict[str, float]]:
     """Find the fastest lengths of drafts that are no tree, {batch size: {temperature: tokens}}.
 
-    Also return the least gain of a run of the drafter's tail, if it has one, by batch size, and the
-    tokens/s of the fastest at each temperature, of the first batch size.
+    Also return the limits of trees (`limits`) by batch size, and the tokens/s of the fastest
+    lengths at each temperature, of the first batch size.
     """
     tried = sorted({*c.lengths, sampler.block_size})
-    lines, lengths, gains = [], {}, {}
+    lines, lengths = [], {}
+    given: dict[str, dict[str, float]] = {}
     fastest: dict[str, float] = {}
     for batch in c.batch_sizes:
         # Above the smallest batch size only keyed drafts use a calibrated length.
@@ -220,10 +220,10 @@ def fastest_lengths(
         best = {t: max(tried, key=lambda k: rates[k][t]) for t in rates[tried[0]]}
         lengths[str(batch)] = best
         fastest = fastest or {t: rates[k][t] for t, k in best.items()}
-        if sampler.tail:
-            gains[str(batch)] = least_gain(figures)
+        for name, limit in limits(figures, sampler.tail).items():
+            given.setdefault(name, {})[str(batch)] = limit
     write_table(lines, out / "lengths.csv", title_of(c, prompts), "decoding.calibrate")
-    return lengths, gains, fastest
+    return lengths, given, fastest
 
 
 def title_of(c: Calibrate, prompts: list[list[int]]) -> str:
@@ -231,21 +231,27 @@ def title_of(c: Calibrate, prompts: list[list[int]]) -> str:
     return f"{counted(len(prompts), 'held-out prompt')}, {c.dtype}"
 
 
-def least_gain(figures: dict[int, dict[str, float]]) -> float:
-    """Return the tokens that the fastest drafts emit in the time that one more drafted token takes.
+def limits(figures: dict[int, dict[str, float]], tail: bool) -> dict[str, float]:
+    """Return the least probability of a tree's node, and the least gain of a run of a `tail`.
+
+    Each is the tokens that the fastest drafts emit in the time that one more token takes: in the
+    target's pass, or in the drafter's.
 
     Args:
         figures: Those of `measure`, by the tokens that a cycle drafts.
 
-    >>> two = {"ms a cycle": 12.0, "tokens/s": 100.0}
-    >>> least_gain({2: two, 4: {"ms a cycle": 16.0, "tokens/s": 90.0}})
-    0.2
+    >>> two = {"target ms": 10.0, "drafter ms": 2.0, "tokens/s": 100.0}
+    >>> four = {"target ms": 11.0, "drafter ms": 6.0, "tokens/s": 90.0}
+    >>> limits({2: two, 4: four}, tail=True)
+    {'least': 0.05, 'least_gain': 0.2}
     """
-    if len(figures) < 2:
-        return 0.0
-    cycles = [line["ms a cycle"] for line in figures.values()]
-    fastest = max(line["tokens/s"] for line in figures.values())
-    return round(max(linear_regression([*figures], cycles).slope, 0.0) * fastest / 1000, 3)
+    fastest = max(line["tokens/s"] for line in figures.values()) / 1000
+    found = {}
+    for name, part in zip(("least", "least_gain") if tail else ("least",), PARTS):
+        times = [line[part] for line in figures.values()]
+        slope = linear_regression([*figures], times).slope if len(times) > 1 else 0.0
+        found[name] = round(max(slope, 0.0) * fastest, 4)
+    return found
 
 
 def shapes_of(
@@ -280,6 +286,7 @@ def measure(
     batches = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
     emitted: dict[tuple, list[int]] = {(name, t): [] for name in ways for t in c.temperatures}
     seconds = dict.fromkeys(emitted, 0.0)
+    spent = {of: dict.fromkeys(ways, 0.0) for of in PARTS}
     turns = [*product([None, *batches], ways.items(), c.temperatures)]
     for rows, (name, (sampler, options)), t in track(
         turns, f"calibrate, batch {batch}", unit="turns"
@@ -289,6 +296,8 @@ def measure(
         if rows is not None:  # else it was the warm-up
             seconds[name, t] += perf_counter() - started
             emitted[name, t] += [n for result in results for n in result.stats.emitted]
+            for part, attribute in PARTS.items():  # of the whole batch, until the last one ended
+                spent[part][name] += max(getattr(result.stats, attribute) for result in results)
     figures = {}
     for name in ways:
         found = {t: emitted[name, t] for t in c.temperatures}
@@ -296,8 +305,8 @@ def measure(
         rates = {f"tokens/s, T={t:g}": sum(n) / seconds[name, t] for t, n in found.items()}
         rate = sum(map(sum, found.values())) / sum(seconds[name, t] for t in c.temperatures)
         cycles = sum(map(len, found.values()))
-        spent = 1000 * sum(seconds[name, t] for t in c.temperatures) / cycles
-        line = {**lengths, **rates, "tokens/s": rate, "ms a cycle": spent}
+        parts = {of: 1000 * spent[of][name] / cycles for of in spent}
+        line = {**lengths, **rates, "tokens/s": rate, **parts}
         figures[name] = {
             key: round(x, 1 if key.startswith("tokens") else 2) for key, x in line.items()
         }

@@ -40,7 +40,7 @@ def from_target(
     source: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     layers: Sequence[Layers] | Layers,
-    states: Sequence[Layers] | Layers,
+    states: Sequence[Layers] | Layers = 5,
     draft_ids: Tensor | None = None,
     text: Sequence[Sequence[int]] | None = None,
     causal: bool = False,

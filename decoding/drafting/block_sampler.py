@@ -30,15 +30,9 @@ from models.recurrent import is_recurrent
 
 KEPT_TOKENS = 2**14  # tokens whose bigrams are kept as dictionaries
 KNOBS = (
-    "nodes",
-    "sharpness",
-    "rank_noise",
-    "bigrams",
-    "lookup",
-    "least_gain",
-    "trees",
+    "nodes", "sharpness", "rank_noise", "bigrams", "lookup", "least", "least_gain", "trees",
     "markov_head",
-)
+)  # fmt: skip
 
 
 class BlockSampler(BlockDrafter):
@@ -47,13 +41,15 @@ class BlockSampler(BlockDrafter):
     Args:
         target, tokenizer, draft_ids, markov: See `BlockDrafter`.
         block_size: k, tokens drafted a cycle unless a request asks for others.
-        nodes: Nodes of the tree of `verify=tree`: a number, or {requests decoded together: number}.
+        nodes: The most nodes of the tree of `verify=tree`: a number, or {requests decoded together:
+            number}.
         sharpness, rank_noise: See `RankedTree`.
         lengths: See `Chain`.
         bigrams: Bigram scores of the target's answers (`decoding.drafting.bigrams`).
         bigram_weights: The weight of these scores at each depth, {temperature: [...]}.
         lookup: Whether trees use prompt lookup at temperature 0
             (`decoding.drafting.prompt_lookup`).
+        least: The least probability of a tree's nodes, a number or one by requests as `nodes`.
         least_gain: For drafters with a tail: tokens that a further run of it is expected to bring,
             at the least (`grow_trees`), a number or one by requests as `nodes`.
         trees: Whether a tree is faster than a chain, at all temperatures or by temperature. Where
@@ -80,6 +76,7 @@ class BlockSampler(BlockDrafter):
         bigrams: Bigrams | None = None,
         bigram_weights: ByNumber[list[float]] | None = None,
         lookup: bool = True,
+        least: Amount | ByNumber[Amount] = 0.0,
         least_gain: Amount | ByNumber[Amount] = 0.0,
         trees: bool | ByNumber[bool] = False,
         draft_ids: Tensor | None = None,
@@ -100,6 +97,7 @@ class BlockSampler(BlockDrafter):
             lookup,
             after,
             bigram_weights,
+            _by_requests(least),
             _by_requests(least_gain),
             self.device,
         )

@@ -50,8 +50,9 @@ class RankedTree:
         lookup: Whether prompt lookup ranks too, at temperature 0.
         after: Maps a token to its bigram scores (`decoding.drafting.bigrams`), if there are any.
         bigram_weights: The weight of these scores at each depth, {temperature: [...]}.
-        least_gain: Tokens that a run of a drafter's tail must be expected to bring (`grow_trees`),
-            by how many requests are decoded together.
+        least, least_gain: The least probability of a node (`draft_trees`), and what a run of a
+            drafter's tail must be expected to bring (`grow_trees`), by how many requests are
+            decoded together.
     """
 
     predicate = staticmethod(masks.tree)
@@ -64,13 +65,14 @@ class RankedTree:
         lookup: bool,
         after: Callable[[int], Mapping[int, float]] | None,
         bigram_weights: ByNumber[list[float]] | None,
+        least: dict[int, float],
         least_gain: dict[int, float],
         device: torch.device,
     ):
         for number in nodes.values():
             check_tree(number, sharpness)
         self.nodes, self.rank_noise, self.lookup = nodes, rank_noise, lookup
-        self.least_gain = least_gain
+        self.least, self.least_gain = least, least_gain
         if isinstance(sharpness, dict):
             by_depth = _by_depth(sharpness)
             self.sharpness = {t: torch.tensor(s, device=device) for t, s in by_depth.items()}
@@ -123,13 +125,13 @@ class RankedTree:
         """Return the best trees under warped drafter logits [B, k, V] and the other scores."""
         if noise is not None and self.rank_noise:
             logits = logits + noise[:, : logits.shape[1]]
-        nodes, sharpness, bigrams, lookups = self._settings(batch, params)
+        nodes, sharpness, bigrams, lookups, least = self._settings(batch, params)
         pairs, ids = None, sampler.draft_ids
         if sampler.markov is not None:
             pairs, ids = sampler.markov.pairs(params.temperature), sampler.markov.ids
         if ids is not None:  # no other token has a chance, and a target may have ten times as many
             logits = logits[..., ids]
-        return draft_trees(logits, nodes, sharpness, bigrams, lookups, pairs, ids)
+        return draft_trees(logits, nodes, sharpness, bigrams, lookups, pairs, ids, least)
 
     def grown(
         self,
@@ -152,15 +154,17 @@ class RankedTree:
                 logits = logits + noise[:, depth, None]
             return logits if ids is None else logits[..., ids]
 
-        nodes, sharpness, bigrams, lookups = self._settings(batch, params)
+        nodes, sharpness, bigrams, lookups, least = self._settings(batch, params)
         gain = nearest(self.least_gain, len(batch.requests))
-        return grow_trees(expand, min(k, nodes), nodes, sharpness, bigrams, lookups, ids, gain)
+        given = nodes, sharpness, bigrams, lookups, ids, least, gain
+        return grow_trees(expand, min(k, nodes), *given)
 
     def _settings(self, batch: Batch, params: SamplingParams) -> tuple:
-        """Return nodes, sharpness, bigram scores and lookups of a batch's trees."""
+        """Return nodes, sharpness, bigram scores, lookups, least probability of a batch's trees."""
         sharpness = nearest(self.sharpness, params.temperature)
         bigrams = nearest(self.scores, params.temperature) if self.scores else None
-        return nearest(self.nodes, len(batch.requests)), sharpness, bigrams, batch.drafts.lookups
+        nodes, least = (nearest(x, len(batch.requests)) for x in (self.nodes, self.least))
+        return nodes, sharpness, bigrams, batch.drafts.lookups, least
 
 
 def tree_pass(

@@ -63,11 +63,11 @@ class Tree(NamedTuple):
     child: dict[tuple[int, int], int]
 
 
-def best_first(children: Children, nodes: int) -> Tree:
+def best_first(children: Children, nodes: int, least: float = 0.0) -> Tree:
     """Make the tree of the `nodes` most probable prefixes; fewer where there are no more.
 
     A prefix is never more probable than a shorter prefix of itself, so nodes taken in the order of
-    their probability form a tree.
+    their probability form a tree. All but the first have a probability of at least `least`.
 
     >>> depths = [([5, 6], [-0.1, -2.0]), ([7, 8], [-0.5, -0.9]), ([], [])]
     >>> best_first(lambda path: depths[len(path)], 3).token
@@ -78,6 +78,8 @@ def best_first(children: Children, nodes: int) -> Tree:
     heap: list[tuple] = [(-scores[0], 0, 0, ROOT, 0.0, root, tokens, scores)]
     while heap and len(tree.token) < nodes:
         cost, depth, rank, parent, before, path, tokens, scores = heappop(heap)
+        if tree.token and exp(-cost) < least:
+            break
         node, token = len(tree.token), tokens[rank]
         tree.token.append(token)
         tree.depth.append(depth + 1)
@@ -182,6 +184,7 @@ def draft_trees(
     lookups: list[Lookup] | None = None,
     pairs: Pairs | None = None,
     ids: Tensor | None = None,
+    least: float = 0.0,
 ) -> Trees:
     """Draft best-first trees under softmax(sharpness * (logits + pairs' terms) + bigram scores).
 
@@ -192,7 +195,7 @@ def draft_trees(
 
     Args:
         logits: The drafter's logits, with the noise added if there is any, [B, k, n].
-        nodes: Nodes of each tree; all trees of a batch are made as small as the smallest.
+        nodes: The most nodes of a tree; all trees of a batch have equally many.
         sharpness: Inverse temperature of the drafter: a number, or one for each depth [k] or
             longer. Below 1 it corrects an overconfident drafter, whose trees would be too deep and
             narrow.
@@ -200,6 +203,8 @@ def draft_trees(
         lookups: The text of each sequence, mixed into the ranking (`prompt_lookup`).
         pairs: The terms that depths 2 to k add, by the token before.
         ids: [n], the token of each logit; None: token i.
+        least: The least probability of a node, but for those that a batch's trees have because
+            another one has as many.
     """
     logits = logits[:, :nodes]  # a tree is no deeper
     if isinstance(sharpness, Tensor):
@@ -220,11 +225,13 @@ def draft_trees(
         child_ranking([*zip(*row)], bigrams, lookup, after)
         for *row, lookup, after in zip(tokens, scores.tolist(), texts, conditionals)
     ]
-    return _of_one_size(rankings, nodes, logits.device)
+    return _of_one_size(rankings, nodes, least, logits.device)
 
 
-def _of_one_size(rankings: list[Children], nodes: int, device: torch.device) -> Trees:
-    """Return the best trees, each of as many nodes as the smallest."""
+def _of_one_size(rankings: list[Children], nodes: int, least: float, device: torch.device) -> Trees:
+    """Return the best trees: as many nodes as the one with most has of the `least` probability."""
+    if least:
+        nodes = max(len(best_first(children, nodes, least).token) for children in rankings)
     rows = [best_first(children, nodes) for children in rankings]
     fewest, most = (f(len(row.token) for row in rows) for f in (min, max))
     if fewest < most:  # a row has no more prefixes: a smaller tree is the first nodes of a larger
@@ -240,6 +247,7 @@ def grow_trees(
     bigrams: BigramScores | None = None,
     lookups: list[Lookup] | None = None,
     ids: Tensor | None = None,
+    least: float = 0.0,
     least_gain: float = 0.0,
 ) -> Trees:
     """Draft best-first trees of conditional drafts, all nodes of a depth in one run of the drafter.
@@ -252,7 +260,7 @@ def grow_trees(
             added if there is any: `expand(depth, tokens, parent)`, [B, M] each as in
             `BlockDrafter.extend`; those after the root, M = 1, for depth 0 and None.
         k: The most tokens of a path that the drafter drafts.
-        nodes, sharpness, bigrams, lookups, ids: See `draft_trees`.
+        nodes, sharpness, bigrams, lookups, ids, least: See `draft_trees`.
         least_gain: Tokens that a further run is expected to bring a tree of the batch, at the
             least (`expected_gain`); 0: trees grow wherever they have nodes.
     """
@@ -272,38 +280,40 @@ def grow_trees(
                 row.add(path, *children)
         if depth + 1 == k:
             break
-        best = [row.best(nodes) for row in rows]
+        best = [row.best(nodes, least) for row in rows]
         leaves = [[path for path in found if len(path) == depth + 1] for found in best]
         growing = [paths[: MAX_NODES - given] for paths in leaves]
         if not (M := max(map(len, growing))):
             break
-        gain = sum(expected_gain(paths, depth + 1) for paths in best) / len(best)
-        if least_gain and gain < least_gain:
+        gains = [expected_gain(paths, depth + 1, nodes, least) for paths in best]
+        if least_gain and sum(gains) / len(gains) < least_gain:
             break
         last = [[path[-1] for path in paths] + [0] * (M - len(paths)) for paths in growing]
         parents = [row.number(paths, M, given) for row, paths in zip(rows, growing)]
         given += M
         logits = expand(depth + 1, *torch.tensor([last, parents], device=device))
-    return _of_one_size([row.children for row in rows], nodes, device)
+    return _of_one_size([row.children for row in rows], nodes, least, device)
 
 
-def expected_gain(paths: dict[Path, float], depth: int) -> float:
+def expected_gain(paths: dict[Path, float], depth: int, nodes: int, least: float) -> float:
     """Return how many tokens a tree is expected to gain by the children of its deepest nodes.
 
     The target reaches those nodes with probability R, and their parents with R'. The children are
-    expected to add R / R' of R; as many of them as there are parents take the places of the least
-    probable nodes.
+    expected to add R / R' of R. There are about as many of them as parents: each costs `least`, and
+    takes the place of the least probable node where the tree is full.
 
     Args:
         paths: The paths of the tree and their probabilities (`Growing.best`).
         depth: The most tokens of a path.
+        nodes, least: See `draft_trees`.
     """
     before, deepest = (
         [p for path, p in paths.items() if len(path) == n] for n in (depth - 1, depth)
     )
     if not deepest:
         return 0.0
-    return sum(deepest) ** 2 / sum(before) - len(deepest) * min(paths.values())
+    price = least if len(paths) <= nodes else max(least, min(paths.values()))
+    return sum(deepest) ** 2 / sum(before) - len(deepest) * price
 
 
 class Growing:
@@ -330,11 +340,11 @@ class Growing:
         suffix = suffix_of(self._lookup, path)
         return mixed(ranked, len(path), suffix, self._bigrams, self._lookup)
 
-    def best(self, nodes: int) -> dict[Path, float]:
+    def best(self, nodes: int, least: float) -> dict[Path, float]:
         """Return the paths of the best tree so far, best first, and their probabilities."""
         paths: list[Path] = []
         found: dict[Path, float] = {(): 1.0}
-        for before, token in best_first(self.children, nodes).child:
+        for before, token in best_first(self.children, nodes, least).child:
             parent = paths[before] if before != ROOT else ()
             paths.append((*parent, token))
             tokens, scores = self.children(parent)

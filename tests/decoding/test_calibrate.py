@@ -17,7 +17,7 @@ from decoding.engine.params import VERIFY, SamplingParams
 from decoding.loading import load
 from models.markov import MarkovHead
 
-RATES = ("tokens/s", "tokens/s, T=0", "tokens/s, T=1")
+RATES = ("tokens/s", "tokens/s, T=0", "tokens/s, T=1", *calibrate.PARTS)
 
 
 @pytest.fixture
@@ -124,7 +124,8 @@ def test_what_is_fastest_for_each_batch_and_temperature_is_kept(lab, export, mon
         return {
             name: dict.fromkeys(RATES, 0.5 * (name[1] == nodes[batch]))
             if isinstance(name, tuple)
-            else {rate: float(name == k) for rate, k in lengths[batch].items()}
+            else dict.fromkeys(RATES, 1.0)
+            | {rate: float(name == k) for rate, k in lengths[batch].items()}
             for name in ways
         }
 
@@ -199,7 +200,9 @@ def test_a_keyed_draft_is_a_tree_where_that_is_faster(lab, export, monkeypatch):
 
     def measured(c, ways, prompts, batch):
         return {
-            name: dict(zip(RATES, (1.0, 2.0, 0.5) if isinstance(name, tuple) else (1.0, 1.0, 1.0)))
+            name: dict(
+                zip(RATES, (1, 2, 0.5, 1, 1) if isinstance(name, tuple) else (1, 1, 1, 1, 1))
+            )
             for name in ways
         }
 

@@ -115,6 +115,34 @@ def test_a_grown_tree_by_another_path_is_another_tree():
     assert found[0] != found[1]
 
 
+@pytest.mark.parametrize("least", [0.04, 0.1, 0.3])
+def test_a_tree_has_only_nodes_of_the_least_probability(least):
+    """But for the first one, and in a batch as many as the tree that has most."""
+    z = torch.randn(3, 4, 9, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    z *= torch.tensor([1.0, 3.0, 6.0])[:, None, None]
+    fewer, every = tree.draft_trees(z, 30, least=least).rows, tree.draft_trees(z, 30).rows
+    counts = [sum(p >= least for p in chances(z[i], every[i])) for i in range(3)]
+    assert min(counts) < max(counts) < 30
+    assert [len(found.token) for found in fewer] == [max(counts)] * 3
+    assert [found.token for found in fewer] == [row.token[: max(counts)] for row in every]
+    (alone,) = tree.draft_trees(z[:1], 30, least=least).rows
+    assert len(alone.token) == counts[0]
+    # Grown at each depth, it is the same tree.
+    grown = tree.grow_trees(
+        lambda depth, *_: z[1:2, depth, None].expand(1, 30, 9), 4, 30, least=least
+    )
+    assert grown.rows == tree.draft_trees(z[1:2], 30, least=least).rows
+
+
+def chances(z, found):
+    """The probabilities of a tree's nodes, under the product of marginals."""
+    p = z.softmax(-1)
+    known = {tree.ROOT: 1.0}
+    for (parent, token), node in found.child.items():
+        known[node] = known[parent] * p[found.depth[node] - 1, token].item()
+    return [known[node] for node in range(len(found.token))]
+
+
 def last_token(path):
     return path[-1:]
 
