@@ -115,7 +115,7 @@ def test_a_grown_tree_by_another_path_is_another_tree():
     assert found[0] != found[1]
 
 
-@pytest.mark.parametrize("least", [0.04, 0.1, 0.3])
+@pytest.mark.parametrize("least", [0.04, 0.1])
 def test_a_tree_has_only_nodes_of_the_least_probability(least):
     """But for the first one, and in a batch as many as the tree that has most."""
     z = torch.randn(3, 4, 9, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
