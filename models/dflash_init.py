@@ -73,8 +73,8 @@ def from_target(
     theirs = source.config.get_text_config()
     if not is_llama_like(source):
         raise ValueError(
-            f"cannot make a DFlash drafter for a {theirs.model_type!r} model: "
-            "a Llama, Qwen2 or Qwen3 style causal LM is needed"
+            f"cannot make a DFlash drafter for a {theirs.model_type!r} model: a Llama, Qwen2 or "
+            "Qwen3 style causal LM is needed (recipe=deer_stage2 makes drafters for others)"
         )
     if len(tokenizer) > theirs.vocab_size:
         raise ValueError(
