@@ -51,7 +51,9 @@ def prepare_inputs(needs: Sequence[DictConfig], build: bool) -> None:
             raise ValueError(f"{need.path} is missing. It is made by: {command}")
         print(f"{need.path} is missing, so it is built first: {command}", flush=True)
         if subprocess.run([sys.executable, *words[1:]]).returncode:
-            raise ValueError(f"could not build {need.path} with: {command}")
+            shared = any(word.startswith("minutes=") for word in words)
+            share = " (its minutes are a share of the run's: more for the run are more for it)"
+            raise ValueError(f"could not build {need.path} with: {command}{share * shared}")
 
 
 def follow_up(then: Sequence[DictConfig], folder: Path) -> None:

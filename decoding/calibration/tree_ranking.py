@@ -19,6 +19,7 @@ from decoding.engine.randomness import KeyedRandomness, request_seeds
 MIN_SHARPNESS, MAX_SHARPNESS = 0.05, 20.0
 TURNS = 4  # of maximising in w, then in s
 RANKED = 4096  # tokens of a depth that the likelihood is over; no tree reaches as far
+PREFIXES = 320  # that are fitted to, at the most: each is read anew
 
 
 def fit(
@@ -77,16 +78,19 @@ def observed(
 ) -> tuple[Tensor, Tensor]:
     """Return z [n, k, V] and choice [n, k] for `fit`, of n prefixes of a sampler's own answers.
 
-    The prefixes end at every other position; params.seed (0 if None) fixes the noise.
+    The prefixes end at every other position, or at fewer where these are more than `PREFIXES`;
+    params.seed (0 if None) fixes the noise.
     """
     k, device = params.block_size or sampler.block_size, sampler.device
     seeds = request_seeds(params.seed or 0, len(prompts))
     answers = sampler.generate(prompts, params, seeds=seeds)
     z, choice = [], []
+    ends = sum(max(0, len(answer.token_ids) - k + 1) for answer in answers)
+    every = max(2, -(-ends // PREFIXES))
     with torch.inference_mode():
         for seed, prompt, answer in zip(seeds, prompts, answers):
             text = prompt + answer.token_ids
-            starts = range(len(prompt), len(text) - k + 1, 2)
+            starts = range(len(prompt), len(text) - k + 1, every)
             if not starts:
                 continue
             capacity = len(text) + k + sampler.margin(params)
