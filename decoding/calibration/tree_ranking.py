@@ -15,6 +15,7 @@ from decoding.drafting.block_sampler import BlockSampler
 from decoding.engine.batch import Batch
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import KeyedRandomness, request_seeds
+from decoding.samplers.plain import PlainSampler
 
 MIN_SHARPNESS, MAX_SHARPNESS = 0.05, 20.0
 TURNS = 4  # of maximising in w, then in s
@@ -83,7 +84,9 @@ def observed(
     """
     k, device = params.block_size or sampler.block_size, sampler.device
     seeds = request_seeds(params.seed or 0, len(prompts))
-    answers = sampler.generate(prompts, params, seeds=seeds)
+    # Keyed drafts have plain decoding's text, which many requests together decode faster.
+    plain = PlainSampler(sampler.target, sampler.tokenizer)
+    answers = plain.generate(prompts, params, seeds=seeds)
     z, choice = [], []
     ends = sum(max(0, len(answer.token_ids) - k + 1) for answer in answers)
     every = max(2, -(-ends // PREFIXES))

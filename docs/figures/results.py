@@ -242,6 +242,16 @@ def context(rows: list[Row]) -> Figure:
     return fig
 
 
+def tail(rows: list[Row]) -> Figure:
+    """Acceptance lengths on HumanEval by drafter, of chains and trees."""
+    fig, axes = panels(3, height=1.6)
+    for panel, column in zip(axes, ("T=0, chain", "T=0, tree", "T=1, `block`")):
+        shades = [PUBLISHED] + [OURS] * (len(rows) - 1)
+        named = [(r["drafter"], number(r[column]), shade) for r, shade in zip(rows, shades)]
+        bars(panel, column.replace("`", ""), [found for found in named if found[1]])
+    return fig
+
+
 def gemma(rows: list[Row]) -> Figure:
     """Acceptance lengths on HumanEval at T=0 and T=1."""
     fig, axes = panels(2, height=1.6)
@@ -251,7 +261,7 @@ def gemma(rows: list[Row]) -> Figure:
     return fig
 
 
-DRAWN = {f.__name__: f for f in (gemma, small, dflash, deer_ablations, markov_head, context)}
+DRAWN = {f.__name__: f for f in (gemma, small, dflash, tail, deer_ablations, markov_head, context)}
 DRAWN |= {f.__name__: f for f in (pcllm, asarm, spiffy, cspd)}
 
 

@@ -42,7 +42,7 @@ class VerifiesMarginals(Eagle3Sampler):
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_wrong_rules_fail_the_same_test(monkeypatch, rule):
-    params = SamplingParams(max_new_tokens=3, verify=rule)
+    params = SamplingParams(max_new_tokens=2, verify=rule)
     model = tiny.causal_lm(3)
     assert distance(eagle3(model, 2), params) <= 1e-9
     assert distance(eagle3(model, 2, VerifiesMarginals), params) > 1e-3
