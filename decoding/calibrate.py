@@ -123,7 +123,7 @@ def run(argv: list[str]) -> None:
         knobs, trees = fastest_tree(c, sampler, prompts, table, given, written)
         faster = {t: rate > chains[t] for t, rate in trees.items()}
         knobs |= {"lengths": lengths, "trees": faster}
-    keep(file, knobs, table)
+        keep(file, knobs, table)  # before the tables are there, which say that it is done
     print("; ".join(f"{name}={knob}" for name, knob in knobs.items()) + f" are now in {file}")
 
 
@@ -143,6 +143,7 @@ def chosen_prompts(c: Calibrate, tokenizer: PreTrainedTokenizerBase) -> Prompts:
         raise ValueError(f"source={c.source!r} has one held-out prompt: give one with two or more")
     if len(found) < timed + fitted:
         timed = max(1, len(found) // 3)
+    check_batch_sizes(c.batch_sizes, timed)
     return Prompts(found[:timed], found[timed:])
 
 

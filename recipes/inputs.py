@@ -66,8 +66,8 @@ def follow_up(then: Sequence[DictConfig], folder: Path) -> None:
     for step in then:
         if {*step} != {"path", "command"}:
             raise ValueError(f"then={then} is not allowed: each has a path and a command")
-        made, weights = folder / step.path, export / "model.safetensors"
-        if made.exists() and made.stat().st_mtime >= weights.stat().st_mtime:
+        made, weights = folder / step.path, export.glob("*.safetensors")  # one file, or shards
+        if made.exists() and made.stat().st_mtime >= max(f.stat().st_mtime for f in weights):
             continue
         words = [*_words(step), f"model={export}"]
         command = shlex.join(words)

@@ -209,7 +209,7 @@ def test_the_command_of_another_recipe_keeps_the_arguments():
 
 def test_what_follows_an_export_is_run_once(tmp_path, capfd):
     (tmp_path / "export").mkdir()
-    (tmp_path / "export" / "model.safetensors").touch()
+    (tmp_path / "export" / "model-00001-of-00002.safetensors").touch()
     write = "python -c __import__('pathlib').Path('{0}').touch();print(__import__('sys').argv)"
     made = [tmp_path / name for name in ("first", "second")]
     steps = [{"path": path.name, "command": write.format(path) + " a=${x}"} for path in made]
@@ -224,14 +224,14 @@ def test_what_follows_an_export_is_run_once(tmp_path, capfd):
     assert capfd.readouterr().out.count("next: ") == 1
     # Of an earlier export.
     later = max(path.stat().st_mtime for path in made) + 1
-    os.utime(tmp_path / "export" / "model.safetensors", (later, later))
+    os.utime(tmp_path / "export" / "model-00001-of-00002.safetensors", (later, later))
     follow_up(config.then, tmp_path)
     assert capfd.readouterr().out.count("next: ") == 2
 
 
 def test_what_follows_an_export_and_fails_is_named(tmp_path):
     (tmp_path / "export").mkdir()
-    (tmp_path / "export" / "model.safetensors").touch()
+    (tmp_path / "export" / "model-00001-of-00002.safetensors").touch()
     step = {"path": "x", "command": "python -c raise(SystemExit(1))"}
     config = OmegaConf.create({"then": [step]})
     with pytest.raises(ValueError, match=r"is exported to .*, and this failed: python -c "):

@@ -19,7 +19,7 @@ LENGTH = ("trainer.max_steps=null", "minutes=0.25", "trainer.checkpoint_every=2"
 
 @pytest.fixture
 def chosen(monkeypatch):
-    """List how many layers were asked for, each time that some are chosen."""
+    """Record the number of layers that each choice of layers is asked for."""
     asked = []
 
     def choice(network, count):
