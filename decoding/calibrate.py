@@ -7,7 +7,7 @@ more accepted drafts and needs a wider pass; the best size depends on drafter, t
 so it is measured on held-out prompts. The fastest knobs are written into the export for
 `verify=tree`, and so is the fastest length at each temperature of drafts that are no tree. A tree
 has only nodes that bring more tokens than are decoded in the time that one more takes (`limits`).
-Where trees are faster than chains, `verify=coupled` drafts trees too.
+What is fastest, a tree, a chain or plain decoding, is what a request of `verify=coupled` gets.
 """
 
 import json
@@ -98,6 +98,9 @@ from decoding.drafting.bigrams import FILE, Bigrams, count, write
 from decoding.drafting.block_sampler import BlockSampler
 from decoding.engine.sampler import Sampler
 from decoding.loading import entry_of, load, parade_config, read_config, sampler_of
+from decoding.samplers.plain import PlainSampler
+
+Rates = dict[str, dict[str, float]]  # tokens/s by batch size and temperature
 
 
 def run(argv: list[str]) -> None:
@@ -119,10 +122,14 @@ def run(argv: list[str]) -> None:
         table = count(texts, sampler.vocabulary)
     out = Path(c.out) if c.out else file.parents[1] / "calibration"
     with results(out) as written:
-        lengths, given, chains = fastest_lengths(c, sampler, prompts.timed, written)
+        lengths, given, others = fastest_lengths(c, sampler, prompts.timed, written)
         knobs, trees = fastest_tree(c, sampler, prompts, table, given, written)
-        faster = {t: rate > chains[t] for t, rate in trees.items()}
-        knobs |= {"lengths": lengths, "trees": faster}
+        ways = {"tree": trees, **others}
+        fastest = {
+            batch: {t: max(ways, key=lambda way: ways[way][batch][t]) for t in trees[batch]}
+            for batch in trees
+        }
+        knobs |= {"lengths": lengths, "fastest": fastest}
         keep(file, knobs, table)  # before the tables are there, which say that it is done
     print("; ".join(f"{name}={knob}" for name, knob in knobs.items()) + f" are now in {file}")
 
@@ -154,12 +161,11 @@ def fastest_tree(
     table: Bigrams | None,
     given: dict,
     out: Path,
-) -> tuple[dict, dict[str, float]]:
+) -> tuple[dict, Rates]:
     """Find the trees that are fastest over all temperatures; write calibration.csv into `out`.
 
     `given` are knobs of all trees. Returns {"nodes": {batch size: nodes}, "sharpness": ...,
-    "bigrams": ...}, as an export keeps them, and the trees' tokens/s at each temperature, of the
-    first batch size.
+    "bigrams": ...}, as an export keeps them, and the trees' rates.
     """
     seen = {
         t: observed(sampler, prompts.fitted, params_of(c, t, verify="tree"))
@@ -180,13 +186,13 @@ def fastest_tree(
         ways[shape] = way, {"verify": "tree"}
     names = ("bigrams", "nodes", "sharpness")
     lines, nodes = [], {}
-    rates: dict[str, float] = {}
+    rates: Rates = {}
     for batch in c.batch_sizes:
         figures = measure(c, ways, prompts.timed, batch)
         lines += [{"batch": batch, **dict(zip(names, of)), **figures[of]} for of in ways]
         best = max(ways, key=lambda of: figures[of]["tokens/s"])
         nodes[str(batch)] = best[1]
-        rates = rates or rates_of(c, figures[best])
+        rates[str(batch)] = rates_of(c, figures[best])
         # For other batches only the number of nodes is open.
         ways = {of: way for of, way in ways.items() if (of[0], of[2]) == (best[0], best[2])}
     title = title_of(c, prompts.timed)
@@ -201,30 +207,32 @@ def rates_of(c: Calibrate, figures: dict[str, float]) -> dict[str, float]:
 
 def fastest_lengths(
     c: Calibrate, sampler: BlockSampler, prompts: list[list[int]], out: Path
-) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, float]], dict[str, float]]:
+) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, float]], dict[str, Rates]]:
     """Find the fastest lengths of drafts that are no tree, {batch size: {temperature: tokens}}.
 
-    Also return the limits of trees (`limits`) by batch size, and the tokens/s of the fastest
-    lengths at each temperature, of the first batch size.
+    Also return the limits of trees (`limits`) by batch size, and the rates of 'chain', drafts of
+    these lengths, and 'plain', none.
     """
     tried = sorted({*c.lengths, sampler.block_size})
     lines, lengths = [], {}
     given: dict[str, dict[str, float]] = {}
-    fastest: dict[str, float] = {}
+    plain = PlainSampler(sampler.target, sampler.tokenizer)
+    found: dict[str, Rates] = {"chain": {}, "plain": {}}
     for batch in c.batch_sizes:
         # Above the smallest batch size only keyed drafts use a calibrated length.
         rule = "block" if batch == min(c.batch_sizes) else "coupled"
         ways: dict = {k: (sampler, {"verify": rule, "block_size": k}) for k in tried}
-        figures = measure(c, ways, prompts, batch)
-        lines += [{"batch": batch, "drafted": k, **figures[k]} for k in tried]
+        figures = measure(c, {0: (plain, {"verify": rule}), **ways}, prompts, batch)
+        lines += [{"batch": batch, "drafted": k, **figures[k]} for k in figures]
+        found["plain"][str(batch)] = rates_of(c, figures.pop(0))
         rates = {k: rates_of(c, figures[k]) for k in tried}
         best = {t: max(tried, key=lambda k: rates[k][t]) for t in rates[tried[0]]}
         lengths[str(batch)] = best
-        fastest = fastest or {t: rates[k][t] for t, k in best.items()}
+        found["chain"][str(batch)] = {t: rates[k][t] for t, k in best.items()}
         for name, limit in limits(figures, sampler.tail).items():
             given.setdefault(name, {})[str(batch)] = limit
     write_table(lines, out / "lengths.csv", title_of(c, prompts), "decoding.calibrate")
-    return lengths, given, fastest
+    return lengths, given, found
 
 
 def title_of(c: Calibrate, prompts: list[list[int]]) -> str:

@@ -108,6 +108,8 @@ def run(argv: list[str]) -> None:
             aside(told(own))
         values |= own
     params = SamplingParams(**values)
+    if line := sampler.told(params):
+        aside(line)
     if prompt is not None and not g.chat:
         go_on(sampler, prompt, params)
         return

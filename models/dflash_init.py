@@ -71,11 +71,7 @@ def from_target(
         window: Last tokens that the layers attend to; None: all.
     """
     theirs = source.config.get_text_config()
-    if not is_llama_like(source):
-        raise ValueError(
-            f"cannot make a DFlash drafter for a {theirs.model_type!r} model: a Llama, Qwen2 or "
-            "Qwen3 style causal LM is needed (recipe=deer_stage2 makes drafters for others)"
-        )
+    check_target(source)
     if len(tokenizer) > theirs.vocab_size:
         raise ValueError(
             f"the tokenizer has {len(tokenizer)} tokens and the target {theirs.vocab_size}: the "
@@ -115,6 +111,17 @@ def from_target(
     return network
 
 
+def check_target(source: PreTrainedModel) -> None:
+    """Raise ValueError for a target that no DFlash or EAGLE-3 drafter can be made for."""
+    if not is_llama_like(source):
+        raise ValueError(
+            f"cannot make such a drafter for a {source.config.get_text_config().model_type!r} "
+            "model: a Llama, Qwen2 or Qwen3 style causal LM is needed (recipe=deer_stage2 makes "
+            "drafters for others)"
+        )
+    _rotary(source)
+
+
 def is_llama_like(source: PreTrainedModel) -> bool:
     """Return whether a target's layers and config have the parts that a drafter copies."""
     config = source.config.get_text_config()
@@ -152,7 +159,7 @@ def _rotary(source: PreTrainedModel) -> dict:
             return rope
     given = {k: x for k, x in theirs.rope_parameters.items() if not isinstance(x, (list, dict))}
     raise ValueError(
-        f"cannot make a DFlash drafter for this {theirs.model_type!r} model: its rotary embedding "
+        f"cannot make such a drafter for this {theirs.model_type!r} model: its rotary embedding "
         f"({given or [*theirs.rope_parameters]}) is not one that the drafter's class and all "
         "engines compute alike"
     )

@@ -34,7 +34,7 @@ from transformers.models.llama.modeling_llama import (
     rotate_half,
 )
 
-from models.dflash_init import check_states, is_llama_like, shared_config, spread, states_of
+from models.dflash_init import check_states, check_target, shared_config, spread, states_of
 from models.draft_head import DraftHead
 from models.hidden_states import check_layers
 from models.masks import Layout, causal, dense, numbered_blocks
@@ -240,11 +240,7 @@ def from_target(
         norm_before_residual, fc_norm, norm_before_fc, norm_output: See `LlamaForCausalLMEagle3`.
     """
     theirs = source.config.get_text_config()
-    if not is_llama_like(source):
-        raise ValueError(
-            f"cannot make an EAGLE-3 drafter for a {theirs.model_type!r} model: "
-            "a Llama, Qwen2 or Qwen3 style causal LM is needed"
-        )
+    check_target(source)
     depth = theirs.num_hidden_layers
     states = spread(states, depth) if isinstance(states, int) else [*states]
     layer = depth - 1 if layer is None else layer

@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from models.options import looks_local
 from recipes.command import call
+from recipes.compose import build as builder
 from recipes.compose import compose, names, run_folder
 
 
@@ -33,10 +34,11 @@ def check_first(name: str, command: str) -> None:
 def prepare_inputs(needs: Sequence[DictConfig], build: bool) -> None:
     """Check that every input in `needs` (path and command) exists; with `build`, run its command.
 
-    Inputs that can be Hub ids are left to the code that loads them.
+    A `check` is called before the command, which may take hours, and raises ValueError for what the
+    run could not train with. Inputs that can be Hub ids are left to the code that loads them.
     """
     for need in needs:
-        if {*need} != {"path", "command"}:
+        if {*need} - {"check"} != {"path", "command"}:
             raise ValueError(f"needs={needs} is not allowed: each has a path and a command")
         if Path(need.path).exists() or not looks_local(need.path):
             continue
@@ -49,6 +51,8 @@ def prepare_inputs(needs: Sequence[DictConfig], build: bool) -> None:
             )
         if not build:
             raise ValueError(f"{need.path} is missing. It is made by: {command}")
+        if "check" in need:
+            builder(need.check)
         print(f"{need.path} is missing, so it is built first: {command}", flush=True)
         if subprocess.run([sys.executable, *words[1:]]).returncode:
             shared = any(word.startswith("minutes=") for word in words)

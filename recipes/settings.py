@@ -135,7 +135,7 @@ class Recipe:
     runs: str = option("runs", "where runs are")
     seed: Seed = option(0, "of all that is drawn")
     build_inputs: bool = option(False, "run the commands of missing inputs first")
-    needs: tuple[dict, ...] = option((), "inputs that must exist: [{path, command that makes it}]")
+    needs: tuple[dict, ...] = option((), "inputs that must exist: [{path, command, check}]")
     target: str | None = option(None, "the model that is drafted for: folder, Hub id, gguf file")
     device_map: DeviceMap = option(None, "spread the target: auto, or limits as 0:60GiB,cpu:200GiB")
 

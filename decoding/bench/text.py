@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from copy import copy
 from itertools import product
 from pathlib import Path
+from typing import TypeVar
 
 from data.text.chat import start_ids
 from data.text.prompts import heldout_prompts
@@ -37,6 +38,8 @@ from models import causal
 from recipes.command import main
 from recipes.options import check_batch_sizes
 from terminal.progress import track
+
+S = TypeVar("S", bound=Sampler)
 
 
 def run(argv: list[str]) -> None:
@@ -152,16 +155,16 @@ def _rows(
                 add(label, _chains(sampler), plain[target], exact=rule in KEYED, rule=rule)
         if temperature and isinstance(sampler, BlockSampler):
             for rule in bench.drawn:
-                drawn = drawing(sampler, rule)
+                drawn = drawing(_chains(sampler), rule)
                 add(f"{name}, {rule}", drawn, plain[target], exact=False, rule="rejection")
     return rows
 
 
-def _chains(sampler: Sampler) -> Sampler:
-    """Return a sampler that drafts trees for `verify=tree` alone, whatever its calibration says."""
+def _chains(sampler: S) -> S:
+    """Return a sampler that drafts, chains or trees for `verify=tree`, even where that is slow."""
     if isinstance(sampler, BlockSampler):
         sampler = copy(sampler)
-        sampler.trees = {0.0: False}
+        sampler.fastest = {1: {0.0: "chain"}}
     return sampler
 
 

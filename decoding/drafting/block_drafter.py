@@ -4,7 +4,7 @@ With a tail (`models.dflash`) a part of the drafter runs again for each drafted 
 """
 
 from abc import abstractmethod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,10 @@ from decoding.engine.params import SamplingParams
 from decoding.engine.sampler import Sampler
 from decoding.engine.verify import choose
 from decoding.engine.warp import fit_vocabulary, seen_tokens, warp
+from decoding.method import ByNumber
 from models.markov import MarkovHead
+
+T = TypeVar("T")
 
 
 class BlockDrafter(Sampler):
@@ -168,6 +171,11 @@ class BlockDrafter(Sampler):
             nothing = batch.tokens[:, :0]
             seen = seen_tokens(batch.tokens, batch.lengths, nothing, self.vocabulary)
         return warp(logits, params, seen)
+
+
+def numbered(knob: ByNumber[ByNumber[T]]) -> dict[int, dict[float, T]]:
+    """Return a knob {requests: {temperature: value}}, whose keys are text in JSON."""
+    return {int(n): {float(t): x for t, x in of.items()} for n, of in knob.items()}
 
 
 def nearest(known: dict, x: float) -> Any:

@@ -9,15 +9,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.drafting import bigrams as bigram_file
 from decoding.drafting import markov as markov_file
 from decoding.drafting.bigrams import Bigrams
-from decoding.drafting.block_drafter import BlockDrafter, nearest
+from decoding.drafting.block_drafter import BlockDrafter, nearest, numbered
 from decoding.drafting.chain import Chain
 from decoding.drafting.ranked_tree import RankedTree
 from decoding.drafting.tree_limits import MAX_NODES
@@ -29,8 +30,9 @@ from models.markov import MarkovHead
 from models.recurrent import is_recurrent
 
 KEPT_TOKENS = 2**14  # tokens whose bigrams are kept as dictionaries
+WAYS = ("plain", "chain", "tree")  # plain drafts nothing
 KNOBS = (
-    "nodes", "sharpness", "rank_noise", "bigrams", "lookup", "least", "least_gain", "trees",
+    "nodes", "sharpness", "rank_noise", "bigrams", "lookup", "least", "least_gain", "fastest",
     "markov_head",
 )  # fmt: skip
 
@@ -52,9 +54,9 @@ class BlockSampler(BlockDrafter):
         least: The least probability of a tree's nodes, a number or one by requests as `nodes`.
         least_gain: For drafters with a tail: tokens that a further run of it is expected to bring,
             at the least (`grow_trees`), a number or one by requests as `nodes`.
-        trees: Whether a tree is faster than a chain, at all temperatures or by temperature. Where
-            it is, `coupled` drafts trees too, as both give the same text, unless a request asks for
-            a `block_size`.
+        fastest: What is fastest, of WAYS: in general or by {requests: {temperature: way}}. It is
+            what a request gets that asks for no `block_size` and no `verify=tree`, where that does
+            not change its text: a chain in place of a tree where the noise is not keyed.
 
     Attributes:
         chain, tree: How drafts are made and verified: `tree` for `verify=tree`, `chain` otherwise.
@@ -78,7 +80,7 @@ class BlockSampler(BlockDrafter):
         lookup: bool = True,
         least: Amount | ByNumber[Amount] = 0.0,
         least_gain: Amount | ByNumber[Amount] = 0.0,
-        trees: bool | ByNumber[bool] = False,
+        fastest: Literal[*WAYS] | ByNumber[ByNumber[Literal[*WAYS]]] = "chain",
         draft_ids: Tensor | None = None,
         markov: MarkovHead | None = None,
     ):
@@ -88,8 +90,7 @@ class BlockSampler(BlockDrafter):
         self.block_size, self.bigrams = block_size, bigrams
         after = None if bigrams is None else lru_cache(KEPT_TOKENS)(bigrams.after)
         self.chain = Chain(block_size, lengths)
-        by_temperature = trees if isinstance(trees, dict) else {0: trees}
-        self.trees = {float(t): faster for t, faster in by_temperature.items()}
+        self.fastest = numbered(fastest if isinstance(fastest, dict) else {1: {0: fastest}})
         self.tree = RankedTree(
             _by_requests(nodes),
             sharpness,
@@ -111,12 +112,20 @@ class BlockSampler(BlockDrafter):
             )
         super().check_params(params)
 
+    def way(self, requests: int, params: SamplingParams) -> str:
+        """Return how so many unfinished requests are decoded, one of WAYS."""
+        if params.verify == "tree" or params.block_size is not None:
+            return "tree" if params.verify == "tree" else "chain"
+        # Only where the noise is keyed is the text the same with other neighbours (`Chain.length`).
+        known = nearest(self.fastest, requests if params.keyed else 1)
+        way = nearest(known, params.temperature)
+        trees = params.keyed and "tree" in self.rules
+        return "chain" if way == "tree" and not trees else way
+
     def drafting(self, params: SamplingParams) -> Chain | RankedTree:
-        """Return the chain or the tree by which a request is drafted."""
-        if params.verify == "tree":
-            return self.tree
-        free = params.keyed and params.block_size is None and "tree" in self.rules
-        return self.tree if free and nearest(self.trees, params.temperature) else self.chain
+        """Return what a batch begins with: a tree, if any number of requests has one."""
+        ways = {self.way(requests, params) for requests in self.fastest}
+        return self.tree if "tree" in ways else self.chain
 
     def margin(self, params: SamplingParams) -> int:
         """Count what a cycle drafts beyond the end, and a slot each for separator and scratch."""
@@ -134,7 +143,25 @@ class BlockSampler(BlockDrafter):
 
     def cycle(self, batch: Batch, params: SamplingParams) -> tuple[Tensor, Tensor]:
         """Draft, verify in one target pass, and emit the accepted tokens and one more."""
-        return self.drafting(params).cycle(self, batch, params)
+        way = self.way(len(batch.requests), params)
+        if way == "plain":
+            return self.undrafted(batch, params)
+        return (self.tree if way == "tree" else self.chain).cycle(self, batch, params)
+
+    def undrafted(self, batch: Batch, params: SamplingParams) -> tuple[Tensor, Tensor]:
+        """Emit one token in a target pass without drafts."""
+        tokens, output = self.one_token(batch, params)
+        counts = torch.ones_like(batch.lengths)
+        self.follow(batch, output.hidden_states, torch.zeros_like(tokens), counts)
+        return tokens, counts
+
+    def told(self, params: SamplingParams) -> str:
+        if self.way(1, params) != "plain":
+            return ""
+        return (
+            f"T={params.temperature:g}: decoded without drafts, as that was faster than with them "
+            "when decoding.calibrate measured it; sampler=[fastest=chain] drafts"
+        )
 
 
 def _by_requests(knob: Any) -> dict[int, Any]:

@@ -6,7 +6,7 @@ A rejection ends the chain: later distributions were conditioned on the rejected
 import torch
 from torch import Tensor
 
-from decoding.drafting.block_drafter import BlockDrafter, nearest
+from decoding.drafting.block_drafter import BlockDrafter, nearest, numbered
 from decoding.engine import verify
 from decoding.engine.batch import Batch
 from decoding.engine.params import SamplingParams
@@ -27,10 +27,7 @@ class Chain:
 
     def __init__(self, block_size: int, lengths: ByNumber[ByNumber[int]] | None = None):
         self.block_size = block_size
-        self.lengths = {
-            int(requests): {float(t): k for t, k in by_temperature.items()}
-            for requests, by_temperature in (lengths or {}).items()
-        }
+        self.lengths = numbered(lengths or {})
 
     def most(self, params: SamplingParams) -> int:
         """Return the most tokens that a cycle drafts."""

@@ -21,11 +21,12 @@ Suffix = tuple[int, ...]  # the last tokens of a text, at most ORDER
 class Lookup:
     """The n-grams of one sequence's text so far, on the host.
 
-    `suffix` has the last tokens of the text, at most ORDER.
+    `suffix` has the last tokens of the text, at most ORDER, and `length` counts all of them.
     """
 
     def __init__(self, tokens: list[int]):
         self.suffix: Suffix = ()
+        self.length = 0
         self._following: dict[Suffix, int] = {}
         self._right, self._guesses = [0] * (ORDER + 1), [0] * (ORDER + 1)  # by n
         self.extend(tokens)
@@ -39,6 +40,7 @@ class Lookup:
             for n in range(1, len(self.suffix) + 1):
                 self._following[self.suffix[-n:]] = token
             self.suffix = append(self.suffix, token)
+        self.length += len(tokens)
 
     def guess(self, suffix: Suffix) -> tuple[int | None, float]:
         """Guess the token c_n after a suffix; return it and its weight a_n in [0, 1).

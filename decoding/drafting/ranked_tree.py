@@ -100,6 +100,7 @@ class RankedTree:
         """Draft a tree, verify it in one pass, emit the accepted path and one token more."""
         k = params.block_size or sampler.block_size
         noise = sampler.noise(batch, k + 1, params)
+        _catch_up(batch)
         if sampler.tail:
             trees = self.grown(sampler, batch, k, noise, params)
         else:
@@ -108,11 +109,7 @@ class RankedTree:
             logits = sampler.draft_pass(batch, k, ranked)
             trees = self.ranked(sampler, batch, logits, noise, params)
         output = tree_pass(sampler, batch, trees, params)
-        tokens, counts = accept(sampler, batch, output, verify_trees(trees, output.logits, noise))
-        if lookups := batch.drafts.lookups:
-            for lookup, new, count in zip(lookups, tokens.tolist(), counts.tolist()):
-                lookup.extend(new[:count])
-        return tokens, counts
+        return accept(sampler, batch, output, verify_trees(trees, output.logits, noise))
 
     def ranked(
         self,
@@ -191,6 +188,15 @@ def accept(
     counts = accepted.count + 1
     sampler.follow(batch, output.hidden_states, accepted.along, counts)
     return accepted.tokens, counts
+
+
+def _catch_up(batch: Batch) -> None:
+    """Give the prompt lookups the tokens that were committed since their last tree."""
+    if lookups := batch.drafts.lookups:
+        first = min(lookup.length for lookup in lookups)
+        texts = batch.tokens[:, first : int(batch.lengths.max())].tolist()
+        for lookup, tokens, length in zip(lookups, texts, batch.lengths.tolist()):
+            lookup.extend(tokens[lookup.length - first : length - first])
 
 
 def _by_depth(numbers: ByNumber[list[float]]) -> dict[float, list[float]]:

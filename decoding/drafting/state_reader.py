@@ -15,6 +15,9 @@ from torch.nn.functional import pad
 from decoding.drafting.block_sampler import BlockSampler
 from decoding.engine.batch import Batch, State
 from decoding.engine.cache import CountedNetwork
+from decoding.engine.params import SamplingParams
+
+MOST_UNREAD = 64  # tokens whose states wait, while nothing is drafted, for the drafter
 
 
 @dataclass
@@ -33,6 +36,11 @@ class UnreadStates(State):
         for state in (self, fresh):
             state.states = pad(state.states, (0, 0, width - state.states.shape[1], 0))
         super().join(fresh)
+
+    def add(self, states: Tensor, counts: Tensor) -> None:
+        """Add the first counts [B] of each row's states [B, m, L H]."""
+        ends, self.missing = self.states.shape[1] + counts, self.missing + counts
+        self.states = _right_aligned(torch.cat([self.states, states], 1), ends, self.missing)
 
     def take(self) -> tuple[Tensor, Tensor]:
         """Return the states and how many of each row count; none are left."""
@@ -53,7 +61,7 @@ class StateReader(BlockSampler):
         batch.networks["drafter"] = self.cached_drafter(batch.tokens.shape[1])
         missing = batch.lengths - 1
         if states:
-            found = _right_aligned(torch.cat(states, -1), missing)
+            found = _right_aligned(torch.cat(states, -1), missing, missing)
         else:  # no prompt has two tokens
             width = len(self.hidden_layers) * self.target.config.get_text_config().hidden_size
             found = torch.zeros(len(missing), 0, width, device=missing.device)
@@ -64,13 +72,17 @@ class StateReader(BlockSampler):
     ) -> None:
         found = torch.cat(states, -1)
         rows = torch.arange(len(path), device=path.device)[:, None]
-        found = _right_aligned(found[rows, path], counts)
-        batch.state.states, batch.state.missing = found, counts
+        batch.state.add(found[rows, path], counts)
+
+    def undrafted(self, batch: Batch, params: SamplingParams) -> tuple[Tensor, Tensor]:
+        if batch.state.states.shape[1] > MOST_UNREAD:
+            self.draft_logits(batch, 1)  # which reads them
+        return super().undrafted(batch, params)
 
 
-def _right_aligned(states: Tensor, counts: Tensor) -> Tensor:
-    """Return the first counts [B] of states [B, m, H] as the last of [B, max counts, H]."""
+def _right_aligned(states: Tensor, ends: Tensor, counts: Tensor) -> Tensor:
+    """Return the counts [B] of states [B, m, H] before `ends` [B] as the last of [B, w, H]."""
     width = int(counts.max())
-    steps = torch.arange(width, device=counts.device) - (width - counts)[:, None]
+    steps = torch.arange(width, device=counts.device) - (width - ends)[:, None]
     rows = torch.arange(len(counts), device=counts.device)[:, None]
     return states[rows, steps.clamp_min(0)]

@@ -20,6 +20,7 @@ from decoding.engine.params import USUAL, Chunk, Result, SamplingParams
 from decoding.engine.randomness import KeyedRandomness, Randomness, fresh_seed, request_seeds
 from decoding.engine.recurrent import RecurrentNetwork, cached
 from decoding.engine.running import Running
+from decoding.engine.verify import choose
 from decoding.engine.vocabulary import end_tokens
 from decoding.engine.warp import seen_tokens, warp
 from models.attention import DENSE, check_masks
@@ -202,6 +203,10 @@ class Sampler(ABC):
         """Name the option that makes the distribution another than plain decoding's; '' if none."""
         return ""
 
+    def told(self, params: SamplingParams) -> str:
+        """Return the line that a user needs to know about how a request is decoded; '' if none."""
+        return ""
+
     def start(self, prompt: list[int]) -> tuple[Batch, SamplingParams]:
         """Make a batch of one greedy request that has not begun, to look at a single pass."""
         params = SamplingParams(max_new_tokens=1, temperature=0)
@@ -257,6 +262,13 @@ class Sampler(ABC):
         positions = last + torch.arange(tokens.shape[1], device=tokens.device)
         output = batch.networks["target"](tokens, positions, keep=tokens.shape[1])
         return output._replace(logits=self.warped(output.logits, batch, draft, params))
+
+    def one_token(self, batch: Batch, params: SamplingParams) -> tuple[Tensor, TargetOutput]:
+        """Decode one token of each row without drafts; return them, [B, 1], and the pass."""
+        output = self.target_pass(batch, batch.tokens[:, :0], params)
+        if params.keyed:
+            return choose(output.logits, self.noise(batch, 1, params)), output
+        return batch.randomness.categorical(output.logits.softmax(-1)), output
 
     def warped(
         self,

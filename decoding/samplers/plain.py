@@ -6,7 +6,6 @@ from torch import Tensor
 from decoding.engine.batch import Batch
 from decoding.engine.params import VERIFY, SamplingParams
 from decoding.engine.sampler import Sampler
-from decoding.engine.verify import choose
 from decoding.method import Method
 
 
@@ -24,13 +23,7 @@ class PlainSampler(Sampler):
         self.prefill(batch, "target", self.cached_target(batch))
 
     def cycle(self, batch: Batch, params: SamplingParams) -> tuple[Tensor, Tensor]:
-        nothing = batch.tokens[:, :0]
-        logits = self.target_pass(batch, nothing, params).logits
-        if params.keyed:
-            tokens = choose(logits, self.noise(batch, 1, params))
-        else:
-            tokens = batch.randomness.categorical(logits.softmax(-1))
-        return tokens, torch.ones_like(batch.lengths)
+        return self.one_token(batch, params)[0], torch.ones_like(batch.lengths)
 
 
 METHOD = Method(PlainSampler)

@@ -65,7 +65,8 @@ def test_a_markov_head_ranks_the_trees_that_are_tried_and_stays(lab, export, mon
     measure = calibrate.measure
 
     def measured(c, ways, *more):
-        tried.extend(sampler.markov for sampler, _ in ways.values())
+        drafting = [sampler for name, (sampler, _) in ways.items() if name != 0]
+        tried.extend(sampler.markov for sampler in drafting)
         return measure(c, ways, *more)
 
     monkeypatch.setattr(calibrate, "measure", measured)
@@ -83,7 +84,9 @@ def test_bigrams_come_into_the_export_if_they_are_faster(lab, export, monkeypatc
     def heeding_is(faster):
         def measured(c, ways, prompts, batch):
             return {
-                name: dict.fromkeys(RATES, float((sampler.bigrams is not None) == faster))
+                name: dict.fromkeys(
+                    RATES, float((name != 0 and sampler.bigrams is not None) == faster)
+                )
                 for name, (sampler, _) in ways.items()
             }
 
@@ -135,10 +138,10 @@ def test_what_is_fastest_for_each_batch_and_temperature_is_kept(lab, export, mon
     lines = list(csv.DictReader((export.parent / "calibration" / "lengths.csv").open()))
     served, plain = load(str(export)), load(str(export), sampler=["method=plain"])
     assert [(line["batch"], int(line["drafted"])) for line in lines] == [
-        (batch, k) for batch in "13" for k in (1, 2, 3, served.block_size)
+        (batch, k) for batch in "13" for k in (0, 1, 2, 3, served.block_size)
     ]
     assert served.tree.nodes == {1: 5, 3: 2}
-    assert served.trees == {0.0: False, 1.0: False}
+    assert served.fastest == {key: {0.0: "chain", 1.0: "chain"} for key in (1, 3)}
     drafted = {}
     for temperature, verify, block_size in product((0.0, 0.4, 1.0), VERIFY, (None, 1)):
         params = SamplingParams(9, temperature, seed=1, verify=verify, block_size=block_size)
@@ -195,28 +198,29 @@ def test_mistakes(lab, export):
     assert "nodes" not in json.loads(before)["parade"]
 
 
-def test_a_keyed_draft_is_a_tree_where_that_is_faster(lab, export, monkeypatch):
+def test_what_is_fastest_is_decoded(lab, export, monkeypatch):
     """The text is plain decoding's either way, and who asks for a length gets a chain."""
 
-    def measured(c, ways, prompts, batch):
-        return {
-            name: dict(
-                zip(RATES, (1, 2, 0.5, 1, 1) if isinstance(name, tuple) else (1, 1, 1, 1, 1))
-            )
-            for name in ways
-        }
+    def measured(c, ways, prompts, batch):  # a tree at T=0, at T=1 plain decoding
+        rates = dict.fromkeys(ways, (1, 1, 1, 1, 1))
+        rates |= {name: (1, 2, 0.5, 1, 1) for name in ways if isinstance(name, tuple)}
+        rates |= {0: (1, 1, 1.5, 1, 1)}
+        return {name: dict(zip(RATES, rates[name])) for name in ways}
 
     monkeypatch.setattr(calibrate, "measure", measured)
     run(arguments(lab, export, "nodes=[5]", "sharpness=[1.0]", "lengths=[2]"))
     served, plain = load(str(export)), load(str(export), sampler=["method=plain"])
     for temperature, verify, block_size in product((0.0, 0.2, 1.0), VERIFY, (None, 2)):
         params = SamplingParams(9, temperature, seed=1, verify=verify, block_size=block_size)
-        faster = temperature < 0.5 and params.keyed and block_size is None
-        wanted = served.tree if verify == "tree" or faster else served.chain
-        assert served.drafting(params) is wanted
+        usual = "plain" if temperature == 1 else "tree" if params.keyed else "chain"
+        wanted = "tree" if verify == "tree" else "chain" if block_size else usual
+        assert served.way(1, params) == wanted
         (found,) = served.generate([[1, 2, 3]], params)
+        assert (found.stats.drafted == 0) == (wanted == "plain")
         if params.keyed:
             (alone,) = plain.generate([[1, 2, 3]], SamplingParams(9, temperature, seed=1))
             assert found.token_ids == alone.token_ids
-    chains = load(str(export), sampler=["trees=false"])
-    assert chains.drafting(SamplingParams(9, 0.0)) is chains.chain
+    chains = load(str(export), sampler=["fastest=chain"])
+    assert {chains.way(1, SamplingParams(9, t)) for t in (0.0, 1.0)} == {"chain"}
+    with pytest.raises(ValueError, match="fastest"):
+        load(str(export), sampler=["fastest=quick"])

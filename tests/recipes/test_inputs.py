@@ -5,6 +5,7 @@ import shlex
 
 import pytest
 from omegaconf import OmegaConf
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from data.corpora.answers import UnfitCollection
 from models.causal import looks_local
@@ -238,3 +239,15 @@ def test_what_follows_an_export_and_fails_is_named(tmp_path):
         follow_up(config.then, tmp_path)
     with pytest.raises(ValueError, match="each has a path and a command"):
         follow_up(OmegaConf.create({"then": [{"path": "x"}]}).then, tmp_path)
+
+
+def test_what_a_run_could_not_train_with_is_refused_before_an_input_is_built(tmp_path):
+    """The check is of the recipe's own, and its input, which may take hours, is not begun."""
+    GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2)).save_pretrained(tmp_path / "model")
+    for recipe in ("drafter", "dflash", "eagle3"):
+        config = compose(
+            [f"recipe={recipe}", f"target={tmp_path / 'model'}", f"runs={tmp_path / 'r'}"], "fit"
+        )
+        with pytest.raises(ValueError, match="such a drafter for a 'gpt2' model"):
+            prepare_inputs(config.needs, build=True)
+    assert not (tmp_path / "r").exists()

@@ -1,0 +1,132 @@
+"""What is fastest for so many requests is what they get, and the text and drafter stay the same."""
+
+import pytest
+import torch
+
+from decoding.drafting import state_reader
+from decoding.drafting.state_reader import StateReader, UnreadStates
+from decoding.engine.batch import Batch
+from decoding.engine.params import VERIFY, SamplingParams
+from decoding.engine.randomness import KeyedRandomness
+from decoding.samplers.dflash import DFlashSampler
+from decoding.samplers.plain import PlainSampler
+from tests.support import tiny
+from tests.support.exact import CASES, distance
+from tests.support.results import ids
+from tests.support.samplers import dflash
+from tests.support.texts import PROMPTS, SEEDS, V, deer, random_drafter, target
+
+# Three requests at the most, of which two go on without drafts and the last one with them.
+WAYS = {"1": {"0": "chain"}, "2": {"0": "plain"}, "3": {"0": "tree"}}
+BLOCKS = {
+    "dflash": {},
+    "tail": {"layout": "dspark", "context": "layerwise", "layers": [0, 1], "tail": 2},
+}
+NEW = [16, 6, 24, 11, 9]  # tokens of each answer
+
+
+def sampler_of(kind, model, cls=DFlashSampler, **knobs):
+    if kind == "deer":
+        return deer(model, random_drafter(), 4, **knobs)
+    return dflash(model, 4, cls, **BLOCKS[kind], **knobs)
+
+
+def decode(sampler, params, at_once=3):
+    each = [SamplingParams(n, params.temperature, verify=params.verify) for n in NEW]
+    return sampler.generate(PROMPTS, each, seeds=SEEDS, at_once=at_once)
+
+
+@pytest.mark.parametrize("kind", ["deer", *BLOCKS])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_text_is_plain_decoding_s_whatever_is_fastest(kind, temperature):
+    """Requests join and leave, so a request is decoded in all ways; prompt lookup goes on."""
+    params, model = SamplingParams(temperature=temperature), target(layers=3)
+    wanted = ids(decode(PlainSampler(model, tiny.tokenizer(V)), params, at_once=1))
+    found = decode(sampler_of(kind, model, fastest=WAYS, nodes=6), params)
+    assert ids(found) == wanted
+    drafted = {n for r in found for n in (r.stats.drafted / r.stats.target_passes,)}
+    assert len(drafted) > 1
+    alone = decode(sampler_of(kind, model, fastest="plain"), params, at_once=1)
+    assert ids(alone) == wanted
+    assert all(set(r.stats.emitted) == {1} and r.stats.drafted == 0 for r in alone)
+
+
+@pytest.mark.parametrize("verify", VERIFY)
+def test_who_asks_for_drafts_gets_them(verify):
+    sampler = sampler_of("dflash", target(layers=3), fastest="plain")
+    for temperature, k in ((0.0, None), (1.0, None), (1.0, 2)):
+        params = SamplingParams(8, temperature, verify=verify, block_size=k)
+        (found,) = sampler.generate([[1, 2, 3]], params, seeds=[1])
+        assert (found.stats.drafted > 0) == (verify == "tree" or k is not None)
+        assert bool(sampler.told(params)) == (found.stats.drafted == 0)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_without_drafts_it_has_the_plain_distribution(rule):
+    case = dict(next(iter(CASES.values())))
+    eos, k = case.pop("eos", None), case.pop("k")
+    model = tiny.causal_lm(case.pop("vocabulary"), eos_token_id=eos)
+    params = SamplingParams(max_new_tokens=case.pop("new"), verify=rule, **case)
+    assert distance(dflash(model, k, fastest="plain"), params, {eos} - {None}) <= 1e-9
+
+
+class Recording(DFlashSampler):
+    """Keeps the first token's logits with the prefix that they are after."""
+
+    def draft_logits(self, batch, k):
+        logits = super().draft_logits(batch, k)
+        for tokens, n, row in zip(batch.tokens.tolist(), batch.lengths.tolist(), logits):
+            self.drafts.append((tokens[:n], row))
+        return logits
+
+
+@torch.no_grad()
+def worst(kind, temperature):
+    """How far drafts in the course of decoding are from those made anew, at the most."""
+    sampler = sampler_of(kind, tiny.causal_lm(V, layers=3), Recording, fastest=WAYS)
+    sampler.drafts, found = [], 0.0
+    decode(sampler, SamplingParams(temperature=temperature))
+    recorded, params = sampler.drafts, SamplingParams(1)
+    for prefix, logits in recorded:
+        batch = Batch([prefix], len(prefix) + 12, KeyedRandomness([0]), "cpu")
+        sampler.begin(batch, params)
+        right = DFlashSampler.draft_logits(sampler, batch, len(logits))[0]
+        known = right.isfinite()
+        found = max(found, (logits - right)[known].abs().max().item())
+    return found
+
+
+@pytest.mark.parametrize("most", [2, state_reader.MOST_UNREAD])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_the_drafter_reads_what_was_decoded_without_it(monkeypatch, kind, temperature, most):
+    monkeypatch.setattr(state_reader, "MOST_UNREAD", most)
+    assert worst(kind, temperature) < 1e-9
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_a_drafter_that_forgets_what_was_decoded_without_it_is_seen(monkeypatch, kind):
+    add = UnreadStates.add
+
+    def forgets(self, states, counts):
+        self.take()
+        add(self, states, counts)
+
+    monkeypatch.setattr(UnreadStates, "add", forgets)
+    assert worst(kind, 1.0) > 1e-3
+
+
+def test_few_states_wait(monkeypatch):
+    """A long answer without drafts takes no memory for each of its tokens."""
+    monkeypatch.setattr(state_reader, "MOST_UNREAD", 5)
+    widths, undrafted = [], StateReader.undrafted
+
+    def watched(self, batch, params):
+        widths.append(batch.state.states.shape[1])
+        return undrafted(self, batch, params)
+
+    monkeypatch.setattr(StateReader, "undrafted", watched)
+    sampler = sampler_of("dflash", target(layers=3), fastest="plain")
+    sampler.generate([[1, 2, 3]], SamplingParams(40), seeds=[1])
+    assert len(widths) > 30
+    assert max(widths) == 6
