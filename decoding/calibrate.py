@@ -122,14 +122,15 @@ def run(argv: list[str]) -> None:
         table = count(texts, sampler.vocabulary)
     out = Path(c.out) if c.out else file.parents[1] / "calibration"
     with results(out) as written:
-        lengths, given, others = fastest_lengths(c, sampler, prompts.timed, written)
-        knobs, trees = fastest_tree(c, sampler, prompts, table, given, written)
-        ways = {"tree": trees, **others}
-        fastest = {
-            batch: {t: max(ways, key=lambda way: ways[way][batch][t]) for t in trees[batch]}
-            for batch in trees
+        lengths, given, rates = fastest_lengths(c, sampler, prompts.timed, written)
+        knobs: dict = {"lengths": lengths}
+        if "tree" in sampler.rules:  # a target with recurrent layers takes chains alone
+            tree, found = fastest_tree(c, sampler, prompts, table, given, written)
+            knobs, rates = tree | knobs, {"tree": found, **rates}
+        knobs["fastest"] = {
+            batch: {t: max(rates, key=lambda way: rates[way][batch][t]) for t in best}
+            for batch, best in lengths.items()
         }
-        knobs |= {"lengths": lengths, "fastest": fastest}
         keep(file, knobs, table)  # before the tables are there, which say that it is done
     print("; ".join(f"{name}={knob}" for name, knob in knobs.items()) + f" are now in {file}")
 
@@ -325,15 +326,15 @@ def measure(
 def keep(config: Path, knobs: dict, table: Bigrams | None) -> None:
     """Write knobs and bigrams into a config.json's `parade` entry and next to it, atomically.
 
-    Without `knobs["bigrams"]` the table of an earlier calibration is removed.
+    Without bigrams in `knobs` the table of an earlier calibration is removed.
     """
-    if knobs["bigrams"] and table is not None:
+    if knobs.get("bigrams") and table is not None:
         write(table, config.parent)
     entry = read_config(config)
     entry["parade"] = entry_of(entry, config) | knobs  # a published drafter has none yet
     with atomic_write(config) as temporary:
         temporary.write_text(json.dumps(entry, indent=2) + "\n")
-    if not knobs["bigrams"]:
+    if not knobs.get("bigrams"):
         (config.parent / FILE).unlink(missing_ok=True)
 
 

@@ -14,8 +14,9 @@ from decoding import calibrate
 from decoding.calibrate import run
 from decoding.drafting import markov
 from decoding.engine.params import VERIFY, SamplingParams
-from decoding.loading import load
+from decoding.loading import load, load_tokenizer
 from models.markov import MarkovHead
+from tests.support import recurrent
 
 RATES = ("tokens/s", "tokens/s, T=0", "tokens/s, T=1", *calibrate.PARTS)
 
@@ -175,6 +176,19 @@ def test_a_drafter_of_images_is_refused(lab, export, monkeypatch):
     monkeypatch.setattr(calibrate, "load", lambda *args, **options: SimpleNamespace(drafter=1))
     with pytest.raises(ValueError, match="drafts no trees"):
         run(arguments(lab, export))
+
+
+def test_a_target_with_recurrent_layers_has_lengths_and_no_trees(lab, export, tmp_path):
+    tokenizer = load_tokenizer(str(export))
+    target = load(str(lab.runs / "ar_target" / "export")).target
+    recurrent.model("lfm2", target.config.vocab_size).save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    given = arguments(lab, export, f"target={tmp_path / 'target'}", "lengths=[2]")
+    run([argument for argument in given if not argument.startswith(f"target={lab.runs}")])
+    entry = config_of(export)
+    assert {*entry["lengths"]["1"]} == {*entry["fastest"]["1"]} == {"0", "1"}
+    assert {*entry["fastest"]["1"].values()} <= {"plain", "chain"}
+    assert "nodes" not in entry
 
 
 def test_mistakes(lab, export):
