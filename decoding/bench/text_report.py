@@ -94,7 +94,9 @@ def conclusion(row: TextRow) -> str:
     if row.guarantee == "same text":
         same = row.same == f"{prompts}/{prompts}"
         what = "the same text as plain decoding" + ("" if same else f" in {row.same} prompts")
-    return f"{row.name} at {setting(row)}: {what}, {median(row.speedups):.1f} times as fast"
+    speed = round(median(row.speedups), 1)
+    slower = ": plain decoding is faster" if speed < 1 else ""
+    return f"{row.name} at {setting(row)}: {what}, {speed} times as fast{slower}"
 
 
 def summary(row: TextRow) -> dict:

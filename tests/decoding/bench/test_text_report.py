@@ -88,3 +88,5 @@ def test_the_conclusion_in_words():
     assert conclusion(drawn) == "x at T=1: the same text as plain decoding, 2.2 times as fast"
     drawn.results[1] = Result("", [8], "eos", drawn.results[1].stats)
     assert "the same text as plain decoding in 1/2 prompts, " in conclusion(drawn)
+    slow = row([10, 10], [1.5, 1.25], plain)
+    assert conclusion(slow).endswith("0.7 times as fast: plain decoding is faster")
