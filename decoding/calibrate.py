@@ -12,7 +12,7 @@ What is fastest, a tree, a chain or plain decoding, is what a request of `verify
 
 import json
 from dataclasses import dataclass
-from itertools import product
+from itertools import cycle, islice, product
 from pathlib import Path
 from statistics import linear_regression
 from time import perf_counter
@@ -24,7 +24,7 @@ from decoding.drafting.tree_limits import check_tree
 from decoding.engine.params import SamplingParams
 from decoding.report import counted, results, write_table
 from recipes.command import main
-from recipes.options import NEEDED, PromptOptions, check_batch_sizes, check_first, option, parse
+from recipes.options import NEEDED, PromptOptions, check_first, option, parse
 from terminal.progress import Work, track
 
 TIMED, FITTED = 8, 24  # prompts
@@ -58,13 +58,12 @@ class Calibrate(PromptOptions):
         (0.8, 1.0, 1.25), "factors of each depth's fitted sharpness, to try"
     )
     lengths: tuple[Count, ...] = option((2, 3, 4, 6), "of drafts that are no tree, to try too")
-    batch_sizes: Several[int] = option(
+    batch_sizes: Several[Count] = option(
         (1,), "prompts together: nodes and lengths are found for each, the rest for the first"
     )
 
     def __post_init__(self):
         super().__post_init__()
-        check_batch_sizes(self.batch_sizes, self.prompts or TIMED)
         for nodes, sharpness in product(self.nodes, self.sharpness):
             check_tree(nodes, sharpness)
 
@@ -151,7 +150,6 @@ def chosen_prompts(c: Calibrate, tokenizer: PreTrainedTokenizerBase) -> Prompts:
         raise ValueError(f"source={c.source!r} has one held-out prompt: give one with two or more")
     if len(found) < timed + fitted:
         timed = max(1, len(found) // 3)
-    check_batch_sizes(c.batch_sizes, timed)
     return Prompts(found[:timed], found[timed:])
 
 
@@ -291,9 +289,11 @@ def measure(
     """Measure acceptance lengths and tokens/s of each way to decode, by name.
 
     A way is a sampler and options of `SamplingParams`. Every batch goes through all ways in turn,
-    so a slow minute of the machine affects all of them.
+    so a slow minute of the machine affects all of them. The first prompts fill the last batch.
     """
-    batches = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
+    count = -(-len(prompts) // batch)
+    filled = [*islice(cycle(prompts), count * batch)]
+    batches = [filled[i * batch : (i + 1) * batch] for i in range(count)]
     emitted: dict[tuple, list[int]] = {(name, t): [] for name in ways for t in c.temperatures}
     seconds = dict.fromkeys(emitted, 0.0)
     spent = {of: dict.fromkeys(ways, 0.0) for of in PARTS}

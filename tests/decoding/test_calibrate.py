@@ -13,7 +13,7 @@ import torch
 from decoding import calibrate
 from decoding.calibrate import run
 from decoding.drafting import markov
-from decoding.engine.params import VERIFY, SamplingParams
+from decoding.engine.params import VERIFY, Result, SamplingParams, Stats
 from decoding.loading import load, load_tokenizer
 from models.markov import MarkovHead
 from tests.support import recurrent
@@ -178,6 +178,25 @@ def test_a_drafter_of_images_is_refused(lab, export, monkeypatch):
         run(arguments(lab, export))
 
 
+def test_prompts_are_repeated_to_fill_a_batch():
+    """Fewer prompts than a batch takes, as a file of few chats has, are a load all the same."""
+    asked = []
+
+    class Asked:
+        def generate(self, prompts, params):
+            asked.append([*prompts])
+            stats = Stats(emitted=[1, 2], target_s=1.0)
+            return [Result("", [1], "eos", stats) for _ in prompts]
+
+    c = calibrate.Calibrate(model="x", source="y", temperatures=(0.0,))
+    figures = calibrate.measure(c, {"way": (Asked(), {})}, [[1], [2], [3]], 4)
+    assert asked == [[[1], [2], [3], [1]]] * 2  # a warm-up first
+    assert figures["way"]["acceptance length, T=0"] == 1.5
+    asked.clear()
+    calibrate.measure(c, {"way": (Asked(), {})}, [[1], [2], [3]], 2)
+    assert asked[1:] == [[[1], [2]], [[3], [1]]]
+
+
 def test_a_target_with_recurrent_layers_has_lengths_and_no_trees(lab, export, tmp_path):
     tokenizer = load_tokenizer(str(export))
     target = load(str(lab.runs / "ar_target" / "export")).target
@@ -201,7 +220,7 @@ def test_mistakes(lab, export):
         ("nodes=[64]", "nodes=64"), ("sharpness=[0.0]", "sharpness="), ("prompts=0", "prompts=0"),
         ("sharpness=[nan]", "sharpness="), ("sharpness=[inf]", "sharpness="),
         ("temperatures=[]", "temperatures="), ("nodes=[]", "nodes="),
-        ("batch_sizes=[1,3]", r"batch_sizes=\[1, 3\] with prompts=2"),
+        ("batch_sizes=[1,0]", r"batch_sizes=\[1,0\]"),
         ("lengths=[4,0]", r"lengths=\[4,0\]"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f"{message}.* is not allowed"):
