@@ -26,6 +26,19 @@ def head_of(vocabulary, seed=7, scale=1.5):
     return head.double()
 
 
+def recording(sampler):
+    """A class that keeps every pass's logits, in `drafts`, with the prefix that they are after."""
+
+    class Recording(sampler):
+        def draft_logits(self, batch, k):
+            logits = super().draft_logits(batch, k)
+            for tokens, n, row in zip(batch.tokens.tolist(), batch.lengths.tolist(), logits):
+                self.drafts.append((tokens[:n], row))
+            return logits
+
+    return Recording
+
+
 def keeps_rejected(sampler):
     """A wrong class: the state of the first rejected token is read as well."""
 

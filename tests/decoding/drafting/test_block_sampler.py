@@ -13,7 +13,7 @@ from decoding.samplers.plain import PlainSampler
 from tests.support import tiny
 from tests.support.exact import CASES, distance
 from tests.support.results import ids
-from tests.support.samplers import dflash
+from tests.support.samplers import dflash, recording
 from tests.support.texts import PROMPTS, SEEDS, V, deer, random_drafter, target
 
 # Three requests at the most, of which two go on without drafts and the last one with them.
@@ -70,20 +70,10 @@ def test_without_drafts_it_has_the_plain_distribution(rule):
     assert distance(dflash(model, k, fastest="plain"), params, {eos} - {None}) <= 1e-9
 
 
-class Recording(DFlashSampler):
-    """Keeps the first token's logits with the prefix that they are after."""
-
-    def draft_logits(self, batch, k):
-        logits = super().draft_logits(batch, k)
-        for tokens, n, row in zip(batch.tokens.tolist(), batch.lengths.tolist(), logits):
-            self.drafts.append((tokens[:n], row))
-        return logits
-
-
 @torch.no_grad()
 def worst(kind, temperature):
     """How far drafts in the course of decoding are from those made anew, at the most."""
-    sampler = sampler_of(kind, tiny.causal_lm(V, layers=3), Recording, fastest=WAYS)
+    sampler = sampler_of(kind, tiny.causal_lm(V, layers=3), recording(DFlashSampler), fastest=WAYS)
     sampler.drafts, found = [], 0.0
     decode(sampler, SamplingParams(temperature=temperature))
     recorded, params = sampler.drafts, SamplingParams(1)

@@ -11,7 +11,7 @@ from decoding.samplers.eagle3 import Eagle3Sampler
 from tests.support import tiny
 from tests.support.exact import CASES, always_take_the_target, distance
 from tests.support.results import ids
-from tests.support.samplers import forgets_last, keeps_rejected
+from tests.support.samplers import forgets_last, keeps_rejected, recording
 from tests.support.texts import PROMPTS, SEEDS, WARPS, V, plain_texts, target
 
 
@@ -62,14 +62,7 @@ def test_the_text_is_plain_decoding_s(rule, warp):
         assert ids(found) == plain_texts(params, layers=3)
 
 
-class Recording(Eagle3Sampler):
-    """Keeps every first token's logits with the prefix that they are after."""
-
-    def draft_logits(self, batch, k):
-        logits = super().draft_logits(batch, k)
-        for tokens, n, row in zip(batch.tokens.tolist(), batch.lengths.tolist(), logits):
-            self.drafts.append((tokens[:n], row))
-        return logits
+Recording = recording(Eagle3Sampler)
 
 
 @torch.no_grad()
