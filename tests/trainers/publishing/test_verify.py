@@ -156,8 +156,8 @@ def states_out_of_order(export):
     """The states of a cycle in another order than its tokens."""
     if entry_of(export)["method"] != "dflash":
         pytest.skip("this layout reads no states of the target")
-    right = "found = _right_aligned(found[rows, path], counts)"
-    wrong = "found = _right_aligned(found, counts).roll(1, 1)"
+    right = "batch.state.add(found[rows, path], counts)"
+    wrong = "batch.state.add(found[rows, path].roll(1, 1), counts)"
     edit_code(export, right, wrong, "decoding_drafting_state_reader.py")
 
 
