@@ -10,6 +10,9 @@ Further tokens are drafted one after the other: the slot after i has no state of
 it reads g_i in place of f_{i+1}. Training does the same, with the text's own tokens (training-time
 test), which is what makes drafts after the first ones good. Tensors and config keys have the names
 that vLLM, SGLang and speculators read, so an export needs no renaming.
+
+P-EAGLE (arXiv 2602.01469) drafts all tokens in one pass: the slots after i read a mask token, and a
+learned state in place of f.
 """
 
 from collections.abc import Sequence
@@ -45,6 +48,7 @@ from models.weights import bounded, check_complete, check_depth, one_line
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"  # 0: the embeddings, i: layer i - 1's output
 # Keys that change what the network computes. Absent they are false, as in vLLM.
 CHOICES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+PARALLEL = "parallel_drafting"  # ours: engines are told that of a drafter
 
 
 class Eagle3Attention(nn.Module):
@@ -102,7 +106,8 @@ class LlamaForCausalLMEagle3(DraftHead, LlamaPreTrainedModel):
     config is a LlamaConfig with `draft_vocab_size` (Vd), `eagle_aux_hidden_state_layer_ids`, and
     `norm_before_residual` (whether the residual is the normed state). Keys of EAGLE-3.1 are
     `fc_norm` (each state is normed before fc), `norm_before_fc` (all are normed together) and
-    `norm_output` (the next slot reads norm(g)).
+    `norm_output` (the next slot reads norm(g)). With `parallel_drafting` it is P-EAGLE's, whose
+    mask token is `pard_token`.
     """
 
     config_class = LlamaConfig
@@ -125,6 +130,8 @@ class LlamaForCausalLMEagle3(DraftHead, LlamaPreTrainedModel):
             self.input_norm = norm(len(ids) * H)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(norm(H) for _ in ids)
+        if config.parallel_drafting:
+            self.mask_hidden = nn.Parameter(torch.zeros(1, 1, len(ids) * H))
         self.layers = nn.ModuleList([Eagle3Layer(config)])
         self.norm = norm(H)
         self.rotary_emb = LlamaRotaryEmbedding(config)
@@ -137,6 +144,18 @@ class LlamaForCausalLMEagle3(DraftHead, LlamaPreTrainedModel):
     def copy_head(self, source: PreTrainedModel, draft_ids: Tensor) -> None:
         super().copy_head(source, draft_ids)
         self.t2d[draft_ids] = True
+
+    @property
+    def parallel(self) -> bool:
+        """Whether all tokens of a draft come from one pass (P-EAGLE)."""
+        return self.config.parallel_drafting
+
+    def masks(self, target: PreTrainedModel) -> tuple[Tensor, Tensor]:
+        """Return what the slot of a P-EAGLE mask reads: an embedding and a state, [1, 1, H]."""
+        embeddings = target.get_input_embeddings()
+        token = torch.tensor([[self.config.pard_token]], device=embeddings.weight.device)
+        embedded = embeddings(token).detach().to(self.mask_hidden.dtype)
+        return embedded, self.combined(self.mask_hidden)
 
     def combined(self, states: Tensor) -> Tensor:
         """Return f [B, Q, H] of the target's states [B, Q, L H]."""
@@ -178,8 +197,8 @@ def draft_states(
 
     `batch` has samples of `data.corruption.draft_blocks.DraftBlocks`, layout `none`; `states` is
     [B, S, H] for each layer that the drafter reads. All slots of a row run once; then the A blocks
-    run K - 1 times, each on its own output and the text's next token. The target gives embeddings,
-    without gradients.
+    run K - 1 times, each on its own output and the text's next token, or in P-EAGLE once, on K - 1
+    masks each. The target gives embeddings, without gradients.
     """
     B, A, K = batch["target"].shape
     S = states[0].shape[1]
@@ -200,17 +219,23 @@ def draft_states(
     def at(x: Tensor, where: Tensor) -> Tensor:
         return x.gather(1, where[..., None].expand(-1, -1, x.shape[-1]))
 
-    found, state = [at(last, root)], at(state, root)
-    block = torch.arange(A, device=ids.device) * K
-    prefix = (slot.gather(1, root), root + 1)  # a block's slots see clean ones up to its root
-    for i in range(1, K):
-        queries = Layout(*prefix, (block + i).expand(B, A))
+    found, state = [at(last, root)[:, :, None]], at(state, root)
+    block = torch.arange(A, device=ids.device)[:, None] * K
+    document, position = slot.gather(1, root), position.gather(1, root)
+    for i in torch.arange(1, K, device=ids.device).split(K if network.parallel else 1):
+        n = len(i)  # slots of each block in this run
+        # They see clean slots up to the block's root.
+        texts, index = (x.repeat_interleave(n, 1) for x in (document, root + 1))
+        queries = Layout(texts, index, (block + i).flatten().expand(B, -1))
         slots = Layout(*(torch.cat([x, y], 1) for x, y in zip(slots[:3], queries[:3])))
-        token = at(embedded, (root + 1 + i).clamp_max(S - 1))
+        if network.parallel:
+            token, state = (x.expand(B, A * n, -1) for x in network.masks(target))
+        else:
+            token = at(embedded, (root + 1 + i).clamp_max(S - 1))
         mask = dense(numbered_blocks(K, causal=True), queries, slots)
-        last, state = network(token, state, mask, position.gather(1, root) + i, cache)
-        found.append(last)
-    return torch.stack(found, 2)
+        last, state = network(token, state, mask, (position[..., None] + i).flatten(1), cache)
+        found.append(last.unflatten(1, (A, n)))
+    return torch.cat(found, 2)
 
 
 def from_target(
@@ -224,6 +249,7 @@ def from_target(
     fc_norm: bool = False,
     norm_before_fc: bool = False,
     norm_output: bool = False,
+    parallel: bool = False,
 ) -> LlamaForCausalLMEagle3:
     """Return a new drafter for a target.
 
@@ -238,9 +264,15 @@ def from_target(
         layer: The target's layer that its own begins as, on the state's half of its input; None:
             the last. The embedding's half begins random.
         norm_before_residual, fc_norm, norm_before_fc, norm_output: See `LlamaForCausalLMEagle3`.
+        parallel: Whether it is P-EAGLE's. Training puts the mask token into the config.
     """
     theirs = source.config.get_text_config()
     check_target(source)
+    if parallel and (fc_norm or norm_before_fc or norm_output):
+        raise ValueError(
+            "network.parallel=true is not allowed with EAGLE-3.1's fc_norm, norm_before_fc and "
+            "norm_output, which engines do not run with it"
+        )
     depth = theirs.num_hidden_layers
     states = spread(states, depth) if isinstance(states, int) else [*states]
     layer = depth - 1 if layer is None else layer
@@ -258,6 +290,8 @@ def from_target(
         fc_norm=fc_norm,
         norm_before_fc=norm_before_fc,
         norm_output=norm_output,
+        parallel_drafting=parallel,
+        **({"pard_token": None} if parallel else {}),
         **{LAYER_IDS: [i + 1 for i in states], "num_aux_hidden_states": len(states)},
     )
     with torch.random.fork_rng(devices=[]):  # independent of the caller's random state
@@ -268,6 +302,8 @@ def from_target(
     if text is not None:
         with torch.no_grad():
             network.fc.weight.copy_(fitted_state(source, states, text))
+    if parallel:
+        nn.init.normal_(network.mask_hidden, std=theirs.initializer_range)
     return network
 
 
@@ -335,8 +371,10 @@ def check_config(config: LlamaConfig) -> None:
         raise ValueError(f"it has {config.num_hidden_layers} layers, and one is known")
     if not getattr(config, LAYER_IDS, None):
         raise ValueError(f"its config.json names no {LAYER_IDS}, the target's layers that it reads")
-    for key in CHOICES:
+    for key in (*CHOICES, PARALLEL):
         setattr(config, key, bool(getattr(config, key, False)))
+    if config.parallel_drafting and type(getattr(config, "pard_token", None)) is not int:
+        raise ValueError("its config.json names no pard_token, the mask that it reads")
 
 
 def check_fits(config: LlamaConfig, target: PreTrainedModel) -> None:

@@ -6,6 +6,7 @@ from typing import Annotated
 from pydantic import Field
 from torch import Tensor
 
+from data.text.tokenizer import spare_token_id
 from models.eagle3 import LlamaForCausalLMEagle3, check_fits, draft_states
 from trainers.losses.eagle3 import step_weight
 from trainers.state_reader import StateReaderModule
@@ -37,6 +38,8 @@ class Eagle3(StateReaderModule):
             raise ValueError(
                 "module.markov_rank is not allowed: an EAGLE-3 drafter knows the token before"
             )
+        if network.parallel:
+            network.config.pard_token = spare_token_id(self.tokenizer)
 
     def check_fits(self, target) -> None:
         check_fits(self.network.config, target)

@@ -174,6 +174,9 @@ def speculative_config(folder: Path, block_size: int | None = None) -> dict:
     config = read_json(folder / "config.json")
     count = block_size or (config.get("parade") or {}).get("block_size")
     common = {"model": str(folder.resolve()), "num_speculative_tokens": count}
+    eagle3 = {"method": FORMATS["eagle3"], **common}
+    if config.get("parallel_drafting"):
+        return {"parallel_drafting": True, **eagle3}
     if "pard_token" in config:
         return {"method": FORMATS["pard"], "parallel_drafting": True, **common}
     if "dflash_config" in config:  # its blocks begin with the last committed token
@@ -193,7 +196,7 @@ def speculative_config(folder: Path, block_size: int | None = None) -> dict:
         common["num_speculative_tokens"] = count or config["block_size"] - 1
         return {"method": FORMATS["dflash"], **common}
     if "eagle_aux_hidden_state_layer_ids" in config:
-        return {"method": FORMATS["eagle3"], **common}
+        return eagle3
     raise ValueError(
         f"{folder} is in no format that vLLM runs (its config.json has neither pard_token nor "
         "dflash_config, nor EAGLE-3's layers). These recipes train drafters that are: python -m "

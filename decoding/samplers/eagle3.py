@@ -2,11 +2,12 @@
 
 Source: arXiv 2503.01840. The first token of a draft comes with the states of the tokens accepted
 since; each further one takes a run of the layer on its own output, for all nodes of a depth of a
-tree together.
+tree together. P-EAGLE (arXiv 2602.01469) drafts all of them in one run.
 """
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.drafting.block_sampler import BlockMethod
@@ -14,6 +15,7 @@ from decoding.drafting.draft_nodes import DraftNodes
 from decoding.drafting.state_reader import StateReader
 from decoding.engine.batch import Batch
 from decoding.engine.cache import CountedNetwork, RaggedCache
+from decoding.engine.vocabulary import check_known
 from models import eagle3
 from models.context import clamped
 from models.eagle3 import LlamaForCausalLMEagle3
@@ -32,8 +34,12 @@ class CachedDrafter(CountedNetwork):
         self.cache: RaggedCache = RaggedCache(capacity, 1)
         self._slots = torch.arange(capacity, device=network.device)[None]
 
-    def __call__(self, states: Tensor, missing: Tensor, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """Run the slots of new states; return the logits [B, 1, Vd] of the first drafted token.
+    def __call__(
+        self, states: Tensor, missing: Tensor, tokens: Tensor, lengths: Tensor, masks: int = 0
+    ) -> Tensor:
+        """Run the slots of new states, and `masks` after them: logits [B, 1 + masks, Vd].
+
+        They are of the first drafted token, and of those that P-EAGLE's masks draft.
 
         Args:
             states, missing: Those of `UnreadStates`, [B, w, L H] and [B]. A row without any, as the
@@ -44,11 +50,12 @@ class CachedDrafter(CountedNetwork):
         if not states.shape[1]:
             states = states.new_zeros(len(states), 1, states.shape[2])
         w, last = states.shape[1], lengths[:, None] - 2
-        slots = last + torch.arange(1 - w, 1, device=last.device)
+        slots = last + torch.arange(1 - w, 1 + masks, device=last.device)
+        states = pad(states, (0, 0, 0, masks))
         unknown = slots <= last - missing[:, None]
         states = states.masked_fill(unknown[..., None], 0)
         positions = slots.clamp_min(0)
-        visible = int(last.max().clamp_min(0)) + 1
+        visible = int(last.max().clamp_min(0)) + 1 + masks
         keys = self._slots[:, None, :visible]
         mask = (keys <= positions[..., None])[:, None]
         scratch = unknown & (slots != last)
@@ -56,10 +63,13 @@ class CachedDrafter(CountedNetwork):
         with self.counted():
             f = self.network.combined(states.to(self.network.dtype))
             read = tokens.gather(1, (slots + 1).clamp_min(0))
+            if masks:
+                read[:, w:] = self.network.config.pard_token
+                f[:, w:] = self.network.combined(self.network.mask_hidden)
             last, state = self._run(read, f, mask, positions)
             self.states = state[:, -1:]  # which the slots after the root and the nodes read
             self.nodes = DraftNodes(positions[:, -1:], self.cache.capacity)
-            return self.network.logits(last[:, -1:], self.target)
+            return self.network.logits(last[:, -1 - masks :], self.target)
 
     def extend(self, tokens: Tensor, depth: Tensor, parent: Tensor) -> Tensor:
         """Run the slots of drafted tokens; see `BlockDrafter.extend`."""
@@ -101,16 +111,20 @@ class Eagle3Sampler(StateReader):
         if self.markov is not None:
             raise ValueError("an EAGLE-3 drafter takes no Markov head: give markov_head=false")
         eagle3.check_fits(drafter.config, target)
-        self.drafter = drafter.eval()
+        if drafter.parallel:
+            known = target.config.get_text_config().vocab_size
+            check_known(known, pard_token=drafter.config.pard_token)
+        self.drafter, self.tail = drafter.eval(), not drafter.parallel
         self.hidden_layers = drafter.target_layer_ids
 
     def cached_drafter(self, capacity: int) -> CachedDrafter:
         return CachedDrafter(self.drafter, self.target, capacity)
 
     def draft_logits(self, batch: Batch, k: int) -> Tensor:
-        """Run the slots of the tokens accepted since the last draft: logits [B, 1, V]."""
-        states = batch.state.take()
-        return self.fitted(batch.networks["drafter"](*states, batch.tokens, batch.lengths), [])
+        """Run the slots of the tokens accepted since the last draft: logits [B, 1 or k, V]."""
+        given = *batch.state.take(), batch.tokens, batch.lengths
+        masks = 0 if self.tail else k - 1
+        return self.fitted(batch.networks["drafter"](*given, masks), [])
 
     def extend(self, batch: Batch, tokens: Tensor, depth: Tensor, parent: Tensor) -> Tensor:
         return self.fitted(batch.networks["drafter"].extend(tokens, depth, parent), [])

@@ -10,6 +10,7 @@ from data.corruption.draft_blocks import DraftBlocks, SuffixNoise
 from decoding.engine.batch import Batch
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import KeyedRandomness
+from decoding.external.vllm_engine import speculative_config
 from decoding.samplers.eagle3 import Eagle3Sampler
 from models import eagle3
 from models.hidden_states import capture
@@ -60,6 +61,7 @@ def decoded_logits(model, drafter, lengths, tokens=TOKENS):
 
 
 VARIANTS = [{}, *({key: key != "norm_before_residual"} for key in eagle3.CHOICES)]
+VARIANTS += [{"parallel": True}]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -125,6 +127,25 @@ def test_what_a_draft_reads():
     assert (trained_logits(model, drafter, anchor, changed) != right).any(-1)[0, 2:].all()
 
 
+def test_masks_are_drafted_from_what_is_committed_alone():
+    """P-EAGLE: no drafted token is read; the masks before are, and the committed tokens."""
+    model, anchor = target(), [5]
+    drafter = tiny.eagle3(model, parallel=True)
+    right = trained_logits(model, drafter, anchor)
+    changed = [*TOKENS[:5], 0, 0, 0, 0, *TOKENS[9:]]
+    assert torch.equal(trained_logits(model, drafter, anchor, changed), right)
+    changed = [*TOKENS[:2], 0, *TOKENS[3:]]
+    assert (trained_logits(model, drafter, anchor, changed) != right).any(-1).all()
+    assert not torch.allclose(right[0, 1], right[0, 2])  # positions, and the masks before
+    with torch.no_grad():
+        drafter.mask_hidden += 1
+    differ = (trained_logits(model, drafter, anchor) != right).any(-1)
+    assert differ.tolist() == [[False, True, True, True]]
+    decoded = decoded_logits(model, drafter, ANCHORS)
+    ours = trained_logits(model, drafter, ANCHORS)
+    torch.testing.assert_close(ours, decoded, atol=1e-10, rtol=0)
+
+
 def test_a_new_drafter_begins_with_what_the_target_has():
     model = target()
     drafter = eagle3.from_target(model, tiny.tokenizer(V), [0, 1, 2], text=[TOKENS])
@@ -184,6 +205,22 @@ def change(folder, **keys):
     file.write_text(json.dumps({k: x for k, x in config.items() if x is not None}))
 
 
+def test_the_format_of_p_eagle(tmp_path):
+    tiny.eagle3(target().float(), parallel=True).save_pretrained(tmp_path)
+    shapes = {n: x.shape for n, x in load_file(tmp_path / "model.safetensors").items()}
+    assert shapes["mask_hidden"] == (1, 1, 32)
+    assert json.loads((tmp_path / "config.json").read_text())["pard_token"] == V - 1
+    wanted = {"method": "eagle3", "parallel_drafting": True, "num_speculative_tokens": 3}
+    assert wanted.items() <= speculative_config(tmp_path, 3).items()
+    assert eagle3.load(str(tmp_path)).parallel
+    change(tmp_path, pard_token=V)
+    drafter = eagle3.load(str(tmp_path))
+    with pytest.raises(ValueError, match="pard_token=12"):
+        Eagle3Sampler(target().float(), tiny.tokenizer(V), drafter, block_size=K)
+    with pytest.raises(ValueError, match=r"parallel=true is not allowed with EAGLE-3\.1"):
+        tiny.eagle3(target(), parallel=True, fc_norm=True)
+
+
 def test_an_absent_norm_before_residual_is_false(folder):
     change(folder, norm_before_residual=None)
     assert not eagle3.load(str(folder)).layers[0].norm_before_residual
@@ -195,6 +232,8 @@ def test_an_absent_norm_before_residual_is_false(folder):
         ({"fc_norm": True}, "fc_norm"),  # tensors that are not there
         ({"num_hidden_layers": 2}, "it has 2 layers, and one is known"),
         ({"eagle_aux_hidden_state_layer_ids": None}, "names no eagle_aux_hidden_state_layer_ids"),
+        ({"parallel_drafting": True}, "names no pard_token"),
+        ({"parallel_drafting": True, "pard_token": 3}, "mask_hidden"),
     ],
 )
 def test_other_variants_are_refused(folder, keys, message):

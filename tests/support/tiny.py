@@ -105,8 +105,10 @@ def dflash(target, states=1, seed=1, scale=2.0, layout="dflash", **options):
 
 
 def eagle3(target, states=2, seed=1, scale=2.0, **options):
-    """A random EAGLE-3 drafter for a target, in its type."""
+    """A random EAGLE-3 drafter for a target, in its type; P-EAGLE's mask is its last token."""
     network = eagle3_of(target, tokenizer(target.config.vocab_size), states, **options)
+    if network.parallel:
+        network.config.pard_token = target.config.vocab_size - 1
     randomize(network, seed, scale)
     return network.to(target.dtype).eval()
 

@@ -84,9 +84,10 @@ def prepared(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head", ["whole", "reduced"])
+@pytest.mark.parametrize("head", ["whole", "reduced", "parallel"])
 def test_it_learns_and_its_export_decodes(prepared, head):
     own = [OWN % (prepared.runs / "deer_answers")] if head == "reduced" else []
+    own += ["network.parallel=true"] if head == "parallel" else []
     steps = ["trainer.max_steps=60", "trainer.validate_every=30", "optimization.lr=3.0e-3"]
     # A fitted projection would begin where this target, which hardly reads its context, ends.
     steps += ["trainer.log_every=1", "network.text=null"]
@@ -96,6 +97,7 @@ def test_it_learns_and_its_export_decodes(prepared, head):
     sampler = load(str(export), dtype="float32")
     assert type(sampler) is Eagle3Sampler
     assert (len(sampler.draft_ids) < sampler.vocabulary) == (head == "reduced")
+    assert sampler.tail == (head != "parallel")
     config = json.loads((export / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert "draft_vocabulary" not in config["parade"]

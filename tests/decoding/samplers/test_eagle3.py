@@ -15,19 +15,21 @@ from tests.support.samplers import forgets_last, keeps_rejected, recording
 from tests.support.texts import PROMPTS, SEEDS, WARPS, V, plain_texts, target
 
 
-def eagle3(model, k, cls=Eagle3Sampler, **knobs):
-    return cls(
-        model, tiny.tokenizer(model.config.vocab_size), tiny.eagle3(model, 1), block_size=k, **knobs
-    )
+def eagle3(model, k, cls=Eagle3Sampler, parallel=False, **knobs):
+    drafter = tiny.eagle3(model, 1, parallel=parallel)
+    return cls(model, tiny.tokenizer(model.config.vocab_size), drafter, block_size=k, **knobs)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-@pytest.mark.parametrize("name", CASES)
-def test_it_has_the_plain_distribution(name, rule):
+@pytest.mark.parametrize(
+    ("name", "parallel"), [*((name, False) for name in CASES), (next(iter(CASES)), True)]
+)
+def test_it_has_the_plain_distribution(name, parallel, rule):
     case = dict(CASES[name])
     eos, k = case.pop("eos", None), case.pop("k")
-    sampler = eagle3(tiny.causal_lm(case.pop("vocabulary"), eos_token_id=eos), k)
+    model = tiny.causal_lm(case.pop("vocabulary"), eos_token_id=eos)
+    sampler = eagle3(model, k, parallel=parallel)
     params = SamplingParams(max_new_tokens=case.pop("new"), verify=rule, **case)
     assert distance(sampler, params, {eos} - {None}) <= 1e-9
 
@@ -51,14 +53,15 @@ def test_wrong_rules_fail_the_same_test(monkeypatch, rule):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("warp", WARPS)
+@pytest.mark.parametrize(("warp", "parallel"), [*((warp, False) for warp in WARPS), ("all", True)])
 @pytest.mark.parametrize("rule", KEYED)
-def test_the_text_is_plain_decoding_s(rule, warp):
+def test_the_text_is_plain_decoding_s(rule, warp, parallel):
     """The batch becomes smaller, and each prompt has the text that it has alone."""
     model = target(layers=3)
     for temperature in (0.0, 1.0):
         params = SamplingParams(20, temperature, verify=rule, **WARPS[warp])
-        found = eagle3(model, 4, nodes=7).generate(PROMPTS, params, seeds=SEEDS)
+        sampler = eagle3(model, 4, nodes=7, parallel=parallel)
+        found = sampler.generate(PROMPTS, params, seeds=SEEDS)
         assert ids(found) == plain_texts(params, layers=3)
 
 
@@ -73,9 +76,9 @@ def anew(sampler, prefix):
     return Eagle3Sampler.draft_logits(sampler, batch, 4)[0]
 
 
-def worst(cls, rule, temperature):
+def worst(cls, rule, temperature, parallel=False):
     """How far drafts in the course of decoding are from those made anew, at the most."""
-    sampler = eagle3(tiny.causal_lm(V, layers=3), 4, cls)
+    sampler = eagle3(tiny.causal_lm(V, layers=3), 4, cls, parallel)
     sampler.drafts = []
     params = SamplingParams(24, temperature, verify=rule)
     sampler.generate(PROMPTS, params, seeds=SEEDS)
@@ -89,12 +92,14 @@ def worst(cls, rule, temperature):
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("rule", VERIFY)
-def test_it_reads_the_accepted_tokens(rule, temperature):
-    assert worst(Recording, rule, temperature) < 1e-9
+@pytest.mark.parametrize("parallel", [False, True])
+def test_it_reads_the_accepted_tokens(rule, temperature, parallel):
+    assert worst(Recording, rule, temperature, parallel) < 1e-9
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["coupled", "tree"])
 @pytest.mark.parametrize("wrong", [keeps_rejected, forgets_last])
-def test_wrong_states_are_seen(wrong, rule):
-    assert worst(wrong(Recording), rule, 1.0) > 1e-3
+@pytest.mark.parametrize("parallel", [False, True])
+def test_wrong_states_are_seen(wrong, rule, parallel):
+    assert worst(wrong(Recording), rule, 1.0, parallel) > 1e-3
