@@ -1,4 +1,4 @@
-"""What is fastest for so many requests is what they get, and the text and drafter stay the same."""
+"""A sampler decodes in the fastest way for so many requests; text and drafter stay the same."""
 
 import pytest
 import torch
