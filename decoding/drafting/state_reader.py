@@ -67,6 +67,17 @@ class StateReader(BlockSampler):
             found = torch.zeros(len(missing), 0, width, device=missing.device)
         batch.state = UnreadStates(found, missing)
 
+    def begin(self, batch: Batch, params: SamplingParams) -> None:
+        super().begin(batch, params)
+        if "plain" in {self.way(requests, params) for requests in self.fastest}:
+            self.read_waiting(batch)  # else a prompt's states are read with all rows beside it
+
+    def read_waiting(self, batch: Batch) -> None:
+        """Let the drafter read the states that wait; each row's last is read again by its draft."""
+        last, missing = batch.state.states[:, -1:], batch.state.missing.clamp_max(1)
+        self.draft_logits(batch, 1)
+        batch.state.states, batch.state.missing = last, missing
+
     def follow(
         self, batch: Batch, states: tuple[Tensor, ...], path: Tensor, counts: Tensor
     ) -> None:
@@ -76,7 +87,7 @@ class StateReader(BlockSampler):
 
     def undrafted(self, batch: Batch, params: SamplingParams) -> tuple[Tensor, Tensor]:
         if batch.state.states.shape[1] > MOST_UNREAD:
-            self.draft_logits(batch, 1)  # which reads them
+            self.read_waiting(batch)
         return super().undrafted(batch, params)
 
 

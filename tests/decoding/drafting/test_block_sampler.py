@@ -76,7 +76,7 @@ def worst(kind, temperature):
     sampler = sampler_of(kind, tiny.causal_lm(V, layers=3), recording(DFlashSampler), fastest=WAYS)
     sampler.drafts, found = [], 0.0
     decode(sampler, SamplingParams(temperature=temperature))
-    recorded, params = sampler.drafts, SamplingParams(1)
+    recorded, params = [*sampler.drafts], SamplingParams(1)
     for prefix, logits in recorded:
         batch = Batch([prefix], len(prefix) + 12, KeyedRandomness([0]), "cpu")
         sampler.begin(batch, params)
