@@ -9,6 +9,7 @@ from decoding.engine.batch import Batch
 from decoding.engine.params import VERIFY, SamplingParams
 from decoding.engine.randomness import KeyedRandomness
 from decoding.samplers.dflash import DFlashSampler
+from decoding.samplers.eagle3 import Eagle3Sampler
 from decoding.samplers.plain import PlainSampler
 from tests.support import tiny
 from tests.support.exact import CASES, distance
@@ -28,6 +29,9 @@ NEW = [16, 6, 24, 11, 9]  # tokens of each answer
 def sampler_of(kind, model, cls=DFlashSampler, **knobs):
     if kind == "deer":
         return deer(model, random_drafter(), 4, **knobs)
+    if kind == "eagle3":
+        cls = cls if issubclass(cls, Eagle3Sampler) else Eagle3Sampler
+        return cls(model, tiny.tokenizer(V), tiny.eagle3(model, 1), block_size=4, **knobs)
     return dflash(model, 4, cls, **BLOCKS[kind], **knobs)
 
 
@@ -36,7 +40,7 @@ def decode(sampler, params, at_once=3):
     return sampler.generate(PROMPTS, each, seeds=SEEDS, at_once=at_once)
 
 
-@pytest.mark.parametrize("kind", ["deer", *BLOCKS])
+@pytest.mark.parametrize("kind", ["deer", "eagle3", *BLOCKS])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_text_is_plain_decoding_s_whatever_is_fastest(kind, temperature):
     """Requests join and leave, so a request is decoded in all ways; prompt lookup goes on."""
@@ -73,14 +77,17 @@ def test_without_drafts_it_has_the_plain_distribution(rule):
 @torch.no_grad()
 def worst(kind, temperature):
     """How far drafts in the course of decoding are from those made anew, at the most."""
-    sampler = sampler_of(kind, tiny.causal_lm(V, layers=3), recording(DFlashSampler), fastest=WAYS)
+    cls = Eagle3Sampler if kind == "eagle3" else DFlashSampler
+    sampler = sampler_of(kind, tiny.causal_lm(V, layers=3), recording(cls), fastest=WAYS)
     sampler.drafts, found = [], 0.0
     decode(sampler, SamplingParams(temperature=temperature))
     recorded, params = [*sampler.drafts], SamplingParams(1)
     for prefix, logits in recorded:
+        if len(prefix) == 1:  # EAGLE-3 has no state yet
+            continue
         batch = Batch([prefix], len(prefix) + 12, KeyedRandomness([0]), "cpu")
         sampler.begin(batch, params)
-        right = DFlashSampler.draft_logits(sampler, batch, len(logits))[0]
+        right = cls.draft_logits(sampler, batch, len(logits))[0]
         known = right.isfinite()
         found = max(found, (logits - right)[known].abs().max().item())
     return found
@@ -88,7 +95,7 @@ def worst(kind, temperature):
 
 @pytest.mark.parametrize("most", [2, state_reader.MOST_UNREAD])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("kind", [*BLOCKS, "eagle3"])
 def test_the_drafter_reads_what_was_decoded_without_it(monkeypatch, kind, temperature, most):
     monkeypatch.setattr(state_reader, "MOST_UNREAD", most)
     assert worst(kind, temperature) < 1e-9
