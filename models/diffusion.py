@@ -10,7 +10,7 @@ the prefix attends to the block too, so every block has its own forward. With `c
 
 import copy
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,8 +59,10 @@ def from_causal_lm(
             the source.
     """
     vocabulary = len(tokenizer)
-    layers_of = getattr(getattr(source, "model", None), "layers", None)
-    if not isinstance(layers_of, nn.ModuleList):
+    layers_of: Any = getattr(getattr(source, "model", None), "layers", None)
+    depth = source.config.get_text_config().num_hidden_layers
+    # LongCat-Flash counts each of its modules twice.
+    if not isinstance(layers_of, nn.ModuleList) or len(layers_of) != depth:
         raise ValueError(
             f"cannot make a drafter of a {source.config.model_type!r} model: "
             "a Llama, Qwen2 or Qwen3 style causal LM is needed"

@@ -113,6 +113,13 @@ def test_what_lies_beside_a_file_is_not_read(file):
     assert len(AutoTokenizer.from_pretrained(gguf.converted(file))) == len(gguf_file.TOKENS)
 
 
+def test_a_folder_with_one_file_is_that_file(file):
+    assert causal.local_path(str(file.parent)) == str(gguf.converted(file))
+    (file.parent / "other.gguf").write_bytes(file.read_bytes())
+    told = error_of(causal.local_path, str(file.parent))
+    assert "give one of its files ['other.gguf', 'tiny.gguf']" in told
+
+
 def test_a_file_is_converted_once(file, cache, capsys, monkeypatch):
     folder = gguf.converted(file)
     assert str(file) in capsys.readouterr().err

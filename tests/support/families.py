@@ -40,7 +40,8 @@ MOST = 4_000_000  # weights: a model that is larger is not tiny
 # Keys of configurations, by the names that families give them. A family's own are added to these.
 SIZES = {
     "vocab_size": V,
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "embedding_size"), 32),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "embed_dim"), 32),
+    "embedding_size": 32,
     **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "d_inner", "ffn_hidden_size"), 48),
     **dict.fromkeys(("decoder_ffn_dim", "encoder_ffn_dim"), 48),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
@@ -79,6 +80,12 @@ UNTRIED = "no tiny model"
 WINDOWED = "texts end at its sliding window"
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
 DECODER = {"is_decoder": True}
+GEMMA4 = {"vocab_size_per_layer_input": V, "hidden_size_per_layer_input": 8,
+          "global_head_dim": 32, "num_kv_shared_layers": 2,
+          "layer_types": ["sliding_attention", "full_attention"] * 2}  # fmt: skip
+GEMMA3N = {"vocab_size_per_layer_input": V, "hidden_size_per_layer_input": 8, "laurel_rank": 4,
+           "num_kv_shared_layers": 2,
+           "layer_types": ["sliding_attention", "full_attention"] * 2}  # fmt: skip
 OWN: dict[str, dict] = {
     **recurrent.KINDS,
     **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "deepseek_v32", "youtu"), LATENT),
@@ -89,7 +96,29 @@ OWN: dict[str, dict] = {
     **dict.fromkeys(("roformer", "xlm-roberta", "xlm-roberta-xl", "data2vec-text"), DECODER),
     **dict.fromkeys(("roberta-prelayernorm", "reformer", "xmod"), DECODER),
     **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), MROPE),
+    **dict.fromkeys(("gemma4_text", "gemma4_assistant_text"), GEMMA4),
+    "gemma4": dict.fromkeys(("image_token_id", "video_token_id", "audio_token_id"), V),
+    "gemma4_vision": {"position_embedding_size": 16},
+    "gemma4_audio": {"subsampling_conv_channels": (4, 4), "output_proj_dims": 32},
+    "gemma3n_text": GEMMA3N,
     "codegen": {"n_head": 4, "rotary_dim": 4},
+    "bailing_hybrid": LATENT
+    | {
+        "layer_group_size": 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "dots1": {"num_key_value_heads": 1, "n_shared_experts": 1},
+    "glm4v_text": MROPE,
+    "kimi_linear": LATENT
+    | {
+        "num_experts_per_tok": 2,
+        "linear_head_dim": 8,
+        "linear_num_heads": 2,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+    },
     "diffllama": {"num_key_value_heads": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
     "gptj": {"rotary_dim": 8},
@@ -116,8 +145,9 @@ def configuration(kind: str, window: int = WINDOW) -> PreTrainedConfig:
         and part.model_type in CONFIG_MAPPING
     }
     known = default.to_dict()
-    sizes = SIZES | {"sliding_window": window} | OWN.get(kind, {})
-    return of(**{key: value for key, value in sizes.items() if key in known} | parts)
+    sizes = SIZES | {"sliding_window": window}
+    shared = {key: value for key, value in sizes.items() if key in known}
+    return of(**shared | OWN.get(kind, {}) | parts)
 
 
 def network(kind: str, window: int = WINDOW, seed: int = 0, scale: float = 0.05) -> PreTrainedModel:
@@ -308,6 +338,8 @@ KNOWN = {
     "Gemma 2": "gemma2",
     "Gemma 3, text": "gemma3_text",
     "Gemma 3": "gemma3",
+    "Gemma 3n, text": "gemma3n_text",
+    "Gemma 4": "gemma4",
     "Mistral 7B": "mistral",
     "Mistral Small 3.1": "mistral3",
     "Mixtral": "mixtral",
