@@ -42,6 +42,7 @@ VERSION = 1  # of the `parade` entry; one without is of version 1
 # How models without an entry are decoded, by their type; all others plainly.
 METHODS = {"xlnet": "asarm"}
 DFLASH = "dflash_config"  # the key of a DFlash drafter's config.json, whoever trained it
+DSPARK = "Qwen3DSparkModel"  # DFlash with a Markov head, whose config.json may lack that key
 EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")  # architectures of EAGLE-3 drafters
 EAGLE3_TOKENS = 5  # of a draft, where an EAGLE-3 drafter's config.json does not say
 WEIGHTS = (".safetensors", ".bin", ".gguf")  # suffixes of files that may be links
@@ -321,9 +322,11 @@ def entry_of(config: dict, file: Path) -> dict:
     """
     if "parade" in config:
         return config["parade"]
-    published = config.get(DFLASH)
-    if {*EAGLE3} & {*map(str, config.get("architectures") or ())}:
+    published, named = config.get(DFLASH), {*map(str, config.get("architectures") or ())}
+    if {*EAGLE3} & named:
         return {"method": "eagle3", "block_size": EAGLE3_TOKENS}
+    if DSPARK in named and published is None:  # the same keys, beside the layers' own
+        published = {"sample_from_anchor": True, **config}
     if not isinstance(published, dict):
         return {"method": METHODS.get(config.get("model_type") or "", "plain")}
     mask_id: Any = published.get("mask_token_id")

@@ -13,8 +13,12 @@ A tail (ours) makes the drafts conditional: the last n layers run once for each 
 with h_i the other layers' state at position i, t_i the token before the one that position i drafts,
 e its embedding, and P a matrix that begins at 0. Where all layers are the tail, x_i = e(t_i): an
 autoregressive drafter that reads its target's states.
+
+With a Markov head (`models.markov`) it is DSpark's drafter (arXiv 2607.05147), without the head
+that estimates confidence.
 """
 
+import warnings
 from collections.abc import Sequence
 from functools import partial
 
@@ -42,7 +46,9 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from models.attention import layer_masks
 from models.draft_head import DraftHead
 from models.hidden_states import check_layers
+from models.markov import MarkovHead
 from models.masks import Layout, dense, limited, numbered_blocks
+from models.sizes import Rank
 from models.weights import bounded, check_complete, check_depth, one_line
 from models.windows import FULL, SLIDING, windows_of
 
@@ -62,6 +68,11 @@ SPECULATORS = (
     "transformer_layer_config", "aux_hidden_state_layer_ids", "mask_token_id", "sample_from_anchor",
     "sliding_window_non_causal",
 )  # fmt: skip
+HEADS = {  # of DSpark's drafters in that layout
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": False,
+    "confidence_head_with_markov": False,
+}
 SPECULATORS_VERSION = "0.9.0"
 
 
@@ -99,19 +110,25 @@ class DFlashAttention(nn.Module):
     ) -> Tensor:
         """Attend from block [B, Q, H] to context [B, C, H] and block, at `rotary` [B, C + Q, D]."""
         both = torch.cat([context, block], 1) if context.shape[1] else block
-        query, key, value = (
-            project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for project, x in ((self.q_proj, block), (self.k_proj, both), (self.v_proj, both))
-        )
-        cos, sin = (x[:, None] for x in rotary)
-        Q, query, key = block.shape[1], self.q_norm(query), self.k_norm(key)
-        query = query * cos[:, :, -Q:] + rotate_half(query) * sin[:, :, -Q:]
-        key = key * cos + rotate_half(key) * sin
-        if cache is not None:
-            key, value = cache.update(key, value, self.layer_idx)
+        key, value = self.remembered(both, rotary, cache)
+        cos, sin = (x[:, None, -block.shape[1] :] for x in rotary)
+        query = self.q_norm(self._heads(self.q_proj, block))
+        query = query * cos + rotate_half(query) * sin
         attend = AttentionInterface().get_interface(self.config._attn_implementation, None)
         found, _ = attend(self, query, key, value, mask, scaling=self.scaling)
         return self.o_proj(found.flatten(2))
+
+    def remembered(
+        self, states: Tensor, rotary: tuple[Tensor, Tensor], cache: Cache | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return keys and values of states [B, C, H], after those that the cache holds."""
+        cos, sin = (x[:, None] for x in rotary)
+        key = self.k_norm(self._heads(self.k_proj, states))
+        key, value = key * cos + rotate_half(key) * sin, self._heads(self.v_proj, states)
+        return (key, value) if cache is None else cache.update(key, value, self.layer_idx)
+
+    def _heads(self, project: nn.Module, states: Tensor) -> Tensor:
+        return project(states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
 class DFlashLayer(GradientCheckpointingLayer):
@@ -155,6 +172,7 @@ class DFlashDraftModel(DraftHead, Qwen3PreTrainedModel):
 
     def __init__(self, config: Qwen3Config):
         super().__init__(config)
+        self.markov_head: MarkovHead | None = None
         H = config.hidden_size
         special = config.dflash_config
         self.causal = bool(special.get("causal"))  # whether a block's token sees none after it
@@ -206,6 +224,12 @@ class DFlashDraftModel(DraftHead, Qwen3PreTrainedModel):
     def depth(self) -> int:
         """Return the number of layers that run once for a block: all but the tail."""
         return len(self.layers) - self.tail
+
+    def remember(self, contexts: Sequence[Tensor], positions: Tensor, cache: Cache) -> None:
+        """Write the keys and values of contexts at positions [B, C] into a cache."""
+        rotary = self.rotary_emb(contexts[0], positions)
+        for layer, context in zip(self.layers, contexts):
+            layer.self_attn.remembered(context, rotary, cache)
 
     def parallel(self, block: Tensor, contexts: Sequence[Tensor], *given) -> Tensor:
         """Run the layers before the tail: embeddings [B, Q, H] of a block to its states.
@@ -269,12 +293,13 @@ class DFlashDraftModel(DraftHead, Qwen3PreTrainedModel):
             )
         known = Qwen3Config().to_diff_dict().keys() - {"transformers_version"}
         layer = {key: x for key, x in config.to_diff_dict().items() if key in known}
+        kind = "dflash" if self.markov_head is None else "dspark"
         config.update(
             {
-                "speculators_model_type": "dflash",
+                "speculators_model_type": kind,
                 "speculators_version": SPECULATORS_VERSION,
                 "speculators_config": {
-                    "algorithm": "dflash",
+                    "algorithm": kind,
                     "default_proposal_method": "greedy",
                     "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": count}],
                     "verifier": {"name_or_path": target, "architectures": [*architectures]},
@@ -290,6 +315,8 @@ class DFlashDraftModel(DraftHead, Qwen3PreTrainedModel):
                 "sliding_window_non_causal": not self.causal,
             }
         )
+        if self.markov_head is not None:
+            config.update(HEADS)
         if chosen is not None:
             t2d = torch.zeros(vocabulary, dtype=torch.bool)
             t2d[chosen] = True
@@ -335,6 +362,26 @@ class DFlashDraftModel(DraftHead, Qwen3PreTrainedModel):
             assert before_embeds is not None
             block = self.sequential(block, before_embeds, given[0], tail_mask, *given[2:])
         return BaseModelOutputWithPast(self.norm(block), past_key_values)
+
+
+class Qwen3DSparkModel(DFlashDraftModel):
+    """The network of a DSpark drafter, under the name by which vLLM knows it.
+
+    config has DFlash's keys, and `markov_rank` and `sample_from_anchor`. A confidence head, which
+    engines use to verify fewer drafts under load, is not read.
+    """
+
+    _keys_to_ignore_on_load_unexpected = ("t2d", "confidence_head")
+
+    def __init__(self, config: Qwen3Config):
+        super().__init__(config)
+        drafted = getattr(config, "draft_vocab_size", None) or config.vocab_size
+        self.markov_head = MarkovHead(config.vocab_size, drafted, config.markov_rank)
+
+
+def class_of(config: Qwen3Config) -> type[DFlashDraftModel]:
+    """Return the class of a drafter's config: DSpark's where it has a Markov head."""
+    return Qwen3DSparkModel if getattr(config, "markov_rank", None) else DFlashDraftModel
 
 
 def draft_states(
@@ -384,9 +431,10 @@ def load(path: str, dtype: str | torch.dtype = "auto") -> DFlashDraftModel:
     with one_line("a DFlash drafter", path):
         check_depth(Qwen3Config.get_config_dict(path)[0])
         with bounded(path):
-            network, found = DFlashDraftModel.from_pretrained(
+            config = _in_one_layout(Qwen3Config.from_pretrained(path))
+            network, found = class_of(config).from_pretrained(
                 path,
-                config=_in_one_layout(Qwen3Config.from_pretrained(path)),
+                config=config,
                 dtype=dtype,
                 attn_implementation="sdpa",
                 output_loading_info=True,
@@ -406,6 +454,8 @@ def _in_one_layout(config: Qwen3Config) -> Qwen3Config:
     Its layers' kinds and windows must be known; where it does not say whether draft blocks are
     causal, those of windowed layers are, as in vLLM.
     """
+    if getattr(config, "markov_rank", None):
+        _as_dflash(config)
     kinds, special = {*config.layer_types}, getattr(config, "dflash_config", None) or {}
     if unknown := kinds - {FULL, SLIDING}:
         raise ValueError(f"it has layers of {sorted(unknown)}: only {FULL} and {SLIDING} are known")
@@ -424,22 +474,48 @@ def _in_one_layout(config: Qwen3Config) -> Qwen3Config:
             )
         config.dflash_config = special | {"causal": True}
     if hasattr(config, "speculators_config"):
-        for key in SPECULATORS:
+        for key in (*SPECULATORS, *HEADS):
             vars(config).pop(key, None)
         if config.draft_vocab_size == config.vocab_size:  # its way to say that there is no head
             config.draft_vocab_size = None
     return config
 
 
-def pretrained(tokenizer: PreTrainedTokenizerBase, path: str) -> DFlashDraftModel:
-    """Return a trained drafter, to train a head for it; `tokenizer` is its target's."""
+def _as_dflash(config: Qwen3Config) -> None:
+    """Give a DSpark drafter's config DFlash's keys, which others write beside the layers' own."""
+    if (kind := getattr(config, "markov_head_type", "vanilla")) != "vanilla":
+        raise ValueError(f"it has markov_head_type={kind}: only vanilla is known")
+    if not hasattr(config, "dflash_config"):
+        config.dflash_config = {
+            "mask_token_id": config.mask_token_id,
+            "target_layer_ids": config.target_layer_ids,
+            "sample_from_anchor": getattr(config, "sample_from_anchor", True),
+        }
+
+
+def pretrained(
+    tokenizer: PreTrainedTokenizerBase, path: str, markov_rank: Rank | None = None
+) -> DFlashDraftModel:
+    """Return a trained drafter, with a new Markov head; `tokenizer` is its target's."""
     network = load(path, "float32")
     if network.config.vocab_size < len(tokenizer):
         raise ValueError(
             f"{path!r} is for a target of {network.config.vocab_size} tokens, and the tokenizer "
             f"has {len(tokenizer)}"
         )
-    return network
+    if markov_rank is None:
+        return network
+    if network.markov_head is not None:
+        warnings.warn(
+            f"the drafter in {path} has a Markov head, which is left behind: a new one is trained",
+            stacklevel=2,
+        )
+    network.config.markov_rank = markov_rank
+    new = Qwen3DSparkModel(network.config)
+    found = new.load_state_dict(network.state_dict(), strict=False)
+    assert all(key.startswith("markov_head") for key in found.missing_keys)
+    new.name_or_path = network.name_or_path
+    return new
 
 
 def load_assistant(path: str) -> PreTrainedModel:
@@ -456,11 +532,13 @@ def load_assistant(path: str) -> PreTrainedModel:
         )
     config, special = network.config, network.config.dflash_config
     windowed = windows_of(config) is not None  # its class counts a window from another token
-    if network.samples_from_anchor or network.causal or unserved(special) or windowed:
+    other = unserved(special) or windowed or network.markov_head is not None
+    if network.samples_from_anchor or network.causal or other:
         raise ValueError(
-            f"{path!r} has layout=dspark, causal blocks, context=layerwise, a tail or a window, "
-            "and transformers' class has none of them: train with layout=dflash "
-            "network.causal=false network.context=fused network.tail=0 network.window=null"
+            f"{path!r} has layout=dspark, causal blocks, context=layerwise, a tail, a window or a "
+            "Markov head, and transformers' class has none of them: train with layout=dflash "
+            "network.causal=false network.context=fused network.tail=0 network.window=null "
+            "network.markov_rank=null"
         )
     theirs = MuseGlimmerAssistantConfig(
         **{key: getattr(config, key) for key in ASSISTANT_KEYS},

@@ -20,11 +20,11 @@ from transformers import (
 )
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from models.dflash import DFlashDraftModel, DFlashLayer
+from models.dflash import DFlashDraftModel, DFlashLayer, class_of
 from models.diffusion import Copied, copying
 from models.hidden_states import check_layers
 from models.regression import ridge
-from models.sizes import Layers, Window
+from models.sizes import Layers, Rank, Window
 from models.windows import sliding_layers
 from terminal.progress import track
 
@@ -47,6 +47,7 @@ def from_target(
     context: Literal["fused", "layerwise"] = "fused",
     tail: Layers | Literal["all"] = 0,
     window: Window | None = None,
+    markov_rank: Rank | None = None,
 ) -> DFlashDraftModel:
     """Return a new drafter for a target, with layers that begin as copies of the target's.
 
@@ -69,6 +70,8 @@ def from_target(
         tail: The last layers that run once for each drafted token (`models.dflash`), which no
             engine does; with 'all' the drafter is autoregressive.
         window: Last tokens that the layers attend to; None: all.
+        markov_rank: Rank of a head that conditions each drafted token on the one before it
+            (`models.markov`), as in DSpark; None: no head.
     """
     theirs = source.config.get_text_config()
     check_target(source)
@@ -90,13 +93,17 @@ def from_target(
             f"tail={tail} is not allowed: the drafter has {len(layers)} layers, give 0 to "
             f"{len(layers)}"
         )
-    if tail and window is not None:
-        raise ValueError(f"window={window} is not allowed with tail={tail}: leave one of them out")
+    for name, given in (("window", window), ("markov_rank", markov_rank)):
+        if tail and given is not None:
+            raise ValueError(
+                f"{name}={given} is not allowed with tail={tail}: leave one of them out"
+            )
     if tail:
         special["tail"] = tail
     with torch.random.fork_rng(devices=[]):  # independent of the caller's random state
         torch.manual_seed(0)
-        network = DFlashDraftModel(_config(source, len(layers), draft_ids, special, window))
+        config = _config(source, len(layers), draft_ids, special, window, markov_rank)
+        network = class_of(config)(config)
     _copy(source, network, layers)
     network.copied = copied
     if 0 < tail < len(layers):
@@ -211,6 +218,7 @@ def _config(
     draft_ids: Tensor | None,
     special: dict,
     window: int | None,
+    markov_rank: int | None,
 ) -> Qwen3Config:
     """Return the config of a drafter with `layers` layers; `special` is its `dflash_config`."""
     biased = source.model.layers[0].self_attn.q_proj.bias is not None
@@ -223,8 +231,9 @@ def _config(
         dflash_config=special,
         **({} if draft_ids is None else {"draft_vocab_size": len(draft_ids)}),
         **({} if window is None else sliding_layers(window, layers)),
+        **({} if markov_rank is None else {"markov_rank": markov_rank}),
     )
-    config.architectures = [DFlashDraftModel.__name__]
+    config.architectures = [class_of(config).__name__]
     return config
 
 

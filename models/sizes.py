@@ -8,6 +8,7 @@ Size = Annotated[int, Field(ge=1, le=65536)]
 Few = Annotated[int, Field(ge=1, le=4096)]
 Layers = Annotated[int, Field(ge=0, le=1000)]  # a number of layers, or the number of one
 Window = Annotated[int, Field(ge=1, le=2**20)]  # tokens that a layer attends to
+Rank = Annotated[int, Field(ge=1, le=65536)]  # columns of a Markov head's matrices
 Positive = Annotated[float, Field(ge=0)]
 
 

@@ -267,15 +267,19 @@ class BaseModule(pl.LightningModule):
         self._sums.clear()
         self.log("step", float(self.trainer.global_step))
 
+    def auxiliary(self) -> list[nn.Parameter]:
+        """Return the parameters of auxiliary heads, whose rate is `optimization.aux_lr`."""
+        return []
+
     def configure_optimizers(self):
         """Build AdamW, without decay on vectors (norms, biases), and its schedule."""
-        o, own = self.optimization, [p for p in self.network.parameters() if p.requires_grad]
+        o, auxiliary = self.optimization, [p for p in self.auxiliary() if p.requires_grad]
+        known = {id(p) for p in auxiliary}
+        own = [p for p in self.network.parameters() if p.requires_grad and id(p) not in known]
         groups = [
             {"params": [p for p in own if p.ndim > 1], "weight_decay": o.weight_decay},
             {"params": [p for p in own if p.ndim <= 1], "weight_decay": 0.0},
         ]
-        known = {id(p) for p in own}
-        auxiliary = [p for p in self.parameters() if p.requires_grad and id(p) not in known]
         if auxiliary:
             rate = o.lr if o.aux_lr is None else o.aux_lr
             groups.append({"params": auxiliary, "weight_decay": o.weight_decay, "lr": rate})

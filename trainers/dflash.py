@@ -7,8 +7,10 @@ from pydantic import Field
 from torch import Tensor
 
 from models.dflash import DFlashDraftModel, check_fits, draft_states
+from trainers.draft_vocabulary import PREVIOUS
 from trainers.losses.dflash import decay_weight
 from trainers.state_reader import StateReaderModule
+from trainers.target_states import TargetStates
 
 
 class DFlash(StateReaderModule):
@@ -32,6 +34,11 @@ class DFlash(StateReaderModule):
         layout: str = "dflash",
         **kwargs,
     ):
+        if kwargs.get("markov_rank") is not None:
+            raise ValueError(
+                "module.markov_rank is not allowed: the head of a DFlash drafter is a part of its "
+                "network, network.markov_rank"
+            )
         super().__init__(network, *args, layout=layout, **kwargs)
         trained = network.config.dflash_config["mask_token_id"]
         if trained not in (None, self.mask_id):
@@ -44,11 +51,6 @@ class DFlash(StateReaderModule):
                 f"layout={layout} is not allowed: the drafter to start from has "
                 f"layout={next(name for name in self.layouts if name != layout)}"
             )
-        if network.tail and self.heads:
-            raise ValueError(
-                f"module.markov_rank is not allowed with network.tail={network.tail}, which knows "
-                "the token before: give module.markov_rank=null"
-            )
         if network.tail and not self.layout.anchored:
             raise ValueError(
                 f"layout={layout} is not allowed with network.tail={network.tail}: a tail reads "
@@ -56,6 +58,8 @@ class DFlash(StateReaderModule):
             )
         if self.layout.anchored:
             network.config.dflash_config["sample_from_anchor"] = True
+        if network.markov_head is not None:
+            network.config.sample_from_anchor = self.layout.anchored  # where DSpark's is
         self.gamma = gamma
         network.config.dflash_config["mask_token_id"] = self.mask_id
         network.config.block_size = self.layout.width(self.block_size)  # what it reads
@@ -71,6 +75,10 @@ class DFlash(StateReaderModule):
 
     def draft_states(self, batch: dict[str, Tensor], states: Sequence[Tensor]) -> Tensor:
         return draft_states(self.network, self.target, batch, states)
+
+    def draft_logits(self, batch: dict[str, Tensor], states: TargetStates | None) -> Tensor:
+        logits, head = super().draft_logits(batch, states), self.network.markov_head
+        return logits if head is None else logits + head(batch[PREVIOUS])
 
     def export_config(self) -> dict:
         attention = "causal" if self.network.causal else "prefix_causal"

@@ -2,27 +2,25 @@
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-PREVIOUS = "previous"  # batch key: the token before each drafted one, in the drafter's vocabulary
+PREVIOUS = "previous"  # batch key: the target's token before each drafted one
 
 
 def in_draft_vocabulary(batch: dict[str, Tensor], ids: Tensor | None) -> dict[str, Tensor]:
     """Map the targets of packed draft blocks to indices of the drafter's logits.
 
     A token that the drafter lacks becomes 0 and leaves `masked` [B, A, K], so it has no weight; its
-    probability in stored distributions becomes 0. PREVIOUS [B, A, K] is added: the drafted token
-    before each, -1 for the first and where the drafter lacks it.
+    probability in stored distributions becomes 0. PREVIOUS [B, A, K] is added.
 
     Args:
         batch: Packed draft blocks, `target` [B, A, K] in the target's token ids.
         ids: [V], the target's tokens that the drafter has; None: all of them.
     """
+    batch = {**batch, PREVIOUS: _previous(batch)}
     if ids is None:
-        return {**batch, PREVIOUS: _shifted(batch["target"])}
+        return batch
     target, known = _mapped(batch["target"], ids)
     mapped = {**batch, "target": target, "masked": batch["masked"] & known}
-    mapped[PREVIOUS] = _shifted(target.masked_fill(~known, -1))
     if "teacher_ids" in batch:
         teacher, known = _mapped(batch["teacher_ids"], ids)
         mapped |= {"teacher_ids": teacher, "teacher_probs": batch["teacher_probs"] * known}
@@ -37,6 +35,7 @@ def _mapped(tokens: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     return row[at] * known, known
 
 
-def _shifted(tokens: Tensor) -> Tensor:
-    """Return the token before each of a block's tokens [..., K]; -1 for the first."""
-    return pad(tokens, (1, -1), value=-1)
+def _previous(batch: dict[str, Tensor]) -> Tensor:
+    """Return the token before each drafted one [B, A, K]; before the first, the last committed."""
+    last = batch["input_ids"].gather(1, (batch["start"] - 1).clamp_min(0))
+    return torch.cat([last[..., None], batch["target"][..., :-1]], -1)

@@ -24,7 +24,7 @@ from models.masks import drafter_attention
 from models.windows import windows_of
 from trainers.base import DISTRIBUTIONS, HIDDEN_STATES, BaseModule, Optimization
 from trainers.draft_vocabulary import in_draft_vocabulary
-from trainers.heads import AuxiliaryHead, auxiliary_heads
+from trainers.heads import AuxiliaryHead, MarkovAuxiliary, auxiliary_heads
 from trainers.publishing import export_check
 from trainers.runs.stored_states import store_states
 from trainers.target_states import TargetStates, target_states
@@ -168,8 +168,8 @@ class DrafterModule(BaseModule):
     def _freeze_drafter(self) -> None:
         """Train the heads alone; ValueError without heads or with an untrained drafter."""
         refused = "module.train_drafter=false is not allowed: "
-        if not self.heads:
-            raise ValueError(f"{refused}nothing is left to train without module.markov_rank")
+        if not (alone := self.auxiliary()):
+            raise ValueError(f"{refused}nothing is left to train without a markov_rank")
         if hasattr(self.network, "peft_config"):
             raise ValueError(
                 f"{refused}lora.rank adds adapters to the drafter, so give lora.rank=0"
@@ -180,6 +180,12 @@ class DrafterModule(BaseModule):
                 f"method={self.method}; give the folder of one's export"
             )
         self.network.requires_grad_(False)
+        for p in alone:
+            p.requires_grad_(True)
+
+    def auxiliary(self) -> list[nn.Parameter]:
+        named = self.named_parameters()
+        return [p for name, p in named if MarkovAuxiliary.key in name.split(".")]
 
     def is_trained(self) -> bool:
         """Return whether the network to start from is a trained drafter of this method."""

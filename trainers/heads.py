@@ -65,7 +65,7 @@ def auxiliary_heads(
 ) -> tuple[AuxiliaryHead, ...]:
     """Build the heads of a drafter; warn if it had one before, which is dropped.
 
-    `draft_ids` [V] are the tokens of its logits, None: all; `markov_rank=None` means no head.
+    `draft_ids` [n] are the tokens of its logits, None: all; `markov_rank=None` means no head.
     """
     if (getattr(network.config, "parade", None) or {}).get(MarkovAuxiliary.key):
         warnings.warn(
@@ -75,10 +75,11 @@ def auxiliary_heads(
         )
     if markov_rank is None:
         return ()
-    size = getattr(network.config, "vocab_size", None) if draft_ids is None else len(draft_ids)
-    if size is None:
+    tokens = getattr(network.config, "vocab_size", None)
+    if tokens is None:
         raise ValueError(
             f"{MarkovAuxiliary.option}={markov_rank} is not allowed: the drafter's config has no "
-            "vocab_size, so its module must give draft_ids"
+            "vocab_size"
         )
-    return (MarkovAuxiliary(size, markov_rank),)
+    drafted = tokens if draft_ids is None else len(draft_ids)
+    return (MarkovAuxiliary(tokens, drafted, markov_rank),)

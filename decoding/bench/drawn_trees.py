@@ -266,7 +266,7 @@ class DrawnTree(Chain):
     def draw(self, sampler: BlockDrafter, batch: Batch, params: SamplingParams) -> DrawnTrees:
         """Draw the tokens of trees of a fixed shape."""
         k = params.block_size or self.block_size
-        logits = sampler.draft_logits(batch, k)
+        logits = sampler.block_logits(batch, k)
         q = sampler.warped_draft(logits, batch, params).softmax(-1)
         row = torch.arange(len(q), device=q.device)
 

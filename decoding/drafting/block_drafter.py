@@ -99,9 +99,17 @@ class BlockDrafter(Sampler):
             return ()
         return self.prefill(batch, "target", self.cached_target(batch))
 
+    def block_logits(self, batch: Batch, k: int) -> Tensor:
+        """Return the logits of `draft_logits`, with a Markov head's term of the first position."""
+        logits = self.draft_logits(batch, k)
+        if self.markov is not None:
+            last = batch.tokens.gather(1, batch.lengths[:, None] - 1)
+            logits[:, :1] += self.markov.following(last)
+        return logits
+
     def draft_pass(self, batch: Batch, k: int, params: SamplingParams) -> Tensor:
-        """Return warped drafter logits [B, k, V] of `draft_logits`."""
-        return self.warped_draft(self.draft_logits(batch, k), batch, params)
+        """Return warped drafter logits [B, k, V] of `block_logits`."""
+        return self.warped_draft(self.block_logits(batch, k), batch, params)
 
     def forced_pass(self, batch: Batch, tokens: Tensor, params: SamplingParams) -> Tensor:
         """Return warped drafter logits [B, k, V] at known tokens [B, k].
@@ -111,7 +119,7 @@ class BlockDrafter(Sampler):
         k = tokens.shape[1]
         if not self.conditional:
             return self.draft_pass(batch, k, params)
-        first = self.draft_logits(batch, k)
+        first = self.block_logits(batch, k)
         logits = [self._after(batch, first, tokens[:, :i]) for i in range(k)]
         return self.warped_draft(torch.cat(logits, 1), batch, params)
 
@@ -121,9 +129,9 @@ class BlockDrafter(Sampler):
         return self.tail or self.markov is not None
 
     def _after(self, batch: Batch, logits: Tensor, drafted: Tensor) -> Tensor:
-        """Return the logits [B, 1, V] after drafted tokens [B, i], from those of the pass."""
+        """Return the logits [B, 1, V] after drafted tokens [B, i], from those of the block."""
         i = drafted.shape[1]
-        if not i:  # the network has read the token before the first
+        if not i:
             return logits[:, :1]
         last = drafted[:, -1:]
         if self.tail:
@@ -142,7 +150,7 @@ class BlockDrafter(Sampler):
         """
         if not self.conditional:
             return self._drawn(self.draft_pass(batch, k, params), noise, batch, params)
-        logits, draft, q = self.draft_logits(batch, k), batch.tokens[:, :0], []
+        logits, draft, q = self.block_logits(batch, k), batch.tokens[:, :0], []
         for i in range(k):
             at = self.warped_draft(self._after(batch, logits, draft), batch, params)
             g = None if noise is None else noise[:, i:]

@@ -188,7 +188,7 @@ class BlockMethod(Method):
         found = {}
         if entry.get(vocabulary.KEY):
             found["draft_ids"] = vocabulary.read(fetch(entry[vocabulary.KEY]))
-        if entry.get("markov_head"):
+        if entry.get("markov_head") and markov_file.FILE in self.files:
             found["markov"] = markov_file.read(fetch(markov_file.FILE))
         if entry.get("bigrams"):
             if not isinstance(entry["bigrams"], dict):

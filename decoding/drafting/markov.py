@@ -23,16 +23,18 @@ class MarkovScores:
     """A Markov head's additions to a drafter's logits, by the target's token ids.
 
     Args:
-        head: The head, of n tokens.
+        head: The head, of n drafted tokens.
         vocabulary: V, number of the target's tokens.
-        draft_ids: [n], the target's token of each of the head's; None: token i is the target's i,
-            and either side may have padding that the other lacks.
+        draft_ids: [n], the target's token of each drafted one; None: token i is the target's i, and
+            either side may have padding that the other lacks.
     """
 
     def __init__(
         self, head: MarkovHead, vocabulary: int, draft_ids: Tensor | None, device: torch.device
     ):
-        self.head, n = head.to(device), len(head.before.weight)
+        self.head, n = head.to(device), len(head.markov_w2.weight)
+        self._tokens = len(head.markov_w1.weight)  # none is generated after these but padding
+        check_vocabulary(self._tokens, vocabulary)
         if draft_ids is None:
             check_vocabulary(n, vocabulary)
             draft_ids = torch.arange(min(n, vocabulary), device=device)
@@ -41,35 +43,36 @@ class MarkovScores:
                 f"the Markov head is of {n} tokens and the drafter of {len(draft_ids)}: they are "
                 "not of one export"
             )
-        self.ids = draft_ids
-        self._row = torch.full((vocabulary,), -1, device=device)
-        self._row[draft_ids] = torch.arange(len(draft_ids), device=device)
+        self.ids, self._vocabulary = draft_ids, vocabulary
 
     def following(self, tokens: Tensor) -> Tensor:
         """Return the additions to the logits after each token: [...] -> [..., V]."""
-        scores = self.head(self._row[tokens])[..., : len(self.ids)]
-        everywhere = scores.new_zeros(*tokens.shape, len(self._row))
+        scores = self.head(tokens.clamp_max(self._tokens - 1))[..., : len(self.ids)]
+        everywhere = scores.new_zeros(*tokens.shape, self._vocabulary)
         return everywhere.index_copy_(-1, self.ids, scores)
 
     def pairs(self, temperature: float) -> Pairs:
         """Return the additions over the head's own tokens, for logits divided by a temperature."""
-        known = slice(len(self.ids))
-        before, after = self.head.before.weight[known], self.head.after.weight[known]
+        before = self.head.markov_w1.weight[self.ids]
+        after = self.head.markov_w2.weight[: len(self.ids)]
         return Pairs(before, after, 1 / (temperature or 1))
 
 
 def stored(head: MarkovHead) -> bytes:
     """Return the bytes of a Markov head's file."""
-    tensors = {"before": head.before.weight, "after": head.after.weight}
-    return save({name: x.detach().cpu().contiguous() for name, x in tensors.items()})
+    tensors = head.state_dict().items()
+    return save({name: x.detach().cpu().contiguous() for name, x in tensors})
 
 
 def read(file: Path) -> MarkovHead:
     """Read an export's Markov head; ValueError where the file is missing or damaged."""
     with tensor_file.opened(file, "the Markov head", INSTEAD) as tensors:
-        before, after = (tensors.get_tensor(name) for name in ("before", "after"))
+        known = {
+            name: tensors.get_tensor(name) for name in ("markov_w1.weight", "markov_w2.weight")
+        }
+        (before, rank), (after, _) = (x.shape for x in known.values())
         with torch.device("meta"):  # without drawing numbers
-            head = MarkovHead(*before.shape)
-        head.load_state_dict({"before.weight": before, "after.weight": after}, assign=True)
-        tensor_file.finite(before, after)
+            head = MarkovHead(before, after, rank)
+        head.load_state_dict(known, assign=True)
+        tensor_file.finite(*known.values())
     return head.eval().requires_grad_(False)

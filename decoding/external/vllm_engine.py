@@ -21,7 +21,7 @@ from data.files import read_json
 from decoding.external.reply import Engine, Reply
 
 # Formats of drafters, and vLLM's methods for them.
-FORMATS = {"pard": "draft_model", "dflash": "dflash", "eagle3": "eagle3"}
+FORMATS = {"pard": "draft_model", "dflash": "dflash", "dspark": "dspark", "eagle3": "eagle3"}
 WORKER = Path(__file__).with_name("vllm_worker.py")
 OWN_ENVIRONMENT = Path(".venv-vllm/bin/python")  # sh examples/smollm2/vllm_environment.sh makes it
 ON_CPU = {  # arguments of `Vllm` where the engine runs on a CPU
@@ -187,11 +187,12 @@ def speculative_config(folder: Path, block_size: int | None = None) -> dict:
                 f"{folder} was trained with {own}, which vLLM does not run: it knows one context "
                 "for all layers, network.context=fused, and none in a tail, network.tail=0"
             )
+        if config.get("markov_rank"):
+            return {"method": FORMATS["dspark"], **common}
         if config["dflash_config"].get("sample_from_anchor"):
             raise ValueError(
                 f"{folder} was trained with layout=dspark, whose last committed token drafts the "
-                "first one: vLLM's method dflash would not sample there, and runs drafters with "
-                "layout=dflash alone"
+                "first one: vLLM runs such drafters with a Markov head (network.markov_rank) alone"
             )
         common["num_speculative_tokens"] = count or config["block_size"] - 1
         return {"method": FORMATS["dflash"], **common}

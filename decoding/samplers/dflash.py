@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from decoding.drafting import bigrams
 from decoding.drafting.block_sampler import BlockMethod
 from decoding.drafting.draft_nodes import DraftNodes
 from decoding.drafting.state_reader import StateReader
@@ -72,6 +73,19 @@ class CachedDrafter(CountedNetwork):
             given = contexts, mask, positions[:, : w + 1], self.cache
             return self._logits(network.sequential(hidden[:, :1], embedded[:, :1], *given))
 
+    def read(self, states: Tensor, missing: Tensor, lengths: Tensor) -> None:
+        """Write keys and values of new context, for later drafts; see `__call__`."""
+        if not states.shape[1]:
+            return
+        first = lengths[:, None] - 1
+        positions = first + torch.arange(-states.shape[1], 0, device=first.device)
+        padding = positions < first - missing[:, None]
+        to = positions.masked_fill(padding, self.cache.capacity - 1)
+        self.cache.place(to, int(first.max()))
+        positions = clamped(positions.clamp_min(0), self._range)
+        contexts = self.network.contexts(states.to(self.network.dtype))
+        self.network.remember(contexts, positions, self.cache)
+
     def extend(self, tokens: Tensor, depth: Tensor, parent: Tensor) -> Tensor:
         """Run the tail after drafted tokens; see `BlockDrafter.extend`."""
         network = self.network
@@ -102,6 +116,7 @@ class DFlashSampler(StateReader):
         drafter: The network (`models.dflash`); its config names the layers that it reads.
         mask_id: The token that the drafter reads in place of those it drafts.
         attention: How it was trained; None: as its own config says.
+        markov_head: Whether the drafter's Markov head is used; None: if it has one.
     """
 
     def __init__(
@@ -112,6 +127,7 @@ class DFlashSampler(StateReader):
         *,
         mask_id: TokenId,
         attention: Text | None = None,
+        markov_head: bool | None = None,
         **knobs,
     ):
         if attention is not None and (attention == "causal") != drafter.causal:
@@ -120,14 +136,16 @@ class DFlashSampler(StateReader):
                 f"dflash_config.causal={drafter.causal}"
             )
         knobs.setdefault("draft_ids", drafter.draft_ids)
+        if markov_head and drafter.markov_head is None:
+            raise ValueError("markov_head=true is not allowed: the drafter has no Markov head")
+        if markov_head is not False:
+            knobs.setdefault("markov", drafter.markov_head)
         super().__init__(target, tokenizer, **knobs)
         dflash.check_fits(drafter.config, target)
         check_known(target.config.get_text_config().vocab_size, mask_id=mask_id)
         self.drafter, self.mask_id = drafter.eval(), mask_id
         self.hidden_layers = drafter.target_layer_ids
         self.tail = drafter.tail > 0
-        if self.tail and self.markov is not None:
-            raise ValueError("a drafter with a tail takes no Markov head: give markov_head=false")
         if self.tail and not drafter.samples_from_anchor:
             raise ValueError(
                 f"it has tail={drafter.tail} without sample_from_anchor: a tail drafts the token "
@@ -136,6 +154,9 @@ class DFlashSampler(StateReader):
 
     def cached_drafter(self, capacity: int) -> CachedDrafter:
         return CachedDrafter(self.drafter, self.target, capacity)
+
+    def read_waiting(self, batch: Batch) -> None:
+        batch.networks["drafter"].read(*batch.state.take(), batch.lengths)
 
     def draft_logits(self, batch: Batch, k: int) -> Tensor:
         """Run one pass over the states of new tokens, and a block of the last one and masks."""
@@ -158,6 +179,7 @@ def _load_assistant(path: str) -> tuple[PreTrainedModel, dict]:
 METHOD = BlockMethod(
     DFlashSampler,
     needed=("mask_id", "block_size"),  # a published drafter's config.json has no more
+    files=(bigrams.FILE,),
     load_drafter=lambda path, dtype, **options: dflash.load(path, dtype),
     load_assistant=_load_assistant,
 )

@@ -32,7 +32,7 @@ python -m decoding.collect recipe=deer_answers scale=small runs="$FOLDER" prompt
 for tail in 0 2 all; do
     fit name="$tail" network.tail="$tail" trainer.max_steps=600
 done
-fit name=markov network.tail=0 module.markov_rank=64 optimization.aux_lr=1.5e-2 \
+fit name=markov network.tail=0 network.markov_rank=64 optimization.aux_lr=1.5e-2 \
     trainer.max_steps=600
 fit name=long trainer.max_steps=1500
 

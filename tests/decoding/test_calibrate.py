@@ -57,7 +57,8 @@ def test_the_fastest_shape_is_kept(lab, export):
 
 
 def test_a_markov_head_ranks_the_trees_that_are_tried_and_stays(lab, export, monkeypatch):
-    head = MarkovHead(load(str(export)).drafter.config.vocab_size, 2)
+    known = load(str(export)).drafter.config.vocab_size
+    head = MarkovHead(known, known, 2)
     (export / markov.FILE).write_bytes(markov.stored(head))
     config = json.loads((export / "config.json").read_text())
     config["parade"]["markov_head"] = True
@@ -75,7 +76,7 @@ def test_a_markov_head_ranks_the_trees_that_are_tried_and_stays(lab, export, mon
     assert None not in tried
     assert len(tried) >= 2  # a tree, a chain
     assert config_of(export)["markov_head"] is True
-    assert torch.equal(load(str(export)).markov.head.after.weight, head.after.weight)
+    assert torch.equal(load(str(export)).markov.head.markov_w2.weight, head.markov_w2.weight)
 
 
 def test_bigrams_come_into_the_export_if_they_are_faster(lab, export, monkeypatch):

@@ -85,6 +85,40 @@ def test_it_drafts_what_its_network_does(folders):
     assert texts == [r.token_ids for r in plain]
 
 
+def test_a_dspark_drafter_drafts_what_its_network_does(folders):
+    """In the layout that vLLM reads; control: its head, and the token that drafts the first."""
+    target, folder, (model, _) = folders
+    network = tiny.dflash(model, 2, layout="dspark", markov_rank=3)
+    network.save_pretrained(folder)
+    file = Path(folder) / "config.json"
+    config = json.loads(file.read_text())
+    special = config.pop("dflash_config")
+    assert config["architectures"] == ["Qwen3DSparkModel"]
+    config |= {"target_layer_ids": special["target_layer_ids"], "mask_token_id": V - 1}
+    config |= {"block_size": 3, "confidence_head_with_markov": True, "markov_head_type": "vanilla"}
+    file.write_text(json.dumps(config))
+    weights = load_file(Path(folder) / "model.safetensors")
+    assert weights["markov_head.markov_w1.weight"].shape == (V, 3)
+    weights |= {f"confidence_head.proj.{name}": torch.zeros(1) for name in ("weight", "bias")}
+    save_file(weights, Path(folder) / "model.safetensors", {"format": "pt"})
+    published = load(folder, target=target, dtype="float32")
+    assert (published.block_size, published.markov is not None) == (3, True)
+    ours = DFlashSampler(model, tiny.tokenizer(V), network, mask_id=V - 1, block_size=3)
+    right = draft_logits(ours)
+    torch.testing.assert_close(draft_logits(published), right, atol=1e-4, rtol=0)
+    texts = published.generate(PROMPTS, GREEDY)
+    plain = load(target, dtype="float32").generate(PROMPTS, GREEDY)
+    assert [r.token_ids for r in texts] == [r.token_ids for r in plain]
+    without = load(folder, target=target, dtype="float32", sampler=["markov_head=false"])
+    known = right.isfinite()
+    assert (draft_logits(without) - right)[known].abs().max() > 1e-2
+    file.write_text(json.dumps(config | {"sample_from_anchor": False}))
+    assert load(folder, target=target, dtype="float32").block_size == 2
+    file.write_text(json.dumps(config | {"markov_head_type": "rnn"}))
+    with pytest.raises(ValueError, match="markov_head_type=rnn: only vanilla is known"):
+        load(folder, target=target)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

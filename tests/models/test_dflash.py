@@ -19,6 +19,7 @@ from models.hidden_states import capture
 from recipes.compose import build, compose
 from tests.support import tiny
 from trainers.base import Optimization
+from trainers.draft_vocabulary import PREVIOUS, in_draft_vocabulary
 
 V, K = 12, 3
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
@@ -49,7 +50,10 @@ def trained_logits(model, drafter, anchors, document=None, context=None):
     with torch.no_grad(), capture(model, drafter.target_layer_ids) as states:
         model(torch.tensor([TOKENS]))
     hidden = draft_states(drafter, model, batch, states if context is None else context(states))
-    return drafter.logits(hidden, model)[0]
+    logits = drafter.logits(hidden, model)
+    if drafter.markov_head is not None:
+        logits = logits + drafter.markov_head(in_draft_vocabulary(batch, None)[PREVIOUS])
+    return logits[0]
 
 
 def tokenizer_with_mask():
@@ -79,7 +83,10 @@ TAILS = tiny.grid(
 )
 
 
-@pytest.mark.parametrize("blocks", BLOCKS + TAILS)
+DSPARK = tiny.grid(layout=["dflash", "dspark"], markov_rank=[2])
+
+
+@pytest.mark.parametrize("blocks", BLOCKS + TAILS + DSPARK)
 @pytest.mark.parametrize("kind", tiny.CLASSES)
 def test_training_computes_what_decoding_does(kind, blocks):
     model = target(kind)

@@ -9,16 +9,16 @@ from tests.support import tiny
 
 def dflash(model, k, cls=DFlashSampler, **knobs):
     vocabulary = model.config.vocab_size
-    drafters = ("layout", "causal", "context", "layers", "tail", "window")
+    drafters = ("layout", "causal", "context", "layers", "tail", "window", "markov_rank")
     own = {name: knobs.pop(name) for name in drafters if name in knobs}
     drafter = tiny.dflash(model, scale=knobs.pop("scale", 2.0), **own)
     tokenizer = tiny.tokenizer(vocabulary)
     return cls(model, tokenizer, drafter, block_size=k, mask_id=vocabulary - 1, **knobs)
 
 
-def head_of(vocabulary, seed=7, scale=1.5):
+def head_of(drafted, tokens=None, seed=7, scale=1.5):
     """A random head in float64, whose terms are as large as logits."""
-    head = MarkovHead(vocabulary, 2)
+    head = MarkovHead(tokens or drafted, drafted, 2)
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in head.parameters():

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from decoding import SamplingParams
+from decoding.external.vllm_engine import speculative_config
 from decoding.loading import load
 from decoding.samplers.dflash import DFlashSampler
 from decoding.samplers.plain import PlainSampler
@@ -73,7 +74,7 @@ def test_a_layout_of_other_drafters_is_refused():
     ("options", "message"),
     [
         ({}, "layout=dflash is not allowed with network.tail=1"),
-        ({"layout": "dspark", "markov_rank": 2}, "markov_rank is not allowed with network.tail=1"),
+        ({"layout": "dspark", "markov_rank": 2}, r"a part of its network, network\.markov_rank"),
     ],
 )
 def test_what_does_not_fit_a_tail(options, message):
@@ -108,7 +109,12 @@ def prepared(tmp_path_factory):
 ANCHORED = [
     "layout=dspark", "network.causal=true", "network.context=layerwise", "network.layers=[1,2]"
 ]  # fmt: skip
-OWN = {"its own": [], "dspark": ANCHORED, "tail": [*ANCHORED, "network.tail=1"]}
+OWN = {
+    "its own": [],
+    "layerwise": ANCHORED,
+    "tail": [*ANCHORED, "network.tail=1"],
+    "markov": ["layout=dspark", "network.markov_rank=4", "optimization.aux_lr=3.0e-2"],
+}
 
 
 @pytest.mark.slow
@@ -122,8 +128,8 @@ def test_it_learns_and_its_export_decodes(prepared, head):
     export = prepared.fit("dflash", f"name={head[:3]}", *steps, *own)
     loss = curve(export.parent)
     last, first = [loss[s] for s in range(50, 61)], [loss[s] for s in range(1, 6)]
-    anchored = head in ("dspark", "tail")
-    if anchored:  # its layers begin with the target's own keys and values
+    layerwise = head in ("layerwise", "tail")
+    if layerwise:  # its layers begin with the target's own keys and values
         assert fmean(last) < fmean(first)
     else:
         # The corpus's words are at random, so a few steps come near the least loss.
@@ -132,7 +138,14 @@ def test_it_learns_and_its_export_decodes(prepared, head):
     assert type(sampler) is DFlashSampler
     assert (sampler.draft_ids is not None) == (head == "its own")
     drafter = sampler.drafter
-    assert drafter.samples_from_anchor == drafter.causal == drafter.layerwise == anchored
+    assert drafter.causal == drafter.layerwise == layerwise
+    assert drafter.samples_from_anchor == (layerwise or head == "markov")
+    if head == "markov":
+        config = json.loads((export / "config.json").read_text())
+        assert config["architectures"] == ["Qwen3DSparkModel"]
+        assert config["sample_from_anchor"] is True
+        assert drafter.markov_head.markov_w1.weight.any()
+        assert speculative_config(export)["method"] == "dspark"
     assert drafter.tail == (head == "tail")
     if head == "tail":
         assert drafter.token_before.weight.any()  # it was trained
@@ -180,12 +193,16 @@ def test_a_head_for_a_finished_drafter(prepared):
     config = json.loads((drafter / "config.json").read_text())
     del config["parade"]  # as published: no word of ours
     (drafter / "config.json").write_text(json.dumps(config))
-    export = prepared.fit("dflash_markov", "module.markov_rank=4", f"drafter={drafter}", *steps)
+    given = [f"drafter={drafter}", "network.markov_rank=4", *steps]
+    export = prepared.fit("dflash_markov", *given)
     ours, theirs = (load_file(f / "model.safetensors") for f in (export, drafter))
-    assert ours.keys() == theirs.keys()
+    new = {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight"}
+    assert ours.keys() - theirs.keys() == new
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert all(ours[name].abs().sum() > 0 for name in new)
     sampler = load(str(export), dtype="float32")
-    assert sampler.markov.head.before.weight.shape == (len(sampler.draft_ids), 4)
+    assert sampler.markov.head.markov_w2.weight.shape == (len(sampler.draft_ids), 4)
+    assert load(str(export), sampler=["markov_head=false"]).markov is None
     params = SamplingParams(24, 1.0, verify="tree", seed=3)
     as_plain(sampler, ["def value"], params)
 
@@ -193,7 +210,7 @@ def test_a_head_for_a_finished_drafter(prepared):
 def test_a_new_drafter_cannot_be_frozen_nor_one_with_another_mask():
     model = tiny.causal_lm(V)
     with pytest.raises(ValueError, match="no trained drafter of method=dflash"):
-        module(model, markov_rank=2, train_drafter=False)
+        module(model, drafter={"markov_rank": 2}, train_drafter=False)
     tokenizer, network = tiny.tokenizer(V), tiny.dflash(model)
     tokenizer.mask_token = tokenizer.convert_ids_to_tokens(V - 2)
     given = {"method": "dflash", "block_size": 3, "target_name": "x"}

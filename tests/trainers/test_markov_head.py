@@ -18,7 +18,6 @@ from models.diffusion import draft_logits, from_causal_lm
 from models.markov import MarkovHead
 from tests.support import tiny
 from tests.support.lab import finish
-from tests.support.modules import dflash as dflash_module
 from tests.support.results import as_plain
 from tests.support.runs import curve, cut, same_run, weights
 from trainers import draft_vocabulary
@@ -161,8 +160,8 @@ def test_a_trained_drafter_gains_and_stays_as_it_is(tokenizer):
     before = {name: x.clone() for name, x in network.state_dict().items()}
     frozen = module_of(tokenizer, network=network, markov_rank=8, train_drafter=False)
     assert [name for name, p in frozen.named_parameters() if p.requires_grad] == [
-        "markov_head.before.weight",
-        "markov_head.after.weight",
+        "markov_head.markov_w1.weight",
+        "markov_head.markov_w2.weight",
     ]
     train(frozen, tokenizer, 100, 3e-2)
     assert all(torch.equal(x, before[name]) for name, x in network.state_dict().items())
@@ -173,8 +172,9 @@ def test_a_trained_drafter_gains_and_stays_as_it_is(tokenizer):
 
 def test_the_wrong_token_before_teaches_nothing(tokenizer, monkeypatch):
     """Negative control: trained on the token two positions before, which tells nothing here."""
-    two_before = lambda tokens: torch.nn.functional.pad(tokens, (2, -2), value=-1)  # noqa: E731
-    monkeypatch.setattr(draft_vocabulary, "_shifted", two_before)
+    previous = draft_vocabulary._previous
+    two_before = lambda batch: torch.nn.functional.pad(previous(batch), (1, -1))  # noqa: E731
+    monkeypatch.setattr(draft_vocabulary, "_previous", two_before)
     assert acceptance(tokenizer, trained_head(tokenizer), "rejection") < BEST
 
 
@@ -183,13 +183,12 @@ def test_the_token_before_is_the_answer_s_own(tokenizer):
     module = module_of(tokenizer, markov_rank=2)
     found = module.in_draft_vocabulary(batch)[draft_vocabulary.PREVIOUS]
     assert torch.equal(found[..., 1:], batch["target"][..., :-1])
-    assert (found[..., 0] == -1).all()
-    ids = torch.tensor([7, 3, 1, 0])
+    assert torch.equal(found[..., 0], batch["input_ids"].gather(1, batch["start"] - 1))
+    ids = torch.tensor([7, 3, 1, 0])  # also those that the drafter does not draft
     module = module_of(tokenizer, markov_rank=2, draft_ids=ids)
-    assert module.markov_head.before.weight.shape == (4, 2)
-    found = module.in_draft_vocabulary(batch)[draft_vocabulary.PREVIOUS]
-    for before, token in zip(found[..., 1:].flatten(), batch["target"][..., :-1].flatten()):
-        assert ids[before] == token if token in ids else before == -1
+    shapes = [tuple(p.shape) for p in module.markov_head.parameters()]
+    assert shapes == [(V + 2, 2), (4, 2)]
+    assert torch.equal(module.in_draft_vocabulary(batch)[draft_vocabulary.PREVIOUS], found)
 
 
 def test_a_new_head_leaves_the_losses_as_they_are(tokenizer):
@@ -197,16 +196,15 @@ def test_a_new_head_leaves_the_losses_as_they_are(tokenizer):
     without, new = (module_of(tokenizer, markov_rank=rank) for rank in (None, 3))
     expected, found = without.losses(batch), new.losses(batch)
     assert all(torch.equal(a, b) for a, b in zip(found, expected))
-    torch.nn.init.normal_(new.markov_head.before.weight)
+    torch.nn.init.normal_(new.markov_head.markov_w1.weight)
     loss, _ = new.losses(batch)
-    assert torch.equal(loss[..., 0], expected[0][..., 0])  # of the first token it says nothing
-    assert (loss - expected[0])[..., 1:].abs().max() > 1e-2
-    logits = draft_logits(new.network, batch) + new.markov_head(
-        torch.nn.functional.pad(batch["target"], (1, -1), value=-1)
-    )
+    assert (loss - expected[0]).abs().amax((0, 1)).min() > 1e-2  # at each position
+    last = batch["input_ids"].gather(1, batch["start"] - 1)
+    before = torch.cat([last[..., None], batch["target"][..., :-1]], -1)
+    logits = draft_logits(new.network, batch) + new.markov_head(before)
     torch.testing.assert_close(loss, token_nll(logits, batch["target"]))
     loss.sum().backward()  # jointly: both learn
-    assert new.markov_head.after.weight.grad.abs().sum() > 0
+    assert new.markov_head.markov_w2.weight.grad.abs().sum() > 0
     assert new.network.lm_head.weight.grad.abs().sum() > 0
 
 
@@ -215,7 +213,7 @@ def test_a_new_head_leaves_the_losses_as_they_are(tokenizer):
     [
         ({"markov_rank": 0}, r"markov_rank=0 is not allowed: it must be from 1 to 14"),
         ({"markov_rank": 15}, r"markov_rank=15 is not allowed: it must be from 1 to 14"),
-        ({"train_drafter": False}, r"train_drafter=false .*without module\.markov_rank"),
+        ({"train_drafter": False}, r"train_drafter=false .*without a markov_rank"),
     ],
 )
 def test_bad_settings(tokenizer, options, message):
@@ -239,20 +237,24 @@ def test_a_head_that_is_left_behind_is_said(tokenizer):
 
 
 def test_a_drafter_that_engines_run_is_to_be_trained_before_its_head():
-    with pytest.warns(UserWarning, match=r"layout=dflash draft without .*train_drafter=false"):
-        module = dflash_module(tiny.causal_lm(V), markov_rank=2)
+    tokenizer = tiny.tokenizer(V)
+    tokenizer.mask_token = tokenizer.convert_ids_to_tokens(V - 1)
+    tokenizer = with_draft_tokens(tokenizer, "pard")
+    network = from_causal_lm(tiny.causal_lm(V).float(), tokenizer)
+    pard = {"layout": "pard", "network": network}
+    with pytest.warns(UserWarning, match=r"layout=pard draft without .*train_drafter=false"):
+        module = module_of(tokenizer, markov_rank=2, **pard)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        dflash_module(tiny.causal_lm(V))
+        assert module_of(tokenizer, **pard).export_files() == {}
     assert module.export_config()["markov_head"]
     assert [*module.export_files()] == [markov.FILE]
-    assert dflash_module(tiny.causal_lm(V)).export_files() == {}
 
 
 def test_what_a_head_does_not_go_with(tokenizer):
     with pytest.raises(ValueError, match=r"optimization\.ema=0\.9 .*module\.markov_rank"):
         module_of(tokenizer, ema=0.9, markov_rank=2)
-    with pytest.raises(ValueError, match=r"nothing is left to train without module\.markov_rank"):
+    with pytest.raises(ValueError, match=r"nothing is left to train without a markov_rank"):
         module_of(tokenizer, train_drafter=False)
     module = module_of(tokenizer, markov_rank=2)
     sharded = []  # a strategy that shards takes the head too
@@ -281,7 +283,7 @@ def test_a_head_may_have_a_rate_of_its_own(tokenizer, aux_lr):
     optimizer.step()
     moved = {name: (x - before[name]).abs().max() for name, x in module.named_parameters()}
     for name, rate in moved.items():
-        if name == "markov_head.after.weight":
+        if name == "markov_head.markov_w2.weight":
             assert rate == 0  # as U begins at 0, V has no gradient yet
         else:
             expected = aux_lr if name.startswith("markov_head") and aux_lr else 1e-3
@@ -302,12 +304,12 @@ def test_a_recipe_s_export_decodes_with_its_head(lab, frozen):
     ours, theirs = weights(export), weights(finished)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs) is frozen
     head = markov.read(export / markov.FILE)
-    assert head.before.weight.shape[1] == 5
-    assert head.before.weight.abs().sum() > 0
+    assert head.markov_w1.weight.shape[1] == 5
+    assert head.markov_w1.weight.abs().sum() > 0
     # Engines read every file of weights that they find.
     assert [f.name for f in export.glob("*.safetensors")] == ["model.safetensors"]
     sampler = load(str(export), dtype="float32")
-    assert torch.equal(sampler.markov.head.before.weight, head.before.weight)
+    assert torch.equal(sampler.markov.head.markov_w1.weight, head.markov_w1.weight)
     without = load(str(export), dtype="float32", sampler=["markov_head=false"])
     assert without.markov is None
     for rule in ("coupled", "tree"):
@@ -334,8 +336,8 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(lab):
     killed = cut(whole, "head_killed", 2)
     lab.fit("deer_stage2", *form, "name=head_killed")
     assert same_run(whole, killed)
-    heads = [markov.read(run / "export" / markov.FILE).before.weight for run in (whole, killed)]
-    assert torch.equal(*heads)
+    heads = [markov.read(run / "export" / markov.FILE) for run in (whole, killed)]
+    assert torch.equal(*(head.markov_w1.weight for head in heads))
 
 
 @pytest.mark.processes
@@ -352,9 +354,8 @@ def test_two_processes_give_the_loss_curve_of_one(lab):
 
 def test_an_export_whose_head_is_another_is_refused(lab, monkeypatch):
     stored = markov.stored
-    monkeypatch.setattr(
-        markov, "stored", lambda head: stored(MarkovHead(*head.before.weight.shape))
-    )
+    new = lambda head: MarkovHead(*(p.shape[0] for p in head.parameters()), 5)  # noqa: E731
+    monkeypatch.setattr(markov, "stored", lambda head: stored(new(head)))
     with pytest.raises(ValueError, match="weights are not the trainer's"):
         lab.fit("deer_stage2", "name=other_head", "module.markov_rank=5")
     assert not (lab.runs / "deer_stage2" / "other_head" / "export").exists()

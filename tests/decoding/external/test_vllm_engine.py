@@ -123,8 +123,10 @@ def test_what_is_refused_before_an_engine_starts(tmp_path, monkeypatch, vllm_stu
         speculative_config(dspark)
     config["dflash_config"] = {"sample_from_anchor": True}
     (dspark / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"layout=dspark.*runs drafters with layout=dflash alone"):
+    with pytest.raises(ValueError, match=r"layout=dspark.*with a Markov head .* alone"):
         speculative_config(dspark)
+    (dspark / "config.json").write_text(json.dumps(config | {"markov_rank": 2}))
+    assert speculative_config(dspark, 3)["method"] == "dspark"
     with Vllm(model, vllm_stub) as engine, pytest.raises(ValueError, match=r"stop=\['x'\]"):
         engine.generate([[1]], SamplingParams(stop=("x",)))
 

@@ -27,6 +27,7 @@ BLOCKS = [
     {"layout": "dspark", "tail": 1, "least": 0.1, "least_gain": 0.3},
     {"layout": "dspark", "context": "layerwise", "layers": [0, 1], "tail": 2},
     {"window": 5},
+    {"layout": "dspark", "markov_rank": 2},
 ]
 
 

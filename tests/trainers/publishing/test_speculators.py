@@ -101,9 +101,25 @@ def test_another_drafter_has_others(tmp_path, other):
     assert not fits(run, tmp_path / "target")
 
 
-@pytest.mark.parametrize("draft_ids", [None, torch.tensor([2, 5, 7, 11])])
-def test_the_drafter_stays_what_it_was(tmp_path, draft_ids):
-    run = write(tmp_path, draft_ids=draft_ids)
+def test_a_dspark_drafter_s_keys(tmp_path):
+    run = write(tmp_path, layout="dspark", markov_rank=2)
+    ask(run)
+    config = config_of(run)
+    assert config["speculators_model_type"] == config["speculators_config"]["algorithm"] == "dspark"
+    assert (config["sample_from_anchor"], config["markov_rank"]) == (True, 2)
+    assert config.items() >= dflash.HEADS.items()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"draft_ids": torch.tensor([2, 5, 7, 11])},
+        {"layout": "dspark", "markov_rank": 2, "draft_ids": torch.tensor([2, 5, 7, 11])},
+    ],
+)
+def test_the_drafter_stays_what_it_was(tmp_path, given):
+    run, draft_ids = write(tmp_path, **given), given.get("draft_ids")
     file = run / "export" / "model.safetensors"
     before, drafted = load_file(file), first_draft(load(str(run / "export")), [3, 1, 4, 1, 5])
     (run / "export" / "custom_generate").mkdir()
@@ -172,16 +188,17 @@ def test_what_the_layout_has_no_place_for(tmp_path):
 
 
 @pytest.mark.parametrize("draft_ids", [None, torch.tensor([2, 5, 7, 11])])
-def test_the_package_itself_reads_it(tmp_path, draft_ids):
+@pytest.mark.parametrize("kind", [{}, {"layout": "dspark", "markov_rank": 2}])
+def test_the_package_itself_reads_it(tmp_path, kind, draft_ids):
     speculators = pytest.importorskip("speculators")
-    run = write(tmp_path, draft_ids=draft_ids)
+    run = write(tmp_path, **kind, draft_ids=draft_ids)
     ask(run)
     folder = str(run / "export")
     config = speculators.SpeculatorModelConfig.from_pretrained(folder)
-    assert type(config).__name__ == "DFlashSpeculatorConfig"
+    assert type(config).__name__ == f"{'DSpark' if kind else 'DFlash'}SpeculatorConfig"
     assert (config.block_size, config.aux_hidden_state_layer_ids) == (4, [1, 3])
     assert config.speculators_config.verifier.name_or_path == str(tmp_path / "target")
-    assert config.speculators_config.proposal_methods[0].speculative_tokens == 3
+    assert config.speculators_config.proposal_methods[0].speculative_tokens == (4 if kind else 3)
     model = speculators.SpeculatorModel.from_pretrained(folder)
     theirs, ours = model.state_dict(), load_file(run / "export" / "model.safetensors")
     assert all(torch.equal(theirs[name], ours[name]) for name in ours)
