@@ -43,6 +43,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
+from models import speculators
 from models.attention import layer_masks
 from models.draft_head import DraftHead
 from models.hidden_states import check_layers
@@ -62,18 +63,16 @@ ASSISTANT_KEYS = (
     "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "rope_parameters",
     "max_position_embeddings", "block_size", "layer_types",
 )  # fmt: skip
-# Keys of the package `speculators` alone, in the layout of its version.
+# Further keys of the package `speculators`.
 SPECULATORS = (
-    "speculators_model_type", "speculators_version", "speculators_config",
-    "transformer_layer_config", "aux_hidden_state_layer_ids", "mask_token_id", "sample_from_anchor",
+    "aux_hidden_state_layer_ids", "mask_token_id", "sample_from_anchor",
     "sliding_window_non_causal",
 )  # fmt: skip
-HEADS = {  # of DSpark's drafters in that layout
+HEADS = {  # of DSpark's drafters there
     "markov_head_type": "vanilla",
     "enable_confidence_head": False,
     "confidence_head_with_markov": False,
 }
-SPECULATORS_VERSION = "0.9.0"
 
 
 def unserved(special: dict) -> str:
@@ -291,20 +290,10 @@ class DFlashDraftModel(DraftHead, Qwen3PreTrainedModel):
                 "format=speculators is not allowed: the drafter has a head of its own for all "
                 f"{vocabulary} tokens, and the package takes the target's for such a one"
             )
-        known = Qwen3Config().to_diff_dict().keys() - {"transformers_version"}
-        layer = {key: x for key, x in config.to_diff_dict().items() if key in known}
         kind = "dflash" if self.markov_head is None else "dspark"
         config.update(
             {
-                "speculators_model_type": kind,
-                "speculators_version": SPECULATORS_VERSION,
-                "speculators_config": {
-                    "algorithm": kind,
-                    "default_proposal_method": "greedy",
-                    "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": count}],
-                    "verifier": {"name_or_path": target, "architectures": [*architectures]},
-                },
-                "transformer_layer_config": layer,
+                **speculators.entry(kind, config, count, target, architectures),
                 # Here 0 is the embeddings' output, so a layer's is one higher.
                 "aux_hidden_state_layer_ids": [i + 1 for i in self.target_layer_ids],
                 "mask_token_id": config.dflash_config["mask_token_id"],
@@ -473,11 +462,10 @@ def _in_one_layout(config: Qwen3Config) -> Qwen3Config:
                 "does not say whether draft blocks are causal: set dflash_config.causal"
             )
         config.dflash_config = special | {"causal": True}
-    if hasattr(config, "speculators_config"):
-        for key in (*SPECULATORS, *HEADS):
-            vars(config).pop(key, None)
-        if config.draft_vocab_size == config.vocab_size:  # its way to say that there is no head
-            config.draft_vocab_size = None
+    whole = getattr(config, "draft_vocab_size", None) == config.vocab_size
+    if hasattr(config, "speculators_config") and whole:  # its way to say that there is no head
+        config.draft_vocab_size = None
+    speculators.forget(config, (*SPECULATORS, *HEADS))
     return config
 
 

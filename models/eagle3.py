@@ -37,6 +37,8 @@ from transformers.models.llama.modeling_llama import (
     rotate_half,
 )
 
+from models import speculators
+from models.causal import load as load_target
 from models.dflash_init import check_states, check_target, shared_config, spread, states_of
 from models.draft_head import DraftHead
 from models.hidden_states import check_layers
@@ -49,6 +51,8 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"  # 0: the embeddings, i: layer i 
 # Keys that change what the network computes. Absent they are false, as in vLLM.
 CHOICES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 PARALLEL = "parallel_drafting"  # ours: engines are told that of a drafter
+TABLE = "embed_tokens.weight"
+EMBEDDINGS = "own_embeddings"  # ours: engines see it by the tensor
 
 
 class Eagle3Attention(nn.Module):
@@ -107,7 +111,8 @@ class LlamaForCausalLMEagle3(DraftHead, LlamaPreTrainedModel):
     `norm_before_residual` (whether the residual is the normed state). Keys of EAGLE-3.1 are
     `fc_norm` (each state is normed before fc), `norm_before_fc` (all are normed together) and
     `norm_output` (the next slot reads norm(g)). With `parallel_drafting` it is P-EAGLE's, whose
-    mask token is `pard_token`.
+    mask token is `pard_token`. With `own_embeddings` it has a table of its own, which is not
+    trained; else it reads the target's.
     """
 
     config_class = LlamaConfig
@@ -126,6 +131,9 @@ class LlamaForCausalLMEagle3(DraftHead, LlamaPreTrainedModel):
         self.target_layer_ids = tuple(i - 1 for i in ids)
         norm = partial(LlamaRMSNorm, eps=config.rms_norm_eps)
         self.fc = nn.Linear(len(ids) * H, H, bias=False)
+        self.embed_tokens: nn.Embedding | None = None
+        if getattr(config, EMBEDDINGS, False):
+            self.embed_tokens = nn.Embedding(config.vocab_size, H).requires_grad_(False)
         if config.norm_before_fc:
             self.input_norm = norm(len(ids) * H)
         if config.fc_norm:
@@ -145,6 +153,21 @@ class LlamaForCausalLMEagle3(DraftHead, LlamaPreTrainedModel):
         super().copy_head(source, draft_ids)
         self.t2d[draft_ids] = True
 
+    def add_speculators(self, target: str, architectures: Sequence[str]) -> None:
+        """Add what speculators reads to config and weights; see `DFlashDraftModel`.
+
+        That is the target's table of embeddings too, which the package takes from the weights.
+        """
+        if self.embed_tokens is None:
+            known = load_target(target).get_input_embeddings()
+            self.embed_tokens = known.to(self.dtype).requires_grad_(False)
+            setattr(self.config, EMBEDDINGS, True)
+        config, kind = self.config, "peagle" if self.parallel else "eagle3"
+        count = config.parade["block_size"]
+        config.update(speculators.entry(kind, config, count, target, architectures))
+        if self.parallel:
+            config.mask_token_id = config.pard_token
+
     @property
     def parallel(self) -> bool:
         """Whether all tokens of a draft come from one pass (P-EAGLE)."""
@@ -152,10 +175,13 @@ class LlamaForCausalLMEagle3(DraftHead, LlamaPreTrainedModel):
 
     def masks(self, target: PreTrainedModel) -> tuple[Tensor, Tensor]:
         """Return what the slot of a P-EAGLE mask reads: an embedding and a state, [1, 1, H]."""
-        embeddings = target.get_input_embeddings()
-        token = torch.tensor([[self.config.pard_token]], device=embeddings.weight.device)
-        embedded = embeddings(token).detach().to(self.mask_hidden.dtype)
-        return embedded, self.combined(self.mask_hidden)
+        token = torch.tensor([[self.config.pard_token]], device=target.device)
+        return self.embedded(token, target).detach(), self.combined(self.mask_hidden)
+
+    def embedded(self, tokens: Tensor, target: PreTrainedModel) -> Tensor:
+        """Return the embeddings [..., H] of tokens, by the own table or the target's."""
+        table = self.embed_tokens or target.get_input_embeddings()
+        return table(tokens).to(self.dtype)
 
     def combined(self, states: Tensor) -> Tensor:
         """Return f [B, Q, H] of the target's states [B, Q, L H]."""
@@ -210,7 +236,7 @@ def draft_states(
     slot = document.where(document == document.roll(-1, 1), -1)
     slots = Layout(slot, index, torch.full_like(slot, -1))
     with torch.no_grad():
-        embedded = target.get_input_embeddings()(ids).to(network.dtype)
+        embedded = network.embedded(ids, target)
     cache, state = DynamicCache(), network.combined(torch.cat([*states], -1).to(network.dtype))
     after = embedded.roll(-1, 1)
     last, state = network(after, state, dense(causal, slots), position, cache)
@@ -346,14 +372,12 @@ def load(path: str, dtype: str | torch.dtype = "auto") -> LlamaForCausalLMEagle3
         check_depth(given)
         config = LlamaConfig.from_pretrained(path)
         check_config(config)
+        speculators.forget(config, ["mask_token_id"])
         with bounded(path):
-            network, found = LlamaForCausalLMEagle3.from_pretrained(
-                path,
-                config=config,
-                dtype=dtype,
-                attn_implementation="sdpa",
-                output_loading_info=True,
-            )
+            network, found = _loaded(path, config, dtype)
+            if TABLE in found["unexpected_keys"]:
+                setattr(config, EMBEDDINGS, True)
+                network, found = _loaded(path, config, dtype)
         check_complete(network, found)
         ids = network.draft_ids
         assert ids is not None
@@ -363,6 +387,19 @@ def load(path: str, dtype: str | torch.dtype = "auto") -> LlamaForCausalLMEagle3
                 f"are 0 to {config.vocab_size - 1}"
             )
     return network
+
+
+def _loaded(
+    path: str, config: LlamaConfig, dtype: str | torch.dtype
+) -> tuple[LlamaForCausalLMEagle3, dict]:
+    return LlamaForCausalLMEagle3.from_pretrained(
+        path,
+        config=config,
+        dtype=dtype,
+        attn_implementation="sdpa",
+        output_loading_info=True,
+        key_mapping={r"^midlayer\.": "layers.0."},  # as EAGLE's authors name it
+    )
 
 
 def check_config(config: LlamaConfig) -> None:

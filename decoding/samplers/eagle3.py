@@ -85,7 +85,7 @@ class CachedDrafter(CountedNetwork):
     def _run(
         self, tokens: Tensor, state: Tensor, mask: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        embedded = self.target.get_input_embeddings()(tokens).to(self.network.dtype)
+        embedded = self.network.embedded(tokens, self.target)
         return self.network(embedded, state, mask, clamped(positions, self._range), self.cache)
 
 

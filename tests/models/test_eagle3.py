@@ -221,6 +221,24 @@ def test_the_format_of_p_eagle(tmp_path):
         tiny.eagle3(target(), parallel=True, fc_norm=True)
 
 
+def test_an_own_table_of_embeddings_is_read(folder):
+    """And the layer's name of EAGLE's authors, as others' drafters have both."""
+    tensors = load_file(folder / "model.safetensors")
+    named = {name.replace("layers.0.", "midlayer."): x for name, x in tensors.items()}
+    model = target().float()
+    theirs = model.get_input_embeddings().weight.detach()
+    found = {}
+    for name, table in (("target's", theirs), ("own", theirs.flip(0))):
+        table = {"embed_tokens.weight": table.contiguous()}
+        save_file(named | table, folder / "model.safetensors", metadata={"format": "pt"})
+        found[name] = decoded_logits(model, eagle3.load(str(folder)), ANCHORS)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    without = decoded_logits(model, eagle3.load(str(folder)), ANCHORS)
+    assert torch.equal(found["target's"], without)
+    known = without.isfinite()
+    assert (found["own"] - without)[known].abs().max() > 1e-2
+
+
 def test_an_absent_norm_before_residual_is_false(folder):
     change(folder, norm_before_residual=None)
     assert not eagle3.load(str(folder)).layers[0].norm_before_residual

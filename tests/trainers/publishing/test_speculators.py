@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from data.text.tokenizer import fingerprint
 from decoding.loading import load
-from models import dflash
+from models import dflash, eagle3, speculators
 from tests.support import tiny
 from trainers.export import run as export_command
 from trainers.publishing.export_check import first_draft
@@ -39,15 +39,15 @@ LAYER = {  # of transformer_layer_config, what the weights' shapes and positions
 }  # fmt: skip
 
 
-def write(root, **options):
-    """A run with a random DFlash drafter for a tiny target."""
+def write(root, make=tiny.dflash, **options):
+    """A run with a random drafter for a tiny target."""
     target = tiny.causal_lm(V, layers=4).float()
     target.save_pretrained(root / "target")
     tiny.tokenizer(V).save_pretrained(root / "target")
-    drafter = tiny.dflash(target, **{"states": [0, 2], **options})
+    drafter = make(target, **{"states": [0, 2], **options})
     drafter.config.block_size = 1 + K
     drafter.config.parade = {
-        "method": "dflash",
+        "method": make.__name__,
         "target": str(root / "target"),
         "tokenizer_fingerprint": fingerprint(tiny.tokenizer(V)),
         "block_size": K,
@@ -87,7 +87,7 @@ def test_the_keys_are_those_of_the_package(run, tmp_path):
     assert fits(run, tmp_path / "target")
     assert str(run) not in json.dumps(config_of(run))  # a folder of this machine
     added = config_of(run).keys() - before.keys()
-    assert added == {*dflash.SPECULATORS, "draft_vocab_size"}
+    assert added == {*speculators.KEYS, *dflash.SPECULATORS, "draft_vocab_size"}
     assert {k: v for k, v in config_of(run).items() if k not in added} == before
     written = config_of(run)
     ask(run)  # once more
@@ -108,6 +108,29 @@ def test_a_dspark_drafter_s_keys(tmp_path):
     assert config["speculators_model_type"] == config["speculators_config"]["algorithm"] == "dspark"
     assert (config["sample_from_anchor"], config["markov_rank"]) == (True, 2)
     assert config.items() >= dflash.HEADS.items()
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        ("eagle3", {}),
+        ("eagle3", {"fc_norm": True, "norm_output": True}),
+        ("peagle", {"parallel": True}),
+    ],
+)
+def test_an_eagle_drafter_s_keys(tmp_path, kind, given):
+    run = write(tmp_path, tiny.eagle3, **given)
+    before = first_draft(load(str(run / "export")), [3, 1, 4, 1, 5])
+    ask(run)
+    config = config_of(run)
+    assert config["speculators_model_type"] == config["speculators_config"]["algorithm"] == kind
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == K
+    assert config["transformer_layer_config"]["model_type"] == "llama"
+    assert config.get("mask_token_id") == (V - 1 if kind == "peagle" else None)
+    after = first_draft(load(str(run / "export")), [3, 1, 4, 1, 5])
+    torch.testing.assert_close(after, before, atol=1e-5, rtol=0)
+    again = eagle3.load(str(run / "export")).config.to_dict()
+    assert not {*speculators.KEYS, "mask_token_id"} & {*again}
 
 
 @pytest.mark.parametrize(
@@ -145,8 +168,9 @@ def test_a_drafter_that_is_trained_from_it_has_no_stale_entry(run, tmp_path):
     ask(run)
     dflash.load(str(run / "export")).save_pretrained(tmp_path / "again")
     again = json.loads((tmp_path / "again" / "config.json").read_text())
-    assert not {*dflash.SPECULATORS} & {*again}
-    assert {*dflash.SPECULATORS} <= {*config_of(run)}
+    keys = {*speculators.KEYS, *dflash.SPECULATORS}
+    assert not keys & {*again}
+    assert keys <= {*config_of(run)}
 
 
 def test_another_name_of_the_target_is_in_both(run):
@@ -190,16 +214,16 @@ def test_what_the_layout_has_no_place_for(tmp_path):
 @pytest.mark.parametrize("draft_ids", [None, torch.tensor([2, 5, 7, 11])])
 @pytest.mark.parametrize("kind", [{}, {"layout": "dspark", "markov_rank": 2}])
 def test_the_package_itself_reads_it(tmp_path, kind, draft_ids):
-    speculators = pytest.importorskip("speculators")
+    package = pytest.importorskip("speculators")
     run = write(tmp_path, **kind, draft_ids=draft_ids)
     ask(run)
     folder = str(run / "export")
-    config = speculators.SpeculatorModelConfig.from_pretrained(folder)
+    config = package.SpeculatorModelConfig.from_pretrained(folder)
     assert type(config).__name__ == f"{'DSpark' if kind else 'DFlash'}SpeculatorConfig"
     assert (config.block_size, config.aux_hidden_state_layer_ids) == (4, [1, 3])
     assert config.speculators_config.verifier.name_or_path == str(tmp_path / "target")
     assert config.speculators_config.proposal_methods[0].speculative_tokens == (4 if kind else 3)
-    model = speculators.SpeculatorModel.from_pretrained(folder)
+    model = package.SpeculatorModel.from_pretrained(folder)
     theirs, ours = model.state_dict(), load_file(run / "export" / "model.safetensors")
     assert all(torch.equal(theirs[name], ours[name]) for name in ours)
     assert not any(x.isnan().any() for x in theirs.values())
