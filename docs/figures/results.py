@@ -227,7 +227,7 @@ def context(rows: list[Row]) -> Figure:
     fig, (axes,) = panels(1)
     columns = [c for c in rows[0] if re.fullmatch(r"[\d,]+", c)]
     at = [int(c.replace(",", "")) for c in columns]
-    for row, shade in zip(rows, (PUBLISHED, "#7986cb", OURS, "#f0b68d")):
+    for row, shade in zip(rows, (PUBLISHED, OURS)):
         values = [number(row[c]) for c in columns]
         errors = [number(row[c].partition("±")[2]) or 0 for c in columns]
         axes.errorbar(
@@ -236,8 +236,9 @@ def context(rows: list[Row]) -> Figure:
     axes.set_xscale("log", base=2)
     axes.set_xticks(at, columns)
     axes.minorticks_off()
+    axes.set_ylim(bottom=1)
     axes.grid(axis="y", color="#e8e8ee")
-    axes.legend(fontsize=7, frameon=False)
+    axes.legend(fontsize=7, frameon=False, loc="lower left")
     finish(axes, "SmolLM2, T=0: tokens a target pass, by tokens of context")
     return fig
 

@@ -137,7 +137,8 @@ def replace_norm(export, name):
 
 def positions_shifted(export):
     if entry_of(export)["method"] == "dflash":
-        right, drafted = "clamped(positions.clamp_min(0)", "(positions >= first)"
+        right = "clamped(positions.clamp_min(0), self._range)\n        mask"
+        drafted = "(positions >= first)"
     else:
         right, drafted = "            positions.clamp_min(0),\n", "(steps >= 0)"
     edit_code(export, right, right.replace("(0)", f"(0) + {drafted}"))
