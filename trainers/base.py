@@ -269,7 +269,8 @@ class BaseModule(pl.LightningModule):
 
     def auxiliary(self) -> list[nn.Parameter]:
         """Return the parameters of auxiliary heads, whose rate is `optimization.aux_lr`."""
-        return []
+        own = {id(p) for p in self.network.parameters()}
+        return [p for p in self.parameters() if id(p) not in own]
 
     def configure_optimizers(self):
         """Build AdamW, without decay on vectors (norms, biases), and its schedule."""

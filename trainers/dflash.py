@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Annotated
 
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from models.dflash import DFlashDraftModel, check_fits, draft_states
 from trainers.draft_vocabulary import PREVIOUS
@@ -63,6 +63,10 @@ class DFlash(StateReaderModule):
         self.gamma = gamma
         network.config.dflash_config["mask_token_id"] = self.mask_id
         network.config.block_size = self.layout.width(self.block_size)  # what it reads
+
+    def auxiliary(self) -> list[nn.Parameter]:
+        head = self.network.markov_head
+        return [] if head is None else [*head.parameters()]
 
     def is_trained(self) -> bool:
         return bool(self.network.name_or_path)  # it was loaded: a new one comes from no folder

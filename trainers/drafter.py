@@ -24,7 +24,7 @@ from models.masks import drafter_attention
 from models.windows import windows_of
 from trainers.base import DISTRIBUTIONS, HIDDEN_STATES, BaseModule, Optimization
 from trainers.draft_vocabulary import in_draft_vocabulary
-from trainers.heads import AuxiliaryHead, MarkovAuxiliary, auxiliary_heads
+from trainers.heads import AuxiliaryHead, auxiliary_heads
 from trainers.publishing import export_check
 from trainers.runs.stored_states import store_states
 from trainers.target_states import TargetStates, target_states
@@ -184,8 +184,7 @@ class DrafterModule(BaseModule):
             p.requires_grad_(True)
 
     def auxiliary(self) -> list[nn.Parameter]:
-        named = self.named_parameters()
-        return [p for name, p in named if MarkovAuxiliary.key in name.split(".")]
+        return [p for head in self.heads for p in head.parameters()]
 
     def is_trained(self) -> bool:
         """Return whether the network to start from is a trained drafter of this method."""
