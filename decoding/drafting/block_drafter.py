@@ -3,6 +3,7 @@
 With a tail (`models.dflash`) a part of the drafter runs again for each drafted token.
 """
 
+import math
 from abc import abstractmethod
 from typing import Any, TypeVar
 
@@ -184,6 +185,15 @@ class BlockDrafter(Sampler):
 def numbered(knob: ByNumber[ByNumber[T]]) -> dict[int, dict[float, T]]:
     """Return a knob {requests: {temperature: value}}, whose keys are text in JSON."""
     return {int(n): {float(t): x for t, x in of.items()} for n, of in knob.items()}
+
+
+def for_requests(known: dict[int, T], requests: int) -> T:
+    """Return the value of the number that is nearest to a number of requests, by their ratio.
+
+    A pass costs more with each row, so 8 requests are like 16 and not like one; where two numbers
+    are as near, the larger one's, whose drafts cost less.
+    """
+    return known[min(known, key=lambda n: (abs(math.log(max(n, 1) / max(requests, 1))), -n))]
 
 
 def nearest(known: dict, x: float) -> Any:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from decoding.drafting import bigrams as bigram_file
 from decoding.drafting import markov as markov_file
 from decoding.drafting.bigrams import Bigrams
-from decoding.drafting.block_drafter import BlockDrafter, nearest, numbered
+from decoding.drafting.block_drafter import BlockDrafter, for_requests, nearest, numbered
 from decoding.drafting.chain import Chain
 from decoding.drafting.ranked_tree import RankedTree
 from decoding.drafting.tree_limits import MAX_NODES
@@ -117,7 +117,7 @@ class BlockSampler(BlockDrafter):
         if params.verify == "tree" or params.block_size is not None:
             return "tree" if params.verify == "tree" else "chain"
         # Only where the noise is keyed is the text the same with other neighbours (`Chain.length`).
-        known = nearest(self.fastest, requests if params.keyed else 1)
+        known = for_requests(self.fastest, requests if params.keyed else 1)
         way = nearest(known, params.temperature)
         trees = params.keyed and "tree" in self.rules
         return "chain" if way == "tree" and not trees else way

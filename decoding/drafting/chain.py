@@ -6,7 +6,7 @@ A rejection ends the chain: later distributions were conditioned on the rejected
 import torch
 from torch import Tensor
 
-from decoding.drafting.block_drafter import BlockDrafter, nearest, numbered
+from decoding.drafting.block_drafter import BlockDrafter, for_requests, nearest, numbered
 from decoding.engine import verify
 from decoding.engine.batch import Batch
 from decoding.engine.params import SamplingParams
@@ -42,7 +42,7 @@ class Chain:
         """
         if params.block_size or not self.lengths:
             return params.block_size or self.block_size
-        by_temperature = nearest(self.lengths, requests if params.keyed else 1)
+        by_temperature = for_requests(self.lengths, requests if params.keyed else 1)
         return nearest(by_temperature, params.temperature)
 
     def begin(self, sampler: BlockDrafter, batch: Batch, params: SamplingParams) -> None:

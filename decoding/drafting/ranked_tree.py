@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from decoding.drafting.block_drafter import BlockDrafter, nearest
+from decoding.drafting.block_drafter import BlockDrafter, for_requests, nearest
 from decoding.drafting.prompt_lookup import Lookup
 from decoding.drafting.tree import (
     Accepted,
@@ -152,7 +152,7 @@ class RankedTree:
             return logits if ids is None else logits[..., ids]
 
         nodes, sharpness, bigrams, lookups, least = self._settings(batch, params)
-        gain = nearest(self.least_gain, len(batch.requests))
+        gain = for_requests(self.least_gain, len(batch.requests))
         given = nodes, sharpness, bigrams, lookups, ids, least, gain
         return grow_trees(expand, min(k, nodes), *given)
 
@@ -160,7 +160,7 @@ class RankedTree:
         """Return nodes, sharpness, bigram scores, lookups, least probability of a batch's trees."""
         sharpness = nearest(self.sharpness, params.temperature)
         bigrams = nearest(self.scores, params.temperature) if self.scores else None
-        nodes, least = (nearest(x, len(batch.requests)) for x in (self.nodes, self.least))
+        nodes, least = (for_requests(x, len(batch.requests)) for x in (self.nodes, self.least))
         return nodes, sharpness, bigrams, batch.drafts.lookups, least
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from decoding.drafting import state_reader
+from decoding.drafting.block_drafter import for_requests
 from decoding.drafting.state_reader import StateReader, UnreadStates
 from decoding.engine.batch import Batch
 from decoding.engine.params import VERIFY, SamplingParams
@@ -127,3 +128,12 @@ def test_few_states_wait(monkeypatch):
     sampler.generate([[1, 2, 3]], SamplingParams(40), seeds=[1])
     assert len(widths) > 30
     assert max(widths) == 6
+
+
+@pytest.mark.parametrize(
+    ("requests", "number"), [(1, 1), (3, 1), (4, 16), (8, 16), (16, 16), (60, 16)]
+)
+def test_settings_are_those_of_the_nearest_number_of_requests_by_ratio(requests, number):
+    assert for_requests({1: 1, 16: 16}, requests) == number
+    assert for_requests({16: 16, 1: 1}, requests) == number
+    assert for_requests({0: "a stranger's"}, requests)
