@@ -163,7 +163,8 @@ class DFlashDraftModel(DraftHead, Qwen3PreTrainedModel):
     base_model_prefix = ""
     main_input_name = "noise_embeds"
     _no_split_modules = ("DFlashLayer",)
-    _keys_to_ignore_on_load_unexpected = ("t2d",)  # speculators' other table of the same tokens
+    # speculators' other table of the same tokens.
+    _keys_to_ignore_on_load_unexpected: tuple[str, ...] = ("t2d",)
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:

@@ -184,7 +184,8 @@ class DrafterModule(BaseModule):
             p.requires_grad_(True)
 
     def auxiliary(self) -> list[nn.Parameter]:
-        return [p for head in self.heads for p in head.parameters()]
+        named = [getattr(self, key) for key in self._head_keys]
+        return [p for head in named for p in head.parameters()]
 
     def is_trained(self) -> bool:
         """Return whether the network to start from is a trained drafter of this method."""

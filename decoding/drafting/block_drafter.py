@@ -187,7 +187,7 @@ def numbered(knob: ByNumber[ByNumber[T]]) -> dict[int, dict[float, T]]:
     return {int(n): {float(t): x for t, x in of.items()} for n, of in knob.items()}
 
 
-def for_requests(known: dict[int, T], requests: int) -> T:
+def for_requests(known: dict[int, Any], requests: int) -> Any:
     """Return the value of the number that is nearest to a number of requests, by their ratio.
 
     A pass costs more with each row, so 8 requests are like 16 and not like one; where two numbers
