@@ -4,10 +4,8 @@ import warnings
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -21,6 +19,7 @@ from decoding.loading import load_drafter, loads_drafter, sampler_of, target_fin
 from models import diffusion
 from models.head import freeze_embeddings, silence_others
 from models.masks import drafter_attention
+from models.sizes import Rank
 from models.windows import windows_of
 from trainers.base import DISTRIBUTIONS, HIDDEN_STATES, BaseModule, Optimization
 from trainers.draft_vocabulary import in_draft_vocabulary
@@ -95,7 +94,7 @@ class DrafterModule(BaseModule):
         shifted: bool = False,
         layout: str = "separator",
         train_embeddings: bool = True,
-        markov_rank: Annotated[int, Field(ge=1, le=65536)] | None = None,
+        markov_rank: Rank | None = None,
         train_drafter: bool = True,
     ):
         super().__init__(network, tokenizer, optimization)
