@@ -153,7 +153,8 @@ class DFlashDraftModel(DraftHead, Qwen3PreTrainedModel):
     are outputs of these layers: `models.hidden_states`), `causal` (whether a block is causal) and
     `sample_from_anchor` (whether the last committed token drafts the first token and each mask the
     one after it, which takes a mask less; default false). Keys of our own are `context`, 'fused' as
-    published, or 'layerwise': each layer's context is the state of one target layer; and with it
+    published, 'layerwise': each layer's context is the state of one target layer, or 'shared': so,
+    with the keys and values of that layer's successor, the layer's original; and with these two
     `norms` (whether queries and keys are normed); and `tail`, the last layers that run once for
     each drafted token, 0 by default. With `draft_vocab_size` the drafter has its own head for these
     tokens: draft token d is the target's d + d2t[d].
@@ -176,8 +177,9 @@ class DFlashDraftModel(DraftHead, Qwen3PreTrainedModel):
         H = config.hidden_size
         special = config.dflash_config
         self.causal = bool(special.get("causal"))  # whether a block's token sees none after it
-        # Whether each layer has a context of its own.
-        self.layerwise = special.get("context", "fused") == "layerwise"
+        # Whether each layer has a context of its own, and the target's keys and values of it.
+        self.layerwise = special.get("context", "fused") != "fused"
+        self.shared = special.get("context") == "shared"
         self.target_layer_ids = tuple(special["target_layer_ids"])
         states, layers = len(self.target_layer_ids), config.num_hidden_layers
         if self.layerwise and states != layers:
@@ -200,6 +202,11 @@ class DFlashDraftModel(DraftHead, Qwen3PreTrainedModel):
         if size is not None:
             self.register_buffer("d2t", torch.zeros(size, dtype=torch.long))
         self.post_init()
+        if self.shared:
+            for layer in self.layers:
+                own = layer.self_attn
+                for part in (layer.input_layernorm, own.k_proj, own.v_proj, own.k_norm):
+                    part.requires_grad_(False)
 
     @property
     def samples_from_anchor(self) -> bool:
@@ -209,6 +216,11 @@ class DFlashDraftModel(DraftHead, Qwen3PreTrainedModel):
     def drafted(self, hidden: Tensor) -> Tensor:
         """Return the states [..., K, H] that draft tokens, from a block's states [..., W, H]."""
         return hidden if self.samples_from_anchor else hidden[..., 1:, :]
+
+    @property
+    def originals(self) -> list[int]:
+        """Return the target's layers whose keys and values a drafter with a shared context has."""
+        return [state + 1 for state in self.target_layer_ids]
 
     def contexts(self, states: Tensor) -> Sequence[Tensor]:
         """Return the context [B, C, H] from which each layer takes keys and values of a prefix.

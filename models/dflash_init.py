@@ -44,7 +44,7 @@ def from_target(
     draft_ids: Tensor | None = None,
     text: Sequence[Sequence[int]] | None = None,
     causal: bool = False,
-    context: Literal["fused", "layerwise"] = "fused",
+    context: Literal["fused", "layerwise", "shared"] = "fused",
     tail: Layers | Literal["all"] = 0,
     window: Window | None = None,
     markov_rank: Rank | None = None,
@@ -63,10 +63,11 @@ def from_target(
         text: Sequences of token ids like those to decode, which fit the projection of the states
             (`fitted_context`); None: it is random.
         causal: Whether draft blocks are causal.
-        context: 'fused', one projection of the states for all layers, as published; or 'layerwise':
+        context: 'fused', one projection of the states for all layers, as published; 'layerwise':
             each layer begins with exactly the keys and values of its original in the target, from
-            the state of the layer before. `states` and `text` are not read then, and no engine
-            runs it.
+            the state of the layer before; or 'shared': it keeps them, so what makes them is not
+            trained, and decoding reads them in the target's cache. With these two `states` and
+            `text` are not read, and no engine runs it.
         tail: The last layers that run once for each drafted token (`models.dflash`), which no
             engine does; with 'all' the drafter is autoregressive.
         window: Last tokens that the layers attend to; None: all.
@@ -80,7 +81,7 @@ def from_target(
             f"the tokenizer has {len(tokenizer)} tokens and the target {theirs.vocab_size}: the "
             "drafter reads the target's embeddings, so it can have no token of its own"
         )
-    layerwise, began = context == "layerwise", time.perf_counter()
+    layerwise, began = context != "fused", time.perf_counter()
     layers, states = _chosen(source, layers, states, layerwise)
     copied = Copied(layers, time.perf_counter() - began)
     tail = len(layers) if tail == "all" else tail

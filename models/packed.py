@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from models.few_queries import bits, loops, pool
+from models.markov import MarkovHead
 from models.placement import is_spread
 
 # Layers of one parent that read the same input, by the names that transformers' models give them.
@@ -175,7 +176,8 @@ def pack(network: PreTrainedModel) -> None:
 
     Where the CPU has no products of their type, the weights of linear layers stay in 16 bits and
     all else becomes float32. The network is for inference only: it can no longer be trained, moved
-    or saved. The head keeps its own weights too, since the embedding may share them.
+    or saved. The head keeps its own weights too, since the embedding may share them, and a Markov
+    head is left as it is, since samplers read its rows.
     """
     devices = {parameter.device.type for parameter in network.parameters()}
     if devices != {"cpu"} or is_spread(network):
@@ -183,6 +185,8 @@ def pack(network: PreTrainedModel) -> None:
     kinds, converts = products(), False
     head = network.get_output_embeddings()
     for parent in [*network.modules()]:
+        if isinstance(parent, MarkovHead):
+            continue
         alone = {
             name: layer
             for name, layer in parent.named_children()

@@ -51,14 +51,19 @@ class UnreadStates(State):
 
 
 class StateReader(BlockSampler):
-    """A block sampler whose drafter reads `hidden_layers` of its target."""
+    """A block sampler whose drafter reads `hidden_layers` of its target.
+
+    Where there are none, no states are kept: the drafter reads the target's cache.
+    """
 
     @abstractmethod
-    def cached_drafter(self, capacity: int) -> CountedNetwork:
-        """Return the drafter with a cache of so many slots."""
+    def cached_drafter(self, batch: Batch) -> CountedNetwork:
+        """Return the drafter with a cache for a batch, whose target has read the prompts."""
 
     def begin_drafting(self, batch: Batch, states: tuple[Tensor, ...]) -> None:
-        batch.networks["drafter"] = self.cached_drafter(batch.tokens.shape[1])
+        batch.networks["drafter"] = self.cached_drafter(batch)
+        if not self.hidden_layers:
+            return
         missing = batch.lengths - 1
         if states:
             found = _right_aligned(torch.cat(states, -1), missing, missing)
@@ -69,7 +74,8 @@ class StateReader(BlockSampler):
 
     def begin(self, batch: Batch, params: SamplingParams) -> None:
         super().begin(batch, params)
-        if "plain" in {self.way(requests, params) for requests in self.fastest}:
+        ways = {self.way(requests, params) for requests in self.fastest}
+        if self.hidden_layers and "plain" in ways:
             self.read_waiting(batch)  # else a prompt's states are read with all rows beside it
 
     def read_waiting(self, batch: Batch) -> None:
@@ -81,12 +87,14 @@ class StateReader(BlockSampler):
     def follow(
         self, batch: Batch, states: tuple[Tensor, ...], path: Tensor, counts: Tensor
     ) -> None:
+        if not states:
+            return
         found = torch.cat(states, -1)
         rows = torch.arange(len(path), device=path.device)[:, None]
         batch.state.add(found[rows, path], counts)
 
     def undrafted(self, batch: Batch, params: SamplingParams) -> tuple[Tensor, Tensor]:
-        if batch.state.states.shape[1] > MOST_UNREAD:
+        if self.hidden_layers and batch.state.states.shape[1] > MOST_UNREAD:
             self.read_waiting(batch)
         return super().undrafted(batch, params)
 

@@ -41,8 +41,9 @@ class RaggedCache(Cache):
         self.expected = 0
         self._room = 0  # slots that there is memory for, the last of which is scratch
         self._memory: dict[tuple, Tensor] = {}
-        # Slices of it by layer, in the order in which a forward reaches the layers.
+        # A layer's slice of it, and the slice's number: the order in which layers were reached.
         self._layers: defaultdict[tuple, dict[int, Tensor]] = defaultdict(dict)
+        self._numbers: defaultdict[tuple, dict[int, int]] = defaultdict(dict)
         self.place(torch.zeros(1, 1, dtype=torch.long), 0)
 
     def place(self, slots: Tensor, visible: int) -> None:
@@ -83,7 +84,7 @@ class RaggedCache(Cache):
         """Write states of one kind; return all that may be read."""
         of = kind, states.shape[1], states.shape[3], states.dtype, states.device
         if layer not in self._layers[of]:
-            self._layers[of][layer] = self._layer(of, states)
+            self._layers[of][layer] = self._layer(of, layer, states)
         stored = self._layers[of][layer]
         if len(stored) > len(states):  # rows that have left
             stored = stored[: len(states)]
@@ -100,13 +101,14 @@ class RaggedCache(Cache):
             self._index[device] = self.rows.to(device), self.slots.to(device)
         return self._index[device]
 
-    def _layer(self, of: tuple, states: Tensor) -> Tensor:
+    def _layer(self, of: tuple, layer: int, states: Tensor) -> Tensor:
         if of not in self._memory:
             rows, heads, _, size = states.shape
             shape = max(rows, self.expected), heads, self._room, size
             depth = self.depth_on.get(states.device, self.depth)
             self._memory[of] = states.new_zeros(depth, *shape)
-        return self._memory[of][len(self._layers[of])]
+        numbers = self._numbers[of]
+        return self._memory[of][numbers.setdefault(layer, len(numbers))]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return how many slots the last forward could read."""
@@ -161,9 +163,29 @@ class RaggedCache(Cache):
                 self._memory[of] = ours = self._resized(ours, count + new)
                 self._layers.pop(of, None)
             if theirs is not None:
+                self._numbers[of] = self._numbers[of] or fresh._numbers[of]
+                assert self._numbers[of].items() >= fresh._numbers[of].items()
                 read = fresh.visible
                 ours[:, count : count + new, :, :read] = theirs[:, :new, :, :read]
         self.visible = max(self.visible, fresh.visible)
+
+
+class SharedLayers:
+    """Layers of another network's cache, for a drafter: its layer i has layer `layers[i]`.
+
+    The drafter reads what the other network wrote for committed tokens, and writes its drafts to
+    slots after them, which the next pass of the other network writes anew.
+    """
+
+    def __init__(self, cache: RaggedCache, layers: Sequence[int], dtype: torch.dtype):
+        self.cache, self._layers, self._dtype = cache, layers, dtype
+        self.capacity, self.place = cache.capacity, cache.place
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Write [B, heads, Q, D] of a layer; return all readable keys and values in its type."""
+        own = key.to(self._dtype), value.to(self._dtype)
+        keys, values = self.cache.update(*own, self._layers[layer_idx])
+        return keys.to(key.dtype), values.to(value.dtype)
 
 
 class Rows(Protocol):

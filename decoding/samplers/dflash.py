@@ -1,8 +1,8 @@
 """DFlash: a drafter that reads the target's hidden states drafts a block in one pass.
 
 Source: arXiv 2602.06036. States of accepted tokens (`drafting.state_reader`) become keys and values
-of the drafter's context. A tail (`models.dflash`) then runs once for each drafted token of a chain,
-or for all nodes of a depth of a tree.
+of the drafter's context; a shared context is the target's own cache. A tail (`models.dflash`) then
+runs once for each drafted token of a chain, or for all nodes of a depth of a tree.
 """
 
 import torch
@@ -14,26 +14,38 @@ from decoding.drafting.block_sampler import BlockMethod
 from decoding.drafting.draft_nodes import DraftNodes
 from decoding.drafting.state_reader import StateReader
 from decoding.engine.batch import Batch
-from decoding.engine.cache import CountedNetwork, RaggedCache
+from decoding.engine.cache import CountedNetwork, RaggedCache, SharedLayers
 from decoding.engine.vocabulary import check_known
 from decoding.method import Text, TokenId
 from models import dflash
 from models.context import clamped
 from models.dflash import DFlashDraftModel
 from models.masks import Layout
+from models.placement import is_spread
 
 
 class CachedDrafter(CountedNetwork):
     """A DFlash drafter with a ragged cache of its context's keys and values.
 
     Slot s holds the context at position s; the last one is scratch. A draft block is written after
-    the context, and the next context over it. The target gives embeddings, and a missing head.
+    the context, and the next context over it. The target gives embeddings, and a missing head; for
+    a shared context also `theirs`, its cache.
     """
 
-    def __init__(self, network: DFlashDraftModel, target: PreTrainedModel, capacity: int):
+    def __init__(
+        self,
+        network: DFlashDraftModel,
+        target: PreTrainedModel,
+        capacity: int,
+        theirs: RaggedCache | None = None,
+    ):
         super().__init__(network)
         self.target = target
-        self.cache: RaggedCache = RaggedCache(capacity, network.config.num_hidden_layers)
+        self.written: RaggedCache | SharedLayers
+        if theirs is not None:
+            self.written = SharedLayers(theirs, network.originals, target.dtype)
+        else:
+            self.written = self.cache = RaggedCache(capacity, network.config.num_hidden_layers)
         self._slots = torch.arange(capacity, device=network.device)[None]
 
     def __call__(self, states: Tensor, missing: Tensor, block: Tensor, lengths: Tensor) -> Tensor:
@@ -42,7 +54,8 @@ class CachedDrafter(CountedNetwork):
         With a tail they are those of the first token, [B, 1, Vd]; `extend` gives the others.
 
         Args:
-            states, missing: Those of `UnreadStates`; what a row does not miss is padding.
+            states, missing: Those of `UnreadStates`; what a row does not miss is padding. A shared
+                context has no new states, [B, 0, 0].
             block: [B, Q], the last committed token and masks.
             lengths: [B], committed tokens, n: the block begins at position n - 1.
         """
@@ -57,20 +70,21 @@ class CachedDrafter(CountedNetwork):
         keys = Layout(-(slots > positions[:, -1:]).long(), slots.minimum(first), number, slots)
         number = torch.arange(Q, device=block.device).expand_as(block)
         queries = Layout(torch.zeros_like(block), first.expand_as(block), number, first + number)
-        to = positions.masked_fill(padding, self.cache.capacity - 1)
-        self.cache.place(to, visible)
+        to = positions.masked_fill(padding, self.written.capacity - 1)
+        self.written.place(to, visible)
         positions = clamped(positions.clamp_min(0), self._range)
         mask = network.masks(queries, keys, Q)
         with self.counted():
-            embedded, contexts = self._embedded(block), network.contexts(states.to(network.dtype))
-            hidden = network.parallel(embedded, contexts, mask, positions, self.cache)
+            embedded = self._embedded(block)
+            contexts = network.contexts(states.to(network.dtype)) if w else self._nothing(embedded)
+            hidden = network.parallel(embedded, contexts, mask, positions, self.written)
             if not network.tail:
                 return self._logits(network.drafted(hidden))
-            self.hidden, self.nodes = hidden, DraftNodes(first, self.cache.capacity)
+            self.hidden, self.nodes = hidden, DraftNodes(first, self.written.capacity)
             visible = int(first.max()) + 1
             mask = (self._slots[:, :visible] <= first)[:, None, None]
-            self.cache.place(to[:, : w + 1], visible)
-            given = contexts, mask, positions[:, : w + 1], self.cache
+            self.written.place(to[:, : w + 1], visible)
+            given = contexts, mask, positions[:, : w + 1], self.written
             return self._logits(network.sequential(hidden[:, :1], embedded[:, :1], *given))
 
     def read(self, states: Tensor, missing: Tensor, lengths: Tensor) -> None:
@@ -80,26 +94,29 @@ class CachedDrafter(CountedNetwork):
         first = lengths[:, None] - 1
         positions = first + torch.arange(-states.shape[1], 0, device=first.device)
         padding = positions < first - missing[:, None]
-        to = positions.masked_fill(padding, self.cache.capacity - 1)
-        self.cache.place(to, int(first.max()))
+        to = positions.masked_fill(padding, self.written.capacity - 1)
+        self.written.place(to, int(first.max()))
         positions = clamped(positions.clamp_min(0), self._range)
         contexts = self.network.contexts(states.to(self.network.dtype))
-        self.network.remember(contexts, positions, self.cache)
+        self.network.remember(contexts, positions, self.written)
 
     def extend(self, tokens: Tensor, depth: Tensor, parent: Tensor) -> Tensor:
         """Run the tail after drafted tokens; see `BlockDrafter.extend`."""
         network = self.network
         slots, mask = self.nodes.add(parent)
-        self.cache.place(slots, mask.shape[-1])
+        self.written.place(slots, mask.shape[-1])
         with self.counted():
             states = self.hidden
             if network.depth:
                 at = depth[..., None].expand(-1, -1, states.shape[-1])
                 states = states.gather(1, at)
-            nothing = [self.hidden[:, :0]] * len(network.layers)  # no new context
             positions = clamped(self.nodes.first + depth, self._range)
-            given = nothing, mask, positions, self.cache
+            given = self._nothing(states), mask, positions, self.written
             return self._logits(network.sequential(states, self._embedded(tokens), *given))
+
+    def _nothing(self, states: Tensor) -> list[Tensor]:
+        """Return the contexts of no new tokens."""
+        return [states[:, :0]] * len(self.network.layers)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         return self.target.get_input_embeddings()(tokens).to(self.network.dtype)
@@ -144,7 +161,12 @@ class DFlashSampler(StateReader):
         dflash.check_fits(drafter.config, target)
         check_known(target.config.get_text_config().vocab_size, mask_id=mask_id)
         self.drafter, self.mask_id = drafter.eval(), mask_id
-        self.hidden_layers = drafter.target_layer_ids
+        self.hidden_layers = () if drafter.shared else drafter.target_layer_ids
+        if drafter.shared and is_spread(target):
+            raise ValueError(
+                "it reads its target's keys and values (context=shared), which are spread over "
+                "several devices: leave device_map out"
+            )
         self.tail = drafter.tail > 0
         if self.tail and not drafter.samples_from_anchor:
             raise ValueError(
@@ -152,8 +174,9 @@ class DFlashSampler(StateReader):
                 "after the one that it reads"
             )
 
-    def cached_drafter(self, capacity: int) -> CachedDrafter:
-        return CachedDrafter(self.drafter, self.target, capacity)
+    def cached_drafter(self, batch: Batch) -> CachedDrafter:
+        theirs = batch.networks["target"].cache if self.drafter.shared else None
+        return CachedDrafter(self.drafter, self.target, batch.tokens.shape[1], theirs)
 
     def read_waiting(self, batch: Batch) -> None:
         batch.networks["drafter"].read(*batch.state.take(), batch.lengths)
@@ -163,7 +186,8 @@ class DFlashSampler(StateReader):
         last = batch.tokens.gather(1, batch.lengths[:, None] - 1)
         masks = k - self.drafter.samples_from_anchor if self.drafter.depth else 0
         block = torch.cat([last, last.new_full((len(last), masks), self.mask_id)], 1)
-        states = batch.state.take()
+        nothing = torch.empty(len(block), 0, 0, device=block.device), torch.zeros_like(block[:, 0])
+        states = batch.state.take() if self.hidden_layers else nothing
         logits = batch.networks["drafter"](*states, block, batch.lengths)
         return self.fitted(logits, [self.mask_id])
 

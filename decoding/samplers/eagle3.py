@@ -117,8 +117,8 @@ class Eagle3Sampler(StateReader):
         self.drafter, self.tail = drafter.eval(), not drafter.parallel
         self.hidden_layers = drafter.target_layer_ids
 
-    def cached_drafter(self, capacity: int) -> CachedDrafter:
-        return CachedDrafter(self.drafter, self.target, capacity)
+    def cached_drafter(self, batch: Batch) -> CachedDrafter:
+        return CachedDrafter(self.drafter, self.target, batch.tokens.shape[1])
 
     def draft_logits(self, batch: Batch, k: int) -> Tensor:
         """Run the slots of the tokens accepted since the last draft: logits [B, 1 or k, V]."""

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from models import packed
 from models.head import ReducedHead
+from models.markov import MarkovHead
 from models.packed import ConvertedProduct, PackedLinear, PackedProduct, pack, precision
 
 KINDS = [
@@ -85,6 +86,18 @@ def test_a_networks_logits(kind, tied, bias):
         assert error(logits(model), exact) < 1e-6 < 1e-3 < error(before, exact)
         assert precision(model) == "float32, weights in bfloat16"
         assert packed.told(model).startswith("weights in bfloat16, products in float32")
+
+
+def test_a_markov_head_keeps_the_rows_that_samplers_read(kind):
+    model = network()
+    model.markov_head = MarkovHead(96, 24, 8).to(torch.bfloat16)
+    tokens = torch.tensor([5, 7])
+    model.markov_head.markov_w1.weight.data.normal_()
+    exact = model.markov_head(tokens).float()
+    pack(model)
+    assert model.markov_head.markov_w2.weight.shape == (24, 8)
+    assert torch.allclose(model.markov_head(tokens).float(), exact, atol=0.1)
+    assert isinstance(model.model.layers[0].mlp.up_proj, PackedLinear)
 
 
 def test_another_order_of_the_parts_is_seen(kind, monkeypatch):

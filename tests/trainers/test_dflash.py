@@ -6,6 +6,7 @@ from statistics import fmean
 
 import pytest
 import torch
+import torch
 from safetensors.torch import load_file
 
 from decoding import SamplingParams
@@ -109,9 +110,11 @@ def prepared(tmp_path_factory):
 ANCHORED = [
     "layout=dspark", "network.causal=true", "network.context=layerwise", "network.layers=[1,2]"
 ]  # fmt: skip
+SHARED = ["network.context=shared" if "context" in key else key for key in ANCHORED]
 OWN = {
     "its own": [],
     "layerwise": ANCHORED,
+    "shared": [*SHARED, "network.tail=2"],
     "tail": [*ANCHORED, "network.tail=1"],
     "markov": ["layout=dspark", "network.markov_rank=4", "optimization.aux_lr=3.0e-2"],
 }
@@ -128,7 +131,7 @@ def test_it_learns_and_its_export_decodes(prepared, head):
     export = prepared.fit("dflash", f"name={head[:3]}", *steps, *own)
     loss = curve(export.parent)
     last, first = [loss[s] for s in range(50, 61)], [loss[s] for s in range(1, 6)]
-    layerwise = head in ("layerwise", "tail")
+    layerwise = head in ("layerwise", "shared", "tail")
     if layerwise:  # its layers begin with the target's own keys and values
         assert fmean(last) < fmean(first)
     else:
@@ -146,9 +149,15 @@ def test_it_learns_and_its_export_decodes(prepared, head):
         assert config["sample_from_anchor"] is True
         assert drafter.markov_head.markov_w1.weight.any()
         assert speculative_config(export)["method"] == "dspark"
-    assert drafter.tail == (head == "tail")
+    assert drafter.tail == {"tail": 1, "shared": 2}.get(head, 0)
     if head == "tail":
         assert drafter.token_before.weight.any()  # it was trained
+    if layerwise:
+        ours, theirs = drafter.layers[0], sampler.target.model.layers[1]
+        kept = ("input_layernorm.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
+        for name, weight in ours.named_parameters():
+            same = torch.equal(weight, theirs.get_parameter(name))
+            assert same == (head == "shared" and name in kept), name
     entry = json.loads((export / "config.json").read_text())["parade"]
     assert "draft_vocabulary" not in entry  # the weights say which tokens
     # Engines read every file of weights that they find.

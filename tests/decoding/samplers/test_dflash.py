@@ -8,6 +8,7 @@ from decoding.engine.batch import Batch
 from decoding.engine.params import KEYED, VERIFY, SamplingParams
 from decoding.engine.randomness import KeyedRandomness
 from decoding.samplers.dflash import DFlashSampler
+from models.dflash import DFlashDraftModel
 from tests.support import tiny
 from tests.support.exact import (
     CASES,
@@ -26,6 +27,8 @@ BLOCKS = [
     {"layout": "dspark", "causal": True, "context": "layerwise"},
     {"layout": "dspark", "tail": 1, "least": 0.1, "least_gain": 0.3},
     {"layout": "dspark", "context": "layerwise", "layers": [0, 1], "tail": 2},
+    {"layout": "dspark", "context": "shared", "layers": [2, 0], "causal": True},
+    {"layout": "dspark", "context": "shared", "layers": [0, 2], "tail": 2},
     {"window": 5},
     {"layout": "dspark", "markov_rank": 2},
 ]
@@ -117,3 +120,42 @@ def test_the_context_follows_the_accepted_tokens(rule, temperature, blocks):
 @pytest.mark.parametrize("wrong", [keeps_rejected, forgets_last])
 def test_a_wrong_context_is_seen(wrong, rule):
     assert worst(wrong(Recording), rule, 1.0) > 1e-3
+
+
+class KeepingLogits(DFlashSampler):
+    """Keeps the logits of every run of its drafter."""
+
+    def fitted(self, logits, excluded):
+        self.logits.append(logits)
+        return super().fitted(logits, excluded)
+
+
+def drafted(context, rule, tail, layers=(1, 2)):
+    """The logits of a drafter that makes keys and values of its context as its target does."""
+    model = tiny.causal_lm(V, layers=3)
+    blocks = {"layout": "dspark", "causal": True, "layers": [*layers], "tail": tail}
+    sampler = dflash(model, 4, KeepingLogits, context=context, **blocks)
+    for ours, i in zip(sampler.drafter.layers, layers):
+        theirs = model.model.layers[i]
+        ours.input_layernorm.load_state_dict(theirs.input_layernorm.state_dict())
+        for name in ("k_proj", "v_proj"):
+            part = getattr(theirs.self_attn, name)
+            getattr(ours.self_attn, name).load_state_dict(part.state_dict())
+    sampler.logits = []
+    sampler.generate(PROMPTS, SamplingParams(24, 1.0, verify=rule), seeds=SEEDS)
+    return sampler.logits
+
+
+def largest_difference(found, expected):
+    return max((a - b).abs().max().item() for a, b in zip(found, expected) if a.shape == b.shape)
+
+
+@pytest.mark.parametrize("tail", [0, 2])
+@pytest.mark.parametrize("rule", VERIFY)
+def test_a_shared_context_is_what_the_drafter_would_make(monkeypatch, rule, tail):
+    expected, found = drafted("layerwise", rule, tail), drafted("shared", rule, tail)
+    assert len(found) == len(expected)
+    assert largest_difference(found, expected) < 1e-9
+    # Negative control: the keys and values of the layer before.
+    monkeypatch.setattr(DFlashDraftModel, "originals", property(lambda s: s.target_layer_ids))
+    assert largest_difference(drafted("shared", rule, tail)[:1], expected) > 1e-3
