@@ -59,6 +59,8 @@ class Data:
     validation: dict = option(NEEDED, "")
     validation_rows: Count = option(64, "of the validation set, at the most")
     stored_states: Positive | None = option(None, "GB of the target's states on disk; null: none")
+    states_engine: Literal["vllm"] | None = option(None, "what makes them; null: this process")
+    states_options: dict | None = option(None, "of that engine, such as {threads: 8}")
     corruption: dict | None = option(None, "makes a training sample of a row, such as masking")
     validation_corruption: dict | None = option(None, "null: that of training")
 

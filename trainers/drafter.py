@@ -72,6 +72,7 @@ class DrafterModule(BaseModule):
     layouts: tuple[str, ...] = ("separator", "pard")
     target_layers: tuple[int, ...] = ()
     stored_states: RowsWithStates | None = None  # training's rows, where states are read from disk
+    states_engine: dict | None = None  # what makes them, with its options; None: this process
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)

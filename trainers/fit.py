@@ -359,7 +359,16 @@ def assemble(
     module.check_strategy(trainer.strategy)
     speed_up(module, trainer, t)
     if data.stored_states is not None:
-        train = with_states(train, module, config.target, data.stored_states)
+        engine = data.states_engine and {
+            "engine": data.states_engine,
+            **(data.states_options or {}),
+        }
+        train = with_states(train, module, config.target, data.stored_states, engine)
+    elif data.states_engine or data.states_options:
+        raise ValueError(
+            "data.states_engine and data.states_options are of states on disk: give "
+            "data.stored_states=<GB> too"
+        )
     noise = data.corruption and build(data.corruption, **given)
     check = data.corruption and build(data.validation_corruption or data.corruption, **given)
     size = (t.batch_size, t.micro_batch_size, trainer.global_rank, trainer.world_size)

@@ -12,10 +12,16 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import shorten
+from typing import Self
+
+from safetensors.torch import load_file
+from torch import Tensor
 
 from data.files import read_json
 from decoding.external.reply import Engine, Reply
@@ -23,6 +29,7 @@ from decoding.external.reply import Engine, Reply
 # Formats of drafters, and vLLM's methods for them.
 FORMATS = {"pard": "draft_model", "dflash": "dflash", "dspark": "dspark", "eagle3": "eagle3"}
 WORKER = Path(__file__).with_name("vllm_worker.py")
+PLUGIN = WORKER.with_name("vllm_plugin")  # on the path of the engine's processes
 OWN_ENVIRONMENT = Path(".venv-vllm/bin/python")  # sh examples/smollm2/vllm_environment.sh makes it
 ON_CPU = {  # arguments of `Vllm` where the engine runs on a CPU
     "enforce_eager": True,  # compiling takes minutes
@@ -30,6 +37,7 @@ ON_CPU = {  # arguments of `Vllm` where the engine runs on a CPU
     # generator of the CPU cannot.
     "enable_chunked_prefill": False,
 }
+PATIENCE = 60  # seconds that a file of states may come after its request's answer
 KV_CACHE_GB = 2  # of the CPU's memory; vLLM's own default is half of all
 
 
@@ -124,11 +132,69 @@ class Vllm(Engine):
         self._from.close()
         self._folder.cleanup()
 
-    def __enter__(self) -> "Vllm":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_) -> None:
         self.close()
+
+
+class VllmStates(Vllm):
+    """A vLLM engine that gives the hidden states of texts, by its method `extract_hidden_states`.
+
+    Args:
+        model: As of `Vllm`.
+        layers: Decoder layers, 0-based, whose outputs are given (`models.hidden_states`); -1: the
+            embeddings.
+        **options: As of `Vllm`.
+    """
+
+    def __init__(self, model: str, layers: Sequence[int], **options):
+        self._states = tempfile.TemporaryDirectory(prefix="states_")
+        # Its ids are of the layers that read them: the output of layer i has i + 1.
+        ids = {"eagle_aux_hidden_state_layer_ids": [i + 1 for i in layers]}
+        method = "extract_hidden_states"
+        options["speculative_config"] = {
+            "method": method,
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": ids},
+        }
+        options["kv_transfer_config"] = {
+            "kv_connector": "SynchronousStates",
+            "kv_connector_module_path": "parade_states",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {
+                "shared_storage_path": self._states.name,
+                "use_synchronization_lock": False,
+            },
+        }
+        try:
+            super().__init__(model, enable_prefix_caching=False, **options)
+        except BaseException:
+            self._states.cleanup()
+            raise
+
+    def states(self, texts: Sequence[list[int]]) -> list[Tensor]:
+        """Return the states [n, L, H] of each text of n token ids, in the engine's type."""
+        jobs = [{"max_tokens": 1, "temperature": 0, "stop_token_ids": [], "logprobs": None}] * len(
+            texts
+        )
+        found = []
+        for answer in self._ask({"prompts": [*texts], "params": jobs})["answers"]:
+            if "states" not in answer:
+                raise ValueError(answer.get("refused", "vLLM gives no hidden states"))
+            path, until = Path(answer["states"]), time.monotonic() + PATIENCE
+            while not path.exists():
+                if time.monotonic() > until or self._process.poll() is not None:
+                    raise ValueError(f"vLLM wrote no hidden states to {path}")
+                time.sleep(0.01)
+            found.append(load_file(path)["hidden_states"])
+            path.unlink()
+        return found
+
+    def close(self) -> None:
+        super().close()
+        self._states.cleanup()
 
 
 def worker_environment(threads: int | None) -> dict[str, str]:
@@ -138,9 +204,11 @@ def worker_environment(threads: int | None) -> dict[str, str]:
     """
     ours = {"VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GB), "VLLM_NO_USAGE_STATS": "1"}
     ours["PYTHONSAFEPATH"] = "1"  # no file of the worker's folder hides a module
+    known = os.environ.get("PYTHONPATH")
+    path = os.pathsep.join([*([known] if known else []), str(PLUGIN)])
     if threads is not None:
         ours["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{threads - 1}" if threads > 1 else "0"
-    found = ours | os.environ
+    found = ours | os.environ | {"PYTHONPATH": path}
     if int(found.get("WORLD_SIZE", 1)) > 1:
         rank = int(found.get("LOCAL_RANK", 0))
         visible = found.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(rank + 1)))

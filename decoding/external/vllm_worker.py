@@ -7,7 +7,8 @@ The first line has the arguments of `vllm.LLM` and is answered by `{"vllm": vers
 line is a job, `{"prompts": [[token id]], "params": [{...}]}`, answered by
 
 - `answers`: `{"token_ids", "finish_reason", "top"}` of each prompt; `top`, if the parameters ask
-  for `logprobs`, has [[token id, log-probability]] of each token, most probable first; or
+  for `logprobs`, has [[token id, log-probability]] of each token, most probable first; `states`,
+  if a connector writes hidden states, is the path of their file; or
   `{"refused": one line}` for a prompt that is longer than the engine's context;
 - `seconds`: of the whole job;
 - `drafts`: increments of vLLM's counters of speculative decoding in the job;
@@ -37,6 +38,9 @@ def answer(output, logprobs: int) -> dict:
     """Return the first completion of a request, as plain values."""
     completion = output.outputs[0]
     found = {"token_ids": [*completion.token_ids], "finish_reason": completion.finish_reason}
+    states = (getattr(output, "kv_transfer_params", None) or {}).get("hidden_states_path")
+    if states is not None:
+        found["states"] = states
     if logprobs:
         found["top"] = [
             sorted(([t, p.logprob] for t, p in step.items()), key=lambda pair: -pair[1])[:logprobs]

@@ -6,7 +6,6 @@ from statistics import fmean
 
 import pytest
 import torch
-import torch
 from safetensors.torch import load_file
 
 from decoding import SamplingParams

@@ -103,9 +103,25 @@ def test_two_processes_store_their_shares(prepared, both):
     assert furthest(both[1], prepared.runs / "dflash" / "two") < 2e-3
 
 
+def test_another_engine_makes_the_same_states(prepared, both, vllm_stub, monkeypatch, tmp_path):
+    options = f"data.states_options={{python: {vllm_stub}}}"
+    by_vllm = STORED, "data.states_engine=vllm", options, f"data.folder={tmp_path}"
+    assert furthest(both[1], fit(prepared, "engine", *by_vllm)) < 2e-3
+    # Negative control: an engine that counts layers from another one.
+    (folder,) = tmp_path.glob("*-states-*")
+    for file in folder.iterdir():
+        file.unlink()
+    monkeypatch.setenv("STUB_VLLM", "layers")
+    with pytest.raises(ValueError, match="vLLM stub gives other hidden states than the target"):
+        fit(prepared, "off_by_one", *by_vllm)
+    assert not [*folder.iterdir()]
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        (("dflash", "data.states_engine=vllm"), r"give data\.stored_states=<GB> too"),
+        (("dflash", STORED, "data.states_engine=sglang"), r"unknown data\.states_engine 'sglang'"),
         (("dflash", *STEPS, "data.stored_states=1e-9"), r"data\.stored_states allows 1e-09: allow"),
         (("dflash", *STEPS, "data.stored_states=0"), r"data\.stored_states=0 is not allowed"),
         (("dflash", *STEPS, "data.stored_states=-1"), r"data\.stored_states=-1 is not allowed"),

@@ -1,9 +1,10 @@
 """What parade uses of vLLM's interface, over stock transformers: greedy, no cache, no batch.
 
 It drafts as vLLM does (the first token without a draft; then the last token and K - 1 masks), by
-full forwards of its own, so it is a reference for our sampler too. The environment variable
-STUB_VLLM names a mistake to make: 'mask' (an id off by one), 'shift' (outputs by one position),
-'crash' (ends in the midst of a job), 'refuse' (does not start).
+full forwards of its own, so it is a reference for our sampler too, and it writes hidden states. The
+environment variable STUB_VLLM names a mistake to make: 'mask' (an id off by one), 'shift' (outputs
+by one position), 'layers' (states of the layers before), 'crash' (ends in the midst of a job),
+'refuse' (does not start).
 """
 
 import os
@@ -11,6 +12,7 @@ import sys
 from types import SimpleNamespace as Record
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 __version__ = "stub"
@@ -24,11 +26,18 @@ def SamplingParams(**params):
 
 
 class LLM:
-    def __init__(self, model, speculative_config=None, **_):
+    def __init__(self, model, speculative_config=None, kv_transfer_config=None, **_):
         if MISTAKE == "refuse":
             print("ERROR [core.py:1] ValueError: there is no memory", file=sys.stderr)
             raise RuntimeError("Initialization failed. See root cause above.\nAnd more.")
         self.target = AutoModelForCausalLM.from_pretrained(model)
+        self.layers, self.written = None, 0
+        if kv_transfer_config is not None:
+            drafter = speculative_config.pop("draft_model_config")
+            self.layers = drafter["hf_config"]["eagle_aux_hidden_state_layer_ids"]
+            assert speculative_config.pop("method") == "extract_hidden_states"
+            more = kv_transfer_config["kv_connector_extra_config"]
+            self.folder, speculative_config = more["shared_storage_path"], None
         self.speculative = speculative_config
         self.counts = {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0}
         if speculative_config is not None:
@@ -79,7 +88,17 @@ class LLM:
         completion = Record(
             token_ids=answer, finish_reason="stop" if ends else "length", logprobs=steps
         )
-        return Record(outputs=[completion])
+        written = {"hidden_states_path": self._write(prompt)} if self.layers else None
+        return Record(outputs=[completion], kv_transfer_params=written)
+
+    def _write(self, prompt):
+        states = self.target(torch.tensor([prompt]), output_hidden_states=True).hidden_states
+        wrong = MISTAKE == "layers"
+        found = torch.stack([states[max(i - wrong, 0)][0] for i in self.layers], 1)
+        self.written += 1
+        path = os.path.join(self.folder, f"{self.written}.safetensors")
+        save_file({"hidden_states": found.contiguous()}, path)
+        return path
 
     def _draft(self, ids):
         if self.speculative["method"] == "ngram":
