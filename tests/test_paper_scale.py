@@ -387,9 +387,8 @@ STATEMENTS = [
     *said("eagle3", "EAGLE-3 4: entries of ShareGPT and of UltraChat-200K",
           data__train__prompts=68_000 + 464_000),
     *said("spiffy_calibrate", "Spiffy, appendices C and D", samples=50,
-          module__max_new_tokens=256, module__nodes=10),
-    Statement("spiffy_calibrate", "module.objective", "degree1", "Spiffy E", "replay",
-              "ours: the expected number of accepted drafts itself"),
+          module__max_new_tokens=256, module__nodes=10, module__objective="degree1", module__top=3,
+          model="GSAI-ML/LLaDA-8B-Instruct"),
     *said("cspd_draft", "CSpD 3.2 and Table 1", module__gamma=32, module__prefill=0.05),
     *[s for r in ("cspd_target", "cspd_draft") for s in said(
         r, "MAR's public settings (CSpD trains nothing)", optimization__lr=8e-4,

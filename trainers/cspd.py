@@ -1,5 +1,7 @@
 """The modules of CSpD: a target over continuous tokens, and a drafter for it."""
 
+import warnings
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -9,6 +11,8 @@ from models import patches
 from models.denoising import kernels, noised
 from trainers.base import DISTRIBUTIONS, BaseModule
 from trainers.losses import cspd
+
+NEAR = 0.01  # length of a difference of noise estimates, at which most drafts must be accepted
 
 
 class Target(BaseModule):
@@ -84,6 +88,15 @@ class Draft(Target):
                 f"distillation={distillation} needs a fixed variance of the diffusion head: give "
                 "distillation=0, or variance 'small' or 'large'"
             )
+        if head.schedule is not None:
+            kept = cspd.staying(head.schedule, head.variance, NEAR)
+            if kept < 0.5:
+                warnings.warn(
+                    f"least_signal={head.schedule.least_signal:g}: hardly a draft will be "
+                    f"accepted, as chains whose noise estimates differ by {NEAR} part with "
+                    f"probability {1 - kept:.2f}: give target and drafter least_signal=0.001",
+                    stacklevel=2,
+                )
         self.target_name, self.gamma, self.prefill = target_name, gamma, prefill
         self.distillation = distillation
 

@@ -1,9 +1,12 @@
 """Losses of continuous heads by hand, and both recipes from fit to images."""
 
+import copy
 import csv
 import json
 import math
 import sys
+import warnings
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -19,13 +22,13 @@ from decoding.samplers.sequential import SequentialSampler
 from models.denoising import DiffusionSchedule, kernels
 from models.densities import GaussianMixture
 from models.patches import MAR
-from recipes.compose import compose
+from recipes.compose import build, compose
 from tests.support import images
 from tests.support.drawing import gaussian_overlap
 from tests.support.lab import SMALL_IMAGES, fit_images
 from tests.support.runs import curve, cut, same_run
 from trainers.base import Optimization
-from trainers.cspd import Drawn, Target
+from trainers.cspd import Draft, Drawn, Target
 from trainers.fit import fit
 from trainers.losses import cspd
 
@@ -84,6 +87,26 @@ def test_drawn_numbers_make_draws_of_a_mixture():
     x = GaussianMixture(logits, mean, torch.ones_like(mean)).sample(Drawn(*numbers))
     assert (x < 0).float().mean().item() == pytest.approx(0.3, abs=5e-3)
     assert x[x > 0].mean().item() == pytest.approx(5, abs=0.02)
+
+
+@pytest.mark.parametrize("scale", ["lab", "paper"])
+@pytest.mark.parametrize("recipe", ["cspd_target", "cspd_draft"])
+def test_a_recipe_s_schedule_lets_drafts_be_accepted(recipe, scale):
+    head = compose([f"recipe={recipe}", f"scale={scale}"], "fit").network.heads.diffusion
+    given = DiffusionSchedule(steps=head.steps, least_signal=head.get("least_signal", 0.0))
+    assert cspd.staying(given, head.variance, 0.01) > 0.8
+    assert cspd.staying(given._replace(least_signal=0.0), head.variance, 0.01) < 0.1  # as published
+
+
+def test_a_schedule_that_parts_drafts_is_told():
+    config = compose(["recipe=cspd_draft", "network.head=diffusion"], "fit").network
+    published = copy.deepcopy(config)
+    published.heads.diffusion.least_signal = 0.0
+    module = partial(Draft, tokenizer=None, optimization=Optimization(1e-3), target_name="")
+    with pytest.warns(UserWarning, match="least_signal=0: hardly a draft will be accepted"):
+        module(build(published), gamma=4)
+    with warnings.catch_warnings(action="error"):
+        module(build(config), gamma=4)
 
 
 def test_parting_of_equal_estimates_is_nothing_and_has_a_gradient():
@@ -183,7 +206,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(exports, tmp_path):
 
 
 def test_the_published_scale_on_a_tiny_folder(tmp_path, monkeypatch):
-    """MAR's sizes and a VAE, both tiny: learned variances, any order, latents on disk."""
+    """MAR's sizes and a VAE, both tiny: any order, latents on disk."""
     monkeypatch.setitem(MAR, "B", (64, 1, 8, 1))
     monkeypatch.setitem(sys.modules, "diffusers", SimpleNamespace(AutoencoderKL=images.Vae))
     (tmp_path / "photos").mkdir()

@@ -43,12 +43,13 @@ class Public:
 
     def calibrate(self, *overrides):
         rows = [f"data.{s}.{key}" for s in ("train", "validation")
-                for key in (f"source={self.prompts}", "count=16", "length=4")]  # fmt: skip
+                for key in (f"source={self.prompts}", "subset=null", "count=16", "length=4")]
         return fit(
             compose(
                 ["recipe=spiffy_calibrate", "scale=paper", f"model={self.folder}",
                  f"runs={self.runs}", "+module.sampling.block_size=4", "module.nodes=4",
-                 "module.max_new_tokens=8", *SMALL, *rows, *overrides], "fit",
+                 "module.max_new_tokens=8", "module.objective=replay", *SMALL, *rows, *overrides],
+                "fit",
             )
         )  # fmt: skip
 

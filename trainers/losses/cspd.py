@@ -77,6 +77,18 @@ def parting(
     return -torch.special.log_ndtr(-z / 2) - math.log(2)
 
 
+def staying(schedule: DiffusionSchedule, variance: str, difference: float) -> float:
+    """Return the probability that two chains stay together to the end.
+
+    In every step the length of the difference of their noise estimates is `difference`. A learned
+    variance is taken as the large one, under which chains part least.
+    """
+    step = torch.arange(schedule.steps)
+    eps = torch.full((schedule.steps, 1), difference)
+    kind = "large" if variance == "learned" else variance
+    return parting(eps, torch.zeros_like(eps), step, schedule, kind).sum().neg().exp().item()
+
+
 def mixture_parting(draft: GaussianMixture, target: GaussianMixture, x: Tensor) -> Tensor:
     """Estimate -log P(a drafted token is accepted) [...], in nats, from samples of the target.
 
