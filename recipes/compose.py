@@ -45,6 +45,7 @@ EITHER = ("trainer.max_steps", "trainer.max_epochs", "minutes")
 OF_EVERY_RUN = ("runs", "build_inputs", "strategy", "device_map", "trainer.devices",
                 "trainer.num_nodes", "trainer.accelerator", "trainer.precision")  # fmt: skip
 SHARED = ("scale", "target", "layout", "answers", "images")
+OF_DRAFTERS = ("module.attention", "module.shifted")  # the same in all trainings of a drafter
 # Keys for the model that a user brings: a recipe has those that it reads. In others `target` is
 # null, and with it the settings of every run that are of the target alone.
 BROUGHT = ("target", "model", "start", "base")
@@ -226,6 +227,9 @@ def _carry_on(config: DictConfig, given: set[str]) -> None:
         every = {*paths(OmegaConf.create(_settings(SETTINGS[_file(stated["recipe"]).command])))}
         every -= set() if "target" in own else {*OF_TARGET}
         known = [*(k for k in OF_EVERY_RUN if k in every), *(k for k in SHARED if k in own)]
+        module = _file(stated["recipe"]).get("module")
+        taken = _parameters_of(*_target(module))[0] if module else {}
+        known += [k for k in OF_DRAFTERS if k.removeprefix("module.") in taken]
         for key in known:
             if key in given and key not in stated:
                 value = OmegaConf.select(config, key)

@@ -85,6 +85,15 @@ def test_the_command_of_an_input_keeps_what_belongs_to_it(given, commands):
     assert [need.command for need in config.needs] == [f"python -m {c}" for c in commands]
 
 
+def test_a_drafters_attention_is_carried_to_its_other_trainings():
+    given = ["module.attention=bidirectional", "module.shifted=true"]
+    for stage, before in (("deer_stage2", "deer_stage1"), ("deer_stage1", "diffusion_adapt")):
+        config = compose([f"recipe={stage}", *given], "fit")
+        (command,) = (n.command for n in config.needs if f"recipe={before} " in n.command)
+        assert command.endswith(" ".join(given))
+        assert all("module." not in n.command for n in config.needs if n.command != command)
+
+
 def test_a_target_is_not_carried_to_the_recipe_that_makes_one():
     config = compose(["recipe=deer_answers", "target=x/", "device_map=auto"], "collect")
     assert [n.command for n in config.needs] == [
