@@ -42,8 +42,11 @@ class Public:
         write_jsonl(self.prompts, rows)
 
     def calibrate(self, *overrides):
-        rows = [f"data.{s}.{key}" for s in ("train", "validation")
-                for key in (f"source={self.prompts}", "subset=null", "count=16", "length=4")]
+        rows = [
+            f"data.{s}.{key}"
+            for s in ("train", "validation")
+            for key in (f"source={self.prompts}", "subset=null", "count=16", "length=4")
+        ]
         return fit(
             compose(
                 ["recipe=spiffy_calibrate", "scale=paper", f"model={self.folder}",
