@@ -95,10 +95,8 @@ class BlockDrafter(Sampler):
         """
 
     def states_before(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Prefill the target; return the hidden states for `begin_drafting`, if it reads any."""
-        if not self.hidden_layers:
-            return ()
-        return self.prefill(batch, "target", self.cached_target(batch))
+        """Prefill the target, if the drafter reads it; return the states for `begin_drafting`."""
+        return ()
 
     def block_logits(self, batch: Batch, k: int) -> Tensor:
         """Return the logits of `draft_logits`, with a Markov head's term of the first position."""

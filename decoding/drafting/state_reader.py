@@ -60,6 +60,9 @@ class StateReader(BlockSampler):
     def cached_drafter(self, batch: Batch) -> CountedNetwork:
         """Return the drafter with a cache for a batch, whose target has read the prompts."""
 
+    def states_before(self, batch: Batch) -> tuple[Tensor, ...]:
+        return self.prefill(batch, "target", self.cached_target(batch))
+
     def begin_drafting(self, batch: Batch, states: tuple[Tensor, ...]) -> None:
         batch.networks["drafter"] = self.cached_drafter(batch)
         if not self.hidden_layers:

@@ -24,8 +24,10 @@ set -eu
 PATH="$PWD/.venv/bin:$PATH"  # the environment that make quickstart makes, where there is one
 RUNS="${RUNS:-runs}"
 FOLDER="$RUNS/small-gpu"
-LAYERS='network.layers=[0,1,2,11,16,18,29]'
-HEAD=optimization.aux_lr=1.5e-2
+LAYERS='network.layers=[0,1,2,11,16,18,29] network.context=layerwise'
+MASKS='network.tail=0 network.causal=false'
+TAIL='network.causal=true network.markov_rank=null'
+HEAD='network.markov_rank=64 optimization.aux_lr=1.5e-2'
 
 fit() {
     name="$1"
@@ -37,12 +39,14 @@ fit() {
 
 python -m decoding.collect recipe=deer_answers scale=small runs="$FOLDER" prompts.count=8192 \
     collector.device=cuda collector.at_once=1024 shard_size=2048
-fit tail7 recipe=drafter 'then=[]' "$LAYERS" &
-fit tail2 recipe=drafter 'then=[]' "$LAYERS" network.tail=2 &
-fit masks recipe=drafter 'then=[]' "$LAYERS" network.tail=0 network.causal=false &
-fit markov recipe=drafter 'then=[]' "$LAYERS" network.tail=0 network.causal=false \
-    network.markov_rank=64 "$HEAD" &
-fit dspark recipe=dflash layout=dspark "$LAYERS" network.markov_rank=64 &
+# shellcheck disable=SC2086  # several words each
+{
+    fit tail7 recipe=drafter 'then=[]' $LAYERS $TAIL network.tail=all &
+    fit tail2 recipe=drafter 'then=[]' $LAYERS $TAIL network.tail=2 &
+    fit masks recipe=drafter 'then=[]' $LAYERS $MASKS network.markov_rank=null &
+    fit markov recipe=drafter 'then=[]' $LAYERS $MASKS $HEAD &
+    fit dspark recipe=dflash layout=dspark 'network.layers=[0,1,2,11,16,18,29]' $HEAD &
+}
 fit eagle3 recipe=eagle3 &
 fit peagle recipe=eagle3 network.parallel=true &
 wait

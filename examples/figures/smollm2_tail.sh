@@ -25,6 +25,7 @@ DRAFTER="$FOLDER/drafter"
 
 fit() {
     python -m trainers.fit recipe=drafter scale=small runs="$FOLDER" trainer.compile=true \
+        network.context=layerwise network.causal=true network.markov_rank=null \
         acceptance.source=functions 'then=[]' "$@"
 }
 
@@ -32,9 +33,8 @@ python -m decoding.collect recipe=deer_answers scale=small runs="$FOLDER" prompt
 for tail in 0 2 all; do
     fit name="$tail" network.tail="$tail" trainer.max_steps=600
 done
-fit name=markov network.tail=0 network.markov_rank=64 optimization.aux_lr=1.5e-2 \
-    trainer.max_steps=600
-fit name=long trainer.max_steps=1500
+fit name=markov network.tail=0 network.markov_rank=64 trainer.max_steps=600
+fit name=long network.tail=all trainer.max_steps=1500
 
 python -m decoding.bench model="$DRAFTER/all/export" also="[$DRAFTER/0/export,$DRAFTER/2/export]" \
     source=humaneval prompts=64 max_new_tokens=64 'temperatures=[0,1]' \

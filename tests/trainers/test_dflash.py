@@ -174,7 +174,7 @@ def test_one_command_trains_fits_to_the_machine_and_measures(prepared, capfd):
     sampler = load(str(export), dtype="float32")
     entry = json.loads((export / "config.json").read_text())["parade"]
     assert sampler.chain.lengths
-    assert sampler.tree.least_gain == {n: entry["least_gain"][str(n)] for n in (1, 8)}
+    assert sampler.tree.least == {n: entry["least"][str(n)] for n in (1, 8)}
     rows = [*csv.DictReader((export.parent / "bench" / "bench.csv").open())]
     assert {"plain", "dflash", "dflash, tree"} <= {row["sampler"] for row in rows}
     as_plain(sampler, ["def value"], SamplingParams(24, 1.0, verify="tree", seed=3))

@@ -159,3 +159,17 @@ def test_a_shared_context_is_what_the_drafter_would_make(monkeypatch, rule, tail
     # Negative control: the keys and values of the layer before.
     monkeypatch.setattr(DFlashDraftModel, "originals", property(lambda s: s.target_layer_ids))
     assert largest_difference(drafted("shared", rule, tail)[:1], expected) > 1e-3
+
+
+@pytest.mark.parametrize("tail", [0, 2])
+@pytest.mark.parametrize("at_once", [1, 2, 3])
+def test_a_shared_context_is_kept_while_requests_come_and_go(at_once, tail):
+    """Two requests are decoded without drafts, one or three by trees, which no state waits for."""
+    blocks = {"layout": "dspark", "context": "shared", "layers": [0, 2], "tail": tail}
+    known = {1: {0: "tree"}, 2: {0: "plain"}, 3: {0: "tree"}}
+    sampler = dflash(target(layers=3), 4, fastest=known, **blocks)
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(20, temperature)
+        found = sampler.generate(PROMPTS, params, seeds=SEEDS, at_once=at_once)
+        assert ids(found) == plain_texts(params, layers=3)
+        assert any(result.stats.drafter_passes for result in found)
