@@ -24,6 +24,7 @@ set -eu
 PATH="$PWD/.venv/bin:$PATH"  # the environment that make quickstart makes, where there is one
 RUNS="${RUNS:-runs}"
 FOLDER="$RUNS/small-gpu"
+mkdir -p "$FOLDER"
 LAYERS='network.layers=[0,1,2,11,16,18,29] network.context=layerwise'
 MASKS='network.tail=0 network.causal=false'
 TAIL='network.causal=true network.markov_rank=null'
