@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from decoding.drafting import bigrams
 from decoding.drafting.block_sampler import BlockMethod
 from decoding.drafting.draft_nodes import DraftNodes
 from decoding.drafting.state_reader import StateReader
@@ -104,12 +105,14 @@ class Eagle3Sampler(StateReader):
         target: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         drafter: LlamaForCausalLMEagle3,
+        *,
+        markov_head: bool = False,
         **knobs,
     ):
+        if markov_head:
+            raise ValueError("markov_head=true is not allowed: an EAGLE-3 drafter has no such head")
         knobs.setdefault("draft_ids", drafter.draft_ids)
         super().__init__(target, tokenizer, **knobs)
-        if self.markov is not None:
-            raise ValueError("an EAGLE-3 drafter takes no Markov head: give markov_head=false")
         eagle3.check_fits(drafter.config, target)
         if drafter.parallel:
             known = target.config.get_text_config().vocab_size
@@ -133,5 +136,6 @@ class Eagle3Sampler(StateReader):
 METHOD = BlockMethod(
     Eagle3Sampler,
     needed=("block_size",),
+    files=(bigrams.FILE,),
     load_drafter=lambda path, dtype, **options: eagle3.load(path, dtype),
 )

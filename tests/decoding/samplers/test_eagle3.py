@@ -103,3 +103,9 @@ def test_it_reads_the_accepted_tokens(rule, temperature, parallel):
 @pytest.mark.parametrize("parallel", [False, True])
 def test_wrong_states_are_seen(wrong, rule, parallel):
     assert worst(wrong(Recording), rule, 1.0, parallel) > 1e-3
+
+
+def test_it_has_no_markov_head():
+    with pytest.raises(ValueError, match="markov_head=true is not allowed: an EAGLE-3 drafter has"):
+        eagle3(target(), 2, markov_head=True)
+    assert eagle3(target(), 2, markov_head=False).markov is None
