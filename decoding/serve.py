@@ -7,7 +7,7 @@ import math
 import os
 import signal
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -115,15 +115,22 @@ def run(argv: list[str]) -> None:
         if hasattr(signal, "alarm"):  # should a thread hang, the system ends it
             signal.alarm(math.ceil(s.grace) + 2 * HURRY)
 
-    for line in (packed.told(sampler.target), told(defaults) if defaults else ""):
-        if line:
-            print(line)
+    for line in notes(sampler, defaults):
+        print(line)
     print(f"{', '.join(samplers)}: {at_once} requests at once of up to {longest} tokens each")
     address = f"http://{s.host}:{listening.getsockname()[1]}/"
     print(f"{address} (Ctrl-C or SIGTERM: what was asked is answered first)", flush=True)
     # uvicorn raises it once more after it has ended in good order.
     signal.signal(signal.SIGTERM, lambda *_: None)
     Http(config, end).run(sockets=[listening])
+
+
+def notes(sampler: Sampler, defaults: dict[str, Any]) -> list[str]:
+    """Return what is said of a model at the start: types, defaults, temperatures without drafts."""
+    usual = SamplingParams(**defaults)
+    found = [packed.told(sampler.target), told(defaults) if defaults else ""]
+    found += [sampler.told(replace(usual, temperature=t)) for t in (0.0, usual.temperature)]
+    return [line for line in dict.fromkeys(found) if line]
 
 
 def name_of(model: str) -> str:

@@ -26,13 +26,28 @@ from decoding.engine.randomness import request_seeds
 from decoding.engine.running import Running
 from decoding.harness import ParadeLM
 from decoding.loading import load, load_tokenizer
-from decoding.serve import name_of, requests_within, row_bytes, run
+from decoding.serve import name_of, notes, requests_within, row_bytes, run
 from decoding.serving.scheduler import Scheduler
 from tests.support import browser, tiny
+from tests.support.samplers import dflash
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("forked")]
 
 PROMPTS = ["def area", "self return", "class name for", "if value in key", "x"]
+
+
+def test_it_says_at_which_temperatures_it_decodes_without_drafts():
+    def said(defaults=None, **knobs):
+        return notes(dflash(tiny.causal_lm(8), 2, **knobs), defaults or {})
+
+    plain = {1: {0: "plain", 1: "tree"}}
+    (line,) = said(fastest=plain)
+    assert line.startswith("T=0: decoded without drafts")
+    assert [x[:3] for x in said(fastest={1: {0: "plain"}})] == ["T=0", "T=1"]
+    own, line = said({"temperature": 0.2}, fastest=plain)[::2]
+    assert "temperature=0.2" in own
+    assert line.startswith("T=0.2: decoded without drafts")
+    assert not said(fastest={1: {0: "tree"}})
 
 
 def test_a_model_is_served_by_the_name_of_its_folder_or_the_hubs(tmp_path):

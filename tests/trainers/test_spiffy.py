@@ -137,8 +137,9 @@ def test_a_causal_lm_is_refused(lab):
 
 
 def test_the_paper_scale_calibrates_on_small_inputs(lab, model, tmp_path):
-    small = ["trainer.checkpoint_every=4", "trainer.validate_every=4"]
+    small = [f"model={model}", "trainer.checkpoint_every=4", "trainer.validate_every=4"]
     small.append(f"module.traces={tmp_path}")  # in bfloat16, which is another decode
+    small += ["data.train.subset=null", "data.validation.subset=null"]
     export = lab.fit("spiffy_calibrate", "name=paper", "scale=paper", *small)
     assert parade_config(str(export))["graph"]["nodes"]
 
