@@ -27,8 +27,8 @@ BLOCKS = [
     {"layout": "dspark", "causal": True, "context": "layerwise"},
     {"layout": "dspark", "tail": 1, "least": 0.1, "least_gain": 0.3},
     {"layout": "dspark", "context": "layerwise", "layers": [0, 1], "tail": 2},
-    {"layout": "dspark", "context": "shared", "layers": [2, 0], "causal": True},
-    {"layout": "dspark", "context": "shared", "layers": [0, 2], "tail": 2},
+    {"layout": "dspark", "context": "shared", "layers": [1, 0], "markov_rank": 2},
+    {"layout": "dspark", "context": "shared", "layers": [0, 1], "tail": 2},
     {"window": 5},
     {"layout": "dspark", "markov_rank": 2},
 ]
