@@ -64,6 +64,13 @@ class Data:
     corruption: dict | None = option(None, "makes a training sample of a row, such as masking")
     validation_corruption: dict | None = option(None, "null: that of training")
 
+    def __post_init__(self):
+        if self.stored_states is None and (self.states_engine or self.states_options):
+            raise ValueError(
+                "data.states_engine and data.states_options are of states on disk: give "
+                "data.stored_states=<GB> too"
+            )
+
 
 @dataclass(kw_only=True)
 class Lora:

@@ -19,7 +19,7 @@ from recipes.command import main
 from recipes.compose import build, compose, run_folder, scales_of
 from recipes.folders import claimed
 from recipes.inputs import check_first, follow_up, named_commands, prepare_inputs
-from recipes.settings import Acceptance, Optimization, Trainer
+from recipes.settings import Acceptance, Data, Optimization, Trainer
 
 check_first(__name__, "fit")
 
@@ -96,8 +96,9 @@ def fit(config: DictConfig) -> Path:
     config = resolve_precision(config)
     folder = run_folder(config)
     config = with_stored_steps(config, folder)
+    Data(**config.data)  # raises now, not after the inputs are made
     if not _to_be_measured(config):
-        Trainer(**config.trainer)  # raises now, not after the inputs are made
+        Trainer(**config.trainer)  # so here
     with claimed(folder), memory_advice(config):
         export = folder / "export"
         checkpoint, first = checkpoint_to_resume(config, folder)
@@ -364,11 +365,6 @@ def assemble(
             **(data.states_options or {}),
         }
         train = with_states(train, module, config.target, data.stored_states, engine)
-    elif data.states_engine or data.states_options:
-        raise ValueError(
-            "data.states_engine and data.states_options are of states on disk: give "
-            "data.stored_states=<GB> too"
-        )
     noise = data.corruption and build(data.corruption, **given)
     check = data.corruption and build(data.validation_corruption or data.corruption, **given)
     size = (t.batch_size, t.micro_batch_size, trainer.global_rank, trainer.world_size)
