@@ -68,6 +68,7 @@ SPECULATORS = (
     "aux_hidden_state_layer_ids", "mask_token_id", "sample_from_anchor",
     "sliding_window_non_causal",
 )  # fmt: skip
+CONTEXTS = ("fused", "layerwise", "shared")
 HEADS = {  # of DSpark's drafters there
     "markov_head_type": "vanilla",
     "enable_confidence_head": False,
@@ -178,8 +179,10 @@ class DFlashDraftModel(DraftHead, Qwen3PreTrainedModel):
         special = config.dflash_config
         self.causal = bool(special.get("causal"))  # whether a block's token sees none after it
         # Whether each layer has a context of its own, and the target's keys and values of it.
-        self.layerwise = special.get("context", "fused") != "fused"
-        self.shared = special.get("context") == "shared"
+        context = special.get("context", "fused")
+        if context not in CONTEXTS:
+            raise ValueError(f"it has context={context!r}: only {', '.join(CONTEXTS)} are known")
+        self.layerwise, self.shared = context != "fused", context == "shared"
         self.target_layer_ids = tuple(special["target_layer_ids"])
         states, layers = len(self.target_layer_ids), config.num_hidden_layers
         if self.layerwise and states != layers:

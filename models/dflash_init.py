@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from models.dflash import DFlashDraftModel, DFlashLayer, class_of
+from models.dflash import CONTEXTS, DFlashDraftModel, DFlashLayer, class_of
 from models.diffusion import Copied, copying
 from models.hidden_states import check_layers
 from models.regression import ridge
@@ -44,7 +44,7 @@ def from_target(
     draft_ids: Tensor | None = None,
     text: Sequence[Sequence[int]] | None = None,
     causal: bool = False,
-    context: Literal["fused", "layerwise", "shared"] = "fused",
+    context: Literal[*CONTEXTS] = "fused",
     tail: Layers | Literal["all"] = 0,
     window: Window | None = None,
     markov_rank: Rank | None = None,

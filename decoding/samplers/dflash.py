@@ -20,6 +20,7 @@ from decoding.method import Text, TokenId
 from models import dflash
 from models.context import clamped
 from models.dflash import DFlashDraftModel
+from models.hidden_states import check_layers
 from models.masks import Layout
 from models.placement import is_spread
 
@@ -55,7 +56,7 @@ class CachedDrafter(CountedNetwork):
 
         Args:
             states, missing: Those of `UnreadStates`; what a row does not miss is padding. A shared
-                context has no new states, [B, 0, 0].
+                context has no new states, [B, 0, 1].
             block: [B, Q], the last committed token and masks.
             lengths: [B], committed tokens, n: the block begins at position n - 1.
         """
@@ -162,11 +163,13 @@ class DFlashSampler(StateReader):
         check_known(target.config.get_text_config().vocab_size, mask_id=mask_id)
         self.drafter, self.mask_id = drafter.eval(), mask_id
         self.hidden_layers = () if drafter.shared else drafter.target_layer_ids
-        if drafter.shared and is_spread(target):
-            raise ValueError(
-                "it reads its target's keys and values (context=shared), which are spread over "
-                "several devices: leave device_map out"
-            )
+        if drafter.shared:
+            check_layers(target, drafter.originals)
+            if is_spread(target):
+                raise ValueError(
+                    "it reads its target's keys and values (context=shared), which are spread over "
+                    "several devices: leave device_map out"
+                )
         self.tail = drafter.tail > 0
         if self.tail and not drafter.samples_from_anchor:
             raise ValueError(
@@ -186,9 +189,11 @@ class DFlashSampler(StateReader):
         last = batch.tokens.gather(1, batch.lengths[:, None] - 1)
         masks = k - self.drafter.samples_from_anchor if self.drafter.depth else 0
         block = torch.cat([last, last.new_full((len(last), masks), self.mask_id)], 1)
-        nothing = torch.empty(len(block), 0, 0, device=block.device), torch.zeros_like(block[:, 0])
-        states = batch.state.take() if self.hidden_layers else nothing
-        logits = batch.networks["drafter"](*states, block, batch.lengths)
+        if self.hidden_layers:
+            states, missing = batch.state.take()
+        else:
+            states, missing = block[:, :0, None], torch.zeros_like(batch.lengths)
+        logits = batch.networks["drafter"](states, missing, block, batch.lengths)
         return self.fitted(logits, [self.mask_id])
 
     def extend(self, batch: Batch, tokens: Tensor, depth: Tensor, parent: Tensor) -> Tensor:

@@ -227,6 +227,10 @@ def add_weight(folder):
             "partial_rotary_factor=0.5, which this class does not know",
         ),
         (
+            lambda f: change(f, dflash_config={"context": "other", "target_layer_ids": [1]}),
+            "it has context='other': only fused, layerwise, shared are known",
+        ),
+        (
             lambda f: change(f, dflash_config={"context": "layerwise", "target_layer_ids": [1]}),
             "it has 2 layers with contexts of 1 states",
         ),

@@ -154,7 +154,7 @@ def largest_difference(found, expected):
 @pytest.mark.parametrize("rule", VERIFY)
 def test_a_shared_context_is_what_the_drafter_would_make(monkeypatch, rule, tail):
     expected, found = drafted("layerwise", rule, tail), drafted("shared", rule, tail)
-    assert len(found) == len(expected)
+    assert [x.shape for x in found] == [x.shape for x in expected]
     assert largest_difference(found, expected) < 1e-9
     # Negative control: the keys and values of the layer before.
     monkeypatch.setattr(DFlashDraftModel, "originals", property(lambda s: s.target_layer_ids))
@@ -173,3 +173,11 @@ def test_a_shared_context_is_kept_while_requests_come_and_go(at_once, tail):
         found = sampler.generate(PROMPTS, params, seeds=SEEDS, at_once=at_once)
         assert ids(found) == plain_texts(params, layers=3)
         assert any(result.stats.drafter_passes for result in found)
+
+
+def test_a_shared_context_of_a_layer_that_the_target_lacks_is_refused():
+    model = tiny.causal_lm(V, layers=3)
+    drafter = tiny.dflash(model, layout="dspark", context="shared", layers=[2])
+    drafter.target_layer_ids = (2,)  # of a stranger's config: the state after the last layer
+    with pytest.raises(ValueError, match="layer 3 is not there"):
+        DFlashSampler(model, tiny.tokenizer(V), drafter, block_size=4, mask_id=V - 1)
