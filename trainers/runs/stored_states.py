@@ -11,7 +11,8 @@ from torch.utils.data import Dataset
 from data.corpora.fingerprints import model_fingerprint
 from data.rows.packing import PackedRows
 from data.rows.states import DTYPE, RowsWithStates
-from decoding.external.vllm_engine import ON_CPU, VllmStates
+from decoding.external.vllm_engine import ON_CPU
+from decoding.external.vllm_states import VllmStates
 from models import causal
 from terminal.progress import track
 from trainers.base import DISTRIBUTIONS, HIDDEN_STATES, BaseModule

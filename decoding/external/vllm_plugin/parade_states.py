@@ -2,7 +2,7 @@
 
 Its own one (`ExampleHiddenStatesConnector`, 0.32) copies on a stream of CUDA. A file appears whole,
 shortly after its request has been answered. The engine's processes import this module by its name
-(`decoding.external.vllm_engine.VllmStates`), with vLLM's interpreter.
+(`decoding.external.vllm_states.VllmStates`), with vLLM's interpreter.
 """
 
 import os
