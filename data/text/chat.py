@@ -98,7 +98,7 @@ def chat_of(tokenizer: PreTrainedTokenizerBase, row: dict) -> tuple[Messages, di
             f"chat_template_kwargs has {sorted(reserved)[0]!r}, which is not the row's"
         )
     template = _template(tokenizer, options) if tokenizer.chat_template else ""
-    messages = [_thought_renamed(message, template) for message in row["messages"]]
+    messages = [thought_renamed(message, template) for message in row["messages"]]
     for key in (key for said in (*messages, options) for key in NEEDED if key in said):
         if template and key not in template:
             raise ValueError(
@@ -108,7 +108,7 @@ def chat_of(tokenizer: PreTrainedTokenizerBase, row: dict) -> tuple[Messages, di
     return messages, options
 
 
-def _thought_renamed(message: dict, template: str) -> dict:
+def thought_renamed(message: dict, template: str) -> dict:
     """Return a turn whose thought has the name that the template reads."""
     name = next((name for name in THOUGHTS if name in message), None)
     read = next((other for other in (name, *THOUGHTS) if other and other in template), None)

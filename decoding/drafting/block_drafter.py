@@ -14,10 +14,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from decoding.drafting.markov import MarkovScores
 from decoding.engine import vocabulary
 from decoding.engine.batch import Batch
+from decoding.engine.grammar import exclude
 from decoding.engine.params import SamplingParams
 from decoding.engine.sampler import Sampler
 from decoding.engine.verify import choose
-from decoding.engine.warp import fit_vocabulary, seen_tokens, warp
+from decoding.engine.warp import fit_vocabulary, preceding, warp
 from decoding.method import ByNumber
 from models.markov import MarkovHead
 
@@ -130,8 +131,8 @@ class BlockDrafter(Sampler):
     def _after(self, batch: Batch, logits: Tensor, drafted: Tensor) -> Tensor:
         """Return the logits [B, 1, V] after drafted tokens [B, i], from those of the block."""
         i = drafted.shape[1]
-        if not i:
-            return logits[:, :1]
+        if not i or not self.conditional:
+            return logits[:, i : i + 1]
         last = drafted[:, -1:]
         if self.tail:
             return self.extend(batch, last, torch.full_like(last, i), torch.full_like(last, i - 2))
@@ -141,17 +142,18 @@ class BlockDrafter(Sampler):
     def draft_chain(
         self, batch: Batch, k: int, noise: Tensor | None, params: SamplingParams
     ) -> tuple[Tensor, Tensor | None]:
-        """Draft k tokens in one pass of the drafter; conditional ones are then drawn one by one.
+        """Draft k tokens in one pass; conditional or constrained ones are then drawn one by one.
 
         `noise` [B, k or more, V] is keyed; None at temperature 0, or where drafts are accepted by
         chance. Returns the draft [B, k], and the q [B, k, V] that it was drawn from, None if noise
         is keyed.
         """
-        if not self.conditional:
+        if not self.conditional and not any(batch.constraints):
             return self._drawn(self.draft_pass(batch, k, params), noise, batch, params)
         logits, draft, q = self.block_logits(batch, k), batch.tokens[:, :0], []
         for i in range(k):
-            at = self.warped_draft(self._after(batch, logits, draft), batch, params)
+            at = self.constrained(self._after(batch, logits, draft), batch, draft)
+            at = self.warped_draft(at, batch, params)
             g = None if noise is None else noise[:, i:]
             token, probs = self._drawn(at, g, batch, params)
             draft = torch.cat([draft, token], 1)
@@ -172,12 +174,20 @@ class BlockDrafter(Sampler):
         return fit_vocabulary(logits, self.vocabulary, excluded, self.draft_ids)
 
     def warped_draft(self, logits: Tensor, batch: Batch, params: SamplingParams) -> Tensor:
-        """Warp drafter logits [B, n, V] as the target's are warped."""
-        seen = None
-        if params.repetition_penalty != 1.0:
-            nothing = batch.tokens[:, :0]
-            seen = seen_tokens(batch.tokens, batch.lengths, nothing, self.vocabulary)
-        return warp(logits, params, seen)
+        """Warp drafter logits [B, n, V] as the target's are warped, but for constraints."""
+        committed = batch.tokens, batch.starts, batch.lengths, batch.tokens[:, :0]
+        return warp(logits, params, preceding(params, *committed, self.vocabulary))
+
+    def constrained(self, logits: Tensor, batch: Batch, draft: Tensor) -> Tensor:
+        """Return drafter logits [B, 1, V] after a draft [B, i], -inf for what may not follow.
+
+        Where the drafter has nothing that may, all that may are equally likely.
+        """
+        found = exclude(logits, self.constraints(batch), draft)
+        if found is logits:
+            return logits
+        allowed = exclude(torch.zeros_like(logits), batch.constraints, draft)
+        return torch.where(found.isneginf().all(-1, keepdim=True), allowed, found)
 
 
 def numbered(knob: ByNumber[ByNumber[T]]) -> dict[int, dict[float, T]]:

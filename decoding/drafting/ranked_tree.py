@@ -122,13 +122,17 @@ class RankedTree:
         """Return the best trees under warped drafter logits [B, k, V] and the other scores."""
         if noise is not None and self.rank_noise:
             logits = logits + noise[:, : logits.shape[1]]
+        if any(batch.constraints):  # the first tokens' candidates are such that may follow
+            first = sampler.constrained(logits[:, :1], batch, batch.tokens[:, :0])
+            logits = torch.cat([first, logits[:, 1:]], 1)
         nodes, sharpness, bigrams, lookups, least = self._settings(batch, params)
         pairs, ids = None, sampler.draft_ids
         if sampler.markov is not None:
             pairs, ids = sampler.markov.pairs(params.temperature), sampler.markov.ids
         if ids is not None:  # no other token has a chance, and a target may have ten times as many
             logits = logits[..., ids]
-        return draft_trees(logits, nodes, sharpness, bigrams, lookups, pairs, ids, least)
+        given = nodes, sharpness, bigrams, lookups, pairs, ids, least
+        return draft_trees(logits, *given, sampler.constraints(batch))
 
     def grown(
         self,
@@ -154,7 +158,7 @@ class RankedTree:
         nodes, sharpness, bigrams, lookups, least = self._settings(batch, params)
         gain = for_requests(self.least_gain, len(batch.requests))
         given = nodes, sharpness, bigrams, lookups, ids, least, gain
-        return grow_trees(expand, min(k, nodes), *given)
+        return grow_trees(expand, min(k, nodes), *given, sampler.constraints(batch))
 
     def _settings(self, batch: Batch, params: SamplingParams) -> tuple:
         """Return nodes, sharpness, bigram scores, lookups, least probability of a batch's trees."""

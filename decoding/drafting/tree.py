@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 
 from decoding.drafting.prompt_lookup import ORDER, Lookup, Suffix
 from decoding.drafting.tree_limits import MAX_NODES
+from decoding.engine.grammar import Constraint
 from decoding.engine.verify import choose
 
 ROOT = -1
@@ -185,6 +186,7 @@ def draft_trees(
     pairs: Pairs | None = None,
     ids: Tensor | None = None,
     least: float = 0.0,
+    constraints: Sequence[Constraint | None] | None = None,
 ) -> Trees:
     """Draft best-first trees under softmax(sharpness * (logits + pairs' terms) + bigram scores).
 
@@ -205,6 +207,7 @@ def draft_trees(
         ids: [n], the token of each logit; None: token i.
         least: The least probability of a node, but for those that a batch's trees have because
             another one has as many.
+        constraints: What the answer of each sequence may be (`engine.grammar`).
     """
     logits = logits[:, :nodes]  # a tree is no deeper
     if isinstance(sharpness, Tensor):
@@ -225,6 +228,8 @@ def draft_trees(
         child_ranking([*zip(*row)], bigrams, lookup, after)
         for *row, lookup, after in zip(tokens, scores.tolist(), texts, conditionals)
     ]
+    if constraints is not None:
+        rankings = [constrained(*of, logits.shape[1]) for of in zip(rankings, constraints)]
     return _of_one_size(rankings, nodes, least, logits.device)
 
 
@@ -249,6 +254,7 @@ def grow_trees(
     ids: Tensor | None = None,
     least: float = 0.0,
     least_gain: float = 0.0,
+    constraints: Sequence[Constraint | None] | None = None,
 ) -> Trees:
     """Draft best-first trees of conditional drafts, all nodes of a depth in one run of the drafter.
 
@@ -260,7 +266,7 @@ def grow_trees(
             added if there is any: `expand(depth, tokens, parent)`, [B, M] each as in
             `BlockDrafter.extend`; those after the root, M = 1, for depth 0 and None.
         k: The most tokens of a path that the drafter drafts.
-        nodes, sharpness, bigrams, lookups, ids, least: See `draft_trees`.
+        nodes, sharpness, bigrams, lookups, ids, least, constraints: See `draft_trees`.
         least_gain: Tokens that a further run is expected to bring a tree of the batch, at the
             least (`expected_gain`); 0: trees grow wherever they have nodes.
     """
@@ -268,7 +274,8 @@ def grow_trees(
     device = logits.device
     texts: Sequence[Lookup | None] = lookups or [None] * len(logits)
     count = min(nodes if bigrams is None and lookups is None else CANDIDATES, logits.shape[-1])
-    rows = [Growing(bigrams, lookup) for lookup in texts]
+    limits = constraints or [None] * len(logits)
+    rows = [Growing(bigrams, *of, k) for of in zip(texts, limits)]
     growing: list[list[Path]] = [[()] for _ in rows]
     given = 0
     for depth in range(k):
@@ -320,11 +327,19 @@ class Growing:
     """The drafts of one sequence, of which the drafter has expanded some nodes.
 
     Args:
-        bigrams, lookup: See `draft_trees`.
+        bigrams, lookup, constraint: See `draft_trees`.
+        depth: See `constrained`.
     """
 
-    def __init__(self, bigrams: BigramScores | None, lookup: Lookup | None):
+    def __init__(
+        self,
+        bigrams: BigramScores | None,
+        lookup: Lookup | None,
+        constraint: Constraint | None,
+        depth: int,
+    ):
         self._bigrams, self._lookup = bigrams, lookup
+        self.children = constrained(self._children, constraint, depth)
         self._ranked: dict[Path, Ranked] = {}
         self._number: dict[Path, int] = {(): ROOT}
 
@@ -332,7 +347,7 @@ class Growing:
         """Add the drafter's tokens after a path, best first."""
         self._ranked[path] = self._mixed(path, (tokens, scores))
 
-    def children(self, path: Path) -> Ranked:
+    def _children(self, path: Path) -> Ranked:
         """Return the tokens after a path; where it is not expanded the lookup's guess alone."""
         return self._ranked.get(path) or self._mixed(path, ([], []))
 
@@ -419,6 +434,16 @@ def child_ranking(
         return mixed(at, depth, suffix, bigrams, lookup)
 
     return lambda path: ranked(len(path), suffix_of(lookup, path))
+
+
+def constrained(children: Children, constraint: Constraint | None, depth: int) -> Children:
+    """Make the function of the children that a constraint allows.
+
+    In a path of less than `depth` tokens a token that must follow is a child, whoever drafts it.
+    """
+    if constraint is None:
+        return children
+    return lambda path: constraint.ranked(path, children(path), forced=len(path) < depth)
 
 
 def suffix_of(lookup: Lookup | None, path: Path) -> Suffix:

@@ -7,6 +7,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from decoding.engine.grammar import Constraint
 from decoding.engine.randomness import Randomness
 
 
@@ -42,6 +43,8 @@ class Batch:
         requests: The number of each row's request in the call.
         tokens: [B, capacity], committed tokens and, after them, guesses or nothing.
         lengths: [B], how many tokens are committed.
+        starts: [B], how many of them are the prompt's.
+        constraints: Of each row's answer, None where it has none.
         networks: The method's networks by name ('target', 'drafter'), of kinds of `CountedNetwork`.
         drafts: The state of the chain or tree that drafts (`decoding.drafting`).
         drafted: Tokens that the last pass verified: of every row, or of each [B].
@@ -56,6 +59,8 @@ class Batch:
         for b, prompt in enumerate(prompts):
             self.tokens[b, : len(prompt)] = torch.tensor(prompt, device=device)
         self.lengths = torch.tensor([len(p) for p in prompts], device=device)
+        self.starts = self.lengths
+        self.constraints: list[Constraint | None] = [None] * len(prompts)
         self.randomness = randomness
         self.networks: dict[str, Any] = {}
         self.state: Any = State()
@@ -79,6 +84,8 @@ class Batch:
         self.requests += fresh.requests
         self.tokens = torch.cat([self.tokens, fresh.tokens])
         self.lengths = torch.cat([self.lengths, fresh.lengths])
+        self.starts = torch.cat([self.starts, fresh.starts])
+        self.constraints += fresh.constraints
         self.state.join(fresh.state)
         self.drafts.join(fresh.drafts)
         self.randomness.join(fresh.randomness)
@@ -87,6 +94,8 @@ class Batch:
         """Keep only these rows, in this order."""
         rows = torch.tensor(keep, device=self.tokens.device)
         self.requests = [self.requests[b] for b in keep]
+        self.constraints = [self.constraints[b] for b in keep]
+        self.starts = self.starts[rows]
         self.tokens, self.lengths = self.tokens[rows], self.lengths[rows]
         self.state.select(rows)
         self.drafts.select(rows)

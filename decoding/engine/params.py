@@ -10,8 +10,11 @@ USUAL = 128  # tokens of an answer, where a request does not say
 LONGEST_ANSWER, LONGEST_DRAFT = 2**20, 2**10  # tokens: more is a slip, and would take all memory
 # Temperatures that float32 holds, and penalties by which it still holds a logit.
 TEMPERATURES, PENALTIES = (1.2e-38, 3.4e38), (1e-20, 1e20)
-WHOLE = ("max_new_tokens", "top_k", "seed", "block_size")
-NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
+WHOLE = ("max_new_tokens", "top_k", "seed", "block_size", "min_tokens")
+NUMBERS = (
+    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
+BIAS = 1000.0  # of a logit, and a penalty of an answer's tokens, at the most
 KEYED = ("coupled", "tree")  # every choice is argmax(log p + g), with the noise g of its position
 
 
@@ -28,6 +31,13 @@ class SamplingParams:
         min_p: Keep tokens with at least this share of the highest probability; 0 is off.
         repetition_penalty: Above 1 makes tokens of the prompt and of the answer less likely; one
             of `PENALTIES`.
+        presence_penalty: Subtracted from the logits of the answer's tokens so far.
+        frequency_penalty: The same, as often as the token is there.
+        logit_bias: What is added to the logits of tokens, ((token, number), ...).
+        grammar: What the whole answer matches: a JSON schema, a regular expression between slashes,
+            or a Lark grammar as llguidance reads it. An answer may still be cut off by
+            `max_new_tokens`, or by `stop`.
+        min_tokens: The answer does not end before it has so many.
         stop: The text ends before the first of these strings.
         ignore_eos: Go on after an end-of-sequence token (benches).
         seed: Seed of the first request of a call; the others' are derived
@@ -46,6 +56,11 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: str | None = None
+    min_tokens: int = 0
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None
@@ -80,6 +95,29 @@ class SamplingParams:
                 "repetition_penalty",
                 f"a number from {least:g} to {most:g}; 1 is off",
             ),
+            *(
+                (
+                    abs(getattr(self, name)) <= BIAS,
+                    name,
+                    f"a number from {-BIAS:g} to {BIAS:g}; 0 is off",
+                )
+                for name in ("presence_penalty", "frequency_penalty")
+            ),
+            (
+                _biases(self.logit_bias),
+                "logit_bias",
+                f"pairs of a token, once each, and a number from {-BIAS:g} to {BIAS:g}",
+            ),
+            (
+                self.grammar is None or (isinstance(self.grammar, str) and self.grammar.strip()),
+                "grammar",
+                "a text: a JSON schema, /a regular expression/ or a Lark grammar",
+            ),
+            (
+                0 <= self.min_tokens <= (self.max_new_tokens or LONGEST_ANSWER),
+                "min_tokens",
+                f"from 0 to max_new_tokens, {self.max_new_tokens or LONGEST_ANSWER}",
+            ),
             (
                 isinstance(self.stop, tuple | list) and all(isinstance(s, str) for s in self.stop),
                 "stop",
@@ -103,9 +141,30 @@ class SamplingParams:
         return USUAL if self.max_new_tokens is None else self.max_new_tokens
 
     @property
+    def constrained(self) -> bool:
+        """Return whether some tokens are excluded (`engine.grammar`)."""
+        return self.grammar is not None or self.min_tokens > 0
+
+    @property
+    def steered(self) -> bool:
+        """Return whether anything but temperature and truncation changes the distribution."""
+        penalties = self.presence_penalty or self.frequency_penalty
+        return bool(self.constrained or self.logit_bias or penalties)
+
+    @property
     def keyed(self) -> bool:
         """Return whether every token is the keyed choice, plain decoding's with the same seed."""
         return self.temperature == 0 or self.verify in KEYED
+
+
+def _biases(given: Any) -> bool:
+    """Return whether a `logit_bias` is one."""
+    if not isinstance(given, tuple | list):
+        return False
+    whole = all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in given)
+    if not whole or not all(type(t) is int and isinstance(x, Real) for t, x in given):
+        return False
+    return all(t >= 0 and abs(x) <= BIAS for t, x in given) and len(dict(given)) == len(given)
 
 
 def _not_allowed(name: str, value: Any, rule: str) -> ValueError:

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from decoding.engine.answer import Answer
 from decoding.engine.batch import Batch
 from decoding.engine.cache import Rows
+from decoding.engine.grammar import Constraint
 from decoding.engine.grouping import FEW_PASSES, PASS_COSTS, prefill_groups
 from decoding.engine.params import Chunk, SamplingParams
 from decoding.engine.randomness import KeyedRandomness, Randomness
@@ -35,6 +36,9 @@ class Cycles(Protocol):
         self, prompts: list, params: SamplingParams, randomness: Randomness, capacity: int
     ) -> Batch:
         """Make a batch of requests that have not begun."""
+
+    def constraint(self, prompt: Any, params: SamplingParams) -> Constraint | None:
+        """Make the constraint of an answer."""
 
     def begin(self, batch: Batch, params: SamplingParams) -> None:
         """Prefill a batch."""
@@ -154,6 +158,7 @@ class Running:
             randomness = randomness or KeyedRandomness([*seeds], sampler.device)
             fresh = sampler.new_batch([*prompts], self.params, randomness, self.capacity)
             fresh.requests = [*requests]
+            fresh.constraints = [sampler.constraint(p, own) for p, own in zip(prompts, params)]
             # Several together fit into one pass, so nobody's prompt is cut because of others.
             fresh.chunk = self.prefill_tokens if len(prompts) == 1 else None
             fresh.between, fresh.expected = pause, expected

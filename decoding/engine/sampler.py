@@ -16,13 +16,14 @@ from data.text.chat import encode_text
 from decoding.engine.answer import Answer
 from decoding.engine.batch import Batch
 from decoding.engine.cache import CachedNetwork, TargetOutput
+from decoding.engine.grammar import Constraint, Grammars, caught_up, exclude
 from decoding.engine.params import USUAL, Chunk, Result, SamplingParams
 from decoding.engine.randomness import KeyedRandomness, Randomness, fresh_seed, request_seeds
 from decoding.engine.recurrent import RecurrentNetwork, cached
 from decoding.engine.running import Running
 from decoding.engine.verify import choose
 from decoding.engine.vocabulary import end_tokens
-from decoding.engine.warp import seen_tokens, warp
+from decoding.engine.warp import preceding, warp
 from models.attention import DENSE, check_masks
 from models.context import context, why
 from models.masks import Predicate, causal
@@ -69,6 +70,7 @@ class Sampler(ABC):
         self.target, self.device = target.eval(), input_device(target)
         self.tokenizer = tokenizer
         self.vocabulary = target.config.get_text_config().vocab_size
+        self.grammars = Grammars(self.vocabulary, lambda: [*self.eos])
 
     @cached_property
     def eos(self) -> frozenset[int]:
@@ -103,7 +105,8 @@ class Sampler(ABC):
         Args:
             prompts: Texts, or token ids.
             params: How to sample; a list has one a prompt, which may differ in how answers end
-                (max_new_tokens, stop, ignore_eos). None: the defaults of `SamplingParams`.
+                (max_new_tokens, min_tokens, stop, ignore_eos) and in their grammar. None: the
+                defaults of `SamplingParams`.
             seeds: One a prompt, in place of those derived from params.seed.
             randomness: Replaces the keyed randomness, in tests.
             at_once: The most prompts that are decoded together: where one ends the next one joins,
@@ -151,10 +154,11 @@ class Sampler(ABC):
         own, params = params, params[0]
         if any(self.shared(p) != self.shared(params) for p in own):
             raise ValueError(
-                "parameters that differ in more than max_new_tokens, stop and ignore_eos cannot be "
-                "decoded in one call: make one for each"
+                "parameters that differ in more than grammar, min_tokens, max_new_tokens, stop and "
+                "ignore_eos cannot be decoded in one call: make one for each"
             )
-        self.check_params(params)
+        for asked in own:
+            self.check_params(asked)
         prompts = [self.encode(p, each) for p, each in zip(prompts, own)]
         own = [self.with_room(p, each) for p, each in zip(prompts, own)]
         if seeds is None:
@@ -193,6 +197,18 @@ class Sampler(ABC):
                 f"verify={params.verify!r} is not offered by this sampler. "
                 f"Choose from {list(self.rules)}"
             )
+        if params.steered and not (self.predicts_next and self.continues):
+            raise ValueError(
+                "grammar, min_tokens, logit_bias, presence_penalty and frequency_penalty are for "
+                "models that predict the next token: leave them out"
+            )
+        if bad := [t for t, _ in params.logit_bias if t >= self.vocabulary]:
+            raise ValueError(
+                f"logit_bias={bad[0]} is not allowed: the target's tokens are 0 to "
+                f"{self.vocabulary - 1}"
+            )
+        if params.grammar is not None:
+            self.grammars.check(params.grammar, self.tokenizer)
         if (lossy := self.lossy_reason(params)) and not params.lossy:
             raise ValueError(
                 f"{lossy} is lossy: the text would not have the distribution of plain decoding. "
@@ -278,11 +294,22 @@ class Sampler(ABC):
         params: SamplingParams,
         before: Tensor | None = None,
     ) -> Tensor:
-        """Warp target logits [B, k+1, V] at and after draft [B, k]; `before`: see `seen_tokens`."""
-        seen = None
-        if params.repetition_penalty != 1.0:
-            seen = seen_tokens(batch.tokens, batch.lengths, draft, self.vocabulary, before)
-        return warp(logits, params, seen)
+        """Warp target logits [B, k+1, V] at and after draft [B, k]; `before`: see `preceding`."""
+        committed = batch.tokens, batch.starts, batch.lengths
+        known = preceding(params, *committed, draft, self.vocabulary, before)
+        logits = exclude(logits, self.constraints(batch), draft, before)
+        return warp(logits, params, known)
+
+    def constraint(self, prompt: Any, params: SamplingParams) -> Constraint | None:
+        """Make the constraint of an answer to an encoded prompt; None where it has none."""
+        if not params.constrained:
+            return None
+        own = params.grammar, params.min_tokens, self.tokenizer
+        return self.grammars.constraint(len(prompt), *own)
+
+    def constraints(self, batch: Batch) -> list[Constraint | None]:
+        """Return the constraints of a batch, which know all committed tokens."""
+        return caught_up(batch.constraints, batch.tokens, batch.lengths)
 
     def cached_target(
         self, batch: Batch, predicate: Predicate = causal
@@ -317,7 +344,8 @@ class Sampler(ABC):
 
     def shared(self, params: SamplingParams) -> SamplingParams:
         """Return what requests decoded together must share: all but how they end."""
-        return replace(params, max_new_tokens=1, stop=(), ignore_eos=False, seed=None)
+        one = replace(params, max_new_tokens=1, min_tokens=0, grammar=None)
+        return replace(one, stop=(), ignore_eos=False, seed=None)
 
     def encode(self, prompt: str | list[int], params: SamplingParams) -> Any:
         """Return a prompt's ids, for `new_batch`; ValueError for one that cannot be decoded."""

@@ -1,10 +1,12 @@
 """Warping: the transformations from a model's logits to the distribution that is sampled.
 
-They apply in the order of transformers: repetition penalty, temperature, top-k, top-p, min-p.
+They apply in the order of transformers: bias, repetition penalty, temperature, top-k, top-p, min-p.
+Penalties of an answer's own tokens, which transformers has not, follow the repetition penalty.
 Target and drafter use the same function, so a draft is verified with the q that it was drawn from.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,13 +17,27 @@ from decoding.engine.params import SamplingParams
 COLD = 1e-6  # temperatures below may make a quotient that float32 does not hold
 
 
-def warp(logits: Tensor, params: SamplingParams, seen: Tensor | None = None) -> Tensor:
-    """Warp logits; at temperature 0 only by the penalty, as the others do not change the argmax.
+class Preceding(NamedTuple):
+    """The tokens before positions, float32 [B, n, V] or broadcastable; None where no one asks.
+
+    Attributes:
+        text: How often each token is in the prompt and the answer so far.
+        answer: How often it is in the answer alone.
+    """
+
+    text: Tensor | None = None
+    answer: Tensor | None = None
+
+
+NOTHING = Preceding()
+
+
+def warp(logits: Tensor, params: SamplingParams, preceding: Preceding = NOTHING) -> Tensor:
+    """Warp logits; at temperature 0 only by bias and penalties, as the rest keeps the argmax.
 
     Args:
         logits: [B, n, V].
-        seen: The tokens that the repetition penalty applies to, bool [B, n, V] or broadcastable;
-            None without a penalty.
+        preceding: The tokens that penalties apply to (`preceding`).
 
     Returns:
         Warped logits [B, n, V], at least float32, -inf for excluded tokens; ValueError for NaN.
@@ -34,9 +50,21 @@ def warp(logits: Tensor, params: SamplingParams, seen: Tensor | None = None) -> 
         )
     # Of an integer that int64 does not hold torch makes no number.
     temperature, penalty = float(params.temperature), float(params.repetition_penalty)
+    if params.logit_bias:
+        tokens, biases = zip(*params.logit_bias)
+        index = torch.tensor(tokens, device=logits.device)
+        logits = logits.index_add(
+            -1, index, logits.new_tensor(biases).expand(*logits.shape[:-1], -1)
+        )
     if penalty != 1:
+        assert preceding.text is not None
         weaker = torch.where(logits > 0, logits / penalty, logits * penalty)
-        logits = torch.where(seen, weaker, logits)
+        logits = torch.where(preceding.text > 0, weaker, logits)
+    if params.presence_penalty or params.frequency_penalty:
+        counts = preceding.answer
+        assert counts is not None
+        often, once = params.frequency_penalty, params.presence_penalty
+        logits = logits - often * counts - once * (counts > 0)
     if temperature == 0:
         return logits
     if temperature < COLD:  # the largest quotient is 0, and so not infinite
@@ -79,20 +107,37 @@ def fit_vocabulary(
     return logits
 
 
-def seen_tokens(
-    tokens: Tensor, lengths: Tensor, draft: Tensor, vocabulary: int, before: Tensor | None = None
-) -> Tensor:
-    """Return the tokens that precede each drafted position and the next one, bool [B, k + 1, V].
+def preceding(
+    params: SamplingParams,
+    tokens: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    draft: Tensor,
+    vocabulary: int,
+    before: Tensor | None = None,
+) -> Preceding:
+    """Return the tokens before each drafted position and the next one that penalties apply to.
 
     Args:
         tokens, lengths: int64 [B, L], of which the first `lengths` [B] are committed.
+        starts: Tokens of each prompt, [B].
         draft: Drafted tokens, int64 [B, k].
         before: Which drafted tokens precede each position, 0 or 1, [B, k + 1, k]; None: a chain.
     """
-    counts = torch.zeros(len(tokens), vocabulary, device=tokens.device)
-    committed = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
-    counts.scatter_add_(1, tokens.clamp_max(vocabulary - 1), committed.to(counts.dtype))
+    of_text = params.repetition_penalty != 1
+    of_answer = bool(params.presence_penalty or params.frequency_penalty)
+    if not of_text and not of_answer:
+        return Preceding()
     if before is None:
-        before = counts.new_ones(draft.shape[1] + 1, draft.shape[1]).tril(-1)
-    one_hot = torch.nn.functional.one_hot(draft, vocabulary).to(counts.dtype)
-    return (counts[:, None] + before.to(counts.dtype) @ one_hot) > 0
+        before = torch.ones(draft.shape[1] + 1, draft.shape[1], device=draft.device).tril(-1)
+    drafted = before.float() @ torch.nn.functional.one_hot(draft, vocabulary).float()
+
+    def counts(first: Tensor) -> Tensor:
+        at = torch.arange(tokens.shape[1], device=tokens.device)
+        committed = (at >= first[:, None]) & (at < lengths[:, None])
+        found = torch.zeros(len(tokens), vocabulary, device=tokens.device)
+        found.scatter_add_(1, tokens.clamp_max(vocabulary - 1), committed.float())
+        return found[:, None] + drafted
+
+    text = counts(torch.zeros_like(starts)) if of_text else None
+    return Preceding(text, counts(starts) if of_answer else None)

@@ -42,7 +42,7 @@ from decoding.engine import verify
 from decoding.engine.batch import Batch
 from decoding.engine.params import SamplingParams
 from decoding.engine.verify import choose
-from decoding.engine.warp import fit_vocabulary, seen_tokens, warp
+from decoding.engine.warp import Preceding, fit_vocabulary, preceding, warp
 from decoding.method import Count, Method, Share, TokenId
 from models.twostream import check_prompt, joint_logits
 
@@ -272,14 +272,12 @@ class AsarmSampler(Infiller):
             branches,
         )
         logits = fit_vocabulary(logits, self.vocabulary, (self.mask_id,))
-        seen = None
-        if params.repetition_penalty != 1.0:
-            before = None if trees is None else trees.before()
-            seen = seen_tokens(
-                batch.tokens, batch.lengths, draft[:, : A - 1], self.vocabulary, before
-            )
-            seen = seen[torch.arange(len(n), device=n.device)[:, None], prefix]
-        logits = warp(logits, params, seen)
+        before = None if trees is None else trees.before()
+        committed = batch.tokens, batch.starts, batch.lengths
+        known = preceding(params, *committed, draft[:, : A - 1], self.vocabulary, before)
+        if (text := known.text) is not None:
+            text = text[torch.arange(len(n), device=n.device)[:, None], prefix]
+        logits = warp(logits, params, Preceding(text))
         inside = (at < batch.state.size[:, None])[..., None]
         return logits.where(inside, surely(0, logits)).unflatten(1, (A, 1 + ahead))
 

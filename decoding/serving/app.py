@@ -33,6 +33,7 @@ from decoding.engine.params import Chunk, SamplingParams
 from decoding.engine.randomness import request_seeds
 from decoding.serving import protocol
 from decoding.serving.accepted import AcceptedText
+from decoding.serving.chats import Chat
 from decoding.serving.connections import HURRY, PATIENCE
 from decoding.serving.protocol import Asked
 from decoding.serving.scheduler import Full, Job, Scheduler
@@ -128,7 +129,7 @@ class Server:
             own = copy.deepcopy(tokenizer)  # a tokenizer is for one thread at a time
             own.name_or_path = self.models[0]  # a path is nothing for clients
             lock = threading.Lock()
-            for kind in (protocol.Chat, protocol.Completion):
+            for kind in (Chat, protocol.Completion):
                 self._lanes[kind, large] = ThreadPoolExecutor(1), own, lock
 
     def app(self) -> Starlette:
@@ -140,7 +141,7 @@ class Server:
             # What was taken has been answered, or given up.
             await asyncio.to_thread(self.scheduler.close, HURRY)
 
-        chat, text = (partial(self.answer, kind=k) for k in (protocol.Chat, protocol.Completion))
+        chat, text = (partial(self.answer, kind=k) for k in (Chat, protocol.Completion))
         routes = [
             Route("/", self.page),
             Route("/health", self.health),
@@ -318,8 +319,8 @@ class Server:
                 raise ValueError(
                     f"max_tokens=0 is for models that score a prompt, and {asked.model} does not"
                 )
-            params, suffix = asked.params, asked.suffix or None
-            texts = asked.texts(tokenizer)
+            texts, suffix = asked.texts(tokenizer), asked.suffix or None
+            params = asked.params  # the chat template says how tools are called
             longest = max(len(x) for x in (*texts, suffix or "") if isinstance(x, str))
             if longest > self.characters:
                 raise ValueError(

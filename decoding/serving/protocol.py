@@ -5,8 +5,9 @@ import re
 import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NoReturn
 
 from pydantic import (
     BaseModel,
@@ -14,17 +15,14 @@ from pydantic import (
     Field,
     PrivateAttr,
     ValidationError,
-    with_config,
 )
 from transformers import PreTrainedTokenizerBase
-from typing_extensions import TypedDict
 
-from data.text.chat import RESERVED, render_prompt
-from data.text.special import encode
-from decoding.engine.detokenize import Detokenizer, text_after, token_bytes, token_text
+from decoding.engine.detokenize import Detokenizer, text_after, token_text
 from decoding.engine.likelihood import TokenScore
 from decoding.engine.params import Chunk, Result, SamplingParams
 from decoding.engine.randomness import fresh_seed
+from decoding.serving import structured
 
 MOST_CHOICES, MOST_STOPS, MOST_BEST = 64, 16, 20
 LONGEST_STOP = 1000  # characters
@@ -52,26 +50,22 @@ Stops = Annotated[
         f"{MOST_STOPS}"
     ),
 ]
-MESSAGES = "a list of {role, content}, both texts (content also as parts of type text)"
+Biases = Annotated[
+    dict[str, Annotated[int | float, Field(ge=-100, le=100)]],
+    Field(max_length=1024, description="an object {token id: a number from -100 to 100}"),
+]
 Ids = Annotated[list[Int64], Field(min_length=1, fail_fast=True)]
 # Fields that are not offered, and the values with which they ask for nothing: OpenAI's, and then
 # those of vLLM and llama.cpp that front ends send. Null is such a value of every field.
 NOT_OFFERED: dict[str, tuple] = {
     "audio": (),
     "best_of": (1,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "logit_bias": ({},),
     "modalities": (["text"],),
     "prediction": (),
-    "presence_penalty": (0,),
-    "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
     "add_generation_prompt": (True,),
@@ -79,7 +73,6 @@ NOT_OFFERED: dict[str, tuple] = {
     "early_stopping": (False,),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
-    "min_tokens": (0,),
     "mirostat": (0,),
     "prompt_logprobs": (),
     "skip_special_tokens": (True,),
@@ -91,11 +84,21 @@ NOT_OFFERED: dict[str, tuple] = {
 }
 # Fields that say nothing about an answer, whatever they hold.
 UNREAD = (
-    "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "request_id",
+    "metadata", "prompt_cache_key", "prompt_cache_retention", "request_id",
     "safety_identifier", "user",
 )  # fmt: skip
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-SAMPLING = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos", "verify"}
+SAMPLING = {
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "min_tokens", "ignore_eos", "verify",
+}  # fmt: skip
+# Fields of a chat alone; elsewhere they may ask for nothing.
+OF_CHATS: dict[str, tuple] = {
+    "reasoning_effort": (),
+    "parallel_tool_calls": (True, False),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+}
 
 
 class Mistake(ValueError):
@@ -108,21 +111,6 @@ class Mistake(ValueError):
 
 class UnknownModel(Mistake):
     """A request for a model that is not served."""
-
-
-class Part(TypedDict):
-    """A part of a message's content."""
-
-    type: Literal["text"]
-    text: str
-
-
-@with_config(ConfigDict(extra="allow"))
-class Message(TypedDict):
-    """A turn of a chat; a template may read further keys."""
-
-    role: str
-    content: str | Annotated[list[Part], Field(min_length=1, fail_fast=True)]
 
 
 class Asked(BaseModel):
@@ -141,6 +129,12 @@ class Asked(BaseModel):
     top_k: Integer = None
     min_p: Number = None
     repetition_penalty: Number = None
+    presence_penalty: Number = None
+    frequency_penalty: Number = None
+    logit_bias: Biases = {}
+    min_tokens: Integer = None
+    response_format: Annotated[dict, Field(description="an object with a type")] = {}
+    structured_outputs: Annotated[dict, Field(description="an object")] = {}
     stop: Stops = []
     seed: Annotated[Int64, Field(description="an integer of 64 bits")] = Field(
         default_factory=fresh_seed
@@ -179,12 +173,15 @@ class Asked(BaseModel):
         return text
 
     @abstractmethod
-    def said(self, text: str) -> dict[str, Any]:
-        """Return the fields of a whole text."""
+    def said(self, text: str) -> tuple[dict[str, Any], bool]:
+        """Return the fields of a whole text, and whether it calls tools."""
 
     @abstractmethod
-    def piece(self, text: str, first: bool) -> dict[str, Any]:
-        """Return the fields of a piece of a stream; `first`: of its answer."""
+    def piece(self, index: int, text: str, first: bool, last: bool) -> tuple[dict[str, Any], bool]:
+        """Return the fields of a piece of a stream, and whether its answer has called tools.
+
+        `index` is its answer's, of which it is the `first` piece or the `last`.
+        """
 
     @abstractmethod
     def scored(
@@ -213,8 +210,15 @@ class Asked(BaseModel):
         given = {**self._defaults, **self.model_dump(include=SAMPLING, exclude_none=True)}
         given["top_k"] = max(0, given.get("top_k", 0))  # -1 is vLLM's word for off
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        if self.logit_bias:
+            given["logit_bias"] = tuple((_token(key), x) for key, x in self.logit_bias.items())
+        given["grammar"] = self.grammar()
         most = self.most if self.answers else None
         return SamplingParams(max_new_tokens=most, stop=tuple(stop), **given)
+
+    def grammar(self) -> str | None:
+        """Return the grammar of an answer; None: any text."""
+        return structured.wanted(self.response_format, self.structured_outputs)
 
     def head(self, number: int, part: bool) -> dict:
         """Return the first fields of every answer; `part`: of a stream."""
@@ -245,8 +249,9 @@ class Asked(BaseModel):
             given = self.texts(tokenizer)[index // self.n]
             text = (given if isinstance(given, str) else text_after(tokenizer, (), given)) + text
         found = self.answer_scores(prompt, result, scores, tokenizer)
-        reason = finish(result.finish_reason)
-        return {"index": index, **self.said(text), "logprobs": found, "finish_reason": reason}
+        said, called = self.said(text)
+        reason = "tool_calls" if called else finish(result.finish_reason)
+        return {"index": index, **said, "logprobs": found, "finish_reason": reason}
 
     def delta(
         self,
@@ -261,9 +266,12 @@ class Asked(BaseModel):
         `accepted` are its accepted drafts, None for a model of masked tokens. The last piece has
         the `scores` of the whole answer; `first` is its answer's first.
         """
+        last = chunk.result is not None
+        said, called = self.piece(index, chunk.text, first, last)
         reason = None if chunk.result is None else finish(chunk.result.finish_reason)
+        if last and called:
+            reason = "tool_calls"
         ours = {"tokens": len(chunk.token_ids), "accepted": accepted}
-        said = self.piece(chunk.text, first)
         return {"index": index, **said, "logprobs": scores, "finish_reason": reason, **ours}
 
     def usage(self, prompts: list[list[int]], results: list[Result]) -> dict:
@@ -311,10 +319,10 @@ class Completion(Asked):
             return [self.prompt]  # type: ignore[list-item]  # no list of lists
         return self.prompt  # type: ignore[return-value]  # a list of prompts
 
-    def said(self, text: str) -> dict[str, str]:
-        return {"text": text}
+    def said(self, text: str) -> tuple[dict[str, str], bool]:
+        return {"text": text}, False
 
-    def piece(self, text: str, first: bool) -> dict[str, str]:
+    def piece(self, index: int, text: str, first: bool, last: bool) -> tuple[dict[str, str], bool]:
         return self.said(text)
 
     def scored(
@@ -339,83 +347,6 @@ class Completion(Asked):
         return found | {"top_logprobs": best, "text_offset": offsets}
 
 
-class Chat(Asked):
-    """A request to /v1/chat/completions."""
-
-    ID, KIND, PART, USUAL = "chatcmpl", "chat.completion", "chat.completion.chunk", 256
-
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True, description=MESSAGES)]
-    max_completion_tokens: Integer = None
-    chat_template_kwargs: Annotated[dict[str, Any], Field(description="an object")] = {}
-    logprobs: Switch = False
-    top_logprobs: Best = None
-    echo: ClassVar[bool] = False
-    suffix: ClassVar[None] = None
-
-    @property
-    def most(self) -> int | None:
-        given = self.max_completion_tokens
-        return self.max_tokens if given is None else given
-
-    @property
-    def best(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
-
-    @property
-    def count(self) -> int:
-        return 1
-
-    def texts(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-        """Return the one prompt as the chat template renders it."""
-        if not tokenizer.chat_template:
-            raise ValueError("this model has no chat template: ask /v1/completions")
-        if self.top_logprobs is not None and not self.logprobs:
-            raise Mistake("top_logprobs is for answers with logprobs=true", "top_logprobs")
-        options = self.chat_template_kwargs
-        for name in (RESERVED | {"tools"} | tokenizer.special_tokens_map.keys()) & options.keys():
-            raise Mistake(
-                f"chat_template_kwargs has {name!r}, which is not a client's to set: leave it out",
-                "chat_template_kwargs",
-            )
-        turns = [joined(message) for message in self.messages]
-        return [render_prompt(tokenizer, turns, options)]
-
-    def encoded(self, text: str | list[int], tokenizer: PreTrainedTokenizerBase) -> str | list[int]:
-        assert isinstance(text, str)
-        return encode(tokenizer, text)  # the template has written the special tokens
-
-    def said(self, text: str) -> dict[str, dict]:
-        return {"message": {"role": "assistant", "content": text}}
-
-    def piece(self, text: str, first: bool) -> dict[str, dict]:
-        return {"delta": ({"role": "assistant"} if first else {}) | {"content": text}}
-
-    def scored(
-        self,
-        before: list[int],
-        ids: list[int],
-        scores: list[TokenScore],
-        tokenizer: PreTrainedTokenizerBase,
-    ) -> dict[str, list]:
-        def one(token: int, log_prob: float) -> dict:
-            said = [*token_bytes(tokenizer, token)]
-            return {"token": token_text(tokenizer, token), "logprob": log_prob, "bytes": said}
-
-        content = [
-            one(token, score.log_prob) | {"top_logprobs": [one(*other) for other in score.best]}
-            for token, score in zip(ids, scores)
-        ]
-        return {"content": content}
-
-
-def joined(message: Message) -> dict[str, str]:
-    """Return a message with its parts, if any, joined into one text."""
-    content = message["content"]
-    if not isinstance(content, str):
-        content = "".join(part["text"] for part in content)
-    return {**message, "content": content}  # type: ignore[dict-item]  # all are texts now
-
-
 def read(
     body: bytes | bytearray,
     kind: type[Asked],
@@ -438,21 +369,28 @@ def read(
     return asked
 
 
+def _token(key: str) -> int:
+    """Return the token that a key of `logit_bias` names."""
+    if not key.isdecimal() or len(key) > 9:
+        raise Mistake(f"logit_bias has the key {key[:60]!r}, which is no token id", "logit_bias")
+    return int(key)
+
+
 def _checked(given: Any, kind: type[Asked], models: list[str]) -> Asked:
     if not isinstance(given, dict):
         raise ValueError(f"the body is no object but a {type(given).__name__}")
     fields = kind.model_fields
     given = {key: x for key, x in given.items() if x is not None and key not in UNREAD}
-    for key in (NOT_OFFERED.keys() & given.keys()) - fields.keys():
+    neutral = NOT_OFFERED | OF_CHATS
+    for key in (neutral.keys() & given.keys()) - fields.keys():
         value = given.pop(key)
         # In Python false is 0.
-        if not any(
-            value == x and (type(value) is bool) == (type(x) is bool) for x in NOT_OFFERED[key]
-        ):
+        if not any(value == x and (type(value) is bool) == (type(x) is bool) for x in neutral[key]):
             raise Mistake(f"{key}={json.dumps(value)[:60]} is not offered: leave {key} out", key)
     if unknown := next((key for key in given if key not in fields), None):
-        known = ", ".join(sorted(fields))
-        raise Mistake(f"unknown field {unknown[:60]!r}. Known are {known}", unknown[:60])
+        near = get_close_matches(unknown, fields, 1)
+        hint = f". Did you mean {near[0]!r}?" if near else ": leave it out"
+        raise Mistake(f"unknown field {unknown[:60]!r}{hint}", unknown[:60])
     try:
         asked = kind.model_validate(given)
     except ValidationError as error:
@@ -480,6 +418,8 @@ def param_of(error: Exception, kind: type[Asked]) -> str | None:
     message = str(error).replace("max_new_tokens", "max_tokens")
     named = (word for word in re.findall(r"\b(\w+)=", message) if word in kind.model_fields)
     prompt = "prompt" if kind is Completion else "messages"
+    if message.startswith("the grammar"):
+        return "response_format"
     return next(named, prompt if message.startswith("the prompt") else None)
 
 

@@ -11,7 +11,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from decoding import custom_generate
 from decoding.engine.params import SamplingParams
-from decoding.engine.warp import seen_tokens, warp
+from decoding.engine.warp import preceding, warp
 from decoding.samplers import deer
 from decoding.samplers.plain import PlainSampler
 from tests.support import tiny
@@ -137,8 +137,9 @@ def test_the_law_asked_for_is_that_of_transformers_own_processors(folder, argume
     torch.manual_seed(0)
     logits = 3 * torch.randn(1, V)
     expected = prepared["processors"](ids, logits.clone()).softmax(-1)
-    seen = seen_tokens(ids, torch.tensor([ids.shape[1]]), ids[:, :0], V)
-    found = warp(logits[:, None], asked.value.args[0], seen).softmax(-1)[0]
+    params, sizes = asked.value.args[0], torch.tensor([[0], [ids.shape[1]]])
+    known = preceding(params, ids, *sizes, ids[:, :0], V)
+    found = warp(logits[:, None], params, known).softmax(-1)[0]
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
     assert (found == 0).equal(expected == 0)
 

@@ -12,6 +12,7 @@ from data.text import rendering
 from decoding.samplers.plain import PlainSampler
 from decoding.serving import app, protocol
 from decoding.serving.app import Server
+from decoding.serving.chats import Chat
 from decoding.serving.scheduler import Scheduler
 from tests.support import tiny
 
@@ -204,7 +205,7 @@ def test_the_request_s_time_includes_its_reading(server, client, encoded):
 
 
 def test_errors_name_no_file(server, client, monkeypatch, caplog):
-    server._lanes[protocol.Chat, False][1].chat_template = "{{ raise_exception('no') }}"
+    server._lanes[Chat, False][1].chat_template = "{{ raise_exception('no') }}"
     said = client.post(CHATS, json=messages("abc")).json()["error"]["message"]
     assert "'m' rejected a chat: no" in said
 

@@ -22,6 +22,11 @@ CASES = {
     "top-p": dict(vocabulary=3, k=2, new=2, top_p=0.8),
     "min-p": dict(vocabulary=3, k=2, new=2, min_p=0.3),
     "penalty": dict(vocabulary=3, k=2, new=2, repetition_penalty=1.5),
+    "penalties of the answer": dict(
+        vocabulary=3, k=2, new=3, presence_penalty=1.0, frequency_penalty=-0.7
+    ),
+    "bias": dict(vocabulary=3, k=2, new=2, logit_bias=((0, 1.5), (2, -2.0))),
+    "min_tokens": dict(vocabulary=3, k=2, new=3, eos=2, min_tokens=2),
 }
 
 

@@ -5,7 +5,7 @@ import itertools
 import torch
 from transformers import XLNetConfig, XLNetLMHeadModel, XLNetTokenizer
 
-from decoding.engine.warp import fit_vocabulary, seen_tokens, warp
+from decoding.engine.warp import fit_vocabulary, preceding, warp
 from tests.support import tiny
 
 
@@ -95,8 +95,8 @@ def infill_distribution(model, prompt, params):
         logits = one_position(model, given, filled, holes[len(answer)])[None, None]
         logits = fit_vocabulary(logits, V, (V - 1,))
         ids = torch.tensor([[t for _, t in [*given, *filled]]], dtype=torch.long)
-        seen = seen_tokens(ids, torch.tensor([ids.shape[1]]), ids[:, :0], V)
-        warped = warp(logits, params, seen)[0, 0]
+        sizes = torch.tensor([[0], [ids.shape[1]]])
+        warped = warp(logits, params, preceding(params, ids, *sizes, ids[:, :0], V))[0, 0]
         if params.temperature == 0:
             probs = torch.nn.functional.one_hot(warped.argmax(), V).double()
         else:

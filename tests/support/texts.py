@@ -19,6 +19,7 @@ WARPS = {
     "top-p": {"top_p": 0.8},
     "min-p": {"min_p": 0.2},
     "penalty": {"repetition_penalty": 1.4},
+    "answer": {"presence_penalty": 0.5, "frequency_penalty": 0.4, "logit_bias": ((3, 2.0),)},
     "all": {"top_k": 8, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.2},
 }
 

@@ -14,7 +14,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from decoding.engine.warp import seen_tokens, warp
+from decoding.engine.warp import preceding, warp
 from models.dflash_init import from_target
 from models.eagle3 import from_target as eagle3_of
 
@@ -51,17 +51,20 @@ def causal_lm(vocabulary, seed=0, kind="llama", layers=2, hidden=16, scale=2.0, 
     return model.double().eval()
 
 
-def tokenizer(vocabulary):
+def tokenizer(vocabulary, decoder=None):
     """A tokenizer whose token i is the i-th letter; no special tokens."""
     alphabet = [chr(ord("a") + i) if i < 26 else chr(0x100 + i) for i in range(vocabulary)]
     backend = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    backend.decoder = decoders.Fuse()
+    backend.decoder = decoder or decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
-def plain_distribution(model, prompt, params, eos=()):
-    """The distribution {answer: probability} of plain decoding, by full forwards only."""
+def plain_distribution(model, prompt, params, eos=(), allowed=None):
+    """The distribution {answer: probability} of plain decoding, by full forwards only.
+
+    `allowed`, where there is one, maps an answer so far to the tokens that may follow.
+    """
     distribution, frontier = {}, [((), 1.0)]
     while frontier:
         answer, weight = frontier.pop()
@@ -71,8 +74,13 @@ def plain_distribution(model, prompt, params, eos=()):
         ids = torch.tensor([[*prompt, *answer]])
         with torch.no_grad():
             logits = model(ids).logits[:, -1:]
-        seen = seen_tokens(ids, torch.tensor([ids.shape[1]]), ids[:, :0], logits.shape[-1])
-        warped = warp(logits, params, seen)[0, 0]
+        sizes = torch.tensor([[len(prompt)], [ids.shape[1]]])
+        known = preceding(params, ids, *sizes, ids[:, :0], logits.shape[-1])
+        excluded = {*eos} if len(answer) < params.min_tokens else set()
+        if allowed is not None:
+            excluded = {*range(logits.shape[-1])} - {*allowed(answer)}
+        logits[..., [*excluded]] = float("-inf")
+        warped = warp(logits, params, known)[0, 0]
         if params.temperature == 0:
             probs = torch.nn.functional.one_hot(warped.argmax(), len(warped)).double()
         else:

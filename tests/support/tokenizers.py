@@ -66,3 +66,14 @@ def _with_text_bytes(backend, special):
     content = json.loads(backend.to_str())
     content["added_tokens"] = [t for t in content["added_tokens"] if t["content"] in special]
     return Tokenizer.from_str(json.dumps(content))
+
+
+def spelled_bytes(template=None):
+    """A tokenizer of single bytes, whose last token ends an answer, with a chat template."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
+    tokenizer.chat_template = template
+    return tokenizer

@@ -13,6 +13,7 @@ from data.text.prompts import heldout_prompts
 from data.text.special import QUOTE, encode, quoted
 from data.text.tokenizer import train_tokenizer, with_draft_tokens
 from decoding.serving import protocol
+from decoding.serving.chats import Chat
 from tests.support.files import write_jsonl
 from tests.support.tokenizers import CHATML, TEXT, llama2
 
@@ -210,7 +211,7 @@ def test_a_drafters_own_tokens_are_never_a_texts(tmp_path):
 def test_a_server_reads_messages_as_text_and_prompts_as_they_are():
     tokenizer = byte_level()
     tokenizer.chat_template = CHATML
-    asked = protocol.Chat(messages=messages(ATTACK))
+    asked = Chat(messages=messages(ATTACK))
     [text] = asked.texts(tokenizer)
     assert asked.encoded(text, tokenizer) == encode_prompt(tokenizer, messages(ATTACK))
     asked = protocol.Completion(prompt=ATTACK)

@@ -8,8 +8,9 @@ from starlette.testclient import TestClient
 
 from decoding.samplers.jacobi import JacobiSampler
 from decoding.samplers.plain import PlainSampler
-from decoding.serving import protocol
 from decoding.serving.app import Server
+from decoding.serving.chats import Chat
+from decoding.serving.protocol import Completion
 from decoding.serving.scheduler import Scheduler
 from tests.support import tiny
 
@@ -70,7 +71,8 @@ def test_a_streamed_message_can_be_sent_back(client, monkeypatch):
     assert all(first == "assistant" and not any(rest) for first, *rest in roles.values())
     assert len({(piece.id, piece.created) for piece in pieces}) == 1
     # Without the role, the control, OpenAI's client sends a message that is refused.
-    monkeypatch.setattr(protocol.Chat, "piece", lambda self, text, _: {"delta": {"content": text}})
+    bare = lambda self, _, text, *__: ({"delta": {"content": text}}, False)  # noqa: E731
+    monkeypatch.setattr(Chat, "piece", bare)
     message, _ = streamed(client)
     assert message.role is None
     with pytest.raises(BadRequestError):
@@ -185,9 +187,15 @@ def test_fields_that_ask_for_nothing_are_taken(http, fields):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"store": True}, {"store": 0}, {"service_tier": "flex"}, {"presence_penalty": 1e-300},
+        {"store": True}, {"store": 0}, {"service_tier": "flex"}, {"presence_penalty": 1e4},
         {"presence_penalty": False}, {"logit_bias": {"1": 10**300}}, {"frequency_penalty": 10**400},
-        {"tool_choice": "required"}, {"skip_special_tokens": False}, {"min_tokens": 2},
+        {"logit_bias": {"a": 1}}, {"logit_bias": {"99": 1}}, {"logit_bias": [1]},
+        {"tool_choice": "required"}, {"skip_special_tokens": False}, {"min_tokens": 5},
+        {"response_format": {"type": "xml"}}, {"response_format": {"type": "json_schema"}},
+        {"structured_outputs": {"regex": "a", "choice": ["a"]}}, {"response_format": "json"},
+        {"structured_outputs": {"choice": []}}, {"structured_outputs": {"structural_tag": "a"}},
+        {"tools": [{"type": "function", "function": {"name": "f"}}]}, {"tools": [{}]},
+        {"tool_choice": {"type": "function", "function": {"name": "f"}}}, {"best_of": 2},
         {"reasoning_effort": "high"}, {"guided_json": {}}, {"max_tokens": 0},
         # Numbers that float32 does not hold, and integers as large.
         {"temperature": 1e-38}, {"temperature": 10**300}, {"temperature": 5e-324},
@@ -263,4 +271,4 @@ def test_an_answer_of_no_given_length_gets_the_room_that_there_is(http, left):
     # A length that is given is not changed.
     assert (asked.status_code, asked.json()["error"]["param"]) == (400, "max_tokens")
     short = completion(http, prompt="abc").json()["usage"]["completion_tokens"]
-    assert short == protocol.Completion.USUAL
+    assert short == Completion.USUAL

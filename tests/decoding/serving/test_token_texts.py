@@ -5,7 +5,8 @@ import pytest
 from decoding.engine.detokenize import text_after
 from decoding.engine.likelihood import TokenScore
 from decoding.engine.params import Result, Stats
-from decoding.serving.protocol import Chat, Completion
+from decoding.serving.chats import Chat
+from decoding.serving.protocol import Completion
 from tests.support.tokenizers import llama2
 
 LLAMA = llama2()
