@@ -31,6 +31,10 @@ class Generate(AnswerOptions, SamplingParams):
     )
     system: Verbatim | None = option(None, "the system's message of a chat")
     stop: tuple[Verbatim, ...] = SamplingParams.stop
+    grammar: Verbatim | None = option(
+        None,
+        "what the answer matches: a JSON schema, /a regular expression/, a Lark grammar; @path",
+    )
     verify: Literal[*VERIFY] = option(
         SamplingParams.verify, "how drafts are verified; each lossless"
     )
@@ -47,8 +51,10 @@ class Generate(AnswerOptions, SamplingParams):
 
     def check_inputs(self) -> None:
         super().check_inputs()
-        if self.prompt is not None and (file := prompt_file(self.prompt)) and not file.exists():
-            read_prompt(self.prompt)  # its error
+        for name in ("prompt", "grammar"):
+            given = getattr(self, name)
+            if given is not None and (file := file_of(given)) and not file.exists():
+                read_given(name, given)  # its error
 
 
 def read_options(argv: list[str]) -> Generate:
@@ -56,15 +62,15 @@ def read_options(argv: list[str]) -> Generate:
     return parse(argv, Generate, "decoding.generate")
 
 
-def prompt_file(given: str) -> Path | None:
-    """Return the file that `prompt=` names as @path; None where it is no file."""
+def file_of(given: str) -> Path | None:
+    """Return the file that a text names as @path; None where it is no file."""
     named = given.startswith("@") and not given.startswith("@@")
     return Path(os.path.expanduser(given[1:])) if named else None
 
 
-def read_prompt(given: str) -> str:
-    """Return the text of `prompt=`: as given, of a file (@path), or all of standard input (-)."""
-    file = prompt_file(given)
+def read_given(name: str, given: str) -> str:
+    """Return the text of `name=`: as given, of a file (@path), or all of standard input (-)."""
+    file = file_of(given)
     if given != "-" and file is None:
         return given.removeprefix("@") if given.startswith("@@") else given
     try:
@@ -73,12 +79,12 @@ def read_prompt(given: str) -> str:
         else:
             text = read_text(file)
     except OSError as error:
-        reason = f"{error.strerror}; a text that begins with @ is given as prompt='@@...'"
-        raise ValueError(f"prompt={given!r} cannot be read: {reason}") from error
+        reason = f"{error.strerror}; a text that begins with @ is given as {name}='@@...'"
+        raise ValueError(f"{name}={given!r} cannot be read: {reason}") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"prompt={given!r} holds no text in UTF-8: {error}") from error
+        raise ValueError(f"{name}={given!r} holds no text in UTF-8: {error}") from error
     if not text.strip():
-        raise ValueError(f"prompt={given!r} holds no text")
+        raise ValueError(f"{name}={given!r} holds no text")
     return text
 
 
@@ -94,13 +100,15 @@ from models import packed
 def run(argv: list[str]) -> None:
     """Run the command with its arguments `key=value`."""
     g = read_options(argv)
-    prompt = None if g.prompt is None else read_prompt(g.prompt)
+    prompt = None if g.prompt is None else read_given("prompt", g.prompt)
     sampler = load(g.model, **g.loading)
     if not isinstance(sampler, Sampler):
         raise ValueError(f"{g.model!r} makes no text but images: use python -m decoding.images")
     if line := packed.told(sampler.target):
         aside(line)
     values = {name: getattr(g, name) for name in PARAM_NAMES}
+    if g.grammar is not None:
+        values["grammar"] = read_given("grammar", g.grammar)
     if g.generation_config == "auto":
         given = {argument.partition("=")[0] for argument in argv}
         own = {k: v for k, v in model_defaults(sampler).items() if k not in given}

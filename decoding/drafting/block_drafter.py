@@ -184,10 +184,10 @@ class BlockDrafter(Sampler):
         Where the drafter has nothing that may, all that may are equally likely.
         """
         found = exclude(logits, self.constraints(batch), draft)
-        if found is logits:
-            return logits
+        if not (lost := found.isneginf().all(-1, keepdim=True)).any():
+            return found
         allowed = exclude(torch.zeros_like(logits), batch.constraints, draft)
-        return torch.where(found.isneginf().all(-1, keepdim=True), allowed, found)
+        return torch.where(lost, allowed, found)
 
 
 def numbered(knob: ByNumber[ByNumber[T]]) -> dict[int, dict[float, T]]:

@@ -173,6 +173,10 @@ class Constraint:
         return found if found.any() else allowed
 
     def _bits(self) -> np.ndarray:
+        if self._matcher.is_error():  # what may follow would take more work than is allowed
+            found = np.zeros(self._vocabulary, bool)
+            found[self._ends] = True
+            return found
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         return np.unpackbits(bits, bitorder="little")[: self._vocabulary].view(bool)
 

@@ -7,12 +7,12 @@ import json
 import logging
 import math
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from importlib import resources
-from typing import Any
+from importlib import metadata, resources
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -29,6 +29,7 @@ from starlette.responses import (
 from starlette.routing import Route
 from transformers import PreTrainedTokenizerBase
 
+from data.text.chat import encode_text
 from decoding.engine.params import Chunk, SamplingParams
 from decoding.engine.randomness import request_seeds
 from decoding.serving import protocol
@@ -43,6 +44,7 @@ HELD = 2**26  # bytes of all bodies together that are not read yet
 LARGE = 2**16  # bytes of a body that is read after others as large, and keeps no other waiting
 SPELLED = 64  # characters that a token may have where the vocabulary has no longer ones
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Refused(Exception):
@@ -146,6 +148,9 @@ class Server:
             Route("/", self.page),
             Route("/health", self.health),
             Route("/metrics", self.metrics),
+            Route("/version", self.version),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/v1/models", self.list_models),
             Route("/v1/models/{model:path}", self.show_model),
             Route("/v1/completions", text, methods=["POST"]),
@@ -176,6 +181,59 @@ class Server:
         """Answer in Prometheus' text format, with vLLM's names."""
         return PlainTextResponse(exposition(self.scheduler), media_type="text/plain; version=0.0.4")
 
+    async def version(self, request: Request) -> JSONResponse:
+        """Answer with parade's version."""
+        return JSONResponse({"version": metadata.version("parade")})
+
+    async def tokenize(self, request: Request) -> JSONResponse:
+        """Answer with the token ids of a prompt, or of messages in the chat template."""
+        self.check_key(request)
+        async with self.body(request) as body:
+            kind = Chat if b'"messages"' in body else protocol.Completion
+            ids = await self.read(body, kind, self.ids_in_thread)
+        limits = {"count": len(ids), "max_model_len": self.scheduler.longest}
+        return JSONResponse({**limits, "tokens": ids, "token_strs": None})
+
+    def ids_in_thread(
+        self,
+        body: bytearray,
+        kind: type[Asked],
+        tokenizer: PreTrainedTokenizerBase,
+        lock: threading.Lock,
+    ) -> list[int]:
+        """Return the token ids of a body's one prompt, as its answer would have them."""
+        asked = protocol.read(body, kind, self.models)
+        if asked.count > 1:
+            raise protocol.Mistake("several prompts are given: give one", "prompt")
+        (text,) = asked.texts(tokenizer)
+        self.check_characters([text])
+        with lock:
+            ids = asked.encoded(text, tokenizer)
+            return encode_text(tokenizer, ids) if isinstance(ids, str) else ids
+
+    async def detokenize(self, request: Request) -> JSONResponse:
+        """Answer with the text of token ids, special tokens included."""
+        self.check_key(request)
+        async with self.body(request) as body:
+            text = await self.read(body, protocol.Completion, self.text_in_thread)
+        return JSONResponse({"prompt": text})
+
+    def text_in_thread(
+        self, body: bytearray, _, tokenizer: PreTrainedTokenizerBase, lock: threading.Lock
+    ) -> str:
+        """Return the text of a body's token ids."""
+        asked = protocol.read(body, protocol.Detokenize, self.models)
+        if len(asked.tokens) > self.scheduler.longest:
+            raise protocol.Mistake(
+                f"tokens has {len(asked.tokens)}, more than the {self.scheduler.longest} of a text",
+                "tokens",
+            )
+        most = self.scheduler.samplers[asked.model].vocabulary
+        if bad := [token for token in asked.tokens if not 0 <= token < most]:
+            raise protocol.Mistake(f"tokens has {bad[0]}, and they are 0 to {most - 1}", "tokens")
+        with lock:
+            return tokenizer.decode(asked.tokens, skip_special_tokens=False)
+
     async def list_models(self, request: Request) -> JSONResponse:
         """Answer with the models that a request may name."""
         self.check_key(request)
@@ -202,7 +260,7 @@ class Server:
         self.check_key(request)
         deadline = asyncio.get_running_loop().time() + self.seconds
         async with self.until(deadline), self.body(request) as body:
-            asked, prompts, params = await self.read(body, kind)
+            asked, prompts, params = await self.read(body, kind, self.read_in_thread)
         answers = Answers(self, request, asked, prompts, params, deadline)
         if asked.stream:
             return StreamingResponse(self.events(answers), media_type="text/event-stream")
@@ -281,14 +339,15 @@ class Server:
             if not timeout.expired():
                 timeout.reschedule(0)
 
-    async def read(
-        self, body: bytearray, kind: type[Asked]
-    ) -> tuple[Asked, list, list[SamplingParams]]:
-        """Return a body's request, and the prompts and the parameters of its answers."""
+    async def read(self, body: bytearray, kind: type[Asked], do: Callable[..., T]) -> T:
+        """Return what `do` makes of a body of a kind, in a thread and with a tokenizer of its own.
+
+        `do` is given the body, its kind, the tokenizer and the tokenizer's lock.
+        """
         thread, *own = self._lanes[kind, len(body) > LARGE]
         loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(thread, self.read_in_thread, body, kind, *own)
+            return await loop.run_in_executor(thread, self.guarded, do, body, kind, *own)
         except protocol.UnknownModel as error:
             raise not_found(error) from error
         except ValueError as error:
@@ -297,6 +356,18 @@ class Server:
         except RuntimeError as error:
             raise Refused(str(error), 500, "server_error") from error
 
+    def guarded(self, do: Callable[..., T], *given) -> T:
+        """Call a function that reads a body; RuntimeError where it fails by no client's mistake."""
+        try:
+            return do(*given)
+        except ValueError:
+            raise
+        except RecursionError:
+            raise ValueError("the body is nested too deeply") from None
+        except BaseException as error:  # a panic of tokenizers is no Exception
+            log.error("a request could not be read", exc_info=error)
+            raise RuntimeError("the request could not be read") from None
+
     def read_in_thread(
         self,
         body: bytearray,
@@ -304,48 +375,49 @@ class Server:
         tokenizer: PreTrainedTokenizerBase,
         lock: threading.Lock,
     ) -> tuple[Asked, list, list[SamplingParams]]:
-        """Read a body with a thread's own tokenizer; everything is counted before it is done."""
+        """Return a body's request, and the prompts and the parameters of its answers.
+
+        Everything is counted before it is done.
+        """
         scheduler, most = self.scheduler, self.scheduler.at_once + self.scheduler.most
-        try:
-            asked = protocol.read(body, kind, self.models, self.defaults)
-            if (count := asked.count * asked.n) > most:
-                raise ValueError(f"{count} answers are asked for, and this server takes {most}")
-            if asked.best is not None and not self.predicts_next(asked):
-                raise ValueError(
-                    f"{asked.model} predicts masked tokens and not the next one, so it has no "
-                    "logprobs: leave them out"
+        asked = protocol.read(body, kind, self.models, self.defaults)
+        if (count := asked.count * asked.n) > most:
+            raise ValueError(f"{count} answers are asked for, and this server takes {most}")
+        if asked.best is not None and not self.predicts_next(asked):
+            raise ValueError(
+                f"{asked.model} predicts masked tokens and not the next one, so it has no "
+                "logprobs: leave them out"
+            )
+        if not asked.answers and not self.predicts_next(asked):
+            raise ValueError(
+                f"max_tokens=0 is for models that score a prompt, and {asked.model} does not"
+            )
+        texts, suffix = asked.texts(tokenizer), asked.suffix or None
+        params = asked.params  # the chat template says how tools are called
+        self.check_characters([*texts, suffix or ""])
+        with lock:
+            found = [
+                scheduler.prepared(
+                    asked.model,
+                    asked.encoded(text, tokenizer),
+                    params,
+                    suffix,
+                    tokenizer,
+                    asked.USUAL,
                 )
-            if not asked.answers and not self.predicts_next(asked):
-                raise ValueError(
-                    f"max_tokens=0 is for models that score a prompt, and {asked.model} does not"
-                )
-            texts, suffix = asked.texts(tokenizer), asked.suffix or None
-            params = asked.params  # the chat template says how tools are called
-            longest = max(len(x) for x in (*texts, suffix or "") if isinstance(x, str))
-            if longest > self.characters:
-                raise ValueError(
-                    f"the prompt has {longest} characters, more than the {scheduler.longest} "
-                    f"tokens of this server can have ({self.characters}): shorten it"
-                )
-            with lock:
-                found = [
-                    scheduler.prepared(
-                        asked.model,
-                        asked.encoded(text, tokenizer),
-                        params,
-                        suffix,
-                        tokenizer,
-                        asked.USUAL,
-                    )
-                    for text in texts
-                ]
-        except ValueError:
-            raise
-        except BaseException as error:  # a panic of tokenizers is no Exception
-            log.error("a request could not be read", exc_info=error)
-            raise RuntimeError("the request could not be read") from None
+                for text in texts
+            ]
         each = [pair for pair in found for _ in range(asked.n)]
         return asked, [prompt for prompt, _ in each], [own for _, own in each]
+
+    def check_characters(self, texts: Sequence[str | list[int]]) -> None:
+        """Raise ValueError for a text that is longer than any prompt that fits."""
+        longest = max((len(x) for x in texts if isinstance(x, str)), default=0)
+        if longest > self.characters:
+            raise ValueError(
+                f"the prompt has {longest} characters, more than the {self.scheduler.longest} "
+                f"tokens of this server can have ({self.characters}): shorten it"
+            )
 
     def predicts_next(self, asked: Asked) -> bool:
         """Return whether the model's tokens have scores."""

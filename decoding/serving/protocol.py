@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NoReturn, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -69,12 +69,14 @@ NOT_OFFERED: dict[str, tuple] = {
     "verbosity": ("medium",),
     "web_search_options": (),
     "add_generation_prompt": (True,),
+    "add_special_tokens": (True,),
     "continue_final_message": (False,),
     "early_stopping": (False,),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
     "mirostat": (0,),
     "prompt_logprobs": (),
+    "return_token_strs": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "stop_token_ids": ([],),
@@ -347,16 +349,36 @@ class Completion(Asked):
         return found | {"top_logprobs": best, "text_offset": offsets}
 
 
+class Detokenize(BaseModel):
+    """A request to /detokenize."""
+
+    model_config = Asked.model_config
+
+    model: Annotated[str, Field(description="a text")] = ""
+    tokens: Annotated[list[Int64], Field(fail_fast=True, description="a list of token ids")]
+
+
+Kind = TypeVar("Kind", Asked, Detokenize)
+
+
 def read(
     body: bytes | bytearray,
-    kind: type[Asked],
+    kind: type[Kind],
     models: list[str],
     defaults: Mapping[str, Any] | None = None,
-) -> Asked:
+) -> Kind:
     """Return a body's request, for the first model if it names none; a mistake is a ValueError.
 
     `defaults` are the sampling parameters that it has where it names none.
     """
+    asked = _checked(parsed(body), kind, models)
+    if isinstance(asked, Asked):
+        asked._defaults = defaults or {}
+    return asked
+
+
+def parsed(body: bytes | bytearray) -> Any:
+    """Return what a body's JSON says; ValueError for one that is none."""
     try:
         text = body.decode()
         given = json.loads(text, parse_constant=_refuse_constant)
@@ -364,9 +386,7 @@ def read(
             json.dumps(given, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested without end
         raise ValueError(f"the body is no JSON: {str(error)[:200]}") from error
-    asked = _checked(given, kind, models)
-    asked._defaults = defaults or {}
-    return asked
+    return given
 
 
 def _token(key: str) -> int:
@@ -376,7 +396,7 @@ def _token(key: str) -> int:
     return int(key)
 
 
-def _checked(given: Any, kind: type[Asked], models: list[str]) -> Asked:
+def _checked(given: Any, kind: type[Kind], models: list[str]) -> Kind:
     if not isinstance(given, dict):
         raise ValueError(f"the body is no object but a {type(given).__name__}")
     fields = kind.model_fields

@@ -165,3 +165,20 @@ def test_a_model_without_an_end_takes_no_grammar():
     plain = plain_sampler(eos_token_id=None)
     with pytest.raises(ValueError, match="no token that ends"):
         plain.generate([[1]], SamplingParams(4, grammar="/a/"))
+
+
+def test_a_grammar_that_costs_too_much_ends_the_answer():
+    """llguidance limits the work of a step; after that its matcher says nothing of use."""
+
+    class Exhausted:
+        def is_error(self):
+            return True
+
+        def try_consume_tokens(self, tokens):
+            return len(tokens)
+
+        def rollback(self, count):
+            return True
+
+    constraint = Constraint(1, Exhausted(), 0, [3, 5], 8)
+    assert [*constraint.allowed(()).nonzero()[0]] == [3, 5]

@@ -272,3 +272,34 @@ def test_an_answer_of_no_given_length_gets_the_room_that_there_is(http, left):
     assert (asked.status_code, asked.json()["error"]["param"]) == (400, "max_tokens")
     short = completion(http, prompt="abc").json()["usage"]["completion_tokens"]
     assert short == Completion.USUAL
+
+
+def test_tokens_of_a_text_and_back(http):
+    asked = [{"prompt": "abc"}, {"prompt": [0, 1, 2]}, {"messages": ASK, "model": "org/plain"}]
+    for given in asked:
+        found = http.post("/tokenize", json=given).json()
+        answer = completion(http, prompt=found["tokens"], max_tokens=2)
+        told = (chat if "messages" in given else completion)(http, **given).json()
+        assert found["count"] == len(found["tokens"]) == told["usage"]["prompt_tokens"]
+        assert found["max_model_len"] == LONGEST
+        assert answer.status_code == 200
+        text = http.post("/detokenize", json={"tokens": found["tokens"]}).json()["prompt"]
+        assert text == ("abcb" if "messages" in given else "abc")
+    assert http.get("/version").json()["version"]
+
+
+@pytest.mark.parametrize(
+    ("path", "given", "param"),
+    [
+        ("tokenize", {"prompt": ["a", "b"]}, "prompt"), ("tokenize", {}, "prompt"),
+        ("tokenize", {"prompt": "a", "add_special_tokens": False}, "add_special_tokens"),
+        ("tokenize", {"prompt": "a" * 10**5}, None), ("detokenize", {"tokens": [V]}, "tokens"),
+        ("detokenize", {"tokens": [-1]}, "tokens"), ("detokenize", {"tokens": "a"}, "tokens"),
+        ("detokenize", {"tokens": [1] * 99}, "tokens"), ("detokenize", {"prompt": "a"}, "prompt"),
+        ("detokenize", {"tokens": [1], "model": "x"}, "model"),
+    ],
+)  # fmt: skip
+def test_mistakes_about_tokens_are_told(http, path, given, param):
+    reply = http.post(f"/{path}", json=given)
+    assert reply.status_code in (400, 404, 413)
+    assert reply.json()["error"]["param"] == param or param is None
