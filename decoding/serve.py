@@ -45,6 +45,9 @@ class Serve(AnswerOptions):
         None, "tokens of a prompt and its answer together; null: the model's context"
     )
     cache_gb: Positive | None = option(None, "of keys and values at the most; lowers at_once")
+    prefix_gb: Annotated[float, Field(ge=0)] = option(
+        0.5, "of keys and values kept of texts that have ended, for prompts that begin alike"
+    )
     prefill_tokens: Count = option(512, "of prompts that one pass prefills, before others' tokens")
     body_mb: Positive = option(4.0, "of a request's body at the most")
     seconds: Positive = option(600.0, "that a request may take, waiting too")
@@ -62,6 +65,7 @@ def read_options(argv: list[str]) -> Serve:
 check_first(__name__, read_options)
 
 from decoding.engine.defaults import model_defaults, told
+from decoding.engine.prefixes import Prefixes
 from decoding.engine.sampler import Sampler
 from decoding.loading import load
 from decoding.samplers.plain import PlainSampler
@@ -91,6 +95,10 @@ def run(argv: list[str]) -> None:
     samplers = {name: sampler}
     if sampler.bench == "decoding.bench" and not isinstance(sampler, PlainSampler):
         samplers[PLAIN] = PlainSampler(sampler.target, sampler.tokenizer)
+    if s.prefix_gb:
+        prefixes = Prefixes(int(1e9 * s.prefix_gb))
+        for each in samplers.values():
+            each.prefixes = prefixes
     longest = length_of(sampler, s.max_length)
     at_once = s.at_once
     if s.cache_gb is not None:

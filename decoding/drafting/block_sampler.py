@@ -64,6 +64,7 @@ class BlockSampler(BlockDrafter):
 
     rules: tuple[str, ...] = VERIFY
     chains = True
+    reads_prefixes = True
 
     def __init__(
         self,

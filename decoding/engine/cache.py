@@ -21,6 +21,21 @@ from models.windows import windows_of
 STEP = 256  # slots by which the memory of a cache grows
 
 
+class Stored(NamedTuple):
+    """The keys and values of one text: [layers, heads, tokens, head size] of each kind.
+
+    `numbers` say which slice is which layer's; `size` is in bytes.
+    """
+
+    memory: dict[tuple, Tensor]
+    numbers: dict[tuple, dict[int, int]]
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of all."""
+        return sum(memory.nbytes for memory in self.memory.values())
+
+
 class RaggedCache(Cache):
     """Keys and values [B, heads, capacity, head size] a layer, written at each row's own slots.
 
@@ -121,6 +136,23 @@ class RaggedCache(Cache):
         for memory in self._memory.values():
             r, here, there = (x.to(memory.device) for x in (rows, source, to))
             memory[:, r, :, there] = memory[:, r, :, here]
+
+    def store(self, row: int, count: int) -> Stored:
+        """Return a copy of the first `count` slots of a row."""
+        memory = {of: m[:, row, :, :count].clone() for of, m in self._memory.items()}
+        return Stored(memory, {of: dict(numbers) for of, numbers in self._numbers.items()})
+
+    def restore(self, stored: Stored, count: int) -> None:
+        """Write the first `count` slots of a row that was stored into the first row."""
+        self._grow(count)
+        for of, memory in stored.memory.items():
+            depth, heads, _, size = memory.shape
+            rows = max(1, self.expected)
+            self._memory[of] = memory.new_zeros(depth, rows, heads, self._room, size)
+            self._memory[of][:, 0, :, :count] = memory[:, :, :count]
+            self._numbers[of] = dict(stored.numbers[of])
+        self._layers.clear()
+        self.visible = count
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows, in this order; a row that keeps its index is not copied."""

@@ -40,6 +40,12 @@ class Cycles(Protocol):
     def constraint(self, prompt: Any, params: SamplingParams) -> Constraint | None:
         """Make the constraint of an answer."""
 
+    def known_tokens(self, prompt: Any) -> int:
+        """Return how many of a prompt's first tokens need not be read again."""
+
+    def keep_prefixes(self, batch: Batch, rows: Sequence[int]) -> None:
+        """Keep the keys and values of rows that end."""
+
     def begin(self, batch: Batch, params: SamplingParams) -> None:
         """Prefill a batch."""
 
@@ -128,7 +134,12 @@ class Running:
         groups = [[*range(len(prompts))]]
         if randomness is None:  # else it is of all of them
             cost = PASS_COSTS.get(self.sampler.device.type, FEW_PASSES)
-            groups = prefill_groups([*map(len, prompts)], cost, self.prefill_tokens)
+            known = [*map(self.sampler.known_tokens, prompts)]
+            groups = [[n] for n, count in enumerate(known) if count]  # each goes on from its own
+            others = [n for n, count in enumerate(known) if not count]
+            sizes = [len(prompts[n]) for n in others]
+            found = prefill_groups(sizes, cost, self.prefill_tokens)
+            groups += [[others[i] for i in group] for group in found]
         for group in groups:
             rows = ((requests[n], prompts[n], seeds[n], params[n]) for n in group)
             numbers, texts, keys, own = zip(*rows)
@@ -229,6 +240,8 @@ class Running:
         gone = {*requests}
         if not gone or self.batch is None:
             return
+        ends = [b for b, request in enumerate(self.batch.requests) if request in gone]
+        self.sampler.keep_prefixes(self.batch, ends)
         for request in gone:
             self.answers.pop(request)
             self._before.pop(request)

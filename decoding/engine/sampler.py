@@ -15,9 +15,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from data.text.chat import encode_text
 from decoding.engine.answer import Answer
 from decoding.engine.batch import Batch
-from decoding.engine.cache import CachedNetwork, TargetOutput
+from decoding.engine.cache import CachedNetwork, RaggedCache, TargetOutput
 from decoding.engine.grammar import Constraint, Grammars, caught_up, exclude
 from decoding.engine.params import USUAL, Chunk, Result, SamplingParams
+from decoding.engine.prefixes import Prefixes
 from decoding.engine.randomness import KeyedRandomness, Randomness, fresh_seed, request_seeds
 from decoding.engine.recurrent import RecurrentNetwork, cached
 from decoding.engine.running import Running
@@ -52,7 +53,9 @@ class Sampler(ABC):
         hidden_layers: Target layers whose outputs its passes return (`TargetOutput`).
         chains: Whether it decodes targets with recurrent layers, which verify chains alone.
         device: Where the tokens of its batches are.
+        reads_prefixes: Whether it goes on from keys and values of texts that have ended.
         emitted: Tokens of all requests so far.
+        prefixes: Those texts, where somebody keeps them.
     """
 
     rules: tuple[str, ...] = ("coupled", "rejection")
@@ -63,7 +66,9 @@ class Sampler(ABC):
     bench = "decoding.bench"
     hidden_layers: tuple[int, ...] = ()
     chains = False
+    reads_prefixes = False
     emitted = 0
+    prefixes: Prefixes | None = None
 
     def __init__(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
         self.check(target)
@@ -258,12 +263,44 @@ class Sampler(ABC):
             return ()
         positions = torch.arange(width, device=batch.tokens.device).expand(len(batch.requests), -1)
         padding = positions >= batch.lengths[:, None] - 1
-        found, whole = [], (batch.tokens[:, :width], positions, padding)
+        if (first := self.restored(batch, network)) == width:
+            return ()
+        found, whole = [], (x[:, first:] for x in (batch.tokens[:, :width], positions, padding))
         for tokens, at, pad in zip(*(x.split(batch.chunk or width, 1) for x in whole)):
             output = network(tokens, at, keep=1, padding=pad if pad.any() else None)
             found.append(output.hidden_states)
             batch.between()
         return tuple(torch.cat(layer, 1) for layer in zip(*found))
+
+    def restored(self, batch: Batch, network: CachedNetwork | RecurrentNetwork) -> int:
+        """Let a network know what `prefixes` has of a batch's one prompt; return its tokens."""
+        if self.prefixes is None or len(batch.requests) > 1 or not self.keeps(network):
+            return 0
+        assert isinstance(network, CachedNetwork)
+        return self.prefixes.give(network, batch.tokens[0, : int(batch.lengths[0]) - 1].tolist())
+
+    def keeps(self, network: Any) -> bool:
+        """Return whether a network's keys and values may be those of an earlier text's tokens."""
+        plain = isinstance(network, CachedNetwork) and isinstance(network.cache, RaggedCache)
+        return self.reads_prefixes and plain and not network.hidden_layers
+
+    def known_tokens(self, prompt: Any) -> int:
+        """Return how many of an encoded prompt's first tokens the target need not read again."""
+        if self.prefixes is None or not self.reads_prefixes or self.hidden_layers:
+            return 0
+        return self.prefixes.common(self.target, prompt[:-1])
+
+    def keep_prefixes(self, batch: Batch, rows: Sequence[int]) -> None:
+        """Keep the keys and values of rows that end: the target's, and the prompt's of others."""
+        if self.prefixes is None or self.hidden_layers:
+            return
+        for row in rows:
+            length, prompt = int(batch.lengths[row]), int(batch.starts[row])
+            tokens = batch.tokens[row, :length].tolist()
+            for name, network in batch.networks.items():
+                if self.keeps(network):
+                    known = length - 1 if name == "target" else prompt - 1
+                    self.prefixes.keep(network, row, tokens, known)
 
     def target_pass(self, batch: Batch, draft: Tensor, params: SamplingParams) -> TargetOutput:
         """Run the target once over the last committed token and a draft [B, k].

@@ -18,6 +18,7 @@ class PlainSampler(Sampler):
 
     rules = VERIFY
     chains = True
+    reads_prefixes = True
 
     def begin(self, batch: Batch, params: SamplingParams) -> None:
         self.prefill(batch, "target", self.cached_target(batch))

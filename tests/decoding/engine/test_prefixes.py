@@ -1,0 +1,107 @@
+"""Prefix reuse: the same texts, fewer tokens read, a bound in bytes, and wrong keys and values."""
+
+import pytest
+import torch
+
+from decoding.engine.params import KEYED, SamplingParams
+from decoding.engine.prefixes import SHORTEST, Prefixes
+from decoding.samplers.plain import PlainSampler
+from tests.support import texts, tiny
+from tests.support.results import ids
+from tests.support.samplers import dflash
+from tests.support.texts import V
+
+SYSTEM = [(7 * i + i // 5) % V for i in range(60)]  # what all prompts begin with
+FIRST = [[*SYSTEM, 1, 2], [*SYSTEM, 3], [*SYSTEM[:50], 4, 4]]
+
+
+def makes():
+    model = texts.target()
+    return {
+        "plain": PlainSampler(model, tiny.tokenizer(V)),
+        "deer": texts.deer(model, texts.random_drafter(), 4),
+        "shared context": dflash(model, 4, context="shared", layers=[1]),
+        "its own states": dflash(model, 4),  # which are not kept: all is read
+    }
+
+
+def conversation(sampler, params, at_once=None):
+    """The answers to prompts, and to longer ones that go on from each answer."""
+    first = ids(sampler.generate(FIRST, params, at_once=at_once))
+    later = [prompt + answer + [5, 6] for prompt, answer in zip(FIRST, first)]
+    return first, ids(sampler.generate(later, params, at_once=at_once))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("rule", KEYED)
+def test_texts_are_the_same_and_less_is_read(rule, temperature):
+    params = SamplingParams(max_new_tokens=20, temperature=temperature, verify=rule, seed=3)
+    for name, sampler in makes().items():
+        expected = conversation(sampler, params)
+        sampler.prefixes = Prefixes(10**9)
+        assert conversation(sampler, params, at_once=1) == expected, name
+        assert conversation(sampler, params) == expected, name
+        if name == "its own states":
+            assert sampler.prefixes.reused == sampler.prefixes.size == 0
+        else:
+            assert sampler.prefixes.reused >= 8 * 50
+
+
+def test_wrong_keys_and_values_change_the_texts():
+    """The negative control: what is kept is read."""
+    sampler = makes()["plain"]
+    params = SamplingParams(max_new_tokens=20, seed=3)
+    expected = conversation(sampler, params)
+    sampler.prefixes = Prefixes(10**9)
+    conversation(sampler, params)
+    for _, kept in sampler.prefixes._kept.values():
+        for memory in kept.stored.memory.values():
+            memory.neg_()
+    assert conversation(sampler, params) != expected
+
+
+def test_bytes_are_bounded_and_the_last_used_stay():
+    sampler = makes()["plain"]
+    one = SamplingParams(max_new_tokens=1, seed=1)
+    sampler.prefixes = every = Prefixes(10**9)
+    prompts = [[i, *SYSTEM] for i in range(6)]
+    sampler.generate(prompts, one, at_once=1)
+    size = every.size // 6
+    sampler.prefixes = few = Prefixes(2 * size + size // 5)
+    sampler.generate(prompts, one, at_once=1)
+    assert few.size <= few.most < every.size
+    known = [few.common(sampler.target, prompt) for prompt in prompts]
+    assert known == [0, 0, 0, 0, len(SYSTEM) + 1, len(SYSTEM) + 1]
+    sampler.generate([[*prompts[4], 1], [11, *SYSTEM]], one, at_once=1)
+    assert few.common(sampler.target, prompts[4]) > 0  # used since
+    assert few.common(sampler.target, prompts[5]) == 0
+    sampler.prefixes = none = Prefixes(size // 2)
+    sampler.generate(prompts[:1], one)
+    assert none.size == 0
+
+
+def test_a_text_that_another_one_contains_is_kept_once():
+    sampler = makes()["plain"]
+    sampler.prefixes = prefixes = Prefixes(10**9)
+    text = SYSTEM + ids(sampler.generate([SYSTEM], SamplingParams(4, temperature=0)))[0]
+    sizes = [prefixes.size]
+    for count in (40, 50, 60):  # each goes on as the longer one does, or is a part of it
+        sampler.generate([text[: count + 1]], SamplingParams(1, temperature=0))
+        sizes.append(prefixes.size)
+    assert prefixes.common(sampler.target, text) == 63
+    assert prefixes.common(sampler.target, text[: SHORTEST - 1]) == 0
+    assert prefixes.common(sampler.target, text[:SHORTEST]) == SHORTEST
+    assert {*sizes} == {sizes[0]}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_prompt_that_is_known_whole(dtype):
+    """Nothing is left to read but the last token."""
+    model = texts.target().to(dtype)
+    sampler = PlainSampler(model, tiny.tokenizer(V))
+    params = SamplingParams(max_new_tokens=12, temperature=0)
+    expected = ids(sampler.generate([SYSTEM], params))
+    sampler.prefixes = Prefixes(10**9)
+    for _ in range(3):
+        assert ids(sampler.generate([SYSTEM], params)) == expected
+    assert sampler.prefixes.reused == 2 * (len(SYSTEM) - 1)
