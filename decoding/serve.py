@@ -3,6 +3,7 @@
 In float32 the same seed gives the same text, whatever else the server decodes.
 """
 
+import logging
 import math
 import os
 import signal
@@ -54,6 +55,7 @@ class Serve(AnswerOptions):
     grace: Annotated[float, Field(gt=0, le=86400)] = option(
         30.0, "seconds after SIGTERM for the requests that it has"
     )
+    log: bool = option(False, "a line of JSON on standard error for each request that has ended")
     api_key: Verbatim | None = option(None, "that clients must send; null: PARADE_API_KEY, or none")
 
 
@@ -81,7 +83,7 @@ def run(argv: list[str]) -> None:
 
     from decoding.serving.app import Server
     from decoding.serving.connections import HURRY, PATIENCE, Connection, Http, room
-    from decoding.serving.scheduler import Scheduler
+    from decoding.serving.scheduler import Scheduler, requests_log
 
     try:  # before minutes of loading
         listening = socket.create_server((s.host, s.port), backlog=1024)
@@ -123,6 +125,10 @@ def run(argv: list[str]) -> None:
         if hasattr(signal, "alarm"):  # should a thread hang, the system ends it
             signal.alarm(math.ceil(s.grace) + 2 * HURRY)
 
+    if s.log:
+        requests_log.addHandler(logging.StreamHandler())
+        requests_log.setLevel(logging.INFO)
+        requests_log.propagate = False
     for line in notes(sampler, defaults):
         print(line)
     print(f"{', '.join(samplers)}: {at_once} requests at once of up to {longest} tokens each")

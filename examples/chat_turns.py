@@ -1,7 +1,7 @@
 """Time to the first token of each turn of chats, asked of a server that decodes nothing else.
 
-    python -m decoding.serve model=org/name port=8000 prefix_gb=0.5
-    python examples/chat_turns.py http://127.0.0.1:8000/v1
+python -m decoding.serve model=org/name port=8000 prefix_gb=0.5
+python examples/chat_turns.py http://127.0.0.1:8000/v1
 """
 
 import statistics

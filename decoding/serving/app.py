@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -36,6 +36,7 @@ from decoding.serving import protocol
 from decoding.serving.accepted import AcceptedText
 from decoding.serving.chats import Chat
 from decoding.serving.connections import HURRY, PATIENCE
+from decoding.serving.metrics import exposition
 from decoding.serving.protocol import Asked
 from decoding.serving.scheduler import Full, Job, Scheduler
 
@@ -179,7 +180,11 @@ class Server:
 
     async def metrics(self, request: Request) -> PlainTextResponse:
         """Answer in Prometheus' text format, with vLLM's names."""
-        return PlainTextResponse(exposition(self.scheduler), media_type="text/plain; version=0.0.4")
+        s = self.scheduler
+        kept = next(iter(s.samplers.values())).prefixes
+        prefixes = None if kept is None else (kept.reused, kept.size)
+        text = exposition(s.counts, s.running, s.waiting, prefixes)
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     async def version(self, request: Request) -> JSONResponse:
         """Answer with parade's version."""
@@ -551,26 +556,3 @@ def flat(error: Exception) -> str:
 def event(content: dict) -> str:
     """Return a server-sent event."""
     return f"data: {json.dumps(content)}\n\n"
-
-
-def exposition(scheduler: Scheduler) -> str:
-    """Return the scheduler's counts in Prometheus' text format, with vLLM's names."""
-    c, lines = scheduler.counts, []
-
-    def metric(name: str, kind: str, values: float | Mapping[str, float]) -> None:
-        lines.append(f"# TYPE vllm:{name} {kind}")
-        values = values if isinstance(values, Mapping) else {"": values}
-        lines.extend(f"vllm:{name}{labels} {value}" for labels, value in values.items())
-
-    metric("num_requests_running", "gauge", scheduler.running)
-    metric("num_requests_waiting", "gauge", scheduler.waiting)
-    metric("prompt_tokens_total", "counter", c.prompt_tokens)
-    metric("generation_tokens_total", "counter", c.tokens)
-    ended = {f'{{finished_reason="{r}"}}': n for r, n in sorted({**c.requests}.items())}
-    metric("request_success_total", "counter", ended)
-    metric("spec_decode_num_drafts_total", "counter", c.drafts)
-    metric("spec_decode_num_draft_tokens_total", "counter", c.drafted)
-    metric("spec_decode_num_accepted_tokens_total", "counter", sum(c.accepted))
-    by_position = {f'{{position="{i}"}}': n for i, n in enumerate(c.accepted)}
-    metric("spec_decode_num_accepted_tokens_per_pos_total", "counter", by_position)
-    return "\n".join(lines) + "\n"

@@ -1,8 +1,11 @@
 """The thread that decodes for all clients: those with equal sampling parameters as one batch."""
 
 import copy
+import json
+import logging
 import threading
-from collections import defaultdict, deque
+import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
@@ -12,10 +15,12 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.any_subset.infilling import Infiller
 from decoding.engine.likelihood import TokenScore, token_scores
-from decoding.engine.params import USUAL, Chunk, Result, SamplingParams, Stats, accepted_counts
+from decoding.engine.params import USUAL, Chunk, Result, SamplingParams, Stats
 from decoding.engine.running import Running
 from decoding.engine.sampler import Sampler
+from decoding.serving.metrics import Counts
 
+requests_log = logging.getLogger("parade.requests")  # a line for each request that has ended
 Group = tuple[str, SamplingParams]  # a model, and what the requests of a batch share
 
 
@@ -36,6 +41,8 @@ class Job:
         best: How many of the most probable tokens come with each token's score; None: no scores.
         scores: Of all tokens but the prompt's first, when the answer has ended.
         stats: The answer's, once it has begun; they grow with it.
+        came, last: When it came, and when its last tokens did, by the monotonic clock.
+        first: Seconds to its first token.
     """
 
     number: int
@@ -48,26 +55,9 @@ class Job:
     answers: bool = True
     scores: list[TokenScore] | None = None
     stats: Stats = field(default_factory=Stats)
-
-
-@dataclass
-class Counts:
-    """Counts since the server's start.
-
-    Attributes:
-        requests: By how they ended: a finish reason, 'cancelled' or 'failed'.
-        prompt_tokens, tokens: Of the prompts and of the answers that have ended.
-        drafts: Target passes of these answers that verified a draft.
-        drafted: Tokens of these drafts together.
-        accepted: How many drafts had at least i + 1 tokens accepted, for each position i.
-    """
-
-    requests: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    prompt_tokens: int = 0
-    tokens: int = 0
-    drafts: int = 0
-    drafted: int = 0
-    accepted: list[int] = field(default_factory=list)
+    came: float = field(default_factory=time.monotonic)
+    first: float | None = None
+    last: float | None = None
 
 
 class Scheduler:
@@ -177,6 +167,7 @@ class Scheduler:
             if job in self._waiting:
                 self._waiting.remove(job)
                 self.counts.requests["cancelled"] += 1
+                self._told(job, "cancelled")
             elif job.number in self._jobs:
                 self._cancelled.add(job.number)
                 self._changed.notify()
@@ -222,6 +213,7 @@ class Scheduler:
                 self._unscored.append((job, Chunk(job.number, "", [], nothing)))
                 continue
             key = job.model, self.samplers[job.model].shared(job.params)
+            self.counts.queued.add(time.monotonic() - job.came)
             found.setdefault(key, []).append(job)
             self._jobs[job.number] = job
         return found
@@ -249,6 +241,7 @@ class Scheduler:
             self._jobs[number].stats = answer.stats
         for chunk in running.step():
             job = self._jobs[chunk.request]
+            self._timed(job, len(chunk.token_ids))
             if chunk.result is not None:
                 self._account(self._jobs.pop(chunk.request), chunk.result)
                 if job.best is not None:
@@ -285,6 +278,7 @@ class Scheduler:
                 running.clear()
             for number in numbers & self._jobs.keys():
                 self.counts.requests["failed"] += 1
+                self._told(self._jobs[number], "failed")
                 self._jobs.pop(number).show(error)
 
     def _drop_cancelled(self) -> None:
@@ -296,20 +290,36 @@ class Scheduler:
             gone = numbers & running.answers.keys()
             running.leave(gone)
             for number in gone:
-                self._jobs.pop(number)
                 self.counts.requests["cancelled"] += 1
+                self._told(self._jobs.pop(number), "cancelled")
             if not running:
                 del self._groups[key]
 
     def _account(self, job: Job, result: Result) -> None:
-        c, stats = self.counts, result.stats
-        c.requests[result.finish_reason] += 1
-        c.prompt_tokens += len(job.prompt)
-        c.tokens += len(result.token_ids)
-        if stats.drafted:
-            positions = -(-stats.drafted // len(stats.emitted))
-            drafts, accepted = accepted_counts(stats.emitted, positions)
-            c.drafts, c.drafted = c.drafts + drafts, c.drafted + stats.drafted
-            c.accepted += [0] * (positions - len(c.accepted))
-            for i, number in enumerate(accepted):
-                c.accepted[i] += number
+        self.counts.add(len(job.prompt), result)
+        self._told(job, result.finish_reason, result)
+
+    def _timed(self, job: Job, tokens: int) -> None:
+        """Note when tokens of a request came."""
+        now = time.monotonic()
+        if job.last is None:
+            self.counts.first.add(now - job.came)
+            job.first = now - job.came
+        elif tokens:
+            self.counts.between.add((now - job.last) / tokens, tokens)
+        job.last = now
+
+    def _told(self, job: Job, ended: str, result: Result | None = None) -> None:
+        """Log a request that has ended, as one line of JSON."""
+        seconds = time.monotonic() - job.came
+        self.counts.whole.add(seconds)
+        if not requests_log.isEnabledFor(logging.INFO):
+            return
+        line = {"time": round(time.time(), 3), "request": job.number, "model": job.model}
+        line |= {"ended": ended, "prompt_tokens": len(job.prompt), "seconds": round(seconds, 4)}
+        if job.first is not None:
+            line["first_token_seconds"] = round(job.first, 4)
+        if result is not None:
+            line["tokens"] = len(result.token_ids)
+            line["acceptance_length"] = round(result.stats.acceptance_length, 3)
+        requests_log.info(json.dumps(line))

@@ -1,0 +1,57 @@
+"""Metrics as Prometheus reads them, and the log of requests."""
+
+import json
+import logging
+import re
+
+from starlette.testclient import TestClient
+
+from decoding.engine.prefixes import Prefixes
+from decoding.samplers.plain import PlainSampler
+from decoding.serving.app import Server
+from decoding.serving.metrics import SECONDS, Histogram
+from decoding.serving.scheduler import Scheduler, requests_log
+from tests.support import tiny
+
+V = 24
+
+
+def test_a_histogram_counts_what_is_at_most_as_large():
+    found = Histogram()
+    for value, count in ((0.0, 1), (SECONDS[0], 2), (SECONDS[0] * 1.01, 1), (1e9, 3)):
+        found.add(value, count)
+    lines = [*found.lines("x")]
+    assert lines[0] == f'x_bucket{{le="{SECONDS[0]}"}} 3'
+    assert lines[1] == f'x_bucket{{le="{SECONDS[1]}"}} 4'
+    assert lines[len(SECONDS) - 1].endswith(" 4")
+    assert lines[len(SECONDS)] == 'x_bucket{le="+Inf"} 7'
+    assert (lines[-1], found.sum > 3e9 - 1) == ("x_count 7", True)
+
+
+def test_requests_are_counted_timed_and_logged(caplog):
+    plain = PlainSampler(tiny.causal_lm(V).float(), tiny.tokenizer(V))
+    plain.prefixes = Prefixes(10**8)
+    scheduler = Scheduler({"m": plain}, at_once=4, waiting=4, longest=128)
+    server = Server(scheduler, plain.tokenizer, key=None, most=100_000, seconds=60.0)
+    ask = {"prompt": "abcdefgh" * 6, "max_tokens": 5}
+    with (
+        TestClient(server.app()) as http,
+        caplog.at_level(logging.INFO, requests_log.name),
+    ):
+        for _ in range(2):
+            assert http.post("/v1/completions", json=ask).status_code == 200
+        text = http.get("/metrics").text
+    for line in text.splitlines():
+        assert re.fullmatch(r'# TYPE \S+ \w+|\w+:\w+({\w+="[^"]+"})? [\d.e+-]+', line), line
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
+    assert values["vllm:generation_tokens_total"] == "10"
+    assert values["vllm:time_to_first_token_seconds_count"] == "2"
+    assert values["vllm:e2e_request_latency_seconds_count"] == "2"
+    assert values["vllm:request_queue_time_seconds_count"] == "2"
+    assert int(values["vllm:inter_token_latency_seconds_count"]) == 8
+    assert int(values["vllm:prefix_cache_hits_total"]) == 47  # all but the last token, once
+    assert int(values["parade:prefix_cache_bytes"]) > 0
+    lines = [json.loads(record.message) for record in caplog.records]
+    assert [line["request"] for line in lines] == [0, 1]
+    assert all(line["tokens"] == 5 and line["ended"] == "length" for line in lines)
+    assert all(0 < line["first_token_seconds"] <= line["seconds"] for line in lines)
