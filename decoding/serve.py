@@ -17,6 +17,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from data.arguments import Count, Positive, Whole
+from data.files import read_text
 from decoding.engine.params import SamplingParams
 from models.options import looks_local
 from recipes.command import main
@@ -36,6 +37,9 @@ class Serve(AnswerOptions):
     name: str | None = option(
         None, "what clients call it; null: its run's or folder's name, or Hub id"
     )
+    chat_template: str | None = option(
+        None, "a file with a chat template (Jinja) in place of the model's own"
+    )
     host: str = option("127.0.0.1", "the address to listen on; 0.0.0.0 is all of this machine's")
     port: Annotated[int, Field(ge=0, le=65535)] = option(
         8000, "the port to listen on; 0: a free one"
@@ -47,7 +51,7 @@ class Serve(AnswerOptions):
     )
     cache_gb: Positive | None = option(None, "of keys and values at the most; lowers at_once")
     prefix_gb: Annotated[float, Field(ge=0)] = option(
-        0.5, "of keys and values kept of texts that have ended, for prompts that begin alike"
+        0.5, "of keys and values kept of earlier prompts, for those that begin alike"
     )
     prefill_tokens: Count = option(512, "of prompts that one pass prefills, before others' tokens")
     body_mb: Positive = option(4.0, "of a request's body at the most")
@@ -67,7 +71,7 @@ def read_options(argv: list[str]) -> Serve:
 check_first(__name__, read_options)
 
 from decoding.engine.defaults import model_defaults, told
-from decoding.engine.prefixes import Prefixes
+from decoding.engine.prefixes import PART, Prefixes
 from decoding.engine.sampler import Sampler
 from decoding.loading import load
 from decoding.samplers.plain import PlainSampler
@@ -92,13 +96,15 @@ def run(argv: list[str]) -> None:
             f"cannot listen on {s.host}:{s.port} ({error.strerror}): give another host= or port="
         ) from error
     sampler = load(s.model, **s.loading)
+    if s.chat_template is not None:
+        sampler.tokenizer.chat_template = read_template(s.chat_template)
     defaults = model_defaults(sampler) if s.generation_config == "auto" else {}
     name = s.name or name_of(s.model)
     samplers = {name: sampler}
     if sampler.bench == "decoding.bench" and not isinstance(sampler, PlainSampler):
         samplers[PLAIN] = PlainSampler(sampler.target, sampler.tokenizer)
     if s.prefix_gb:
-        prefixes = Prefixes(int(1e9 * s.prefix_gb))
+        prefixes = Prefixes(int(1e9 * s.prefix_gb), min(PART, s.prefill_tokens))
         for each in samplers.values():
             each.prefixes = prefixes
     longest = length_of(sampler, s.max_length)
@@ -145,6 +151,14 @@ def notes(sampler: Sampler, defaults: dict[str, Any]) -> list[str]:
     found = [packed.told(sampler.target), told(defaults) if defaults else ""]
     found += [sampler.told(replace(usual, temperature=t)) for t in (0.0, usual.temperature)]
     return [line for line in dict.fromkeys(found) if line]
+
+
+def read_template(path: str) -> str:
+    """Return the chat template of a file; ValueError for one that cannot be read."""
+    try:
+        return read_text(Path(path).expanduser())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"chat_template={path} cannot be read: {error}") from error
 
 
 def name_of(model: str) -> str:

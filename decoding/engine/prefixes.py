@@ -1,8 +1,10 @@
-"""Prefix reuse: the keys and values of texts that have ended, for prompts that begin alike.
+"""Prefix reuse: the keys and values of prompts that have been read, for those that begin alike.
 
-A chat's next turn begins with its last one, and an agent's prompts with the same instructions. Such
-a prompt is read from where it differs. A token's keys and values depend on the tokens before it
-alone, so the text that follows is the same.
+A chat's next turn begins with its last one, and an agent's prompts with the same instructions. A
+token's keys and values depend on the tokens before it alone. That the text is the same to the bit
+in bfloat16 too, prompts are read in parts of equally many tokens, and whole parts are kept: the
+passes that are left are those that would have been. Answers are not kept, as passes of other widths
+have read them.
 """
 
 from collections import OrderedDict
@@ -13,35 +15,36 @@ from transformers import PreTrainedModel
 
 from decoding.engine.cache import CachedNetwork, Stored
 
-SHORTEST = 32  # tokens in common for which a prompt is prefilled by itself
+PART = 128  # tokens: a pass of fewer costs nearly as much
 
 
 class Kept(NamedTuple):
-    """A text's tokens, and the keys and values of its first `length` in one network's layers."""
+    """A prompt's first tokens, and their keys and values in one network's layers."""
 
     tokens: list[int]
-    length: int
     stored: Stored
 
 
 class Prefixes:
-    """Keys and values of texts, the ones used last, within a number of bytes.
+    """Keys and values of prompts, the ones used last, within a number of bytes.
 
     Args:
         most: Bytes that they may take together.
+        part: Tokens that a pass over prompts reads.
 
     Attributes:
+        size: Bytes that they take.
         reused: Tokens of prompts that were not read again, so far.
     """
 
-    def __init__(self, most: int):
-        self.most, self.size, self.reused = most, 0, 0
+    def __init__(self, most: int, part: int = PART):
+        self.most, self.part, self.size, self.reused = most, part, 0, 0
         # The network of each, and the text; those used last come last.
         self._kept: OrderedDict[int, tuple[int, Kept]] = OrderedDict()
         self._number = 0
 
     def common(self, network: PreTrainedModel, tokens: Sequence[int]) -> int:
-        """Return how many first tokens of a text a network need not read: 0, or SHORTEST on."""
+        """Return how many first tokens of a text a network need not read, in whole parts."""
         found = self._longest(network, tokens)
         return 0 if found is None else found[0]
 
@@ -59,21 +62,20 @@ class Prefixes:
         self.reused += count
         return count
 
-    def keep(self, network: CachedNetwork, row: int, tokens: list[int], length: int) -> None:
-        """Keep the first `length` tokens' keys and values of a row that ends."""
-        if length < SHORTEST:
+    def keep(self, network: CachedNetwork, row: int, tokens: list[int]) -> None:
+        """Keep what a row of a network's cache has of a text, in whole parts."""
+        tokens, key = tokens[: len(tokens) // self.part * self.part], id(network.network)
+        if not tokens:
             return
-        key = id(network.network)
         for number, (of, known) in [*self._kept.items()]:
-            if of == key and known.tokens[: known.length] == tokens[: known.length]:
-                if known.length >= length:
-                    return  # the longer one is there already
-                self._drop(number)
-            elif of == key and known.length >= length and known.tokens[:length] == tokens[:length]:
+            if of == key and known.tokens[: len(tokens)] == tokens:
+                self._kept.move_to_end(number)
                 return
-        stored = network.cache.store(row, length)
+            if of == key and tokens[: len(known.tokens)] == known.tokens:
+                self._drop(number)
+        stored = network.cache.store(row, len(tokens))
         self.size += stored.size
-        self._kept[self._number] = key, Kept(tokens[:length], length, stored)
+        self._kept[self._number] = key, Kept(tokens, stored)
         self._number += 1
         while self.size > self.most:
             self._drop(next(iter(self._kept)))
@@ -85,8 +87,8 @@ class Prefixes:
         key, best = id(network), None
         for number, (of, known) in self._kept.items():
             if of == key:
-                count = alike(known.tokens, tokens)
-                if count >= SHORTEST and (best is None or count >= best[0]):
+                count = alike(known.tokens, tokens) // self.part * self.part
+                if count and (best is None or count >= best[0]):
                     best = count, number
         return best
 

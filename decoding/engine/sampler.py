@@ -53,9 +53,9 @@ class Sampler(ABC):
         hidden_layers: Target layers whose outputs its passes return (`TargetOutput`).
         chains: Whether it decodes targets with recurrent layers, which verify chains alone.
         device: Where the tokens of its batches are.
-        reads_prefixes: Whether it goes on from keys and values of texts that have ended.
+        reads_prefixes: Whether it goes on from keys and values of earlier prompts.
         emitted: Tokens of all requests so far.
-        prefixes: Those texts, where somebody keeps them.
+        prefixes: What is kept of them.
     """
 
     rules: tuple[str, ...] = ("coupled", "rejection")
@@ -263,26 +263,30 @@ class Sampler(ABC):
             return ()
         positions = torch.arange(width, device=batch.tokens.device).expand(len(batch.requests), -1)
         padding = positions >= batch.lengths[:, None] - 1
-        if (first := self.restored(batch, network)) == width:
-            return ()
+        first, part = 0, batch.chunk
+        if self.prefixes is not None and self.keeps(network):
+            first, part = self.restored(batch, network), self.prefixes.part
+            if first == width:
+                return ()
         found, whole = [], (x[:, first:] for x in (batch.tokens[:, :width], positions, padding))
-        for tokens, at, pad in zip(*(x.split(batch.chunk or width, 1) for x in whole)):
+        for tokens, at, pad in zip(*(x.split(part or width, 1) for x in whole)):
             output = network(tokens, at, keep=1, padding=pad if pad.any() else None)
             found.append(output.hidden_states)
             batch.between()
         return tuple(torch.cat(layer, 1) for layer in zip(*found))
 
     def restored(self, batch: Batch, network: CachedNetwork | RecurrentNetwork) -> int:
-        """Let a network know what `prefixes` has of a batch's one prompt; return its tokens."""
-        if self.prefixes is None or len(batch.requests) > 1 or not self.keeps(network):
+        """Let a network know what is kept of a batch's one prompt; return how many tokens."""
+        if len(batch.requests) > 1:
             return 0
+        assert self.prefixes is not None
         assert isinstance(network, CachedNetwork)
         return self.prefixes.give(network, batch.tokens[0, : int(batch.lengths[0]) - 1].tolist())
 
     def keeps(self, network: Any) -> bool:
-        """Return whether a network's keys and values may be those of an earlier text's tokens."""
+        """Return whether a network's keys and values may be those of an earlier prompt's tokens."""
         plain = isinstance(network, CachedNetwork) and isinstance(network.cache, RaggedCache)
-        return self.reads_prefixes and plain and not network.hidden_layers
+        return self.reads_prefixes and plain and not self.hidden_layers
 
     def known_tokens(self, prompt: Any) -> int:
         """Return how many of an encoded prompt's first tokens the target need not read again."""
@@ -291,16 +295,13 @@ class Sampler(ABC):
         return self.prefixes.common(self.target, prompt[:-1])
 
     def keep_prefixes(self, batch: Batch, rows: Sequence[int]) -> None:
-        """Keep the keys and values of rows that end: the target's, and the prompt's of others."""
-        if self.prefixes is None or self.hidden_layers:
+        """Keep the keys and values of the prompts of rows that end."""
+        if self.prefixes is None:
             return
         for row in rows:
-            length, prompt = int(batch.lengths[row]), int(batch.starts[row])
-            tokens = batch.tokens[row, :length].tolist()
-            for name, network in batch.networks.items():
-                if self.keeps(network):
-                    known = length - 1 if name == "target" else prompt - 1
-                    self.prefixes.keep(network, row, tokens, known)
+            tokens = batch.tokens[row, : int(batch.starts[row]) - 1].tolist()
+            for network in filter(self.keeps, batch.networks.values()):
+                self.prefixes.keep(network, row, tokens)
 
     def target_pass(self, batch: Batch, draft: Tensor, params: SamplingParams) -> TargetOutput:
         """Run the target once over the last committed token and a draft [B, k].

@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from decoding.engine.params import KEYED, SamplingParams
-from decoding.engine.prefixes import SHORTEST, Prefixes
+from decoding.engine.prefixes import Prefixes
 from decoding.samplers.plain import PlainSampler
 from tests.support import texts, tiny
 from tests.support.results import ids
 from tests.support.samplers import dflash
 from tests.support.texts import V
 
+PART = 16
 SYSTEM = [(7 * i + i // 5) % V for i in range(60)]  # what all prompts begin with
 FIRST = [[*SYSTEM, 1, 2], [*SYSTEM, 3], [*SYSTEM[:50], 4, 4]]
 
@@ -38,13 +39,13 @@ def test_texts_are_the_same_and_less_is_read(rule, temperature):
     params = SamplingParams(max_new_tokens=20, temperature=temperature, verify=rule, seed=3)
     for name, sampler in makes().items():
         expected = conversation(sampler, params)
-        sampler.prefixes = Prefixes(10**9)
+        sampler.prefixes = Prefixes(10**9, PART)
         assert conversation(sampler, params, at_once=1) == expected, name
         assert conversation(sampler, params) == expected, name
         if name == "its own states":
             assert sampler.prefixes.reused == sampler.prefixes.size == 0
         else:
-            assert sampler.prefixes.reused >= 8 * 50
+            assert sampler.prefixes.reused >= 8 * 48
 
 
 def test_wrong_keys_and_values_change_the_texts():
@@ -52,7 +53,7 @@ def test_wrong_keys_and_values_change_the_texts():
     sampler = makes()["plain"]
     params = SamplingParams(max_new_tokens=20, seed=3)
     expected = conversation(sampler, params)
-    sampler.prefixes = Prefixes(10**9)
+    sampler.prefixes = Prefixes(10**9, PART)
     conversation(sampler, params)
     for _, kept in sampler.prefixes._kept.values():
         for memory in kept.stored.memory.values():
@@ -63,35 +64,37 @@ def test_wrong_keys_and_values_change_the_texts():
 def test_bytes_are_bounded_and_the_last_used_stay():
     sampler = makes()["plain"]
     one = SamplingParams(max_new_tokens=1, seed=1)
-    sampler.prefixes = every = Prefixes(10**9)
+    sampler.prefixes = every = Prefixes(10**9, PART)
     prompts = [[i, *SYSTEM] for i in range(6)]
     sampler.generate(prompts, one, at_once=1)
     size = every.size // 6
-    sampler.prefixes = few = Prefixes(2 * size + size // 5)
+    sampler.prefixes = few = Prefixes(2 * size, PART)
     sampler.generate(prompts, one, at_once=1)
     assert few.size <= few.most < every.size
     known = [few.common(sampler.target, prompt) for prompt in prompts]
-    assert known == [0, 0, 0, 0, len(SYSTEM) + 1, len(SYSTEM) + 1]
+    assert known == [0, 0, 0, 0, 48, 48]  # whole parts of the 60 tokens that are read
     sampler.generate([[*prompts[4], 1], [11, *SYSTEM]], one, at_once=1)
     assert few.common(sampler.target, prompts[4]) > 0  # used since
     assert few.common(sampler.target, prompts[5]) == 0
-    sampler.prefixes = none = Prefixes(size // 2)
+    sampler.prefixes = none = Prefixes(size // 2, PART)
     sampler.generate(prompts[:1], one)
     assert none.size == 0
 
 
 def test_a_text_that_another_one_contains_is_kept_once():
-    sampler = makes()["plain"]
-    sampler.prefixes = prefixes = Prefixes(10**9)
-    text = SYSTEM + ids(sampler.generate([SYSTEM], SamplingParams(4, temperature=0)))[0]
-    sizes = [prefixes.size]
-    for count in (40, 50, 60):  # each goes on as the longer one does, or is a part of it
-        sampler.generate([text[: count + 1]], SamplingParams(1, temperature=0))
+    sampler, one = makes()["plain"], SamplingParams(max_new_tokens=1, temperature=0)
+    sampler.prefixes = prefixes = Prefixes(10**9, PART)
+    sizes = []
+    for count in (40, 60, 50, 60):
+        sampler.generate([SYSTEM[:count]], one)
         sizes.append(prefixes.size)
-    assert prefixes.common(sampler.target, text) == 63
-    assert prefixes.common(sampler.target, text[: SHORTEST - 1]) == 0
-    assert prefixes.common(sampler.target, text[:SHORTEST]) == SHORTEST
-    assert {*sizes} == {sizes[0]}
+    assert sizes[1] == sizes[2] == sizes[3] == 3 * sizes[0] / 2
+    assert [prefixes.common(sampler.target, SYSTEM[:n]) for n in (15, 16, 47, 60)] == [
+        0,
+        16,
+        32,
+        48,
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -100,8 +103,24 @@ def test_a_prompt_that_is_known_whole(dtype):
     model = texts.target().to(dtype)
     sampler = PlainSampler(model, tiny.tokenizer(V))
     params = SamplingParams(max_new_tokens=12, temperature=0)
-    expected = ids(sampler.generate([SYSTEM], params))
-    sampler.prefixes = Prefixes(10**9)
+    prompt = SYSTEM[:49]
+    expected = ids(sampler.generate([prompt], params))
+    sampler.prefixes = Prefixes(10**9, PART)
     for _ in range(3):
-        assert ids(sampler.generate([SYSTEM], params)) == expected
-    assert sampler.prefixes.reused == 2 * (len(SYSTEM) - 1)
+        assert ids(sampler.generate([prompt], params)) == expected
+    assert sampler.prefixes.reused == 2 * 48
+
+
+def test_the_passes_that_are_left_have_the_same_bits():
+    """In bfloat16 too, logits after a prompt are those of a prompt that was read whole."""
+    model = texts.target(hidden=64).bfloat16()
+    sampler, prompt, found = PlainSampler(model, tiny.tokenizer(V)), [*SYSTEM, 3, 3], []
+    sampler.prefixes = Prefixes(10**9, PART)
+    for _ in range(2):
+        batch, params = sampler.start(prompt)
+        with torch.inference_mode():
+            sampler.begin(batch, params)
+            found.append(sampler.target_pass(batch, batch.tokens[:, :0], params).logits)
+        sampler.keep_prefixes(batch, [0])
+    assert sampler.prefixes.reused == 48
+    assert found[0].equal(found[1])
