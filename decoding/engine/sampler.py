@@ -264,7 +264,7 @@ class Sampler(ABC):
         positions = torch.arange(width, device=batch.tokens.device).expand(len(batch.requests), -1)
         padding = positions >= batch.lengths[:, None] - 1
         first, part = 0, batch.chunk
-        if self.prefixes is not None and self.keeps(network):
+        if self.prefixes is not None:  # also of those that keep none: all read prompts alike
             first, part = self.restored(batch, network), self.prefixes.part
             if first == width:
                 return ()
@@ -277,7 +277,7 @@ class Sampler(ABC):
 
     def restored(self, batch: Batch, network: CachedNetwork | RecurrentNetwork) -> int:
         """Let a network know what is kept of a batch's one prompt; return how many tokens."""
-        if len(batch.requests) > 1:
+        if len(batch.requests) > 1 or not self.keeps(network):
             return 0
         assert self.prefixes is not None
         assert isinstance(network, CachedNetwork)

@@ -38,6 +38,7 @@ from decoding.serving.chats import Chat
 from decoding.serving.connections import HURRY, PATIENCE
 from decoding.serving.metrics import exposition
 from decoding.serving.protocol import Asked
+from decoding.serving.responses import Responses
 from decoding.serving.scheduler import Full, Job, Scheduler
 
 RETRY_AFTER = 1  # seconds
@@ -134,6 +135,7 @@ class Server:
             lock = threading.Lock()
             for kind in (Chat, protocol.Completion):
                 self._lanes[kind, large] = ThreadPoolExecutor(1), own, lock
+            self._lanes[Responses, large] = self._lanes[Chat, large]
 
     def app(self) -> Starlette:
         """Return the application that a server such as uvicorn runs."""
@@ -144,7 +146,8 @@ class Server:
             # What was taken has been answered, or given up.
             await asyncio.to_thread(self.scheduler.close, HURRY)
 
-        chat, text = (partial(self.answer, kind=k) for k in (Chat, protocol.Completion))
+        kinds = Chat, protocol.Completion, Responses
+        chat, text, response = (partial(self.answer, kind=kind) for kind in kinds)
         routes = [
             Route("/", self.page),
             Route("/health", self.health),
@@ -156,6 +159,7 @@ class Server:
             Route("/v1/models/{model:path}", self.show_model),
             Route("/v1/completions", text, methods=["POST"]),
             Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/responses", response, methods=["POST"]),
         ]
         handlers: dict = {Refused: refusal, ClientDisconnect: hung_up}
         handlers |= {HTTPException: no_route, Exception: broken}
@@ -440,8 +444,7 @@ class Server:
         results = [found[i] for i in range(len(prompts))]
         columns = range(len(prompts)), prompts, results, [job.scores for job in answers.jobs]
         choices = await asyncio.to_thread(self.written, asked.choice, *columns)
-        head = asked.head(answers.number, part=False) | {"usage": asked.usage(prompts, results)}
-        return f'{json.dumps(head)[:-1]}, "choices": [{", ".join(choices)}]}}'
+        return asked.body(answers.number, prompts, results, choices)
 
     def written(self, write: Callable[..., Any], *columns) -> list[str]:
         """Write each row of the columns as JSON, one by one: others have their turn between."""
@@ -454,6 +457,8 @@ class Server:
         drafted, begun = prompts if self.predicts_next(asked) else [], set[int]()
         texts = [AcceptedText(self.tokenizer, prompt) for prompt in drafted]
         try:
+            for begin in asked.begin(answers.number):
+                yield begin
             async for index, chunk in answers:
                 scores, accepted, job = None, None, answers.jobs[index]
                 if chunk.result is not None:
@@ -465,15 +470,12 @@ class Server:
                     accepted = texts[index].of(chunk, job.stats)
                 part = asked.delta(index, chunk, accepted, scores, index not in begun)
                 begun.add(index)
-                yield event(asked.head(answers.number, part=True) | {"choices": [part]})
-            if asked.stream_options.get("include_usage"):
-                head = asked.head(answers.number, part=True)
-                yield event(head | {"choices": [], "usage": asked.usage(prompts, results)})
-            yield "data: [DONE]\n\n"
+                yield "".join(asked.part(answers.number, part))
+            yield "".join(asked.end(answers.number, prompts, results))
         except ClientDisconnect:
             pass
         except Refused as error:
-            yield event(error.body)
+            yield protocol.event(error.body)
         finally:  # also where the client has hung up
             answers.give_up()
 
@@ -551,8 +553,3 @@ class Answers:
 def flat(error: Exception) -> str:
     """Return an error's message in one line."""
     return " ".join(str(error).split())
-
-
-def event(content: dict) -> str:
-    """Return a server-sent event."""
-    return f"data: {json.dumps(content)}\n\n"

@@ -156,6 +156,11 @@ class Asked(BaseModel):
         @property
         def suffix(self) -> str | None: ...
 
+    @classmethod
+    def fields(cls, given: Any) -> Any:
+        """Return the fields of a body's request, by their names here."""
+        return given
+
     @property
     @abstractmethod
     def best(self) -> int | None:
@@ -276,6 +281,29 @@ class Asked(BaseModel):
         ours = {"tokens": len(chunk.token_ids), "accepted": accepted}
         return {"index": index, **said, "logprobs": scores, "finish_reason": reason, **ours}
 
+    def begin(self, number: int) -> list[str]:
+        """Return the events with which a stream begins."""
+        return []
+
+    def part(self, number: int, choice: dict) -> list[str]:
+        """Return the events of a piece of an answer (`delta`)."""
+        return [event(self.head(number, part=True) | {"choices": [choice]})]
+
+    def end(self, number: int, prompts: Sequence, results: list[Result]) -> list[str]:
+        """Return the events with which a stream ends."""
+        found = ["data: [DONE]\n\n"]
+        if self.stream_options.get("include_usage"):
+            usage = {"choices": [], "usage": self.usage([*prompts], results)}
+            found.insert(0, event(self.head(number, part=True) | usage))
+        return found
+
+    def body(
+        self, number: int, prompts: Sequence, results: list[Result], choices: list[str]
+    ) -> str:
+        """Return the answers as one body; `choices` are JSON (`choice`)."""
+        head = self.head(number, part=False) | {"usage": self.usage([*prompts], results)}
+        return f'{json.dumps(head)[:-1]}, "choices": [{", ".join(choices)}]}}'
+
     def usage(self, prompts: list[list[int]], results: list[Result]) -> dict:
         """Return the answers' cost; target passes and acceptance length are our own fields."""
         prompt = sum(map(len, prompts[:: self.n]))
@@ -352,6 +380,11 @@ class Completion(Asked):
 class Detokenize(BaseModel):
     """A request to /detokenize."""
 
+    @classmethod
+    def fields(cls, given: Any) -> Any:
+        """Return the fields of a body's request."""
+        return given
+
     model_config = Asked.model_config
 
     model: Annotated[str, Field(description="a text")] = ""
@@ -371,7 +404,7 @@ def read(
 
     `defaults` are the sampling parameters that it has where it names none.
     """
-    asked = _checked(parsed(body), kind, models)
+    asked = _checked(kind.fields(parsed(body)), kind, models)
     if isinstance(asked, Asked):
         asked._defaults = defaults or {}
     return asked
@@ -450,6 +483,11 @@ def _refuse_constant(name: str) -> NoReturn:
 def finish(reason: str) -> str:
     """Return the protocol's word for why an answer ended."""
     return "length" if reason == "length" else "stop"
+
+
+def event(content: dict) -> str:
+    """Return a server-sent event."""
+    return f"data: {json.dumps(content)}\n\n"
 
 
 def failure(message: str, kind: str, code: int | str, param: str | None = None) -> dict:

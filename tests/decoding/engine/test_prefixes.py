@@ -111,6 +111,24 @@ def test_a_prompt_that_is_known_whole(dtype):
     assert sampler.prefixes.reused == 2 * 48
 
 
+def test_all_samplers_of_a_server_read_prompts_in_the_same_parts(monkeypatch):
+    """Else rounding would tell a drafter that keeps nothing from plain decoding."""
+    widths = {}
+    for name, sampler in makes().items():
+        sampler.prefixes, seen = Prefixes(10**9, PART), []
+        right = type(sampler.target).forward
+
+        def forward(self, *args, right=right, seen=seen, **kwargs):
+            seen.append(kwargs["input_ids"].shape[1])
+            return right(self, *args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(sampler.target), "forward", forward)
+            sampler.begin(*sampler.start(SYSTEM))
+        widths[name] = seen[:4]
+    assert [*widths.values()] == [[16, 16, 16, 11]] * len(widths), widths
+
+
 def test_the_passes_that_are_left_have_the_same_bits():
     """In bfloat16 too, logits after a prompt are those of a prompt that was read whole."""
     model = texts.target(hidden=64).bfloat16()
