@@ -70,6 +70,8 @@ def read_options(argv: list[str]) -> Serve:
 
 check_first(__name__, read_options)
 
+from decoding.drafting.block_sampler import BlockSampler
+from decoding.drafting.pace import Pace
 from decoding.engine.defaults import model_defaults, told
 from decoding.engine.prefixes import PART, Prefixes
 from decoding.engine.sampler import Sampler
@@ -103,6 +105,9 @@ def run(argv: list[str]) -> None:
     samplers = {name: sampler}
     if sampler.bench == "decoding.bench" and not isinstance(sampler, PlainSampler):
         samplers[PLAIN] = PlainSampler(sampler.target, sampler.tokenizer)
+    forced = any(knob.startswith("fastest=") for knob in s.sampler)
+    if isinstance(sampler, BlockSampler) and not forced:
+        sampler.pace = Pace()
     if s.prefix_gb:
         prefixes = Prefixes(int(1e9 * s.prefix_gb), min(PART, s.prefill_tokens))
         for each in samplers.values():
@@ -149,7 +154,8 @@ def notes(sampler: Sampler, defaults: dict[str, Any]) -> list[str]:
     """Return what is said of a model at the start: types, defaults, temperatures without drafts."""
     usual = SamplingParams(**defaults)
     found = [packed.told(sampler.target), told(defaults) if defaults else ""]
-    found += [sampler.told(replace(usual, temperature=t)) for t in (0.0, usual.temperature)]
+    if getattr(sampler, "pace", None) is None:
+        found += [sampler.told(replace(usual, temperature=t)) for t in (0.0, usual.temperature)]
     return [line for line in dict.fromkeys(found) if line]
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from time import perf_counter
 from typing import Any, Literal
 
 import torch
@@ -20,6 +21,7 @@ from decoding.drafting import markov as markov_file
 from decoding.drafting.bigrams import Bigrams
 from decoding.drafting.block_drafter import BlockDrafter, for_requests, nearest, numbered
 from decoding.drafting.chain import Chain
+from decoding.drafting.pace import Pace
 from decoding.drafting.ranked_tree import RankedTree
 from decoding.drafting.tree_limits import MAX_NODES
 from decoding.engine import vocabulary
@@ -60,7 +62,11 @@ class BlockSampler(BlockDrafter):
 
     Attributes:
         chain, tree: How drafts are made and verified: `tree` for `verify=tree`, `chain` otherwise.
+        pace: Where there is one, it chooses between drafts and none as it measures them, wherever
+            that changes no text.
     """
+
+    pace: Pace | None = None
 
     rules: tuple[str, ...] = VERIFY
     chains = True
@@ -144,7 +150,20 @@ class BlockSampler(BlockDrafter):
 
     def cycle(self, batch: Batch, params: SamplingParams) -> tuple[Tensor, Tensor]:
         """Draft, verify in one target pass, and emit the accepted tokens and one more."""
-        way = self.way(len(batch.requests), params)
+        requests = len(batch.requests)
+        way = self.way(requests, params)
+        if self.pace is None or not params.keyed or params.block_size is not None:
+            return self.taken(way, batch, params)
+        drafting = "tree" if self.drafting(params) is self.tree else "chain"
+        ways = "plain", drafting if way == "plain" else way
+        course = self.pace.course(requests, (params.temperature,), ways, way)
+        started, way = perf_counter(), course.way
+        tokens, counts = self.taken(way, batch, params)
+        course.add(way, int(counts.sum()), perf_counter() - started)
+        return tokens, counts
+
+    def taken(self, way: str, batch: Batch, params: SamplingParams) -> tuple[Tensor, Tensor]:
+        """Run a cycle in one of WAYS."""
         if way == "plain":
             return self.undrafted(batch, params)
         return (self.tree if way == "tree" else self.chain).cycle(self, batch, params)

@@ -254,7 +254,7 @@ class TestHome:
             assert parse(f"model={text}").model == value
 
     def test_every_text_of_every_command_is_read_so(self):
-        asides = {"prompt", "system", "stop", "message", "api_key"}  # texts that are no paths
+        asides = {"prompt", "system", "stop", "message", "api_key", "grammar"}  # no paths
         found = set()
         for kind in option_classes():
             needed = [f"{f.name}=x" for f in fields(kind) if f.default is NEEDED]
