@@ -2,11 +2,11 @@
 
     python -m tests.load model=runs/deer_stage2/export minutes=10 clients=32
 
-Mixed lengths and temperatures from 12 seeds; 10% are cut off after their first piece, 5% are
-malformed. In every other of ten parts of the time 5% more clients keep half requests and unread
-streams open, and send what is large and senseless: others' times may grow by a tenth at the most.
-At the end every kind of request is asked again, alone, and SIGTERM must end the server within its
-grace, whoever holds a connection.
+Mixed lengths and temperatures from 12 seeds; 20% match a grammar, 20% must call a tool, 10% are cut
+off after their first piece, 5% are malformed. In every other of ten parts of the time 5% more
+clients keep half requests and unread streams open, and send what is large and senseless: others'
+times may grow by a tenth at the most. At the end every kind of request is asked again, alone, and
+SIGTERM must end the server within its grace, whoever holds a connection.
 """
 
 import asyncio
@@ -14,14 +14,19 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
-from tests.support.load import measured, wrong
+from tests.support.load import TEMPLATE, measured, wrong
 
 
-def main() -> None:
+def main(folder: str) -> None:
     """Start the server, load it, and print what came of it; status 1 where a text was another."""
     given = dict(pair.partition("=")[::2] for pair in sys.argv[1:])
     minutes, clients = float(given.pop("minutes", 10)), int(given.pop("clients", 32))
+    template = Path(folder, "template.jinja")
+    template.write_text(TEMPLATE)
+    given.setdefault("chat_template", str(template))
     command = [sys.executable, "-m", "decoding.serve", "port=0", "dtype=float32"]
     process = subprocess.Popen(
         [*command, *(f"{k}={v}" for k, v in given.items())], stdout=subprocess.PIPE, text=True
@@ -37,4 +42,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory() as made:
+        main(made)

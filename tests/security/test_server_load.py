@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.support.load import measured, wrong
+from tests.support.load import TEMPLATE, measured, wrong
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("forked")]
 MEASURED = {
@@ -22,10 +22,12 @@ MEASURED = {
 }
 
 
-def test_a_few_seconds_under_attack(lab):
+def test_a_few_seconds_under_attack(lab, tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATE)
     command = [sys.executable, "-m", "decoding.serve", f"model={lab.fit('deer_stage1')}"]
     process = subprocess.Popen(
-        [*command, "port=0", "dtype=float32", "at_once=4", "grace=5"],
+        [*command, "port=0", "dtype=float32", "at_once=4", "grace=5", f"chat_template={template}"],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         text=True,

@@ -25,6 +25,26 @@ HOSTILE = (
     f"{HEAD}Content-Length: {len(PROMPTLESS)}\r\n\r\n{PROMPTLESS}",
     f"{HEAD}Transfer-Encoding: chunked\r\n\r\n" + "1\r\n \r\n" * 10_000,
 )
+FORMS = (  # what a fifth of the answers match
+    {"choice": ["yes", "no", "it depends"]},
+    {"regex": "[a-z]{1,8}( [a-z]{1,8}){0,5}[.]"},
+    {
+        "json": {
+            "type": "object",
+            "properties": {"name": {"enum": ["a", "b"]}, "size": {"type": "integer"}},
+            "required": ["name", "size"],
+            "additionalProperties": False,
+        }
+    },
+)
+TOOL = {  # that another fifth must call
+    "type": "function",
+    "function": {"name": "area", "parameters": {**FORMS[2]["json"], "required": ["name"]}},
+}
+TEMPLATE = (  # short, as small models have room for few tokens
+    "{% if tools %}{{ tools[0].function.name }}: <tool_call>{% endif %}"
+    "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+)
 NONSENSE = ("{", '{"prompt": 3}', '{"prompt": "a", "max_tokens": -1}', "\0")
 
 
@@ -51,6 +71,12 @@ class Load:
     def attacked(self) -> bool:
         """Whether this is a part of the time with hostile clients."""
         return int((time.monotonic() - self.begun) / self.part) % 2 == 1
+
+    def of(self, body: dict) -> str:
+        """The address for a request."""
+        return self.address.replace(
+            "/completions", "/chat/completions" if "tools" in body else "/completions"
+        )
 
     async def hostile(self, number: int) -> None:
         """Attack the server in the parts of the time that are for it."""
@@ -82,6 +108,11 @@ class Load:
                 "max_tokens": draw.choice((4, 16, 40, 80)),
                 "temperature": draw.choice((0, 1)),
             }
+            if 0.2 < kind < 0.4:
+                body["structured_outputs"] = draw.choice(FORMS)
+            elif 0.4 < kind < 0.6:
+                asked = {"role": "user", "content": body.pop("prompt")}
+                body |= {"messages": [asked], "tools": [TOOL], "tool_choice": "required"}
             try:
                 await self.ask(http, body, cut=kind < 0.15)
             except (httpx.HTTPError, AssertionError) as error:
@@ -90,15 +121,15 @@ class Load:
     async def ask(self, http: httpx.AsyncClient, body: dict, cut: bool) -> None:
         """One request, as a stream."""
         last, text, begun = time.monotonic(), "", False
-        async with http.stream("POST", self.address, json={**body, "stream": True}) as reply:
-            assert reply.status_code == 200, reply.status_code
+        async with http.stream("POST", self.of(body), json={**body, "stream": True}) as reply:
+            assert reply.status_code == 200, await reply.aread()
             async for line in reply.aiter_lines():
                 if not line.startswith("data: {"):
                     continue
                 got, now = json.loads(line[6:]), time.monotonic()
                 assert "error" not in got, got
                 (self.between if begun else self.first)[self.attacked].append(now - last)
-                last, begun, text = now, True, text + got["choices"][0]["text"]
+                last, begun, text = now, True, text + said(got["choices"][0])
                 if cut:
                     self.counts["cut off"] += 1
                     return
@@ -128,8 +159,8 @@ async def measured(
         )
         other = []
         for body, texts in load.texts.items():
-            reply = await http.post(load.address, json=json.loads(body))
-            alone = reply.json()["choices"][0]["text"]
+            reply = await http.post(load.of(json.loads(body)), json=json.loads(body))
+            alone = said(reply.json()["choices"][0])
             other += [body for text in texts if text != alone]
     begun = time.monotonic()
     process.terminate()
@@ -150,6 +181,15 @@ async def measured(
         "seconds from SIGTERM to its end": round(ending, 1),
         "MiB at the start, after a minute, at the end": [memory[0], after_a_minute, memory[-1]],
     }
+
+
+def said(choice: dict) -> str:
+    """The text of a choice or of a piece of one, and the calls in it."""
+    if "text" in choice:
+        return choice["text"]
+    message = choice.get("message", choice.get("delta"))
+    calls = [call["function"] for call in message.get("tool_calls", [])]
+    return (message.get("content") or "") + "".join(f"{c['name']}{c['arguments']}" for c in calls)
 
 
 def quantiles(seconds: list[float]) -> list[float]:
