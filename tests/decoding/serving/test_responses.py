@@ -5,7 +5,7 @@ import json
 import pytest
 from openai import BadRequestError, OpenAI
 
-from tests.decoding.serving.test_tools import ADD, HERMES, TOOLS, served
+from tests.support.tools import ADD, HERMES, TOOLS, served
 
 pytest.importorskip("llguidance")
 
