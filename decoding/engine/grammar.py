@@ -57,12 +57,7 @@ class Grammars:
         return Constraint(start, matcher, least, [*self._ends()], self._vocabulary)
 
     def _read(self, tokenizer: PreTrainedTokenizerBase) -> Any:
-        try:
-            from llguidance.hf import from_tokenizer
-        except ImportError as error:
-            raise ValueError(
-                "structured output needs llguidance: pip install 'parade[serve]'"
-            ) from error
+        library = _library()
         if not (ends := [*self._ends()]):
             raise ValueError(
                 "a grammar needs a model with a token that ends an answer: this one has no token "
@@ -70,37 +65,44 @@ class Grammars:
             )
         size = max(self._vocabulary, len(tokenizer))
         try:
-            return from_tokenizer(tokenizer, n_vocab=size, eos_token=ends)
+            return library.hf.from_tokenizer(tokenizer, n_vocab=size, eos_token=ends)
         except ValueError as error:
             raise ValueError(f"this model's tokenizer takes no grammars: {error}") from error
 
     def _compile(self, grammar: str) -> Any:
-        from llguidance import LLMatcher, LLParserLimits
-
+        library = _library()
         if len(grammar) > LONGEST:
             raise ValueError(f"the grammar has {len(grammar)} characters, more than {LONGEST}")
-        limits = LLParserLimits(verbose_errors=False)
-        found = LLMatcher(self._tokens, _read_text(grammar), log_level=0, limits=limits)
+        limits = library.LLParserLimits(verbose_errors=False)
+        found = library.LLMatcher(self._tokens, _read_text(grammar), log_level=0, limits=limits)
         if found.is_error():
             reason = " ".join(found.get_error().split())[:200]
             raise ValueError(f"the grammar {grammar[:60]!r} is not allowed: {reason}")
         return found
 
 
+def _library() -> Any:
+    """Return llguidance, which a drafter's bundle for transformers does without."""
+    try:
+        import llguidance
+        import llguidance.hf
+    except ImportError as error:
+        raise ValueError("a grammar needs llguidance: pip install 'parade[serve]'") from error
+    return llguidance
+
+
 def _read_text(grammar: str) -> str:
     """Return llguidance's form of a JSON schema, a regular expression or a Lark grammar."""
-    from llguidance import LLMatcher
-
-    text = grammar.strip()
+    matcher, text = _library().LLMatcher, grammar.strip()
     if text.startswith("{"):
         try:
             schema = json.loads(text)
         except ValueError as error:
             raise ValueError(f"the grammar {text[:60]!r} is no JSON schema: {error}") from error
-        return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": SPACE})
+        return matcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": SPACE})
     if len(text) > 1 and text[0] == text[-1] == "/":
-        return LLMatcher.grammar_from_regex(text[1:-1])
-    return LLMatcher.grammar_from_lark(grammar)
+        return matcher.grammar_from_regex(text[1:-1])
+    return matcher.grammar_from_lark(grammar)
 
 
 class Constraint:

@@ -265,7 +265,7 @@ WRONG = [
     ({"prompt": "a", "logprobs": False}, 400, "an integer from 0 to 20"),
     ({"prompt": "a", "echo": True, "stream": True}, 400, "a stream has no echo"),
     ({"prompt": "a", "top_logprobs": 1}, 400, "unknown field 'top_logprobs'"),
-    ({"prompt": "a", "presence_penalty": 1}, 400, "presence_penalty=1 is not offered"),
+    ({"prompt": "a", "typical_p": 0.5}, 400, "typical_p=0.5 is not offered"),
     ({"prompt": [["a"]]}, 400, "it must be a text, token ids"),
     ({"prompt": [[[1]]]}, 400, "it must be a text, token ids"),
     ({"prompt": "\ud800"}, 400, "no JSON"),
