@@ -12,6 +12,7 @@ from dataclasses import dataclass
 TRIAL = 4  # cycles in a row; the first one is not counted: a drafter may have to catch up
 SOON, LATE = 100, 400  # cycles until the slower way is tried again: nearly as fast, and others
 NEARLY = 1.3  # times as fast
+HOPELESS = 2  # times as slow: a trial ends
 MEMORY = 0.95  # weight of what was measured, a cycle later
 
 
@@ -43,11 +44,12 @@ class Course:
 
     Args:
         ways: What there is to choose from, two, and what is taken first.
+        until: Cycles until the other's turn.
     """
 
-    def __init__(self, ways: Sequence[str], first: str):
+    def __init__(self, ways: Sequence[str], first: str, until: int = TRIAL):
         self.way, self._rates = first, {way: Rate() for way in ways}
-        self._taken, self._until = 0, TRIAL  # cycles with this way, and until the other's turn
+        self._taken, self._until = 0, until  # cycles with this way, and until the other's turn
 
     def add(self, way: str, tokens: int, seconds: float) -> None:
         """Note a cycle, and choose the next one's way."""
@@ -56,9 +58,11 @@ class Course:
         self._taken += 1
         if self._taken > 1:
             self._rates[way].add(tokens, seconds)
-        if self._taken < self._until:
-            return
         (other,) = self._rates.keys() - {way}
+        tried = self._until == TRIAL and self._rates[way].known and self._rates[other].known
+        lost = tried and HOPELESS * self._rates[way].speed < self._rates[other].speed
+        if self._taken < self._until and not lost:
+            return
         if not self._rates[other].known or self._until != TRIAL:
             self._turn(other, TRIAL)  # a trial of the other
             return
@@ -66,6 +70,11 @@ class Course:
         slower = min(rate.speed for rate in self._rates.values())
         near = self._rates[best].speed < NEARLY * slower
         self._turn(best, SOON if near else LATE)
+
+    @property
+    def plain(self) -> bool:
+        """Return whether drafts were found not to pay."""
+        return self.way == "plain" and all(rate.known for rate in self._rates.values())
 
     def _turn(self, way: str, cycles: int) -> None:
         self._taken = 0 if way != self.way else 1
@@ -79,8 +88,17 @@ class Pace:
         self._courses: dict[tuple, Course] = {}
 
     def course(self, requests: int, kind: tuple, ways: Sequence[str], first: str) -> Course:
-        """Return the course of so many requests of a kind, to the next power of two."""
-        key = (max(requests - 1, 0).bit_length(), *kind, *ways)
-        if key not in self._courses:
-            self._courses[key] = Course(ways, first)
-        return self._courses[key]
+        """Return the course of so many requests of a kind, to the next power of two.
+
+        Drafts that do not pay for fewer requests are not tried soon for more: a wider pass costs
+        more, and so does a trial.
+        """
+        size, of = max(requests - 1, 0).bit_length(), (*kind, *ways)
+        if (size, *of) not in self._courses:
+            fewer = (self._courses.get((n, *of)) for n in range(size))
+            hopeless = first == "plain" or any(
+                course is not None and course.plain for course in fewer
+            )
+            new = Course(ways, "plain", LATE) if hopeless else Course(ways, first)
+            self._courses[size, *of] = new
+        return self._courses[size, *of]

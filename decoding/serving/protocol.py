@@ -270,7 +270,8 @@ class Asked(BaseModel):
     ) -> dict[str, Any]:
         """Return a piece of an answer; the number of its tokens and its drafts are our own fields.
 
-        `accepted` are its accepted drafts, None for a model of masked tokens. The last piece has
+        `accepted` are its accepted drafts, None for a model of masked tokens, none in a piece that
+        is not one text. The last piece has
         the `scores` of the whole answer; `first` is its answer's first.
         """
         last = chunk.result is not None
@@ -278,6 +279,8 @@ class Asked(BaseModel):
         reason = None if chunk.result is None else finish(chunk.result.finish_reason)
         if last and called:
             reason = "tool_calls"
+        if accepted and chunk.text not in (said.get("text"), said.get("delta", {}).get("content")):
+            accepted = []  # its text is told in parts: a thought, calls
         ours = {"tokens": len(chunk.token_ids), "accepted": accepted}
         return {"index": index, **said, "logprobs": scores, "finish_reason": reason, **ours}
 

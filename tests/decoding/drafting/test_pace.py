@@ -31,7 +31,7 @@ def test_the_faster_way_is_taken_nearly_always(faster, first, ratio):
     taken = run(Course(("plain", "chain"), first), 1000, speeds)
     assert taken[0] == first
     again = SOON if ratio < 1.3 else LATE
-    assert TRIAL <= 1000 - taken.count(faster) <= TRIAL * (2 + 1000 / again)
+    assert 2 <= 1000 - taken.count(faster) <= TRIAL * (2 + 1000 / again)
     assert {*taken[3 * TRIAL : 90]} == {faster}
 
 
@@ -50,6 +50,18 @@ def test_a_cycle_after_a_change_is_not_counted():
     course.add("chain", 10, 1000.0)
     run(course, TRIAL - 1, {"plain": 1.0, "chain": 2.0})
     assert course.way == "chain"
+
+
+def test_a_trial_that_costs_much_is_short_and_not_made_for_more_requests():
+    course = Course(("plain", "chain"), "plain")
+    taken = run(course, 60, {"plain": 1.0, "chain": 0.2})
+    assert taken.count("chain") == 2  # one that is not counted, and one
+    pace, given = Pace(), ((0.0,), ("plain", "chain"), "chain")
+    run(pace.course(4, *given), 20, {"plain": 1.0, "chain": 0.5})
+    assert run(pace.course(30, *given), LATE, {"plain": 1.0, "chain": 0.5}).count("chain") == 0
+    assert pace.course(2, *given).way == "chain"  # of fewer nothing is known
+    calibrated = Pace().course(16, (0.0,), ("plain", "chain"), "plain")
+    assert run(calibrated, LATE, {"plain": 1.0, "chain": 0.5}).count("chain") == 0
 
 
 class Wild(Pace):

@@ -62,6 +62,10 @@ def test_a_stream_has_the_same_calls(client):
     with client.chat.completions.stream(messages=ASK, **LONG, **given) as stream:
         for _ in stream:
             pass
+    pieces = client.chat.completions.create(messages=ASK, stream=True, **LONG, **given)
+    for choice in (piece.choices[0] for piece in pieces):  # accepted parts are of the text shown
+        length = len(choice.delta.content or "")
+        assert all(end <= length for _, end in choice.model_extra["accepted"])
     found = stream.current_completion_snapshot.choices[0]
     assert found.finish_reason == whole.finish_reason == "tool_calls"
     ours, theirs = ([c.function for c in m.message.tool_calls] for m in (found, whole))
