@@ -1,9 +1,10 @@
 """Tokens a second and waiting times of a server, by how many clients ask at once.
 
-    python -m decoding.serve model=org/drafter at_once=32
+    python -m decoding.serve model=org/drafter at_once=32 prefix_gb=0
     python examples/clients.py http://127.0.0.1:8000/v1 prompts.jsonl
 
-The models of the server take turns; `prompts.jsonl` has a `prompt` in each line.
+The models of the server take turns with the same prompts, so none is kept for the next model;
+`prompts.jsonl` has a `prompt` in each line.
 """
 
 import json
