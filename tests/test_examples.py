@@ -47,10 +47,11 @@ READS = re.compile(r"^# Reads: +(.+)\n# +of (sh|make) (\S+)$", re.MULTILINE)
 DEFINITION = re.compile(
     r"^\s*(?:export |readonly )?(?:for (\w+) in |(\w+)\(\) |([A-Za-z_]\w*)=)", re.MULTILINE
 )
-# Writes its arguments on one line, each ended by the unit separator.
+# Writes its arguments on one line, each ended by the unit separator; all at once, as a script may
+# call it in parallel.
 FAKE_PYTHON = """#!/bin/sh
-printf '%s\\037' "$@" >>"$CALLS"
-echo >>"$CALLS"
+line=$(printf '%s\\037' "$@")
+printf '%s\\n' "$line" >>"$CALLS"
 exit {}
 """
 
