@@ -64,7 +64,7 @@ def test_drafts_have_the_plain_distribution_under_a_grammar(form, rule, monkeypa
     assert distance(sampler, params) > 1e-3  # negative control: the token before is forgotten
 
 
-# Of each prompt: a grammar over letters, the eleventh of which ends an answer, or none.
+# The grammar of each prompt, or None; the vocabulary is letters, and the last one ends an answer.
 GRAMMARS = ["/[a-d]{3}(ef|g)*/", None, "/(ab|cd|ehg)+/", "/[a-k]{1,9}/", "/abcdefgh/"]
 OWN = [SamplingParams(max_new_tokens=10, grammar=g, min_tokens=5 * (g is None)) for g in GRAMMARS]
 
@@ -129,7 +129,7 @@ def test_answers_match_their_grammars():
 
 
 def test_forced_tokens_are_drafted():
-    """What only one token may follow needs no drafter that knows it."""
+    """Where only one token is allowed, the tree drafts it, whatever the drafter knows."""
     sampler = readable(dflash(target(), 4))
     params = SamplingParams(max_new_tokens=9, verify="tree", temperature=0, grammar="/abcdefgh/")
     (found,) = sampler.generate([PROMPTS[1]], params)
