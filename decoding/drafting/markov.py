@@ -35,18 +35,14 @@ class MarkovScores:
         self.head, n = head.to(device), len(head.markov_w2.weight)
         self._tokens = len(head.markov_w1.weight)  # none is generated after these but padding
         check_vocabulary(self._tokens, vocabulary)
-        before = self.head.markov_w1.weight
         if draft_ids is None:
             check_vocabulary(n, vocabulary)
             draft_ids = torch.arange(min(n, vocabulary), device=device)
-            self._before = before[: len(draft_ids)]
         elif len(draft_ids) != n:
             raise ValueError(
                 f"the Markov head is of {n} tokens and the drafter of {len(draft_ids)}: they are "
                 "not of one export"
             )
-        else:
-            self._before = before[draft_ids]  # once: each tree needs them
         self.ids, self._vocabulary = draft_ids, vocabulary
 
     def following(self, tokens: Tensor) -> Tensor:
@@ -57,8 +53,9 @@ class MarkovScores:
 
     def pairs(self, temperature: float) -> Pairs:
         """Return the additions over the head's own tokens, for logits divided by a temperature."""
+        before = self.head.markov_w1.weight[self.ids]
         after = self.head.markov_w2.weight[: len(self.ids)]
-        return Pairs(self._before, after, 1 / (temperature or 1))
+        return Pairs(before, after, 1 / (temperature or 1))
 
 
 def stored(head: MarkovHead) -> bytes:
