@@ -4,6 +4,7 @@ Chains are drafted token by token from the conditional distributions and verifie
 draft tree a node's parent is known, so they rank its children.
 """
 
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -51,11 +52,15 @@ class MarkovScores:
         everywhere = scores.new_zeros(*tokens.shape, self._vocabulary)
         return everywhere.index_copy_(-1, self.ids, scores)
 
+    @cached_property
+    def _before(self) -> Tensor:
+        # Picked at the first tree: where a sampler is made the head may still be in shards.
+        return self.head.markov_w1.weight[self.ids]
+
     def pairs(self, temperature: float) -> Pairs:
         """Return the additions over the head's own tokens, for logits divided by a temperature."""
-        before = self.head.markov_w1.weight[self.ids]
         after = self.head.markov_w2.weight[: len(self.ids)]
-        return Pairs(before, after, 1 / (temperature or 1))
+        return Pairs(self._before, after, 1 / (temperature or 1))
 
 
 def stored(head: MarkovHead) -> bytes:
