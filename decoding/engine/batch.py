@@ -51,6 +51,7 @@ class Batch:
         expected: Rows once others have joined, for which caches reserve memory.
         chunk: The most tokens of a row that one pass prefills; None: all.
         between: Called after each of these passes.
+        reused: Tokens of its one prompt that the target did not read (`engine.prefixes`).
     """
 
     def __init__(self, prompts: list[list[int]], capacity: int, randomness: Randomness, device):
@@ -69,6 +70,7 @@ class Batch:
         self.expected = 0
         self.chunk: int | None = None
         self.between: Callable[[], None] = lambda: None
+        self.reused = 0
 
     def append(self, tokens: Tensor, counts: Tensor) -> None:
         """Commit the first counts [B] of tokens [B, m] to each row."""

@@ -190,6 +190,7 @@ class Stats:
         target_passes, drafter_passes: Forwards that the request took part in, without the prefill.
         target_s, drafter_s: Seconds in these forwards, prefill included.
         sampler_s: Seconds in everything else.
+        reused: Tokens of the prompt that the target did not read again (`engine.prefixes`).
         lossy: The option that changes the distribution, such as 'tolerance=0.05'; '' if lossless.
     """
 
@@ -201,6 +202,7 @@ class Stats:
     target_s: float = 0.0
     drafter_s: float = 0.0
     sampler_s: float = 0.0
+    reused: int = 0
     lossy: str = ""
 
     @property

@@ -189,7 +189,8 @@ class Running:
         shared = sampler.tokenizer, self.lossy_reason
         for request, prompt, own in zip(requests, prompts, params):
             context = prompt if sampler.continues else ()
-            self.answers[request] = Answer(request, prompt, own, *shared, context)
+            answer = Answer(request, prompt, own, *shared, context)
+            answer.stats.reused, self.answers[request] = fresh.reused, answer
             self._before[request] = passes, before, self._seconds
         self._first += first
         self._seconds += time.perf_counter() - started - paused

@@ -266,6 +266,7 @@ class Sampler(ABC):
         first, part = 0, batch.chunk
         if self.prefixes is not None:  # also of those that keep none: all read prompts alike
             first, part = self.restored(batch, network), self.prefixes.part
+            batch.reused = first if name == "target" else batch.reused
             if first == width:
                 return ()
         found, whole = [], (x[:, first:] for x in (batch.tokens[:, :width], positions, padding))

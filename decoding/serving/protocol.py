@@ -312,8 +312,10 @@ class Asked(BaseModel):
         prompt = sum(map(len, prompts[:: self.n]))
         tokens = sum(len(r.token_ids) for r in results)
         passes = sum(len(r.stats.emitted) for r in results)
+        reused = sum(r.stats.reused for r in results[:: self.n])
         return {
             "prompt_tokens": prompt,
+            "prompt_tokens_details": {"cached_tokens": reused},
             "completion_tokens": tokens,
             "total_tokens": prompt + tokens,
             "target_passes": passes,

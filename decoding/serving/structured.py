@@ -21,9 +21,7 @@ def _regex(given: Any) -> str:
 
 
 def _choice(given: Any) -> str:
-    if not isinstance(given, list) or not given or not all(given):
-        raise ValueError("a choice is a list of texts")
-    if not all(isinstance(text, str) for text in given):
+    if not isinstance(given, list) or not given or not all(isinstance(x, str) and x for x in given):
         raise ValueError("a choice is a list of texts")
     return f"start: {' | '.join(json.dumps(text, ensure_ascii=False) for text in given)}"
 

@@ -38,8 +38,9 @@ def test_requests_are_counted_timed_and_logged(caplog):
         TestClient(server.app()) as http,
         caplog.at_level(logging.INFO, requests_log.name),
     ):
-        for _ in range(2):
-            assert http.post("/v1/completions", json=ask).status_code == 200
+        for reused in (0, 32):  # whole parts of 47 tokens
+            usage = http.post("/v1/completions", json=ask).json()["usage"]
+            assert usage["prompt_tokens_details"] == {"cached_tokens": reused}
         text = http.get("/metrics").text
     for line in text.splitlines():
         assert re.fullmatch(r'# TYPE \S+ \w+|\w+:\w+({\w+="[^"]+"})? [\d.e+-]+', line), line
@@ -49,7 +50,7 @@ def test_requests_are_counted_timed_and_logged(caplog):
     assert values["vllm:e2e_request_latency_seconds_count"] == "2"
     assert values["vllm:request_queue_time_seconds_count"] == "2"
     assert int(values["vllm:inter_token_latency_seconds_count"]) == 8
-    assert int(values["vllm:prefix_cache_hits_total"]) == 32  # whole parts of 47, once
+    assert int(values["vllm:prefix_cache_hits_total"]) == 32
     assert int(values["parade:prefix_cache_bytes"]) > 0
     lines = [json.loads(record.message) for record in caplog.records]
     assert [line["request"] for line in lines] == [0, 1]

