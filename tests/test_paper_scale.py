@@ -8,6 +8,7 @@ weights from their published sizes, and of data sets only the published number o
 
 import inspect
 import re
+import shlex
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -45,6 +46,11 @@ MODELS = {
         "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936,
         "tie_word_embeddings": True,
     }),
+    "fredzzp/open-dcoder-0.5B": ("qwen2", {
+        "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+        "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    }),
     "Qwen/Qwen2.5-Coder-7B-Instruct": ("qwen2", {
         "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
         "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
@@ -55,11 +61,11 @@ MODELS = {
 }  # fmt: skip
 # Their published numbers of parameters, in billions: what is built from the sizes must have them.
 BILLIONS = {"Qwen/Qwen3-30B-A3B": 30.5, "Qwen/Qwen3-8B": 8.2, "Qwen/Qwen2.5-0.5B-Instruct": 0.49,
-            "Qwen/Qwen2.5-Coder-7B-Instruct": 7.61, "xlnet/xlnet-base-cased": 0.117}  # fmt: skip
+            "fredzzp/open-dcoder-0.5B": 0.49, "Qwen/Qwen2.5-Coder-7B-Instruct": 7.61, "xlnet/xlnet-base-cased": 0.117}  # fmt: skip
 # Of recipes that start from another one's export.
 STARTS = {
-    "deer_stage1": "Qwen/Qwen2.5-0.5B-Instruct",
-    "deer_stage2": "Qwen/Qwen2.5-0.5B-Instruct",
+    "deer_stage1": "fredzzp/open-dcoder-0.5B",
+    "deer_stage2": "fredzzp/open-dcoder-0.5B",
     "deer_math_stage1": "Qwen/Qwen2.5-0.5B-Instruct",
     "deer_math_stage2": "Qwen/Qwen2.5-0.5B-Instruct",
     "pcllm_round2": "Qwen/Qwen2.5-Coder-7B-Instruct",
@@ -349,8 +355,8 @@ STATEMENTS = [
     *said("deer_stage2", "DEER appendix A, code", epochs=1, optimization__lr=5e-5, devices=8,
           data__train__prompts=100_000, data__corruption__length=96, module__alpha=1.01,
           module__soft=0.0),
-    *said("diffusion_adapt", "DEER 4.6 and appendix A", epochs=40,
-          data__train__source="stingning/ultrachat"),
+    *said("diffusion_adapt", "DEER 4.1 and appendix A, code",
+          network__source__path="fredzzp/open-dcoder-0.5B", module__shifted=True),
     *said("deer_math_stage1", "DEER appendix A, math", epochs=5, optimization__lr=1e-4, devices=8),
     *said("deer_math_stage2", "DEER appendix A, math", epochs=1, optimization__lr=1e-4, devices=8,
           data__corruption__length=96, data__corruption__schedule__shortest=1, module__alpha=1.01),
@@ -445,6 +451,15 @@ def test_round_2_is_collected_in_the_blocks_of_the_paper():
     config = recipe_at_paper_scale("pcllm_round2")
     (command,) = (need.command for need in config.needs if "trajectories" in need.path)
     assert "collector.block_size=32" in command  # pcLLM 4.1
+
+
+def test_the_math_drafter_is_converted_as_in_the_paper():
+    config = recipe_at_paper_scale("deer_math_stage1")
+    (command,) = (need.command for need in config.needs if need.path == config.drafter)
+    made = compose(shlex.split(command)[3:], "fit")  # DEER 4.6
+    assert made.network.source.path == "Qwen/Qwen2.5-0.5B-Instruct"
+    assert (made.trainer.max_epochs, made.data.train.source) == (40, "stingning/ultrachat")
+    assert not made.module.shifted
 
 
 def test_every_recipe_of_a_paper_has_a_statement():

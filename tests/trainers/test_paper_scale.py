@@ -91,8 +91,8 @@ def test_the_math_drafter_learns_from_both_collections(hub):
     target, runs = f"target={hub / 'target'}", f"runs={hub / 'math'}"
     fit(
         compose(
-            [*arguments(hub, "diffusion_adapt", "chats.jsonl"), *BLOCKS, target, runs,
-             f"network.source.path={hub / 'source'}"], "fit",
+            [*arguments(hub, "diffusion_adapt", "chats.jsonl"), *BLOCKS, target, runs, "name=math",
+             "module.shifted=false", f"network.source.path={hub / 'source'}"], "fit",
         )
     )  # fmt: skip
     for more in ([], ["name=sharegpt", "seed=1"]):
