@@ -1,11 +1,24 @@
 """The parts of an answer's text that are accepted drafts."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from decoding.engine.detokenize import HALF, Detokenizer
 from decoding.engine.params import Chunk, Stats
+
+
+class Accepted(NamedTuple):
+    """The accepted drafts of one chunk.
+
+    Attributes:
+        parts: [start, end] of each part of its text, in characters.
+        counts: Accepted drafts of each of its passes.
+    """
+
+    parts: list[list[int]]
+    counts: list[int]
 
 
 class AcceptedText:
@@ -23,18 +36,19 @@ class AcceptedText:
         # [start, end] in the whole text: a chunk's text may lag behind its tokens.
         self._found: list[list[int]] = []
 
-    def of(self, chunk: Chunk, stats: Stats) -> list[list[int]]:
-        """Return [start, end] of each accepted part, in characters of the next chunk's text.
+    def of(self, chunk: Chunk, stats: Stats) -> Accepted:
+        """Return the accepted drafts of the next chunk.
 
         The answer's stats may already include further passes.
         """
-        ids = chunk.token_ids
+        ids, counts = chunk.token_ids, []
         while ids:
             size = stats.emitted[self._passes]
             self._passes += 1
             # Where the answer's end has cut the last pass, its own token is not there.
             cut = size == len(ids) and chunk.result is not None and stats.beyond > 0
             drafts = size if cut else size - 1
+            counts.append(drafts)
             if drafts:
                 start = self._length(self._new)
                 self._found.append([start, self._length(ids[:drafts])])
@@ -44,7 +58,7 @@ class AcceptedText:
         begin, self._shown = self._shown, self._shown + len(chunk.text)
         parts = [[max(a, begin) - begin, min(b, self._shown) - begin] for a, b in self._found]
         self._found = [part for part in self._found if part[1] > self._shown]
-        return [[a, b] for a, b in parts if a < b]
+        return Accepted([[a, b] for a, b in parts if a < b], counts)
 
     def _length(self, ids: list[int]) -> int:
         """Return how many whole characters these tokens' text has."""

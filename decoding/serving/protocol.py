@@ -23,6 +23,7 @@ from decoding.engine.likelihood import TokenScore
 from decoding.engine.params import Chunk, Result, SamplingParams
 from decoding.engine.randomness import fresh_seed
 from decoding.serving import structured
+from decoding.serving.accepted import Accepted
 
 MOST_CHOICES, MOST_STOPS, MOST_BEST = 64, 16, 20
 LONGEST_STOP = 1000  # characters
@@ -264,24 +265,25 @@ class Asked(BaseModel):
         self,
         index: int,
         chunk: Chunk,
-        accepted: list[list[int]] | None,
+        accepted: Accepted | None,
         scores: dict | None,
         first: bool,
     ) -> dict[str, Any]:
         """Return a piece of an answer; the number of its tokens and its drafts are our own fields.
 
-        `accepted` are its accepted drafts, None for a model of masked tokens, none in a piece that
-        is not one text. The last piece has
-        the `scores` of the whole answer; `first` is its answer's first.
+        `accepted` are its accepted drafts, None for a model of masked tokens; a piece that is not
+        one text has no accepted parts. The last piece has the `scores` of the whole answer; `first`
+        is its answer's first.
         """
         last = chunk.result is not None
         said, called = self.piece(index, chunk.text, first, last)
         reason = None if chunk.result is None else finish(chunk.result.finish_reason)
         if last and called:
             reason = "tool_calls"
-        if accepted and chunk.text not in (said.get("text"), said.get("delta", {}).get("content")):
-            accepted = []  # its text is told in parts: a thought, calls
-        ours = {"tokens": len(chunk.token_ids), "accepted": accepted}
+        parts, counts = accepted or (None, None)
+        if parts and chunk.text not in (said.get("text"), said.get("delta", {}).get("content")):
+            parts = []  # its text is told in parts: a thought, calls
+        ours = {"tokens": len(chunk.token_ids), "accepted": parts, "accepted_per_pass": counts}
         return {"index": index, **said, "logprobs": scores, "finish_reason": reason, **ours}
 
     def begin(self, number: int) -> list[str]:

@@ -452,7 +452,7 @@ def test_an_infilling_model_writes_between(lab):
     text = expected(sampler, "a <hole:3> b", 1, temperature=1.0).text
     assert whole.text == text == "".join(piece.text for piece in pieces)
     # Drafts are accepted in another order than the text's, so none of its parts is one.
-    assert {piece.accepted for piece in pieces} == {None}
+    assert {(piece.accepted, piece.accepted_per_pass) for piece in pieces} == {(None, None)}
 
 
 def test_a_chat_needs_a_template(address):
@@ -533,6 +533,14 @@ def test_a_stream_says_which_text_was_drafted(client, sampler, model):
     result = expected(sampler, "def area", 3, max_new_tokens=24, temperature=1.0)
     assert drafted == (drafted_text(sampler, result) if model == "drafted" else "")
     assert (0 < len(drafted) < len(result.text)) == (model == "drafted")
+    accepted = [n for c in found for n in c.accepted_per_pass]
+    assert accepted == (accepted_per_pass(result) if model == "drafted" else [0] * 24)
+
+
+def accepted_per_pass(result):
+    """How many drafts each pass of an answer accepted: all but its last token, unless cut off."""
+    stats = result.stats
+    return [min(n, whole - 1) for n, whole in zip(stats.emitted, stats.passes)]
 
 
 needs_browser = pytest.mark.skipif(browser.BROWSER is None, reason="no chromium")

@@ -24,8 +24,8 @@ def sampler():
     return sampler
 
 
-def marked(sampler, sizes, text, pieces_are_passes=False, **params):
-    """The pieces of an answer, with brackets around what is said to be accepted drafts.
+def told(sampler, sizes, text, pieces_are_passes=False, **params):
+    """(text, what is said to be accepted drafts) of each piece of an answer.
 
     Args:
         sampler: Makes the pieces.
@@ -36,7 +36,7 @@ def marked(sampler, sizes, text, pieces_are_passes=False, **params):
     """
     ids, sizes = sampler.tokenizer(text)["input_ids"], iter(sizes)
     answer = Answer(0, [], SamplingParams(**params), sampler.tokenizer)
-    accepted, pieces, lengths, chunk = AcceptedText(sampler.tokenizer), [], [], None
+    accepted, lengths, chunk = AcceptedText(sampler.tokenizer), [], None
     while ids and (chunk is None or chunk.result is None):
         size = next(sizes)
         chunk, ids = sampler.commit(answer, ids[:size], text=True), ids[size:]
@@ -44,11 +44,18 @@ def marked(sampler, sizes, text, pieces_are_passes=False, **params):
             continue
         lengths.append(len(chunk.token_ids))
         wrong = Stats(emitted=lengths, beyond=answer.stats.beyond)
+        yield chunk.text, accepted.of(chunk, wrong if pieces_are_passes else answer.stats)
+
+
+def marked(*given, **more):
+    """The pieces of an answer, with brackets around what is said to be accepted drafts."""
+    pieces = []
+    for text, accepted in told(*given, **more):
         piece, at = "", 0
-        for start, end in accepted.of(chunk, wrong if pieces_are_passes else answer.stats):
-            piece += f"{chunk.text[at:start]}[{chunk.text[start:end]}]"
+        for start, end in accepted.parts:
+            piece += f"{text[at:start]}[{text[start:end]}]"
             at = end
-        pieces.append(piece + chunk.text[at:])
+        pieces.append(piece + text[at:])
     return pieces
 
 
@@ -82,3 +89,23 @@ def test_all_tokens_of_a_pass_but_its_last_are_accepted(sampler, sizes, text, pa
 def test_pieces_taken_for_passes_fail_the_same_test(sampler):
     given = sampler, [2, 1, 2], "abcde"
     assert marked(*given, pieces_are_passes=True, stop=("bcx",)) == ["[a]", "b[cd]e"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text", "params", "counts"),
+    [
+        ([3, 1, 2], "abcdef", {}, [[2], [0], [1]]),
+        ([2, 3], "abcde", {"stop": ("bcx",)}, [[1], [2]]),
+        ([2, 1, 2], "abcde", {"stop": ("bcx",)}, [[1], [0, 1]]),  # the second pass shows nothing
+        ([2, 1, 2], "€ab", {}, [[1, 0], [1]]),  # nor does the first
+        ([1, 1, 1], "€", {}, [[0, 0, 0]]),
+        # Where the answer's end cuts a pass, all that is left of it was drafted.
+        ([2, 4], "abcdef", {"max_new_tokens": 4}, [[1], [2]]),
+        ([4], "ab$c", {}, [[3]]),
+        ([3], "ab$", {}, [[2]]),
+    ],
+)
+def test_a_piece_says_how_many_drafts_each_of_its_passes_accepted(
+    sampler, sizes, text, params, counts
+):
+    assert [accepted.counts for _, accepted in told(sampler, sizes, text, **params)] == counts
