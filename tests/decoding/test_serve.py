@@ -29,6 +29,7 @@ from decoding.loading import load, load_tokenizer
 from decoding.serve import name_of, notes, requests_within, row_bytes, run
 from decoding.serving.scheduler import Scheduler
 from tests.support import browser, tiny
+from tests.support.load import TEMPLATE
 from tests.support.samplers import dflash
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("forked")]
@@ -548,13 +549,20 @@ ENDED = (
     "(found => found.length == 2 && found.every(e => e.textContent.startsWith('24 tokens')))"
     "([...document.querySelectorAll('.cost')])"
 )
+STATE = "document.querySelector('[role=status]').textContent"
+ANSWERED = f"{STATE}.includes('answers')"
 QUERY = "?prompt=def%20area&max_tokens=24&temperature=1&seed=3"
+
+
+def shown_in(page, parts):
+    """The text of each such part of the page."""
+    return page.value(f"[...document.querySelectorAll('{parts}')].map(e => e.textContent.trim())")
 
 
 @needs_browser
 def test_the_page_shows_both_texts_and_colours_accepted_drafts(address, sampler):
     with browser.opened(f"{address}{QUERY}") as page:
-        page.until(ENDED)
+        page.until(ANSWERED)
         costs, texts, drafts, coloured = (
             page.value(f"[...document.querySelectorAll('section')].map({what})")
             for what in (
@@ -566,15 +574,200 @@ def test_the_page_shows_both_texts_and_colours_accepted_drafts(address, sampler)
                 ".map(m => getComputedStyle(m).backgroundColor)).size",
             )
         )
+        said = page.value(STATE)
+        underlined = page.value(
+            "[...document.querySelectorAll('mark')]"
+            ".every(m => getComputedStyle(m).textDecorationLine == 'underline')"
+        )
+        tables = page.value(
+            "[...document.querySelectorAll('section table')].map(t => t.checkVisibility())"
+        )
+        caption = page.value("document.querySelector('caption').textContent")
+        shares, bars = (
+            page.value(f"[...document.querySelectorAll('tr')].map({what})")
+            for what in (
+                "r => r.querySelector('th').textContent + ': ' + r.cells[1].textContent",
+                "r => (b => 100 * b.offsetWidth / b.parentElement.offsetWidth)"
+                "(r.querySelector('.bar'))",
+            )
+        )
         assert page.value("document.querySelector('#access').checkVisibility()") is False
         shown = "(out => (show(out, '😀ab', [[1, 2]]), out.innerHTML))(document.createElement('p'))"
         assert page.value(shown) == "😀<mark>a</mark>b"  # where JavaScript counts two
+        page.value("go(); go()")  # a new question ends the one before
+        page.until(ANSWERED)
+        assert shown_in(page, "section pre") == [text.strip() for text in texts]
+        page.value("ask = async pane => pane.dataset.model; go()")
+        page.until(f"{STATE} == 'The answers differ.'")
     result = expected(sampler, "def area", 3, max_new_tokens=24, temperature=1.0)
     assert re.match(r"drafted: 24 tokens in \d+ passes", costs[0])
     assert costs[1].startswith("plain: 24 tokens in 24 passes (1.00 a pass)")
     assert texts == [result.text, result.text]
+    assert said == "Both answers are the same."
     assert drafts == [drafted_text(sampler, result), ""]
     assert coloured == [2, 1]
+    assert underlined
+    accepted = accepted_per_pass(result)
+    counts = [sum(n > i for n in accepted) for i in range(max(accepted))]
+    widths = [100 * n / len(accepted) for n in counts]
+    assert caption.startswith(f"{len(accepted)} passes")
+    assert shares == [
+        f"draft {i + 1}: {n}, {int(w + 0.5)}%" for i, (n, w) in enumerate(zip(counts, widths))
+    ]
+    assert bars == pytest.approx(widths, abs=1)
+    assert tables == [True, False]  # plain decoding has no drafts
+
+
+@pytest.fixture(scope="module")
+def chats(export, tmp_path_factory):
+    """The address of a server whose models chat and call tools."""
+    template = tmp_path_factory.mktemp("template") / "tools.jinja"
+    template.write_text(TEMPLATE)
+    drafting = "sampler=[fastest=chain]", "name=drafted"
+    with serving(export, *drafting, f"chat_template={template}") as (address, _):
+        yield address
+
+
+COLOUR = {"type": "object", "properties": {"colour": {"enum": ["red", "green"]}}}
+COLOUR |= {"required": ["colour"], "additionalProperties": False}
+TOOLS = [{"type": "function", "function": {"name": "paint", "parameters": COLOUR}}]
+CHAT = {"prompt": "x", "max_tokens": 200, "seed": 3, "temperature": 1, "chat": True}
+
+
+def fill_in(page, **fields):
+    """Fill in fields of the page by their ids, and press Go."""
+    for name, value in fields.items():
+        what = "checked" if isinstance(value, bool) else "value"
+        page.value(f"document.getElementById('{name}').{what} = {json.dumps(value)}")
+    page.value("document.querySelector('#ask button').click()")
+
+
+@needs_browser
+def test_the_page_asks_for_an_answer_of_a_schema_and_for_calls_of_tools(chats):
+    pytest.importorskip("llguidance")
+    asked = {"model": "drafted", "messages": [{"role": "user", "content": "x"}]}
+    given = asked | {"max_tokens": 200, "seed": 3, "temperature": 1}
+    wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": COLOUR}}
+    forced = {"tools": TOOLS, "tool_choice": "required"}
+    client = client_of(chats).chat.completions
+    text = client.create(response_format=wanted, **given).choices[0].message.content
+    calls = client.create(**forced, **given).choices[0].message.tool_calls
+    body = given | forced | {"response_format": wanted}
+    refused = httpx.post(f"{chats}v1/chat/completions", json=body).json()["error"]["message"]
+    with browser.opened(chats) as page:
+        page.until("document.querySelectorAll('section').length == 2")
+        fill_in(page, schema=json.dumps(COLOUR), **CHAT)
+        page.until(ANSWERED)
+        assert shown_in(page, "section pre") == [text.strip()] * 2
+        assert json.loads(text)["colour"] in ("red", "green")
+        assert page.value(STATE) == "Both answers are the same."
+        fill_in(page, schema="", tools=json.dumps(TOOLS), tool_choice="required")
+        page.until(ANSWERED)
+        told = "".join(f"calls paint with {c.function.arguments}" for c in calls)
+        assert shown_in(page, "section .calls") == [told] * 2
+        assert {c.function.name for c in calls} == {"paint"}
+        assert shown_in(page, "section pre") == ["", ""]
+        assert page.value(STATE) == "Both answers are the same."
+        fill_in(page, schema=json.dumps(COLOUR))  # the server's own line
+        page.until("[...document.querySelectorAll('section [role=alert]')].every(e => e.innerText)")
+        assert shown_in(page, "section [role=alert]") == [refused] * 2
+        assert shown_in(page, "section .calls") == ["", ""]
+
+
+@needs_browser
+def test_the_page_says_at_the_field_what_is_no_json(address):
+    requests = "performance.getEntriesByType('resource').filter(e => /comp/.test(e.name)).length"
+    tools = json.dumps(TOOLS)
+    wrong = [  # what is filled in, and where a line says that it is wrong
+        ({"schema": '{"type": }'}, "schema", "This is not JSON"),
+        ({"schema": "[]"}, "schema", "A JSON schema is an object"),
+        ({"schema": "null"}, "schema", "A JSON schema is an object"),
+        ({"schema": "", "tools": tools}, "tools", "Tools are for chats"),
+        ({"tools": json.dumps(TOOLS[0]), "chat": True}, "tools", "Tools are a list"),
+        ({"tools": tools[:-1]}, "tools", "This is not JSON"),
+    ]
+    with browser.opened(address) as page:
+        page.until("document.querySelectorAll('section').length == 2")
+        for fields, where, said in wrong:
+            fill_in(page, **fields)
+            assert page.value("document.activeElement.id") == where
+            described = page.value(
+                "document.activeElement.getAttribute('aria-describedby').split(' ')"
+                ".map(id => document.getElementById(id).textContent)[0]"
+            )
+            assert described.startswith(said)
+            assert "".join(shown_in(page, "#ask .error")) == described.strip()
+            assert len(shown_in(page, "[aria-invalid=true]")) == 1
+        assert page.value(requests) == 0
+        fill_in(page, tools="", chat=False, max_tokens=2)
+        page.until(ANSWERED)
+        assert shown_in(page, "[aria-invalid=true]") == []
+        assert page.value(requests) == 2
+
+
+# The least contrast of a text with the colour behind it (WCAG 2.2, 1.4.3).
+CONTRAST = """(() => {
+  const numbers = colour => colour.match(/[0-9.]+/g).map(Number);
+  const light = colour => numbers(colour).slice(0, 3).map(x => x / 255)
+    .map(x => x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, x, i) => sum + x * [0.2126, 0.7152, 0.0722][i], 0);
+  const behind = e => (c => numbers(c)[3] === 0 ? behind(e.parentElement) : c)(
+    getComputedStyle(e).backgroundColor);
+  const found = [...document.body.querySelectorAll('*')].filter(e => e.checkVisibility() &&
+    (e.value || [...e.childNodes].some(n => n.nodeType === 3 && n.data.trim()))).map(e => {
+      const [a, b] = [getComputedStyle(e).color, behind(e)].map(light);
+      return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+  });
+  return Math.min(...found);
+})()"""
+# What is wider than the page at a width, by its tag and class.
+TOO_WIDE = """(width => {
+  document.documentElement.style.width = `${width}px`;
+  return [...document.querySelectorAll('body, body *')].filter(e => e.checkVisibility())
+    .filter(e => e.getBoundingClientRect().right > width || e.scrollWidth > e.clientWidth + 1
+      && getComputedStyle(e).display != 'inline').map(e => `${e.tagName} ${e.className}`);
+})"""
+CONTROLS = "textbox", "spinbutton", "checkbox", "combobox", "button"
+# What the Tab key reaches after the prompt, one after another, and whether one sees where it is.
+KEYBOARD = (
+    "schema", "tools", "max_tokens", "temperature", "seed", "chat", "tool_choice", "",
+)  # fmt: skip
+FOCUS = "(e => [e.id, parseFloat(getComputedStyle(e).outlineWidth) >= 2])(document.activeElement)"
+
+
+@needs_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_can_be_read_by_many(chats, scheme):
+    pytest.importorskip("llguidance")
+    with browser.opened(chats, scheme=scheme) as page:
+        page.until("document.querySelectorAll('section').length == 2")
+        fill_in(page, schema='{"type": }', **CHAT)
+        fill_in(page, schema="", tools=json.dumps(TOOLS), tool_choice="required")
+        page.until(ANSWERED)
+        assert page.value(f"matchMedia('(prefers-color-scheme: {scheme})').matches")
+        assert page.value(CONTRAST) >= 4.5
+        assert page.value("document.querySelector('tr').checkVisibility()")
+        for width in (375, 1280):
+            assert page.value(f"{TOO_WIDE}({width})") == []
+        # A screen reader has names of all controls and each bar's figure; tokens do not interrupt.
+        told = [n for n in page.ask("Accessibility.getFullAXTree")["nodes"] if not n["ignored"]]
+        names = {}
+        for node in told:
+            names.setdefault(node["role"]["value"], []).append(node["name"]["value"])
+        assert names["textbox"][0] == "Prompt"
+        assert all(names[role] and all(names[role]) for role in CONTROLS)
+        assert names["rowheader"][0] == "draft 1"
+        assert re.fullmatch(r"\d+, \d+%", names["cell"][0])
+        assert page.value(
+            "[...document.querySelectorAll('pre, .cost, table')]"
+            ".every(e => !e.closest('[aria-live], [role=status], [role=alert]'))"
+        )
+        page.value("document.querySelector('#prompt').focus()")
+        reached = []
+        for _ in KEYBOARD:
+            page.press("Tab")
+            reached.append(page.value(FOCUS))
+    assert reached == [[name, True] for name in KEYBOARD]
 
 
 @needs_browser

@@ -12,6 +12,7 @@ from pathlib import Path
 import aiohttp
 
 BROWSER = shutil.which("chromium")
+SCHEMES = "dark", "light"  # as chromium counts them
 
 
 class Page:
@@ -59,15 +60,20 @@ class Page:
     def enter(self, text: str) -> None:
         """Type a text where the focus is, and press Enter."""
         self.ask("Input.insertText", text=text)
+        self.press("Enter", text="\r")
+
+    def press(self, key: str, **more) -> None:
+        """Press a key, such as Tab."""
         for kind in ("keyDown", "keyUp"):
-            self.ask("Input.dispatchKeyEvent", type=kind, key="Enter", text="\r")
+            self.ask("Input.dispatchKeyEvent", type=kind, key=key, **more)
 
 
 @contextmanager
-def opened(address: str, seconds: float = 60) -> Iterator[Page]:
-    """A page in a browser of its own, for so many seconds at the most."""
+def opened(address: str, scheme: str = "light", seconds: float = 60) -> Iterator[Page]:
+    """A page in a browser of its own that prefers a scheme, for so many seconds at the most."""
     with tempfile.TemporaryDirectory() as profile:
-        options = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1200,800"]
+        options = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1280,800"]
+        options += [f"--blink-settings=preferredColorScheme={SCHEMES.index(scheme)}"]
         process = subprocess.Popen(
             [BROWSER, *options, f"--user-data-dir={profile}", "--remote-debugging-port=0", address],
             stdout=subprocess.DEVNULL,
