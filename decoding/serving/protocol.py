@@ -258,7 +258,7 @@ class Asked(BaseModel):
             text = (given if isinstance(given, str) else text_after(tokenizer, (), given)) + text
         found = self.answer_scores(prompt, result, scores, tokenizer)
         said, called = self.said(text)
-        reason = "tool_calls" if called else finish(result.finish_reason)
+        reason = finish(result.finish_reason, called)
         return {"index": index, **said, "logprobs": found, "finish_reason": reason}
 
     def delta(
@@ -277,9 +277,7 @@ class Asked(BaseModel):
         """
         last = chunk.result is not None
         said, called = self.piece(index, chunk.text, first, last)
-        reason = None if chunk.result is None else finish(chunk.result.finish_reason)
-        if last and called:
-            reason = "tool_calls"
+        reason = None if chunk.result is None else finish(chunk.result.finish_reason, called)
         parts, counts = accepted or (None, None)
         if parts and chunk.text not in (said.get("text"), said.get("delta", {}).get("content")):
             parts = []  # its text is told in parts: a thought, calls
@@ -487,9 +485,9 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not finite")
 
 
-def finish(reason: str) -> str:
-    """Return the protocol's word for why an answer ended."""
-    return "length" if reason == "length" else "stop"
+def finish(reason: str, called: bool) -> str:
+    """Return the protocol's word for why an answer ended, which may have `called` tools."""
+    return "length" if reason == "length" else "tool_calls" if called else "stop"
 
 
 def event(content: dict) -> str:

@@ -72,6 +72,18 @@ def test_a_stream_has_the_same_calls(client):
     assert [(f.name, f.arguments) for f in ours] == [(f.name, f.arguments) for f in theirs]
 
 
+def test_an_answer_that_is_cut_off_says_so(client):
+    """Also after a call that is whole."""
+    for seed in range(100):
+        given = {"messages": ASK, "tools": TOOLS, "tool_choice": "required", "seed": seed}
+        whole = client.chat.completions.create(**LONG, **given)
+        calls = whole.choices[0].message.tool_calls or []
+        if len(calls) > 1 and whole.choices[0].finish_reason == "tool_calls":
+            break
+    cut = asked(client, **given, max_tokens=whole.usage.completion_tokens - 8)
+    assert (len(cut.message.tool_calls), cut.finish_reason) == (len(calls) - 1, "length")
+
+
 def test_an_agents_loop(client):
     """A call, its result, and the next answer, as a client sends them back."""
     first = asked(client, tools=TOOLS, tool_choice="required", seed=1)
