@@ -171,6 +171,11 @@ class RaggedCache(Cache):
         """Return the rows that there is memory for; finished ones keep theirs until `trim`."""
         return max((memory.shape[1] for memory in self._memory.values()), default=0)
 
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of its memory; another thread may ask."""
+        return sum(memory.nbytes for memory in [*self._memory.values()])
+
     def trim(self, count: int) -> None:
         """Free the memory of all rows after the first `count`."""
         self._memory = {of: self._resized(m, count) for of, m in self._memory.items()}
@@ -228,6 +233,10 @@ class Rows(Protocol):
     @property
     def allocated(self) -> int:
         """Return the rows that there is memory for."""
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of its memory; another thread may ask."""
 
     def trim(self, count: int) -> None:
         """Free the memory of all rows after the first `count`."""

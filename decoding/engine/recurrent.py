@@ -80,6 +80,14 @@ class RowCaches:
         """Return the rows that there is memory for."""
         return len(self.rows)
 
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of keys, values and states, without those that rows may go back to."""
+        layers = [layer for row in [*self.rows] for layer in row.cache.layers]
+        held = [value for layer in layers for value in [*vars(layer).values()]]
+        flat = [x for h in held for x in (h.values() if isinstance(h, dict) else [h])]
+        return sum(x.nbytes for x in flat if isinstance(x, Tensor))
+
     def trim(self, count: int) -> None:
         """Free the memory of all rows after the first `count`."""
         del self.rows[count:]

@@ -98,6 +98,11 @@ class Running:
         """Return the rows of its caches, with those of requests that have left."""
         return max((cache.allocated for cache in self._caches()), default=0)
 
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of its caches; another thread may ask."""
+        return sum(cache.nbytes for cache in self._caches())
+
     def trim(self) -> None:
         """Free the memory of requests that have left."""
         if self.rows > len(self):
@@ -105,7 +110,8 @@ class Running:
                 cache.trim(len(self))
 
     def _caches(self) -> list[Rows]:
-        networks = [] if self.batch is None else self.batch.networks.values()
+        batch = self.batch
+        networks = [] if batch is None else [*batch.networks.values()]
         return [network.cache for network in networks if network.cache is not None]
 
     def admit(

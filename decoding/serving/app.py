@@ -36,7 +36,7 @@ from decoding.serving import protocol
 from decoding.serving.accepted import AcceptedText
 from decoding.serving.chats import Chat
 from decoding.serving.connections import HURRY, PATIENCE
-from decoding.serving.metrics import exposition
+from decoding.serving.metrics import Now, exposition
 from decoding.serving.protocol import Asked
 from decoding.serving.responses import Responses
 from decoding.serving.scheduler import Full, Job, Scheduler
@@ -186,8 +186,15 @@ class Server:
         """Answer in Prometheus' text format, with vLLM's names."""
         s = self.scheduler
         kept = next(iter(s.samplers.values())).prefixes
-        prefixes = None if kept is None else (kept.reused, kept.size)
-        text = exposition(s.counts, s.running, s.waiting, prefixes)
+        now = Now(
+            running=s.running,
+            waiting=s.waiting,
+            cache_bytes=s.cache_bytes,
+            cache_used=s.slots / (s.at_once * s.longest),
+            prefix_hits=None if kept is None else kept.reused,
+            prefix_bytes=None if kept is None else kept.size,
+        )
+        text = exposition(s.counts, now)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     async def version(self, request: Request) -> JSONResponse:

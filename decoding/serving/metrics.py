@@ -76,22 +76,41 @@ class Counts:
                 self.accepted[i] += number
 
 
-def exposition(
-    counts: Counts, running: int, waiting: int, prefixes: tuple[int, int] | None = None
-) -> str:
-    """Return the counts, and how many requests are decoded and wait, in Prometheus' text format.
+@dataclass(kw_only=True)
+class Now:
+    """The state of a server at one moment.
 
-    `prefixes` are the tokens of prompts that were not read again, and the bytes kept for that.
+    Attributes:
+        running, waiting: Requests that are decoded, and that wait.
+        cache_bytes, cache_used: Keys and values of those that are decoded: their bytes, and the
+            part of all slots, from 0 to 1, that has a token.
+        prefix_hits, prefix_bytes: Tokens of prompts that were not read again, and the bytes that
+            are kept for that; None where nothing is kept.
     """
+
+    running: int
+    waiting: int
+    cache_bytes: int
+    cache_used: float
+    prefix_hits: int | None = None
+    prefix_bytes: int | None = None
+
+
+def exposition(counts: Counts, now: Now) -> str:
+    """Return the counts since the start, and the state now, in Prometheus' text format."""
     lines: list[str] = []
 
-    def metric(name: str, kind: str, values: float | Mapping[str, float]) -> None:
-        lines.append(f"# TYPE vllm:{name} {kind}")
+    def metric(
+        name: str, kind: str, values: float | Mapping[str, float], whose: str = "vllm"
+    ) -> None:
+        lines.append(f"# TYPE {whose}:{name} {kind}")
         values = values if isinstance(values, Mapping) else {"": values}
-        lines.extend(f"vllm:{name}{labels} {value}" for labels, value in values.items())
+        lines.extend(f"{whose}:{name}{labels} {value}" for labels, value in values.items())
 
-    metric("num_requests_running", "gauge", running)
-    metric("num_requests_waiting", "gauge", waiting)
+    metric("num_requests_running", "gauge", now.running)
+    metric("num_requests_waiting", "gauge", now.waiting)
+    metric("kv_cache_usage_perc", "gauge", now.cache_used)
+    metric("kv_cache_bytes", "gauge", now.cache_bytes, "parade")
     metric("prompt_tokens_total", "counter", counts.prompt_tokens)
     metric("generation_tokens_total", "counter", counts.tokens)
     ended = {f'{{finished_reason="{r}"}}': n for r, n in sorted({**counts.requests}.items())}
@@ -101,10 +120,9 @@ def exposition(
     metric("spec_decode_num_accepted_tokens_total", "counter", sum(counts.accepted))
     by_position = {f'{{position="{i}"}}': n for i, n in enumerate(counts.accepted)}
     metric("spec_decode_num_accepted_tokens_per_pos_total", "counter", by_position)
-    if prefixes is not None:
-        metric("prefix_cache_hits_total", "counter", prefixes[0])  # in tokens
-        lines += ["# TYPE parade:prefix_cache_bytes gauge"]
-        lines += [f"parade:prefix_cache_bytes {prefixes[1]}"]
+    if now.prefix_hits is not None and now.prefix_bytes is not None:
+        metric("prefix_cache_hits_total", "counter", now.prefix_hits)  # in tokens
+        metric("prefix_cache_bytes", "gauge", now.prefix_bytes, "parade")
     times = {
         "request_queue_time_seconds": counts.queued,
         "time_to_first_token_seconds": counts.first,

@@ -103,6 +103,16 @@ class Scheduler:
         """Return how many requests wait."""
         return len(self._waiting)
 
+    @property
+    def slots(self) -> int:
+        """Return how many tokens the requests that are being decoded have, prompts included."""
+        return sum(len(job.prompt) + sum(job.stats.emitted) for job in [*self._jobs.values()])
+
+    @property
+    def cache_bytes(self) -> int:
+        """Return the bytes of their keys and values, in all networks."""
+        return sum(running.nbytes for running in [*self._groups.values()])
+
     def prepared(
         self,
         model: str,

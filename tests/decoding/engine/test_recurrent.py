@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers.cache_utils import DynamicLayer
 
 from decoding.engine import recurrent
 from decoding.engine.likelihood import token_scores
@@ -168,3 +169,18 @@ def test_tokens_that_are_read_by_themselves_are_a_pass(most, passes, monkeypatch
     network(text[:, :4], torch.arange(4)[None], keep=1)
     network(text[:, 2:6], torch.arange(2, 6)[None], keep=1)
     assert network.passes == passes
+
+
+@pytest.mark.parametrize("kind", SOME)
+@torch.no_grad()
+def test_the_bytes_of_a_cache_are_those_of_its_keys_values_and_states(kind):
+    network = RecurrentNetwork(model(kind, V))
+    assert network.cache.nbytes == 0
+    sizes = []
+    for start in (0, 4):
+        at = torch.arange(start, start + 4)[None]
+        network(torch.ones_like(at), at, keep=1)
+        sizes.append(network.cache.nbytes)
+    keys = [x.keys for x in network.cache.rows[0].cache.layers if isinstance(x, DynamicLayer)]
+    grown = sum(2 * k[..., :4, :].nbytes for k in keys)
+    assert sizes[0] > sizes[1] - sizes[0] == grown

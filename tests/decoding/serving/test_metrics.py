@@ -3,15 +3,18 @@
 import json
 import logging
 import re
+import threading
 
 from starlette.testclient import TestClient
 
+from decoding.engine.params import SamplingParams
 from decoding.engine.prefixes import Prefixes
 from decoding.samplers.plain import PlainSampler
 from decoding.serving.app import Server
 from decoding.serving.metrics import SECONDS, Histogram
 from decoding.serving.scheduler import Scheduler, requests_log
 from tests.support import tiny
+from tests.support.gated import GatedPlain
 
 V = 24
 
@@ -26,6 +29,41 @@ def test_a_histogram_counts_what_is_at_most_as_large():
     assert lines[len(SECONDS) - 1].endswith(" 4")
     assert lines[len(SECONDS)] == 'x_bucket{le="+Inf"} 7'
     assert (lines[-1], found.sum > 3e9 - 1) == ("x_count 7", True)
+
+
+def values_of(text):
+    """{metric with its labels: value} of what `/metrics` answers."""
+    return dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
+
+
+def test_the_cache_in_use_is_that_of_the_requests_being_decoded():
+    sampler = GatedPlain()
+    scheduler = Scheduler({"m": sampler}, at_once=2, waiting=2, longest=32)
+    server = Server(scheduler, sampler.tokenizer, key=None, most=10_000, seconds=60.0)
+    params = SamplingParams(max_new_tokens=3, ignore_eos=True)
+    ended = threading.Event()
+
+    def used():
+        found = values_of(http.get("/metrics").text)
+        return float(found["vllm:kv_cache_usage_perc"]), int(found["parade:kv_cache_bytes"])
+
+    def show(chunk):
+        if chunk.result is not None:
+            ended.set()
+
+    with TestClient(server.app()) as http:
+        assert used() == (0.0, 0)
+        scheduler.submit([("m", [1, 2, 3, 4], params, 0, show)])
+        sampler.until(lambda: len(sampler.log) == 1)
+        sampler.go(1)
+        sampler.until(lambda: len(sampler.log) == 2)
+        (running,) = scheduler._groups.values()
+        memory = running.batch.networks["target"].cache._memory.values()
+        assert used() == (5 / (2 * 32), sum(m.nbytes for m in memory))
+        assert used()[1] > 0
+        sampler.go(10)
+        assert ended.wait(20)
+        sampler.until(lambda: used() == (0.0, 0))
 
 
 def test_requests_are_counted_timed_and_logged(caplog):
@@ -44,7 +82,7 @@ def test_requests_are_counted_timed_and_logged(caplog):
         text = http.get("/metrics").text
     for line in text.splitlines():
         assert re.fullmatch(r'# TYPE \S+ \w+|\w+:\w+({\w+="[^"]+"})? [\d.e+-]+', line), line
-    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
+    values = values_of(text)
     assert values["vllm:generation_tokens_total"] == "10"
     assert values["vllm:time_to_first_token_seconds_count"] == "2"
     assert values["vllm:e2e_request_latency_seconds_count"] == "2"
