@@ -107,7 +107,7 @@ class ConvertedProduct(Product):
         block = getattr(self._scratch, "block", None)
         if block is None or block.numel() < size:
             with torch.inference_mode(False):  # for use in any mode
-                block = self._scratch.block = torch.empty(size)
+                block = self._scratch.block = torch.empty(size, dtype=torch.float32)
         parts = []
         for weight in self._weight.split(size // inputs):
             converted = block[: weight.numel()].view(weight.shape).copy_(weight)

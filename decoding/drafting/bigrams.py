@@ -55,7 +55,7 @@ class Bigrams(NamedTuple):
 
     def rows(self, previous: Tensor) -> Tensor:
         """Return dense rows score(u, v), float32 [n, vocabulary], of tokens u, `previous` [n]."""
-        rows = torch.zeros(len(previous), self.vocabulary)
+        rows = torch.zeros(len(previous), self.vocabulary, dtype=torch.float32)
         for row, stored in zip(rows, self._ranges(previous.tolist())):
             row[self.pairs[stored] % self.vocabulary] = self.scores[stored]
         return rows.to(previous.device)

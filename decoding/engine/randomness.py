@@ -66,9 +66,9 @@ class KeyedRandomness(ContinuousRandomness):
         self.keys = _mix(seed[:, None] + seed.new_tensor([_purpose("gumbel"), _purpose("uniform")]))
         self.draws, self.ahead = 0, ahead or _AHEAD
         self.offset = torch.zeros_like(seed)
-        self._ahead = torch.empty(len(seeds), 0, 0, device=device)  # see _uniform
+        self._ahead = seed.new_empty(len(seeds), 0, 0, dtype=torch.float64)  # see _uniform
         self._last = _nothing(self.keys)  # positions and noise, see gumbel
-        self._tokens = torch.empty(0)  # added to a key for each token of the vocabulary
+        self._tokens = seed.new_empty(0)  # added to a key for each token of the vocabulary
 
     def categorical(self, probs: Tensor) -> Tensor:
         # Inverse of the cumulative distribution, in float64.
@@ -110,7 +110,7 @@ class KeyedRandomness(ContinuousRandomness):
         if len(self._tokens) != vocabulary:
             self._tokens = torch.arange(1, vocabulary + 1, device=positions.device) * _STRIDE
         keys = key.flatten()
-        made = torch.empty(len(keys), vocabulary, device=key.device)
+        made = torch.empty(len(keys), vocabulary, dtype=torch.float32, device=key.device)
         # A CPU makes few positions at a time: then what lies between stays in the core's cache.
         few = max(1, _CACHED // vocabulary) if key.device.type == "cpu" else len(keys)
         for part, out in zip(keys.split(few), made.split(few)):

@@ -129,13 +129,13 @@ def preceding(
     if not of_text and not of_answer:
         return Preceding()
     if before is None:
-        before = torch.ones(draft.shape[1] + 1, draft.shape[1], device=draft.device).tril(-1)
+        before = draft.new_ones(draft.shape[1] + 1, draft.shape[1]).tril(-1)
     drafted = before.float() @ torch.nn.functional.one_hot(draft, vocabulary).float()
 
     def counts(first: Tensor) -> Tensor:
         at = torch.arange(tokens.shape[1], device=tokens.device)
         committed = (at >= first[:, None]) & (at < lengths[:, None])
-        found = torch.zeros(len(tokens), vocabulary, device=tokens.device)
+        found = drafted.new_zeros(len(tokens), vocabulary)
         found.scatter_add_(1, tokens.clamp_max(vocabulary - 1), committed.float())
         return found[:, None] + drafted
 

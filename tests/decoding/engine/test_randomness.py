@@ -229,3 +229,21 @@ def test_categorical_at_the_ends_of_the_unit_interval(monkeypatch, u, scale):
 def test_categorical_takes_any_leading_shape():
     probs = torch.eye(5).expand(3, 5, 5)
     assert torch.equal(KeyedRandomness([0, 1, 2]).categorical(probs), torch.arange(5).expand(3, 5))
+
+
+def test_noise_and_draws_do_not_read_torch_s_default_type():
+    """Another thread that loads a model changes it for a moment."""
+
+    def numbers():
+        made = KeyedRandomness([1, 2])
+        return made.gumbel(torch.arange(3).expand(2, -1), 5), made.normal((2, 3))
+
+    expected, own = numbers(), torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = numbers()
+    finally:
+        torch.set_default_dtype(own)
+    for ours, theirs in zip(found, expected):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
