@@ -10,7 +10,7 @@ The library llguidance reads the grammars, and says which tokens may follow.
 import functools
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import exp, inf, log
 from typing import Any
 
@@ -31,41 +31,45 @@ class Grammars:
 
     Args:
         vocabulary: Number of the target's logits.
-        ends: The tokens that end an answer.
     """
 
-    def __init__(self, vocabulary: int, ends: Callable[[], Sequence[int]]):
-        self._vocabulary, self._ends, self._lock = vocabulary, ends, threading.Lock()
+    def __init__(self, vocabulary: int):
+        self._vocabulary, self._lock = vocabulary, threading.Lock()
         self._tokens: Any = None
         self._compiled = functools.lru_cache(KEPT)(self._compile)
 
-    def check(self, grammar: str, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raise ValueError for a grammar that cannot be followed."""
+    def check(self, grammar: str, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> None:
+        """Raise ValueError for a grammar that cannot be followed; `ends` end an answer."""
         with self._lock:
             if self._tokens is None:
-                self._tokens = self._read(tokenizer)
+                self._tokens = self._read(tokenizer, ends)
         self._compiled(grammar)
 
     def constraint(
-        self, start: int, grammar: str | None, least: int, tokenizer: PreTrainedTokenizerBase
+        self,
+        start: int,
+        grammar: str | None,
+        least: int,
+        tokenizer: PreTrainedTokenizerBase,
+        ends: Sequence[int],
     ) -> "Constraint":
         """Make the constraint of one answer, after a prompt of `start` tokens."""
         matcher = None
         if grammar is not None:
-            self.check(grammar, tokenizer)
+            self.check(grammar, tokenizer, ends)
             matcher = self._compiled(grammar).deep_copy()
-        return Constraint(start, matcher, least, [*self._ends()], self._vocabulary)
+        return Constraint(start, matcher, least, [*ends], self._vocabulary)
 
-    def _read(self, tokenizer: PreTrainedTokenizerBase) -> Any:
+    def _read(self, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> Any:
         library = _library()
-        if not (ends := [*self._ends()]):
+        if not ends:
             raise ValueError(
                 "a grammar needs a model with a token that ends an answer: this one has no token "
                 "that ends its texts"
             )
         size = max(self._vocabulary, len(tokenizer))
         try:
-            return library.hf.from_tokenizer(tokenizer, n_vocab=size, eos_token=ends)
+            return library.hf.from_tokenizer(tokenizer, n_vocab=size, eos_token=[*ends])
         except ValueError as error:
             raise ValueError(f"this model's tokenizer takes no grammars: {error}") from error
 

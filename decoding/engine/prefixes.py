@@ -10,6 +10,7 @@ have read them.
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
+from weakref import ref
 
 from transformers import PreTrainedModel
 
@@ -39,8 +40,9 @@ class Prefixes:
 
     def __init__(self, most: int, part: int = PART):
         self.most, self.part, self.size, self.reused = most, part, 0, 0
-        # The network of each, and the text; those used last come last.
-        self._kept: OrderedDict[int, tuple[int, Kept]] = OrderedDict()
+        # The network of each, and the text; those used last come last. A number such as `id` could
+        # be another network's one day, where a server changes its drafter.
+        self._kept: OrderedDict[int, tuple[ref[PreTrainedModel], Kept]] = OrderedDict()
         self._number = 0
 
     def common(self, network: PreTrainedModel, tokens: Sequence[int]) -> int:
@@ -64,10 +66,12 @@ class Prefixes:
 
     def keep(self, network: CachedNetwork, row: int, tokens: list[int]) -> None:
         """Keep what a row of a network's cache has of a text, in whole parts."""
-        tokens, key = tokens[: len(tokens) // self.part * self.part], id(network.network)
+        tokens, key = tokens[: len(tokens) // self.part * self.part], ref(network.network)
         if not tokens:
             return
         for number, (of, known) in [*self._kept.items()]:
+            if of() is None:
+                self._drop(number)
             if of == key and known.tokens[: len(tokens)] == tokens:
                 self._kept.move_to_end(number)
                 return
@@ -84,7 +88,7 @@ class Prefixes:
         self.size -= self._kept.pop(number)[1].stored.size
 
     def _longest(self, network: PreTrainedModel, tokens: Sequence[int]) -> tuple[int, int] | None:
-        key, best = id(network), None
+        key, best = ref(network), None
         for number, (of, known) in self._kept.items():
             if of == key:
                 count = alike(known.tokens, tokens) // self.part * self.part

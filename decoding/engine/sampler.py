@@ -75,7 +75,7 @@ class Sampler(ABC):
         self.target, self.device = target.eval(), input_device(target)
         self.tokenizer = tokenizer
         self.vocabulary = target.config.get_text_config().vocab_size
-        self.grammars = Grammars(self.vocabulary, lambda: [*self.eos])
+        self.grammars = Grammars(self.vocabulary)
 
     @cached_property
     def eos(self) -> frozenset[int]:
@@ -213,7 +213,7 @@ class Sampler(ABC):
                 f"{self.vocabulary - 1}"
             )
         if params.grammar is not None:
-            self.grammars.check(params.grammar, self.tokenizer)
+            self.grammars.check(params.grammar, self.tokenizer, [*self.eos])
         if (lossy := self.lossy_reason(params)) and not params.lossy:
             raise ValueError(
                 f"{lossy} is lossy: the text would not have the distribution of plain decoding. "
@@ -343,7 +343,7 @@ class Sampler(ABC):
         """Make the constraint of an answer to an encoded prompt; None where it has none."""
         if not params.constrained:
             return None
-        own = params.grammar, params.min_tokens, self.tokenizer
+        own = params.grammar, params.min_tokens, self.tokenizer, [*self.eos]
         return self.grammars.constraint(len(prompt), *own)
 
     def constraints(self, batch: Batch) -> list[Constraint | None]:

@@ -1,5 +1,7 @@
 """Prefix reuse: the same texts, fewer tokens read, a bound in bytes, and wrong keys and values."""
 
+import gc
+
 import pytest
 import torch
 
@@ -142,3 +144,18 @@ def test_the_passes_that_are_left_have_the_same_bits():
         sampler.keep_prefixes(batch, [0])
     assert sampler.prefixes.reused == 48
     assert found[0].equal(found[1])
+
+
+def test_what_was_kept_for_a_network_that_is_gone_is_dropped():
+    """Its number in memory may be another network's next."""
+    one, other = makes()["plain"], makes()["plain"]
+    one.prefixes = other.prefixes = kept = Prefixes(10**9, PART)
+    params = SamplingParams(max_new_tokens=1)
+    one.generate([SYSTEM], params)
+    size = kept.size
+    del one
+    gc.collect()
+    assert kept.common(other.target, SYSTEM) == 0
+    other.generate([SYSTEM], params)
+    assert (kept.size, len(kept._kept)) == (size, 1)
+    assert kept.common(other.target, SYSTEM) == 48
