@@ -99,12 +99,60 @@ def load(
     name = target_of(path, entry, target)
     base = name or path
     where: dict[str, Any] = {"dtype": dtype, "device": device, "device_map": device_map}
-    tokenizer, drafter = load_tokenizer(base, trust_remote_code), None
+    tokenizer = load_tokenizer(base, trust_remote_code)
     if tokenizer.chat_template:
         rendering.prepare()  # it is ready once the weights are
     model = causal.load(base, trust_remote_code=trust_remote_code, **where)
     for_inference(model)
-    if name and method.drafts:
+    return _with_drafter(path, entry, name, model, tokenizer, parts, dtype, trust_remote_code)
+
+
+def load_newer(
+    path: str,
+    old: Sampler,
+    fingerprint: str | None,
+    *,
+    target: str | None = None,
+    sampler: Iterable[str] = (),
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+) -> Sampler:
+    """Load an export's drafter for the target that another sampler has in memory.
+
+    Args:
+        old: The sampler with the target, which both share from then on.
+        fingerprint: Of this target's weights, as `target_fingerprint` gave it when it was loaded.
+        path, target, sampler, dtype, trust_remote_code: See `load`.
+
+    Raises:
+        ValueError: As `load`, or the export is no drafter of this target.
+    """
+    path = os.path.expanduser(path)
+    entry = sampling_config(path, sampler)
+    method = method_of(entry)
+    name = target_of(path, entry, target) if method.drafts and method.load is None else None
+    if name is None:
+        raise ValueError(f"{path!r} has no drafter, and only a drafter can be replaced")
+    if fingerprint is None or target_fingerprint(name) != fingerprint:
+        raise ValueError(f"its target {name!r} has not the weights of the one that is served")
+    parts = method.read_files(causal.files_of(path), entry)
+    models = old.target, old.tokenizer
+    return _with_drafter(path, entry, name, *models, parts, dtype, trust_remote_code)
+
+
+def _with_drafter(
+    path: str,
+    entry: dict,
+    name: str | None,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    parts: dict[str, Any],
+    dtype: str,
+    trust_remote_code: bool,
+) -> Sampler:
+    """Load the drafter of an export, if it has one, and make the sampler of all its parts."""
+    drafter = None
+    if name and method_of(entry).drafts:
         drafter = load_drafter(entry, path, dtype, trust_remote_code=trust_remote_code)
         drafter = drafter.to(input_device(model))
         for_inference(drafter)

@@ -75,7 +75,7 @@ from decoding.drafting.pace import Pace
 from decoding.engine.defaults import model_defaults, told
 from decoding.engine.prefixes import PART, Prefixes
 from decoding.engine.sampler import Sampler
-from decoding.loading import load
+from decoding.loading import load, load_newer, sampling_config, target_fingerprint, target_of
 from decoding.samplers.plain import PlainSampler
 from models import packed
 
@@ -89,6 +89,7 @@ def run(argv: list[str]) -> None:
 
     from decoding.serving.app import Server
     from decoding.serving.connections import HURRY, PATIENCE, Connection, Http, room
+    from decoding.serving.reload import Reload
     from decoding.serving.scheduler import Scheduler, requests_log
 
     try:  # before minutes of loading
@@ -97,29 +98,17 @@ def run(argv: list[str]) -> None:
         raise ValueError(
             f"cannot listen on {s.host}:{s.port} ({error.strerror}): give another host= or port="
         ) from error
-    sampler = load(s.model, **s.loading)
-    if s.chat_template is not None:
-        sampler.tokenizer.chat_template = read_template(s.chat_template)
-    defaults = model_defaults(sampler) if s.generation_config == "auto" else {}
-    name = s.name or name_of(s.model)
-    samplers = {name: sampler}
-    if sampler.bench == "decoding.bench" and not isinstance(sampler, PlainSampler):
-        samplers[PLAIN] = PlainSampler(sampler.target, sampler.tokenizer)
-    forced = any(knob.startswith("fastest=") for knob in s.sampler)
-    if isinstance(sampler, BlockSampler) and not forced:
-        sampler.pace = Pace()
-    if s.prefix_gb:
-        prefixes = Prefixes(int(1e9 * s.prefix_gb), min(PART, s.prefill_tokens))
-        for each in samplers.values():
-            each.prefixes = prefixes
-    longest = length_of(sampler, s.max_length)
+    samplers, defaults = samplers_of(s)
+    fingerprint = fingerprint_of(s)
+    name = next(iter(samplers))
+    longest = length_of(samplers[name], s.max_length)
     at_once = s.at_once
     if s.cache_gb is not None:
-        at_once = min(at_once, requests_within(s.cache_gb, sampler, longest))
+        at_once = min(at_once, requests_within(s.cache_gb, samplers[name], longest))
     scheduler = Scheduler(samplers, at_once, s.waiting, longest, s.prefill_tokens)
     limits: dict[str, Any] = {"most": int(1e6 * s.body_mb), "seconds": s.seconds}
     key = s.api_key or os.environ.get("PARADE_API_KEY")
-    server = Server(scheduler, sampler.tokenizer, key=key, defaults=defaults, **limits)
+    server = Server(scheduler, samplers[name].tokenizer, key=key, defaults=defaults, **limits)
     most, backlog = room(wanted=max(1024, 2 * (at_once + s.waiting)))
     config = uvicorn.Config(
         server.app(),
@@ -140,14 +129,58 @@ def run(argv: list[str]) -> None:
         requests_log.addHandler(logging.StreamHandler())
         requests_log.setLevel(logging.INFO)
         requests_log.propagate = False
-    for line in notes(sampler, defaults):
+    for line in notes(samplers[name], defaults):
         print(line)
     print(f"{', '.join(samplers)}: {at_once} requests at once of up to {longest} tokens each")
     address = f"http://{s.host}:{listening.getsockname()[1]}/"
     print(f"{address} (Ctrl-C or SIGTERM: what was asked is answered first)", flush=True)
+    if hasattr(signal, "SIGHUP"):  # not on Windows
+        reload = Reload(scheduler, name, partial(newer, s, fingerprint, at_once, longest))
+        signal.signal(signal.SIGHUP, lambda *_: reload.ask())
     # uvicorn raises it once more after it has ended in good order.
     signal.signal(signal.SIGTERM, lambda *_: None)
     Http(config, end).run(sockets=[listening])
+
+
+def samplers_of(s: Serve) -> tuple[dict[str, Sampler], dict[str, Any]]:
+    """Load what is served, by the names that clients call it; also its own sampling parameters."""
+    sampler = load(s.model, **s.loading)
+    if s.chat_template is not None:
+        sampler.tokenizer.chat_template = read_template(s.chat_template)
+    defaults = model_defaults(sampler) if s.generation_config == "auto" else {}
+    samplers = {s.name or name_of(s.model): paced(sampler, s)}
+    if sampler.bench == "decoding.bench" and not isinstance(sampler, PlainSampler):
+        samplers[PLAIN] = PlainSampler(sampler.target, sampler.tokenizer)
+    if s.prefix_gb:
+        prefixes = Prefixes(int(1e9 * s.prefix_gb), min(PART, s.prefill_tokens))
+        for each in samplers.values():
+            each.prefixes = prefixes
+    return samplers, defaults
+
+
+def paced(sampler: Sampler, s: Serve) -> Sampler:
+    """Let a sampler measure whether drafts pay, unless the user has said."""
+    forced = any(knob.startswith("fastest=") for knob in s.sampler)
+    if isinstance(sampler, BlockSampler) and not forced:
+        sampler.pace = Pace()
+    return sampler
+
+
+def fingerprint_of(s: Serve) -> str | None:
+    """Return the fingerprint of the target's weights; None where no drafter is served."""
+    path = os.path.expanduser(s.model)
+    name = target_of(path, sampling_config(path, s.sampler), s.target)
+    return None if name is None else target_fingerprint(name)
+
+
+def newer(s: Serve, fingerprint: str | None, at_once: int, longest: int, old: Sampler) -> Sampler:
+    """Load the export again, as a sampler that is served in the place of the old one."""
+    given = {key: getattr(s, key) for key in ("target", "sampler", "dtype", "trust_remote_code")}
+    sampler = load_newer(s.model, old, fingerprint, **given)
+    if s.cache_gb is not None and requests_within(s.cache_gb, sampler, longest) < at_once:
+        raise ValueError(f"with it, cache_gb={s.cache_gb:g} has no room for {at_once} requests")
+    sampler.prefixes = old.prefixes
+    return paced(sampler, s)
 
 
 def notes(sampler: Sampler, defaults: dict[str, Any]) -> list[str]:

@@ -191,6 +191,7 @@ class Server:
             waiting=s.waiting,
             cache_bytes=s.cache_bytes,
             cache_used=s.slots / (s.at_once * s.longest),
+            loaded=s.loaded,
             prefix_hits=None if kept is None else kept.reused,
             prefix_bytes=None if kept is None else kept.size,
         )

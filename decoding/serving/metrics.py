@@ -84,6 +84,7 @@ class Now:
         running, waiting: Requests that are decoded, and that wait.
         cache_bytes, cache_used: Keys and values of those that are decoded: their bytes, and the
             part of all slots, from 0 to 1, that has a token.
+        loaded: When the export was loaded that is served, in seconds since 1970.
         prefix_hits, prefix_bytes: Tokens of prompts that were not read again, and the bytes that
             are kept for that; None where nothing is kept.
     """
@@ -92,6 +93,7 @@ class Now:
     waiting: int
     cache_bytes: int
     cache_used: float
+    loaded: float
     prefix_hits: int | None = None
     prefix_bytes: int | None = None
 
@@ -111,6 +113,7 @@ def exposition(counts: Counts, now: Now) -> str:
     metric("num_requests_waiting", "gauge", now.waiting)
     metric("kv_cache_usage_perc", "gauge", now.cache_used)
     metric("kv_cache_bytes", "gauge", now.cache_bytes, "parade")
+    metric("export_loaded_timestamp_seconds", "gauge", now.loaded, "parade")
     metric("prompt_tokens_total", "counter", counts.prompt_tokens)
     metric("generation_tokens_total", "counter", counts.tokens)
     ended = {f'{{finished_reason="{r}"}}': n for r, n in sorted({**counts.requests}.items())}

@@ -21,7 +21,7 @@ from decoding.engine.sampler import Sampler
 from decoding.serving.metrics import Counts
 
 requests_log = logging.getLogger("parade.requests")  # a line for each request that has ended
-Group = tuple[str, SamplingParams]  # a model, and what the requests of a batch share
+Group = tuple[Sampler, SamplingParams]  # what decodes the requests of a batch, and what they share
 
 
 class Full(Exception):
@@ -90,6 +90,7 @@ class Scheduler:
         self._cancelled: set[int] = set()
         self._unscored: deque[tuple[Job, Chunk]] = deque()  # answers that have ended
         self._open = True
+        self.loaded = time.time()  # when the samplers were, the last one that was replaced
         self._thread = threading.Thread(target=self._run, name="decoding", daemon=True)
         self._thread.start()
 
@@ -112,6 +113,17 @@ class Scheduler:
     def cache_bytes(self) -> int:
         """Return the bytes of their keys and values, in all networks."""
         return sum(running.nbytes for running in [*self._groups.values()])
+
+    def replace(self, model: str, sampler: Sampler) -> None:
+        """Decode the requests that begin from now on with another sampler of the same target.
+
+        Those that are being decoded end with the old one, which nothing here refers to then.
+        Raises ValueError where requests that wait could not be decoded.
+        """
+        lost = [rule for rule in self.samplers[model].rules if rule not in sampler.rules]
+        if lost:
+            raise ValueError(f"it does not offer verify={lost[0]}, which requests may ask for")
+        self.samplers[model], self.loaded = sampler, time.time()
 
     def prepared(
         self,
@@ -195,12 +207,17 @@ class Scheduler:
                 self._changed.wait_for(lambda: not self._open or self._busy)
                 if not self._busy:
                     return
-                new = self._take()
-            for key, jobs in new.items():
-                self._guard(key, self._admit, jobs)
-            self._cycle()
-            if self._unscored:
-                self._score(*self._unscored.popleft())
+            self._turn()
+
+    def _turn(self) -> None:
+        """Admit requests, run a cycle, and score an answer; between turns no sampler is held."""
+        with self._changed:
+            new = self._take()
+        for key, jobs in new.items():
+            self._guard(key, self._admit, jobs)
+        self._cycle()
+        if self._unscored:
+            self._score(*self._unscored.popleft())
 
     @property
     def _busy(self) -> bool:
@@ -222,18 +239,16 @@ class Scheduler:
                 self._account(job, nothing)
                 self._unscored.append((job, Chunk(job.number, "", [], nothing)))
                 continue
-            key = job.model, self.samplers[job.model].shared(job.params)
+            sampler = self.samplers[job.model]
             self.counts.queued.add(time.monotonic() - job.came)
-            found.setdefault(key, []).append(job)
+            found.setdefault((sampler, sampler.shared(job.params)), []).append(job)
             self._jobs[job.number] = job
         return found
 
     def _admit(self, key: Group, jobs: list[Job]) -> None:
-        model, shared = key
         if key not in self._groups:
-            capacity = self.longest + self.samplers[model].margin(shared)
-            own = self.samplers[model], shared, capacity, self.prefill_tokens
-            self._groups[key] = Running(*own)
+            capacity = self.longest + key[0].margin(key[1])
+            self._groups[key] = Running(*key, capacity, self.prefill_tokens)
         running = self._groups[key]
         # The caches of all groups together have as many rows as requests may be decoded.
         others = [running for other, running in self._groups.items() if other != key]

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from data.text.tokenizer import train_tokenizer
 from decoding import loading
 from decoding.generate import run
-from decoding.loading import load
+from decoding.loading import load, load_newer, target_fingerprint
 from tests.support import tiny
 from tests.support.commands import refusal
 
@@ -74,6 +74,43 @@ class TestAnotherTarget:
         monkeypatch.setattr("socket.socket.connect", None)  # nothing is asked for
         assert loading.target_fingerprint("org/none") is None
         assert loading.target_fingerprint(str(tmp_path / "none")) is None
+
+
+class TestNewer:
+    """A newer drafter shares the target that is in memory, or is one line."""
+
+    def newer(self, lab, path, fingerprint=None, **options):
+        target = lab.runs / "ar_target" / "export"
+        old = load(str(lab.runs / "deer_stage1" / "export"))
+        fingerprint = fingerprint or target_fingerprint(str(target))
+        return old, load_newer(str(path), old, fingerprint, **options)
+
+    def test_the_target_is_not_loaded_again(self, lab, monkeypatch):
+        old, new = self.newer(lab, lab.runs / "deer_stage2" / "export")
+        assert (new.target, new.tokenizer) == (old.target, old.tokenizer)
+        assert new.drafter is not old.drafter
+
+    def test_a_copy_of_the_target_is_the_same(self, lab, tmp_path):
+        shutil.copytree(lab.runs / "ar_target" / "export", tmp_path / "copy")
+        export = lab.runs / "deer_stage2" / "export"
+        old, new = self.newer(lab, export, target=str(tmp_path / "copy"))
+        assert new.target is old.target
+
+    def test_what_is_no_drafter_of_the_target_is_one_line(self, lab, tmp_path):
+        export = lab.runs / "deer_stage2" / "export"
+        with pytest.raises(ValueError, match="has not the weights of the one that is served"):
+            self.newer(lab, export, "0" * 16)
+        with pytest.raises(ValueError, match="has no drafter"):
+            self.newer(lab, lab.runs / "ar_target" / "export")
+        with pytest.raises(ValueError, match="has no drafter"):
+            self.newer(lab, export, sampler=["method=plain"])
+        copy = tmp_path / "export"
+        shutil.copytree(export, copy)
+        config = json.loads((copy / "config.json").read_text())
+        config["parade"]["tokenizer_fingerprint"] = "0" * 16
+        (copy / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match="different tokenizers"):
+            self.newer(lab, copy)
 
 
 def test_an_unknown_method_lists_those_that_exist(lab, tmp_path):

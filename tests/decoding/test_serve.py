@@ -803,6 +803,78 @@ def test_a_request_past_its_time_gets_504_and_frees_its_place(export):
         until(lambda: httpx.post(url, json=short).status_code == 200)
 
 
+@pytest.fixture
+def replaced(lab, export, tmp_path):
+    """(a copy of the export, a function that puts another export in its place)"""
+    folder = tmp_path / "drafter" / "export"
+    shutil.copytree(export, folder)
+
+    def put(other):
+        folder.rename(tmp_path / f"old{len([*tmp_path.iterdir()])}")
+        shutil.copytree(other, folder)
+        return folder
+
+    return folder, put
+
+
+def loaded_at(address):
+    text = httpx.get(f"{address}metrics").text
+    return float(re.search(r"^parade:export_loaded_timestamp_seconds (\S+)$", text, re.M)[1])
+
+
+def said(process):
+    """The next line about a reload."""
+    while "SIGHUP" not in (line := process.stdout.readline()):
+        assert line, "the server has ended"
+    return line
+
+
+def test_a_newer_drafter_is_served_after_a_signal(lab, replaced, sampler):
+    """Each text is plain decoding's: before, across the change, after it and after a bad export."""
+    folder, put = replaced
+    given = {"prompt": "def area", "temperature": 1.0}
+    long = {"max_tokens": 200, "n": 5, "seed": 5, "extra_body": {"ignore_eos": True}}
+    options = "at_once=1", "sampler=[fastest=chain]"
+    with serving(folder, *options) as (address, process), ThreadPoolExecutor(1) as pool:
+        client, found = client_of(address), []
+
+        def ask():
+            """A drafted answer and a plain one; return the passes of the first."""
+            short = {**given, "max_tokens": 30, "seed": len(found)}
+            both = [client.completions.create(model=m, **short) for m in ("drafter", "plain")]
+            found.append([answer.choices[0].text for answer in both])
+            return both[0].usage.target_passes
+
+        before = ask(), loaded_at(address)
+        across = pool.submit(client.completions.create, model="drafter", **given, **long)
+        until(lambda: httpx.get(f"{address}health").json()["running"] == 1)
+        put(lab.fit("deer_stage2"))
+        process.send_signal(signal.SIGHUP)
+        assert said(process) == "SIGHUP: drafter has the newer drafter from now on\n"
+        after = ask(), loaded_at(address)
+        assert after[1] > before[1]
+        weights = put(lab.fit("deer_stage2")) / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1000])
+        for wrong in (None, lab.fit("ar_target")):
+            if wrong:
+                put(wrong)
+            process.send_signal(signal.SIGHUP)
+            assert said(process).startswith("SIGHUP: drafter is served as before: ")
+        assert ask() > 0
+        assert loaded_at(address) == after[1]
+        texts = [choice.text for choice in across.result().choices]
+    params = {"max_new_tokens": 200, "temperature": 1.0, "ignore_eos": True}
+    alone = [expected(sampler, "def area", seed, **params) for seed in request_seeds(5, 5)]
+    assert texts == [result.text for result in alone]
+    short = {"max_new_tokens": 30, "temperature": 1.0}
+    alone = [expected(sampler, "def area", seed, **short) for seed in range(3)]
+    assert found == [[result.text] * 2 for result in alone]
+    newer = load(lab.fit("deer_stage2"), dtype="float32")
+    for loaded, seed, passes in ((sampler, 0, before[0]), (newer, 1, after[0])):
+        assert expected(loaded, "def area", seed, **short).stats.target_passes == passes
+    assert after[0] != alone[1].stats.target_passes  # the old drafter's
+
+
 def test_what_a_request_needs():
     network = tiny.causal_lm(12)  # 2 layers, 1 head of 8 for keys, float64
     assert row_bytes(network, 100) == 2 * 2 * 1 * 8 * 100 * 8
