@@ -4,6 +4,7 @@ import json
 import logging
 import re
 import threading
+from pathlib import Path
 
 from starlette.testclient import TestClient
 
@@ -15,8 +16,10 @@ from decoding.serving.metrics import SECONDS, Histogram
 from decoding.serving.scheduler import Scheduler, requests_log
 from tests.support import tiny
 from tests.support.gated import GatedPlain
+from tests.support.samplers import dflash
 
 V = 24
+ROOT = Path(__file__).parents[3]
 
 
 def test_a_histogram_counts_what_is_at_most_as_large():
@@ -64,6 +67,52 @@ def test_the_cache_in_use_is_that_of_the_requests_being_decoded():
         sampler.go(10)
         assert ended.wait(20)
         sampler.until(lambda: used() == (0.0, 0))
+
+
+def board():
+    """Every query of the board for Grafana."""
+    found = json.loads((ROOT / "examples" / "grafana.json").read_text())
+    panels = [target["expr"] for panel in found["panels"] for target in panel["targets"]]
+    return found, panels + [note["expr"] for note in found["annotations"]["list"]]
+
+
+def missing(queries, text):
+    """Metrics and labels that queries ask for and `/metrics` does not have."""
+    labels = {}
+    for name, of in re.findall(r"^([a-z]+:\w+)(?:{(.*)})? ", text, re.M):
+        labels.setdefault(name, set()).update(re.findall(r'(\w+)="', of))
+    lost = set()
+    for query in queries:
+        names = re.findall(r"\b[a-z]+:\w+", query)
+        assert names, query
+        lost |= {*names} - labels.keys()
+        for by, name in re.findall(r"by \((\w+)\) \(rate\(([a-z]+:\w+)", query):
+            lost |= {by} - labels.get(name, set())
+    return lost
+
+
+def test_the_board_asks_for_what_the_metrics_have():
+    sampler = dflash(tiny.causal_lm(V), 2)
+    sampler.prefixes = Prefixes(10**8, part=16)
+    scheduler = Scheduler({"m": sampler}, at_once=4, waiting=4, longest=128)
+    server = Server(scheduler, sampler.tokenizer, key=None, most=100_000, seconds=60.0)
+    with TestClient(server.app()) as http:
+        http.post("/v1/completions", json={"prompt": "abc", "max_tokens": 5, "verify": "tree"})
+        text = http.get("/metrics").text
+    found, queries = board()
+    assert missing(queries, text) == set()
+    assert missing(["sum by (reason) (rate(vllm:request_total[1m]))"], text) == {
+        "vllm:request_total",
+        "reason",
+    }
+    families = {*re.findall(r"^# TYPE (\S+) ", text, re.M)}
+    shown = {name.removesuffix("_bucket") for q in queries for name in re.findall(r"\w+:\w+", q)}
+    assert families == shown
+    places = [tuple(panel["gridPos"].values()) for panel in found["panels"]]
+    assert len({*places}) == len({panel["id"] for panel in found["panels"]}) == len(places)
+    (source,) = found["templating"]["list"]
+    uids = {target["datasource"]["uid"] for panel in found["panels"] for target in panel["targets"]}
+    assert uids == {f"${{{source['name']}}}"}
 
 
 def test_requests_are_counted_timed_and_logged(caplog):
