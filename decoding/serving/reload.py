@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from queue import SimpleQueue
 
 from decoding.engine.sampler import Sampler
@@ -45,4 +46,5 @@ class Reload:
             reason = " ".join(str(error).split()) or type(error).__name__
             log.error("SIGHUP: %s is served as before: %s", self._model, reason)
         else:
-            print(f"SIGHUP: {self._model} has the newer drafter from now on", flush=True)
+            with suppress(OSError):  # the terminal is closed
+                print(f"SIGHUP: {self._model} has the newer drafter from now on", flush=True)
