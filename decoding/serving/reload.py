@@ -4,7 +4,6 @@ import logging
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from queue import SimpleQueue
 
 from decoding.engine.sampler import Sampler
 from decoding.serving.scheduler import Scheduler
@@ -13,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 class Reload:
-    """A thread that loads an export again whenever it is asked to.
+    """Loads an export again whenever it is asked to, in a thread that ends with it.
 
     A new one that cannot be served changes nothing, and is a line in the log.
 
@@ -26,22 +25,17 @@ class Reload:
 
     def __init__(self, scheduler: Scheduler, model: str, load: Callable[[Sampler], Sampler]):
         self._scheduler, self._model, self._load = scheduler, model, load
-        self._asked: SimpleQueue[None] = SimpleQueue()
-        threading.Thread(target=self._run, name="reload", daemon=True).start()
+        self._turn = threading.Lock()
 
     def ask(self) -> None:
         """Ask for one more load, which a signal's handler may do at any moment."""
-        self._asked.put(None)
-
-    def _run(self) -> None:
-        while True:
-            self._asked.get()
-            self._replace()
+        threading.Thread(target=self._replace, name="reload", daemon=True).start()
 
     def _replace(self) -> None:
         try:
-            new = self._load(self._scheduler.samplers[self._model])
-            self._scheduler.replace(self._model, new)
+            with self._turn:
+                new = self._load(self._scheduler.samplers[self._model])
+                self._scheduler.replace(self._model, new)
         except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             log.error("SIGHUP: %s is served as before: %s", self._model, reason)

@@ -13,6 +13,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import httpx
 import openai
@@ -34,6 +35,7 @@ from tests.support.samplers import dflash
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("forked")]
 
+ROOT = Path(__file__).parents[2]
 PROMPTS = ["def area", "self return", "class name for", "if value in key", "x"]
 
 
@@ -873,6 +875,36 @@ def test_a_newer_drafter_is_served_after_a_signal(lab, replaced, sampler):
     for loaded, seed, passes in ((sampler, 0, before[0]), (newer, 1, after[0])):
         assert expected(loaded, "def area", seed, **short).stats.target_passes == passes
     assert after[0] != alone[1].stats.target_passes  # the old drafter's
+
+
+POOLS = """
+import os, time, torch
+from decoding.serve import in_a_thread_that_ends
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+def work():
+    return torch.ones(1000, 1000).sum().item()
+
+torch.set_num_threads(2)
+before = threads()
+assert in_a_thread_that_ends(work) == 1e6
+for _ in range(100):  # a pool takes a moment to end
+    left = threads() - before
+    if not left:
+        break
+    time.sleep(0.1)
+work()
+print(left, threads() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
+def test_what_loads_a_model_leaves_no_pool_of_threads():
+    """A second pool makes every product of the server's thread wait longer."""
+    ran = subprocess.run([sys.executable, "-c", POOLS], capture_output=True, text=True, cwd=ROOT)
+    assert ran.stdout.split() == ["0", "1"], ran.stderr  # in the main thread a pool stays
 
 
 def test_what_a_request_needs():
