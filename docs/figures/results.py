@@ -192,6 +192,22 @@ def asarm(rows: list[Row]) -> Figure:
     return fig
 
 
+def asarm_training(rows: list[Row]) -> Figure:
+    """Calls and the samples' quality along a training."""
+    fig, axes = panels(2, height=2.2)
+    steps = [int(number(r["steps"])) for r in rows]
+    for panel, column, title in (
+        (axes[0], "calls", "calls of assd, of sequential decoding"),
+        (axes[1], "perplexity, sequential", "perplexity of the samples, by SmolLM2"),
+    ):
+        values, errors = ([number(r[column].replace("±", ";"), i) for r in rows] for i in (0, 1))
+        panel.errorbar(steps, values, errors, marker="o", markersize=4, color=PUBLISHED)
+        panel.set_xticks(steps, [f"{r['steps']} steps\nloss {r['loss']}" for r in rows])
+        panel.grid(axis="y", color="#e8e8ee")
+        finish(panel, title)
+    return fig
+
+
 def spiffy(rows: list[Row]) -> Figure:
     """NFE speed-ups, held out and on the calibration's traces."""
     fig, axes = panels(2)
@@ -263,14 +279,17 @@ def gemma(rows: list[Row]) -> Figure:
 
 
 DRAWN = {f.__name__: f for f in (gemma, small, dflash, tail, deer_ablations, markov_head, context)}
-DRAWN |= {f.__name__: f for f in (pcllm, asarm, spiffy, cspd)}
+DRAWN |= {f.__name__: f for f in (pcllm, asarm, asarm_training, spiffy, cspd)}
+# Those that are not of the first table of the page of their name: the page, and the text before.
+ELSEWHERE = {"asarm_training": ("asarm", "\n### A real model")}
 
 
 def main(argv: list[str]) -> None:
     """Draw the pictures of the pages that are named, or of all."""
     for name in argv or DRAWN:
-        page = (HERE.parent / "results" / f"{name}.md").read_text()
-        fig = DRAWN[name](table(page, "\n## Figures"))
+        of, after = ELSEWHERE.get(name, (name, "\n## Figures"))
+        page = (HERE.parent / "results" / f"{of}.md").read_text()
+        fig = DRAWN[name](table(page, after))
         fig.savefig(HERE / f"{name}.png", dpi=110, metadata={"Software": None})
 
 
