@@ -180,6 +180,10 @@ class Walk:
             self._make(compose(arguments, RECIPES[module]))
         folder = run_folder(config)
         self.made |= {f"{folder}", f"{folder}/export", f"{folder}/complete.json"}
+        if trainer := config.get("trainer"):
+            steps = range(0, (trainer.max_steps or 0) + 1, trainer.checkpoint_every)[1:]
+            kept = [*steps][-trainer.keep_last :]
+            self.made |= {f"{folder}/checkpoints/step-{step}.ckpt" for step in kept}
 
     def _parse(self, module: str, arguments: list[str]) -> None:
         """Note what a measurement or another command reads and writes."""
@@ -188,6 +192,8 @@ class Walk:
         options = parse(arguments, (MEASURES | OTHERS)[module], module)
         if module == "trainers.export":
             self._need([f"{options.run}/export"])
+            if options.checkpoint is not None:
+                self.made.add(f"{options.run}/export-{Path(options.checkpoint).stem}")
         if module in MEASURES:
             self.measured = True
             name = "bench_vllm" if module == "decoding.bench.engine" else "bench"
