@@ -61,7 +61,8 @@ MODELS = {
 }  # fmt: skip
 # Their published numbers of parameters, in billions: what is built from the sizes must have them.
 BILLIONS = {"Qwen/Qwen3-30B-A3B": 30.5, "Qwen/Qwen3-8B": 8.2, "Qwen/Qwen2.5-0.5B-Instruct": 0.49,
-            "fredzzp/open-dcoder-0.5B": 0.49, "Qwen/Qwen2.5-Coder-7B-Instruct": 7.61, "xlnet/xlnet-base-cased": 0.117}  # fmt: skip
+            "fredzzp/open-dcoder-0.5B": 0.49, "Qwen/Qwen2.5-Coder-7B-Instruct": 7.61,
+            "xlnet/xlnet-base-cased": 0.117}  # fmt: skip
 # Of recipes that start from another one's export.
 STARTS = {
     "deer_stage1": "fredzzp/open-dcoder-0.5B",
