@@ -50,7 +50,7 @@ def main(
         return tokens, first, time.perf_counter() - started
 
     for count in map(int, clients.split(",")):
-        asked = [*islice(cycle(prompts), max(16, 2 * count))]
+        asked = [*islice(cycle(prompts), max(32, 4 * count))]
         for model in models:
             with ThreadPoolExecutor(count) as pool:
                 list(pool.map(answer, [model] * count, prompts[-count:]))  # warms up
