@@ -1,4 +1,4 @@
-"""What speculation costs at the true sizes of MAR-B and MAR-L, and when it would pay.
+"""Time speculation at the true sizes of MAR-B and MAR-L, and say when it would pay.
 
 The weights are random, so nothing is said about which drafts are accepted: a cycle takes the same
 time whatever they are. It is timed at an image of which half is known.

@@ -120,7 +120,7 @@ class Load:
 
     async def ask(self, http: httpx.AsyncClient, body: dict, cut: bool) -> None:
         """One request, as a stream."""
-        last, text, begun = time.monotonic(), "", False
+        last, parts, begun = time.monotonic(), [], False
         async with http.stream("POST", self.of(body), json={**body, "stream": True}) as reply:
             assert reply.status_code == 200, await reply.aread()
             async for line in reply.aiter_lines():
@@ -129,12 +129,13 @@ class Load:
                 got, now = json.loads(line[6:]), time.monotonic()
                 assert "error" not in got, got
                 (self.between if begun else self.first)[self.attacked].append(now - last)
-                last, begun, text = now, True, text + said(got["choices"][0])
+                last, begun = now, True
+                parts.append(got["choices"][0])
                 if cut:
                     self.counts["cut off"] += 1
                     return
         self.counts["answered"] += 1
-        self.texts[json.dumps(body)].append(text)
+        self.texts[json.dumps(body)].append(said(parts))
 
 
 async def measured(
@@ -160,7 +161,7 @@ async def measured(
         other = []
         for body, texts in load.texts.items():
             reply = await http.post(load.of(json.loads(body)), json=json.loads(body))
-            alone = said(reply.json()["choices"][0])
+            alone = said(reply.json()["choices"])
             other += [body for text in texts if text != alone]
     begun = time.monotonic()
     process.terminate()
@@ -183,13 +184,17 @@ async def measured(
     }
 
 
-def said(choice: dict) -> str:
-    """The text of a choice or of a piece of one, and the calls in it."""
-    if "text" in choice:
-        return choice["text"]
-    message = choice.get("message", choice.get("delta"))
-    calls = [call["function"] for call in message.get("tool_calls", [])]
-    return (message.get("content") or "") + "".join(f"{c['name']}{c['arguments']}" for c in calls)
+def said(parts: list[dict]) -> str:
+    """The text of an answer, whole or in pieces, and then the calls in it.
+
+    A text beside calls begins and ends without space where it comes whole.
+    """
+    messages = [part.get("message", part.get("delta", part)) for part in parts]
+    text = "".join(m.get("content", m.get("text")) or "" for m in messages)
+    calls = [call["function"] for m in messages for call in m.get("tool_calls", [])]
+    if not calls:
+        return text
+    return text.strip() + "".join(f"{c['name']}{c['arguments']}" for c in calls)
 
 
 def quantiles(seconds: list[float]) -> list[float]:
