@@ -15,7 +15,7 @@ SETUP.read(ROOT / "setup.cfg")
 
 
 def lines(word):
-    """What follows each instruction of a kind."""
+    """Return what follows each instruction of a kind."""
     return re.findall(rf"^\s*(?:HEALTHCHECK .*)?{word} (.+)$", RECIPE, re.M)
 
 
