@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from data.files import atomic_write, check_space, read_json, same_setting, shortened
 from recipes.command import main
@@ -94,9 +94,10 @@ def _collect(config: DictConfig, folder: Path) -> None:
     needed = ("prompts", "shard_size")
     stored = read_json(folder / MANIFEST, needed) if _has_shards(folder) else {}
     with dated(manifest.get("date")):
-        prompts, count, had = _read_prompts(config.prompts, collector.tokenizer, stored)
+        wanted: dict = OmegaConf.to_container(config.prompts, resolve=True)  # type: ignore[assignment]
+        prompts, count, had = _read_prompts(wanted, collector.tokenizer, stored)
         # Which turns are asked is in `prompt_ids`, as these are.
-        named = {name: value for name, value in config.prompts.items() if name != "turns"}
+        named = {name: value for name, value in wanted.items() if name != "turns"}
         manifest["prompts"] = named | {"count": len(prompts)}
         manifest["prompt_ids"], first, later = _fingerprints(islice(prompts, had or None))
         if stored:
@@ -113,7 +114,7 @@ def _collect(config: DictConfig, folder: Path) -> None:
 
 
 def _read_prompts(
-    asked: DictConfig, tokenizer: PreTrainedTokenizerBase, stored: dict
+    asked: dict, tokenizer: PreTrainedTokenizerBase, stored: dict
 ) -> tuple[Sequence[dict], int, int]:
     """Return a collection's prompts, how many of them are asked for, and how many it had.
 
@@ -121,17 +122,19 @@ def _read_prompts(
     or folder of the user has as many as it has; another source has at least what is asked for.
     """
     had = stored["prompts"].get("count") if stored else 0  # null: all, in older ones
-    most = None if None in (asked.count, had) else max(asked.count, had)
+    source, count = asked["source"], asked["count"]
+    most = None if None in (count, had) else max(count, had)
     given = {"turns": "all", **asked, "count": most}
     try:
         prompts: Sequence[dict] = prompt_set(tokenizer=tokenizer, **given)
     except TooFewPrompts as error:
         prompts = error.prompts
-        if not prompts or (len(prompts) < (asked.count or 0) and not is_own(asked.source)):
+        sources = [source] if isinstance(source, str) else source
+        if not prompts or (len(prompts) < (count or 0) and not any(map(is_own, sources))):
             raise
-    found, count = len(prompts), asked.count or len(prompts)
+    found, count = len(prompts), count or len(prompts)
     if found < count:
-        print(f"prompts.count={count}: all {found} prompts of {asked.source} are taken")
+        print(f"prompts.count={count}: all {found} prompts of {source} are taken")
     return prompts, min(count, found), found if had is None else had
 
 

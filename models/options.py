@@ -92,14 +92,14 @@ def _gpus() -> int:
 def check_dtype(dtype: object) -> None:
     """Raise ValueError if weights cannot be of a type, by itself, its name or 'auto'."""
     if isinstance(dtype, str) and dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype} is no type of weights. Choose from {[*DTYPES]}")
+        raise ValueError(f"dtype={dtype!r} is no type of weights. Choose from {[*DTYPES]}")
 
 
 def check_device(device: object) -> None:
     """Raise ValueError if this machine does not have a device: 'cpu', 'cuda', 'cuda:1', ..."""
     kind, colon, number = str(device).partition(":")
     if kind not in DEVICES or (colon and not number.isdecimal()):
-        raise ValueError(f"device={device} is no device. Choose from {sorted(DEVICES)}")
+        raise ValueError(f"device={device!r} is no device. Choose from {sorted(DEVICES)}")
     if kind == "cpu":
         return
     import torch

@@ -51,7 +51,7 @@ def test_help_imports_nothing_heavy(command, tmp_path):
 MISTAKES = {
     "a key": ("decoding.generate modle=x", "unknown key 'modle'. Did you mean 'model'?"),
     "a value": ("decoding.serve model=x port=70000", "port=70000 is not allowed"),
-    "a device": ("decoding.bench model=x device=tpu", "device=tpu is no device"),
+    "a device": ("decoding.bench model=x device=tpu", "device='tpu' is no device"),
     "a folder": ("decoding.bench model=./nowhere", "no model at './nowhere'"),
     "an empty folder": ("decoding.generate model=. prompt=x", "no model at '.'"),
     "a prompt": ("decoding.generate model=model prompt=@none", "prompt='@none' cannot be read"),

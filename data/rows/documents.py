@@ -2,13 +2,13 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import islice, zip_longest
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from data.arguments import Count, Split, Tokens
+from data.arguments import Count, Several, Split, Tokens
 from data.corpora.answers import AnsweredPrompt, read_answers
 from data.corpora.fingerprints import input_fingerprint
 from data.corpora.sources import content_fingerprint, load_documents
@@ -98,7 +98,7 @@ def packed_windows(
 
 
 def answers(
-    source: str | Sequence[str],
+    source: str | Several[str],
     length: Tokens,
     tokenizer: PreTrainedTokenizerBase,
     folder: str,

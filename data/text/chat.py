@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from inspect import signature
+from itertools import takewhile
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -171,6 +172,21 @@ def encode_prompt(
 ) -> list[int]:
     """Return the token ids of a chat prompt, including the header of the assistant's next turn."""
     return encode(tokenizer, render_prompt(tokenizer, messages, options))
+
+
+def question_start(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens with which the chat template begins a user's turn, before any word.
+
+    Raises:
+        ValueError: Without a chat template, or one that writes nothing there.
+    """
+    asked = [encode_prompt(tokenizer, [{"role": "user", "content": c}]) for c in ("Why", "12")]
+    start = [first for first, _ in takewhile(lambda pair: len({*pair}) == 1, zip(*asked))]
+    if not start:
+        raise ValueError(
+            f"the chat template of {tokenizer.name_or_path!r} writes nothing before a user's words"
+        )
+    return start
 
 
 def render_prompt(

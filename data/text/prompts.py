@@ -7,13 +7,13 @@ import tempfile
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from itertools import islice
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from data.arguments import Count, Tokens
+from data.arguments import Count, Several, Tokens
 from data.corpora.answers import is_collection, read_answers
 from data.corpora.benchmarks import (
     SHARED_COLUMNS,
@@ -24,11 +24,12 @@ from data.corpora.benchmarks import (
 )
 from data.corpora.sources import INSTALLED, is_own, load_documents, one_document
 from data.corpora.stdlib import is_held_out
-from data.text.chat import chat_of, encode_prompt, encode_text, located, start_ids
+from data.text.chat import chat_of, encode_prompt, encode_text, located, question_start, start_ids
 from data.text.special import encode, quoted
 from data.text.tokenizer import checked_manifest
 
 WINDOW = 64  # tokens of a text where no length is given
+ITSELF = "itself"  # the source of questions that a model asks itself, for a collection
 
 
 class TooFewPrompts(ValueError):
@@ -70,6 +71,11 @@ def heldout_prompts(source: str, *args, fewer: bool = False, **options) -> list[
 
     With `fewer`, a file or folder of the user may have fewer than are asked for.
     """
+    if source == ITSELF:
+        raise ValueError(
+            f"source={ITSELF} is for a collection (python -m decoding.collect): give the folder of "
+            "one, or another source"
+        )
     try:
         return list(prompt_set(source, *args, **options))
     except TooFewPrompts as error:
@@ -80,7 +86,7 @@ def heldout_prompts(source: str, *args, fewer: bool = False, **options) -> list[
 
 
 def prompt_set(
-    source: str,
+    source: str | Several[str],
     tokenizer: PreTrainedTokenizerBase,
     count: Count | None,
     length: Tokens | None = None,
@@ -104,11 +110,13 @@ def prompt_set(
     set looks like its test set: its rows are split like any pairs, and split='test' takes them all.
     A .jsonl file with `text` has splits, and each text is one prompt.
 
-    A collection (`python -m decoding.collect`) gives the prompts of the split's answers.
+    A collection (`python -m decoding.collect`) gives the prompts of the split's answers. 'itself'
+    gives the beginning of a user's turn, `begun`, which `decoding.collectors.questions` goes on.
 
     Args:
         source: A corpus as in `data.corpora.sources.load_documents`, a benchmark as in
-            `data.corpora.benchmarks.read_benchmark`, or a collection's folder.
+            `data.corpora.benchmarks.read_benchmark`, a collection's folder, or 'itself'. Of
+            several each gives the same share of `count`, in turn.
         tokenizer: Encodes the prompts.
         count: Number of prompts; None for all.
         length: Tokens per prompt: exactly (windows) or at most (whole prompts, which lose their
@@ -133,6 +141,15 @@ def prompt_set(
         TooFewPrompts: For fewer than `count` prompts, or none.
     """
     options |= {"limit": limit, "where": where}
+    if not isinstance(source, str):
+        asked = {"split": split, "chat": chat, "subset": subset, "turns": turns, **options}
+        return _in_turn(source, tokenizer, count, length, **asked)
+    if source == ITSELF:
+        if count is None:
+            raise ValueError(f"source={ITSELF} has no end: give prompts.count=")
+        ids = question_start(tokenizer)
+        begun = {"prompt_ids": ids, "text": tokenizer.decode(ids), "begun": True}
+        return Spool({"id": f"{ITSELF}/{n}", **begun} for n in range(count))
     if is_collection(source):
         found = _collected(source, tokenizer, split, subset, **options)
         return _chosen(found, tokenizer, count, source, split, length)
@@ -201,6 +218,34 @@ def _chosen(
             f"{one_document(source)}",
             prompts,
         )
+    return prompts
+
+
+def _in_turn(
+    sources: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    count: int | None,
+    length: int | None,
+    **options,
+) -> Spool:
+    """Return prompts of several sources in turn; files and folders of the user may have fewer."""
+    share = count and -(-count // len(sources))
+    found: list[Sequence[dict]] = []
+    for source in sources:
+        try:
+            found.append(prompt_set(source, tokenizer, share, length, **options))
+        except TooFewPrompts as error:
+            if not (error.prompts and is_own(source)):
+                raise
+            found.append(error.prompts)
+    turns = enumerate(zip_longest(*found))
+    # Another one is first in each turn, since a collection's temperatures are taken in turn too.
+    first = ((n % len(sources), turn) for n, turn in turns)
+    mixed = chain.from_iterable(turn[at:] + turn[:at] for at, turn in first)
+    prompts = Spool(islice(filter(None, mixed), count))
+    if len(prompts) < (count or 1):
+        names = ", ".join(sources)
+        raise TooFewPrompts(f"source=[{names}] has {len(prompts)} prompts, not {count}", prompts)
     return prompts
 
 

@@ -139,6 +139,7 @@ class TeacherAnswers:
             for i, prompt in enumerate(prompts, first)
         ]
         chats = Turns(self.tokenizer)
+        asked = chats.ask(asked, self.seed, self.most, self._write)
         found = chats.collect(asked, lambda asked: self._answers(asked, len(prompts)))
         self.left_out = chats.left_out
         known = [row for row in found if row["answer_ids"] is not None]
@@ -151,6 +152,13 @@ class TeacherAnswers:
             left = len(found) - len(known)
             print(f"{left} of {len(found)} answers left out: the server counts other tokens")
         return known
+
+    def _write(
+        self, prompts: list[list[int]], params: SamplingParams, seeds: list[int]
+    ) -> list[tuple[list[int], bool]]:
+        """Return what the teacher writes after prompts, and whether it ends there."""
+        found = self._teacher.answer(prompts, params, seeds)
+        return [(a.token_ids or [], a.finish_reason == "eos") for a in found]
 
     def _answers(self, asked: list[dict], most: int) -> list[dict | str]:
         """Return the rows of prompts, decoded in batches of one temperature, or why there is none.

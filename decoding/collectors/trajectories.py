@@ -101,9 +101,19 @@ class JacobiTrajectories:
             options = {"block_size": self.block_size, "running": False}
             self._sampler = Recorder(network, self.tokenizer, **options)
         chats = Turns(self.tokenizer)
+        prompts = chats.ask(prompts, self.seed, self.most, self._write)
         rows = chats.collect(prompts, self._trajectories)
         self.left_out = chats.left_out
         return rows
+
+    def _write(
+        self, prompts: list[list[int]], params: SamplingParams, seeds: list[int]
+    ) -> list[tuple[list[int], bool]]:
+        """Return what the teacher writes after prompts, and whether it ends there."""
+        assert self._sampler is not None
+        found = decoded(self._sampler, prompts, params, seeds, self.at_once)
+        results = [None if isinstance(f, str) else f[1] for f in found]
+        return [(r.token_ids, r.finish_reason == "eos") if r else ([], False) for r in results]
 
     def _trajectories(self, prompts: list[dict]) -> list[dict | str]:
         """Return the rows of prompts, or why there is none."""

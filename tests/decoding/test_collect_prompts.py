@@ -1,16 +1,23 @@
 """Prompts of a collection: left out, asked later, dated, and added by a larger count."""
 
 import json
+import shutil
+from collections import Counter
 from datetime import date
 
 import pyarrow.parquet as parquet
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.corpora import answers
 from data.corpora.answers import read_answers, read_manifest, shard_path
 from data.corpora.sources import load_documents
+from data.text.chat import encode_prompt
+from data.text.prompts import heldout_prompts
 from data.text.tokenizer import train_tokenizer
 from decoding import collect as module
+from decoding.collectors import chats as chats_module
 from decoding.collectors.answers import TeacherAnswers
 from recipes.compose import compose
 from tests.support import tiny
@@ -382,3 +389,76 @@ def test_several_processes_take_no_minutes(collect, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"minutes=3 with 2 processes .*prompts\.count="):
         collect("two", pairs(9), "minutes=3")
+
+
+@pytest.fixture
+def ending(teacher, tmp_path):
+    """Another teacher, whose texts end soon."""
+    folder = tmp_path / "ending"
+    shutil.copytree(teacher, folder)
+    (folder / "chat_template.jinja").write_text(CHATML)
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    with torch.no_grad():
+        network.lm_head.weight[0] *= 12
+    network.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def ask_itself(ending, tmp_path):
+    def ask_itself(name, *more, recipe="deer_answers"):
+        given = [f"recipe={recipe}", f"name={name}", f"runs={tmp_path / 'runs'}",
+                 f"target={ending}", "prompts.source=itself", "prompts.count=8",
+                 "prompts.length=null", "collector.max_new_tokens=16", "collector.dtype=float32",
+                 *more]  # fmt: skip
+        return module.collect(compose(given, "collect"))
+
+    return ask_itself
+
+
+def test_a_model_answers_questions_that_it_asks_itself(ask_itself, ending):
+    found = rows(ask_itself("whole", "collector.number=2"))
+    tokenizer = AutoTokenizer.from_pretrained(ending)
+    asked = {}
+    for row in found:
+        said = tokenizer.decode(row["prompt_ids"]).removeprefix("<|im_start|>user\n")
+        said = said.removesuffix("<|im_end|>\n<|im_start|>assistant\n")
+        assert said.strip() == said != ""
+        assert row["prompt_ids"] == encode_prompt(tokenizer, [{"role": "user", "content": said}])
+        asked.setdefault(row["id"], set()).add(said)
+    assert len(asked) == 8
+    assert all(len(said) == 1 for said in asked.values())  # both answers are to the same question
+    assert len({*map(tuple, asked.values())}) > 2  # questions differ
+    # Nothing depends on the shards, nor on where a collection was stopped.
+    again = rows(ask_itself("parts", "collector.number=2", "shard_size=3"))
+    by_key = sorted(found, key=lambda row: (row["id"], row["answer"]))
+    assert sorted(again, key=lambda row: (row["id"], row["answer"])) == by_key
+    other = rows(ask_itself("other", "collector.number=2", "seed=1"))  # negative control
+    assert {r["id"]: r["prompt_ids"] for r in other} != {r["id"]: r["prompt_ids"] for r in found}
+    trajectories = rows(ask_itself("jacobi", "collector.block_size=4", recipe="pcllm_trajectories"))
+    asked = {row["id"]: row["prompt_ids"] for row in found}
+    assert {row["id"]: row["prompt_ids"] for row in trajectories} == asked
+
+
+def test_sources_are_asked_in_turn_at_all_temperatures(ask_itself, tmp_path):
+    source = write_jsonl(tmp_path / "some.jsonl", pairs(40))
+    found = rows(ask_itself("mixed", f"prompts.source=[{source},itself]", "collector.number=1"))
+    kinds = Counter((row["id"].startswith("itself/"), row["temperature"]) for row in found)
+    assert kinds == {(own, t): 2 for own in (True, False) for t in (0.0, 1.0)}
+    # One with fewer prompts gives all that it has.
+    few = write_jsonl(tmp_path / "few.jsonl", pairs(2))
+    asked = rows(ask_itself("few", f"prompts.source=[itself,{few}]", "collector.number=1"))
+    assert sum(row["id"].startswith("itself/") for row in asked) == 4
+    assert 4 < len(asked) < 8
+
+
+def test_where_a_model_cannot_ask_itself(ask_itself, collect, ending, monkeypatch):
+    with pytest.raises(ValueError, match="itself has no end: give prompts"):
+        ask_itself("endless", "prompts.count=null")
+    with pytest.raises(ValueError, match="has no chat template"):
+        collect("raw", pairs(2), "prompts.source=itself", "prompts.count=2")
+    with pytest.raises(ValueError, match="source=itself is for a collection"):
+        heldout_prompts("itself", AutoTokenizer.from_pretrained(ending), 2)
+    monkeypatch.setattr(chats_module, "TRIES", 1)
+    with pytest.raises(ValueError, match="the model asks nothing that ends within 1 tokens"):
+        ask_itself("silent", "collector.max_new_tokens=1")

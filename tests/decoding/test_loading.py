@@ -151,7 +151,7 @@ def generate(*arguments):
 
 
 def test_an_unknown_type_of_weights(lab):
-    with pytest.raises(ValueError, match="dtype=float33 is no type of weights"):
+    with pytest.raises(ValueError, match="dtype='float33' is no type of weights"):
         load(str(lab.runs / "ar_target" / "export"), dtype="float33")
 
 

@@ -157,7 +157,7 @@ def test_a_device_may_have_a_number(device, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert ModelOptions(model="m", device=device).device == device
     for wrong in (f"{device}:x", f"{device}:", "gpu", "gpu:0"):
-        with pytest.raises(ValueError, match=f"device={wrong} is no device. Choose from"):
+        with pytest.raises(ValueError, match=f"device={wrong!r} is no device. Choose from"):
             ModelOptions(model="m", device=wrong)
     with pytest.raises(
         ValueError, match=r"cuda:2 is not on this machine\. Choose from \['cpu', 'cud"
