@@ -35,11 +35,10 @@ class Prefixes:
 
     Attributes:
         size: Bytes that they take.
-        reused: Tokens of prompts that were not read again, so far.
     """
 
     def __init__(self, most: int, part: int = PART):
-        self.most, self.part, self.size, self.reused = most, part, 0, 0
+        self.most, self.part, self.size = most, part, 0
         # The network of each, and the text; those used last come last. A number such as `id` could
         # be another network's one day, where a server changes its drafter.
         self._kept: OrderedDict[int, tuple[ref[PreTrainedModel], Kept]] = OrderedDict()
@@ -61,7 +60,6 @@ class Prefixes:
         count, number = found
         self._kept.move_to_end(number)
         network.cache.restore(self._kept[number][1].stored, count)
-        self.reused += count
         return count
 
     def keep(self, network: CachedNetwork, row: int, tokens: list[int]) -> None:

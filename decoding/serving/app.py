@@ -192,7 +192,6 @@ class Server:
             cache_bytes=s.cache_bytes,
             cache_used=s.slots / (s.at_once * s.longest),
             loaded=s.loaded,
-            prefix_hits=None if kept is None else kept.reused,
             prefix_bytes=None if kept is None else kept.size,
         )
         text = exposition(s.counts, now)

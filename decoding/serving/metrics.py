@@ -43,6 +43,7 @@ class Counts:
     Attributes:
         requests: By how they ended: a finish reason, 'cancelled' or 'failed'.
         prompt_tokens, tokens: Of the prompts and of the answers that have ended.
+        reused: Tokens of these prompts that the target did not read again.
         drafts: Target passes of these answers that verified a draft.
         drafted: Tokens of these drafts together.
         accepted: How many drafts had at least i + 1 tokens accepted, for each position i.
@@ -53,6 +54,7 @@ class Counts:
     requests: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     prompt_tokens: int = 0
     tokens: int = 0
+    reused: int = 0
     drafts: int = 0
     drafted: int = 0
     accepted: list[int] = field(default_factory=list)
@@ -67,6 +69,7 @@ class Counts:
         self.requests[result.finish_reason] += 1
         self.prompt_tokens += prompt
         self.tokens += len(result.token_ids)
+        self.reused += stats.reused
         if stats.drafted:
             positions = -(-stats.drafted // len(stats.emitted))
             drafts, accepted = accepted_counts(stats.emitted, positions)
@@ -85,8 +88,7 @@ class Now:
         cache_bytes, cache_used: Keys and values of those that are decoded: their bytes, and the
             part of all slots, from 0 to 1, that has a token.
         loaded: When the export was loaded that is served, in seconds since 1970.
-        prefix_hits, prefix_bytes: Tokens of prompts that were not read again, and the bytes that
-            are kept for that; None where nothing is kept.
+        prefix_bytes: Bytes of prompts that are kept for others; None where nothing is kept.
     """
 
     running: int
@@ -94,7 +96,6 @@ class Now:
     cache_bytes: int
     cache_used: float
     loaded: float
-    prefix_hits: int | None = None
     prefix_bytes: int | None = None
 
 
@@ -123,8 +124,8 @@ def exposition(counts: Counts, now: Now) -> str:
     metric("spec_decode_num_accepted_tokens_total", "counter", sum(counts.accepted))
     by_position = {f'{{position="{i}"}}': n for i, n in enumerate(counts.accepted)}
     metric("spec_decode_num_accepted_tokens_per_pos_total", "counter", by_position)
-    if now.prefix_hits is not None and now.prefix_bytes is not None:
-        metric("prefix_cache_hits_total", "counter", now.prefix_hits)  # in tokens
+    if now.prefix_bytes is not None:
+        metric("prefix_cache_hits_total", "counter", counts.reused)  # in tokens
         metric("prefix_cache_bytes", "gauge", now.prefix_bytes, "parade")
     times = {
         "request_queue_time_seconds": counts.queued,
