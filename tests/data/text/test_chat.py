@@ -10,6 +10,7 @@ from data.text.chat import (
     encode_documents,
     encode_prompt,
     encode_text,
+    question_start,
 )
 from data.text.prompts import prompt_set
 from tests.support.files import write_jsonl
@@ -248,3 +249,15 @@ def test_a_refusal_of_the_template_names_file_and_row(chat_tokenizer, tmp_path):
     with pytest.raises(ValueError, match=r"d\.jsonl, line 7: .*no system prompts"):
         prompt_set(source, chat_tokenizer, 9, split="train")
     assert len(documents(source, 32, chat_tokenizer, str(tmp_path / "rows"), limit=6))
+
+
+def test_where_a_users_turn_begins(chat_tokenizer):
+    assert chat_tokenizer.decode(question_start(chat_tokenizer)) == "<|im_start|>user\n"
+    chat_tokenizer.chat_template = "{{ 'Be kind.\n' }}" + CHATML
+    assert chat_tokenizer.decode(question_start(chat_tokenizer)) == "Be kind.\n<|im_start|>user\n"
+    chat_tokenizer.chat_template = "{{ messages[0]['content'] }}: "
+    with pytest.raises(ValueError, match="writes nothing before a user's words"):
+        question_start(chat_tokenizer)
+    chat_tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="has no chat template"):
+        question_start(chat_tokenizer)
