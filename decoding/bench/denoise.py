@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
+from math import isnan
 from pathlib import Path
 from statistics import fmean
 from time import perf_counter
@@ -27,6 +28,7 @@ class DenoiseBench(PromptBenchOptions):
     EXAMPLE: ClassVar[str] = "model=runs/spiffy_calibrate/export sampler=[threshold=0.9]"
 
     temperatures: Several[Temperature] = option((0.0,), "of the sampling; 0 is greedy")
+    judge: str | None = option(None, "a causal LM that rates the texts; null: no perplexity")
 
 
 def read_options(argv: list[str]) -> DenoiseBench:
@@ -36,7 +38,8 @@ def read_options(argv: list[str]) -> DenoiseBench:
 
 check_first(__name__, read_options)
 
-from decoding.bench.rows import Row, params_of, questions, take_turns
+from decoding.bench.judge import Judge
+from decoding.bench.rows import Row, params_of, questions, spread, take_turns
 from decoding.engine.batch import Batch
 from decoding.engine.sampler import Sampler
 from decoding.loading import load, parade_config, sampler_of, sampling_config
@@ -84,9 +87,11 @@ class Watch:
 
 @dataclass
 class WatchedRow(Row):
-    """One way to decode at one temperature."""
+    """One way to decode at one temperature, with its judge's figures of each text."""
 
     watch: Watch = field(kw_only=True)
+    perplexity: list[float] = field(default_factory=list)
+    entropy: list[float] = field(default_factory=list)
 
     def warm_up(self, prompts: list[list[int]]) -> None:
         super().warm_up(prompts)
@@ -113,6 +118,12 @@ def measure(bench: DenoiseBench) -> list[WatchedRow]:
     loaded = load(bench.model, sampler=("method=denoise",), **options)
     rows = [row for t in bench.temperatures for row in _rows(bench, loaded, t)]
     take_turns(rows, questions(bench, loaded.tokenizer), bench.seed, "denoise bench")
+    if bench.judge is not None:
+        judge = Judge.load(bench.judge, **bench.placing)
+        for row in rows:
+            texts = [result.text for result in row.results]
+            row.perplexity = [p for p in map(judge.perplexity, texts) if not isnan(p)]
+            row.entropy = [*map(judge.entropy, texts)]
     return rows
 
 
@@ -154,6 +165,7 @@ def summary(row: WatchedRow) -> dict:
         **row.speedup,
         **{f"{s} %": round(100 * seconds.get(s, 0.0) / model, 1) for s in STAGES},
         "identical": row.same,
+        **{n: spread(x) for n in ("perplexity", "entropy") if (x := getattr(row, n))},
     }
 
 

@@ -5,8 +5,6 @@ entropy are compared with sequential decoding by Welch's t-test (arXiv 2504.2045
 middle is also compared with the original by ROUGE, and a filled line of a program is tested.
 """
 
-import math
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -60,23 +58,19 @@ def read_options(argv: list[str]) -> InfillBench:
 check_first(__name__, read_options)
 
 import torch
-from scipy.stats import entropy, ttest_ind
-from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from scipy.stats import ttest_ind
+from transformers import PreTrainedTokenizerBase
 
 from data.corpora.benchmarks import Problem, is_benchmark, program, read_benchmark
 from data.rows.documents import packed_windows
-from data.text.chat import encode_text
 from data.text.prompts import heldout_prompts
 from decoding.any_subset.infilling import Template
+from decoding.bench.judge import Judge
 from decoding.bench.rows import ERROR, Row, mean_error, spread
 from decoding.bench.sandbox import check, execute
 from decoding.engine.detokenize import text_after
 from decoding.engine.sampler import Sampler
-from decoding.loading import load, load_tokenizer, sampler_of, sampling_config
-from models import causal
-from models.context import context
-from models.placement import input_device
+from decoding.loading import load, sampler_of, sampling_config
 
 
 @dataclass
@@ -123,13 +117,12 @@ class FilledRow(Row):
         self.network_s += max(r.stats.target_s for r in results)
         return results
 
-    def rate_text(self, task: Task, result: Result, bench: InfillBench, judge: tuple | None):
-        """Add the figures of one filled text; the judge is a causal LM and its tokenizer."""
+    def rate_text(self, task: Task, result: Result, bench: InfillBench, judge: Judge | None):
+        """Add the figures of one filled text."""
         tokenizer = self.sampler.tokenizer
         if judge is not None:
-            self.perplexity.append(generative_perplexity(judge[0], judge[1], result.text))
-            counts = Counter(encode_text(judge[1], result.text))
-            self.entropy.append(float(entropy([*counts.values()], base=2)))  # Eq. 22
+            self.perplexity.append(judge.perplexity(result.text))
+            self.entropy.append(judge.entropy(result.text))
         if task.hidden is not None:
             said = text_after(tokenizer, task.before, result.token_ids)
             self.rouge.append(rouge(said, task.hidden))
@@ -151,9 +144,7 @@ def measure(bench: InfillBench) -> list[FilledRow]:
     first = load(bench.model, sampler=bench.sampler, **bench.placing)
     if first.continues:
         raise ValueError(f"{bench.model} does not fill holes: python -m decoding.bench serves it")
-    judge = None
-    if bench.judge is not None:
-        judge = causal.load(bench.judge, **bench.placing), load_tokenizer(bench.judge)
+    judge = None if bench.judge is None else Judge.load(bench.judge, **bench.placing)
     todo = tasks(bench, first.tokenizer)
     rows = [row for knob in bench.knobs or ("",) for row in ways(bench, first, knob)]
     steps = [(t, at) for t in range(bench.trials) for at in range(0, len(todo), bench.batch_size)]
@@ -294,23 +285,6 @@ def rouge(text: str, reference: str) -> tuple[float, ...]:
 
     scores = rouge_score(text, reference, rouge_keys=ROUGE)
     return tuple(100 * scores[f"{name}_fmeasure"].item() for name in ROUGE)
-
-
-def generative_perplexity(
-    judge: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str
-) -> float:
-    """Return a text's perplexity under a judge, arXiv 2504.20456, Eq. 21.
-
-    It is over all tokens but the first. Text beyond the judge's context is left out; the perplexity
-    of fewer than two tokens is nan.
-    """
-    most = context(judge.config)
-    ids = torch.tensor([encode_text(tokenizer, text)[:most]], device=input_device(judge))
-    if ids.shape[1] < 2:
-        return math.nan
-    with torch.inference_mode():
-        logits: Tensor = judge(ids).logits.float()
-    return torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:]).exp().item()
 
 
 def summary(row: FilledRow) -> dict:

@@ -57,6 +57,7 @@ def test_the_report(lab, tmp_path, capsys):
         prompt_length=8,
         max_new_tokens=12,
         temperatures=(0.0, 1.0),
+        judge=str(lab.fit("ar_target")),
         dtype="float32",
         out=str(tmp_path),
     )
@@ -65,6 +66,8 @@ def test_the_report(lab, tmp_path, capsys):
     lines = list(csv.DictReader((tmp_path / "denoise.csv").open()))
     assert [line["sampler"] for line in lines] == ["denoise", "spiffy (spiffy_calibrate)"] * 2
     assert {line["identical"] for line in lines} == {"3/3"}
+    rated = [line["perplexity"] for line in lines]
+    assert rated[0] == rated[1] != rated[2] == rated[3]  # by temperature
     assert lines[0]["NFE speed-up"] == "1.0"
     assert float(lines[1]["NFE speed-up"]) > 1
     levels = list(csv.DictReader((tmp_path / "accepted.csv").open()))

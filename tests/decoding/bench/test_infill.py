@@ -15,7 +15,6 @@ from data.text.tokenizer import train_tokenizer
 from decoding.bench.infill import (
     InfillBench,
     filling,
-    generative_perplexity,
     hide,
     measure,
     report,
@@ -23,6 +22,7 @@ from decoding.bench.infill import (
     summary,
     ways,
 )
+from decoding.bench.judge import Judge
 from decoding.bench.scores import scorer
 from decoding.bench.text import Bench
 from decoding.engine.params import Result, Stats
@@ -255,12 +255,14 @@ def test_rouge_by_hand():
 
 def test_metrics_by_hand():
     model = tiny.causal_lm(4, scale=0.0)
-    assert generative_perplexity(model, tiny.tokenizer(4), "abcd") == pytest.approx(4)
-    assert math.isnan(generative_perplexity(model, tiny.tokenizer(4), "a"))
+    judge = Judge(model, tiny.tokenizer(4))
+    assert judge.perplexity("abcd") == pytest.approx(4)
+    assert math.isnan(judge.perplexity("a"))
+    assert [judge.entropy(text) for text in ("abcd", "aabb", "aaaa")] == [2, 1, 0]
     short = tiny.causal_lm(4)
     short.config.max_position_embeddings = 8
-    first = generative_perplexity(short, tiny.tokenizer(4), "abcdabcd")
-    assert generative_perplexity(short, tiny.tokenizer(4), "abcdabcd" + "a" * 20) == first
+    judge = Judge(short, tiny.tokenizer(4))
+    assert judge.perplexity("abcdabcd" + "a" * 20) == judge.perplexity("abcdabcd")
 
 
 @pytest.mark.slow
