@@ -192,20 +192,31 @@ def asarm(rows: list[Row]) -> Figure:
     return fig
 
 
-def asarm_training(rows: list[Row]) -> Figure:
-    """Calls and the samples' quality along a training."""
+def along_training(rows: list[Row], gain: str, title: str, quality: str) -> Figure:
+    """A column of what is gained and the samples' quality along a training."""
     fig, axes = panels(2, height=2.2)
     steps = [int(number(r["steps"])) for r in rows]
-    for panel, column, title in (
-        (axes[0], "calls", "calls of assd, of sequential decoding"),
-        (axes[1], "perplexity, sequential", "perplexity of the samples, by SmolLM2"),
+    for panel, column, said in (
+        (axes[0], gain, title),
+        (axes[1], quality, "perplexity of the samples, by SmolLM2"),
     ):
         values, errors = ([number(r[column].replace("±", ";"), i) for r in rows] for i in (0, 1))
         panel.errorbar(steps, values, errors, marker="o", markersize=4, color=PUBLISHED)
         panel.set_xticks(steps, [f"{r['steps']} steps\nloss {r['loss']}" for r in rows])
         panel.grid(axis="y", color="#e8e8ee")
-        finish(panel, title)
+        finish(panel, said)
     return fig
+
+
+def asarm_training(rows: list[Row]) -> Figure:
+    """Calls and the samples' quality along a training."""
+    title = "calls of assd, of sequential decoding"
+    return along_training(rows, "calls", title, "perplexity, sequential")
+
+
+def spiffy_training(rows: list[Row]) -> Figure:
+    """Passes that a graph saves and the samples' quality along a training."""
+    return along_training(rows, "NFE speed-up", "times fewer passes, S = 1, D = 10", "perplexity")
 
 
 def spiffy(rows: list[Row]) -> Figure:
@@ -279,9 +290,9 @@ def gemma(rows: list[Row]) -> Figure:
 
 
 DRAWN = {f.__name__: f for f in (gemma, small, dflash, tail, deer_ablations, markov_head, context)}
-DRAWN |= {f.__name__: f for f in (pcllm, asarm, asarm_training, spiffy, cspd)}
+DRAWN |= {f.__name__: f for f in (pcllm, asarm, asarm_training, spiffy, spiffy_training, cspd)}
 # Those that are not of the first table of the page of their name: the page, and the text before.
-ELSEWHERE = {"asarm_training": ("asarm", "\n### A real model")}
+ELSEWHERE = {f"{name}_training": (name, "\n### A real model") for name in ("asarm", "spiffy")}
 
 
 def main(argv: list[str]) -> None:
