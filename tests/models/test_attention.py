@@ -128,6 +128,62 @@ def test_values_of_another_size_and_a_mask_for_each_head():
         assert not rows[1, 0].any()
 
 
+def patterns(count):
+    """Masks [1, 1, count, count + 9] of a prompt after nine tokens."""
+    distance = torch.arange(count)[:, None] + 9 - torch.arange(count + 9)
+    causal = distance >= 0
+    return {
+        "causal": causal,
+        "a window": causal & (distance < 20),
+        "both directions": torch.ones_like(causal),
+        "blocks": torch.arange(count + 9) < (torch.arange(count)[:, None] + 9) // 32 * 32 + 32,
+    }
+
+
+def wide_pass(mask):
+    """The attention of a wide pass, torch's own, and how many scores were computed."""
+    draw = torch.Generator().manual_seed(0)
+    count, keys = mask.shape
+    shapes = (2, 4, count, 6), (2, 2, keys, 6), (2, 2, keys, 6)
+    q, k, v = (torch.randn(shape, generator=draw).double() for shape in shapes)
+    right, scores = torch.nn.functional.scaled_dot_product_attention, []
+
+    def counted(query, key, *others, **options):
+        scores.append(query.shape[2] // 2 * key.shape[2])
+        return right(query, key, *others, **options)
+
+    expected = right(q, k, v, mask, enable_gqa=True).transpose(1, 2)
+    added = torch.zeros(mask.shape).double().masked_fill(~mask, -torch.inf)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+        found = [attention.grouped(None, q, k, v, m[None, None])[0] for m in (mask, added)]
+    assert scores[: len(scores) // 2] == scores[len(scores) // 2 :]
+    return found, expected, sum(scores) // 2 / mask.numel()
+
+
+@pytest.mark.parametrize("name", patterns(1))
+def test_a_wide_pass_leaves_out_what_none_reads(name):
+    found, expected, share = wide_pass(patterns(200)[name])
+    for each in found:
+        assert torch.allclose(each, expected, atol=1e-12)
+    most = {"causal": 0.7, "a window": 0.45, "both directions": 1, "blocks": 0.8}[name]
+    assert share <= most
+    assert (share == 1) == (name == "both directions")
+
+
+def test_a_key_too_few_is_another_attention(monkeypatch):
+    """The negative control."""
+    right = attention._read_by_some
+
+    def wrong(mask):
+        keys = right(mask)
+        return slice(keys.start, keys.stop - 1)
+
+    monkeypatch.setattr(attention, "_read_by_some", wrong)
+    found, expected, _ = wide_pass(patterns(200)["causal"])
+    assert not torch.allclose(found[0], expected, atol=1e-3)
+
+
 TOKENIZER = tiny.tokenizer(13)
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
 KINDS = {
