@@ -5,6 +5,7 @@ import json
 import sys
 import tempfile
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import chain, islice, zip_longest
@@ -111,7 +112,7 @@ def prompt_set(
     A .jsonl file with `text` has splits, and each text is one prompt.
 
     A collection (`python -m decoding.collect`) gives the prompts of the split's answers. 'itself'
-    gives the beginning of a user's turn, `begun`, which `decoding.collectors.questions` goes on.
+    gives the beginning of a user's turn, `begun`, for the model of a collection to go on.
 
     Args:
         source: A corpus as in `data.corpora.sources.load_documents`, a benchmark as in
@@ -243,6 +244,12 @@ def _in_turn(
     first = ((n % len(sources), turn) for n, turn in turns)
     mixed = chain.from_iterable(turn[at:] + turn[:at] for at, turn in first)
     prompts = Spool(islice(filter(None, mixed), count))
+    twice = [id for id, n in Counter(p["id"] for p in prompts).items() if n > 1]
+    if twice:
+        raise ValueError(
+            f"source=[{', '.join(sources)}] has the id {twice[0]!r} more than once: give rows other "
+            "ids, or collect the sources one by one"
+        )
     if len(prompts) < (count or 1):
         names = ", ".join(sources)
         raise TooFewPrompts(f"source=[{names}] has {len(prompts)} prompts, not {count}", prompts)

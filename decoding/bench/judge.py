@@ -5,7 +5,7 @@ from collections import Counter
 from typing import NamedTuple
 
 import torch
-from scipy.stats import entropy
+from torch.distributions import Categorical
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from data.text.chat import encode_text
@@ -40,6 +40,7 @@ class Judge(NamedTuple):
         return torch.nn.functional.cross_entropy(logits[0, :-1], given[0, 1:]).exp().item()
 
     def entropy(self, text: str) -> float:
-        """Return the entropy of a text's tokens in bits (Eq. 22)."""
-        counts = Counter(encode_text(self.tokenizer, text))
-        return float(entropy([*counts.values()], base=2))
+        """Return the entropy of a text's tokens in bits (Eq. 22); 0 for an empty text."""
+        counts = [*Counter(encode_text(self.tokenizer, text)).values()] or [1]
+        shares = Categorical(torch.tensor(counts, dtype=torch.float64))
+        return shares.entropy().item() / math.log(2)

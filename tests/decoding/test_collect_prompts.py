@@ -445,6 +445,8 @@ def test_sources_are_asked_in_turn_at_all_temperatures(ask_itself, tmp_path):
     found = rows(ask_itself("mixed", f"prompts.source=[{source},itself]", "collector.number=1"))
     kinds = Counter((row["id"].startswith("itself/"), row["temperature"]) for row in found)
     assert kinds == {(own, t): 2 for own in (True, False) for t in (0.0, 1.0)}
+    with pytest.raises(ValueError, match=r"has the id 'r\d+' more than once"):
+        ask_itself("twice", f"prompts.source=[{source},{source}]")
     # One with fewer prompts gives all that it has.
     few = write_jsonl(tmp_path / "few.jsonl", pairs(2))
     asked = rows(ask_itself("few", f"prompts.source=[itself,{few}]", "collector.number=1"))
