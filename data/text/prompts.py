@@ -244,14 +244,14 @@ def _in_turn(
     first = ((n % len(sources), turn) for n, turn in turns)
     mixed = chain.from_iterable(turn[at:] + turn[:at] for at, turn in first)
     prompts = Spool(islice(filter(None, mixed), count))
+    names = ", ".join(sources)
     twice = [id for id, n in Counter(p["id"] for p in prompts).items() if n > 1]
     if twice:
         raise ValueError(
-            f"source=[{', '.join(sources)}] has the id {twice[0]!r} more than once: give rows other "
-            "ids, or collect the sources one by one"
+            f"source=[{names}] has the id {twice[0]!r} more than once: give their rows other ids, "
+            "or collect the sources one by one"
         )
     if len(prompts) < (count or 1):
-        names = ", ".join(sources)
         raise TooFewPrompts(f"source=[{names}] has {len(prompts)} prompts, not {count}", prompts)
     return prompts
 
