@@ -10,7 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, finfo, float32, nn, promote_types
@@ -26,6 +26,27 @@ WRITTEN_OUT, GROUPED, EAGER = "written_out", "grouped", "eager"
 DENSE = ("sdpa", WRITTEN_OUT, GROUPED, EAGER)  # those that take our dense masks
 PIECE = 64  # queries: of 1,024 tokens it was the fastest of 64, 128 and 256
 ALIBI = ("bloom", "mpt")  # types whose positions are always ALiBi's; Falcon's may be
+
+
+class Span(NamedTuple):
+    """Queries of one row of a batch, and stretches of keys that hold all that they may read."""
+
+    row: int
+    queries: slice
+    keys: tuple[slice, ...]
+
+    def of(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the span's queries, keys, values and mask, [1, ...] each."""
+        row = slice(self.row, self.row + 1)
+        key, value = (self._joined([x[row, :, k] for k in self.keys], 2) for x in (key, value))
+        mask = self._joined([mask[row, :, self.queries, keys] for keys in self.keys], 3)
+        return query[row, :, self.queries], key, value, mask
+
+    @staticmethod
+    def _joined(parts: list[Tensor], dim: int) -> Tensor:
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)  # a copy only if it must be
 
 
 def written_out(
@@ -70,7 +91,7 @@ def grouped(
     attention_mask: Tensor,
     scaling: float | None = None,
     dropout: float = 0.0,
-    spans: Sequence[tuple[slice, int]] | None = None,
+    spans: Sequence[Span] | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """Compute attention over groups of heads, in the interface of transformers' functions.
@@ -85,9 +106,8 @@ def grouped(
         value: [B, heads, K, Dv]; Dv is another size than D in latent attention (DeepSeek).
         attention_mask: bool or additive, [B, 1 or G * heads, Q, K].
         scaling: Factor of the scores; D^-1/2 by default.
-        spans: Each row's used queries, and how many first keys they may read. Each row is then
-            computed as if it were alone, to the bit. None: all rows together, so rounding may
-            depend on the longest.
+        spans: Parts that are computed by themselves, so that none of their bits depends on what
+            else is in the pass. None: all together, so rounding may depend on the longest row.
 
     Returns:
         softmax(scaling q k^T + mask) v [B, Q, G * heads, Dv], zeros where a query is in no span,
@@ -102,12 +122,10 @@ def grouped(
         found = _of_groups(*given, scale)
     else:
         found = query.new_zeros(*query.shape[:3], value.shape[3])
-        for b, (queries, keys) in enumerate(spans):
-            if keys:
-                q, k, v, mask = (x[b : b + 1] for x in given)
-                row = q[:, :, queries], k[:, :, :keys], v[:, :, :keys], mask[:, :, queries, :keys]
-                attend = few_queries.attend if few_queries.attends(*row) else _of_groups
-                found[b : b + 1, :, queries] = attend(*row, scale)
+        for span in spans:
+            q, k, v, mask = span.of(*given)
+            attend = few_queries.attend if few_queries.attends(q, k, v, mask) else _of_groups
+            found[span.row, :, span.queries] = attend(q, k, v, mask, scale)[0]
     return found.transpose(1, 2).contiguous(), None  # some families' layers take a view of it
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from models.attention import EAGER, GROUPED, additive, cache_argument
+from models.attention import EAGER, GROUPED, Span, additive, cache_argument
 from models.context import clamped, most_positions
 from models.head import ReducedHead
 from models.hidden_states import capture
@@ -402,12 +402,12 @@ class CachedNetwork(CountedNetwork):
         slots: Tensor,
         mask: Tensor | dict[str, Tensor],
         keep: int | Tensor,
-        spans: Sequence[tuple[slice, int]] | None = None,
+        spans: Sequence[Span] | None = None,
     ) -> TargetOutput:
         """Run tokens at positions, written to slots, under `masks` over the first slots.
 
-        `keep` is the number of last tokens whose logits are returned, or their indices; `spans` is
-        the computed part of each row, for `models.attention.grouped`.
+        `keep` is the number of last tokens whose logits are returned, or their indices; `spans` are
+        those of `models.attention.grouped`.
         """
         one = mask if isinstance(mask, Tensor) else next(iter(mask.values()))
         self.cache.place(slots, one.shape[-1])
@@ -440,14 +440,14 @@ class CachedNetwork(CountedNetwork):
         return clean._replace(index=index, block=block, position=positions)
 
 
-def _spans(slots: Tensor, padding: Tensor | None) -> list[tuple[slice, int]]:
-    """Return each row's unpadded tokens, which are neighbours, and how many slots they read."""
+def _spans(slots: Tensor, padding: Tensor | None) -> list[Span]:
+    """Return each row's unpadded tokens, which are neighbours, with the slots that they read."""
     padding = torch.zeros_like(slots, dtype=torch.bool) if padding is None else padding
     first, count = padding.int().argmin(1), (~padding).sum(1)
     last = (first + count - 1)[:, None]
     ends = (slots.gather(1, last.clamp_min(0))[:, 0] + 1) * (count > 0)
-    rows = zip(first.tolist(), (first + count).tolist(), ends.tolist())
-    return [(slice(start, stop), end) for start, stop, end in rows]
+    rows = enumerate(zip(first.tolist(), (first + count).tolist(), ends.tolist()))
+    return [Span(b, slice(start, stop), (slice(end),)) for b, (start, stop, end) in rows if end]
 
 
 def _branched(q: Layout, k: Layout, slots: Tensor, branch: Tensor) -> tuple[Layout, Layout]:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from decoding.engine.batch import Batch
 from decoding.engine.cache import CachedNetwork, CountedNetwork
-from models.attention import attention_inputs
+from models.attention import Span, attention_inputs
 from models.blockwise import is_foreign, predicate_of
 from models.context import clamped
 from models.masks import Layout
@@ -139,6 +139,25 @@ def at_positions(logits: Tensor, at: Tensor) -> Tensor:
     return logits.gather(1, at[..., None].expand(-1, -1, logits.shape[-1]))
 
 
+def _spans(starts: Tensor, cached: Tensor, width: int, N: int, M: int, L: int) -> list[Span]:
+    """Return the parts of a pass, so that a state's logits have the bits that it has alone.
+
+    Each row has the tokens of finished blocks from `cached` to `starts` [B], which end at `width`,
+    and then N states of L tokens. Number M, if there is one, is a full block, and the last state
+    comes after it.
+    """
+    found = []
+    for b, (start, known) in enumerate(zip(starts.tolist(), cached.tolist())):
+        text = slice(start)
+        if start > known:
+            found.append(Span(b, slice(width - (start - known), width), (text,)))
+        for n in range(N):
+            first = start + (M if n > M else n) * L
+            own = slice(first, start + (n + 1) * L)
+            found.append(Span(b, slice(width + n * L, width + (n + 1) * L), (text, own)))
+    return found
+
+
 class CachedBlocks(CachedNetwork):
     """Evaluates states with block-causal attention and a KV cache of the finished blocks.
 
@@ -186,6 +205,7 @@ class CachedBlocks(CachedNetwork):
         tokens = torch.cat([tokens, states.flatten(1)], 1)
         asked = (width + lent[0]).unflatten(0, (N, L))[number != M].flatten()
         mask = self.masks(q, k, int(positions.max()) + 1)
-        logits = self.run(tokens, positions, slots, mask, keep=asked).logits
+        spans = _spans(start[:, 0], cached[:, 0], width, N, M, L) if self.by_row else None
+        logits = self.run(tokens, positions, slots, mask, keep=asked, spans=spans).logits
         batch.state.cached = batch.state.start
         return logits.unflatten(1, (-1, L))

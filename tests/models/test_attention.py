@@ -9,6 +9,7 @@ from models import attention, causal
 from models.attention import (
     GROUPED,
     WRITTEN_OUT,
+    Span,
     attention_inputs,
     check_masks,
     fused_attention,
@@ -122,7 +123,7 @@ def test_values_of_another_size_and_a_mask_for_each_head():
         found, _ = attention.grouped(None, q, k, v, mask)
         assert torch.allclose(found, expected, atol=1e-12)
         assert found.view(2, 3, 20).shape == (2, 3, 20)
-        spans = [(slice(0, 3), 7), (slice(1, 3), 7)]
+        spans = [Span(0, slice(0, 3), (slice(7),)), Span(1, slice(1, 3), (slice(2), slice(2, 7)))]
         rows, _ = attention.grouped(None, q, k, v, mask, spans=spans)
         assert torch.allclose(rows[1, 1:], expected[1, 1:], atol=1e-12)
         assert not rows[1, 0].any()

@@ -1,5 +1,7 @@
 """In bfloat16 logits have the same bits in a batch or alone, in a wide pass or token by token."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -7,14 +9,19 @@ from decoding.engine import cache
 from decoding.engine.cache import CachedNetwork
 from decoding.engine.params import SamplingParams
 from decoding.loading import for_inference
+from decoding.masked.block_evaluators import CachedBlocks
+from decoding.masked.draft_graph import graph_of
 from decoding.samplers.deer import DeerSampler
+from decoding.samplers.denoise import DenoiseSampler
 from decoding.samplers.jacobi import JacobiSampler
 from decoding.samplers.plain import PlainSampler
+from decoding.samplers.spiffy import SpiffySampler
 from models import few_queries
 from models.attention import GROUPED, switch_attention
 from models.masks import causal
 from models.packed import packs
 from tests.support import tiny
+from tests.support.results import ids
 
 V = 40
 LENGTHS = [150, 3, 1, 41, 24]  # of two heads a head of keys, so one is longer than loops take
@@ -67,8 +74,12 @@ def test_rows_are_computed_alike_alone_or_not(kind, right):
 
 def test_a_key_too_few_is_seen(monkeypatch):
     """Negative control."""
+
+    def wrong(*of):
+        return [s._replace(keys=(slice(s.keys[0].stop - 1),)) for s in spans(*of)]
+
     spans = cache._spans
-    monkeypatch.setattr(cache, "_spans", lambda *of: [(q, k - 1) for q, k in spans(*of)])
+    monkeypatch.setattr(cache, "_spans", wrong)
     model = network(torch.float64)
     wrong, right = (logits(model, [0, 3, 4], by_row=way) for way in (True, False))
     assert (wrong - right).abs().max() > 1e-3
@@ -182,3 +193,58 @@ def test_drafts_leave_the_text_of_plain_decoding(name, verify, temperature):
     prompts, seeds = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5], [8] * 30], [7, 8, 9]
     drafted, plain = (made[n].generate(prompts, params, seeds=seeds) for n in (name, "plain"))
     assert [r.token_ids for r in drafted] == [r.token_ids for r in plain]
+
+
+def states_of_a_block(model, count, begins, by_row=True):
+    """Logits of `count` states of the blocks of two texts, and of the next one if it begins."""
+    evaluator = CachedBlocks(model, 8, V - 1, 256)
+    evaluator.by_row = by_row
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(V, (2, 80), generator=draw)
+    states = torch.randint(V, (2, 12, 8), generator=draw)
+    state = SimpleNamespace(start=torch.tensor([72, 40]), cached=torch.tensor([64, 0]))
+    ended = tokens[:, 72:80] if begins else None
+    with torch.inference_mode():
+        return evaluator.ask(SimpleNamespace(state=state, tokens=tokens), states[:, :count], ended)
+
+
+@PACKED
+@pytest.mark.parametrize("loops", [True, False])
+def test_a_state_of_a_block_has_the_bits_that_it_has_alone(loops, monkeypatch):
+    """So that Spiffy's drafts change no text of a masked diffusion LM."""
+    if not loops:
+        monkeypatch.setattr(few_queries, "loops", lambda: None)
+    model = network()
+    for_inference(model)
+    alone = states_of_a_block(model, 1, begins=False)
+    for begins in (False, True):
+        found = states_of_a_block(model, 12, begins)
+        assert found.shape[1] == 12 + begins
+        assert torch.equal(found[:, :1], alone)
+
+
+@PACKED
+@pytest.mark.skipif(few_queries.loops() is None, reason="needs numba")
+def test_rounding_of_states_that_are_computed_together_is_seen():
+    """Negative control: the loops take one state, and the fused kernel takes twelve."""
+    model = network(layers=6)
+    alone, together = (states_of_a_block(model, n, False, by_row=False) for n in (1, 12))
+    assert not torch.equal(together[:, :1], alone)
+
+
+@PACKED
+@pytest.mark.parametrize("loops", [True, False])
+def test_drafts_change_no_text_of_a_masked_diffusion_lm(loops, monkeypatch):
+    if not loops:
+        monkeypatch.setattr(few_queries, "loops", lambda: None)
+    model, params = network(layers=4), SamplingParams(max_new_tokens=48, temperature=0)
+    for_inference(model)
+    given = {"mask_id": V - 1, "attention": "block_causal", "block_size": 16}
+    nodes = [[(1, 1)], [(2, 1)], [(1, 1), (2, 1)], [(1, 2)], [(1, 1), (2, 1), (3, 1)], [(3, 1)]]
+    drafted = SpiffySampler(model, tiny.tokenizer(V), graph=graph_of(16, 1, nodes), **given)
+    prompts = [[3, 1, 4], [*range(1, 30)], [5] * 16]
+    expected = ids(DenoiseSampler(model, tiny.tokenizer(V), **given).generate(prompts, params))
+    results = drafted.generate(prompts, params)
+    assert ids(results) == expected
+    assert all(r.stats.target_passes < 60 for r in results)  # drafts were accepted
+    assert ids(drafted.generate(prompts[1:2], params)) == expected[1:2]
