@@ -201,7 +201,8 @@ def along_training(rows: list[Row], gain: str, title: str, quality: str) -> Figu
         (axes[1], quality, "perplexity of the samples, by SmolLM2"),
     ):
         values, errors = ([number(r[column].replace("±", ";"), i) for r in rows] for i in (0, 1))
-        panel.errorbar(steps, values, errors, marker="o", markersize=4, color=PUBLISHED)
+        known = None if None in errors else errors
+        panel.errorbar(steps, values, known, marker="o", markersize=4, color=PUBLISHED)
         panel.set_xticks(steps, [f"{r['steps']} steps\nloss {r['loss']}" for r in rows])
         panel.grid(axis="y", color="#e8e8ee")
         finish(panel, said)
