@@ -208,7 +208,7 @@ def test_a_prompt_key_that_nobody_takes_is_refused_before_inputs_are_built(tmp_p
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["++prompts.source=${seed}"], "prompts.source=0 is of type int, but str or list of str is"),
+        (["++prompts.source=${seed}"], "prompts.source=0 is of type int, but str or list of"),
         (["prompts.count=${x}", "+x=[1,a]"], "prompts.count=.*is of type list"),
         (["+prompts.chat=${seed}"], "prompts.chat=0 is of type int"),
     ],
