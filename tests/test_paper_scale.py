@@ -79,6 +79,7 @@ EXAMPLES = {
     "stingning/ultrachat": 1_470_000,
     "starcoderdata/python": 12_866_649,
     "imagenet/train": 1_281_167,
+    "mlabonne/open-perfectblend": 1_420_909,
 }
 TOKENS = {"Skylion007/openwebtext": 9.0e9}
 # The GPUs that each paper states, in GB; of our own recipes those of the drafters' paper.
@@ -132,6 +133,8 @@ def network_of(recipe, config):
 def source_of(config):
     """The data set at the start of a recipe's data."""
     train = config.data.train
+    if "questions" in config:
+        return config.questions
     if train._target_.endswith((".answers", "trajectories.rows")):
         recipe = str(train.source if isinstance(train.source, str) else train.source[0])
         recipe = recipe.removeprefix("runs/").partition("/")[0]
@@ -391,6 +394,16 @@ STATEMENTS = [
     Statement("dflash", "answers", "Nemotron Post-Training Dataset V2 and CodeAlpaca",
               "DFlash (v2) 5: prompts, answered by the target", "runs/deer_answers",
               "DEER's prompts, answered by the target: one collection for both drafters"),
+    *said("drafter", "DSpark, as NeMo AutoModel's recipe states it",
+          questions="mlabonne/open-perfectblend", network__states=5, network__markov_rank=256,
+          network__context="fused", module__block_size=7, module__gamma=4.0, module__soft=0.9,
+          module__teacher="target", module__teacher_loss="total_variation", epochs=10,
+          trainer__batch_size=512, optimization__lr=6e-4, optimization__weight_decay=0.0,
+          data__train__length=4096, data__corruption__anchors=512),
+    Statement("drafter", "network.layers", 5, "the same: layers of the drafter",
+              [0, 1, 2, 3, 35], "five, that begin as copies of these layers of the target"),
+    Statement("drafter", "warmup", 0.04, "the same: of the steps", 100,
+              "steps, as fit.yaml has them: not compared"),
     *said("eagle3", "EAGLE-3 4: entries of ShareGPT and of UltraChat-200K",
           data__train__prompts=68_000 + 464_000),
     *said("spiffy_calibrate", "Spiffy, appendices C and D", samples=50,

@@ -83,6 +83,10 @@ def test_the_published_chain_runs_on_local_models(hub):
     assert type(sampler.target).__name__ == "Qwen3ForCausalLM"
     params = SamplingParams(max_new_tokens=16, temperature=1.0, seed=2)
     as_plain(sampler, ["def f3(x):"], params)
+    layers = ["network.layers=[0,1]", "network.states=[0]", "then=[]"]
+    export = fit(compose([*arguments(hub, "drafter"), *BLOCKS, target, *layers], "fit"))
+    assert json.loads((export / "config.json").read_text())["architectures"] == ["Qwen3DSparkModel"]
+    as_plain(load(str(export), dtype="float32"), ["def f3(x):"], params)
 
 
 @pytest.mark.slow
