@@ -29,6 +29,7 @@ class EngineBench(PromptOptions):
     batch_size: Count = option(1, "prompts that are decoded together")
     block_size: BlockSize | None = option(None, "tokens drafted a cycle; null: the export's own")
     ngram: Whole = option(8, "tokens that vLLM's prompt lookup drafts; 0: leave it out")
+    suffix: bool = option(False, "whether its suffix decoding too (the package arctic-inference)")
     temperature: Temperature = option(0.0, "of the sampling; 0 is greedy")
 
 
@@ -47,6 +48,9 @@ from decoding.fetch import fetch
 from decoding.loading import load, parade_config, target_of
 from decoding.samplers.plain import PlainSampler
 
+SUFFIX = 24  # tokens that vLLM's suffix decoding drafts at most
+SHOWN = 8  # positions that a screen has room for
+
 
 @dataclass
 class Way(Row):
@@ -55,19 +59,23 @@ class Way(Row):
     Attributes:
         drafts: Of each batch (of our sampler, each prompt), how many drafts were verified; empty
             for plain decoding.
+        passes: Of each batch, how many passes of the target those were, and the ones that had
+            nothing to verify, as where a lookup finds nothing.
         accepted: How many of these drafts had at least i + 1 tokens accepted, for each position i.
     """
 
     drafts: list[int] = field(default_factory=list)
+    passes: list[int] = field(default_factory=list)
     accepted: list[list[int]] = field(default_factory=list)
 
     @property
     def turn(self) -> int:
         return self.batch
 
-    def add(self, drafts: int, accepted: list[int]) -> None:
-        """Add counts of drafts."""
+    def add(self, drafts: int, accepted: list[int], undrafted: int = 0) -> None:
+        """Add counts of drafts, and of passes without one."""
         self.drafts.append(drafts)
+        self.passes.append(drafts + undrafted)
         self.accepted.append(accepted)
 
     def at(self, position: int) -> tuple[float, float]:
@@ -76,8 +84,8 @@ class Way(Row):
 
     def line(self, positions: int) -> dict:
         """The way's line of the table, with the acceptance at so many positions."""
-        emitted = [n + sum(counts) for n, counts in zip(self.drafts, self.accepted)]
-        length, error = _ratio(emitted, self.drafts) if self.drafts else (1.0, 0.0)
+        emitted = [n + sum(counts) for n, counts in zip(self.passes, self.accepted)]
+        length, error = _ratio(emitted, self.passes) if self.drafts else (1.0, 0.0)
         found = {
             "engine": self.name,
             **self.speedup,
@@ -119,7 +127,9 @@ class Theirs(Way):
         self.results += results
         self.seconds.append(reply.seconds)
         if "accepted_tokens_per_pos" in reply.drafts:
-            self.add(reply.drafts["drafts"], reply.drafts["accepted_tokens_per_pos"])
+            drafts, accepted = reply.drafts["drafts"], reply.drafts["accepted_tokens_per_pos"]
+            decoded = sum(max(len(result.token_ids) - 1, 0) for result in results)
+            self.add(drafts, accepted, max(decoded - drafts - sum(accepted), 0))
         return results
 
     def warm_up(self, prompts: list[list[int]]) -> None:
@@ -146,7 +156,8 @@ def report(bench: EngineBench, ways: list[Way], out: Path) -> None:
     title = f"{counted(len(ways[0].results), 'prompt')} of {Path(bench.source).name}, {bench.dtype}"
     title += f", batch {bench.batch_size}"
     command = "decoding.bench.engine"
-    write_table(lines, out / "engine.csv", title, command, [*map(on_screen, lines)])
+    shown = [on_screen(way.line(min(positions, SHOWN))) for way in ways]
+    write_table(lines, out / "engine.csv", title, command, shown)
     print("at i: share of drafts with at least i tokens accepted; ±: standard error over prompts")
     drafting = {way.name: way for way in ways}
     if "ours" in drafting:
@@ -193,10 +204,13 @@ def measure(bench: EngineBench) -> list[Way]:
     if bench.ngram:
         lookup = {"method": "ngram", "num_speculative_tokens": bench.ngram, "prompt_lookup_max": 4}
         engines["vllm, ngram"] = {"speculative_config": lookup}
+    if bench.suffix:
+        engines["vllm, suffix"] = {"speculative_config": {"method": "suffix"}}
     if named:
         engines["vllm"] = {"speculative_config": speculative}
     # Room for drafts that reach beyond the answer.
-    context = max(map(len, ids)) + bench.max_new_tokens + 2 * max(bench.ngram, width or 0)
+    drafted = max(bench.ngram, SUFFIX * bench.suffix, width or 0)
+    context = max(map(len, ids)) + bench.max_new_tokens + 2 * drafted
     options = {
         "dtype": bench.dtype,
         "max_model_len": context,

@@ -74,13 +74,20 @@ def test_agreement_is_within_two_standard_errors():
     assert "position 1" not in apart
 
 
-@pytest.mark.parametrize("ngram", [0, 4])
-def test_an_ordinary_model_in_batches(export, vllm_stub, ngram):
+@pytest.mark.parametrize("lookup", ["ngram", "suffix", None])
+def test_an_ordinary_model_in_batches(export, vllm_stub, lookup):
     target = export.parents[1] / "target"
-    given = arguments(export, vllm_stub, ngram=ngram, batch_size=3) | {"model": str(target)}
+    more = {"ngram": 4 * (lookup == "ngram"), "suffix": lookup == "suffix"}
+    given = arguments(export, vllm_stub, batch_size=3, **more) | {"model": str(target)}
     ours, *theirs = measure(EngineBench(**given))
-    assert [way.name for way in theirs] == ["vllm, plain", "vllm, ngram"][: 1 + bool(ngram)]
+    assert [way.name for way in theirs] == ["vllm, plain", f"vllm, {lookup}"][: 1 + bool(lookup)]
     assert all(answers(way) == answers(ours) for way in theirs)
+    if lookup:  # a pass of the target without a draft is a pass too
+        way = theirs[1]
+        assert all(n > m if lookup == "suffix" else n == m for n, m in zip(way.passes, way.drafts))
+        emitted = sum(way.passes) + sum(map(sum, way.accepted))
+        assert emitted >= sum(len(answer) - 1 for answer in answers(way))
+        assert way.line(0)["acceptance length"] == round(emitted / sum(way.passes), 2)
     assert len(ours.results) == len(PROMPTS)
     assert len(ours.rates) == len(ours.seconds) == 3  # batches
     run([f"{key}={value}" for key, value in given.items()])

@@ -41,7 +41,7 @@ class LLM:
         self.speculative = speculative_config
         self.counts = {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0}
         if speculative_config is not None:
-            self.K = speculative_config["num_speculative_tokens"]
+            self.K = speculative_config.get("num_speculative_tokens", 24)  # suffix has its own
             self.counts["accepted_tokens_per_pos"] = [0] * self.K
             if speculative_config["method"] == "draft_model":
                 if "dflash" in speculative_config["model"]:  # as vLLM 0.32 guesses
@@ -103,6 +103,8 @@ class LLM:
     def _draft(self, ids):
         if self.speculative["method"] == "ngram":
             return ids[-self.K :]
+        if self.speculative["method"] == "suffix":  # it finds nothing every second time
+            return ids[-self.K :] if len(ids) % 2 else []
         mask = self.drafter.config.pard_token + (MISTAKE == "mask")
         read = torch.tensor([ids + [mask] * (self.K - 1)])
         logits = self.drafter(read).logits[0, -self.K :]
