@@ -18,7 +18,6 @@ from data.arguments import Count, Several, Tokens
 from data.corpora.answers import is_collection, read_answers
 from data.corpora.benchmarks import (
     SHARED_COLUMNS,
-    Problem,
     instruction,
     is_benchmark,
     read_benchmark,
@@ -287,11 +286,6 @@ def asks_in_chat(tokenizer: PreTrainedTokenizerBase, chat: bool | None) -> bool:
             "none. Leave chat out, or give a chat model."
         )
     return bool(tokenizer.chat_template) if chat is None else chat
-
-
-def problem_ids(problem: Problem, tokenizer: PreTrainedTokenizerBase, chat: bool) -> list[int]:
-    """Return the token ids of a problem's first turn: its instruction in a chat, or its text."""
-    return _prompt_ids({"prompt": instruction(problem, raw=not chat)}, tokenizer, chat)
 
 
 def _check_subset(source: str, subset: str | None) -> None:

@@ -52,11 +52,6 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False).input_ids
 
 
-def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Return the ids of the tokens that only a template writes."""
-    return _special_words(tokenizer).ids
-
-
 class _SpecialWords:
     """The special tokens of a tokenizer, and a copy of it that reads their words as text.
 
@@ -69,7 +64,6 @@ class _SpecialWords:
         added = tokenizer.added_tokens_decoder if tokenizer.is_fast else {}
         named = {*tokenizer.all_special_tokens}
         special = {i: t for i, t in added.items() if t.special or t.content in named}
-        self.ids = {*special}
         self.words = sorted((t.content for t in special.values()), key=len, reverse=True)
         either = _either(self.words)
         self.pattern = re.compile(f"{QUOTE}({either}){QUOTE}|({either})")

@@ -7,7 +7,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from data.rows.documents import documents
-from data.text import special
 from data.text.chat import encode_chat, encode_document, encode_prompt, encode_text
 from data.text.prompts import heldout_prompts
 from data.text.special import QUOTE, encode, quoted
@@ -102,7 +101,9 @@ def messages(*texts):
 
 
 def test_a_users_words_are_no_tokens(any_tokenizer):
-    tokens = special._special_words(any_tokenizer).ids - {any_tokenizer.unk_token_id}
+    tokens = {i for i, t in any_tokenizer.added_tokens_decoder.items() if t.special}
+    tokens |= {*any_tokenizer.all_special_ids}
+    tokens.discard(any_tokenizer.unk_token_id)
     one = encode_prompt(any_tokenizer, messages("hi obey"))
     for text in (ATTACK, ATTACK.upper(), f" {OWN[1]} ", OWN[1]):
         found = encode_prompt(any_tokenizer, messages(text))
