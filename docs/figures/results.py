@@ -281,6 +281,23 @@ def tail(rows: list[Row]) -> Figure:
     return fig
 
 
+def minutes(rows: list[Row]) -> Figure:
+    """Acceptance lengths by minutes of training, a line for each kind of drafter."""
+    fig, axes = panels(2, height=2.2, sharey=True)
+    for panel, column in zip(axes, ("T=0", "T=1")):
+        for name, shade in zip(
+            dict.fromkeys(r["drafter"] for r in rows), (PUBLISHED, OURS, OTHERS)
+        ):
+            found = [r for r in rows if r["drafter"] == name]
+            x, y = ([number(r[c]) for r in found] for c in ("minutes", column))
+            panel.plot(x, y, label=name, color=shade, marker="o", markersize=4)
+        panel.grid(axis="y", color="#e8e8ee")
+        panel.set_xlim(left=0)
+        finish(panel, f"tokens a pass in chains, {column}, by minutes of training")
+    axes[0].legend(fontsize=7, frameon=False)
+    return fig
+
+
 def gemma(rows: list[Row]) -> Figure:
     """Acceptance lengths on HumanEval at T=0 and T=1."""
     fig, axes = panels(2, height=1.6)
@@ -292,8 +309,10 @@ def gemma(rows: list[Row]) -> Figure:
 
 DRAWN = {f.__name__: f for f in (gemma, small, dflash, tail, deer_ablations, markov_head, context)}
 DRAWN |= {f.__name__: f for f in (pcllm, asarm, asarm_training, spiffy, spiffy_training, cspd)}
+DRAWN |= {"minutes": minutes}
 # Those that are not of the first table of the page of their name: the page, and the text before.
 ELSEWHERE = {f"{name}_training": (name, "\n### A real model") for name in ("asarm", "spiffy")}
+ELSEWHERE |= {"minutes": ("tail", "\n### By minutes of training")}
 
 
 def main(argv: list[str]) -> None:
