@@ -5,6 +5,7 @@ lm-eval is an optional dependency (`pip install lm_eval`), so functions import t
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import groupby
 
 import torch
 from lm_eval.api.instance import Instance
@@ -21,6 +22,7 @@ from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import request_seeds
 from decoding.engine.sampler import Sampler
 from decoding.loading import load
+from decoding.samplers.asarm import AsarmSampler
 from terminal.progress import track
 
 ASSUMED_CONTEXT = 2048  # of a model that names none, as lm-eval assumes it
@@ -56,7 +58,8 @@ class ParadeLM(TemplateLM):
     ):
         super().__init__()
         sampler = load(model, **options) if isinstance(model, str) else model
-        if not isinstance(sampler, Sampler) or not sampler.continues:
+        fills = isinstance(sampler, AsarmSampler)  # a continuation is a hole at the end
+        if not isinstance(sampler, Sampler) or not (sampler.continues or fills):
             raise ValueError(f"{model} goes on from no prompt: lm-eval asks language models")
         self._name = model if isinstance(model, str) else sampler.target.name_or_path
         self.sampler, self.tokenizer = sampler, sampler.tokenizer
@@ -124,6 +127,11 @@ class ParadeLM(TemplateLM):
         If both do not fit the model's context, the answer is shortened, but not below half of the
         context; if that is not enough, the beginning of the prompt is left out.
         """
+        if not self.sampler.continues:
+            raise ValueError(
+                "an any-subset model fills holes of a known length: choose tasks that score "
+                "(output_type: multiple_choice or loglikelihood)"
+            )
         texts = [""] * len(requests)
         groups: dict[SamplingParams, list[tuple[int, list[int]]]] = {}
         for n, request in enumerate(requests):
@@ -180,19 +188,22 @@ class ParadeLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[Pair], disable_tqdm: bool = False, **kwargs
     ) -> list[tuple[float, bool]]:
-        if not self.sampler.predicts_next:
+        if not self.sampler.predicts_next and not isinstance(self.sampler, AsarmSampler):
             raise ValueError(
                 "a masked diffusion LM has no next-token likelihood: choose tasks that generate "
                 "(output_type: generate_until)"
             )
+        longest = max((len(continuation) for _, _, continuation in requests), default=0)
+        if longest > self.max_length:
+            raise ValueError(
+                f"a continuation of {longest} tokens is longer than the model's context of "
+                f"{self.max_length}: choose other tasks"
+            )
+        if isinstance(self.sampler, AsarmSampler):
+            return self._scores_of_holes(self.sampler, requests)
         # Choices of one token share their input, and with it the forward.
         asked: dict[tuple[int, ...], list[int]] = {}
         for n, (_, context, continuation) in enumerate(requests):
-            if len(continuation) > self.max_length:
-                raise ValueError(
-                    f"a continuation of {len(continuation)} tokens is longer than the model's "
-                    f"context of {self.max_length}: choose other tasks"
-                )
             given = (context + continuation)[-(self.max_length + 1) :][:-1]
             asked.setdefault(tuple(given), []).append(n)
         inputs, answers = sorted(asked, key=len, reverse=True), [(0.0, True)] * len(requests)
@@ -205,6 +216,27 @@ class ParadeLM(TemplateLM):
                     answers[n] = score(log_probs, continuation)
                     if texts is not None:
                         self.cache_hook.add_partial("loglikelihood", texts, answers[n])
+        return answers
+
+    def _scores_of_holes(
+        self, sampler: AsarmSampler, requests: list[Pair]
+    ) -> list[tuple[float, bool]]:
+        """Score continuations as holes at the end of their texts (AS-ARM, Table 10)."""
+        rows = [(context + new)[-self.max_length :] for _, context, new in requests]
+        order = sorted(range(len(rows)), key=lambda n: len(rows[n]), reverse=True)
+        size, batches, answers = self._batch_size, list[list[int]](), [(0.0, True)] * len(rows)
+        for _, group in groupby(order, key=lambda n: len(rows[n])):
+            alike = [*group]
+            batches += [alike[i : i + size] for i in range(0, len(alike), size)]
+        for batch in track(batches, "likelihoods"):
+            texts = [rows[n] for n in batch]
+            holes = [len(requests[n][2]) for n in batch]
+            given = [[i < len(ids) - h for i in range(len(ids))] for ids, h in zip(texts, holes)]
+            for n, log_probs in zip(batch, sampler.log_probs(texts, given)):
+                pair, _, continuation = requests[n]
+                answers[n] = score(log_probs, continuation)
+                if pair is not None:
+                    self.cache_hook.add_partial("loglikelihood", pair, answers[n])
         return answers
 
     @torch.inference_mode()

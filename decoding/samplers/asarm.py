@@ -315,12 +315,25 @@ class AsarmSampler(Infiller):
     ) -> Tensor:
         """Return the joint log-probability log p(x_sigma(>=m) | x_sigma(<m)), in one pass. Eq. 2.
 
+        Returns [B], in nats. See `log_probs`.
+        """
+        found, masked = self.log_probs(tokens, given, order), ~torch.tensor(given)
+        ids = torch.tensor(tokens, device=found.device)
+        chosen = found.gather(-1, ids[..., None])[..., 0]
+        return chosen.where(masked.to(found.device), 0).sum(-1)
+
+    def log_probs(
+        self, tokens: list[list[int]], given: list[list[bool]], order: list[list[int]] | None = None
+    ) -> Tensor:
+        """Return log p(x_sigma(i) | x_sigma(<i)) of every token, in one pass (the terms of Eq. 2).
+
         Args:
             tokens, given: B texts of N tokens, and which of them are part of the prompt.
             order: sigma of each text, N positions; None: the prompt, then from left to right.
 
         Returns:
-            [B], in nats; float32, or the model's dtype if that is wider.
+            [B, N, V] by position, meaningful where a token is not given; float32, or the model's
+            dtype if that is wider.
         """
         ids = torch.tensor(tokens, device=self.device)
         masked = ~torch.tensor(given, device=ids.device)
@@ -332,9 +345,7 @@ class AsarmSampler(Infiller):
         with torch.inference_mode():
             logits = joint_logits(self.target, {**batch, "masked": masked})
         logits = fit_vocabulary(logits, self.vocabulary, (self.mask_id,))
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        chosen = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
-        return chosen.where(masked, 0).sum(-1)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
 
 
 def bigram_counts(text: Tensor, known: Tensor, at: Tensor, vocabulary: int, mask_id: int) -> Tensor:

@@ -18,10 +18,11 @@ from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import request_seeds
 from decoding.harness import ParadeLM
 from decoding.lm_eval import LmEval, known_tasks
+from decoding.samplers.asarm import AsarmSampler
 from decoding.samplers.denoise import DenoiseSampler
 from decoding.samplers.jacobi import JacobiSampler
 from decoding.samplers.plain import PlainSampler
-from tests.support import tiny
+from tests.support import subsets, tiny
 from tests.support.files import write_jsonl
 
 END, TURN = "<e>", "<t>"
@@ -42,6 +43,15 @@ def small(kind=PlainSampler, context=64, template=None, **knobs):
     model = tiny.causal_lm(len(tokenizer))
     model.config.max_position_embeddings = context
     return kind(model, tokenizer, **knobs)
+
+
+def filling():
+    """A sampler of a random any-subset model that reads letters."""
+    sampler = small()
+    tokenizer = sampler.tokenizer
+    tokenizer.add_special_tokens({"mask_token": "<m>"})
+    model = subsets.network(len(tokenizer) - 1)
+    return AsarmSampler(model, tokenizer, mask_id=tokenizer.mask_token_id)
 
 
 def asked(kind, *arguments):
@@ -73,6 +83,28 @@ def test_likelihoods_are_those_of_a_direct_forward(batch_size):
         assert log_prob == pytest.approx(expected, abs=1e-11)
         assert greedy == best
         assert abs(log_prob - direct(sampler, *pair, shift=0)[0]) > 0.01  # the wrong position
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_an_any_subset_model_scores_a_hole_at_the_end(batch_size):
+    """Token by token, given the context and the tokens of the hole before it."""
+    sampler = filling()
+    for (log_prob, greedy), (context, new) in zip(
+        scores(ParadeLM(sampler, batch_size=batch_size)), PAIRS
+    ):
+        ids = sampler.tokenizer((context or END) + new, add_special_tokens=False).input_ids
+        *prompt, expected, best = *enumerate(ids[: len(ids) - len(new)]), 0.0, True
+        rest = [*enumerate(ids)][len(prompt) :]
+        for i, (at, token) in enumerate(rest):
+            logits = subsets.one_position(sampler.target, prompt, rest[:i], at)[: sampler.mask_id]
+            expected += float(logits.log_softmax(-1)[token])
+            best &= bool(logits.argmax() == token)
+        assert log_prob == pytest.approx(expected, abs=1e-9)
+        assert greedy == best
+        causal = direct(sampler, context, new)[0]  # without the query stream it is another number
+        assert abs(log_prob - causal) > 0.01
+    with pytest.raises(ValueError, match="loglikelihood"):
+        ParadeLM(sampler).generate_until(asked("generate_until", ("a", {})))
 
 
 def test_float32_and_bfloat16_are_summed_in_float32():
