@@ -11,7 +11,7 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
-from lm_eval.models.utils import maybe_truncate, normalize_gen_kwargs
+from lm_eval.models.utils import chunks, maybe_truncate, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -188,11 +188,6 @@ class ParadeLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[Pair], disable_tqdm: bool = False, **kwargs
     ) -> list[tuple[float, bool]]:
-        if not self.sampler.predicts_next and not isinstance(self.sampler, AsarmSampler):
-            raise ValueError(
-                "a masked diffusion LM has no next-token likelihood: choose tasks that generate "
-                "(output_type: generate_until)"
-            )
         longest = max((len(continuation) for _, _, continuation in requests), default=0)
         if longest > self.max_length:
             raise ValueError(
@@ -201,6 +196,11 @@ class ParadeLM(TemplateLM):
             )
         if isinstance(self.sampler, AsarmSampler):
             return self._scores_of_holes(self.sampler, requests)
+        if not self.sampler.predicts_next:
+            raise ValueError(
+                "a masked diffusion LM has no next-token likelihood: choose tasks that generate "
+                "(output_type: generate_until)"
+            )
         # Choices of one token share their input, and with it the forward.
         asked: dict[tuple[int, ...], list[int]] = {}
         for n, (_, context, continuation) in enumerate(requests):
@@ -224,10 +224,9 @@ class ParadeLM(TemplateLM):
         """Score continuations as holes at the end of their texts (AS-ARM, Table 10)."""
         rows = [(context + new)[-self.max_length :] for _, context, new in requests]
         order = sorted(range(len(rows)), key=lambda n: len(rows[n]), reverse=True)
-        size, batches, answers = self._batch_size, list[list[int]](), [(0.0, True)] * len(rows)
-        for _, group in groupby(order, key=lambda n: len(rows[n])):
-            alike = [*group]
-            batches += [alike[i : i + size] for i in range(0, len(alike), size)]
+        alike = groupby(order, key=lambda n: len(rows[n]))
+        batches = [batch for _, group in alike for batch in chunks(group, self._batch_size)]
+        answers = [(0.0, True)] * len(rows)
         for batch in track(batches, "likelihoods"):
             texts = [rows[n] for n in batch]
             holes = [len(requests[n][2]) for n in batch]

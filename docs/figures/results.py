@@ -309,7 +309,7 @@ def gemma(rows: list[Row]) -> Figure:
 
 DRAWN = {f.__name__: f for f in (gemma, small, dflash, tail, deer_ablations, markov_head, context)}
 DRAWN |= {f.__name__: f for f in (pcllm, asarm, asarm_training, spiffy, spiffy_training, cspd)}
-DRAWN |= {"minutes": minutes}
+DRAWN["minutes"] = minutes
 # Those that are not of the first table of the page of their name: the page, and the text before.
 ELSEWHERE = {f"{name}_training": (name, "\n### A real model") for name in ("asarm", "spiffy")}
 ELSEWHERE |= {"minutes": ("tail", "\n### By minutes of training")}
