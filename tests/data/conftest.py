@@ -4,11 +4,8 @@ import pytest
 
 from data.corpora.stdlib import stdlib_documents
 from data.text.tokenizer import train_tokenizer
+from tests.support.tokenizers import CHATML
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 TEXTS = [
     "def add(a, b):\n    return a + b\n",
     "for index in range(10):\n    print(index, 'hello world')\n",

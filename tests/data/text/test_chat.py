@@ -14,6 +14,7 @@ from data.text.chat import (
 )
 from data.text.prompts import prompt_set
 from tests.support.files import write_jsonl
+from tests.support.tokenizers import CHATML
 
 MESSAGES = [
     {"role": "system", "content": "be kind"},
@@ -23,10 +24,6 @@ MESSAGES = [
     {"role": "assistant", "content": "  return 3\n"},
 ]
 SPOKEN = ["return 2<|im_end|>", "  return 3\n<|im_end|>"]
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 GENERATION = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
     "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}"
