@@ -4,6 +4,7 @@ The engine must accept as many drafted tokens at each position as our sampler. T
 by one in positions, a wrong norm or a wrong mask. Ours drafts chains as engines do.
 """
 
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -49,6 +50,7 @@ from decoding.loading import load, parade_config, target_of
 from decoding.samplers.plain import PlainSampler
 
 SUFFIX = 24  # tokens that vLLM's suffix decoding drafts at most
+AWAKE = 1.2  # seconds: after an answer vLLM's processes wait for the next one on a core, for 1 s
 SHOWN = 8  # positions that a screen has room for
 
 
@@ -123,6 +125,7 @@ class Theirs(Way):
 
     def decode(self, prompts: list, seeds: list[int] | None = None) -> list[Result]:
         reply = self.engine.generate(prompts, self.params, eos=self.eos, seeds=seeds)
+        time.sleep(AWAKE)  # else it takes that core from the way whose turn comes next
         results = [Result("", answer or [], "", Stats()) for answer in reply.token_ids]
         self.results += results
         self.seconds.append(reply.seconds)

@@ -22,6 +22,11 @@ def export(tmp_path_factory):
     return learned.write(root, PROMPTS)
 
 
+@pytest.fixture(autouse=True)
+def _a_stub_does_not_wait_awake(monkeypatch):
+    monkeypatch.setattr("decoding.bench.engine.AWAKE", 0)
+
+
 def answers(way):
     return [result.token_ids for result in way.results]
 
