@@ -17,6 +17,8 @@
 #         ours, chains of 4         37.6       1.66 ± 0.04       2.25 ± 0.04
 #         vLLM 0.32.0, plain        23.2
 #         vLLM 0.32.0, chains of 4  30.6       1.30 ± 0.03       2.22 ± 0.04
+#
+#         (vLLM's last row beside another engine that waited: the bench pauses since then)
 
 set -eu
 PATH="$PWD/.venv/bin:$PATH"  # the environment that make quickstart makes, where there is one
