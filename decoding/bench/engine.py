@@ -44,6 +44,7 @@ check_first(__name__, read_options)
 import torch
 
 from decoding.bench.rows import ERROR, Row, on_screen, params_of, questions, ratio_error, take_turns
+from decoding.external.reply import Reply
 from decoding.external.vllm_engine import ON_CPU, Vllm, interpreter, speculative_config
 from decoding.fetch import fetch
 from decoding.loading import load, parade_config, target_of
@@ -124,8 +125,7 @@ class Theirs(Way):
     eos: list[int] = field(kw_only=True)
 
     def decode(self, prompts: list, seeds: list[int] | None = None) -> list[Result]:
-        reply = self.engine.generate(prompts, self.params, eos=self.eos, seeds=seeds)
-        time.sleep(AWAKE)  # else it takes that core from the way whose turn comes next
+        reply = self._reply(prompts, seeds)
         results = [Result("", answer or [], "", Stats()) for answer in reply.token_ids]
         self.results += results
         self.seconds.append(reply.seconds)
@@ -136,7 +136,12 @@ class Theirs(Way):
         return results
 
     def warm_up(self, prompts: list[list[int]]) -> None:
-        self.engine.generate(prompts[: self.batch], self.params, eos=self.eos)
+        self._reply(prompts[: self.batch])
+
+    def _reply(self, prompts: list, seeds: list[int] | None = None) -> Reply:
+        reply = self.engine.generate(prompts, self.params, eos=self.eos, seeds=seeds)
+        time.sleep(AWAKE)  # else it takes that core from the way whose turn comes next
+        return reply
 
 
 def _ratio(above: list[int], below: list[int]) -> tuple[float, float]:
