@@ -28,11 +28,10 @@ from data.text.tokenizer import fingerprint, harmless, no_panic, same_tokenizer
 from decoding import samplers
 from decoding.engine.sampler import Sampler
 from decoding.method import KEYS, MAX_COUNT, Method, check_values
-from models import causal, mar, public
+from models import causal, fused_layers, mar, norms, public
 from models.attention import GROUPED, switch_attention
-from models.norms import fuse
 from models.options import CONFIGS, config_in
-from models.packed import pack
+from models.packed import pack, stored_in
 from models.placement import input_device
 from models.weights import one_line, weight_files
 from recipes.values import convert, split, unknown
@@ -67,7 +66,7 @@ def load(
             drafter (DFlash) names none.
         sampler: Another method or other knobs than the export names, as pairs 'key=value':
             ('method=jacobi', 'blocks=4').
-        dtype: Of the weights in memory: 'auto' (the checkpoint's own), 'float32', 'bfloat16', ...
+        dtype: Of the weights in memory: 'auto' (the target's own), 'float32', 'bfloat16', ...
         device: Where the models run: 'cpu', 'cuda', 'cuda:1', ...
         device_map: Spreads a target that is too large for one device over GPUs, host memory and
             disk: 'auto', or limits such as '0:60GiB,cpu:200GiB'
@@ -104,7 +103,7 @@ def load(
         rendering.prepare()  # it is ready once the weights are
     model = causal.load(base, trust_remote_code=trust_remote_code, **where)
     for_inference(model)
-    return _with_drafter(path, entry, name, model, tokenizer, parts, dtype, trust_remote_code)
+    return _with_drafter(path, entry, name, model, tokenizer, parts, trust_remote_code)
 
 
 def load_newer(
@@ -114,7 +113,6 @@ def load_newer(
     *,
     target: str | None = None,
     sampler: Iterable[str] = (),
-    dtype: str = "auto",
     trust_remote_code: bool = False,
 ) -> Sampler:
     """Load an export's drafter for the target that another sampler has in memory.
@@ -122,7 +120,7 @@ def load_newer(
     Args:
         old: The sampler with the target, which both share from then on.
         fingerprint: Of this target's weights, as `target_fingerprint` gave it when it was loaded.
-        path, target, sampler, dtype, trust_remote_code: See `load`.
+        path, target, sampler, trust_remote_code: See `load`.
 
     Raises:
         ValueError: As `load`, or the export is no drafter of this target.
@@ -137,7 +135,7 @@ def load_newer(
         raise ValueError(f"its target {name!r} has not the weights of the one that is served")
     parts = method.read_files(causal.files_of(path), entry)
     models = old.target, old.tokenizer
-    return _with_drafter(path, entry, name, *models, parts, dtype, trust_remote_code)
+    return _with_drafter(path, entry, name, *models, parts, trust_remote_code)
 
 
 def _with_drafter(
@@ -147,12 +145,13 @@ def _with_drafter(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     parts: dict[str, Any],
-    dtype: str,
     trust_remote_code: bool,
 ) -> Sampler:
     """Load the drafter of an export, if it has one, and make the sampler of all its parts."""
     drafter = None
     if name and method_of(entry).drafts:
+        # As it was trained it is often stored in float32, which takes twice as long to read.
+        dtype = stored_in(model)
         drafter = load_drafter(entry, path, dtype, trust_remote_code=trust_remote_code)
         drafter = drafter.to(input_device(model))
         for_inference(drafter)
@@ -200,7 +199,8 @@ def for_inference(network: PreTrainedModel) -> None:
     if input_device(network).type == "cpu":
         switch_attention(network, GROUPED)
         pack(network)
-        fuse(network)
+        norms.fuse(network)
+        fused_layers.fuse(network)
 
 
 def sampler_of(

@@ -202,7 +202,7 @@ def fingerprint_of(s: Serve) -> str | None:
 
 def newer(s: Serve, fingerprint: str | None, at_once: int, longest: int, old: Sampler) -> Sampler:
     """Load the export again, as a sampler that is served in the place of the old one."""
-    given = {key: getattr(s, key) for key in ("target", "sampler", "dtype", "trust_remote_code")}
+    given = {key: getattr(s, key) for key in ("target", "sampler", "trust_remote_code")}
     sampler = load_newer(s.model, old, fingerprint, **given)
     if s.cache_gb is not None and requests_within(s.cache_gb, sampler, longest) < at_once:
         raise ValueError(f"with it, cache_gb={s.cache_gb:g} has no room for {at_once} requests")

@@ -141,9 +141,18 @@ class DFlashLayer(GradientCheckpointingLayer):
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, block: Tensor, *given) -> Tensor:
-        block = block + self.self_attn(self.input_layernorm(block), *given)
-        return block + self.mlp(self.post_attention_layernorm(block))
+    def forward(
+        self,
+        hidden_states: Tensor,
+        context: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None,
+        past_key_values: Cache | None,
+    ) -> Tensor:
+        """Run a block's states [B, Q, H]; see `DFlashAttention`."""
+        given = context, position_embeddings, attention_mask, past_key_values
+        hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states), *given)
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
 class DFlashDraftModel(DraftHead, Qwen3PreTrainedModel):
@@ -277,7 +286,13 @@ class DFlashDraftModel(DraftHead, Qwen3PreTrainedModel):
         rotary, kinds = self.rotary_emb(block, positions), self.config.layer_types
         of = mask if isinstance(mask, dict) else dict.fromkeys(kinds, mask)
         for i in layers:
-            block = self.layers[i](block, contexts[i], rotary, of[kinds[i]], cache)
+            block = self.layers[i](
+                block,
+                context=contexts[i],
+                position_embeddings=rotary,
+                attention_mask=of[kinds[i]],
+                past_key_values=cache,
+            )
         return block
 
     def masks(self, queries: Layout, keys: Layout, width: int) -> Tensor | dict[str, Tensor]:

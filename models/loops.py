@@ -74,8 +74,11 @@ def readable(mask):
 
 
 @compiled(fastmath=ANY_ORDER)
-def weigh(query, keys, mask, scale, weights, totals):
-    """Write weights [queries, keys], exp(score - the largest), and their sums, `totals`."""
+def weigh(query, keys, mask, first, scale, weights, totals):
+    """Write weights [queries, keys], exp(score - the largest), and their sums, `totals`.
+
+    The queries are number `first` and those after it: their masks come in turn.
+    """
     scale = f32(scale)
     for k in range(keys.shape[0]):
         key = keys[k]
@@ -92,7 +95,7 @@ def weigh(query, keys, mask, scale, weights, totals):
             weights[q, k], weights[q + 1, k] = s0, s1
             weights[q + 2, k], weights[q + 3, k] = s2, s3
     for q in range(totals.shape[0]):
-        hidden, row, largest = mask[q % mask.shape[0]], weights[q], f32(-np.inf)
+        hidden, row, largest = mask[(first + q) % mask.shape[0]], weights[q], f32(-np.inf)
         for k in range(keys.shape[0]):
             row[k] = row[k] * scale + number(hidden[k])
             largest = max(largest, row[k])
@@ -138,21 +141,21 @@ def attention(query, keys, values, lines, mask, scale, out):
     """
     batch, heads, queries, size = query.shape
     fours = (queries + 3) // 4
-    for i in numba.prange(batch * heads):
-        b, h = i // heads, i % heads
-        end = readable(mask[b])
-        asked, found = np.zeros((4 * fours, size), f32), np.zeros((queries, size), f32)
-        weights, totals = np.empty((4 * fours, end), f32), np.empty(queries, f32)
-        for q in range(queries):
+    for i in numba.prange(batch * heads * fours):  # four at a time, so that threads share a head
+        b, h, first = i // (heads * fours), i // fours % heads, i % fours * 4
+        count, end = min(4, queries - first), readable(mask[b])
+        asked, found = np.zeros((4, size), f32), np.zeros((count, size), f32)
+        weights, totals = np.empty((4, end), f32), np.empty(count, f32)
+        for q in range(count):
             for d in range(size):
-                asked[q, d] = number(query[b, h, q, d])
+                asked[q, d] = number(query[b, h, first + q, d])
         key, value = b * lines[0] + h * lines[1], b * lines[2] + h * lines[3]
-        weigh(asked, keys[key : key + end], mask[b], scale, weights, totals)
+        weigh(asked, keys[key : key + end], mask[b], first, scale, weights, totals)
         add(weights, values[value : value + end], found)
-        for q in range(queries):
+        for q in range(count):
             total = totals[q] if totals[q] > 0 else ONE
             for d in range(size):
-                out[b, h, q, d] = bits(found[q, d] / total)
+                out[b, h, first + q, d] = bits(found[q, d] / total)
 
 
 @compiled(fastmath=ANY_ORDER)
@@ -204,3 +207,38 @@ def rms_norm(rows, weight, epsilon, out):
         for d in range(size):
             x = number(bits(number(row[d]) * factor))
             out[r, d] = bits(x * number(weight[d]))
+
+
+@compiled(fastmath=ANY_ORDER)
+def add_and_norm(rows, added, weight, epsilon, total, out):
+    """Write rows + added [n, D] to `total`, and their `rms_norm` to `out`."""
+    for r in range(rows.shape[0]):
+        for d in range(rows.shape[1]):
+            total[r, d] = bits(number(rows[r, d]) + number(added[r, d]))
+    rms_norm(total, weight, epsilon, out)
+
+
+@compiled(inline="always")
+def turned(x, cos, y, sin):
+    """Return x cos + y sin, of bits of both, rounded after each operation."""
+    return bits(number(bits(x * number(cos))) + number(bits(y * number(sin))))
+
+
+@compiled()
+def rotate(states, cos, sin, out):
+    """Write states [B Q, heads, D], rotated by the angles of positions [B, Q, D], to `out`.
+
+    `out` is [B, heads, Q, D]. Rounded after each operation, as transformers' rotary embedding:
+    x cos + (-y, x) sin, with x and y a state's halves.
+    """
+    batch, heads, queries, size = out.shape
+    half = size // 2
+    for b in range(batch):
+        for q in range(queries):
+            c, s = cos[b, q], sin[b, q]
+            for h in range(heads):
+                state, found = states[b * queries + q, h], out[b, h, q]
+                for d in range(half):
+                    x, y, e = number(state[d]), number(state[half + d]), half + d
+                    found[d] = turned(x, c[d], -y, s[d])
+                    found[e] = turned(y, c[e], x, s[e])

@@ -28,7 +28,7 @@ from models.placement import is_spread
 
 # Layers of one parent that read the same input, by the names that transformers' models give them.
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-_FEWEST = 4  # rows: the kernel takes longer for one than for four
+FEWEST = 4  # rows: the kernel takes longer for one than for four
 _USUAL = 32  # rows that the layout is chosen for
 _MOST = 16  # rows up to which the compiled loop is faster than products of converted blocks
 _BLOCK = 1 << 19  # weights that are converted at once: 2 MB in float32 stay in the cache
@@ -47,7 +47,7 @@ class Product(ABC):
             ]
             self._bias = torch.cat(biases).detach()
         self._keep(torch.cat([layer.weight.detach() for layer in layers]))
-        self._readers = len(layers)
+        self.outputs, self._readers = sum(layer.out_features for layer in layers), len(layers)
         self._input = self._output = None
         self._left = 0  # readers that have not taken their part of this output
 
@@ -56,14 +56,14 @@ class Product(ABC):
         """Store the weights [outputs, inputs]."""
 
     @abstractmethod
-    def _multiply(self, rows: Tensor) -> Tensor:
-        """Return the outputs of rows [n, inputs]."""
+    def multiply(self, rows: Tensor) -> Tensor:
+        """Return all layers' outputs [n, outputs] of rows [n, inputs]."""
 
     def __call__(self, input: Tensor) -> Tensor:
         """Return [..., all layers' outputs], computed when the first of the layers asks for it."""
         if input is not self._input:
             rows = input.reshape(-1, input.shape[-1])
-            output = self._multiply(rows).view(*input.shape[:-1], -1)
+            output = self.multiply(rows).view(*input.shape[:-1], -1)
             self._input, self._output, self._left = input, output, self._readers
         self._left -= 1
         output = self._output
@@ -79,10 +79,10 @@ class PackedProduct(Product):
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _USUAL)
         _into_huge_pages(self._weight)
 
-    def _multiply(self, rows: Tensor) -> Tensor:
+    def multiply(self, rows: Tensor) -> Tensor:
         count = rows.shape[0]
-        if count < _FEWEST:
-            rows = torch.constant_pad_nd(rows, (0, 0, 0, _FEWEST - count))
+        if count < FEWEST:
+            rows = torch.constant_pad_nd(rows, (0, 0, 0, FEWEST - count))
         found = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")
         return found[:count]
 
@@ -95,7 +95,7 @@ class ConvertedProduct(Product):
     def _keep(self, weight: Tensor) -> None:
         self._weight, self._bias = weight, None if self._bias is None else self._bias.float()
 
-    def _multiply(self, rows: Tensor) -> Tensor:
+    def multiply(self, rows: Tensor) -> Tensor:
         outputs, inputs = self._weight.shape
         if len(rows) <= _MOST and self._weight.dtype == torch.bfloat16 and (here := loops()):
             found = rows.new_empty(len(rows), outputs)
@@ -140,13 +140,25 @@ class PackedLinear(nn.Linear):
         self.stored = layer.weight.dtype
         self.weight = layer.weight if keep else nn.Parameter(layer.weight.new_empty(0), False)
         self.bias = layer.bias
-        self._product, self._columns = product, slice(start, start + layer.out_features)
+        self.product, self.columns = product, slice(start, start + layer.out_features)
         self._of = [self.weight]  # in a list, or it would be a second parameter
 
     def forward(self, input: Tensor) -> Tensor:
         if self.weight is not self._of[0]:  # rows of it, in its place (`models.head.ReducedHead`)
             return F.linear(input, self.weight, self.bias)
-        return self._product(input)[..., self._columns]
+        return self.product(input)[..., self.columns]
+
+
+def product_of(parent: nn.Module, *names: str) -> Product | None:
+    """Return the product of just these layers of a module, in this order; None: there is none."""
+    layers = [getattr(parent, name, None) for name in names]
+    found = [layer for layer in layers if isinstance(layer, PackedLinear)]
+    if len(found) < len(layers):
+        return None
+    product, ends = found[0].product, [0, *(layer.columns.stop for layer in found)]
+    own = [(layer.product, layer.columns.start) for layer in found]
+    whole = own == [(product, start) for start in ends[:-1]] and ends[-1] == product.outputs
+    return product if whole else None
 
 
 def multiplies_bfloat16() -> bool:
@@ -206,27 +218,27 @@ def pack(network: PreTrainedModel) -> None:
         network.float()
 
 
+def stored_in(network: PreTrainedModel) -> torch.dtype:
+    """Return the type of a network's weights in memory; it may compute in another."""
+    found = {m.stored for m in network.modules() if isinstance(m, PackedLinear)} - {network.dtype}
+    return found.pop() if found else network.dtype
+
+
 def precision(network: PreTrainedModel) -> str:
     """Return the type that a network computes in, and that of its weights where it is another."""
-    computed, stored = _name(network.dtype), _stored(network)
-    return f"{computed}, weights in {stored}" if stored else computed
+    computed, stored = _name(network.dtype), _name(stored_in(network))
+    return computed if stored == computed else f"{computed}, weights in {stored}"
 
 
 def told(network: PreTrainedModel) -> str:
     """Return a line on a network that computes in another type than its weights have, else ''."""
-    computed, stored = _name(network.dtype), _stored(network)
-    if not stored:
+    computed, stored = _name(network.dtype), _name(stored_in(network))
+    if stored == computed:
         return ""
     line = f"weights in {stored}, products in {computed}: this CPU has none in {stored}"
     if loops() is None and stored == "bfloat16":
         line += "; a token takes half of the time with: pip install 'parade[cpu]'"
     return line
-
-
-def _stored(network: PreTrainedModel) -> str:
-    """Return the type of linear layers' weights where a network computes in another, else ''."""
-    found = {m.stored for m in network.modules() if isinstance(m, PackedLinear)} - {network.dtype}
-    return _name(found.pop()) if found else ""
 
 
 def _name(dtype: torch.dtype) -> str:

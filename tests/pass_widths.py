@@ -1,7 +1,8 @@
 """Milliseconds of a forward by its number of tokens, for each way to multiply 16-bit weights.
 
 `python -m tests.pass_widths model=HuggingFaceTB/SmolLM2-135M-Instruct`: the ways take turns, and
-the shortest of `repeats` counts. torch's own products of bfloat16 are emulated on a CPU without.
+the shortest of `repeats` counts. *modules called*: without `models.fused_layers`. torch's own
+products of bfloat16 are emulated on a CPU without.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from decoding.loading import for_inference
-from models import causal, packed
+from models import causal, fused_layers, packed
 from recipes.command import main
 from recipes.options import parse
 
@@ -37,6 +38,8 @@ def run(argv: list[str]) -> None:
     p = read_options(argv)
     torch.set_num_threads(p.threads)
     ways = {"float32": loaded(p.model, "float32"), "as loaded": loaded(p.model, "auto")}
+    with patch.object(fused_layers, "fuse"):
+        ways["modules called"] = loaded(p.model, "auto")
     with patch.object(packed, "products", dict):
         ways["torch's own"] = loaded(p.model, "auto")
     print("tokens", *(f"{name} ({packed.precision(n)})" for name, n in ways.items()), sep=" | ")

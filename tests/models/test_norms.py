@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 from models import few_queries, norms
 from models.norms import FusedNorm, fuse
@@ -60,7 +61,10 @@ def test_a_row_has_the_same_bits_whoever_is_beside_it():
         assert torch.equal(fused(x[b : b + 1]), together[b : b + 1])
 
 
-@pytest.mark.parametrize(("kind", "replaced"), [(LlamaRMSNorm, 1), (Olmo2RMSNorm, 0), (OnePlus, 0)])
+@pytest.mark.parametrize(
+    ("kind", "replaced"),
+    [(LlamaRMSNorm, 1), (Olmo2RMSNorm, 0), (OnePlus, 0), (Qwen3NextRMSNormGated, 0)],
+)
 def test_only_norms_of_its_formula_are_replaced(kind, replaced):
     parent = nn.ModuleDict({"norm": norm(kind=kind)})
     fuse(parent)

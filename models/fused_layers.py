@@ -1,0 +1,148 @@
+"""Decoder layers on the CPU in fewer calls (numba, where it is installed), for inference only.
+
+A decoding pass has few tokens, and a small model's layers are called in less time than it takes to
+call them: of the 28 ms of a token of SmolLM2, on two threads, 12 were products. A layer of Llama's
+form is four products, attention, and a few loops over the tokens, here without modules between.
+Its numbers are the layer's own to the bit, or it is left as it is.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from models.attention import GROUPED, grouped
+from models.few_queries import bits, loops
+from models.norms import FusedNorm
+from models.packed import FEWEST, Product, product_of
+
+
+class FusedForward:
+    """The forward of a layer: x += attention(norm(x)), then x += down(act(gate) * up) of norm(x).
+
+    It takes bfloat16 states with a cache and rotary angles; for everything else it calls `forward`.
+
+    Args:
+        layer: The layer, whose linear layers are packed and whose norms are fused.
+        products: Those of its queries, keys and values; of attention's output; of gate and up; and
+            of the MLP's output.
+    """
+
+    def __init__(self, layer: nn.Module, products: list[Product]):
+        own, self.forward = layer.self_attn, layer.forward
+        self._qkv, self._out, self._gate_up, self._down = products
+        self._norms = layer.input_layernorm, layer.post_attention_layernorm
+        self._own, self._act, self._size = own, layer.mlp.act_fn, own.head_dim
+        self._heads = [x.out_features // own.head_dim for x in (own.q_proj, own.k_proj)]
+        self._head_norms = [getattr(own, name, None) for name in ("q_norm", "k_norm")]
+
+    def __call__(self, hidden_states: Tensor, *others: Any, **given: Any) -> Any:
+        """Return the layer's output [B, Q, H]; the arguments are the layer's own."""
+        cache: Cache | None = given.get("past_key_values", given.get("cache"))
+        rotary, context = given.get("position_embeddings"), given.get("context")
+        if (
+            others
+            or cache is None
+            or rotary is None
+            or rotary[0].shape != (*hidden_states.shape[:2], self._size)
+            or not hidden_states.dtype == rotary[0].dtype == torch.bfloat16
+            or (context is not None and context.shape[1])
+            or torch.is_grad_enabled()
+        ):
+            return self.forward(hidden_states, *others, **given)
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
+        count, short = len(rows), max(0, FEWEST - len(rows))
+        first, second = self._norms
+        normed, total = rows.new_zeros(count + short, rows.shape[1]), torch.empty_like(rows)
+        compiled, kept = loops(), bits(normed)
+        assert compiled is not None  # `fuse` has asked
+        compiled.rms_norm(bits(rows), bits(first.weight), first.variance_epsilon, kept)
+        states = self._qkv.multiply(normed)[:count]
+        mask, spans = given.get("attention_mask"), given.get("spans")
+        attended = self._out.multiply(self._attend(states, rotary, cache, mask, spans))
+        both = bits(rows), bits(attended), bits(second.weight), second.variance_epsilon
+        compiled.add_and_norm(*both, bits(total), kept)
+        gate, up = self._gate_up.multiply(normed).chunk(2, -1)
+        total += self._down.multiply(self._act(gate) * up)[:count]
+        return total.view(hidden_states.shape)
+
+    def _attend(
+        self, states: Tensor, rotary: tuple[Tensor, Tensor], cache: Cache, mask: Any, spans: Any
+    ) -> Tensor:
+        """Return what attention finds [B Q, heads D], from queries, keys and values [B Q, ...]."""
+        (batch, length, size), (asked, held) = rotary[0].shape, self._heads
+        query, key, value = states.unflatten(-1, (-1, size)).split([asked, held, held], 1)
+        angles = [bits(x.contiguous()) for x in rotary]
+        compiled, turned = loops(), []
+        assert compiled is not None
+        for heads, norm in zip((query, key), self._head_norms):
+            out = heads.new_empty(batch, heads.shape[1], length, size)
+            compiled.rotate(bits(heads if norm is None else norm(heads)), *angles, bits(out))
+            turned.append(out)
+        value = value.unflatten(0, (batch, length)).transpose(1, 2)
+        keys, values = cache.update(turned[1], value, self._own.layer_idx)
+        scaling = self._own.scaling
+        found, _ = grouped(self._own, turned[0], keys, values, mask, scaling, spans=spans)
+        return found.view(len(states), -1)
+
+
+@torch.no_grad()
+def fuse(network: PreTrainedModel) -> None:
+    """Let a CPU network's layers of Llama's form run in fewer calls, in place.
+
+    Some families use other formulas under the same names, so a layer is only replaced if both
+    forwards agree to the bit.
+    """
+    if loops() is None or network.config._attn_implementation != GROUPED:
+        return
+    for layer in [*network.modules()]:
+        fused = _fused(layer)
+        if fused is not None and _same(layer, fused):
+            layer.forward = fused  # type: ignore[assignment]
+
+
+def _fused(layer: nn.Module) -> FusedForward | None:
+    """Return the forward of a layer's parts; None where it has others."""
+    own, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+    norms = [getattr(layer, f"{name}_layernorm", None) for name in ("input", "post_attention")]
+    if own is None or mlp is None or not all(isinstance(norm, FusedNorm) for norm in norms):
+        return None
+    found = (
+        product_of(own, "q_proj", "k_proj", "v_proj"),
+        product_of(own, "o_proj"),
+        product_of(mlp, "gate_proj", "up_proj"),
+        product_of(mlp, "down_proj"),
+    )
+    products = [product for product in found if product is not None]
+    needed = (own, "head_dim"), (own, "layer_idx"), (own, "scaling"), (mlp, "act_fn")
+    if len(products) < len(found) or not all(hasattr(*pair) for pair in needed):
+        return None
+    return FusedForward(layer, products)
+
+
+@torch.inference_mode()
+def _same(layer: nn.Module, fused: Callable) -> bool:
+    """Return whether two forwards have the same bits: outputs, keys and values of random states."""
+    size, length, draw = layer.self_attn.head_dim, 5, torch.Generator().manual_seed(0)
+    hidden = layer.input_layernorm.weight.numel()
+    states, cos, sin = (
+        torch.randn(1, length, n, generator=draw).bfloat16() for n in (hidden, size, size)
+    )
+    mask = torch.full((1, 1, length, length), -torch.inf).triu(1).bfloat16()
+    given = {"attention_mask": mask, "position_embeddings": (cos, sin), "context": states[:, :0]}
+    takes = inspect.signature(layer.forward).parameters
+    given = {name: x for name, x in given.items() if name in takes}
+    name = "cache" if "cache" in takes else "past_key_values"
+
+    def run(forward: Callable) -> tuple[Tensor, Tensor, Tensor]:
+        cache = DynamicCache()
+        output = forward(states, **given, **{name: cache})
+        return output, cache.layers[-1].keys, cache.layers[-1].values
+
+    try:
+        return all(torch.equal(*pair) for pair in zip(run(layer.forward), run(fused)))
+    except Exception:  # of a layer that takes or gives something else, whatever it says
+        return False

@@ -1,0 +1,165 @@
+"""Layers in fewer calls: the layers' own bits, and only where the formula is theirs."""
+
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, apply_rotary_pos_emb
+
+from decoding.engine.cache import CachedNetwork
+from decoding.loading import for_inference
+from decoding.samplers.dflash import CachedDrafter
+from models import few_queries, fused_layers, loops, masks, packed
+from models.few_queries import bits
+from models.fused_layers import FusedForward
+from tests.support import families, tiny
+
+pytestmark = pytest.mark.skipif(
+    few_queries.loops() is None or not packed.packs(),
+    reason="needs numba and bfloat16 products of oneDNN",
+)
+
+
+class Scaled(LlamaDecoderLayer):
+    """Granite's formula under Llama's names."""
+
+    def forward(self, hidden_states, **given):
+        return hidden_states + super().forward(hidden_states, **given) / 4
+
+
+@contextmanager
+def left_alone():
+    """No layer is replaced."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused_layers, "fuse", lambda network: None)
+        yield
+
+
+def network(kind="llama", fused=True, **config):
+    found = tiny.causal_lm(40, kind=kind, hidden=64, scale=1.0, **config).bfloat16()
+    if fused:
+        for_inference(found)
+    else:
+        with left_alone():
+            for_inference(found)
+    return found
+
+
+def replaced(model):
+    return sum(isinstance(module.forward, FusedForward) for module in model.modules())
+
+
+@torch.inference_mode()
+def passes(model, rows):
+    """Logits of passes of 1 to 17 tokens after ragged prompts, and what the cache holds."""
+    draw = torch.Generator().manual_seed(3)
+    cached, found = CachedNetwork(model, masks.causal, 80), []
+    start = torch.randint(1, 9, (rows, 1), generator=draw)
+    for width in (8, 1, 3, 4, 5, 17):
+        tokens = torch.randint(40, (rows, width), generator=draw)
+        found.append(cached(tokens, start + torch.arange(width), keep=width).logits)
+        start = start + width
+    return [*found, *cached.cache._memory.values()]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("llama", {}),
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("llama", {"hidden_act": "gelu", "tie_word_embeddings": True}),
+        ("qwen2", {}),
+        ("qwen3", {}),
+    ],
+)
+def test_it_has_the_layers_own_bits(kind, config, rows):
+    ours, stock = network(kind, **config), network(kind, fused=False, **config)
+    assert (replaced(ours), replaced(stock)) == (2, 0)
+    for found, expected in zip(passes(ours, rows), passes(stock, rows), strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("wrong", ["rotate", "add_and_norm", "rms_norm"])
+def test_a_loop_that_errs_is_seen(wrong, monkeypatch):
+    """Negative control: of the bits, and of the comparison before a layer is replaced."""
+
+    def erring(*given):
+        getattr(kept, wrong)(*given)
+        given[-1][:] ^= 1
+
+    ours, stock, kept = network(), network(fused=False), loops
+    found = type("Loops", (), {**vars(loops), wrong: staticmethod(erring)})
+    monkeypatch.setattr(fused_layers, "loops", lambda: found)
+    results = zip(passes(ours, 1), passes(stock, 1))
+    assert not all(torch.equal(*pair) for pair in results)
+    assert replaced(network()) == 0
+
+
+def test_another_formula_is_left_as_it_is():
+    model = tiny.causal_lm(40, hidden=64, scale=1.0).bfloat16()
+    model.model.layers[1].__class__ = Scaled
+    for_inference(model)
+    assert [isinstance(m.forward, FusedForward) for m in model.model.layers] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [("mistral", 4), ("smollm3", 3), ("glm4", 0), ("phi3", 0), ("qwen3_moe", 0)],
+)
+def test_families(kind, count):
+    """Of four layers; SmolLM3's fourth has no rotary positions."""
+    model = families.network(kind).bfloat16().eval()
+    for_inference(model)
+    assert replaced(model) == count
+
+
+def test_without_a_cache_and_with_gradients_it_is_the_layers_own():
+    ours, stock, tokens = network(), network(fused=False), torch.arange(7)[None]
+    with torch.no_grad():
+        assert torch.equal(ours(tokens, use_cache=False).logits, stock(tokens).logits)
+    assert torch.equal(ours(tokens).logits, stock(tokens).logits)
+
+
+@torch.inference_mode()
+@settings(max_examples=40, deadline=None)
+@given(
+    shape=st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 4)),
+    half=st.integers(1, 20),
+    seed=st.integers(0, 99),
+)
+def test_rotations_are_transformers_own(shape, half, seed):
+    draw, (batch, length, heads) = torch.Generator().manual_seed(seed), shape
+    states = torch.randn(batch, length, 2 * heads, 2 * half, generator=draw).bfloat16()
+    states = states[:, :, heads:]  # a part of a longer row, as of one product
+    cos, sin = torch.randn(2, batch, length, 2 * half, generator=draw).bfloat16()
+    found = torch.empty(batch, heads, length, 2 * half).bfloat16()
+    loops.rotate(bits(states.flatten(0, 1)), bits(cos), bits(sin), bits(found))
+    turned = states.transpose(1, 2)
+    assert torch.equal(found, apply_rotary_pos_emb(turned, turned, cos, sin)[0])
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("context", ["shared", "layerwise"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_a_drafter_that_reads_its_target(kind, context):
+    """A block's layers are fused; the reading of a prefix is the layers' own."""
+    drafts, prefix = [], torch.arange(8)[None]
+    for how in (nullcontext, left_alone):
+        target = network(kind)
+        stock = tiny.causal_lm(40, kind=kind, hidden=64, scale=1.0)
+        drafter = tiny.dflash(stock, layout="dspark", context=context).bfloat16()
+        with how():
+            for_inference(drafter)
+        assert bool(replaced(drafter)) == (how is nullcontext)
+        cached = CachedNetwork(target, masks.causal, 40, drafter.target_layer_ids)
+        states = torch.cat(cached(prefix, prefix, keep=1).hidden_states, -1)
+        reader = CachedDrafter(drafter, target, 40, cached.cache if drafter.shared else None)
+        states = states[:, :0] if drafter.shared else states
+        missing, lengths = torch.tensor([states.shape[1]]), torch.tensor([9])
+        for count in (missing, torch.zeros_like(missing)):  # with a prefix to read, and without
+            given = states[:, : int(count)], count, torch.tensor([[3, 39, 39, 39]]), lengths
+            drafts.append(reader(*given))
+    assert torch.equal(torch.stack(drafts[:2]), torch.stack(drafts[2:]))
