@@ -32,13 +32,12 @@ def loops() -> ModuleType | None:
 
 def attends(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
     """Return whether `attend` supports these tensors and numba is installed."""
-    states = query, key, value, mask
     return (
         query.device.type == "cpu"
         and query.shape[1] * query.shape[2] <= MAX_QUERIES * key.shape[1]
         and key.shape == value.shape
-        and all(x.dtype == torch.bfloat16 for x in states)
-        and all(x.stride()[2:] == (x.shape[3], 1) for x in (key, value))
+        and query.dtype == key.dtype == value.dtype == mask.dtype == torch.bfloat16
+        and key.stride()[2:] == value.stride()[2:] == (key.shape[3], 1)
         and mask.shape[:2] == (len(query), 1)
         and not torch.is_grad_enabled()
         and loops() is not None
@@ -55,7 +54,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
     batch, heads, _, size = key.shape
     asked = query.reshape(batch, heads, -1, size).contiguous()
     found = torch.empty_like(asked)
-    (keys, key_lines), (values, value_lines) = _lines(key), _lines(value)
+    (keys, *key_lines), (values, *value_lines) = _lines(key), _lines(value)
     lines, hidden = (*key_lines, *value_lines), bits(mask[:, 0].contiguous())
     compiled = loops()
     assert compiled is not None  # as `attends` has made sure
@@ -81,9 +80,9 @@ def bits(x: Tensor) -> np.ndarray:
     return x.view(torch.uint16).numpy()
 
 
-def _lines(states: Tensor):
+def _lines(states: Tensor) -> tuple[np.ndarray, int, int]:
     """Return the bits [n, D] that keys or values span, and the lines to the next row and head."""
-    size = states.shape[3]
-    steps = [stride // size for stride in states.stride()[:3]]
-    count = 1 + sum((n - 1) * step for n, step in zip(states.shape, steps))
-    return bits(states.as_strided((count, size), (size, 1))), steps[:2]
+    batch, heads, length, size = states.shape
+    row, head = (stride // size for stride in states.stride()[:2])
+    count = (batch - 1) * row + (heads - 1) * head + length
+    return bits(states.as_strided((count, size), (size, 1))), row, head

@@ -12,6 +12,7 @@ from data.text.tokenizer import train_tokenizer
 from decoding import loading
 from decoding.generate import run
 from decoding.loading import load, load_newer, target_fingerprint
+from models.packed import stored_in
 from tests.support import tiny
 from tests.support.commands import refusal
 
@@ -153,6 +154,18 @@ def generate(*arguments):
 def test_an_unknown_type_of_weights(lab):
     with pytest.raises(ValueError, match="dtype='float33' is no type of weights"):
         load(str(lab.runs / "ar_target" / "export"), dtype="float33")
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("auto", "bfloat16"), ("float32", "float32")])
+def test_a_drafter_has_the_type_of_its_target(dtype, expected, lab, tmp_path):
+    """It is stored in float32, as it was trained, and read in every cycle."""
+    export, folder = lab.runs / "deer_stage2" / "export", tmp_path / "target"
+    shutil.copytree(lab.runs / "ar_target" / "export", folder)
+    AutoModelForCausalLM.from_pretrained(folder, dtype="bfloat16").save_pretrained(folder)
+    assert json.loads((export / "config.json").read_text())["dtype"] == "float32"
+    sampler = load(str(export), target=str(folder), dtype=dtype)
+    stored = {str(stored_in(model)) for model in (sampler.target, sampler.drafter)}
+    assert stored == {f"torch.{expected}"}
 
 
 def test_a_pickle_that_asks_for_more_than_tensors(lab, tmp_path):
