@@ -1,11 +1,13 @@
 """A drafter in another engine accepts what it accepts in our sampler, or one line says where."""
 
 import csv
+import itertools
 import json
 
 import pytest
 
 from decoding.bench.engine import EngineBench, Way, agreement, measure, run
+from decoding.external.vllm_engine import Vllm
 from tests.support import learned
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("forked")]
@@ -22,9 +24,12 @@ def export(tmp_path_factory):
     return learned.write(root, PROMPTS)
 
 
+AWAKE = 0.0
+
+
 @pytest.fixture(autouse=True)
 def _a_stub_does_not_wait_awake(monkeypatch):
-    monkeypatch.setattr("decoding.bench.engine.AWAKE", 0)
+    monkeypatch.setattr("decoding.bench.engine.AWAKE", AWAKE)
 
 
 def answers(way):
@@ -96,6 +101,23 @@ def test_an_ordinary_model_in_batches(export, vllm_stub, lookup):
     assert len(ours.results) == len(PROMPTS)
     assert len(ours.rates) == len(ours.seconds) == 3  # batches
     run([f"{key}={value}" for key, value in given.items()])
+
+
+def test_an_engine_that_has_answered_is_let_wait(export, vllm_stub, monkeypatch):
+    """For a second it waits on a core, so nobody has a turn before that; the warm-up too."""
+    happened, generate = [], Vllm.generate
+
+    def answered(*args, **options):
+        happened.append("answer")
+        return generate(*args, **options)
+
+    monkeypatch.setattr(Vllm, "generate", answered)
+    monkeypatch.setattr("decoding.bench.engine.time.sleep", happened.append)
+    decode = Way.decode
+    monkeypatch.setattr(Way, "decode", lambda *args: happened.append("ours") or decode(*args))
+    measure(EngineBench(**arguments(export, vllm_stub)))
+    assert happened.count("answer") > happened.count("ours") / 2 > 0
+    assert {now for last, now in itertools.pairwise(happened) if last == "answer"} == {AWAKE}
 
 
 def test_bad_input(export, vllm_stub, tmp_path):
