@@ -97,10 +97,8 @@ class FusedForward:
             out = heads.new_empty(batch, heads.shape[1], length, size)
             compiled.rotate(bits(heads if norm is None else norm(heads)), *angles, bits(out))
             turned.append(out)
-        value, written = (
-            value.unflatten(0, (batch, length)).transpose(1, 2),
-            past_key_values or cache,
-        )
+        value = value.unflatten(0, (batch, length)).transpose(1, 2)
+        written = cache if past_key_values is None else past_key_values
         assert written is not None
         keys, values = written.update(turned[1], value, self._own.layer_idx)
         scaling = self._own.scaling
