@@ -7,7 +7,7 @@
 #
 # Needs:  pip install -c constraints.txt -e '.[train,lab]' (make quickstart installs it)
 # Time:   15 minutes a training on 2 virtual cores of an AMD EPYC with AVX-512, other work beside
-#         it; five trainings and four benches
+#         it; five trainings and three benches
 # Result: same machine (docs/results/cspd.md):
 #
 #         head                  way                acceptance   images/s, batch 1   batch 8
@@ -39,11 +39,3 @@ bench model="$FOLDER/cspd_draft/diffusion/export" images=64 samples=0
 drafter name=distilled target="$FOLDER/cspd_target/diffusion/export" network.head=diffusion \
     trainer.max_steps=1000 module.distillation=1.0
 bench model="$FOLDER/cspd_draft/distilled/export" images=64
-
-# The published schedule: the same weights with least_signal=0, so that drafts are never accepted.
-PUBLISHED="$FOLDER/published_schedule"
-mkdir -p "$PUBLISHED"
-cp -r "$FOLDER/cspd_target/diffusion/export" "$PUBLISHED/target"
-cp -r "$FOLDER/cspd_draft/distilled/export" "$PUBLISHED/drafter"
-sed -i 's/"least_signal": 0.001/"least_signal": 0.0/' "$PUBLISHED"/*/config.json
-bench model="$PUBLISHED/drafter" target="$PUBLISHED/target" gamma=2 images=48 samples=0
