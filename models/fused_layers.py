@@ -61,17 +61,19 @@ class FusedForward:
         self,
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
         cache: Cache | None = None,
         context: Tensor | None = None,
         **others: Any,
     ) -> bool:
         """Return whether the loops compute what the layer would."""
-        if position_embeddings is None or (past_key_values is None and cache is None):
+        if position_embeddings is None or attention_mask is None:
             return False
         angles = position_embeddings[0]
         return (
-            angles.shape == (*hidden_states.shape[:2], self._size)
+            not (past_key_values is None and cache is None)
+            and angles.shape == (*hidden_states.shape[:2], self._size)
             and hidden_states.dtype == angles.dtype == torch.bfloat16
             and (context is None or not context.shape[1])
             and not torch.is_grad_enabled()
