@@ -17,7 +17,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from models.attention import GROUPED, Span, grouped
 from models.few_queries import bits, loops
 from models.norms import FusedNorm
-from models.packed import FEWEST, Product, product_of
+from models.packed import FEWEST, GATE_UP, QUERY_KEY_VALUE, Product, product_of
 
 
 class FusedForward:
@@ -130,9 +130,9 @@ def _fused(layer: nn.Module) -> FusedForward | None:
     if own is None or mlp is None or not all(isinstance(norm, FusedNorm) for norm in norms):
         return None
     found = (
-        product_of(own, "q_proj", "k_proj", "v_proj"),
+        product_of(own, *QUERY_KEY_VALUE),
         product_of(own, "o_proj"),
-        product_of(mlp, "gate_proj", "up_proj"),
+        product_of(mlp, *GATE_UP),
         product_of(mlp, "down_proj"),
     )
     products = [product for product in found if product is not None]

@@ -27,7 +27,8 @@ from models.markov import MarkovHead
 from models.placement import is_spread
 
 # Layers of one parent that read the same input, by the names that transformers' models give them.
-TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+QUERY_KEY_VALUE, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+TOGETHER = (QUERY_KEY_VALUE, GATE_UP)
 FEWEST = 4  # rows: the kernel takes longer for one than for four
 _USUAL = 32  # rows that the layout is chosen for
 _MOST = 16  # rows up to which the compiled loop is faster than products of converted blocks

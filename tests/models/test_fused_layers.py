@@ -110,7 +110,7 @@ def test_another_formula_is_left_as_it_is():
     [("mistral", 4), ("smollm3", 3), ("glm4", 0), ("phi3", 0), ("qwen3_moe", 0)],
 )
 def test_families(kind, count):
-    """Of four layers; SmolLM3's fourth has no rotary positions."""
+    """So many of four layers are replaced; SmolLM3's fourth has no rotary positions."""
     model = families.network(kind).bfloat16().eval()
     for_inference(model)
     assert replaced(model) == count
