@@ -97,6 +97,7 @@ from decoding.drafting.bigrams import FILE, Bigrams, count, write
 from decoding.drafting.block_sampler import BlockSampler
 from decoding.engine.sampler import Sampler
 from decoding.loading import entry_of, load, parade_config, read_config, sampler_of
+from decoding.samplers.ngram import NgramSampler
 from decoding.samplers.plain import PlainSampler
 
 Rates = dict[str, dict[str, float]]  # tokens/s by batch size and temperature
@@ -110,8 +111,10 @@ def run(argv: list[str]) -> None:
     # Bigrams of an earlier calibration are not needed, and a damaged table must be replaceable.
     bare = ["bigrams=false"] if "bigrams" in parade_config(c.model) else []
     sampler = load(c.model, target=c.target, sampler=bare, **c.placing)
-    if not isinstance(sampler, BlockSampler):
-        raise ValueError(f"{c.model} drafts no trees: there is nothing to calibrate")
+    if not isinstance(sampler, BlockSampler) or isinstance(sampler, NgramSampler):
+        raise ValueError(
+            f"{c.model} has no drafter that drafts trees: there is nothing to calibrate"
+        )
     prompts = chosen_prompts(c, sampler.tokenizer)
     table = None
     if c.answers is not None:

@@ -357,7 +357,13 @@ def read_config(file: Path) -> dict:
             f"{file} is of version {entry['version']}, and this parade reads up to {VERSION}: "
             "install a newer one"
         )
-    method_of(entry).check(entry, f"{file}: parade.")
+    method = method_of(entry)
+    method.check(entry, f"{file}: parade.")
+    if found := [key for key in method.local if key in entry]:
+        raise ValueError(
+            f"{file}: parade.{found[0]} is not allowed: an export names no files of this machine. "
+            f"Give sampler=[{found[0]}=...]"
+        )
     return config
 
 

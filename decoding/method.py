@@ -51,6 +51,7 @@ class Method:
         keys: Further keys of the entry, by type, that are no arguments of the sampler.
         knobs: The keys that a user may set; None: all but those that every method has.
         needed: The keys that an entry must have.
+        local: The keys that name files of this machine: a user may set them, no export.
         files: The names of the files that may lie beside the weights (`read_files`).
         load_drafter: Loads the drafter's network, (path, dtype=..., **options of
             `models.causal.load`); None: it is a causal LM.
@@ -64,6 +65,7 @@ class Method:
     keys: Mapping[str, Any] = field(default_factory=dict)
     knobs: tuple[str, ...] | None = None
     needed: tuple[str, ...] = ()
+    local: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
     load_drafter: Callable[..., PreTrainedModel] | None = None
     load_assistant: Callable[[str], tuple[PreTrainedModel, dict]] | None = None

@@ -290,8 +290,12 @@ def drawing(sampler: BlockSampler, rule: str) -> BlockSampler:
     """Return a copy of a block drafter's sampler that draws trees when verify=rejection.
 
     They have as many nodes as its own tree, and `rule`, one of RULES, verifies them. A drafter with
-    a tail raises ValueError.
+    a tail, and a sampler without a drafter, raise ValueError.
     """
+    if "rejection" not in sampler.rules:
+        raise ValueError(
+            f"drawn=[{rule}] is not allowed: this sampler verifies only with {list(sampler.rules)}"
+        )
     if sampler.tail:
         raise ValueError(
             f"drawn=[{rule}] is not allowed: it needs the distributions of all positions at once, "

@@ -30,7 +30,9 @@ class EngineBench(PromptOptions):
     batch_size: Count = option(1, "prompts that are decoded together")
     block_size: BlockSize | None = option(None, "tokens drafted a cycle; null: the export's own")
     ngram: Whole = option(8, "tokens that vLLM's prompt lookup drafts; 0: leave it out")
-    suffix: bool = option(False, "whether its suffix decoding too (the package arctic-inference)")
+    suffix: bool = option(
+        False, "its suffix decoding (the package arctic-inference) and our n-grams too"
+    )
     temperature: Temperature = option(0.0, "of the sampling; 0 is greedy")
 
 
@@ -48,6 +50,7 @@ from decoding.external.reply import Reply
 from decoding.external.vllm_engine import ON_CPU, Vllm, interpreter, speculative_config
 from decoding.fetch import fetch
 from decoding.loading import load, parade_config, target_of
+from decoding.samplers.ngram import NgramSampler
 from decoding.samplers.plain import PlainSampler
 
 SUFFIX = 24  # tokens that vLLM's suffix decoding drafts at most
@@ -114,6 +117,19 @@ class Ours(Way):
             begun = [prompts[i] + results[i].token_ids[:1] for i in drafted]
             for result in self.sampler.generate(begun, rest, seeds=[seeds[i] for i in drafted]):
                 self.add(*accepted_counts(result.stats.passes, self.params.block_size or 0))
+        return results
+
+
+class OurNgrams(Way):
+    """Our sampler without a drafter, which would learn from a prompt that it decoded twice."""
+
+    sampler: NgramSampler
+
+    def decode(self, prompts: list, seeds: list[int] | None = None) -> list[Result]:
+        results = super().decode(prompts, seeds)
+        for result in results:
+            most = max(self.sampler.tree.nodes.values())
+            self.add(*accepted_counts(result.stats.passes, most))
         return results
 
 
@@ -207,7 +223,12 @@ def measure(bench: EngineBench) -> list[Way]:
 
     given: dict = {"params": params, "batch": bench.batch_size}
     plain = Ours("ours, plain", PlainSampler(sampler.target, sampler.tokenizer), **given)
-    ours = [plain, Ours("ours", sampler, plain=plain, **given)] if named else [plain]
+    ours: list[Way] = [plain]
+    if named:
+        ours.append(Ours("ours", sampler, plain=plain, **given))
+    if bench.suffix:  # both draft from earlier answers
+        ngrams = NgramSampler(sampler.target, sampler.tokenizer)
+        ours.append(OurNgrams("ours, ngram", ngrams, plain=plain, **given))
     engines: dict[str, dict] = {"vllm, plain": {}}
     if bench.ngram:
         lookup = {"method": "ngram", "num_speculative_tokens": bench.ngram, "prompt_lookup_max": 4}

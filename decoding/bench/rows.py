@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.text.prompts import heldout_prompts
 from decoding.engine.params import Result, SamplingParams, Stats
+from decoding.engine.sampler import Sampler
 from recipes.options import PromptOptions
 from terminal.progress import track
 
@@ -51,8 +52,10 @@ class Row:
 
     def warm_up(self, prompts: list) -> None:
         """Decode a batch that is not measured: allocations, first calls of kernels."""
-        first = prompts[: self.batch]
-        self.sampler.generate(first, self.params, seeds=[*range(len(first))])
+        first, sampler = prompts[: self.batch], self.sampler
+        if isinstance(sampler, Sampler):
+            sampler = sampler.fresh()  # the prompts may be measured too
+        sampler.generate(first, self.params, seeds=[*range(len(first))])
 
     @property
     def turn(self) -> int:

@@ -133,6 +133,7 @@ def _rows(
     def add(name: str, way, of: TextRow | None, exact: bool = True, rule: str = "coupled"):
         shared = {"temperature": temperature, "block_size": bench.block_size}
         params = params_of(bench, **shared, verify=rule)
+        way = way.fresh() if isinstance(way, Sampler) else way  # no row learns from another
         guarantee = "same text" if exact else "same distribution"
         rows.append(TextRow(name, way, params, batch, of, guarantee=guarantee))
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.drafting.markov import MarkovScores
+from decoding.drafting.tree import Children
 from decoding.engine import vocabulary
 from decoding.engine.batch import Batch
 from decoding.engine.grammar import exclude
@@ -81,6 +82,13 @@ class BlockDrafter(Sampler):
         """
         raise NotImplementedError
 
+    def children(self, batch: Batch, noise: Tensor | None) -> list[Children] | None:
+        """Return the ranking of each sequence's drafts, if they are ranked without a network.
+
+        `noise` [B, k + 1, V] is that of the next positions; None at temperature 0.
+        """
+        return None
+
     def follow(
         self, batch: Batch, states: tuple[Tensor, ...], path: Tensor, counts: Tensor
     ) -> None:
@@ -94,6 +102,13 @@ class BlockDrafter(Sampler):
             counts: [B], entries of a path that count. The token that the target adds has no state
                 yet.
         """
+
+    def undrafted(self, batch: Batch, params: SamplingParams) -> tuple[Tensor, Tensor]:
+        """Emit one token in a target pass without drafts."""
+        tokens, output = self.one_token(batch, params)
+        counts = torch.ones_like(batch.lengths)
+        self.follow(batch, output.hidden_states, torch.zeros_like(tokens), counts)
+        return tokens, counts
 
     def states_before(self, batch: Batch) -> tuple[Tensor, ...]:
         """Prefill the target, if the drafter reads it; return the states for `begin_drafting`."""

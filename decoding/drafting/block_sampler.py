@@ -12,7 +12,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -167,13 +166,6 @@ class BlockSampler(BlockDrafter):
         if way == "plain":
             return self.undrafted(batch, params)
         return (self.tree if way == "tree" else self.chain).cycle(self, batch, params)
-
-    def undrafted(self, batch: Batch, params: SamplingParams) -> tuple[Tensor, Tensor]:
-        """Emit one token in a target pass without drafts."""
-        tokens, output = self.one_token(batch, params)
-        counts = torch.ones_like(batch.lengths)
-        self.follow(batch, output.hidden_states, torch.zeros_like(tokens), counts)
-        return tokens, counts
 
     def told(self, params: SamplingParams) -> str:
         if self.way(1, params) != "plain":

@@ -20,6 +20,7 @@ from decoding.drafting.tree import (
     Trees,
     draft_trees,
     grow_trees,
+    trees_of,
     verify_trees,
 )
 from decoding.drafting.tree_limits import MAX_NODES, check_tree
@@ -91,8 +92,7 @@ class RankedTree:
         """Make a batch's prompt lookups, at temperature 0; with noise they make trees worse."""
         batch.drafts = Lookups()
         if self.lookup and params.temperature == 0:
-            texts = zip(batch.tokens.tolist(), batch.lengths.tolist())
-            batch.drafts.lookups = [Lookup(tokens[:length]) for tokens, length in texts]
+            batch.drafts.lookups = lookups_of(batch)
 
     def cycle(
         self, sampler: BlockDrafter, batch: Batch, params: SamplingParams
@@ -100,8 +100,13 @@ class RankedTree:
         """Draft a tree, verify it in one pass, emit the accepted path and one token more."""
         k = params.block_size or sampler.block_size
         noise = sampler.noise(batch, k + 1, params)
-        _catch_up(batch)
-        if sampler.tail:
+        catch_up(batch.drafts.lookups, batch)
+        if (children := sampler.children(batch, noise)) is not None:
+            nodes, _, _, _, least = self._settings(batch, params)
+            trees = trees_of(children, nodes, least, sampler.device, fewest=0)
+            if not trees.token.shape[1]:
+                return sampler.undrafted(batch, params)
+        elif sampler.tail:
             trees = self.grown(sampler, batch, k, noise, params)
         else:
             # Only with the head's terms is it known what top_p and the others exclude.
@@ -194,9 +199,15 @@ def accept(
     return accepted.tokens, counts
 
 
-def _catch_up(batch: Batch) -> None:
-    """Give the prompt lookups the tokens that were committed since their last tree."""
-    if lookups := batch.drafts.lookups:
+def lookups_of(batch: Batch) -> list[Lookup]:
+    """Make the prompt lookup of each sequence of a batch."""
+    texts = zip(batch.tokens.tolist(), batch.lengths.tolist())
+    return [Lookup(tokens[:length]) for tokens, length in texts]
+
+
+def catch_up(lookups: list[Lookup] | None, batch: Batch) -> None:
+    """Give a batch's prompt lookups, if it has any, the tokens that were committed since."""
+    if lookups:
         first = min(lookup.length for lookup in lookups)
         texts = batch.tokens[:, first : int(batch.lengths.max())].tolist()
         for lookup, tokens, length in zip(lookups, texts, batch.lengths.tolist()):

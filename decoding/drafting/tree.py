@@ -56,12 +56,20 @@ class Tree(NamedTuple):
         depth: The depth of each node; 1 for children of the root.
         path: The nodes from the root to each node, itself included, as a set of bits.
         child: {(parent, token): node}, with ROOT as the root's number.
+        score: The log-probability of each node's path, where trees are ranked by it.
     """
 
     token: list[int]
     depth: list[int]
     path: list[int]
     child: dict[tuple[int, int], int]
+    score: Sequence[float] = ()
+
+    def first(self, nodes: int) -> "Tree":
+        """Return the tree of the first so many nodes."""
+        child = {edge: node for edge, node in self.child.items() if node < nodes}
+        token, depth, path = (x[:nodes] for x in self[:3])
+        return Tree(token, depth, path, child, self.score[:nodes])
 
 
 def best_first(children: Children, nodes: int, least: float = 0.0) -> Tree:
@@ -74,7 +82,8 @@ def best_first(children: Children, nodes: int, least: float = 0.0) -> Tree:
     >>> best_first(lambda path: depths[len(path)], 3).token
     [5, 7, 8]
     """
-    tree, root = Tree([], [], [], {}), ()
+    score: list[float] = []
+    tree, root = Tree([], [], [], {}, score), ()
     tokens, scores = children(root)
     heap: list[tuple] = [(-scores[0], 0, 0, ROOT, 0.0, root, tokens, scores)]
     while heap and len(tree.token) < nodes:
@@ -83,6 +92,7 @@ def best_first(children: Children, nodes: int, least: float = 0.0) -> Tree:
             break
         node, token = len(tree.token), tokens[rank]
         tree.token.append(token)
+        score.append(-cost)
         tree.depth.append(depth + 1)
         tree.path.append((tree.path[parent] if parent != ROOT else 0) | 1 << node)
         tree.child[parent, token] = node
@@ -190,7 +200,7 @@ def draft_trees(
 ) -> Trees:
     """Draft best-first trees under softmax(sharpness * (logits + pairs' terms) + bigram scores).
 
-    With bigram scores or lookups only each depth's CANDIDATES most probable tokens, and the token
+    With bigram scores or lookups only each depth's CANDIDATES most probable tokens, and the tokens
     that a lookup guesses, can become nodes; with `pairs`, the tokens of `likeliest_paths`, 4 + N /
     8 a depth for N nodes: with 16 nodes no fewer drafts were accepted than with 16 tokens a depth,
     and each token kept costs the terms of a whole vocabulary.
@@ -205,8 +215,7 @@ def draft_trees(
         lookups: The text of each sequence, mixed into the ranking (`prompt_lookup`).
         pairs: The terms that depths 2 to k add, by the token before.
         ids: [n], the token of each logit; None: token i.
-        least: The least probability of a node, but for those that a batch's trees have because
-            another one has as many.
+        least: The least probability of a node, on average over a batch (`trees_of`).
         constraints: What the answer of each sequence may be (`engine.grammar`).
     """
     logits = logits[:, :nodes]  # a tree is no deeper
@@ -230,18 +239,24 @@ def draft_trees(
     ]
     if constraints is not None:
         rankings = [constrained(*of, logits.shape[1]) for of in zip(rankings, constraints)]
-    return _of_one_size(rankings, nodes, least, logits.device)
+    return trees_of(rankings, nodes, least, logits.device)
 
 
-def _of_one_size(rankings: list[Children], nodes: int, least: float, device: torch.device) -> Trees:
-    """Return the best trees: as many nodes as the one with most has of the `least` probability."""
+def trees_of(
+    rankings: list[Children], nodes: int, least: float, device: torch.device, fewest: int = 1
+) -> Trees:
+    """Return the best trees of a batch, of one size: a node more is a token more of every sequence.
+
+    They have the nodes that are reached with a probability of at least `least` on average over the
+    sequences, but `fewest` at the least, and no more than any sequence has prefixes.
+    """
+    alone = least if len(rankings) == 1 else 0.0
+    rows = [best_first(children, nodes, alone) for children in rankings]
+    size = min(len(row.token) for row in rows)
     if least:
-        nodes = max(len(best_first(children, nodes, least).token) for children in rankings)
-    rows = [best_first(children, nodes) for children in rankings]
-    fewest, most = (f(len(row.token) for row in rows) for f in (min, max))
-    if fewest < most:  # a row has no more prefixes: a smaller tree is the first nodes of a larger
-        rows = [best_first(children, fewest) for children in rankings]
-    return batched(rows, device)
+        chances = [sum(map(exp, scores)) for scores in zip(*(row.score[:size] for row in rows))]
+        size = max(fewest, sum(chance >= least * len(rows) for chance in chances))
+    return batched([row.first(size) for row in rows], device)
 
 
 def grow_trees(
@@ -299,7 +314,7 @@ def grow_trees(
         parents = [row.number(paths, M, given) for row, paths in zip(rows, growing)]
         given += M
         logits = expand(depth + 1, *torch.tensor([last, parents], device=device))
-    return _of_one_size([row.children for row in rows], nodes, least, device)
+    return trees_of([row.children for row in rows], nodes, least, device)
 
 
 def expected_gain(paths: dict[Path, float], depth: int, nodes: int, least: float) -> float:
@@ -348,7 +363,7 @@ class Growing:
         self._ranked[path] = self._mixed(path, (tokens, scores))
 
     def _children(self, path: Path) -> Ranked:
-        """Return the tokens after a path; where it is not expanded the lookup's guess alone."""
+        """Return the tokens after a path; where it is not expanded the lookup's guesses alone."""
         return self._ranked.get(path) or self._mixed(path, ([], []))
 
     def _mixed(self, path: Path, ranked: Ranked) -> Ranked:
@@ -359,11 +374,11 @@ class Growing:
         """Return the paths of the best tree so far, best first, and their probabilities."""
         paths: list[Path] = []
         found: dict[Path, float] = {(): 1.0}
-        for before, token in best_first(self.children, nodes, least).child:
+        tree = best_first(self.children, nodes, least)
+        for (before, token), score in zip(tree.child, tree.score):
             parent = paths[before] if before != ROOT else ()
             paths.append((*parent, token))
-            tokens, scores = self.children(parent)
-            found[paths[-1]] = found[parent] * exp(scores[tokens.index(token)])
+            found[paths[-1]] = exp(score)
         return found
 
     def number(self, paths: list[Path], count: int, first: int) -> list[int]:
@@ -375,7 +390,8 @@ class Growing:
 
 def batched(rows: list[Tree], device: torch.device) -> Trees:
     """Batch trees of equally many nodes."""
-    return Trees(rows, *torch.tensor([*zip(*(t[:3] for t in rows))], device=device))
+    numbers = torch.tensor([*zip(*(t[:3] for t in rows))], dtype=torch.long, device=device)
+    return Trees(rows, *numbers)
 
 
 def likeliest_paths(
@@ -418,9 +434,9 @@ def child_ranking(
 ) -> Children:
     """Make the function `children` of `best_first` for one sequence.
 
-    After the last depth the lookup's guess is the only child. `conditionals`, by depth, parent and
-    token (`likeliest_paths`), replace the log-probabilities of `depths` from the second on; without
-    them `depths` are best first.
+    After the last depth the lookup's guesses are the only children. `conditionals`, by depth,
+    parent and token (`likeliest_paths`), replace the log-probabilities of `depths` from the second
+    on; without them `depths` are best first.
     """
     if conditionals:
         indices = [{token: i for i, token in enumerate(tokens)} for tokens, _ in depths]
@@ -458,14 +474,14 @@ def mixed(
     bigrams: BigramScores | None,
     lookup: Lookup | None,
 ) -> Ranked:
-    """Return a depth's ranked tokens with bigram scores and a lookup's guess, best first.
+    """Return a depth's ranked tokens with bigram scores and a lookup's guesses, best first.
 
     Tokens that are not ranked keep their scores, so the distribution with bigram scores is
     normalised by 1 + sum over the others of p (e^(weight score) - 1).
     """
     tokens, marginal = ranked
     scores, known = marginal, bigrams.after(suffix[-1]) if bigrams and depth else {}
-    guess, weight = lookup.guess(suffix) if lookup else (None, 0.0)
+    guesses, weight = lookup.guesses(suffix) if lookup else ({}, 0.0)
     if not known and not weight:
         return ranked
     index = {token: i for i, token in enumerate(tokens)}
@@ -475,12 +491,12 @@ def mixed(
         scores = [x - total for x in marginal]
         for i, x in added.items():
             scores[i] += x
-    if guess is not None and weight:
+    if weight:
         scores = [x + log1p(-weight) for x in scores]
-        if guess in index:
-            scores[index[guess]] = log(exp(scores[index[guess]]) + weight)
-        else:
-            tokens, scores = [*tokens, guess], [*scores, log(weight)]
+        others = [token for token in guesses if token not in index]
+        for token in guesses.keys() & index.keys():
+            scores[index[token]] = log(exp(scores[index[token]]) + weight * guesses[token])
+        tokens, scores = [*tokens, *others], [*scores, *(log(weight * guesses[v]) for v in others)]
     return ranked if scores is marginal else sort(tokens, scores)
 
 

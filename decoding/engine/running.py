@@ -43,8 +43,8 @@ class Cycles(Protocol):
     def known_tokens(self, prompt: Any) -> int:
         """Return how many of a prompt's first tokens need not be read again."""
 
-    def keep_prefixes(self, batch: Batch, rows: Sequence[int]) -> None:
-        """Keep the keys and values of rows that end."""
+    def ended(self, batch: Batch, rows: Sequence[int]) -> None:
+        """Keep what later requests can use of rows that end."""
 
     def begin(self, batch: Batch, params: SamplingParams) -> None:
         """Prefill a batch."""
@@ -248,7 +248,7 @@ class Running:
         if not gone or self.batch is None:
             return
         ends = [b for b, request in enumerate(self.batch.requests) if request in gone]
-        self.sampler.keep_prefixes(self.batch, ends)
+        self.sampler.ended(self.batch, ends)
         for request in gone:
             self.answers.pop(request)
             self._before.pop(request)

@@ -3,10 +3,11 @@
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from inspect import signature
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -289,14 +290,18 @@ class Sampler(ABC):
         plain = isinstance(network, CachedNetwork) and isinstance(network.cache, RaggedCache)
         return self.reads_prefixes and plain and not self.hidden_layers
 
+    def fresh(self) -> Self:
+        """Return a sampler of the same models that has learnt nothing from earlier requests."""
+        return copy(self)
+
     def known_tokens(self, prompt: Any) -> int:
         """Return how many of an encoded prompt's first tokens the target need not read again."""
         if self.prefixes is None or not self.reads_prefixes or self.hidden_layers:
             return 0
         return self.prefixes.common(self.target, prompt[:-1])
 
-    def keep_prefixes(self, batch: Batch, rows: Sequence[int]) -> None:
-        """Keep the keys and values of the prompts of rows that end."""
+    def ended(self, batch: Batch, rows: Sequence[int]) -> None:
+        """Keep what later requests can use of rows that end: keys and values of their prompts."""
         if self.prefixes is None:
             return
         for row in rows:

@@ -90,6 +90,12 @@ def test_an_ordinary_model_in_batches(export, vllm_stub, lookup):
     more = {"ngram": 4 * (lookup == "ngram"), "suffix": lookup == "suffix"}
     given = arguments(export, vllm_stub, batch_size=3, **more) | {"model": str(target)}
     ours, *theirs = measure(EngineBench(**given))
+    if lookup == "suffix":  # beside our own
+        ngrams = theirs.pop(0)
+        assert ngrams.name == "ours, ngram"
+        assert answers(ngrams) == answers(ours)
+        emitted = sum(ngrams.passes) + sum(map(sum, ngrams.accepted))
+        assert emitted >= sum(map(len, answers(ngrams)))
     assert [way.name for way in theirs] == ["vllm, plain", f"vllm, {lookup}"][: 1 + bool(lookup)]
     assert all(answers(way) == answers(ours) for way in theirs)
     if lookup:  # a pass of the target without a draft is a pass too

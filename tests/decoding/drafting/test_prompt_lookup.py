@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoding.drafting import tree
-from decoding.drafting.prompt_lookup import ORDER, Lookup, append
+from decoding.drafting.prompt_lookup import TRUST, USUAL, Lookup, append
 from decoding.engine.params import SamplingParams
 from tests.support.results import ids
 from tests.support.texts import (
@@ -24,20 +24,24 @@ from tests.support.texts import (
 from tests.support.trees import assert_likeliest, numbers
 
 
+def weight(n, right, guesses):
+    return (right + TRUST * USUAL[n]) / (guesses + TRUST)
+
+
 def test_guesses_by_hand():
     text = Lookup([1, 2, 3, 1, 2])
-    assert text.suffix == (3, 1, 2)
-    # 1 had been followed by 2, and was again: n = 1 was right once of once.
-    assert text.guess(text.suffix) == (3, 0.0)  # (1, 2) was followed by 3, and n = 2 has no record
-    assert text.guess((2, 1)) == (2, 1 / 3)
-    assert text.guess((9,)) == (None, 0.0)
+    assert text.suffix == (1, 2, 3, 1, 2)
+    # (1, 2) was followed by 3 once; no token has come after two that came before.
+    assert text.guesses(text.suffix) == ({3: 1.0}, weight(2, 0, 0))
+    assert text.guesses((2, 1)) == ({2: 1.0}, weight(1, 1, 1))  # 2 came after 1 again
+    assert text.guesses((9,)) == ({}, 0.0)
     text.extend([3])
-    assert text.guess((1, 2, 3)) == (1, 0.0)
-    assert text.guess((7, 1, 2)) == (3, 1 / 3)
-    text.extend([4])  # 1 was expected
-    assert text.guess((8, 2, 3))[0] == 4  # the last time counts
+    assert text.guesses((9, 3, 1))[0] == {2: 1.0}
+    assert text.guesses((7, 1, 2)) == ({3: 1.0}, weight(2, 1, 1))
+    text.extend([4])  # 1 had followed (1, 2, 3)
+    assert text.guesses((1, 2, 3)) == ({1: 1 / 2, 4: 1 / 2}, weight(3, 0, 1))
     assert append((), 5) == (5,)
-    assert append((1, 2, 3), 4) == (2, 3, 4)
+    assert append((1, 2, 3, 4, 5, 6), 7) == (2, 3, 4, 5, 6, 7)
 
 
 @settings(max_examples=60, deadline=None)
@@ -46,12 +50,17 @@ def test_a_text_in_parts_gives_the_same_guesses(tokens):
     whole, parts = Lookup(tokens), Lookup([])
     for token in tokens:
         parts.extend([token])
-    for suffix in product(range(3), repeat=ORDER):
-        guess, weight = whole.guess(suffix)
-        assert parts.guess(suffix) == (guess, weight)
-        assert 0 <= weight < 1
-        at = [i for i in range(1, len(tokens)) if tokens[i - 1] == suffix[-1]]
-        assert guess in ([tokens[i] for i in at] or [None])
+    for suffix in product(range(3), repeat=4):
+        guesses, share = whole.guesses(suffix)
+        assert parts.guesses(suffix) == (guesses, share)
+        assert 0 <= share < 1
+        # They are the tokens after the last occurrences of the longest suffix that occurred.
+        for n in range(4, 0, -1):
+            starts = range(len(tokens) - n)
+            found = [tokens[i + n] for i in starts if tuple(tokens[i : i + n]) == suffix[-n:]]
+            if found:
+                break
+        assert guesses == pytest.approx({v: found.count(v) / len(found) for v in found})
 
 
 @settings(max_examples=40, deadline=None)
@@ -67,9 +76,9 @@ def test_the_nodes_are_the_likeliest_prefixes_of_the_mixture(logits, text, nodes
     def chance(prefix):
         p, suffix, marginals = 1.0, lookup.suffix, z.softmax(-1)
         for i, v in enumerate(prefix):
-            guess, weight = lookup.guess(suffix)
-            drafted = (1 - weight) * marginals[i, v].item() if i < len(z) else 0.0
-            p, suffix = p * (drafted + weight * (v == guess)), append(suffix, v)
+            guesses, share = lookup.guesses(suffix)
+            drafted = (1 - share) * marginals[i, v].item() if i < len(z) else 0.0
+            p, suffix = p * (drafted + share * guesses.get(v, 0.0)), append(suffix, v)
         return p
 
     assert_likeliest(found, chance, nodes, len(found.token))
@@ -87,20 +96,20 @@ def test_rows_with_fewer_prefixes_make_all_trees_smaller():
     assert all(node < 3 for node in trees.rows[1].child.values())
 
 
-def test_a_guess_that_the_drafter_does_not_have():
-    """It becomes a candidate with its own weight, and the others share the rest."""
+def test_guesses_that_the_drafter_does_not_have():
+    """They become candidates with their own weight, and the others share the rest."""
     lookup = Lookup([7, 9] * 4 + [7])
     depths = [([1, 2], [math.log(0.6), math.log(0.3)])]
     children = tree.child_ranking(depths, lookup=lookup)
-    guess, weight = lookup.guess(lookup.suffix)
+    guesses, share = lookup.guesses(lookup.suffix)
     tokens, scores = children(())
-    assert guess == 9
+    assert guesses == {9: 1.0}
     assert tokens == [9, 1, 2]
-    rest = 1 - weight
-    assert [math.exp(x) for x in scores] == pytest.approx([weight, 0.6 * rest, 0.3 * rest])
+    rest = 1 - share
+    assert [math.exp(x) for x in scores] == pytest.approx([share, 0.6 * rest, 0.3 * rest])
     # Where the draft has ended there is nothing else.
-    guess, weight = lookup.guess((9, 7, 9))
-    assert children((9,)) == ([guess], [math.log(weight)]) == ([7], [math.log(weight)])
+    guesses, share = lookup.guesses((7, 9, 7, 9, 7, 9))
+    assert children((9,)) == ([*guesses], [math.log(share)]) == ([7], [math.log(share)])
     assert children((3,)) == ([], [])
 
 

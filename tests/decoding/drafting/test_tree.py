@@ -36,7 +36,7 @@ def test_logits_of_some_tokens_give_the_trees_of_all():
     ids = torch.tensor([7, 2, 8, 0, 4])
     every = z.new_full((2, 3, 9), -torch.inf).index_copy(-1, ids, z)
     found, expected = tree.draft_trees(z, 6, ids=ids), tree.draft_trees(every, 6)
-    assert found.rows == expected.rows
+    assert [row[:4] for row in found.rows] == [row[:4] for row in expected.rows]
     assert tree.draft_trees(z, 6).rows != expected.rows  # negative control
 
 
@@ -117,21 +117,22 @@ def test_a_grown_tree_by_another_path_is_another_tree():
 
 @pytest.mark.parametrize("least", [0.04, 0.1])
 def test_a_tree_has_only_nodes_of_the_least_probability(least):
-    """But for the first one, and in a batch as many as the tree that has most."""
+    """But for the first one; in a batch on average, as each node is one of every tree."""
     z = torch.randn(3, 4, 9, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     z *= torch.tensor([1.0, 3.0, 6.0])[:, None, None]
     fewer, every = tree.draft_trees(z, 30, least=least).rows, tree.draft_trees(z, 30).rows
-    counts = [sum(p >= least for p in chances(z[i], every[i])) for i in range(3)]
-    assert min(counts) < max(counts) < 30
-    assert [len(found.token) for found in fewer] == [max(counts)] * 3
-    assert [found.token for found in fewer] == [row.token[: max(counts)] for row in every]
+    reached = [chances(z[i], every[i]) for i in range(3)]
+    counts = [sum(p >= least for p in row) for row in reached]
+    mean = sum(sum(row) >= 3 * least for row in zip(*reached))
+    assert min(counts) <= mean < max(counts) < 30
+    assert fewer == [row.first(mean) for row in every]
     (alone,) = tree.draft_trees(z[:1], 30, least=least).rows
-    assert len(alone.token) == counts[0]
+    assert alone == every[0].first(counts[0])
     # Grown at each depth, it is the same tree.
     grown = tree.grow_trees(
         lambda depth, *_: z[1:2, depth, None].expand(1, 30, 9), 4, 30, least=least
     )
-    assert grown.rows == tree.draft_trees(z[1:2], 30, least=least).rows
+    assert [row[:4] for row in grown.rows] == [every[1].first(counts[1])[:4]]
 
 
 def chances(z, found):

@@ -148,7 +148,7 @@ def test_the_passes_that_are_left_have_the_same_bits():
         with torch.inference_mode():
             sampler.begin(batch, params)
             found.append(sampler.target_pass(batch, batch.tokens[:, :0], params).logits)
-        sampler.keep_prefixes(batch, [0])
+        sampler.ended(batch, [0])
         known.append(batch.reused)
     assert known == [0, 48]
     assert found[0].equal(found[1])

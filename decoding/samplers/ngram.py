@@ -1,0 +1,183 @@
+"""Decoding with n-grams as drafts: no drafter, nothing to train.
+
+Drafts are ranked by what followed the same tokens before:
+
+    p(v | text, path) = (1 - a_n) p(v | earlier answers) + a_n c_n(v) / sum c_n,
+
+with the n-grams of the request's own text (`drafting.prompt_lookup`) and those of the answers that
+the sampler has given before (`drafting.ngrams`); tokens that neither has seen share the rest. A
+tree is ranked by log p + g where the target chooses with keyed noise g. Verification is exact for
+any drafts, so a request's text does not depend on earlier ones, but its speed does.
+"""
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import cache
+from math import exp, log
+from typing import Annotated, Self
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from data.corpora.answers import chosen_rows
+from data.text.tokenizer import checked_manifest
+from decoding.drafting.block_sampler import BlockSampler
+from decoding.drafting.ngrams import N, Ngrams
+from decoding.drafting.prompt_lookup import Lookup
+from decoding.drafting.ranked_tree import catch_up, lookups_of
+from decoding.drafting.tree import Children, Path, Ranked, constrained, mixed, sort, suffix_of
+from decoding.drafting.tree_limits import MAX_NODES
+from decoding.engine.batch import Batch, State
+from decoding.engine.params import KEYED, SamplingParams
+from decoding.method import Amount, ByNumber, Count, Method, Text
+
+# By requests: the most nodes, and what a token more in a pass costs of it on two CPU cores
+# (docs/results/ngram.md).
+NODES: ByNumber[Count] = {1: 16, 4: 8, 16: 2}
+LEAST: ByNumber[Amount] = {1: 0.06, 4: 0.2, 16: 0.5}
+UNSEEN = 1e-3  # probability of all tokens that were never seen, at the least
+FILLER = log(1e-9)  # score of a draft that nothing speaks for
+
+
+@dataclass
+class NgramState(State):
+    """The state between cycles."""
+
+    texts: list[Lookup]  # of each request
+
+
+class NgramSampler(BlockSampler):
+    """Speculative decoding without a drafter, with the n-grams of this text and earlier answers.
+
+    Args:
+        target, tokenizer: Any causal LM and its tokenizer.
+        block_size: k, tokens of a chain, and of a tree's longest path where the target draws.
+        nodes, least: See `BlockSampler`.
+        kept_tokens: Tokens of earlier answers whose n-grams are kept; 0: none, so that nobody can
+            tell from the speed of an answer what others were told.
+        answers: The folder of a collection of the target's answers (`decoding.collect`), which
+            count as earlier ones.
+
+    Attributes:
+        ngrams: Those of the earlier answers.
+
+    Raises:
+        ValueError: `answers` is no collection of this tokenizer's.
+    """
+
+    rules = KEYED  # by chance a text would depend on the drafts, which earlier answers change
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        block_size: Count = 8,
+        nodes: Count | ByNumber[Count] = NODES,
+        least: Amount | ByNumber[Amount] = LEAST,
+        kept_tokens: Annotated[int, Field(ge=0, le=2**24)] = 2**19,
+        answers: Text | None = None,
+    ):
+        super().__init__(
+            target,
+            tokenizer,
+            block_size=block_size,
+            nodes=nodes,
+            least=least,
+            lookup=False,
+            fastest="tree",
+        )
+        self.ngrams = Ngrams(self.vocabulary, kept_tokens)
+        if answers is not None:
+            checked_manifest(answers, tokenizer)
+            rows = (row for _, rows in chosen_rows(answers, "train", None) for row in rows)
+            self.ngrams.add(row["prompt_ids"][-N:] + row["answer_ids"] for row in rows)
+        self._first = copy(self.ngrams)
+
+    def fresh(self) -> Self:
+        new = copy(self)
+        new.ngrams = copy(self._first)
+        return new
+
+    def begin_drafting(self, batch: Batch, states: tuple[Tensor, ...]) -> None:
+        batch.state = NgramState(lookups_of(batch))
+
+    def ended(self, batch: Batch, rows: Sequence[int]) -> None:
+        super().ended(batch, rows)
+        given = (
+            (batch.tokens[row], int(batch.starts[row]), int(batch.lengths[row])) for row in rows
+        )
+        self.ngrams.add(tokens[max(0, start - N) : end].tolist() for tokens, start, end in given)
+
+    def draft_logits(self, batch: Batch, k: int) -> Tensor:
+        raise AssertionError("n-grams rank their drafts in `children`")
+
+    def draft_chain(
+        self, batch: Batch, k: int, noise: Tensor | None, params: SamplingParams
+    ) -> tuple[Tensor, None]:
+        """Draft the best token after the best ones before it: [B, k]."""
+        drafts = []
+        for children in self.children(batch, noise):
+            path: Path = ()
+            for _ in range(k):
+                tokens, _ = children(path)
+                path = (*path, tokens[0] if tokens else 0)
+            drafts.append(path)
+        return torch.tensor(drafts, device=self.device), None
+
+    def children(self, batch: Batch, noise: Tensor | None) -> list[Children]:
+        """Rank drafts by log p + g, but for tokens that were never seen."""
+        texts: list[Lookup] = batch.state.texts
+        catch_up(texts, batch)
+        if noise is None:
+            found = [self._ranking(text) for text in texts]
+        else:
+            drawn = zip(texts, noise.cpu().numpy(), noise.logsumexp(-1).tolist())
+            found = [self._ranking(text, *of) for text, *of in drawn]
+        return [constrained(*of, 1) for of in zip(found, self.constraints(batch))]
+
+    def _ranking(
+        self, text: Lookup, noise: np.ndarray | None = None, totals: Sequence[float] = ()
+    ) -> Children:
+        """Make the function of a sequence's ranked tokens after a path.
+
+        `noise` [k + 1, V] is that of its next positions, `totals` [k + 1] its log-sum-exp; paths
+        then have k tokens at the most. Whatever was seen, the first token has as many candidates as
+        a tree has nodes.
+        """
+
+        @cache
+        def children(path: Path) -> Ranked:
+            if noise is not None and len(path) >= len(noise) - 1:
+                return [], []
+            tokens, scores = self._seen(text, path)
+            if noise is not None and tokens:
+                chosen = np.array(scores) + noise[len(path)][tokens]
+                others = log(_rest(scores) / self.vocabulary) + totals[len(path)]
+                chosen -= np.logaddexp(np.logaddexp.reduce(chosen), others)
+                scores = chosen.tolist()
+            tokens, scores = sort(tokens, scores)
+            if not path:
+                fillers = [t for t in range(min(MAX_NODES, self.vocabulary)) if t not in tokens]
+                tokens, scores = [*tokens, *fillers], [*scores, *[FILLER] * len(fillers)]
+            return tokens, scores
+
+        return children
+
+    def _seen(self, text: Lookup, path: Path) -> Ranked:
+        """Return the tokens that were seen after a path and log p of each."""
+        suffix = suffix_of(text, path)
+        known = self.ngrams.after(suffix)
+        return mixed(([*known], [log(p) for p in known.values()]), len(path), suffix, None, text)
+
+
+def _rest(scores: list[float]) -> float:
+    """Return the probability of the tokens that were never seen."""
+    return max(UNSEEN, 1 - sum(map(exp, scores)))
+
+
+METHOD = Method(NgramSampler, local=("answers",))
