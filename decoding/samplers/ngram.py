@@ -76,7 +76,7 @@ class NgramSampler(BlockSampler):
         target: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        block_size: Count = 8,
+        block_size: Count = 5,
         nodes: Count | ByNumber[Count] = NODES,
         least: Amount | ByNumber[Amount] = LEAST,
         kept_tokens: Annotated[int, Field(ge=0, le=2**24)] = 2**19,
