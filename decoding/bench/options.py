@@ -65,7 +65,9 @@ class Bench(PromptBenchOptions, ScoreOptions):
     target: str | None = option(None, "a target instead of the one that the export names")
     assistant: str | None = option(None, "a drafter for transformers' assisted generation")
     generate: bool = option(True, "transformers' own plain decoding too")
-    prompt_lookup: Whole = option(10, "tokens that transformers copies from the text; 0: none")
+    prompt_lookup: Whole = option(
+        10, "tokens that transformers copies from the text, and our n-grams; 0: neither"
+    )
     batch_sizes: Several[int] = option((1,), "prompts that are decoded together")
     verify: Several[Literal[*VERIFY]] = option(VERIFY, "how drafts are verified, a row each")
     drawn: tuple[Literal[*DRAWN], ...] = option((), "rules for drawn trees, baselines of tree")

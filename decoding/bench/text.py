@@ -33,6 +33,7 @@ from decoding.loading import (
     target_of,
 )
 from decoding.report import counted, draws, results
+from decoding.samplers.ngram import NgramSampler
 from decoding.samplers.plain import PlainSampler
 from models import causal
 from recipes.command import main
@@ -148,6 +149,10 @@ def _rows(
                 if batch == 1 or not way.arguments:  # transformers drafts for one request only
                     add(name, way, plain[target], exact=not temperature)
         name = sampling_config(path, bench.sampler)["method"] + other
+        if path == bench.model and bench.prompt_lookup and name != "ngram":
+            ngrams = NgramSampler(sampler.target, sampler.tokenizer)
+            rule = "tree" if "tree" in ngrams.rules else "coupled"
+            add(f"ngram, {rule}", ngrams, plain[target], rule=rule)
         rules = () if isinstance(sampler, PlainSampler) else sampler.rules  # it has its row
         for rule in rules:
             # At temperature 0 the others are `coupled`.

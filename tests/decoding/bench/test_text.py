@@ -47,7 +47,7 @@ def test_table_csv_and_picture(bench, capsys):
     assert len([name for name, _ in names if name.startswith("plain")]) == 2  # one target
     assert {("deer, block", "1.0"), ("deer (deer_stage1), coupled", "1.0")} <= names
     assert {("deer, tree", "0.0"), ("deer, tree", "1.0")} <= names
-    assert {("transformers prompt lookup", "0.0")} <= names
+    assert {("transformers prompt lookup", "0.0"), ("ngram, tree", "0.0")} <= names
     assert {("deer, traversal", "1.0"), ("deer, multipath", "1.0")} <= names
     assert ("deer, traversal", "0.0") not in names  # there they are chains
     keyed = ("deer", "deer, coupled", "deer, tree", "transformers generate")
@@ -79,7 +79,7 @@ def test_what_programs_read(bench):
     assert found["machine"]["threads"] >= 1
     assert all(ms > 0 for ms in found["rows"][-1]["ms a cycle"].values())
     for row, line in zip(rows, found["rows"]):
-        if not row.drafts:
+        if not row.drafts or row.name == "ngram, tree":  # which drafts what it expects
             continue
         passes, rates = line["target passes"], line["accepted at"]
         nodes = 16 if row.params.verify == "tree" else 4
