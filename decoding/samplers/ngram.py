@@ -133,12 +133,26 @@ class NgramSampler(BlockSampler):
         """Rank drafts by log p + g, but for tokens that were never seen."""
         texts: list[Lookup] = batch.state.texts
         catch_up(texts, batch)
+        depth = MAX_NODES if noise is None else noise.shape[1] - 1
         if noise is None:
             found = [self._ranking(text) for text in texts]
         else:
             drawn = zip(texts, noise.cpu().numpy(), noise.logsumexp(-1).tolist())
             found = [self._ranking(text, *of) for text, *of in drawn]
-        return [constrained(*of, 1) for of in zip(found, self.constraints(batch))]
+        allowed = (constrained(*of, depth) for of in zip(found, self.constraints(batch)))
+        return [self._filled(of) for of in allowed]
+
+    def _filled(self, children: Children) -> Children:
+        """Give the first token as many candidates as a tree has nodes, whatever was seen."""
+
+        def filled(path: Path) -> Ranked:
+            tokens, scores = children(path)
+            if path:
+                return tokens, scores
+            others = [t for t in range(min(MAX_NODES, self.vocabulary)) if t not in tokens]
+            return [*tokens, *others], [*scores, *[FILLER] * len(others)]
+
+        return filled
 
     def _ranking(
         self, text: Lookup, noise: np.ndarray | None = None, totals: Sequence[float] = ()
@@ -146,8 +160,7 @@ class NgramSampler(BlockSampler):
         """Make the function of a sequence's ranked tokens after a path.
 
         `noise` [k + 1, V] is that of its next positions, `totals` [k + 1] its log-sum-exp; paths
-        then have k tokens at the most. Whatever was seen, the first token has as many candidates as
-        a tree has nodes.
+        then have k tokens at the most.
         """
 
         @cache
@@ -160,11 +173,7 @@ class NgramSampler(BlockSampler):
                 others = log(_rest(scores) / self.vocabulary) + totals[len(path)]
                 chosen -= np.logaddexp(np.logaddexp.reduce(chosen), others)
                 scores = chosen.tolist()
-            tokens, scores = sort(tokens, scores)
-            if not path:
-                fillers = [t for t in range(min(MAX_NODES, self.vocabulary)) if t not in tokens]
-                tokens, scores = [*tokens, *fillers], [*scores, *[FILLER] * len(fillers)]
-            return tokens, scores
+            return sort(tokens, scores)
 
         return children
 

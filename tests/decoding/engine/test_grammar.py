@@ -10,6 +10,7 @@ from tokenizers import decoders
 from decoding.engine.grammar import Constraint
 from decoding.engine.params import KEYED, SamplingParams
 from decoding.samplers.jacobi import JacobiSampler
+from decoding.samplers.ngram import NgramSampler
 from decoding.samplers.plain import PlainSampler
 from tests.support import texts, tiny
 from tests.support.enumerating import output_distribution
@@ -84,6 +85,7 @@ def makes():
         "tail": dflash(model, 4, layout="dspark", tail=1),
         "shared context": dflash(model, 4, context="shared", layers=[1]),
         "jacobi": JacobiSampler(model, tiny.tokenizer(V), **one),
+        "n-grams": NgramSampler(model, tiny.tokenizer(V), **one),
     }
     return {name: readable(sampler) for name, sampler in made.items()}
 
@@ -128,9 +130,12 @@ def test_answers_match_their_grammars():
     assert results[4].text.startswith("abcdefgh"[: len(results[4].text)])
 
 
-def test_forced_tokens_are_drafted():
+@pytest.mark.parametrize(
+    "make", [lambda model: dflash(model, 4), lambda model: NgramSampler(model, tiny.tokenizer(V))]
+)
+def test_forced_tokens_are_drafted(make):
     """Where only one token is allowed, the tree drafts it, whatever the drafter knows."""
-    sampler = readable(dflash(target(), 4))
+    sampler = readable(make(target()))
     params = SamplingParams(max_new_tokens=9, verify="tree", temperature=0, grammar="/abcdefgh/")
     (found,) = sampler.generate([PROMPTS[1]], params)
     assert found.text.startswith("abcdefgh")
