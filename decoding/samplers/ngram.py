@@ -60,7 +60,7 @@ class NgramSampler(BlockSampler):
         kept_tokens: Tokens of earlier answers whose n-grams are kept; 0: none, so that nobody can
             tell from the speed of an answer what others were told.
         answers: The folder of a collection of the target's answers (`decoding.collect`), which
-            count as earlier ones.
+            count as earlier ones, besides `kept_tokens`.
 
     Attributes:
         ngrams: Those of the earlier answers.
@@ -91,11 +91,14 @@ class NgramSampler(BlockSampler):
             lookup=False,
             fastest="tree",
         )
-        self.ngrams = Ngrams(self.vocabulary, kept_tokens)
+        texts: list[list[int]] = []
         if answers is not None:
             checked_manifest(answers, tokenizer)
             rows = (row for _, rows in chosen_rows(answers, "train", None) for row in rows)
-            self.ngrams.add(row["prompt_ids"][-N:] + row["answer_ids"] for row in rows)
+            texts += (row["prompt_ids"][-N:] + row["answer_ids"] for row in rows)
+        self.kept_tokens = kept_tokens
+        self.ngrams = Ngrams(self.vocabulary, kept_tokens + sum(map(len, texts)))
+        self.ngrams.add(texts)
         self._first = copy(self.ngrams)
 
     def fresh(self) -> Self:
@@ -108,6 +111,8 @@ class NgramSampler(BlockSampler):
 
     def ended(self, batch: Batch, rows: Sequence[int]) -> None:
         super().ended(batch, rows)
+        if not self.kept_tokens:
+            return
         given = (
             (batch.tokens[row], int(batch.starts[row]), int(batch.lengths[row])) for row in rows
         )

@@ -131,6 +131,10 @@ def test_collected_answers_are_earlier_ones(lab):
     params = SamplingParams(sum(first.trained), 0.0, ignore_eos=True)
     found = [s.generate([prompt], params)[0] for s in (known, new)]
     assert len(new.ngrams) < len(known.ngrams)
+    static = load(path, sampler=["method=ngram", f"answers={answers}", "kept_tokens=0"])
+    counted = len(static.ngrams)
+    static.generate([prompt], params)
+    assert 0 < len(static.ngrams) == counted < len(known.ngrams)
     assert found[0].token_ids == found[1].token_ids
     assert found[0].stats.target_passes <= found[1].stats.target_passes
 
