@@ -97,7 +97,6 @@ from decoding.drafting.bigrams import FILE, Bigrams, count, write
 from decoding.drafting.block_sampler import BlockSampler
 from decoding.engine.sampler import Sampler
 from decoding.loading import entry_of, load, parade_config, read_config, sampler_of
-from decoding.samplers.ngram import NgramSampler
 from decoding.samplers.plain import PlainSampler
 
 Rates = dict[str, dict[str, float]]  # tokens/s by batch size and temperature
@@ -111,7 +110,7 @@ def run(argv: list[str]) -> None:
     # Bigrams of an earlier calibration are not needed, and a damaged table must be replaceable.
     bare = ["bigrams=false"] if "bigrams" in parade_config(c.model) else []
     sampler = load(c.model, target=c.target, sampler=bare, **c.placing)
-    if not isinstance(sampler, BlockSampler) or isinstance(sampler, NgramSampler):
+    if not isinstance(sampler, BlockSampler) or not sampler.fits_machine:
         raise ValueError(
             f"{c.model} has no drafter that drafts trees: there is nothing to calibrate"
         )

@@ -79,7 +79,6 @@ from decoding.engine.defaults import model_defaults, told
 from decoding.engine.prefixes import PART, Prefixes
 from decoding.engine.sampler import Sampler
 from decoding.loading import load, load_newer, sampling_config, target_fingerprint, target_of
-from decoding.samplers.ngram import NgramSampler
 from decoding.samplers.plain import PlainSampler
 from models import packed
 
@@ -187,12 +186,9 @@ def samplers_of(s: Serve) -> tuple[dict[str, Sampler], dict[str, Any]]:
 
 
 def paced(sampler: Sampler, s: Serve) -> Sampler:
-    """Let a sampler measure whether drafts pay, unless the user has said.
-
-    n-grams cost next to nothing and come true now and then: a trial of a few cycles says little.
-    """
+    """Let a sampler measure whether drafts pay, unless the user has said."""
     forced = any(knob.startswith("fastest=") for knob in s.sampler)
-    if isinstance(sampler, BlockSampler) and not isinstance(sampler, NgramSampler) and not forced:
+    if isinstance(sampler, BlockSampler) and sampler.fits_machine and not forced:
         sampler.pace = Pace()
     return sampler
 

@@ -66,6 +66,7 @@ class BlockSampler(BlockDrafter):
     """
 
     pace: Pace | None = None
+    fits_machine = True  # whether measuring says what pays here: `decoding.calibrate`, `pace`
 
     rules: tuple[str, ...] = VERIFY
     chains = True

@@ -69,6 +69,7 @@ class NgramSampler(BlockSampler):
         ValueError: `answers` is no collection of this tokenizer's.
     """
 
+    fits_machine = False  # they come true now and then: a trial of a few cycles says little
     rules = KEYED  # by chance a text would depend on the drafts, which earlier answers change
 
     def __init__(

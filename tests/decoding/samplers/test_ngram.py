@@ -14,6 +14,7 @@ from decoding.drafting.tree import best_first, suffix_of
 from decoding.engine.params import SamplingParams
 from decoding.loading import load
 from decoding.samplers.ngram import NgramSampler
+from decoding.serve import Serve, paced
 from tests.support import recurrent, tiny
 from tests.support.lossless import prove
 from tests.support.results import ids
@@ -115,6 +116,13 @@ def test_a_target_with_a_recurrent_state_verifies_chains():
         assert second < first
     with pytest.raises(ValueError, match="take chains only"):
         sampler.generate(PROMPTS, SamplingParams(3, verify="tree"))
+
+
+def test_a_server_does_not_time_them(lab):
+    export = str(lab.runs / "deer_stage2" / "export")
+    drafter = Serve(model=export)
+    assert paced(load(export), drafter).pace is not None
+    assert paced(sampler_of(target()), drafter).pace is None
 
 
 def test_rules_that_draw_are_not_offered():
