@@ -119,7 +119,7 @@ def grouped(
     if few_queries.attends(*given):
         found = few_queries.attend(*given, scale)
     elif spans is None:
-        found = _of_groups(*given, scale)
+        found = _of_groups(*given, scale, dropout)
     else:
         found = query.new_zeros(*query.shape[:3], value.shape[3])
         for span in spans:
@@ -139,35 +139,43 @@ def _check_extras(given: dict) -> None:
             )
 
 
-def _of_groups(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+def _of_groups(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, dropout: float = 0.0
+) -> Tensor:
     """Compute attention [B, G * heads, Q, D] with the fused kernel.
 
     The kernel computes masked scores too: a wide pass leaves out what none of PIECE neighbouring
-    queries reads, which is half of a prompt's scores, and more with a window.
+    queries reads, which is half of a prompt's scores, more with a window, and most of those of
+    draft blocks in training.
     """
     pieces = [slice(start, start + PIECE) for start in range(0, query.shape[2], PIECE)]
     if len(pieces) == 1:
-        return _fused(query, key, value, mask, scale)
+        return _fused(query, key, value, mask, scale, dropout)
     found = []
     for queries in pieces:
         own = mask[:, :, queries]
         keys = _read_by_some(own)
         given = query[:, :, queries], key[:, :, keys], value[:, :, keys], own[..., keys]
-        found.append(_fused(*given, scale))
+        found.append(_fused(*given, scale, dropout))
     return torch.cat(found, 2)
 
 
-def _read_by_some(mask: Tensor) -> slice:
-    """Return the keys from the first to the last that some query may read; one, if there is none.
+def _read_by_some(mask: Tensor) -> slice | Tensor:
+    """Return the keys that some query may read, a slice if there is no gap; one, if none is read.
 
     `mask` is bool or additive, [B, 1 or heads, Q, K].
     """
     allowed = mask if mask.dtype == torch.bool else mask > -math.inf
-    places = allowed.flatten(0, 2).any(0).nonzero().flatten().tolist() or [0]
-    return slice(places[0], places[-1] + 1)
+    places = allowed.flatten(0, 2).any(0).nonzero().flatten()
+    if not len(places):
+        return slice(0, 1)
+    first, last = int(places[0]), int(places[-1])
+    return slice(first, last + 1) if len(places) == last + 1 - first else places
 
 
-def _fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+def _fused(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, dropout: float
+) -> Tensor:
     B, heads, Q, D = query.shape
     groups = heads // key.shape[1]
     rows = query.reshape(B, key.shape[1], groups * Q, D)
@@ -175,7 +183,7 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
         mask = torch.cat([mask] * groups, 2)
     else:  # one for each head (Doge)
         mask = mask.reshape(B, key.shape[1], groups * Q, -1)
-    found = nn.functional.scaled_dot_product_attention(rows, key, value, mask, scale=scale)
+    found = nn.functional.scaled_dot_product_attention(rows, key, value, mask, dropout, scale=scale)
     return found.reshape(B, heads, Q, value.shape[3])
 
 
@@ -298,7 +306,7 @@ def fused_attention(network: PreTrainedModel) -> Iterator[None]:
     A class without it runs with its own.
     """
     kind = network.config._attn_implementation
-    if kind not in ("flex_attention", WRITTEN_OUT):
+    if kind not in ("flex_attention", WRITTEN_OUT, GROUPED):
         yield
         return
     network.set_attn_implementation("sdpa" if network._supports_sdpa else EAGER)

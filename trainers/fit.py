@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
 from data.rows.stream import BatchSchedule, OnceEach, Stream
-from models.attention import WRITTEN_OUT, fused_attention, switch_attention
+from models.attention import GROUPED, WRITTEN_OUT, fused_attention, switch_attention
 from models.placement import input_device
 from trainers.base import BaseModule, WholeSteps
 from trainers.lora import add_lora
@@ -412,12 +412,14 @@ def build_callbacks(
 
 
 def speed_up(module: BaseModule, trainer: pl.Trainer, t: Trainer) -> None:
-    """Compile a network and checkpoint its activations, as set."""
+    """Choose a CPU's attention; compile a network and checkpoint its activations, as set."""
     if t.checkpoint_activations:
         module.network.gradient_checkpointing_enable({"use_reentrant": False})
+    if trainer.strategy.root_device.type == "cpu":
+        switch_attention(module.network, WRITTEN_OUT if t.compile else GROUPED)
+        if module.target is not None:
+            switch_attention(module.target, GROUPED)
     if t.compile:
-        if trainer.strategy.root_device.type == "cpu":
-            switch_attention(module.network, WRITTEN_OUT)
         module.network.compile()
 
 

@@ -11,6 +11,7 @@ from data.corruption.draft_blocks import STATES
 from models.attention import attention_inputs
 from models.hidden_states import capture
 from models.masks import Layout, causal
+from models.placement import input_device
 
 
 class TargetStates(NamedTuple):
@@ -50,18 +51,19 @@ def target_states(
         return TargetStates(None, batch[STATES].chunk(len(layers), -1))
     layout = Layout(batch["document"], batch["position_ids"], batch["block"])
     layout = layout.map(lambda t: t[:, :clean])
+    network = target if logits else target.get_decoder()  # without the head
     with capture(target, layers) as hidden_states:
-        found = target(
+        output = network(
             input_ids=batch["input_ids"][:, :clean],
             position_ids=batch["position_ids"][:, :clean],
             **attention_inputs(target, causal, layout),
             use_cache=False,
-            logits_to_keep=0 if logits else 1,  # 0: of all tokens
-        ).logits
+        )
     # The layers of a target that is spread have devices of their own.
-    states = tuple(state.to(found.device) for state in hidden_states)
+    states = tuple(state.to(input_device(target)) for state in hidden_states)
     if not logits:
         return TargetStates(None, states)
+    found = output.logits
     # Token start + i is predicted at the position before it.
     B, _, K = batch["target"].shape
     at = batch["start"].unsqueeze(-1) + torch.arange(K, device=found.device) - 1

@@ -79,7 +79,9 @@ def test_a_block_wider_than_a_window_is_one_line(tokenizer):
         module_of(tokenizer, soft=1.0, config=windows_of(3))
 
 
-def test_hidden_states_are_those_of_the_true_prefix_and_come_with_the_logits(tokenizer):
+def test_hidden_states_are_those_of_the_true_prefix_and_come_with_the_logits(
+    tokenizer, monkeypatch
+):
     module = module_of(tokenizer, soft=1.0)
     row, batch = batch_of(tokenizer)
     states = module.target_states(batch, (1, 0))
@@ -93,6 +95,7 @@ def test_hidden_states_are_those_of_the_true_prefix_and_come_with_the_logits(tok
     with torch.no_grad(), capture(module.target, (1, 0)) as mixed:
         module.target(row["input_ids"][None])
     assert (states.hidden_states[0][0, 7:13] - mixed[0][0, 7:13]).abs().max() > 1e-3
+    monkeypatch.setattr(module.target, "lm_head", None)  # nobody asks for it
     without = module.target_states(batch, (0,), logits=False)
     assert without.logits is None
     assert torch.equal(without.hidden_states[0], states.hidden_states[1])
@@ -111,7 +114,7 @@ def test_one_forward_of_the_target_gives_all_that_is_needed(tokenizer, soft, mon
     _, batch = batch_of(tokenizer)
     monkeypatch.setattr("tests.trainers.test_drafter.Refinement", Reader)
     module, passes = module_of(tokenizer, soft), []
-    module.target.register_forward_hook(lambda *_: passes.append(1))
+    module.target.get_decoder().register_forward_hook(lambda *_: passes.append(1))
     module.losses(batch)
     assert len(passes) == 1
     assert len(module.read.hidden_states) == 1

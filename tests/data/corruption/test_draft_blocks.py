@@ -59,6 +59,7 @@ def test_anchors_are_trained_positions_with_a_prefix(row, count, seed):
         assert anchors == [0] * count
         return
     assert set(anchors) <= set(allowed)
+    assert anchors == sorted(anchors)
     # Without replacement: every position is used equally often, give or take one.
     uses = [anchors.count(p) for p in allowed]
     assert max(uses) - min(uses) <= 1
