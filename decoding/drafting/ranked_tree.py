@@ -4,9 +4,9 @@ The text is that of `coupled`, plain decoding's, for any ranking. So the ranking
 the target chooses a token with probability of about softmax(log q + g).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from decoding.engine.params import SamplingParams
 from decoding.method import ByNumber
 from models import masks
 
+L = TypeVar("L", bound=Lookup)
 UNFILTERED: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
@@ -92,7 +93,7 @@ class RankedTree:
         """Make a batch's prompt lookups, at temperature 0; with noise they make trees worse."""
         batch.drafts = Lookups()
         if self.lookup and params.temperature == 0:
-            batch.drafts.lookups = lookups_of(batch)
+            batch.drafts.lookups = lookups_of(batch, Lookup)
 
     def cycle(
         self, sampler: BlockDrafter, batch: Batch, params: SamplingParams
@@ -199,13 +200,13 @@ def accept(
     return accepted.tokens, counts
 
 
-def lookups_of(batch: Batch) -> list[Lookup]:
+def lookups_of(batch: Batch, kind: Callable[[list[int]], L]) -> list[L]:
     """Make the prompt lookup of each sequence of a batch."""
     texts = zip(batch.tokens.tolist(), batch.lengths.tolist())
-    return [Lookup(tokens[:length]) for tokens, length in texts]
+    return [kind(tokens[:length]) for tokens, length in texts]
 
 
-def catch_up(lookups: list[Lookup] | None, batch: Batch) -> None:
+def catch_up(lookups: Sequence[Lookup] | None, batch: Batch) -> None:
     """Give a batch's prompt lookups, if it has any, the tokens that were committed since."""
     if lookups:
         first = min(lookup.length for lookup in lookups)

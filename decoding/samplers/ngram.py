@@ -41,13 +41,42 @@ NODES: ByNumber[Count] = {1: 16, 4: 8, 16: 2}
 LEAST: ByNumber[Amount] = {1: 0.06, 4: 0.2, 16: 0.5}
 UNSEEN = 1e-3  # probability of all tokens that were never seen, at the least
 FILLER = log(1e-9)  # score of a draft that nothing speaks for
+TRUST = 4.0
+
+
+class CheckedLookup(Lookup):
+    """A request's text, with a count of the guesses of its next token that were right.
+
+    n-grams of other texts may be too sure of what comes next in this one. Their probabilities are
+    therefore multiplied by `share`, the right guesses over the sum of their probabilities, as if
+    TRUST guesses of probability 1 had been right before; so drafts that do not pay are left out.
+    """
+
+    _guess: tuple[int, float] | None = None  # a token and its probability
+    _hits = _expected = TRUST
+
+    @property
+    def share(self) -> float:
+        return min(1.0, self._hits / self._expected)
+
+    def guess(self, token: int, probability: float) -> None:
+        """Note the likeliest next token."""
+        self._guess = token, probability
+
+    def extend(self, tokens: list[int]) -> None:
+        if self._guess is not None and tokens:
+            token, probability = self._guess
+            self._hits += token == tokens[0]
+            self._expected += probability
+            self._guess = None
+        super().extend(tokens)
 
 
 @dataclass
 class NgramState(State):
     """The state between cycles."""
 
-    texts: list[Lookup]  # of each request
+    texts: list[CheckedLookup]  # of each request
 
 
 class NgramSampler(BlockSampler):
@@ -108,7 +137,7 @@ class NgramSampler(BlockSampler):
         return new
 
     def begin_drafting(self, batch: Batch, states: tuple[Tensor, ...]) -> None:
-        batch.state = NgramState(lookups_of(batch))
+        batch.state = NgramState(lookups_of(batch, CheckedLookup))
 
     def ended(self, batch: Batch, rows: Sequence[int]) -> None:
         super().ended(batch, rows)
@@ -137,7 +166,7 @@ class NgramSampler(BlockSampler):
 
     def children(self, batch: Batch, noise: Tensor | None) -> list[Children]:
         """Rank drafts by log p + g, but for tokens that were never seen."""
-        texts: list[Lookup] = batch.state.texts
+        texts: list[CheckedLookup] = batch.state.texts
         catch_up(texts, batch)
         depth = MAX_NODES if noise is None else noise.shape[1] - 1
         if noise is None:
@@ -146,19 +175,26 @@ class NgramSampler(BlockSampler):
             drawn = zip(texts, noise.cpu().numpy(), noise.logsumexp(-1).tolist())
             found = [self._ranking(text, *of) for text, *of in drawn]
         allowed = (constrained(*of, depth) for of in zip(found, self.constraints(batch)))
-        return [self._filled(of) for of in allowed]
+        return [self._weighed(*of) for of in zip(allowed, texts)]
 
-    def _filled(self, children: Children) -> Children:
-        """Give the first token as many candidates as a tree has nodes, whatever was seen."""
+    def _weighed(self, children: Children, text: CheckedLookup) -> Children:
+        """Multiply the probability of each token by a text's `share`.
 
-        def filled(path: Path) -> Ranked:
+        The first token has as many candidates as a tree has nodes, whatever was seen.
+        """
+        weight = log(text.share)
+
+        def weighed(path: Path) -> Ranked:
             tokens, scores = children(path)
+            found = tokens, [score + weight for score in scores]
             if path:
-                return tokens, scores
+                return found
+            if tokens:
+                text.guess(tokens[0], exp(scores[0]))
             others = [t for t in range(min(MAX_NODES, self.vocabulary)) if t not in tokens]
-            return [*tokens, *others], [*scores, *[FILLER] * len(others)]
+            return [*tokens, *others], [*found[1], *[FILLER] * len(others)]
 
-        return filled
+        return weighed
 
     def _ranking(
         self, text: Lookup, noise: np.ndarray | None = None, totals: Sequence[float] = ()

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.corpora.answers import read_answers
+from decoding.drafting.ngrams import Ngrams
 from decoding.drafting.tree import best_first, suffix_of
 from decoding.engine.params import SamplingParams
 from decoding.loading import load
-from decoding.samplers.ngram import NgramSampler
+from decoding.samplers.ngram import TRUST, CheckedLookup, NgramSampler
 from decoding.serve import Serve, paced
 from tests.support import recurrent, tiny
 from tests.support.lossless import prove
@@ -106,6 +107,37 @@ def test_noise_ranks_as_the_target_chooses():
     assert tokens[:2] == best
     assert [*torch.tensor(scores[:2]).exp()] == pytest.approx([weights[v] / total for v in best])
     assert sampler.children(batch, noise)[0]((1, 2, 3, 4)) == ([], [])  # no noise is drawn for it
+
+
+def test_the_share_of_a_texts_right_guesses():
+    text = CheckedLookup([1, 2, 3])
+    assert text.share == 1
+    for token, probability, new in ((4, 0.5, [4, 5]), (6, 0.9, [7]), (8, 0.8, [8])):
+        text.guess(token, probability)
+        text.extend([])
+        text.extend(new)
+    text.extend([9])  # nothing was guessed
+    assert text.share == pytest.approx((TRUST + 2) / (TRUST + 2.2))
+    assert text.suffix == (3, 4, 5, 7, 8, 9)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_that_do_not_come_true_grow_fewer(temperature, monkeypatch):
+    """After every token the collected texts say another one than the target."""
+
+    def drafted():
+        sampler = sampler_of(target(), kept_tokens=0)
+        sampler.ngrams = Ngrams(V, 1000)
+        sampler.ngrams.add([[a, b, c, (c + 1) % V] * 3 for a in range(3) for b in range(3)
+                            for c in range(V)])  # fmt: skip
+        params = SamplingParams(NEW, temperature, verify="tree", ignore_eos=True)
+        found = sampler.generate([PROMPTS[1]], params, seeds=[SEEDS[1]])
+        assert ids(found) == [ids(plain_rows(sampler.target, params))[1]]
+        return found[0].stats.drafted
+
+    few = drafted()
+    monkeypatch.setattr(CheckedLookup, "share", 1.0)  # the negative control
+    assert few < 0.8 * drafted()
 
 
 def test_a_target_with_a_recurrent_state_verifies_chains():
