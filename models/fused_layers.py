@@ -91,15 +91,19 @@ class FusedForward:
     ) -> Tensor:
         """Return what attention finds [B Q, heads D], from queries, keys and values [B Q, ...]."""
         (batch, length, size), (asked, held) = position_embeddings[0].shape, self._heads
-        query, key, value = states.unflatten(-1, (-1, size)).split([asked, held, held], 1)
+        heads = states.unflatten(-1, (-1, size))
         angles = [bits(x.contiguous()) for x in position_embeddings]
         compiled, turned = loops(), []
         assert compiled is not None
-        for heads, norm in zip((query, key), self._head_norms):
-            out = heads.new_empty(batch, heads.shape[1], length, size)
-            compiled.rotate(bits(heads if norm is None else norm(heads)), *angles, bits(out))
+        for first, count, norm in zip((0, asked), self._heads, self._head_norms):
+            out = heads.new_empty(batch, count, length, size)
+            if norm is None:
+                compiled.rotate(bits(heads), first, *angles, bits(out))
+            else:
+                normed = norm(heads[:, first : first + count])
+                compiled.rotate(bits(normed), 0, *angles, bits(out))
             turned.append(out)
-        value = value.unflatten(0, (batch, length)).transpose(1, 2)
+        value = heads[:, asked + held :].unflatten(0, (batch, length)).transpose(1, 2)
         written = cache if past_key_values is None else past_key_values
         assert written is not None
         keys, values = written.update(turned[1], value, self._own.layer_idx)

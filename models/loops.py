@@ -225,11 +225,12 @@ def turned(x, cos, y, sin):
 
 
 @compiled()
-def rotate(states, cos, sin, out):
-    """Write states [B Q, heads, D], rotated by the angles of positions [B, Q, D], to `out`.
+def rotate(states, first, cos, sin, out):
+    """Write some heads of states, rotated by the angles of positions [B, Q, D], to `out`.
 
-    `out` is [B, heads, Q, D]. Rounded after each operation, as transformers' rotary embedding:
-    x cos + (-y, x) sin, with x and y a state's halves.
+    `states` [B Q, all heads, D] are contiguous, or the loop would not be vectorized; `out` [B,
+    heads, Q, D] has head `first` and those after it. Rounded after each operation, as transformers'
+    rotary embedding: x cos + (-y, x) sin, with x and y a state's halves.
     """
     batch, heads, queries, size = out.shape
     half = size // 2
@@ -237,7 +238,7 @@ def rotate(states, cos, sin, out):
         for q in range(queries):
             c, s = cos[b, q], sin[b, q]
             for h in range(heads):
-                state, found = states[b * queries + q, h], out[b, h, q]
+                state, found = states[b * queries + q, first + h], out[b, h, q]
                 for d in range(half):
                     x, y, e = number(state[d]), number(state[half + d]), half + d
                     found[d] = turned(x, c[d], -y, s[d])

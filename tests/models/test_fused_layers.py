@@ -133,11 +133,10 @@ def test_without_a_cache_and_with_gradients_it_is_the_layers_own():
 def test_rotations_are_transformers_own(shape, half, seed):
     draw, (batch, length, heads) = torch.Generator().manual_seed(seed), shape
     states = torch.randn(batch, length, 2 * heads, 2 * half, generator=draw).bfloat16()
-    states = states[:, :, heads:]  # a part of a longer row, as of one product
     cos, sin = torch.randn(2, batch, length, 2 * half, generator=draw).bfloat16()
     found = torch.empty(batch, heads, length, 2 * half).bfloat16()
-    loops.rotate(bits(states.flatten(0, 1)), bits(cos), bits(sin), bits(found))
-    turned = states.transpose(1, 2)
+    loops.rotate(bits(states.flatten(0, 1)), heads, bits(cos), bits(sin), bits(found))
+    turned = states[:, :, heads:].transpose(1, 2)  # a part of a longer row, as of one product
     assert torch.equal(found, apply_rotary_pos_emb(turned, turned, cos, sin)[0])
 
 
