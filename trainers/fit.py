@@ -417,8 +417,6 @@ def speed_up(module: BaseModule, trainer: pl.Trainer, t: Trainer) -> None:
         module.network.gradient_checkpointing_enable({"use_reentrant": False})
     if trainer.strategy.root_device.type == "cpu":
         switch_attention(module.network, WRITTEN_OUT if t.compile else GROUPED)
-        if module.target is not None:
-            switch_attention(module.target, GROUPED)
     if t.compile:
         module.network.compile()
 

@@ -29,8 +29,8 @@ T = TypeVar("T")
 class BlockDrafter(Sampler):
     """A sampler whose drafter gives k distributions over the target's tokens in one pass.
 
-    A method supplies `begin_drafting` and `draft_logits`, and `follow` where its drafter reads the
-    target's hidden states.
+    A method supplies `begin_drafting`, `draft_logits` or, without a network, `children`, and
+    `follow` where its drafter reads the target's hidden states.
 
     Args:
         target, tokenizer: See `Sampler`.
@@ -66,13 +66,13 @@ class BlockDrafter(Sampler):
         The target has all prompt tokens but the last; `states` are its `hidden_layers` at these.
         """
 
-    @abstractmethod
     def draft_logits(self, batch: Batch, k: int) -> Tensor:
         """Run the drafter once: return logits [B, k, V] at the next k positions.
 
         They are independent given the prefix, and -inf for tokens that are never drafted
         (`fitted`). With a `tail` they are those of the first position only, [B, 1, V].
         """
+        raise NotImplementedError
 
     def extend(self, batch: Batch, tokens: Tensor, depth: Tensor, parent: Tensor) -> Tensor:
         """Return the logits [B, M, V] after drafted tokens [B, M], by the drafter's `tail`.

@@ -148,9 +148,6 @@ class NgramSampler(BlockSampler):
         )
         self.ngrams.add(tokens[max(0, start - N) : end].tolist() for tokens, start, end in given)
 
-    def draft_logits(self, batch: Batch, k: int) -> Tensor:
-        raise AssertionError("n-grams rank their drafts in `children`")
-
     def draft_chain(
         self, batch: Batch, k: int, noise: Tensor | None, params: SamplingParams
     ) -> tuple[Tensor, None]:
