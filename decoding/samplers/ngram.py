@@ -6,8 +6,10 @@ Drafts are ranked by what followed the same tokens before:
 
 with the n-grams of the request's own text (`drafting.prompt_lookup`) and those of the answers that
 the sampler has given before (`drafting.ngrams`); tokens that neither has seen share the rest. A
-tree is ranked by log p + g where the target chooses with keyed noise g. Verification is exact for
-any drafts, so a request's text does not depend on earlier ones, but its speed does.
+tree is ranked by log p + g where the target chooses with keyed noise g, and a draft is made where
+its probability, times the share of guesses that were right in this text, pays for a wider pass.
+Verification is exact for any drafts, so a request's text does not depend on earlier ones, but its
+speed does.
 """
 
 from collections.abc import Sequence
@@ -41,7 +43,7 @@ NODES: ByNumber[Count] = {1: 16, 4: 8, 16: 2}
 LEAST: ByNumber[Amount] = {1: 0.06, 4: 0.2, 16: 0.5}
 UNSEEN = 1e-3  # probability of all tokens that were never seen, at the least
 FILLER = log(1e-9)  # score of a draft that nothing speaks for
-TRUST = 4.0
+TRUST = 4.0  # right guesses that a text begins with
 
 
 class CheckedLookup(Lookup):
