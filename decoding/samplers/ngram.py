@@ -168,11 +168,8 @@ class NgramSampler(BlockSampler):
         texts: list[CheckedLookup] = batch.state.texts
         catch_up(texts, batch)
         depth = MAX_NODES if noise is None else noise.shape[1] - 1
-        if noise is None:
-            found = [self._ranking(text) for text in texts]
-        else:
-            drawn = zip(texts, noise.cpu().numpy(), noise.logsumexp(-1).tolist())
-            found = [self._ranking(text, *of) for text, *of in drawn]
+        drawn = [None] * len(texts) if noise is None else noise
+        found = [self._ranking(*of) for of in zip(texts, drawn)]
         allowed = (constrained(*of, depth) for of in zip(found, self.constraints(batch)))
         return [self._weighed(*of) for of in zip(allowed, texts)]
 
@@ -195,14 +192,16 @@ class NgramSampler(BlockSampler):
 
         return weighed
 
-    def _ranking(
-        self, text: Lookup, noise: np.ndarray | None = None, totals: Sequence[float] = ()
-    ) -> Children:
+    def _ranking(self, text: CheckedLookup, noise: Tensor | None) -> Children:
         """Make the function of a sequence's ranked tokens after a path.
 
-        `noise` [k + 1, V] is that of its next positions, `totals` [k + 1] its log-sum-exp; paths
-        then have k tokens at the most.
+        `noise` [k + 1, V] is that of its next positions; paths then have k tokens at the most.
         """
+
+        @cache
+        def drawn(depth: int) -> tuple[np.ndarray, float]:
+            assert noise is not None
+            return noise[depth].cpu().numpy(), noise[depth].logsumexp(-1).item()
 
         @cache
         def children(path: Path) -> Ranked:
@@ -210,8 +209,9 @@ class NgramSampler(BlockSampler):
                 return [], []
             tokens, scores = self._seen(text, path)
             if noise is not None and tokens:
-                chosen = np.array(scores) + noise[len(path)][tokens]
-                others = log(_rest(scores) / self.vocabulary) + totals[len(path)]
+                g, total = drawn(len(path))
+                chosen = np.array(scores) + g[tokens]
+                others = log(_rest(scores) / self.vocabulary) + total
                 chosen -= np.logaddexp(np.logaddexp.reduce(chosen), others)
                 scores = chosen.tolist()
             return sort(tokens, scores)

@@ -3,7 +3,7 @@
 #
 # Nothing is trained. Three benchmarks are answered, one problem after the other, then again with
 # collected answers as earlier ones: HumanEval with those to 4,096 prompts of functions, the others
-# with those to 4,096 questions that the model asks itself. At last beside vLLM's suffix decoding,
+# with those to 3,072 questions that the model asks itself. At last beside vLLM's suffix decoding,
 # which keeps its answers too.
 #
 # Needs:  pip install -c constraints.txt -e '.[train,lab,small,cpu]' (make quickstart installs it);
@@ -38,7 +38,7 @@ for temperature in 0 1; do
 done
 
 python -m decoding.collect recipe=deer_answers scale=small runs="$RUNS/small" name=own \
-    prompts.source=itself prompts.count=4096 'collector.temperatures=[0]' collector.at_once=32
+    prompts.source=itself prompts.count=3072 'collector.temperatures=[0]' collector.at_once=32
 for benchmark in gsm8k.jsonl mt_bench.jsonl; do
     compare source="$benchmark" 'temperatures=[0]' \
         "sampler=[method=ngram,answers=$ANSWERS/own]" out="$RUNS/small-ngram/own_$benchmark"
