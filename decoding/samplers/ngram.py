@@ -164,31 +164,32 @@ class NgramSampler(BlockSampler):
         return torch.tensor(drafts, device=self.device), None
 
     def children(self, batch: Batch, noise: Tensor | None) -> list[Children]:
-        """Rank drafts by log p + g, but for tokens that were never seen."""
+        """Rank the tokens that were seen by log p + g, and add the log of the text's `share`."""
         texts: list[CheckedLookup] = batch.state.texts
         catch_up(texts, batch)
         depth = MAX_NODES if noise is None else noise.shape[1] - 1
         drawn = [None] * len(texts) if noise is None else noise
         found = [self._ranking(*of) for of in zip(texts, drawn)]
-        allowed = (constrained(*of, depth) for of in zip(found, self.constraints(batch)))
-        return [self._weighed(*of) for of in zip(allowed, texts)]
+        allowed = [constrained(*of, depth) for of in zip(found, self.constraints(batch))]
+        for text, children in zip(texts, allowed):
+            tokens, scores = children(())
+            if tokens:
+                text.guess(tokens[0], exp(scores[0]))
+        return [self._weighed(of, log(text.share)) for of, text in zip(allowed, texts)]
 
-    def _weighed(self, children: Children, text: CheckedLookup) -> Children:
-        """Multiply the probability of each token by a text's `share`.
+    def _weighed(self, children: Children, weight: float) -> Children:
+        """Add a weight to the score of each token.
 
         The first token has as many candidates as a tree has nodes, whatever was seen.
         """
-        weight = log(text.share)
 
         def weighed(path: Path) -> Ranked:
             tokens, scores = children(path)
-            found = tokens, [score + weight for score in scores]
+            scores = [score + weight for score in scores]
             if path:
-                return found
-            if tokens:
-                text.guess(tokens[0], exp(scores[0]))
+                return tokens, scores
             others = [t for t in range(min(MAX_NODES, self.vocabulary)) if t not in tokens]
-            return [*tokens, *others], [*found[1], *[FILLER] * len(others)]
+            return [*tokens, *others], [*scores, *[FILLER] * len(others)]
 
         return weighed
 
