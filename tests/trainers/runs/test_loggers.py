@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import sys
+from copy import copy
 
 import pytest
 import wandb
@@ -15,6 +16,14 @@ from tests.support.spoil import nan, spoil
 from trainers.ar import Autoregressive
 
 EACH = ("trainer.log_every=1", "trainer.validate_every=2", "trainer.checkpoint_every=2")
+
+
+@pytest.fixture(scope="module")
+def lab(lab, tmp_path_factory):
+    """Runs of these tests' own: wandb leaves dangling links, and others copy the lab's runs."""
+    own = copy(lab)
+    own.runs = tmp_path_factory.mktemp("logged")
+    return own
 
 
 def folder(lab, name):
