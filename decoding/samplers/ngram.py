@@ -40,7 +40,7 @@ from decoding.method import Amount, ByNumber, Count, Method, Text
 # By requests: the most nodes, and what a token more in a pass costs of it on two CPU cores
 # (docs/results/ngram.md).
 NODES: ByNumber[Count] = {1: 16, 4: 8, 16: 2}
-LEAST: ByNumber[Amount] = {1: 0.06, 4: 0.2, 16: 0.6}
+LEAST: ByNumber[Amount] = {1: 0.06, 4: 0.2, 16: 0.4}
 UNSEEN = 1e-3  # probability of all tokens that were never seen, at the least
 FILLER = log(1e-9)  # score of a draft that nothing speaks for
 TRUST = 4.0  # right guesses that a text begins with
