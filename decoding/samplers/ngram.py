@@ -59,7 +59,7 @@ class CheckedLookup(Lookup):
 
     @property
     def share(self) -> float:
-        """Return how often guesses were right, by their probabilities; at most 1."""
+        """Return the right guesses over the sum of their probabilities, at most 1."""
         return min(1.0, self._hits / self._expected)
 
     def guess(self, token: int, probability: float) -> None:
