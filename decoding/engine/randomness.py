@@ -84,7 +84,8 @@ class KeyedRandomness(ContinuousRandomness):
     def gumbel(self, positions: Tensor, vocabulary: int) -> Tensor:
         """Return keyed Gumbel noise, float32; equal on every device up to the rounding of its log.
 
-        Cycles share most positions, so the last call's noise is kept: do not write to it.
+        Cycles share most positions, so noise is kept, of the last call that had a new one: do not
+        write to it.
         """
         at, noise = self._last
         if noise.shape[-1] != vocabulary:
@@ -97,8 +98,10 @@ class KeyedRandomness(ContinuousRandomness):
         if count == positions.shape[1]:
             made = self._gumbel(positions, vocabulary)
         else:
-            # Rows with fewer new positions make some again, which changes nothing.
             row = torch.arange(len(at), device=at.device)[:, None]
+            if not count:
+                return noise[row, same.int().argmax(-1)]
+            # Rows with fewer new positions make some again, which changes nothing.
             first = new.int().argsort(dim=-1, descending=True, stable=True)[:, :count]
             made = noise[row, same.int().argmax(-1)]
             made[row, first] = self._gumbel(positions.gather(1, first), vocabulary)

@@ -231,6 +231,23 @@ def test_categorical_takes_any_leading_shape():
     assert torch.equal(KeyedRandomness([0, 1, 2]).categorical(probs), torch.arange(5).expand(3, 5))
 
 
+def test_noise_of_known_positions_is_not_made_again(monkeypatch):
+    """A tree asks for the next six positions; where nothing is drafted, the next one is read."""
+    right, made = KeyedRandomness._gumbel, []
+
+    def counted(self, positions, vocabulary):
+        made.append(positions.shape[1])
+        return right(self, positions, vocabulary)
+
+    monkeypatch.setattr(KeyedRandomness, "_gumbel", counted)
+    randomness = KeyedRandomness([3, 4])
+    for start in range(5):
+        at = torch.tensor([[start], [start + 7]])
+        six = randomness.gumbel(at + torch.arange(6), 5)
+        assert torch.equal(randomness.gumbel(at, 5), six[:, :1])
+    assert made == [6, 1, 1, 1, 1]
+
+
 def test_noise_and_draws_do_not_read_torch_s_default_type():
     """Another thread that loads a model changes it for a moment."""
 
