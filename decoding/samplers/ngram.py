@@ -29,7 +29,7 @@ from data.corpora.answers import chosen_rows
 from data.text.tokenizer import checked_manifest
 from decoding.drafting.block_sampler import BlockSampler
 from decoding.drafting.ngrams import N, Ngrams
-from decoding.drafting.prompt_lookup import Lookup
+from decoding.drafting.prompt_lookup import TRUST, Lookup
 from decoding.drafting.ranked_tree import catch_up, lookups_of
 from decoding.drafting.tree import Children, Path, Ranked, constrained, mixed, sort, suffix_of
 from decoding.drafting.tree_limits import MAX_NODES
@@ -43,7 +43,6 @@ NODES: ByNumber[Count] = {1: 16, 4: 8, 16: 2}
 LEAST: ByNumber[Amount] = {1: 0.06, 4: 0.2, 16: 0.4}
 UNSEEN = 1e-3  # probability of all tokens that were never seen, at the least
 FILLER = log(1e-9)  # score of a draft that nothing speaks for
-TRUST = 4.0  # right guesses that a text begins with
 
 
 class CheckedLookup(Lookup):
@@ -55,7 +54,8 @@ class CheckedLookup(Lookup):
     """
 
     _guess: tuple[int, float] | None = None  # a token and its probability
-    _hits = _expected = TRUST
+    _hits: int = TRUST
+    _expected: float = TRUST
 
     @property
     def share(self) -> float:

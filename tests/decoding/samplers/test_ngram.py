@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from data.corpora.answers import read_answers
 from decoding.drafting.ngrams import Ngrams
+from decoding.drafting.prompt_lookup import TRUST
 from decoding.drafting.tree import best_first, suffix_of
 from decoding.engine.params import SamplingParams
 from decoding.loading import load
-from decoding.samplers.ngram import TRUST, CheckedLookup, NgramSampler
+from decoding.samplers.ngram import CheckedLookup, NgramSampler
 from decoding.serve import Serve, paced
 from tests.support import recurrent, tiny
 from tests.support.lossless import prove
