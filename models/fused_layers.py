@@ -45,7 +45,8 @@ class FusedForward:
             return self.forward(hidden_states, *others, **given)
         rows = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
         count, padding = len(rows), max(0, FEWEST - len(rows))
-        normed, total = rows.new_zeros(count + padding, rows.shape[1]), torch.empty_like(rows)
+        normed, total = rows.new_empty(count + padding, rows.shape[1]), torch.empty_like(rows)
+        normed[count:] = 0
         (first, second), compiled, out = self._norms, loops(), bits(normed)
         assert compiled is not None  # `fuse` has asked
         compiled.rms_norm(bits(rows), bits(first.weight), first.variance_epsilon, out)

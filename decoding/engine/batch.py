@@ -48,7 +48,8 @@ class Batch:
         networks: The method's networks by name ('target', 'drafter'), of kinds of `CountedNetwork`.
         drafts: The state of the chain or tree that drafts (`decoding.drafting`).
         drafted: Tokens that the last pass verified: of every row, or of each [B].
-        expected: Rows once others have joined, for which caches reserve memory.
+        expected: Rows once others have joined, and tokens of the longest prompt, for which caches
+            reserve memory.
         chunk: The most tokens of a row that one pass prefills; None: all.
         between: Called after each of these passes.
         reused: Tokens of its one prompt that the target did not read (`engine.prefixes`).
@@ -67,7 +68,7 @@ class Batch:
         self.state: Any = State()
         self.drafts: Any = State()
         self.drafted: int | Tensor = 0
-        self.expected = 0
+        self.expected = (0, 0)
         self.chunk: int | None = None
         self.between: Callable[[], None] = lambda: None
         self.reused = 0

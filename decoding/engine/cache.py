@@ -42,7 +42,7 @@ class RaggedCache(Cache):
     Slot s of a row holds the token at position s. A rollback only lowers the caller's row length:
     the mask hides every slot after it, and the next forward writes over it. The last slot is
     scratch, for the padding of ragged rows. Memory grows with the slots that texts have reached,
-    for `expected` rows at once.
+    but `expected` rows and slots have room at once.
 
     Args:
         layers: Layers that write. All of one kind, shape and device share one tensor, [layers, B,
@@ -53,7 +53,7 @@ class RaggedCache(Cache):
     def __init__(self, capacity: int, layers: int, on: Mapping[torch.device, int] | None = None):
         super().__init__(layers=[])
         self.capacity, self.depth, self.depth_on = capacity, layers, dict(on or {})
-        self.expected = 0
+        self.expected = (0, 0)
         self._room = 0  # slots that there is memory for, the last of which is scratch
         self._memory: dict[tuple, Tensor] = {}
         # A layer's slice of it, and the slice's number: the order in which layers were reached.
@@ -75,6 +75,7 @@ class RaggedCache(Cache):
         """Make room for so many slots, and for scratch."""
         if not visible or visible < self._room or self._room == self.capacity:
             return
+        visible = max(visible, self.expected[1])
         self._room = min(self.capacity, STEP * -(-(visible + 1) // STEP))
         for of, memory in self._memory.items():
             self._memory[of] = self._resized(memory, memory.shape[1])
@@ -119,7 +120,7 @@ class RaggedCache(Cache):
     def _layer(self, of: tuple, layer: int, states: Tensor) -> Tensor:
         if of not in self._memory:
             rows, heads, _, size = states.shape
-            shape = max(rows, self.expected), heads, self._room, size
+            shape = max(rows, self.expected[0]), heads, self._room, size
             depth = self.depth_on.get(states.device, self.depth)
             self._memory[of] = states.new_zeros(depth, *shape)
         numbers = self._numbers[of]
@@ -147,7 +148,7 @@ class RaggedCache(Cache):
         self._grow(count)
         for of, memory in stored.memory.items():
             depth, heads, _, size = memory.shape
-            rows = max(1, self.expected)
+            rows = max(1, self.expected[0])
             self._memory[of] = memory.new_zeros(depth, rows, heads, self._room, size)
             self._memory[of][:, 0, :, :count] = memory[:, :, :count]
             self._numbers[of] = dict(stored.numbers[of])
@@ -194,7 +195,7 @@ class RaggedCache(Cache):
             if ours is None:
                 assert theirs is not None
                 depth, _, heads, _, size = theirs.shape
-                shape = depth, max(count + new, self.expected), heads, self._room, size
+                shape = depth, max(count + new, self.expected[0]), heads, self._room, size
                 self._memory[of] = ours = theirs.new_zeros(shape)
             elif ours.shape[1] < count + new:
                 self._memory[of] = ours = self._resized(ours, count + new)
@@ -226,9 +227,9 @@ class SharedLayers:
 
 
 class Rows(Protocol):
-    """A network's cache, as a batch uses it; it makes room for `expected` rows at once."""
+    """A network's cache, as a batch uses it; `expected` rows and slots have room at once."""
 
-    expected: int
+    expected: tuple[int, int]
 
     @property
     def allocated(self) -> int:

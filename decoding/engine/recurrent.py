@@ -68,12 +68,13 @@ class RowCaches:
     """The caches of a batch's texts, with what a batch asks of a cache.
 
     Attributes:
-        expected: How many rows there will be at once; their memory is made as they come.
+        expected: How many rows there will be at once, and the tokens of the longest prompt; their
+            memory is made as they come.
     """
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
-        self.expected = 0
+        self.expected = (0, 0)
 
     @property
     def allocated(self) -> int:

@@ -137,19 +137,20 @@ class Running:
             between: Called after each prefill pass; it may `step`, so that others do not wait.
         """
         params = params or [self.params] * len(prompts)
-        groups = [[*range(len(prompts))]]
+        groups, longest = [[*range(len(prompts))]], 0
         if randomness is None:  # else it is of all of them
             cost = PASS_COSTS.get(self.sampler.device.type, FEW_PASSES)
             known = [*map(self.sampler.known_tokens, prompts)]
             groups = [[n] for n, count in enumerate(known) if count]  # each goes on from its own
             others = [n for n, count in enumerate(known) if not count]
             sizes = [len(prompts[n]) for n in others]
+            longest = max(sizes, default=0)
             found = prefill_groups(sizes, cost, self.prefill_tokens)
             groups += [[others[i] for i in group] for group in found]
         for group in groups:
             rows = ((requests[n], prompts[n], seeds[n], params[n]) for n in group)
             numbers, texts, keys, own = zip(*rows)
-            expected = 0 if self.answers else len(prompts)
+            expected = 0 if self.answers else len(prompts), longest
             self._enter(numbers, texts, keys, own, randomness, between, expected)
 
     def _enter(
@@ -160,7 +161,7 @@ class Running:
         params: Sequence[SamplingParams],
         randomness: Randomness | None,
         between: Callable[[], None],
-        expected: int,
+        expected: tuple[int, int],
     ) -> None:
         """Prefill requests together, and let them join; others may follow (`Batch.expected`)."""
         started, sampler, paused = time.perf_counter(), self.sampler, 0.0

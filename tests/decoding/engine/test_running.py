@@ -405,26 +405,27 @@ def test_memory_is_that_of_the_text():
     assert {*sizes} == {cache.STEP}
 
 
-@pytest.mark.parametrize("expected", [True, False])
-def test_those_who_come_together_have_room_at_once(monkeypatch, expected):
-    """The first pass that prefills makes memory for the others' rows; without, each join does."""
-    sampler, params, alone = built("plain")
+@pytest.mark.parametrize("kept", [(True, True), (False, True), (True, False)])
+def test_those_who_come_together_have_room_at_once(monkeypatch, kept):
+    """The first pass that prefills makes memory for the others; without, each join does."""
+    sampler, params, _ = built("plain")
     monkeypatch.setitem(PASS_COSTS, "cpu", 0)  # a pass for each length
+    monkeypatch.setattr(cache, "STEP", 2)
     grown, resized, begin = [], RaggedCache._resized, type(sampler).begin
 
     def watched(self, memory, rows):
         grown.append(rows)
         return resized(self, memory, rows)
 
-    def forgotten(self, batch, params):
-        batch.expected = 0
+    def forgetful(self, batch, params):
+        batch.expected = tuple(n if known else 0 for n, known in zip(batch.expected, kept))
         return begin(self, batch, params)
 
     monkeypatch.setattr(RaggedCache, "_resized", watched)
-    if not expected:  # negative control
-        monkeypatch.setattr(type(sampler), "begin", forgotten)
-    assert run(sampler, params, [(len(PROMPTS), -1)]) == dict(enumerate(alone))
-    assert bool(grown) == (not expected)
+    monkeypatch.setattr(type(sampler), "begin", forgetful)
+    running = Running(sampler, params, sampler.capacity(PROMPTS, params))
+    running.admit([*range(len(PROMPTS))], PROMPTS, [*range(len(PROMPTS))])
+    assert bool(grown) != all(kept)  # negative controls: rows or slots are forgotten
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 4])
