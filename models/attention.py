@@ -165,8 +165,8 @@ def _read_by_some(mask: Tensor) -> slice | Tensor:
 
     `mask` is bool or additive, [B, 1 or heads, Q, K].
     """
-    allowed = mask if mask.dtype == torch.bool else mask > -math.inf
-    places = allowed.flatten(0, 2).any(0).nonzero().flatten()
+    most = mask.flatten(0, 2).amax(0)
+    places = (most if mask.dtype == torch.bool else most > -math.inf).nonzero().flatten()
     if not len(places):
         return slice(0, 1)
     first, last = int(places[0]), int(places[-1])
