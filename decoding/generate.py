@@ -130,10 +130,10 @@ def run(argv: list[str]) -> None:
 
 def go_on(sampler: Sampler, prompt: str, params: SamplingParams) -> None:
     """Print a prompt and its continuation as it comes, and its cost."""
-    if sampler.continues:
-        print(prompt, end="", flush=True)
-    for chunk in sampler.stream([prompt], params):
-        print(shown(chunk), end="", flush=True)
+    begun = prompt if sampler.continues else ""
+    for chunk in sampler.stream([prompt], params):  # its first step may refuse the parameters
+        print(begun + shown(chunk), end="", flush=True)
+        begun = ""
     result = chunk.result
     assert result is not None  # of the last chunk
     s, n = result.stats, len(result.token_ids)

@@ -14,6 +14,7 @@ from data.text.tokenizer import train_tokenizer
 from decoding import generate
 from decoding.chat import Chat, shown
 from decoding.engine.params import Chunk, SamplingParams
+from decoding.samplers.ngram import NgramSampler
 from decoding.samplers.plain import PlainSampler
 from tests.support import tiny
 
@@ -87,6 +88,15 @@ def test_a_prompt_that_cannot_be_read_is_one_line(said, words, given, named):
         said(small(), *words, given=given)
     assert all(name in str(error.value) for name in named)
     assert "\n" not in str(error.value)
+
+
+def test_nothing_is_printed_before_an_option_is_refused(said, capfd):
+    plain = small()
+    ngrams = NgramSampler(plain.target, plain.tokenizer)
+    assert said(ngrams, "prompt=def", "verify=tree").out.startswith("def")
+    with pytest.raises(ValueError, match="verify='rejection' is not offered"):
+        said(ngrams, "prompt=def", "verify=rejection", "temperature=1")
+    assert capfd.readouterr().out == ""
 
 
 def test_a_model_without_a_chat_template_is_not_asked(said):
