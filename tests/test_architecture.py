@@ -219,7 +219,7 @@ VIOLATIONS = [
     (heavy_imports, "data__text__x", "import datasets"),
     (heavy_imports, "data__text__x", "try:\n    import datasets\nexcept ImportError:\n    pass"),
     (heavy_imports, "trainers__losses__x", "from accelerate import Accelerator"),
-    (tangled_methods, "trainers__losses__pcllm", "from trainers.losses.deer import refine"),
+    (tangled_methods, "trainers__losses__pcllm", "from trainers.losses.deer import refine_weight"),
     (tangled_methods, "trainers__spiffy", "from trainers.losses import deer"),
     (tangled_methods, "trainers__spiffy", "from trainers.losses import newcomer"),
     (tangled_methods, "decoding__samplers__asarm", "import decoding.samplers.deer"),

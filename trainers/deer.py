@@ -8,16 +8,15 @@ from typing import Annotated
 from pydantic import Field
 from torch import Tensor
 
-from trainers.losses import deer
+from trainers.losses.deer import refine_weight
 from trainers.soft_targets import SoftTargetModule
-from trainers.target_states import TargetStates
 
 
 class Refinement(SoftTargetModule):
     """The module of stage II: fully masked suffixes, weighted towards the prefix (Eq. 3-4).
 
-    With soft=0 it is the paper's Eq. 4. Stage I cannot learn distributions, because a token's
-    context holds later tokens, too.
+    With soft=0 the loss is Eq. 4, sum_i w_i * -log q(x_i^0 | prefix). Stage I cannot learn
+    distributions, because a token's context holds later tokens, too.
 
     Args:
         alpha: Base of the weights alpha^(R - i) of a suffix of R tokens, at least 1. 1.01 is stable
@@ -29,12 +28,4 @@ class Refinement(SoftTargetModule):
         self.alpha = alpha
 
     def block_weight(self, batch: dict[str, Tensor]) -> Tensor:
-        return deer.refine_weight(batch["masked"], batch["size"], self.alpha)
-
-    def block_losses(
-        self, logits: Tensor, batch: dict[str, Tensor], states: TargetStates | None
-    ) -> tuple[Tensor, Tensor]:
-        loss, weight = deer.refine(
-            logits, batch["target"], batch["masked"], batch["size"], self.alpha
-        )
-        return self.with_soft_targets(loss, logits, batch, states), weight
+        return refine_weight(batch["masked"], batch["size"], self.alpha)

@@ -2,12 +2,12 @@
 
 from typing import Literal
 
-from torch import Tensor, lerp
+from torch import Tensor, cat, finfo, float32, full_like, lerp, promote_types
 
 from data.arguments import Share
 from trainers.base import DISTRIBUTIONS
 from trainers.drafter import DrafterModule
-from trainers.losses.diffusion import soft_nll, stored_nll, total_variation
+from trainers.losses.diffusion import soft_nll, stored_nll, token_nll, total_variation
 from trainers.target_states import TargetStates
 
 TEACHER_LOSSES = {"kl": soft_nll, "total_variation": total_variation}  # soft_nll: KL's gradient
@@ -51,27 +51,35 @@ class SoftTargetModule(DrafterModule):
         asks = self.soft and self.teacher == "target"
         return super().needs_target | ({DISTRIBUTIONS} if asks else set())
 
-    def with_soft_targets(
-        self,
-        loss: Tensor,
-        logits: Tensor,
-        batch: dict[str, Tensor],
-        states: TargetStates | None,
+    def block_losses(
+        self, logits: Tensor, batch: dict[str, Tensor], states: TargetStates | None
+    ) -> tuple[Tensor, Tensor]:
+        return self.token_losses(logits, batch, states), self.block_weight(batch)
+
+    def token_losses(
+        self, logits: Tensor, batch: dict[str, Tensor], states: TargetStates | None
     ) -> Tensor:
-        """Mix the tokens' loss [B, A, K] and that against the target's distributions by `soft`.
+        """Mix -log q of the tokens [B, A, K] and the loss against the target's p by `soft`.
 
         `logits` [B, A, K, V] are the drafter's; `states` the outputs that `needs_target` names.
         """
         if not self.soft:
-            return loss
+            return token_nll(logits, batch["target"])
         if self.teacher == "answers":
-            if "teacher_ids" not in batch:
-                raise ValueError(
-                    "module.teacher=answers, but the answers were collected without distributions: "
-                    "collect them with collector.top_k=16, or give module.teacher=target"
-                )
-            against = stored_nll(logits, batch["teacher_ids"], batch["teacher_probs"].float())
-        else:
-            assert states is not None
-            against = TEACHER_LOSSES[self.teacher_loss](logits, states.logits)
-        return lerp(loss, against, self.soft)
+            return stored_nll(logits, *self._stored(batch))
+        assert states is not None
+        against = TEACHER_LOSSES[self.teacher_loss](logits, states.logits)
+        return lerp(token_nll(logits, batch["target"]), against, self.soft)
+
+    def _stored(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the tokens stored with the answers, the answer's own last, and their shares."""
+        if "teacher_ids" not in batch:
+            raise ValueError(
+                "module.teacher=answers, but the answers were collected without distributions: "
+                "collect them with collector.top_k=16, or give module.teacher=target"
+            )
+        own, p = batch["target"][..., None], batch["teacher_probs"]
+        p = p.to(promote_types(p.dtype, float32))
+        p = p / p.sum(-1, keepdim=True).clamp_min(finfo(p.dtype).tiny)  # 0 if none is drafted
+        shares = cat([self.soft * p, full_like(p[..., :1], 1 - self.soft)], -1)
+        return cat([batch["teacher_ids"], own], -1), shares

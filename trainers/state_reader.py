@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from decoding.engine import vocabulary
-from trainers.losses.diffusion import token_nll
 from trainers.soft_targets import SoftTargetModule
 from trainers.target_states import TargetStates
 
@@ -46,12 +45,6 @@ class StateReaderModule(SoftTargetModule):
         assert states is not None
         hidden = self.draft_states(batch, states.hidden_states)
         return self.network.logits(hidden, self.target)
-
-    def block_losses(
-        self, logits: Tensor, batch: dict[str, Tensor], states: TargetStates | None
-    ) -> tuple[Tensor, Tensor]:
-        nll = token_nll(logits, batch["target"])
-        return self.with_soft_targets(nll, logits, batch, states), self.block_weight(batch)
 
     def export_config(self) -> dict:
         entry = super().export_config()

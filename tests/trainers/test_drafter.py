@@ -260,6 +260,9 @@ def test_stored_distributions_of_all_tokens_are_the_teacher_s(tokenizer):
     torch.testing.assert_close(loss * weight, expected * same)
     few, _ = module.losses({**batch, **stored(teacher, 2)})
     assert (few - expected).abs().max() > 1e-3  # negative control: a part of them is not
+    half, _ = module_of(tokenizer, 0.5, teacher="answers").losses({**batch, **stored(teacher, 2)})
+    hard, _ = module_of(tokenizer, 0.0).losses(batch)
+    torch.testing.assert_close(half, (few + hard) / 2)
     with pytest.raises(ValueError, match=r"collector\.top_k"):
         module.losses(batch)
 

@@ -103,16 +103,14 @@ def total_variation(logits: Tensor, teacher: Tensor) -> Tensor:
 
 @in_pieces
 def stored_nll(logits: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
-    """Compute `soft_nll` [...] with a teacher's k most probable tokens, p renormalised over them.
+    """Compute `soft_nll` [...] of a teacher whose probabilities are known of k tokens only.
 
-    Example: logits [0, 0], ids [1], probs [0.7] give log 2.
+    Example: logits [0, 0], ids [1], probs [1] give log 2.
 
     Args:
         logits: [..., V].
-        ids: Their tokens [..., k].
-        probs: Their probabilities [..., k]; all 0 gives a loss of 0.
+        ids: The tokens [..., k].
+        probs: Their probabilities [..., k]; those of all others count as 0.
     """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    log_q = logits.gather(-1, ids) - logits.logsumexp(-1, keepdim=True)
-    p = probs.to(log_q.dtype)
-    return -(p * log_q).sum(-1) / p.sum(-1).clamp_min(torch.finfo(p.dtype).tiny)
+    log_q = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    return -(probs.to(log_q.dtype) * log_q.gather(-1, ids)).sum(-1)
