@@ -30,17 +30,25 @@ def loops() -> ModuleType | None:
     return None if found.numba is None else found
 
 
+def few(batch: int, queries: int, heads: int, mask: Tensor) -> bool:
+    """Return whether the loops take so many queries of so many heads of keys with this mask."""
+    return (
+        queries <= MAX_QUERIES * heads
+        and mask.dtype == torch.bfloat16
+        and mask.shape[:2] == (batch, 1)
+        and not torch.is_grad_enabled()
+        and loops() is not None
+    )
+
+
 def attends(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
     """Return whether `attend` supports these tensors and numba is installed."""
     return (
         query.device.type == "cpu"
-        and query.shape[1] * query.shape[2] <= MAX_QUERIES * key.shape[1]
         and key.shape == value.shape
-        and query.dtype == key.dtype == value.dtype == mask.dtype == torch.bfloat16
+        and query.dtype == key.dtype == value.dtype == torch.bfloat16
         and key.stride()[2:] == value.stride()[2:] == (key.shape[3], 1)
-        and mask.shape[:2] == (len(query), 1)
-        and not torch.is_grad_enabled()
-        and loops() is not None
+        and few(len(query), query.shape[1] * query.shape[2], key.shape[1], mask)
     )
 
 
@@ -61,6 +69,32 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
     with pool(compiled):
         compiled.attention(bits(asked), keys, values, lines, hidden, scale, bits(found))
     return found.view(query.shape)
+
+
+def rotated(
+    states: Tensor,
+    angles: tuple[Tensor, Tensor],
+    slots: Tensor,
+    memory: tuple[Tensor, Tensor],
+    mask: Tensor,
+    scale: float,
+) -> Tensor:
+    """Rotate queries and keys, keep keys and values in a cache, and attend: [B Q, heads, D].
+
+    It is `attend` in one call, of states [B Q, all heads, D] and a cache's memory of keys and of
+    values [rows, key-value heads, slots, D]; slots [B, Q] say where theirs go. States may have more
+    rows, of padding, where zeros are found.
+    """
+    keys, values = memory
+    found = states.new_zeros(len(states), states.shape[1] - 2 * keys.shape[1], states.shape[2])
+    cos, sin = (bits(x.contiguous()) for x in angles)
+    places, hidden = slots.contiguous().numpy(), bits(mask[:, 0].contiguous())
+    given = bits(states), cos, sin, places, bits(keys), bits(values), hidden
+    compiled = loops()
+    assert compiled is not None  # as the caller has made sure
+    with pool(compiled):
+        compiled.rotated_attention(*given, scale, bits(found))
+    return found
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from models.attention import GROUPED, Span, grouped
-from models.few_queries import bits, loops
+from models.few_queries import bits, few, loops, rotated
 from models.norms import FusedNorm
 from models.packed import FEWEST, GATE_UP, QUERY_KEY_VALUE, Product, product_of
 
@@ -37,7 +37,7 @@ class FusedForward:
         self._norms = layer.input_layernorm, layer.post_attention_layernorm
         self._own, self._act, self._size = own, layer.mlp.act_fn, own.head_dim
         self._heads = [x.out_features // own.head_dim for x in (own.q_proj, own.k_proj)]
-        self._head_norms = [getattr(own, name, None) for name in ("q_norm", "k_norm")]
+        self._head_norms = [getattr(own, f"{x}_norm", None) for x in "qkv"]
 
     def __call__(self, hidden_states: Tensor, *others: Any, **given: Any) -> Any:
         """Return the layer's output [B, Q, H]; the arguments are the layer's own."""
@@ -50,8 +50,7 @@ class FusedForward:
         (first, second), compiled, out = self._norms, loops(), bits(normed)
         assert compiled is not None  # `fuse` has asked
         compiled.rms_norm(bits(rows), bits(first.weight), first.variance_epsilon, out)
-        states = self._qkv.multiply(normed)[:count]
-        added = bits(self._out.multiply(self._attend(states, **given)))
+        added = bits(self._out.multiply(self._attend(self._qkv.multiply(normed), **given)))
         norm = bits(second.weight), second.variance_epsilon
         compiled.add_and_norm(bits(rows), added, *norm, bits(total), out)
         gate, up = self._gate_up.multiply(normed).chunk(2, -1)
@@ -90,27 +89,40 @@ class FusedForward:
         spans: Sequence[Span] | None = None,
         **others: Any,
     ) -> Tensor:
-        """Return what attention finds [B Q, heads D], from queries, keys and values [B Q, ...]."""
+        """Return what attention finds [B Q, heads D], from queries, keys and values [B Q, ...].
+
+        Both may have more rows, of padding.
+        """
         (batch, length, size), (asked, held) = position_embeddings[0].shape, self._heads
-        heads = states.unflatten(-1, (-1, size))
-        angles = [bits(x.contiguous()) for x in position_embeddings]
+        heads, count = states.unflatten(-1, (-1, size)), batch * length
+        written = cache if past_key_values is None else past_key_values
+        assert written is not None
+        if (
+            hasattr(written, "memory")
+            and few(batch, asked * length, held, attention_mask)
+            and (memory := written.memory(self._own.layer_idx, batch, held, size, states))
+        ):
+            if any(self._head_norms):
+                parts = zip(self._head_norms, heads.split((asked, held, held), 1))
+                heads = torch.cat([x if norm is None else norm(x) for norm, x in parts], 1)
+            given = position_embeddings, written.slots, memory, attention_mask, self._own.scaling
+            return rotated(heads, *given).flatten(1)
+        heads, angles = heads[:count], [bits(x.contiguous()) for x in position_embeddings]
         compiled, turned = loops(), []
         assert compiled is not None
-        for first, count, norm in zip((0, asked), self._heads, self._head_norms):
-            out = heads.new_empty(batch, count, length, size)
+        for first, n, norm in zip((0, asked), self._heads, self._head_norms):
+            out = heads.new_empty(batch, n, length, size)
             if norm is None:
                 compiled.rotate(bits(heads), first, *angles, bits(out))
             else:
-                normed = norm(heads[:, first : first + count])
+                normed = norm(heads[:, first : first + n])
                 compiled.rotate(bits(normed), 0, *angles, bits(out))
             turned.append(out)
         value = heads[:, asked + held :].unflatten(0, (batch, length)).transpose(1, 2)
-        written = cache if past_key_values is None else past_key_values
-        assert written is not None
         keys, values = written.update(turned[1], value, self._own.layer_idx)
         scaling = self._own.scaling
         given = turned[0], keys, values, attention_mask, scaling
-        return grouped(self._own, *given, spans=spans)[0].view(len(states), -1)
+        return grouped(self._own, *given, spans=spans)[0].view(count, -1)
 
 
 @torch.no_grad()

@@ -131,6 +131,21 @@ def add(weights, values, out):
                 row[d] += weight * number(value[d])
 
 
+@compiled()
+def four(query, keys, values, mask, first, scale, found):
+    """Compute attention of up to four queries [4, D], number `first` and on, into `found` [n, D].
+
+    `query` is of zeros where there are fewer; `keys` and `values` [K, D] are bits, as the mask.
+    """
+    weights, totals = np.empty((4, len(keys)), f32), np.empty(len(found), f32)
+    weigh(query, keys, mask, first, scale, weights, totals)
+    add(weights, values, found)
+    for q in range(len(found)):
+        total = totals[q] if totals[q] > 0 else ONE
+        for d in range(found.shape[1]):
+            found[q, d] /= total
+
+
 @compiled(parallel=True)
 def attention(query, keys, values, lines, mask, scale, out):
     """Compute attention of every row and head into `out` [B, heads, queries, D].
@@ -145,17 +160,58 @@ def attention(query, keys, values, lines, mask, scale, out):
         b, h, first = i // (heads * fours), i // fours % heads, i % fours * 4
         count, end = min(4, queries - first), readable(mask[b])
         asked, found = np.zeros((4, size), f32), np.zeros((count, size), f32)
-        weights, totals = np.empty((4, end), f32), np.empty(count, f32)
         for q in range(count):
             for d in range(size):
                 asked[q, d] = number(query[b, h, first + q, d])
         key, value = b * lines[0] + h * lines[1], b * lines[2] + h * lines[3]
-        weigh(asked, keys[key : key + end], mask[b], first, scale, weights, totals)
-        add(weights, values[value : value + end], found)
+        own, theirs = keys[key : key + end], values[value : value + end]
+        four(asked, own, theirs, mask[b], first, scale, found)
         for q in range(count):
-            total = totals[q] if totals[q] > 0 else ONE
             for d in range(size):
-                out[b, h, first + q, d] = bits(found[q, d] / total)
+                out[b, h, first + q, d] = bits(found[q, d])
+
+
+@compiled(parallel=True)
+def rotated_attention(states, cos, sin, slots, keys, values, mask, scale, out):
+    """Rotate queries and keys, keep keys and values, and compute attention into `out`.
+
+    All arguments but `scale` and `slots` are bits.
+
+    Args:
+        states: Queries, keys and values [B Q, asked + 2 heads, D] of the tokens.
+        cos, sin: Their angles [B, Q, D] (`rotate`).
+        slots: Where keys and values go [B, Q].
+        keys, values: A cache's [rows, heads, slots, D].
+        mask: [B, Q, K], added to the scores of the first K slots.
+        out: [B Q, asked, D].
+    """
+    (batch, queries, size), heads, asked = cos.shape, keys.shape[1], out.shape[1]
+    turned, own = np.empty((batch, asked, queries, size), u16), np.empty((1, heads, 1, size), u16)
+    for b in range(batch):
+        mine = slice(b * queries, (b + 1) * queries)
+        rotate(states[mine], 0, cos[b : b + 1], sin[b : b + 1], turned[b : b + 1])
+        for q in range(queries):
+            row, slot = b * queries + q, slots[b, q]
+            angles = cos[b : b + 1, q : q + 1], sin[b : b + 1, q : q + 1]
+            rotate(states[row : row + 1], asked, *angles, own)
+            for h in range(heads):
+                keys[b, h, slot] = own[0, h, 0]
+                values[b, h, slot] = states[row, asked + heads + h]
+    shared = asked // heads * queries  # queries that read the same keys
+    fours = (shared + 3) // 4
+    for i in numba.prange(batch * heads * fours):
+        b, h, first = i // (heads * fours), i // fours % heads, i % fours * 4
+        count, end = min(4, shared - first), readable(mask[b])
+        four_of, found = np.zeros((4, size), f32), np.zeros((count, size), f32)
+        for n in range(count):
+            group, q = (first + n) // queries, (first + n) % queries
+            for d in range(size):
+                four_of[n, d] = number(turned[b, h * (asked // heads) + group, q, d])
+        four(four_of, keys[b, h, :end], values[b, h, :end], mask[b], first, scale, found)
+        for n in range(count):
+            group, q = (first + n) // queries, (first + n) % queries
+            for d in range(size):
+                out[b * queries + q, h * (asked // heads) + group, d] = bits(found[n, d])
 
 
 @compiled(fastmath=ANY_ORDER)

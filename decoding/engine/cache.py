@@ -98,12 +98,8 @@ class RaggedCache(Cache):
 
     def _write(self, kind: str, layer: int, states: Tensor) -> Tensor:
         """Write states of one kind; return all that may be read."""
-        of = kind, states.shape[1], states.shape[3], states.dtype, states.device
-        if layer not in self._layers[of]:
-            self._layers[of][layer] = self._layer(of, layer, states)
-        stored = self._layers[of][layer]
-        if len(stored) > len(states):  # rows that have left
-            stored = stored[: len(states)]
+        rows, heads, _, size = states.shape
+        stored = self._stored(kind, layer, rows, heads, size, states)
         if self.start is not None:
             stored[:, :, self.start : self.start + states.shape[2]] = states
         else:
@@ -112,17 +108,36 @@ class RaggedCache(Cache):
             stored[rows, :, slots] = states.transpose(1, 2)
         return stored[:, :, : self.visible]
 
+    def memory(
+        self, layer: int, rows: int, heads: int, size: int, like: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return a layer's keys and values [rows, heads, capacity, size], to be written at `slots`.
+
+        They are of the type of `like`, and on its device.
+        """
+        keys = self._stored("keys", layer, rows, heads, size, like)
+        return keys, self._stored("values", layer, rows, heads, size, like)
+
+    def _stored(
+        self, kind: str, layer: int, rows: int, heads: int, size: int, like: Tensor
+    ) -> Tensor:
+        """Return a layer's memory of one kind, [rows, heads, capacity, size]."""
+        of = kind, heads, size, like.dtype, like.device
+        if layer not in self._layers[of]:
+            self._layers[of][layer] = self._layer(of, layer, rows, like)
+        stored = self._layers[of][layer]
+        return stored[:rows] if len(stored) > rows else stored  # without rows that have left
+
     def _index_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if device not in self._index:
             self._index[device] = self.rows.to(device), self.slots.to(device)
         return self._index[device]
 
-    def _layer(self, of: tuple, layer: int, states: Tensor) -> Tensor:
+    def _layer(self, of: tuple, layer: int, rows: int, like: Tensor) -> Tensor:
         if of not in self._memory:
-            rows, heads, _, size = states.shape
+            _, heads, size, _, device = of
             shape = max(rows, self.expected[0]), heads, self._room, size
-            depth = self.depth_on.get(states.device, self.depth)
-            self._memory[of] = states.new_zeros(depth, *shape)
+            self._memory[of] = like.new_zeros(self.depth_on.get(device, self.depth), *shape)
         numbers = self._numbers[of]
         return self._memory[of][numbers.setdefault(layer, len(numbers))]
 
@@ -224,6 +239,19 @@ class SharedLayers:
         own = key.to(self._dtype), value.to(self._dtype)
         keys, values = self.cache.update(*own, self._layers[layer_idx])
         return keys.to(key.dtype), values.to(value.dtype)
+
+    @property
+    def slots(self) -> Tensor:
+        """The slots [B, Q] that the next forward writes."""
+        return self.cache.slots
+
+    def memory(
+        self, layer: int, rows: int, heads: int, size: int, like: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return `RaggedCache.memory`; None where the drafter has another type."""
+        if like.dtype != self._dtype:
+            return None
+        return self.cache.memory(self._layers[layer], rows, heads, size, like)
 
 
 class Rows(Protocol):

@@ -324,7 +324,7 @@ DRAWN |= {f.__name__: f for f in (pcllm, asarm, asarm_training, spiffy, spiffy_t
 DRAWN |= {"minutes": minutes, "ngram": ngram}
 # Those that are not of the first table of the page of their name: the page, and the text before.
 ELSEWHERE = {f"{name}_training": (name, "\n### A real model") for name in ("asarm", "spiffy")}
-ELSEWHERE |= {"minutes": ("tail", "\n### By minutes of training")}
+ELSEWHERE |= {"minutes": ("drafter", "\n## By minutes of training")}
 
 
 def main(argv: list[str]) -> None:

@@ -64,6 +64,7 @@ def passes(model, rows):
     return [*found, *cached.cache._memory.values()]
 
 
+@pytest.mark.parametrize("few", [True, False])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize(
     ("kind", "config"),
@@ -75,14 +76,16 @@ def passes(model, rows):
         ("qwen3", {}),
     ],
 )
-def test_it_has_the_layers_own_bits(kind, config, rows):
+def test_it_has_the_layers_own_bits(kind, config, rows, few, monkeypatch):
+    if not few:  # as a long prompt
+        monkeypatch.setattr(few_queries, "MAX_QUERIES", 0)
     ours, stock = network(kind, **config), network(kind, fused=False, **config)
     assert (replaced(ours), replaced(stock)) == (2, 0)
     for found, expected in zip(passes(ours, rows), passes(stock, rows), strict=True):
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("wrong", ["rotate", "add_and_norm", "rms_norm"])
+@pytest.mark.parametrize("wrong", ["rotate", "add_and_norm", "rms_norm", "rotated_attention"])
 def test_a_loop_that_errs_is_seen(wrong, monkeypatch):
     """Negative control: of the bits, and of the comparison before a layer is replaced."""
 
@@ -91,11 +94,15 @@ def test_a_loop_that_errs_is_seen(wrong, monkeypatch):
         given[-1][:] ^= 1
 
     ours, stock, kept = network(), network(fused=False), loops
+    if wrong == "rotate":  # of long prompts
+        monkeypatch.setattr(few_queries, "MAX_QUERIES", 0)
+    expected = passes(stock, 1)
     found = type("Loops", (), {**vars(loops), wrong: staticmethod(erring)})
-    monkeypatch.setattr(fused_layers, "loops", lambda: found)
-    results = zip(passes(ours, 1), passes(stock, 1))
-    assert not all(torch.equal(*pair) for pair in results)
-    assert replaced(network()) == 0
+    for module in (fused_layers, few_queries):
+        monkeypatch.setattr(module, "loops", lambda: found)
+    assert not all(torch.equal(*pair) for pair in zip(passes(ours, 1), expected))
+    if wrong != "rotated_attention":  # of caches that the comparison lacks
+        assert replaced(network()) == 0
 
 
 def test_another_formula_is_left_as_it_is():
