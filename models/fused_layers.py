@@ -94,7 +94,10 @@ class FusedForward:
         Both may have more rows, of padding.
         """
         (batch, length, size), (asked, held) = position_embeddings[0].shape, self._heads
-        heads, count = states.unflatten(-1, (-1, size)), batch * length
+        heads, scaling = states.unflatten(-1, (-1, size)), self._own.scaling
+        if any(self._head_norms):
+            parts = zip(self._head_norms, heads.split((asked, held, held), 1))
+            heads = torch.cat([x if norm is None else norm(x) for norm, x in parts], 1)
         written = cache if past_key_values is None else past_key_values
         assert written is not None
         if (
@@ -102,27 +105,17 @@ class FusedForward:
             and few(batch, asked * length, held, attention_mask)
             and (memory := written.memory(self._own.layer_idx, batch, held, size, states))
         ):
-            if any(self._head_norms):
-                parts = zip(self._head_norms, heads.split((asked, held, held), 1))
-                heads = torch.cat([x if norm is None else norm(x) for norm, x in parts], 1)
-            given = position_embeddings, written.slots, memory, attention_mask, self._own.scaling
-            return rotated(heads, *given).flatten(1)
-        heads, angles = heads[:count], [bits(x.contiguous()) for x in position_embeddings]
+            given = position_embeddings, written.slots, memory, attention_mask
+            return rotated(heads, *given, scaling).flatten(1)
+        heads, angles = heads[: batch * length], [bits(x.contiguous()) for x in position_embeddings]
         compiled, turned = loops(), []
         assert compiled is not None
-        for first, n, norm in zip((0, asked), self._heads, self._head_norms):
-            out = heads.new_empty(batch, n, length, size)
-            if norm is None:
-                compiled.rotate(bits(heads), first, *angles, bits(out))
-            else:
-                normed = norm(heads[:, first : first + n])
-                compiled.rotate(bits(normed), 0, *angles, bits(out))
-            turned.append(out)
+        for first, count in zip((0, asked), self._heads):
+            turned.append(heads.new_empty(batch, count, length, size))
+            compiled.rotate(bits(heads), first, *angles, bits(turned[-1]))
         value = heads[:, asked + held :].unflatten(0, (batch, length)).transpose(1, 2)
-        keys, values = written.update(turned[1], value, self._own.layer_idx)
-        scaling = self._own.scaling
-        given = turned[0], keys, values, attention_mask, scaling
-        return grouped(self._own, *given, spans=spans)[0].view(count, -1)
+        given = *written.update(turned[1], value, self._own.layer_idx), attention_mask, scaling
+        return grouped(self._own, turned[0], *given, spans=spans)[0].flatten(0, 1).flatten(1)
 
 
 @torch.no_grad()
