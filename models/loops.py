@@ -132,7 +132,7 @@ def add(weights, values, out):
 
 
 @compiled()
-def four(query, keys, values, mask, first, scale, found):
+def four_queries(query, keys, values, mask, first, scale, found):
     """Compute attention of up to four queries [4, D], number `first` and on, into `found` [n, D].
 
     `query` is of zeros where there are fewer; `keys` and `values` [K, D] are bits, as the mask.
@@ -165,7 +165,7 @@ def attention(query, keys, values, lines, mask, scale, out):
                 asked[q, d] = number(query[b, h, first + q, d])
         key, value = b * lines[0] + h * lines[1], b * lines[2] + h * lines[3]
         own, theirs = keys[key : key + end], values[value : value + end]
-        four(asked, own, theirs, mask[b], first, scale, found)
+        four_queries(asked, own, theirs, mask[b], first, scale, found)
         for q in range(count):
             for d in range(size):
                 out[b, h, first + q, d] = bits(found[q, d])
@@ -201,17 +201,18 @@ def rotated_attention(states, cos, sin, slots, keys, values, mask, scale, out):
     fours = (shared + 3) // 4
     for i in numba.prange(batch * heads * fours):
         b, h, first = i // (heads * fours), i // fours % heads, i % fours * 4
-        count, end = min(4, shared - first), readable(mask[b])
-        four_of, found = np.zeros((4, size), f32), np.zeros((count, size), f32)
+        count, end, head = min(4, shared - first), readable(mask[b]), h * (asked // heads)
+        query, found = np.zeros((4, size), f32), np.zeros((count, size), f32)
         for n in range(count):
             group, q = (first + n) // queries, (first + n) % queries
             for d in range(size):
-                four_of[n, d] = number(turned[b, h * (asked // heads) + group, q, d])
-        four(four_of, keys[b, h, :end], values[b, h, :end], mask[b], first, scale, found)
+                query[n, d] = number(turned[b, head + group, q, d])
+        own, theirs = keys[b, h, :end], values[b, h, :end]
+        four_queries(query, own, theirs, mask[b], first, scale, found)
         for n in range(count):
             group, q = (first + n) // queries, (first + n) % queries
             for d in range(size):
-                out[b * queries + q, h * (asked // heads) + group, d] = bits(found[n, d])
+                out[b * queries + q, head + group, d] = bits(found[n, d])
 
 
 @compiled(fastmath=ANY_ORDER)

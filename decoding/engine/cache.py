@@ -126,6 +126,7 @@ class RaggedCache(Cache):
         if layer not in self._layers[of]:
             self._layers[of][layer] = self._layer(of, layer, rows, like)
         stored = self._layers[of][layer]
+        assert len(stored) >= rows  # compiled loops write to it
         return stored[:rows] if len(stored) > rows else stored  # without rows that have left
 
     def _index_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
