@@ -16,6 +16,7 @@ from decoding.drafting.tree import best_first, suffix_of
 from decoding.engine.params import SamplingParams
 from decoding.loading import load
 from decoding.samplers.ngram import CheckedLookup, NgramSampler
+from decoding.samplers.plain import PlainSampler
 from decoding.serve import Serve, paced
 from tests.support import recurrent, tiny
 from tests.support.lossless import prove
@@ -39,7 +40,18 @@ def passes(sampler, params):
 
 
 def test_lossless():
-    prove(lambda target, tokenizer: NgramSampler(target, tokenizer, block_size=3, nodes=5))
+    prove(lambda *of: NgramSampler(*of, block_size=3, nodes=5, least=0))  # drafts in every pass
+
+
+@pytest.mark.parametrize(("requests", "drafts"), [(4, True), (16, False)])
+def test_many_requests_are_decoded_without_drafts(requests, drafts):
+    params = SamplingParams(NEW, 0.0, ignore_eos=True)
+    sampler, prompts = sampler_of(target()), [PROMPTS[n % len(PROMPTS)] for n in range(requests)]
+    plain = PlainSampler(sampler.target, sampler.tokenizer).generate(prompts, params)
+    for _ in range(2):  # the second time all is known
+        found = sampler.generate(prompts, params)
+    assert ids(found) == ids(plain)
+    assert any(r.stats.drafted for r in found) == drafts
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
