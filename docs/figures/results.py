@@ -311,7 +311,7 @@ def ngram(rows: list[Row]) -> Figure:
     """Speed-ups and acceptance lengths by benchmark, one request at a time."""
     fig, axes = panels(2, height=2.0)
     drafted = [r | {"method": f"{r['benchmark']}, T={r['T']}: {r['method']}"} for r in rows]
-    named = [r for r in drafted if "plain" not in r["method"] and "sixteen" not in r["method"]]
+    named = [r for r in drafted if re.fullmatch(r"[^:]*: ngram(, with [a-z ]+)?", r["method"])]
     for panel, (column, title) in zip(
         axes, {"speed-up": "times plain decoding", "acceptance length": "tokens a pass"}.items()
     ):
