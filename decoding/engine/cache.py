@@ -110,8 +110,8 @@ class RaggedCache(Cache):
 
     def memory(
         self, layer: int, rows: int, heads: int, size: int, like: Tensor
-    ) -> tuple[Tensor, Tensor] | None:
-        """Return a layer's keys and values [rows, heads, capacity, size], to be written at `slots`.
+    ) -> tuple[Tensor, Tensor]:
+        """Return a layer's keys and values [rows, heads, room, size], to be written at `slots`.
 
         They are of the type of `like`, and on its device.
         """
@@ -121,7 +121,7 @@ class RaggedCache(Cache):
     def _stored(
         self, kind: str, layer: int, rows: int, heads: int, size: int, like: Tensor
     ) -> Tensor:
-        """Return a layer's memory of one kind, [rows, heads, capacity, size]."""
+        """Return a layer's memory of one kind, [rows, heads, room, size]."""
         of = kind, heads, size, like.dtype, like.device
         if layer not in self._layers[of]:
             self._layers[of][layer] = self._layer(of, layer, rows, like)
