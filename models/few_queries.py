@@ -59,41 +59,47 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
     heads, K, D], slices of a longer cache; `mask` is additive, [B, 1, Q, K]. The result is 0 where
     a query may read no key.
     """
-    batch, heads, _, size = key.shape
-    asked = query.reshape(batch, heads, -1, size).contiguous()
+    batch, _, length, size = query.shape
+    asked = query.transpose(1, 2).reshape(batch * length, -1, size).contiguous()
     found = torch.empty_like(asked)
     (keys, *key_lines), (values, *value_lines) = _lines(key), _lines(value)
-    lines, hidden = (*key_lines, *value_lines), bits(mask[:, 0].contiguous())
-    compiled = loops()
+    lines, hidden = (key.shape[1], *key_lines, *value_lines), _masks(mask)
+    compiled, starts = loops(), np.arange(batch + 1) * length
     assert compiled is not None  # as `attends` has made sure
     with pool(compiled):
-        compiled.attention(bits(asked), keys, values, lines, hidden, scale, bits(found))
-    return found.view(query.shape)
+        compiled.attention(bits(asked), starts, keys, values, lines, hidden, scale, bits(found))
+    return found.view(batch, length, -1, size).transpose(1, 2)
 
 
 def rotated(
     states: Tensor,
     angles: tuple[Tensor, Tensor],
+    starts: np.ndarray,
     slots: Tensor,
     memory: tuple[Tensor, Tensor],
     mask: Tensor,
     scale: float,
 ) -> Tensor:
-    """Rotate queries and keys, keep keys and values in a cache, and attend: [B Q, heads, D].
+    """Rotate queries and keys, keep keys and values in a cache, and attend: [n, heads, D].
 
-    It is `attend` in one call, of states [B Q, all heads, D] and a cache's memory of keys and of
-    values [rows, key-value heads, slots, D]; slots [B, Q] say where theirs go. States may have more
-    rows, of padding, where zeros are found.
+    It is `attend` in one call, of states [n, all heads, D] of the tokens of all rows, row after
+    row, and a cache's memory of keys and of values [rows, key-value heads, slots, D].
+
+    Args:
+        states: They may have more rows, of padding, where zeros are found.
+        angles: Cosines and sines, of n angles [D] each.
+        starts: [rows + 1], the number of each row's first token, and n.
+        slots: Where a token's key and value go, n of them.
+        mask: Additive, of n tokens over the first K slots [K].
     """
     keys, values = memory
     found = states.new_zeros(len(states), states.shape[1] - 2 * keys.shape[1], states.shape[2])
-    cos, sin = (bits(x.contiguous()) for x in angles)
-    places, hidden = slots.contiguous().numpy(), bits(mask[:, 0].contiguous())
-    given = bits(states), cos, sin, places, bits(keys), bits(values), hidden
+    cos, sin = (bits(x.reshape(-1, 1, x.shape[-1]).contiguous()) for x in angles)
+    given = starts, slots.flatten().numpy(), bits(keys), bits(values), _masks(mask)
     compiled = loops()
     assert compiled is not None  # as the caller has made sure
     with pool(compiled):
-        compiled.rotated_attention(*given, scale, bits(found))
+        compiled.rotated_attention(bits(states), cos, sin, *given, scale, bits(found))
     return found
 
 
@@ -112,6 +118,11 @@ def pool(compiled: ModuleType) -> Iterator[int]:
 def bits(x: Tensor) -> np.ndarray:
     """Return the bits of bfloat16 numbers, in the tensor's memory, as the loops take them."""
     return x.view(torch.uint16).numpy()
+
+
+def _masks(mask: Tensor) -> np.ndarray:
+    """Return the bits [n, K] of additive masks of n tokens."""
+    return bits(mask.reshape(-1, mask.shape[-1]).contiguous())
 
 
 def _lines(states: Tensor) -> tuple[np.ndarray, int, int]:

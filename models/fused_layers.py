@@ -102,10 +102,11 @@ class FusedForward:
         assert written is not None
         if (
             hasattr(written, "memory")
-            and few(batch, asked * length, held, attention_mask)
-            and (memory := written.memory(self._own.layer_idx, batch, held, size, states))
+            and (written.places.flat or few(batch, asked * length, held, attention_mask))
+            and (memory := written.memory(self._own.layer_idx, held, size, states))
         ):
-            given = position_embeddings, written.slots, memory, attention_mask
+            starts, slots, _ = written.places
+            given = position_embeddings, starts, slots, memory, attention_mask
             return rotated(heads, *given, scaling).flatten(1)
         heads, angles = heads[: batch * length], [bits(x.contiguous()) for x in position_embeddings]
         compiled, turned = loops(), []
@@ -131,6 +132,12 @@ def fuse(network: PreTrainedModel) -> None:
         fused = _fused(layer)
         if fused is not None and _same(layer, fused):
             layer.forward = fused  # type: ignore[assignment]
+
+
+def is_fused(network: PreTrainedModel) -> bool:
+    """Return whether all decoder layers of a network run in fewer calls."""
+    layers = getattr(network.get_decoder(), "layers", None) or [network]
+    return all(isinstance(layer.forward, FusedForward) for layer in layers)
 
 
 def _fused(layer: nn.Module) -> FusedForward | None:

@@ -75,25 +75,21 @@ def readable(mask):
 
 @compiled(fastmath=ANY_ORDER)
 def weigh(query, keys, mask, first, scale, weights, totals):
-    """Write weights [queries, keys], exp(score - the largest), and their sums, `totals`.
+    """Write weights [4, keys], exp(score - the largest), and their sums, `totals` [4].
 
-    The queries are number `first` and those after it: their masks come in turn.
+    The queries [4, D] are number `first` and those after it: their masks come in turn.
     """
-    scale = f32(scale)
+    scale, (q0, q1, q2, q3) = f32(scale), (query[0], query[1], query[2], query[3])
     for k in range(keys.shape[0]):
         key = keys[k]
-        for four in range(query.shape[0] // 4):
-            q = 4 * four
-            q0, q1, q2, q3 = query[q], query[q + 1], query[q + 2], query[q + 3]
-            s0 = s1 = s2 = s3 = f32(0)
-            for d in range(query.shape[1]):
-                x = number(key[d])
-                s0 += q0[d] * x
-                s1 += q1[d] * x
-                s2 += q2[d] * x
-                s3 += q3[d] * x
-            weights[q, k], weights[q + 1, k] = s0, s1
-            weights[q + 2, k], weights[q + 3, k] = s2, s3
+        s0 = s1 = s2 = s3 = f32(0)
+        for d in range(query.shape[1]):
+            x = number(key[d])
+            s0 += q0[d] * x
+            s1 += q1[d] * x
+            s2 += q2[d] * x
+            s3 += q3[d] * x
+        weights[0, k], weights[1, k], weights[2, k], weights[3, k] = s0, s1, s2, s3
     for q in range(totals.shape[0]):
         hidden, row, largest = mask[(first + q) % mask.shape[0]], weights[q], f32(-np.inf)
         for k in range(keys.shape[0]):
@@ -112,107 +108,107 @@ def weigh(query, keys, mask, first, scale, weights, totals):
 
 @compiled(fastmath=IN_ORDER)
 def add(weights, values, out):
-    """Add weights times values, key by key, to `out` [queries, D], which begins at 0."""
+    """Add weights times values, key by key, to `out` [4, D], which begins at 0."""
     keys = values.shape[0]
-    for four in range(keys // 4):
-        k = 4 * four
-        v0, v1, v2, v3 = values[k], values[k + 1], values[k + 2], values[k + 3]
-        for q in range(out.shape[0]):
-            w0, w1, w2, w3 = weights[q, k : k + 4]
-            row = out[q]
-            for d in range(out.shape[1]):
-                x = row[d] + w0 * number(v0[d]) + w1 * number(v1[d])
-                row[d] = x + w2 * number(v2[d]) + w3 * number(v3[d])
-    for k in range(keys // 4 * 4, keys):
-        value = values[k]
-        for q in range(out.shape[0]):
-            weight, row = weights[q, k], out[q]
+    o0, o1, o2, o3 = out[0], out[1], out[2], out[3]
+    for pair in range(keys // 2):  # a value is converted once for four queries
+        k = 2 * pair
+        v0, v1, w0, w1 = values[k], values[k + 1], weights[:, k], weights[:, k + 1]
+        for d in range(out.shape[1]):
+            x, y = number(v0[d]), number(v1[d])
+            o0[d] = o0[d] + w0[0] * x + w1[0] * y
+            o1[d] = o1[d] + w0[1] * x + w1[1] * y
+            o2[d] = o2[d] + w0[2] * x + w1[2] * y
+            o3[d] = o3[d] + w0[3] * x + w1[3] * y
+    for k in range(keys // 2 * 2, keys):
+        for q in range(4):
+            weight, row, value = weights[q, k], out[q], values[k]
             for d in range(out.shape[1]):
                 row[d] += weight * number(value[d])
 
 
 @compiled()
 def four_queries(query, keys, values, mask, first, scale, found):
-    """Compute attention of up to four queries [4, D], number `first` and on, into `found` [n, D].
+    """Compute attention of four queries [4, D], number `first` and on, into `found` of zeros.
 
-    `query` is of zeros where there are fewer; `keys` and `values` [K, D] are bits, as the mask.
+    `keys` and `values` [K, D] are bits, as the mask. Where there are fewer, queries are of zeros.
     """
-    weights, totals = np.empty((4, len(keys)), f32), np.empty(len(found), f32)
+    weights, totals = np.empty((4, len(keys)), f32), np.empty(4, f32)
     weigh(query, keys, mask, first, scale, weights, totals)
     add(weights, values, found)
-    for q in range(len(found)):
+    for q in range(4):
         total = totals[q] if totals[q] > 0 else ONE
         for d in range(found.shape[1]):
             found[q, d] /= total
 
 
 @compiled(parallel=True)
-def attention(query, keys, values, lines, mask, scale, out):
-    """Compute attention of every row and head into `out` [B, heads, queries, D].
+def attention(query, starts, keys, values, lines, mask, scale, out):
+    """Compute attention of every row's tokens and heads into `out` [n, heads, D].
 
-    All arguments but `scale` are bits: query [B, heads, queries, D]; keys and values [n, D], of all
-    rows and heads; lines, the numbers of lines to the next row and head of keys, then of values;
-    mask [B, Q, K], added to the scores of every Q-th query.
-    """
-    batch, heads, queries, size = query.shape
-    fours = (queries + 3) // 4
-    for i in numba.prange(batch * heads * fours):  # four at a time, so that threads share a head
-        b, h, first = i // (heads * fours), i // fours % heads, i % fours * 4
-        count, end = min(4, queries - first), readable(mask[b])
-        asked, found = np.zeros((4, size), f32), np.zeros((count, size), f32)
-        for q in range(count):
-            for d in range(size):
-                asked[q, d] = number(query[b, h, first + q, d])
-        key, value = b * lines[0] + h * lines[1], b * lines[2] + h * lines[3]
-        own, theirs = keys[key : key + end], values[value : value + end]
-        four_queries(asked, own, theirs, mask[b], first, scale, found)
-        for q in range(count):
-            for d in range(size):
-                out[b, h, first + q, d] = bits(found[q, d])
-
-
-@compiled(parallel=True)
-def rotated_attention(states, cos, sin, slots, keys, values, mask, scale, out):
-    """Rotate queries and keys, keep keys and values, and compute attention into `out`.
-
-    All arguments but `scale` and `slots` are bits.
+    All arguments but `starts`, `lines` and `scale` are bits.
 
     Args:
-        states: Queries, keys and values [B Q, asked + 2 heads, D] of the tokens.
-        cos, sin: Their angles [B, Q, D] (`rotate`).
-        slots: Where keys and values go [B, Q].
-        keys, values: A cache's [rows, heads, slots, D].
-        mask: [B, Q, K], added to the scores of the first K slots.
-        out: [B Q, asked, D].
+        query: [n, heads, D], of the tokens of all rows, row after row.
+        starts: [B + 1], the number of each row's first token, and n.
+        keys, values: [lines, D], of all rows and heads.
+        lines: How many heads of keys there are; lines to the next row and head of keys, then of
+            values.
+        mask: [n, K], added to a token's scores of the first K keys of its row.
     """
-    (batch, queries, size), heads, asked = cos.shape, keys.shape[1], out.shape[1]
-    turned, own = np.empty((batch, asked, queries, size), u16), np.empty((1, heads, 1, size), u16)
-    for b in range(batch):
-        mine = slice(b * queries, (b + 1) * queries)
-        rotate(states[mine], 0, cos[b : b + 1], sin[b : b + 1], turned[b : b + 1])
-        for q in range(queries):
-            row, slot = b * queries + q, slots[b, q]
-            angles = cos[b : b + 1, q : q + 1], sin[b : b + 1, q : q + 1]
-            rotate(states[row : row + 1], asked, *angles, own)
+    rows, (_, asked, size) = len(starts) - 1, query.shape
+    group = asked // lines[0]  # heads that read the same keys
+    ends, parts = np.empty(rows, np.int64), np.zeros(rows + 1, np.int64)
+    for b in range(rows):
+        tokens = starts[b + 1] - starts[b]
+        ends[b] = readable(mask[starts[b] : starts[b + 1]])
+        parts[b + 1] = parts[b] + lines[0] * ((tokens * group + 3) // 4)
+    for i in numba.prange(parts[rows]):  # four queries at a time, so that threads share a head
+        b = np.searchsorted(parts, i, side="right") - 1
+        start, tokens = starts[b], starts[b + 1] - starts[b]
+        fours = (tokens * group + 3) // 4
+        h, first = (i - parts[b]) // fours, (i - parts[b]) % fours * 4
+        count = min(4, tokens * group - first)
+        four, found = np.zeros((4, size), f32), np.zeros((4, size), f32)
+        for n in range(count):
+            head, token = h * group + (first + n) // tokens, start + (first + n) % tokens
+            for d in range(size):
+                four[n, d] = number(query[token, head, d])
+        key, value = b * lines[1] + h * lines[2], b * lines[3] + h * lines[4]
+        own, theirs = keys[key : key + ends[b]], values[value : value + ends[b]]
+        four_queries(four, own, theirs, mask[start : start + tokens], first, scale, found)
+        for n in range(count):
+            head, token = h * group + (first + n) // tokens, start + (first + n) % tokens
+            for d in range(size):
+                out[token, head, d] = bits(found[n, d])
+
+
+@compiled()
+def rotated_attention(states, cos, sin, starts, slots, keys, values, mask, scale, out):
+    """Rotate queries and keys, keep keys and values, and compute `attention` into `out`.
+
+    All arguments but `starts`, `slots` and `scale` are bits.
+
+    Args:
+        states: Queries, keys and values [n, asked + 2 heads, D] of the tokens of all rows.
+        cos, sin: Their angles [n, 1, D] (`rotate`).
+        starts, mask: See `attention`.
+        slots: Where a token's key and value go, [n].
+        keys, values: A cache's [B or more, heads, slots, D].
+        out: [n, asked, D].
+    """
+    (tokens, _, size), (_, heads, room, _), asked = cos.shape, keys.shape, out.shape[1]
+    query, key = np.empty((tokens, asked, 1, size), u16), np.empty((tokens, heads, 1, size), u16)
+    rotate(states, 0, cos, sin, query)
+    rotate(states, asked, cos, sin, key)
+    for b in range(len(starts) - 1):
+        for n in range(starts[b], starts[b + 1]):
             for h in range(heads):
-                keys[b, h, slot] = own[0, h, 0]
-                values[b, h, slot] = states[row, asked + heads + h]
-    shared = asked // heads * queries  # queries that read the same keys
-    fours = (shared + 3) // 4
-    for i in numba.prange(batch * heads * fours):
-        b, h, first = i // (heads * fours), i // fours % heads, i % fours * 4
-        count, end, head = min(4, shared - first), readable(mask[b]), h * (asked // heads)
-        query, found = np.zeros((4, size), f32), np.zeros((count, size), f32)
-        for n in range(count):
-            group, q = (first + n) // queries, (first + n) % queries
-            for d in range(size):
-                query[n, d] = number(turned[b, head + group, q, d])
-        own, theirs = keys[b, h, :end], values[b, h, :end]
-        four_queries(query, own, theirs, mask[b], first, scale, found)
-        for n in range(count):
-            group, q = (first + n) // queries, (first + n) % queries
-            for d in range(size):
-                out[b * queries + q, head + group, d] = bits(found[n, d])
+                keys[b, h, slots[n]] = key[n, h, 0]
+                values[b, h, slots[n]] = states[n, asked + heads + h]
+    lines = heads, heads * room, room, heads * room, room
+    given = keys.reshape(-1, size), values.reshape(-1, size), lines, mask, scale, out
+    attention(query.reshape(tokens, asked, size), starts, *given)
 
 
 @compiled(fastmath=ANY_ORDER)

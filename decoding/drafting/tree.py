@@ -65,6 +65,10 @@ class Tree(NamedTuple):
     child: dict[tuple[int, int], int]
     score: Sequence[float] = ()
 
+    def count(self, least: float) -> int:
+        """Return how many nodes have a probability of at least `least`."""
+        return sum(exp(score) >= least for score in self.score)
+
     def first(self, nodes: int) -> "Tree":
         """Return the tree of the first so many nodes."""
         child = {edge: node for edge, node in self.child.items() if node < nodes}
@@ -115,11 +119,11 @@ def walk(tree: Tree, choice: list[int]) -> list[int]:
 
 
 class Trees(NamedTuple):
-    """The trees of a batch, of N nodes each.
+    """The trees of a batch, of at most N nodes.
 
     Attributes:
         rows: The tree of each sequence.
-        token: Token of each node, int64 [B, N].
+        token: Token of each node, int64 [B, N]; smaller trees have padding, without children.
         depth: Depth of each node, int64 [B, N]; 1 for children of the root.
         path: Bits of the nodes on each node's path, int64 [B, N] (see `Tree`).
     """
@@ -128,6 +132,17 @@ class Trees(NamedTuple):
     token: Tensor
     depth: Tensor
     path: Tensor
+
+    @property
+    def sizes(self) -> Tensor:
+        """Return how many nodes each tree has, [B]."""
+        return self.token.new_tensor([len(row.token) for row in self.rows])
+
+    def padding(self) -> Tensor | None:
+        """Return where there is neither the root nor a node, [B, N + 1]; None: nowhere."""
+        places = torch.arange(self.token.shape[1] + 1, device=self.token.device)
+        found = places > self.sizes[:, None]
+        return found if found.any() else None
 
     def before(self) -> Tensor:
         """Return which nodes precede the token after the root or a node: 0 or 1, [B, N + 1, N]."""
@@ -197,6 +212,7 @@ def draft_trees(
     ids: Tensor | None = None,
     least: float = 0.0,
     constraints: Sequence[Constraint | None] | None = None,
+    ragged: bool = False,
 ) -> Trees:
     """Draft best-first trees under softmax(sharpness * (logits + pairs' terms) + bigram scores).
 
@@ -207,7 +223,7 @@ def draft_trees(
 
     Args:
         logits: The drafter's logits, with the noise added if there is any, [B, k, n].
-        nodes: The most nodes of a tree; all trees of a batch have equally many.
+        nodes: The most nodes of a tree.
         sharpness: Inverse temperature of the drafter: a number, or one for each depth [k] or
             longer. Below 1 it corrects an overconfident drafter, whose trees would be too deep and
             narrow.
@@ -215,7 +231,7 @@ def draft_trees(
         lookups: The text of each sequence, mixed into the ranking (`prompt_lookup`).
         pairs: The terms that depths 2 to k add, by the token before.
         ids: [n], the token of each logit; None: token i.
-        least: The least probability of a node, on average over a batch (`trees_of`).
+        least, ragged: The least probability of a node; see `trees_of`.
         constraints: What the answer of each sequence may be (`engine.grammar`).
     """
     logits = logits[:, :nodes]  # a tree is no deeper
@@ -239,19 +255,27 @@ def draft_trees(
     ]
     if constraints is not None:
         rankings = [constrained(*of, logits.shape[1]) for of in zip(rankings, constraints)]
-    return trees_of(rankings, nodes, least, logits.device)
+    return trees_of(rankings, nodes, least, logits.device, ragged=ragged)
 
 
 def trees_of(
-    rankings: list[Children], nodes: int, least: float, device: torch.device, fewest: int = 1
+    rankings: list[Children],
+    nodes: int,
+    least: float,
+    device: torch.device,
+    fewest: int = 1,
+    ragged: bool = False,
 ) -> Trees:
-    """Return the best trees of a batch, of one size: a node more is a token more of every sequence.
+    """Return the best trees of a batch, of nodes with a probability of at least `least`.
 
-    They have the nodes that are reached with a probability of at least `least` on average over the
-    sequences, but `fewest` at the least, and no more than any sequence has prefixes.
+    A tree has at least `fewest` nodes. Where a node more is a token more of every sequence the
+    trees have one size, and the probability is an average over the sequences; `ragged` trees have
+    sizes of their own.
     """
-    alone = least if len(rankings) == 1 else 0.0
+    alone = least if ragged or len(rankings) == 1 else 0.0
     rows = [best_first(children, nodes, alone) for children in rankings]
+    if ragged:
+        return batched([row.first(max(fewest, row.count(least))) for row in rows], device)
     size = min(len(row.token) for row in rows)
     if least:
         chances = [sum(map(exp, scores)) for scores in zip(*(row.score[:size] for row in rows))]
@@ -270,6 +294,7 @@ def grow_trees(
     least: float = 0.0,
     least_gain: float = 0.0,
     constraints: Sequence[Constraint | None] | None = None,
+    ragged: bool = False,
 ) -> Trees:
     """Draft best-first trees of conditional drafts, all nodes of a depth in one run of the drafter.
 
@@ -281,7 +306,7 @@ def grow_trees(
             added if there is any: `expand(depth, tokens, parent)`, [B, M] each as in
             `BlockDrafter.extend`; those after the root, M = 1, for depth 0 and None.
         k: The most tokens of a path that the drafter drafts.
-        nodes, sharpness, bigrams, lookups, ids, least, constraints: See `draft_trees`.
+        nodes, sharpness, bigrams, lookups, ids, least, constraints, ragged: See `draft_trees`.
         least_gain: Tokens that a further run is expected to bring a tree of the batch, at the
             least (`expected_gain`); 0: trees grow wherever they have nodes.
     """
@@ -314,7 +339,7 @@ def grow_trees(
         parents = [row.number(paths, M, given) for row, paths in zip(rows, growing)]
         given += M
         logits = expand(depth + 1, *torch.tensor([last, parents], device=device))
-    return trees_of([row.children for row in rows], nodes, least, device)
+    return trees_of([row.children for row in rows], nodes, least, device, ragged=ragged)
 
 
 def expected_gain(paths: dict[Path, float], depth: int, nodes: int, least: float) -> float:
@@ -389,9 +414,11 @@ class Growing:
 
 
 def batched(rows: list[Tree], device: torch.device) -> Trees:
-    """Batch trees of equally many nodes."""
-    numbers = torch.tensor([*zip(*(t[:3] for t in rows))], dtype=torch.long, device=device)
-    return Trees(rows, *numbers)
+    """Batch trees, the smaller ones with padding: nodes at depth 1 that no path leads through."""
+    size = max(len(row.token) for row in rows)
+    padding = [0] * size, [1] * size, [1 << node for node in range(size)]
+    whole = [[own + more[len(own) :] for own, more in zip(row[:3], padding)] for row in rows]
+    return Trees(rows, *torch.tensor([*zip(*whole)], dtype=torch.long, device=device))
 
 
 def likeliest_paths(

@@ -6,12 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from models.attention import EAGER, GROUPED, Span, additive, cache_argument
 from models.context import clamped, most_positions
+from models.fused_layers import is_fused
 from models.head import ReducedHead
 from models.hidden_states import capture
 from models.masks import Layout, Predicate, dense, limited
@@ -34,6 +36,17 @@ class Stored(NamedTuple):
     def size(self) -> int:
         """Return the bytes of all."""
         return sum(memory.nbytes for memory in self.memory.values())
+
+
+class Places(NamedTuple):
+    """Where a forward's tokens go: those from starts[b] on, [B + 1], to row b's `slots` [n].
+
+    `flat` says that the forward has them as one row, without the padding of ragged rows.
+    """
+
+    starts: np.ndarray
+    slots: Tensor
+    flat: bool
 
 
 class RaggedCache(Cache):
@@ -61,15 +74,22 @@ class RaggedCache(Cache):
         self._numbers: defaultdict[tuple, dict[int, int]] = defaultdict(dict)
         self.place(torch.zeros(1, 1, dtype=torch.long), 0)
 
-    def place(self, slots: Tensor, visible: int) -> None:
-        """Set the slots [B, Q] that the next forward writes, and how many slots it reads."""
+    def place(self, slots: Tensor, visible: int, flat: Tensor | None = None) -> None:
+        """Set the slots [B, Q] that the next forward writes, and how many slots it reads.
+
+        `flat` [B, Q] are the tokens that it has, if it has them as one row (`Places`).
+        """
         self._grow(visible)
         slots = slots.clamp_max(max(self._room - 1, 0))  # the scratch slot
-        self.slots, self.visible = slots, visible
+        self.visible, starts = visible, np.arange(len(slots) + 1) * slots.shape[1]
+        if flat is not None:
+            starts[1:] = flat.sum(1).cumsum(0)
+        written = slots.flatten() if flat is None else slots[flat]
+        self.places = Places(starts, written, flat is not None)
         # One row is contiguous, and a slice is written twice as fast.
         self.start = int(slots[0, 0]) if len(slots) == 1 else None
-        self.rows = torch.arange(len(slots), device=slots.device)[:, None]
-        self._index = {slots.device: (self.rows, slots)}  # what is written to, by device
+        rows = torch.arange(len(slots), device=slots.device)[:, None]
+        self._index = {slots.device: (rows, slots)}  # what is written to, by device
 
     def _grow(self, visible: int) -> None:
         """Make room for so many slots, and for scratch."""
@@ -98,6 +118,7 @@ class RaggedCache(Cache):
 
     def _write(self, kind: str, layer: int, states: Tensor) -> Tensor:
         """Write states of one kind; return all that may be read."""
+        assert not self.places.flat  # only fused layers know whose tokens are whose
         rows, heads, _, size = states.shape
         stored = self._stored(kind, layer, rows, heads, size, states)
         if self.start is not None:
@@ -108,15 +129,13 @@ class RaggedCache(Cache):
             stored[rows, :, slots] = states.transpose(1, 2)
         return stored[:, :, : self.visible]
 
-    def memory(
-        self, layer: int, rows: int, heads: int, size: int, like: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return a layer's keys and values [rows, heads, room, size], to be written at `slots`.
+    def memory(self, layer: int, heads: int, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a layer's keys and values [rows, heads, room, size], to be written at `places`.
 
         They are of the type of `like`, and on its device.
         """
-        keys = self._stored("keys", layer, rows, heads, size, like)
-        return keys, self._stored("values", layer, rows, heads, size, like)
+        of = layer, len(self.places.starts) - 1, heads, size, like
+        return self._stored("keys", *of), self._stored("values", *of)
 
     def _stored(
         self, kind: str, layer: int, rows: int, heads: int, size: int, like: Tensor
@@ -131,7 +150,8 @@ class RaggedCache(Cache):
 
     def _index_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if device not in self._index:
-            self._index[device] = self.rows.to(device), self.slots.to(device)
+            rows, slots = next(iter(self._index.values()))
+            self._index[device] = rows.to(device), slots.to(device)
         return self._index[device]
 
     def _layer(self, of: tuple, layer: int, rows: int, like: Tensor) -> Tensor:
@@ -242,17 +262,17 @@ class SharedLayers:
         return keys.to(key.dtype), values.to(value.dtype)
 
     @property
-    def slots(self) -> Tensor:
-        """The slots [B, Q] that the next forward writes."""
-        return self.cache.slots
+    def places(self) -> Places:
+        """Where the next forward's tokens go."""
+        return self.cache.places
 
     def memory(
-        self, layer: int, rows: int, heads: int, size: int, like: Tensor
+        self, layer: int, heads: int, size: int, like: Tensor
     ) -> tuple[Tensor, Tensor] | None:
         """Return `RaggedCache.memory`; None where the drafter has another type."""
         if like.dtype != self._dtype:
             return None
-        return self.cache.memory(self._layers[layer], rows, heads, size, like)
+        return self.cache.memory(self._layers[layer], heads, size, like)
 
 
 class Rows(Protocol):
@@ -331,6 +351,10 @@ class CachedNetwork(CountedNetwork):
         hidden_layers: Decoder layers, 0-based, whose outputs every pass returns; the last layer's
             is taken before the final norm (`models.hidden_states`).
         ids: [V], the tokens whose logits are wanted; None: all.
+
+    Attributes:
+        by_row: Whether attention is computed row by row.
+        flat: Whether the padding of branches costs nothing: trees may have different sizes.
     """
 
     def __init__(
@@ -355,6 +379,7 @@ class CachedNetwork(CountedNetwork):
         self._adds = network.dtype if adds else None
         # bfloat16 sums round by their width, so no row's width may depend on the longest row.
         self.by_row = kind == GROUPED and network.dtype == torch.bfloat16
+        self.flat = self.by_row and is_fused(network)
         self._windows = windows_of(config)
         self._slots = torch.arange(capacity, device=input_device(network))[None]
         self._clean = Layout(*self._slots.new_tensor([0, 0, -1])[:, None, None])
@@ -377,7 +402,7 @@ class CachedNetwork(CountedNetwork):
             keep: Return the logits of the last `keep` tokens.
             block_start: [B]; tokens and slots from there on are one draft block; None: all are
                 clean.
-            padding: bool [B, Q]; these tokens go to the scratch slot.
+            padding: bool [B, Q]; these tokens go to the scratch slot, or nowhere (`flat`).
             branch: [B, Q], -1 outside of any. Branches share positions, so tokens go to consecutive
                 slots from the first token's position on.
         """
@@ -394,9 +419,11 @@ class CachedNetwork(CountedNetwork):
             stale = self._slots[:, :visible] > slots[:, -1:]
             k = k._replace(document=-stale.long())
         mask = self.masks(q, k, visible)
+        if padding is not None and branch is not None and self.flat:
+            return self._flat_pass(tokens, positions, slots, mask, ~padding)
         spans = _spans(slots, padding) if self.by_row else None
         if padding is not None:
-            slots = positions.masked_fill(padding, self.cache.capacity - 1)
+            slots = slots.masked_fill(padding, self.cache.capacity - 1)
         return self.run(tokens, positions, slots, mask, keep, spans)
 
     def masks(
@@ -433,14 +460,16 @@ class CachedNetwork(CountedNetwork):
         mask: Tensor | dict[str, Tensor],
         keep: int | Tensor,
         spans: Sequence[Span] | None = None,
+        flat: Tensor | None = None,
     ) -> TargetOutput:
         """Run tokens at positions, written to slots, under `masks` over the first slots.
 
         `keep` is the number of last tokens whose logits are returned, or their indices; `spans` are
-        those of `models.attention.grouped`.
+        those of `models.attention.grouped`. With `flat` (`RaggedCache.place`) all but the slots is
+        of the tokens as one row.
         """
         one = mask if isinstance(mask, Tensor) else next(iter(mask.values()))
-        self.cache.place(slots, one.shape[-1])
+        self.cache.place(slots, one.shape[-1], flat)
         if self._several:  # the head may have another device
             keep = keep if isinstance(keep, int) else keep.cpu()
         elif isinstance(keep, int):
@@ -459,6 +488,26 @@ class CachedNetwork(CountedNetwork):
                 **({} if spans is None else {"spans": spans}),
             )
         return TargetOutput(logits, tuple(state.to(tokens.device) for state in states))
+
+    def _flat_pass(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        mask: Tensor | dict[str, Tensor],
+        real: Tensor,
+    ) -> TargetOutput:
+        """Run the `real` tokens of [B, Q] as one row; others have any outputs."""
+
+        def joined(mask: Tensor) -> Tensor:
+            return mask[:, 0][real][None, None]
+
+        own = joined(mask) if isinstance(mask, Tensor) else {t: joined(m) for t, m in mask.items()}
+        count, rows = int(real.sum()), torch.zeros_like(tokens)
+        rows[real] = torch.arange(count)
+        given = tokens[real][None], positions[real][None], slots, own, count
+        logits, states = self.run(*given, flat=real)
+        return TargetOutput(logits[0][rows], tuple(state[0][rows] for state in states))
 
     def _layout(self, positions: Tensor, block_start: Tensor | None) -> Layout:
         # Expanded to the positions' shape, as a predicate need not read the index.

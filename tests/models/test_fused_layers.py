@@ -6,8 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.functional import pad
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, apply_rotary_pos_emb
 
+from decoding.drafting import tree
 from decoding.engine.cache import CachedNetwork
 from decoding.loading import for_inference
 from decoding.samplers.dflash import CachedDrafter
@@ -103,6 +105,58 @@ def test_a_loop_that_errs_is_seen(wrong, monkeypatch):
     assert not all(torch.equal(*pair) for pair in zip(passes(ours, 1), expected))
     if wrong != "rotated_attention":  # of caches that the comparison lacks
         assert replaced(network()) == 0
+
+
+TREE = tree.Tree([5, 6, 7, 8, 9], [1, 2, 1, 2, 3], [1, 3, 4, 12, 28], {})  # two branches
+
+
+def tree_passes(model, sizes, padded=True, wrong=False):
+    """Logits of the first nodes of TREE, so many a row, after prompts of different lengths."""
+    cached, prompts = CachedNetwork(model, masks.tree, 60), torch.arange(24).view(3, 8)
+    rows = torch.arange(3) if padded else torch.tensor([len(sizes) - 1])
+    lengths = torch.tensor([[8], [4], [6]])[rows]
+    cached(prompts[rows], torch.arange(8).expand(len(rows), -1), keep=1)
+    trees = tree.batched([TREE.first(size) for size in sizes[-len(rows) :]], model.device)
+    if wrong:
+        trees = trees._replace(path=trees.path.where(trees.path != 1 << 4, 0))
+    output = cached(
+        pad(trees.token, (1, 0), value=3),
+        lengths + pad(trees.depth, (1, 0)),
+        keep=trees.token.shape[1] + 1,
+        padding=trees.padding(),
+        branch=pad(trees.path, (1, 0), value=-1),
+    )
+    return [logits[: size + 1] for logits, size in zip(output.logits, sizes[-len(rows) :])]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("llama", {}),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    ],
+)
+def test_trees_of_different_sizes_have_the_bits_that_they_have_alone(kind, config, flat):
+    """Without their padding, and with it where a layer is not fused."""
+    model, taken = network(kind, fused=flat, **config), []
+    assert CachedNetwork(model, masks.tree, 60).flat == flat
+    model.get_input_embeddings().register_forward_hook(lambda _, args, __: taken.append(args[0]))
+    for sizes in ([3, 0, 5], [0, 4, 1], [5, 5, 0]):
+        together = tree_passes(model, sizes)
+        assert taken[-1].shape == ((1, sum(sizes) + 3) if flat else (3, max(sizes) + 1))
+        for row, found in enumerate(together):
+            (alone,) = tree_passes(model, sizes[: row + 1], padded=False)
+            assert torch.equal(found, alone)
+
+
+@torch.inference_mode()
+def test_padding_that_is_read_is_seen():
+    """Negative control: nodes of an empty path precede all others."""
+    model = network(fused=False)
+    found = zip(tree_passes(model, [3, 0, 5]), tree_passes(model, [3, 0, 5], wrong=True))
+    assert not all(torch.equal(*pair) for pair in found)
 
 
 def test_another_formula_is_left_as_it_is():

@@ -135,6 +135,33 @@ def test_a_tree_has_only_nodes_of_the_least_probability(least):
     assert [row[:4] for row in grown.rows] == [every[1].first(counts[1])[:4]]
 
 
+def test_ragged_trees_are_those_of_each_sequence_alone():
+    z = torch.randn(3, 4, 9, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    z *= torch.tensor([1.0, 3.0, 6.0])[:, None, None]
+    trees = tree.draft_trees(z, 30, least=0.1, ragged=True)
+    alone = [tree.draft_trees(z[i : i + 1], 30, least=0.1) for i in range(3)]
+    assert trees.rows == [own.rows[0] for own in alone]
+    sizes = trees.sizes.tolist()
+    assert len({*sizes}) > 1
+    for i, (size, own) in enumerate(zip(sizes, alone)):
+        assert all(torch.equal(x[i, :size], y[0]) for x, y in zip(trees[1:], own[1:]))
+        assert trees.padding()[i].tolist() == [n > size for n in range(max(sizes) + 1)]
+        before = trees.before()[i]
+        assert not before[: size + 1, size:].any()  # no token has padding before it
+        assert torch.equal(before[: size + 1, :size], own.before()[0])
+    assert alone[0].padding() is None
+
+
+def test_a_tree_may_have_no_node():
+    """Where nothing is probable enough, while others of the batch have some."""
+    rankings = [lambda path: ([1, 2], [-1.2, -1.6]), lambda path: ([3], [-0.1])]
+    trees = tree.trees_of(rankings, 4, 0.5, torch.device("cpu"), fewest=0, ragged=True)
+    assert trees.sizes.tolist() == [0, 4]
+    none = tree.trees_of(rankings, 4, 0.95, torch.device("cpu"), fewest=0, ragged=True)
+    assert none.token.shape == (2, 0)
+    assert none.padding() is None
+
+
 def chances(z, found):
     """The probabilities of a tree's nodes, under the product of marginals."""
     p = z.softmax(-1)

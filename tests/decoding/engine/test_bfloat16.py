@@ -146,6 +146,7 @@ def samplers():
     return {
         "plain": PlainSampler(target, tiny.tokenizer(V)),
         "deer": DeerSampler(target, tiny.tokenizer(V), drafter, **tokens),
+        "ragged": DeerSampler(target, tiny.tokenizer(V), drafter, least=0.1, **tokens),
         "jacobi": JacobiSampler(target, tiny.tokenizer(V), block_size=4),
     }
 
@@ -159,6 +160,7 @@ def samplers():
         ("deer", "rejection"),
         ("deer", "block"),
         ("deer", "tree"),
+        ("ragged", "tree"),
         ("jacobi", "coupled"),
     ],
 )
@@ -182,7 +184,8 @@ def test_a_request_has_the_text_that_it_has_alone(name, verify, temperature):
 @PACKED
 @pytest.mark.skipif(few_queries.loops() is None, reason="needs numba")
 @pytest.mark.parametrize(
-    ("name", "verify"), [("deer", "coupled"), ("deer", "tree"), ("jacobi", "coupled")]
+    ("name", "verify"),
+    [("deer", "coupled"), ("deer", "tree"), ("ragged", "tree"), ("jacobi", "coupled")],
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_drafts_leave_the_text_of_plain_decoding(name, verify, temperature):
