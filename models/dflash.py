@@ -46,7 +46,6 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from models import speculators
 from models.attention import layer_masks
 from models.draft_head import DraftHead
-from models.hidden_states import check_layers
 from models.markov import MarkovHead
 from models.masks import Layout, dense, limited, numbered_blocks
 from models.sizes import Rank
@@ -568,19 +567,3 @@ def load_assistant(path: str) -> PreTrainedModel:
     tensors = network.state_dict().items()
     assistant.load_state_dict({ASSISTANT_NAMES.get(name, name): x for name, x in tensors})
     return assistant
-
-
-def check_fits(config: Qwen3Config, target: PreTrainedModel) -> None:
-    """Raise ValueError unless a drafter's config is for a target of this size and depth."""
-    theirs = target.config.get_text_config()
-    sizes = {
-        "num_target_layers": (config.num_target_layers, theirs.num_hidden_layers),
-        "hidden_size": (config.hidden_size, theirs.hidden_size),
-        "vocab_size": (config.vocab_size, theirs.vocab_size),
-    }
-    for name, (ours, needed) in sizes.items():
-        if ours != needed:
-            raise ValueError(
-                f"the drafter is for a target with {name}={ours}, and this one has {needed}"
-            )
-    check_layers(target, config.dflash_config["target_layer_ids"])

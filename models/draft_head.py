@@ -2,7 +2,9 @@
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from models.hidden_states import check_layers
 
 
 class DraftHead:
@@ -12,6 +14,8 @@ class DraftHead:
     target's are used. Without `lm_head` (None) the head is the target's too.
     """
 
+    config: PreTrainedConfig
+    target_layer_ids: tuple[int, ...]  # whose outputs it reads (`models.hidden_states`)
     lm_head: nn.Linear | None
     d2t: Tensor
 
@@ -36,6 +40,30 @@ class DraftHead:
         ids = draft_ids.sort().values
         self.d2t.copy_(ids - torch.arange(len(ids)))
         self.lm_head.weight.copy_(source.get_output_embeddings().weight[ids])
+
+    def check_fits(self, target: PreTrainedModel) -> None:
+        """Raise ValueError unless the drafter is for a target of this size and depth."""
+        theirs, config = target.config.get_text_config(), self.config
+        sizes = {
+            "num_target_layers": theirs.num_hidden_layers,
+            "hidden_size": theirs.hidden_size,
+            "vocab_size": theirs.vocab_size,
+        }
+        for name, needed in sizes.items():
+            if (ours := getattr(config, name, needed)) != needed:
+                raise ValueError(
+                    f"the drafter is for a target with {name}={ours}, and this one has {needed}"
+                )
+        check_layers(target, self.target_layer_ids)
+
+    def check_ids(self) -> None:
+        """Raise ValueError if the own head covers tokens that the target lacks."""
+        ids = self.draft_ids
+        if ids is not None and (int(ids.min()) < 0 or int(ids.max()) >= self.config.vocab_size):
+            raise ValueError(
+                f"its d2t points to tokens {int(ids.min())} to {int(ids.max())}, and the target's "
+                f"are 0 to {self.config.vocab_size - 1}"
+            )
 
     def logits(self, hidden: Tensor, target: PreTrainedModel) -> Tensor:
         """Return logits [..., V] of states [..., H], by the drafter's own head or the target's."""

@@ -379,13 +379,7 @@ def load(path: str, dtype: str | torch.dtype = "auto") -> LlamaForCausalLMEagle3
                 setattr(config, EMBEDDINGS, True)
                 network, found = _loaded(path, config, dtype)
         check_complete(network, found)
-        ids = network.draft_ids
-        assert ids is not None
-        if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
-            raise ValueError(
-                f"its d2t points to tokens {int(ids.min())} to {int(ids.max())}, and the target's "
-                f"are 0 to {config.vocab_size - 1}"
-            )
+        network.check_ids()
     return network
 
 
@@ -412,15 +406,3 @@ def check_config(config: LlamaConfig) -> None:
         setattr(config, key, bool(getattr(config, key, False)))
     if config.parallel_drafting and type(getattr(config, "pard_token", None)) is not int:
         raise ValueError("its config.json names no pard_token, the mask that it reads")
-
-
-def check_fits(config: LlamaConfig, target: PreTrainedModel) -> None:
-    """Raise ValueError unless a drafter's config is for a target of this size and depth."""
-    theirs = target.config.get_text_config()
-    for name in ("hidden_size", "vocab_size"):
-        if getattr(config, name) != getattr(theirs, name):
-            raise ValueError(
-                f"the drafter is for a target with {name}={getattr(config, name)}, and this one "
-                f"has {getattr(theirs, name)}"
-            )
-    check_layers(target, [i - 1 for i in getattr(config, LAYER_IDS)])

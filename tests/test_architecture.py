@@ -27,7 +27,7 @@ HEAVY |= {"torch.distributed"}
 # Only what composes recipes may need Hydra.
 COMPOSES = {"recipes/compose.py", "recipes/inputs.py", "recipes/stored.py", "decoding/collect.py"}
 LAZY = {"datasets"}  # there only inside functions
-SHARED_LOSSES = {"diffusion", "ar", "acceptance"}  # pieces of several methods, not methods
+SHARED_LOSSES = {"diffusion", "ar", "acceptance", "rollout"}  # pieces of several methods
 KNOWN_METHODS = {"asarm", "assd", "deer", "pcllm", "jacobi", "spiffy", "cspd"}
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import Field
 from torch import Tensor, nn
 
-from models.dflash import DFlashDraftModel, check_fits, draft_states
+from models.dflash import DFlashDraftModel, draft_states
 from trainers.draft_vocabulary import PREVIOUS
 from trainers.losses.dflash import decay_weight
 from trainers.state_reader import StateReaderModule
@@ -70,9 +70,6 @@ class DFlash(StateReaderModule):
 
     def is_trained(self) -> bool:
         return bool(self.network.name_or_path)  # it was loaded: a new one comes from no folder
-
-    def check_fits(self, target) -> None:
-        check_fits(self.network.config, target)
 
     def block_weight(self, batch: dict[str, Tensor]) -> Tensor:
         return decay_weight(batch["masked"], self.gamma)

@@ -14,7 +14,7 @@ class StateReaderModule(SoftTargetModule):
     """The module of a drafter that reads the target's states and has their embeddings or head.
 
     Its network (`models.draft_head`) names the layers that it reads, and the tokens that its own
-    head covers. A method overrides `block_weight`, `check_fits` and `draft_states`.
+    head covers. A method overrides `block_weight` and `draft_states`.
 
     Args:
         network: The drafter.
@@ -26,10 +26,6 @@ class StateReaderModule(SoftTargetModule):
         self.target_layers = network.target_layer_ids
 
     @abstractmethod
-    def check_fits(self, target) -> None:
-        """Raise ValueError unless the network is for a target of this size and depth."""
-
-    @abstractmethod
     def draft_states(self, batch: dict[str, Tensor], states: Sequence[Tensor]) -> Tensor:
         """Return last hidden states [B, A, K, H] of all drafted tokens of a batch.
 
@@ -38,7 +34,7 @@ class StateReaderModule(SoftTargetModule):
 
     def attach_target(self, target) -> None:
         if target is not None:
-            self.check_fits(target)
+            self.network.check_fits(target)
         super().attach_target(target)
 
     def draft_logits(self, batch: dict[str, Tensor], states: TargetStates | None) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.drafting.markov import MarkovScores
+from decoding.drafting.prompt_lookup import Lookup
 from decoding.drafting.tree import Children
 from decoding.engine import vocabulary
 from decoding.engine.batch import Batch
@@ -88,6 +89,10 @@ class BlockDrafter(Sampler):
         `noise` [B, k + 1, V] is that of the next positions; None at temperature 0.
         """
         return None
+
+    def lookup_of(self, tokens: list[int]) -> Lookup:
+        """Return the prompt lookup of a request, which ranks its trees too."""
+        return Lookup(tokens)
 
     def follow(
         self, batch: Batch, states: tuple[Tensor, ...], path: Tensor, counts: Tensor

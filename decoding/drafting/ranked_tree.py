@@ -93,7 +93,7 @@ class RankedTree:
         """Make a batch's prompt lookups, at temperature 0; with noise they make trees worse."""
         batch.drafts = Lookups()
         if self.lookup and params.temperature == 0:
-            batch.drafts.lookups = lookups_of(batch, Lookup)
+            batch.drafts.lookups = lookups_of(batch, sampler.lookup_of)
 
     def cycle(
         self, sampler: BlockDrafter, batch: Batch, params: SamplingParams
@@ -104,7 +104,7 @@ class RankedTree:
         catch_up(batch.drafts.lookups, batch)
         if (children := sampler.children(batch, noise)) is not None:
             nodes, _, _, _, least = self._settings(batch, params)
-            trees = trees_of(children, nodes, least, sampler.device, fewest=0)
+            trees = trees_of(children, nodes, least, sampler.device, 0, _ragged(batch))
             if not trees.token.shape[1]:
                 return sampler.undrafted(batch, params)
         elif sampler.tail:
@@ -138,7 +138,7 @@ class RankedTree:
         if ids is not None:  # no other token has a chance, and a target may have ten times as many
             logits = logits[..., ids]
         given = nodes, sharpness, bigrams, lookups, pairs, ids, least
-        return draft_trees(logits, *given, sampler.constraints(batch))
+        return draft_trees(logits, *given, sampler.constraints(batch), _ragged(batch))
 
     def grown(
         self,
@@ -164,7 +164,8 @@ class RankedTree:
         nodes, sharpness, bigrams, lookups, least = self._settings(batch, params)
         gain = for_requests(self.least_gain, len(batch.requests))
         given = nodes, sharpness, bigrams, lookups, ids, least, gain
-        return grow_trees(expand, min(k, nodes), *given, sampler.constraints(batch))
+        others = sampler.constraints(batch), _ragged(batch)
+        return grow_trees(expand, min(k, nodes), *given, *others)
 
     def _settings(self, batch: Batch, params: SamplingParams) -> tuple:
         """Return nodes, sharpness, bigram scores, lookups, least probability of a batch's trees."""
@@ -178,12 +179,13 @@ def tree_pass(
     sampler: BlockDrafter, batch: Batch, trees: Trees, params: SamplingParams
 ) -> TargetOutput:
     """Run the target over the last committed token and N nodes: warped logits [B, N + 1, V]."""
-    batch.drafted = trees.token.shape[1]
+    batch.drafted = trees.sizes
     last, depth = batch.lengths[:, None] - 1, pad(trees.depth, (1, 0))
     output = batch.networks["target"](
         torch.cat([batch.tokens.gather(1, last), trees.token], 1),
         last + depth,
         keep=depth.shape[1],
+        padding=trees.padding(),
         branch=pad(trees.path, (1, 0), value=-1),
     )
     logits = sampler.warped(output.logits, batch, trees.token, params, trees.before())
@@ -198,6 +200,11 @@ def accept(
     counts = accepted.count + 1
     sampler.follow(batch, output.hidden_states, accepted.along, counts)
     return accepted.tokens, counts
+
+
+def _ragged(batch: Batch) -> bool:
+    """Return whether trees of a batch may have different sizes at no cost."""
+    return batch.networks["target"].flat
 
 
 def lookups_of(batch: Batch, kind: Callable[[list[int]], L]) -> list[L]:

@@ -159,7 +159,7 @@ class DFlashSampler(StateReader):
         if markov_head is not False:
             knobs.setdefault("markov", drafter.markov_head)
         super().__init__(target, tokenizer, **knobs)
-        dflash.check_fits(drafter.config, target)
+        drafter.check_fits(target)
         check_known(target.config.get_text_config().vocab_size, mask_id=mask_id)
         self.drafter, self.mask_id = drafter.eval(), mask_id
         self.hidden_layers = () if drafter.shared else drafter.target_layer_ids

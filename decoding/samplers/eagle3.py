@@ -113,7 +113,7 @@ class Eagle3Sampler(StateReader):
             raise ValueError("markov_head=true is not allowed: an EAGLE-3 drafter has no such head")
         knobs.setdefault("draft_ids", drafter.draft_ids)
         super().__init__(target, tokenizer, **knobs)
-        eagle3.check_fits(drafter.config, target)
+        drafter.check_fits(target)
         if drafter.parallel:
             known = target.config.get_text_config().vocab_size
             check_known(known, pard_token=drafter.config.pard_token)

@@ -12,68 +12,33 @@ Verification is exact for any drafts, so a request's text does not depend on ear
 speed does.
 """
 
-from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass
 from functools import cache
 from math import exp, log
-from typing import Annotated, Self
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from data.corpora.answers import chosen_rows
-from data.text.tokenizer import checked_manifest
-from decoding.drafting.block_sampler import BlockSampler
-from decoding.drafting.ngrams import N, Ngrams
-from decoding.drafting.prompt_lookup import TRUST, Lookup
+from decoding.drafting.earlier_answers import KEPT_TOKENS, AnswerReader, CheckedLookup, Kept
+from decoding.drafting.prompt_lookup import Lookup
 from decoding.drafting.ranked_tree import catch_up, lookups_of
 from decoding.drafting.tree import Children, Path, Ranked, constrained, mixed, sort, suffix_of
 from decoding.drafting.tree_limits import MAX_NODES
 from decoding.engine.batch import Batch, State
 from decoding.engine.params import KEYED, SamplingParams
 from decoding.method import Amount, ByNumber, Count, Method, Text
+from models.fused_layers import is_fused
 
-# By requests: the most nodes, and what a token more in a pass costs of it on two CPU cores. There
-# sixteen requests are decoded without drafts, which cost what they bring (docs/results/ngram.md).
-NODES: ByNumber[Count] = {1: 16, 4: 4}
-LEAST: ByNumber[Amount] = {1: 0.06, 4: 0.3}
+# By requests: the most nodes, and what a token more costs on two CPU cores, of the time in which
+# plain decoding makes one (docs/results/ngram.md).
+NODES: ByNumber[Count] = {1: 16, 4: 8}
+LEAST: ByNumber[Amount] = {1: 0.06, 4: 0.3, 16: 0.5}
+# Where the trees of a batch have one size, drafts for sixteen requests cost more than they bring.
 FASTEST = {1: {0: "tree"}, 4: {0: "tree"}, 16: {0: "plain"}}
 UNSEEN = 1e-3  # probability of all tokens that were never seen, at the least
 FILLER = log(1e-9)  # score of a draft that nothing speaks for
-
-
-class CheckedLookup(Lookup):
-    """A request's text, with a count of the guesses of its next token that were right.
-
-    n-grams of other texts may be too sure of what comes next in this one. Their probabilities are
-    therefore multiplied by `share`, the right guesses over the sum of their probabilities, as if
-    TRUST guesses of probability 1 had been right before; so drafts that do not pay are left out.
-    """
-
-    _guess: tuple[int, float] | None = None  # a token and its probability
-    _hits: int = TRUST
-    _expected: float = TRUST
-
-    @property
-    def share(self) -> float:
-        """Return the right guesses over the sum of their probabilities, at most 1."""
-        return min(1.0, self._hits / self._expected)
-
-    def guess(self, token: int, probability: float) -> None:
-        """Note the likeliest next token."""
-        self._guess = token, probability
-
-    def extend(self, tokens: list[int]) -> None:
-        if self._guess is not None and tokens:
-            token, probability = self._guess
-            self._hits += token == tokens[0]
-            self._expected += probability
-            self._guess = None
-        super().extend(tokens)
 
 
 @dataclass
@@ -83,23 +48,14 @@ class NgramState(State):
     texts: list[CheckedLookup]  # of each request
 
 
-class NgramSampler(BlockSampler):
+class NgramSampler(AnswerReader):
     """Speculative decoding without a drafter, with the n-grams of this text and earlier answers.
 
     Args:
         target, tokenizer: Any causal LM and its tokenizer.
         block_size: k, tokens of a chain, and of a tree's longest path where the target draws.
         nodes, least: See `BlockSampler`.
-        kept_tokens: Tokens of earlier answers whose n-grams are kept; 0: none, so that nobody can
-            tell from the speed of an answer what others were told.
-        answers: The folder of a collection of the target's answers (`decoding.collect`), which
-            count as earlier ones, besides `kept_tokens`.
-
-    Attributes:
-        ngrams: Those of the earlier answers.
-
-    Raises:
-        ValueError: `answers` is no collection of this tokenizer's.
+        kept_tokens, answers: See `AnswerReader`.
     """
 
     fits_machine = False  # they come true now and then: a trial of a few cycles says little
@@ -113,7 +69,7 @@ class NgramSampler(BlockSampler):
         block_size: Count = 5,
         nodes: Count | ByNumber[Count] = NODES,
         least: Amount | ByNumber[Amount] = LEAST,
-        kept_tokens: Annotated[int, Field(ge=0, le=2**24)] = 2**19,
+        kept_tokens: Kept = KEPT_TOKENS,
         answers: Text | None = None,
     ):
         super().__init__(
@@ -123,34 +79,13 @@ class NgramSampler(BlockSampler):
             nodes=nodes,
             least=least,
             lookup=False,
-            fastest=FASTEST,
+            fastest="tree" if is_fused(target) else FASTEST,
+            kept_tokens=kept_tokens,
+            answers=answers,
         )
-        texts: list[list[int]] = []
-        if answers is not None:
-            checked_manifest(answers, tokenizer)
-            rows = (row for _, rows in chosen_rows(answers, "train", None) for row in rows)
-            texts += (row["prompt_ids"][-N:] + row["answer_ids"] for row in rows)
-        self.kept_tokens = kept_tokens
-        self.ngrams = Ngrams(self.vocabulary, kept_tokens + sum(map(len, texts)))
-        self.ngrams.add(texts)
-        self._first = copy(self.ngrams)
-
-    def fresh(self) -> Self:
-        new = copy(self)
-        new.ngrams = copy(self._first)
-        return new
 
     def begin_drafting(self, batch: Batch, states: tuple[Tensor, ...]) -> None:
         batch.state = NgramState(lookups_of(batch, CheckedLookup))
-
-    def ended(self, batch: Batch, rows: Sequence[int]) -> None:
-        super().ended(batch, rows)
-        if not self.kept_tokens:
-            return
-        given = (
-            (batch.tokens[row], int(batch.starts[row]), int(batch.lengths[row])) for row in rows
-        )
-        self.ngrams.add(tokens[max(0, start - N) : end].tolist() for tokens, start, end in given)
 
     def draft_chain(
         self, batch: Batch, k: int, noise: Tensor | None, params: SamplingParams

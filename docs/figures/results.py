@@ -311,7 +311,8 @@ def ngram(rows: list[Row]) -> Figure:
     """Speed-ups and acceptance lengths by benchmark, one request at a time."""
     fig, axes = panels(2, height=2.0)
     drafted = [r | {"method": f"{r['benchmark']}, T={r['T']}: {r['method']}"} for r in rows]
-    named = [r for r in drafted if re.fullmatch(r"[^:]*: ngram(, with [a-z ]+)?", r["method"])]
+    ours = r"[^:]*: (ngram|redrafter)(, with [a-z ]+)?"
+    named = [r for r in drafted if re.fullmatch(ours, r["method"])]
     for panel, (column, title) in zip(
         axes, {"speed-up": "times plain decoding", "acceptance length": "tokens a pass"}.items()
     ):
@@ -321,7 +322,7 @@ def ngram(rows: list[Row]) -> Figure:
 
 DRAWN = {f.__name__: f for f in (gemma, small, dflash, tail, deer_ablations, markov_head, context)}
 DRAWN |= {f.__name__: f for f in (pcllm, asarm, asarm_training, spiffy, spiffy_training, cspd)}
-DRAWN |= {"minutes": minutes, "ngram": ngram}
+DRAWN |= {"minutes": minutes, "ngram": ngram, "redrafter": ngram}
 # Those that are not of the first table of the page of their name: the page, and the text before.
 ELSEWHERE = {f"{name}_training": (name, "\n### A real model") for name in ("asarm", "spiffy")}
 ELSEWHERE |= {"minutes": ("drafter", "\n## By minutes of training")}

@@ -28,8 +28,8 @@ for source in humaneval gsm8k.jsonl mt_bench.jsonl; do
     compare source="$source" 'temperatures=[0]' 'sampler=[method=ngram]' \
         out="$RUNS/small-ngram/$source"
 done
-compare source=humaneval 'temperatures=[0]' 'batch_sizes=[16]' \
-    'sampler=[method=ngram,nodes=2,least=0.4]' out="$RUNS/small-ngram/sixteen"
+compare source=humaneval 'temperatures=[0]' 'batch_sizes=[4,16]' 'sampler=[method=ngram]' \
+    out="$RUNS/small-ngram/together"
 
 python -m decoding.collect recipe=deer_answers scale=small runs="$RUNS/small" prompts.count=4096
 for temperature in 0 1; do

@@ -118,6 +118,7 @@ class Lab:
                 "module.block_size=4",
             ],
             "eagle3": [*rows, "data.corruption.anchors=4", "network.states=2"],
+            "redrafter": [*rows, "data.corruption.anchors=4", "network.width=16"],
             "dflash_markov": [*rows, "data.corruption.anchors=4", "module.block_size=4"],
             "deer_stage2": [*rows, *BLOCKS, "data.corruption.schedule.shortest=1"],
         }[recipe]

@@ -17,6 +17,7 @@ from transformers import (
 from decoding.engine.warp import preceding, warp
 from models.dflash_init import from_target
 from models.eagle3 import from_target as eagle3_of
+from models.redrafter import from_target as redrafter_of
 
 CLASSES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -117,6 +118,13 @@ def eagle3(target, states=2, seed=1, scale=2.0, **options):
     network = eagle3_of(target, tokenizer(target.config.vocab_size), states, **options)
     if network.parallel:
         network.config.pard_token = target.config.vocab_size - 1
+    randomize(network, seed, scale)
+    return network.to(target.dtype).eval()
+
+
+def redrafter(target, states=2, seed=1, scale=2.0, **options):
+    """A random recurrent drafter for a target, in its type."""
+    network = redrafter_of(target, tokenizer(target.config.vocab_size), states, 24, **options)
     randomize(network, seed, scale)
     return network.to(target.dtype).eval()
 

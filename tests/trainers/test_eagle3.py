@@ -17,7 +17,7 @@ from tests.support.results import as_plain
 from tests.support.runs import curve
 from trainers.base import Optimization
 from trainers.eagle3 import Eagle3
-from trainers.losses.eagle3 import step_weight
+from trainers.losses.rollout import step_weight
 
 V = 12
 OWN = "network.draft_ids={_target_: data.corpora.answers.frequent_tokens, source: %s, count: 100}"

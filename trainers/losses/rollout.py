@@ -1,4 +1,4 @@
-"""Weights of EAGLE-3's training-time test (arXiv 2503.01840, section 3.2)."""
+"""Weights of training-time test (EAGLE-3, arXiv 2503.01840, section 3.2)."""
 
 import torch
 from torch import Tensor

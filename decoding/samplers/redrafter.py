@@ -1,0 +1,163 @@
+"""Recurrent drafters with n-grams: the cheapest drafts that know the target's states.
+
+Sources: ReDrafter (arXiv 2403.09919), Hydra (arXiv 2402.05109); the mixture is ours. The drafter
+(`models.redrafter`) runs once for each depth of a tree, for all its nodes together. It attends to
+nothing, so it cannot copy; n-grams can, of the request's own text and of earlier answers, r(v), and
+they are sure where they are right. At temperature 0 a tree is ranked by
+
+    p(v | text, path) = (1 - b) q(v) + b r(v),    b = (max_v r(v))^2, between SURE's bounds.
+
+Verification is exact for any ranking.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from decoding.drafting import bigrams
+from decoding.drafting.block_sampler import KNOBS, BlockMethod
+from decoding.drafting.earlier_answers import AnswerReader, CheckedLookup
+from decoding.drafting.ngrams import Ngrams
+from decoding.drafting.prompt_lookup import Suffix
+from decoding.drafting.state_reader import StateReader
+from decoding.engine.batch import Batch
+from decoding.engine.cache import CountedNetwork
+from models import redrafter
+from models.redrafter import Redrafter
+
+SURE = 0.05, 0.95  # the least and the largest weight of n-grams
+
+# By requests: the most nodes, and what a token more and a run of the drafter cost on two CPU cores,
+# in tokens of the time that they take (docs/results/redrafter.md).
+NODES = {1: 16, 4: 8}
+LEAST = {1: 0.08, 4: 0.3, 16: 0.5}
+LEAST_GAIN = 0.15
+
+
+class MixedLookup(CheckedLookup):
+    """The n-grams of a request's text and of earlier answers.
+
+    Args:
+        tokens: The text so far.
+        ngrams: Those of earlier answers.
+    """
+
+    def __init__(self, tokens: list[int], ngrams: Ngrams):
+        self._ngrams = ngrams
+        self._known: dict[Suffix, tuple[dict[int, float], float]] = {}  # until the text goes on
+        super().__init__(tokens)
+
+    def extend(self, tokens: list[int]) -> None:
+        self._known.clear()
+        super().extend(tokens)
+
+    def guesses(self, suffix: Suffix) -> tuple[dict[int, float], float]:
+        """Return r(v) of the tokens that were seen after a suffix, and its weight b."""
+        if suffix not in self._known:
+            self._known[suffix] = self._mixed(suffix)
+        return self._known[suffix]
+
+    def _mixed(self, suffix: Suffix) -> tuple[dict[int, float], float]:
+        own, weight = super().guesses(suffix)
+        found = {token: (1 - weight) * p for token, p in self._ngrams.after(suffix).items()}
+        for token, p in own.items():
+            found[token] = found.get(token, 0.0) + weight * p
+        if not found:
+            return {}, 0.0
+        best = max(found, key=found.__getitem__)
+        if suffix == self.suffix:
+            self.guess(best, found[best])
+        found = {token: self.share * p for token, p in found.items()}
+        least, most = SURE
+        return found, min(most, max(least, found[best] ** 2))
+
+
+class RunDrafter(CountedNetwork):
+    """A recurrent drafter, and its states at the nodes of a batch's drafts."""
+
+    def __init__(self, network: Redrafter, target: PreTrainedModel):
+        super().__init__(network)
+        self.target, self._table = target, target.get_input_embeddings()
+
+    def __call__(self, states: Tensor, missing: Tensor, last: Tensor) -> Tensor:
+        """Read the last committed token [B, 1] after its position's state: logits [B, 1, Vd].
+
+        `states` and `missing` are those of `UnreadStates`, [B, w, L H] and [B]. A row without any,
+        as the prompt has one token, reads zeros.
+        """
+        if not states.shape[1]:
+            states = states.new_zeros(len(states), 1, states.shape[2])
+        read = states[:, -1:].masked_fill((missing == 0)[:, None, None], 0)
+        with self.counted():
+            state = self.network.combined(read.to(self.network.dtype))
+            logits, self.states = self._run(last, state)
+        return logits
+
+    def extend(self, tokens: Tensor, parent: Tensor) -> Tensor:
+        """Read drafted tokens [B, M]; see `BlockDrafter.extend`."""
+        of = (parent + 1)[..., None].expand(-1, -1, self.states.shape[-1])
+        with self.counted():
+            logits, states = self._run(tokens, self.states.gather(1, of))
+        self.states = torch.cat([self.states, states], 1)
+        return logits
+
+    def _run(self, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        last, state = self.network(self._table(tokens).to(self.network.dtype), state)
+        return self.network.logits(last, self.target), state
+
+
+class RedrafterSampler(AnswerReader, StateReader):
+    """Speculative decoding with a recurrent drafter and n-grams.
+
+    Args:
+        target, tokenizer, knobs: See `AnswerReader`.
+        drafter: The network (`models.redrafter`); its config names the layers that it reads.
+    """
+
+    tail = True
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        drafter: Redrafter,
+        **given: Any,
+    ):
+        knobs: dict[str, Any] = {
+            "fastest": "tree",
+            "sharpness": 1.0,
+            "nodes": NODES,
+            "least": LEAST,
+            "least_gain": LEAST_GAIN,
+            **given,
+        }
+        knobs.setdefault("draft_ids", drafter.draft_ids)
+        super().__init__(target, tokenizer, **knobs)
+        drafter.check_fits(target)
+        self.drafter, self.hidden_layers = drafter.eval(), drafter.target_layer_ids
+
+    def cached_drafter(self, batch: Batch) -> RunDrafter:
+        return RunDrafter(self.drafter, self.target)
+
+    def lookup_of(self, tokens: list[int]) -> MixedLookup:
+        return MixedLookup(tokens, self.ngrams)
+
+    def draft_logits(self, batch: Batch, k: int) -> Tensor:
+        """Read the last committed token: logits [B, 1, V]."""
+        last = batch.tokens.gather(1, batch.lengths[:, None] - 1)
+        return self.fitted(batch.networks["drafter"](*batch.state.take(), last), [])
+
+    def extend(self, batch: Batch, tokens: Tensor, depth: Tensor, parent: Tensor) -> Tensor:
+        return self.fitted(batch.networks["drafter"].extend(tokens, parent), [])
+
+
+METHOD = BlockMethod(
+    RedrafterSampler,
+    knobs=(*(knob for knob in KNOBS if knob != "markov_head"), "kept_tokens", "answers"),
+    local=("answers",),
+    needed=("block_size",),
+    files=(bigrams.FILE,),
+    load_drafter=lambda path, dtype, **options: redrafter.load(path, dtype),
+)

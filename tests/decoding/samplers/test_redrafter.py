@@ -1,0 +1,141 @@
+"""Recurrent drafters decode losslessly, whatever n-grams they are mixed with."""
+
+import pytest
+import torch
+
+from decoding.drafting.ngrams import Ngrams
+from decoding.engine import verify
+from decoding.engine.batch import Batch
+from decoding.engine.params import KEYED, VERIFY, SamplingParams
+from decoding.engine.randomness import KeyedRandomness
+from decoding.samplers.redrafter import SURE, MixedLookup, RedrafterSampler
+from tests.support import tiny
+from tests.support.exact import CASES, always_take_the_target, distance
+from tests.support.results import ids
+from tests.support.samplers import forgets_last, keeps_rejected, recording
+from tests.support.texts import PROMPTS, SEEDS, WARPS, V, plain_texts, target
+
+
+def redrafter(model, k, cls=RedrafterSampler, **knobs):
+    drafter = tiny.redrafter(model)
+    return cls(model, tiny.tokenizer(model.config.vocab_size), drafter, block_size=k, **knobs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("name", CASES)
+def test_it_has_the_plain_distribution(name, rule):
+    case = dict(CASES[name])
+    eos, k = case.pop("eos", None), case.pop("k")
+    model = tiny.causal_lm(case.pop("vocabulary"), eos_token_id=eos)
+    sampler = redrafter(model, k)
+    params = SamplingParams(max_new_tokens=case.pop("new"), verify=rule, **case)
+    assert distance(sampler, params, {eos} - {None}) <= 1e-9
+
+
+class VerifiesMarginals(RedrafterSampler):
+    """Wrong: verifies with the distribution of a draft's first token everywhere."""
+
+    def draft_chain(self, batch, k, noise, params):
+        draft, q = super().draft_chain(batch, k, noise, params)
+        return draft, q[:, :1].expand_as(q)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_wrong_rules_fail_the_same_test(monkeypatch, rule):
+    params = SamplingParams(max_new_tokens=2, verify=rule)
+    model = tiny.causal_lm(3)
+    assert distance(redrafter(model, 2), params) <= 1e-9
+    assert distance(redrafter(model, 2, VerifiesMarginals), params) > 1e-3
+    monkeypatch.setattr(verify, rule, always_take_the_target(verify.rejection))
+    assert distance(redrafter(model, 2), params) > 1e-3
+
+
+@pytest.mark.parametrize("warp", WARPS)
+@pytest.mark.parametrize("rule", KEYED)
+def test_the_text_is_plain_decoding_s(rule, warp):
+    """The batch becomes smaller, and each prompt has the text that it has alone."""
+    model = target(layers=3)
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(20, temperature, verify=rule, **WARPS[warp])
+        sampler = redrafter(model, 4, nodes=7)
+        for _ in range(2):  # without earlier answers, and with
+            found = sampler.generate(PROMPTS, params, seeds=SEEDS)
+            assert ids(found) == plain_texts(params, layers=3)
+
+
+def passes(sampler, params):
+    return sum(r.stats.target_passes for r in sampler.generate(PROMPTS[:1], params, seeds=[0]))
+
+
+def test_earlier_answers_are_drafted():
+    """Answers that were given before take fewer passes, unless none are kept."""
+    params = SamplingParams(24, 0.0, verify="tree")
+    model = target(layers=3)
+    with_, without = (redrafter(model, 4, nodes=16, kept_tokens=n) for n in (1000, 0))
+    first = passes(with_, params)
+    assert first == passes(without, params) == passes(without, params)
+    assert passes(with_, params) < first
+    assert passes(with_.fresh(), params) == first
+
+
+Recording = recording(RedrafterSampler)
+
+
+@torch.no_grad()
+def anew(sampler, prefix):
+    """The first token's logits after a prefix, without anything kept."""
+    batch = Batch([prefix], len(prefix) + 12, KeyedRandomness([0]), "cpu")
+    sampler.begin(batch, SamplingParams(1))
+    return RedrafterSampler.draft_logits(sampler, batch, 4)[0]
+
+
+def worst(cls, rule, temperature):
+    """How far drafts in the course of decoding are from those made anew, at the most."""
+    sampler = redrafter(tiny.causal_lm(V, layers=3), 4, cls)
+    sampler.drafts = []
+    params = SamplingParams(24, temperature, verify=rule)
+    sampler.generate(PROMPTS, params, seeds=SEEDS)
+    found = 0.0
+    for prefix, logits in sampler.drafts:
+        if len(prefix) > 1:  # a prompt of one token has no state yet
+            found = max(found, (logits - anew(sampler, prefix)).abs().max().item())
+    return found
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("rule", VERIFY)
+def test_it_reads_the_accepted_tokens(rule, temperature):
+    assert worst(Recording, rule, temperature) < 1e-9
+
+
+@pytest.mark.parametrize("rule", ["coupled", "tree"])
+@pytest.mark.parametrize("wrong", [keeps_rejected, forgets_last])
+def test_wrong_states_are_seen(wrong, rule):
+    assert worst(wrong(Recording), rule, 1.0) > 1e-3
+
+
+def test_the_weight_of_n_grams():
+    """It is the square of their largest probability, within bounds; 0 for what was never seen."""
+    ngrams = Ngrams(100, 1000)
+    ngrams.add([[1, 2, 3, 4, 5]] * 50 + [[1, 2, 3, 9, 5]] * 50)
+    lookup = MixedLookup([1, 2, 3], ngrams)
+    found, weight = lookup.guesses((1, 2, 3))
+    assert weight == max(found.values()) ** 2
+    assert found[4] == pytest.approx(found[9]) == pytest.approx(0.5, abs=0.02)
+    sure, weight = lookup.guesses((2, 3, 4))
+    assert (max(sure, key=sure.get), weight) == (5, SURE[1])
+    assert lookup.guesses((50,)) == ({}, 0.0)
+
+
+def test_n_grams_that_are_wrong_weigh_less():
+    ngrams = Ngrams(100, 1000)
+    ngrams.add([[1, 2, 3, 4]] * 50)
+    lookup = MixedLookup([7, 1, 2, 3], ngrams)
+    before, _ = lookup.guesses(lookup.suffix)
+    for _ in range(8):
+        lookup.guesses(lookup.suffix)
+        lookup.extend([8, 1, 2, 3])
+    found, weight = lookup.guesses((1, 2, 3))
+    assert found[4] < 0.4 * before[4]
+    assert weight == found[8] ** 2 == max(found.values()) ** 2
