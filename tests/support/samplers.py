@@ -1,4 +1,4 @@
-"""A DFlash sampler with a random drafter, wrong ones, and a random Markov head."""
+"""A DFlash sampler with a random drafter, wrong samplers, and a random Markov head."""
 
 import torch
 
@@ -55,5 +55,16 @@ def forgets_last(sampler):
     class Wrong(sampler):
         def follow(self, batch, states, path, counts):
             super().follow(batch, states, path.roll(1, 1), counts)
+
+    return Wrong
+
+
+def verifies_marginals(sampler):
+    """A wrong class: it verifies with the distribution of a draft's first token everywhere."""
+
+    class Wrong(sampler):
+        def draft_chain(self, batch, k, noise, params):
+            draft, q = super().draft_chain(batch, k, noise, params)
+            return draft, q[:, :1].expand_as(q)
 
     return Wrong

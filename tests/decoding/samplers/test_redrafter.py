@@ -12,7 +12,12 @@ from decoding.samplers.redrafter import SURE, MixedLookup, RedrafterSampler
 from tests.support import tiny
 from tests.support.exact import CASES, always_take_the_target, distance
 from tests.support.results import ids
-from tests.support.samplers import forgets_last, keeps_rejected, recording
+from tests.support.samplers import (
+    forgets_last,
+    keeps_rejected,
+    recording,
+    verifies_marginals,
+)
 from tests.support.texts import PROMPTS, SEEDS, WARPS, V, plain_texts, target
 
 
@@ -33,20 +38,12 @@ def test_it_has_the_plain_distribution(name, rule):
     assert distance(sampler, params, {eos} - {None}) <= 1e-9
 
 
-class VerifiesMarginals(RedrafterSampler):
-    """Wrong: verifies with the distribution of a draft's first token everywhere."""
-
-    def draft_chain(self, batch, k, noise, params):
-        draft, q = super().draft_chain(batch, k, noise, params)
-        return draft, q[:, :1].expand_as(q)
-
-
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_wrong_rules_fail_the_same_test(monkeypatch, rule):
     params = SamplingParams(max_new_tokens=2, verify=rule)
     model = tiny.causal_lm(3)
     assert distance(redrafter(model, 2), params) <= 1e-9
-    assert distance(redrafter(model, 2, VerifiesMarginals), params) > 1e-3
+    assert distance(redrafter(model, 2, verifies_marginals(RedrafterSampler)), params) > 1e-3
     monkeypatch.setattr(verify, rule, always_take_the_target(verify.rejection))
     assert distance(redrafter(model, 2), params) > 1e-3
 
