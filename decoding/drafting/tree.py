@@ -140,9 +140,10 @@ class Trees(NamedTuple):
 
     def padding(self) -> Tensor | None:
         """Return where there is neither the root nor a node, [B, N + 1]; None: nowhere."""
-        places = torch.arange(self.token.shape[1] + 1, device=self.token.device)
-        found = places > self.sizes[:, None]
-        return found if found.any() else None
+        most = self.token.shape[1]
+        if all(len(row.token) == most for row in self.rows):  # known here: a GPU need not be asked
+            return None
+        return torch.arange(most + 1, device=self.token.device) > self.sizes[:, None]
 
     def before(self) -> Tensor:
         """Return which nodes precede the token after the root or a node: 0 or 1, [B, N + 1, N]."""
