@@ -16,7 +16,6 @@ from data.corpora.answers import chosen_rows
 from data.text.tokenizer import checked_manifest
 from decoding.drafting.block_sampler import BlockSampler
 from decoding.drafting.ngrams import N, Ngrams
-from decoding.drafting.prompt_lookup import TRUST, Lookup
 from decoding.engine.batch import Batch
 from decoding.method import Text
 
@@ -24,34 +23,16 @@ KEPT_TOKENS = 2**19
 Kept = Annotated[int, Field(ge=0, le=2**24)]
 
 
-class CheckedLookup(Lookup):
-    """A request's text, with a count of the guesses of its next token that were right.
+def seen(own: dict[int, float], weight: float, earlier: dict[int, float]) -> dict[int, float]:
+    """Return p(v) = (1 - a) p(v | earlier answers) + a p(v | this text), of all tokens of either.
 
-    n-grams of other texts may be too sure of what comes next in this one. Their probabilities are
-    therefore multiplied by `share`, the right guesses over the sum of their probabilities, as if
-    TRUST guesses of probability 1 had been right before; so drafts that do not pay are left out.
+    `own` and `weight` a are what a text's `Lookup` guesses after some tokens, and `earlier` what
+    `Ngrams` do.
     """
-
-    _guess: tuple[int, float] | None = None  # a token and its probability
-    _hits: int = TRUST
-    _expected: float = TRUST
-
-    @property
-    def share(self) -> float:
-        """Return the right guesses over the sum of their probabilities, at most 1."""
-        return min(1.0, self._hits / self._expected)
-
-    def guess(self, token: int, probability: float) -> None:
-        """Note the likeliest next token."""
-        self._guess = token, probability
-
-    def extend(self, tokens: list[int]) -> None:
-        if self._guess is not None and tokens:
-            token, probability = self._guess
-            self._hits += token == tokens[0]
-            self._expected += probability
-            self._guess = None
-        super().extend(tokens)
+    found = {token: (1 - weight) * p for token, p in earlier.items()}
+    for token, p in own.items():
+        found[token] = found.get(token, 0.0) + weight * p
+    return found
 
 
 class AnswerReader(BlockSampler):

@@ -90,9 +90,9 @@ class RankedTree:
         return max(self.nodes.values())
 
     def begin(self, sampler: BlockDrafter, batch: Batch, params: SamplingParams) -> None:
-        """Make a batch's prompt lookups, at temperature 0; with noise they make trees worse."""
+        """Make a batch's prompt lookups; with noise those of a block make trees worse."""
         batch.drafts = Lookups()
-        if self.lookup and params.temperature == 0:
+        if self.lookup and (params.temperature == 0 or sampler.looks_up_drawn):
             batch.drafts.lookups = lookups_of(batch, sampler.lookup_of)
 
     def cycle(
@@ -157,14 +157,12 @@ class RankedTree:
             else:
                 logits = sampler.extend(batch, tokens, torch.full_like(tokens, depth), parent)
             logits = sampler.warped_draft(logits, batch, params)
-            if noise is not None and self.rank_noise:
-                logits = logits + noise[:, depth, None]
             return logits if ids is None else logits[..., ids]
 
         nodes, sharpness, bigrams, lookups, least = self._settings(batch, params)
         gain = for_requests(self.least_gain, len(batch.requests))
         given = nodes, sharpness, bigrams, lookups, ids, least, gain
-        others = sampler.constraints(batch), _ragged(batch)
+        others = sampler.constraints(batch), _ragged(batch), noise if self.rank_noise else None
         return grow_trees(expand, min(k, nodes), *given, *others)
 
     def _settings(self, batch: Batch, params: SamplingParams) -> tuple:

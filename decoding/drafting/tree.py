@@ -4,22 +4,24 @@ With a Markov head (`models.markov`) the product is of conditionals, as with a d
 again for each depth (`grow_trees`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from heapq import heappop, heappush
 from math import exp, expm1, log, log1p
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from decoding.drafting.prompt_lookup import ORDER, Lookup, Suffix
+from decoding.drafting.prompt_lookup import ORDER, Lookup, Mixture, Suffix
 from decoding.drafting.tree_limits import MAX_NODES
 from decoding.engine.grammar import Constraint
 from decoding.engine.verify import choose
 
 ROOT = -1
+NOTHING: tuple[dict[int, float], float] = {}, 0.0  # what no lookup guesses
 CANDIDATES = 20  # tokens of a depth whose scores may depend on the text or on bigrams
 
 Ranked = tuple[list[int], list[float]]  # tokens, best first, and their log-probabilities
@@ -296,40 +298,49 @@ def grow_trees(
     least_gain: float = 0.0,
     constraints: Sequence[Constraint | None] | None = None,
     ragged: bool = False,
+    noise: Tensor | None = None,
 ) -> Trees:
     """Draft best-first trees of conditional drafts, all nodes of a depth in one run of the drafter.
 
-    Children are never more probable than their parent, so a node that is not among the best of the
-    tree so far will not be later, and only the others are expanded: at most MAX_NODES in all.
+    Only nodes among the best of the tree so far are expanded, at most MAX_NODES in all: as children
+    are never more probable than their parent, few others will be among them later.
 
     Args:
-        expand: Returns the drafter's logits [B, M, n] after M nodes of a depth, with the noise
-            added if there is any: `expand(depth, tokens, parent)`, [B, M] each as in
-            `BlockDrafter.extend`; those after the root, M = 1, for depth 0 and None.
+        expand: Returns the drafter's logits [B, M, n] after M nodes of a depth:
+            `expand(depth, tokens, parent)`, [B, M] each as in `BlockDrafter.extend`; those after
+            the root, M = 1, for depth 0 and None.
         k: The most tokens of a path that the drafter drafts.
         nodes, sharpness, bigrams, lookups, ids, least, constraints, ragged: See `draft_trees`.
         least_gain: Tokens that a further run is expected to bring a tree of the batch, at the
             least (`expected_gain`); 0: trees grow wherever they have nodes.
+        noise: Keyed noise of the next positions, [B, k + 1, V], where it ranks too.
     """
     logits = expand(0, None, None)
     device = logits.device
     texts: Sequence[Lookup | None] = lookups or [None] * len(logits)
     count = min(nodes if bigrams is None and lookups is None else CANDIDATES, logits.shape[-1])
     limits = constraints or [None] * len(logits)
-    rows = [Growing(bigrams, *of, k) for of in zip(texts, limits)]
+    drawn = [None] * len(logits) if noise is None else noise
+    rows = [Growing(bigrams, *of, k) for of in zip(texts, limits, drawn)]
     growing: list[list[Path]] = [[()] for _ in rows]
     given = 0
     for depth in range(k):
+        total = logits.new_zeros(logits.shape[:2])
+        if noise is not None:
+            g = noise[:, depth, None]
+            noisy = logits + (g if ids is None else g[..., ids])
+            logits, total = noisy, noisy.logsumexp(-1) - logits.logsumexp(-1)
         sharp = sharpness[depth] if isinstance(sharpness, Tensor) else sharpness
         scores, chosen = (sharp * logits).log_softmax(-1).topk(count)
         tokens = (chosen if ids is None else ids[chosen]).tolist()
-        for row, paths, *ranked in zip(rows, growing, tokens, scores.tolist()):
-            for path, *children in zip(paths, *ranked):
+        ranked = tokens, scores.tolist(), total.tolist()
+        for row, paths, *of in zip(rows, growing, *ranked):
+            for path, *children in zip(paths, *of):
                 row.add(path, *children)
         if depth + 1 == k:
             break
         best = [row.best(nodes, least) for row in rows]
-        leaves = [[path for path in found if len(path) == depth + 1] for found in best]
+        leaves = [row.growing(found, depth + 1) for row, found in zip(rows, best)]
         growing = [paths[: MAX_NODES - given] for paths in leaves]
         if not (M := max(map(len, growing))):
             break
@@ -369,6 +380,7 @@ class Growing:
 
     Args:
         bigrams, lookup, constraint: See `draft_trees`.
+        noise: Of the next positions, [k + 1, V]; None: it does not rank.
         depth: See `constrained`.
     """
 
@@ -377,24 +389,60 @@ class Growing:
         bigrams: BigramScores | None,
         lookup: Lookup | None,
         constraint: Constraint | None,
+        noise: Tensor | None,
         depth: int,
     ):
-        self._bigrams, self._lookup = bigrams, lookup
+        self._bigrams, self._lookup, self._noise = bigrams, lookup, noise
         self.children = constrained(self._children, constraint, depth)
         self._ranked: dict[Path, Ranked] = {}
         self._number: dict[Path, int] = {(): ROOT}
+        self._at = cache(self._noise_at)
 
-    def add(self, path: Path, tokens: list[int], scores: list[float]) -> None:
-        """Add the drafter's tokens after a path, best first."""
-        self._ranked[path] = self._mixed(path, (tokens, scores))
+    def add(self, path: Path, tokens: list[int], scores: list[float], total: float) -> None:
+        """Add the drafter's tokens after a path, best first; `total` is log sum q e^g."""
+        self._ranked[path] = self._mixed(path, (tokens, scores), total)
 
     def _children(self, path: Path) -> Ranked:
         """Return the tokens after a path; where it is not expanded the lookup's guesses alone."""
-        return self._ranked.get(path) or self._mixed(path, ([], []))
+        if path not in self._ranked:
+            self._ranked[path] = self._mixed(path, ([], []), None)
+        return self._ranked[path]
 
-    def _mixed(self, path: Path, ranked: Ranked) -> Ranked:
-        suffix = suffix_of(self._lookup, path)
-        return mixed(ranked, len(path), suffix, self._bigrams, self._lookup)
+    def _mixed(self, path: Path, ranked: Ranked, total: float | None) -> Ranked:
+        lookup, suffix = self._lookup, suffix_of(self._lookup, path)
+        guesses, prior = lookup.guesses(suffix, not ranked[0]) if lookup else NOTHING
+        weight = prior
+        if weight and self._noise is not None:
+            guesses, weight = self._chosen(len(path), guesses, weight, total)
+        if lookup and weight and ranked[0]:
+            drafted = {token: exp(score) for token, score in zip(*ranked)}
+            lookup.weighed(suffix, Mixture(drafted, guesses, weight, prior))
+        return mixed(ranked, len(path), suffix, self._bigrams, guesses, weight)
+
+    def _chosen(
+        self, depth: int, guesses: dict[int, float], weight: float, total: float | None
+    ) -> tuple[dict[int, float], float]:
+        """Return a lookup's guesses and their weight, where the target chooses with the noise g.
+
+        With r and q e^g become r e^g / R and q e^g / Q, of the sums R and Q, and their mixture's
+        weight b becomes b R / (b R + (1 - b) Q). Tokens without a guess share the rest of r; where
+        the drafter was not run, q too is uniform.
+        """
+        assert self._noise is not None
+        if depth + 1 == len(self._noise):
+            return {}, 0.0
+        g, usual = self._at(depth)
+        found = {token: p * exp(g[token]) for token, p in guesses.items()}
+        R = sum(found.values()) + max(0.0, 1 - sum(guesses.values())) * exp(usual)
+        Q = exp(usual if total is None else total)
+        found = {token: x / R for token, x in found.items()}
+        return found, weight * R / (weight * R + (1 - weight) * Q)
+
+    def _noise_at(self, depth: int) -> tuple[np.ndarray, float]:
+        """Return a position's noise, and the log of the mean of e^g."""
+        assert self._noise is not None
+        g = self._noise[depth]
+        return g.cpu().numpy(), (g.logsumexp(-1) - log(len(g))).item()
 
     def best(self, nodes: int, least: float) -> dict[Path, float]:
         """Return the paths of the best tree so far, best first, and their probabilities."""
@@ -406,6 +454,10 @@ class Growing:
             paths.append((*parent, token))
             found[paths[-1]] = exp(score)
         return found
+
+    def growing(self, paths: Iterable[Path], depth: int) -> list[Path]:
+        """Return those paths of a depth after whose parent the drafter was run."""
+        return [path for path in paths if len(path) == depth and path[:-1] in self._number]
 
     def number(self, paths: list[Path], count: int, first: int) -> list[int]:
         """Number nodes from `first` on; return their parents', with padding to `count` nodes."""
@@ -475,7 +527,7 @@ def child_ranking(
         if conditionals and 0 < depth < len(depths):
             parent = indices[depth - 1].get(suffix[-1])  # a lookup's guess may be no candidate
             at = sort(at[0], at[1] if parent is None else conditionals[depth - 1][parent])
-        return mixed(at, depth, suffix, bigrams, lookup)
+        return mixed(at, depth, suffix, bigrams, *(lookup.guesses(suffix) if lookup else NOTHING))
 
     return lambda path: ranked(len(path), suffix_of(lookup, path))
 
@@ -500,7 +552,8 @@ def mixed(
     depth: int,
     suffix: Suffix,
     bigrams: BigramScores | None,
-    lookup: Lookup | None,
+    guesses: Mapping[int, float],
+    weight: float,
 ) -> Ranked:
     """Return a depth's ranked tokens with bigram scores and a lookup's guesses, best first.
 
@@ -509,7 +562,6 @@ def mixed(
     """
     tokens, marginal = ranked
     scores, known = marginal, bigrams.after(suffix[-1]) if bigrams and depth else {}
-    guesses, weight = lookup.guesses(suffix) if lookup else ({}, 0.0)
     if not known and not weight:
         return ranked
     index = {token: i for i, token in enumerate(tokens)}

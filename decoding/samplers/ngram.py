@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decoding.drafting.earlier_answers import KEPT_TOKENS, AnswerReader, CheckedLookup, Kept
-from decoding.drafting.prompt_lookup import Lookup
+from decoding.drafting.earlier_answers import KEPT_TOKENS, AnswerReader, Kept, seen
+from decoding.drafting.prompt_lookup import TRUST, Lookup
 from decoding.drafting.ranked_tree import catch_up, lookups_of
-from decoding.drafting.tree import Children, Path, Ranked, constrained, mixed, sort, suffix_of
+from decoding.drafting.tree import Children, Path, Ranked, constrained, sort, suffix_of
 from decoding.drafting.tree_limits import MAX_NODES
 from decoding.engine.batch import Batch, State
 from decoding.engine.params import KEYED, SamplingParams
@@ -39,6 +39,36 @@ LEAST: ByNumber[Amount] = {1: 0.06, 4: 0.3, 16: 0.5}
 FASTEST = {1: {0: "tree"}, 4: {0: "tree"}, 16: {0: "plain"}}
 UNSEEN = 1e-3  # probability of all tokens that were never seen, at the least
 FILLER = log(1e-9)  # score of a draft that nothing speaks for
+
+
+class CheckedLookup(Lookup):
+    """A request's text, with a count of the guesses of its next token that were right.
+
+    n-grams of other texts may be too sure of what comes next in this one. Their probabilities are
+    therefore multiplied by `share`, the right guesses over the sum of their probabilities, as if
+    TRUST guesses of probability 1 had been right before; so drafts that do not pay are left out.
+    """
+
+    _guess: tuple[int, float] | None = None  # a token and its probability
+    _hits: int = TRUST
+    _expected: float = TRUST
+
+    @property
+    def share(self) -> float:
+        """Return the right guesses over the sum of their probabilities, at most 1."""
+        return min(1.0, self._hits / self._expected)
+
+    def guess(self, token: int, probability: float) -> None:
+        """Note the likeliest next token."""
+        self._guess = token, probability
+
+    def extend(self, tokens: list[int]) -> None:
+        if self._guess is not None and tokens:
+            token, probability = self._guess
+            self._hits += token == tokens[0]
+            self._expected += probability
+            self._guess = None
+        super().extend(tokens)
 
 
 @dataclass
@@ -159,8 +189,8 @@ class NgramSampler(AnswerReader):
     def _seen(self, text: Lookup, path: Path) -> Ranked:
         """Return the tokens that were seen after a path and log p of each."""
         suffix = suffix_of(text, path)
-        known = self.ngrams.after(suffix)
-        return mixed(([*known], [log(p) for p in known.values()]), len(path), suffix, None, text)
+        found = seen(*text.guesses(suffix), self.ngrams.after(suffix))
+        return [*found], [log(p) for p in found.values()]
 
 
 def _rest(scores: list[float]) -> float:

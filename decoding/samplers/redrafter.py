@@ -3,13 +3,15 @@
 Sources: ReDrafter (arXiv 2403.09919), Hydra (arXiv 2402.05109); the mixture is ours. The drafter
 (`models.redrafter`) runs once for each depth of a tree, for all its nodes together. It attends to
 nothing, so it cannot copy; n-grams can, of the request's own text and of earlier answers, r(v), and
-they are sure where they are right. At temperature 0 a tree is ranked by
+they are sure where they are right. A tree is ranked by
 
-    p(v | text, path) = (1 - b) q(v) + b r(v),    b = (max_v r(v))^2, between SURE's bounds.
+    p(v | text, path) = (1 - b) q(v) + b r(v),    log b / (1 - b) = log m / (1 - m) + d,
 
-Verification is exact for any ranking.
+with m = max_v r(v). How often either was right in this text is what d learns: a token x that was
+drafted adds b r(x) / p(x) - b, the gradient of log p(x). Verification is exact for any ranking.
 """
 
+from math import exp, log, log1p
 from typing import Any
 
 import torch
@@ -18,16 +20,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.drafting import bigrams
 from decoding.drafting.block_sampler import KNOBS, BlockMethod
-from decoding.drafting.earlier_answers import AnswerReader, CheckedLookup
+from decoding.drafting.earlier_answers import AnswerReader, seen
 from decoding.drafting.ngrams import Ngrams
-from decoding.drafting.prompt_lookup import Suffix
+from decoding.drafting.prompt_lookup import Lookup, Mixture, Suffix, append
 from decoding.drafting.state_reader import StateReader
 from decoding.engine.batch import Batch
 from decoding.engine.cache import CountedNetwork
 from models import redrafter
 from models.redrafter import Redrafter
 
-SURE = 0.05, 0.95  # the least and the largest weight of n-grams
+SURE = 4.0  # the largest log-odds of a weight, and of what a text adds to them
 
 # By requests: the most nodes, and what a token more and a run of the drafter cost on two CPU cores,
 # in tokens of the time that they take (docs/results/redrafter.md).
@@ -36,42 +38,54 @@ LEAST = {1: 0.08, 4: 0.3, 16: 0.5}
 LEAST_GAIN = 0.15
 
 
-class MixedLookup(CheckedLookup):
-    """The n-grams of a request's text and of earlier answers.
+class MixedLookup(Lookup):
+    """The n-grams of a request's text and of earlier answers, with a weight that the text teaches.
 
     Args:
         tokens: The text so far.
         ngrams: Those of earlier answers.
+
+    Attributes:
+        bias: d, which is added to the log-odds of the weight.
     """
 
     def __init__(self, tokens: list[int], ngrams: Ngrams):
-        self._ngrams = ngrams
-        self._known: dict[Suffix, tuple[dict[int, float], float]] = {}  # until the text goes on
+        self._ngrams, self.bias = ngrams, 0.0
+        # Until the text goes on, by the last tokens before a guess:
+        self._known: dict[Suffix, tuple[dict[int, float], float]] = {}
+        self._mixtures: dict[Suffix, Mixture] = {}
         super().__init__(tokens)
 
+    def guesses(self, suffix: Suffix, alone: bool = False) -> tuple[dict[int, float], float]:
+        """Return r(v) of the tokens that were seen after a suffix, and its weight b, alone 1."""
+        if suffix not in self._known:
+            found = seen(*super().guesses(suffix), self._ngrams.after(suffix))
+            weight = _weight(max(found.values()), self.bias) if found else 0.0
+            self._known[suffix] = found, weight
+        found, weight = self._known[suffix]
+        return found, 1.0 if alone and found else weight
+
+    def weighed(self, suffix: Suffix, mixture: Mixture) -> None:
+        self._mixtures[suffix] = mixture
+
     def extend(self, tokens: list[int]) -> None:
-        self._known.clear()
+        suffix = self.suffix
+        for token in tokens if self._mixtures else ():
+            if suffix in self._mixtures:
+                self.bias = _bounded(self.bias + self._mixtures[suffix].evidence(token))
+            suffix = append(suffix, token)
+        self._known, self._mixtures = {}, {}
         super().extend(tokens)
 
-    def guesses(self, suffix: Suffix) -> tuple[dict[int, float], float]:
-        """Return r(v) of the tokens that were seen after a suffix, and its weight b."""
-        if suffix not in self._known:
-            self._known[suffix] = self._mixed(suffix)
-        return self._known[suffix]
 
-    def _mixed(self, suffix: Suffix) -> tuple[dict[int, float], float]:
-        own, weight = super().guesses(suffix)
-        found = {token: (1 - weight) * p for token, p in self._ngrams.after(suffix).items()}
-        for token, p in own.items():
-            found[token] = found.get(token, 0.0) + weight * p
-        if not found:
-            return {}, 0.0
-        best = max(found, key=found.__getitem__)
-        if suffix == self.suffix:
-            self.guess(best, found[best])
-        found = {token: self.share * p for token, p in found.items()}
-        least, most = SURE
-        return found, min(most, max(least, found[best] ** 2))
+def _weight(best: float, bias: float) -> float:
+    """Return b of n-grams whose largest probability is `best`."""
+    return 1 / (1 + exp(-_bounded(log(best) - log1p(-min(best, 0.999)) + bias)))
+
+
+def _bounded(odds: float) -> float:
+    """Bound log-odds by SURE."""
+    return min(SURE, max(-SURE, odds))
 
 
 class RunDrafter(CountedNetwork):
@@ -116,7 +130,7 @@ class RedrafterSampler(AnswerReader, StateReader):
         drafter: The network (`models.redrafter`); its config names the layers that it reads.
     """
 
-    tail = True
+    tail = looks_up_drawn = True
 
     def __init__(
         self,

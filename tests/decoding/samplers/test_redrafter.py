@@ -1,9 +1,12 @@
 """Recurrent drafters decode losslessly, whatever n-grams they are mixed with."""
 
+from math import exp, log
+
 import pytest
 import torch
 
 from decoding.drafting.ngrams import Ngrams
+from decoding.drafting.prompt_lookup import Mixture
 from decoding.engine import verify
 from decoding.engine.batch import Batch
 from decoding.engine.params import KEYED, VERIFY, SamplingParams
@@ -65,9 +68,10 @@ def passes(sampler, params):
     return sum(r.stats.target_passes for r in sampler.generate(PROMPTS[:1], params, seeds=[0]))
 
 
-def test_earlier_answers_are_drafted():
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_earlier_answers_are_drafted(temperature):
     """Answers that were given before take fewer passes, unless none are kept."""
-    params = SamplingParams(24, 0.0, verify="tree")
+    params = SamplingParams(24, temperature, verify="tree")
     model = target(layers=3)
     with_, without = (redrafter(model, 4, nodes=16, kept_tokens=n) for n in (1000, 0))
     first = passes(with_, params)
@@ -112,27 +116,48 @@ def test_wrong_states_are_seen(wrong, rule):
     assert worst(wrong(Recording), rule, 1.0) > 1e-3
 
 
-def test_the_weight_of_n_grams():
-    """It is the square of their largest probability, within bounds; 0 for what was never seen."""
+def ngrams_of(*texts):
     ngrams = Ngrams(100, 1000)
-    ngrams.add([[1, 2, 3, 4, 5]] * 50 + [[1, 2, 3, 9, 5]] * 50)
-    lookup = MixedLookup([1, 2, 3], ngrams)
+    ngrams.add([*texts])
+    return ngrams
+
+
+def test_the_weight_of_n_grams():
+    """It is their largest probability, within bounds; 1 alone, 0 for what was never seen."""
+    lookup = MixedLookup([1, 2, 3], ngrams_of(*[[1, 2, 3, 4, 5]] * 50, *[[1, 2, 3, 9, 5]] * 50))
     found, weight = lookup.guesses((1, 2, 3))
-    assert weight == max(found.values()) ** 2
+    assert weight == pytest.approx(max(found.values()))
     assert found[4] == pytest.approx(found[9]) == pytest.approx(0.5, abs=0.02)
     sure, weight = lookup.guesses((2, 3, 4))
-    assert (max(sure, key=sure.get), weight) == (5, SURE[1])
-    assert lookup.guesses((50,)) == ({}, 0.0)
+    assert max(sure, key=sure.get) == 5
+    assert 0.97 < weight <= 1 / (1 + exp(-SURE))
+    assert lookup.guesses((2, 3, 4), alone=True) == (sure, 1.0)
+    assert lookup.guesses((50,), alone=True) == lookup.guesses((50,)) == ({}, 0.0)
 
 
-def test_n_grams_that_are_wrong_weigh_less():
-    ngrams = Ngrams(100, 1000)
-    ngrams.add([[1, 2, 3, 4]] * 50)
-    lookup = MixedLookup([7, 1, 2, 3], ngrams)
-    before, _ = lookup.guesses(lookup.suffix)
-    for _ in range(8):
-        lookup.guesses(lookup.suffix)
-        lookup.extend([8, 1, 2, 3])
-    found, weight = lookup.guesses((1, 2, 3))
-    assert found[4] < 0.4 * before[4]
-    assert weight == found[8] ** 2 == max(found.values()) ** 2
+@pytest.mark.parametrize(("right", "sign"), [(4, 1), (8, -1)])
+def test_a_text_teaches_the_weight(right, sign):
+    """It grows where the n-grams are right and the drafter is not, and shrinks where they fail."""
+    lookup = MixedLookup([7, 1, 2, 3], ngrams_of(*[[1, 2, 3, 4]] * 9, *[[1, 2, 3, 9]] * 9))
+    guessed, before = lookup.guesses(lookup.suffix)
+    drafted = {right: 0.01, 50: 0.9} if right == 4 else {right: 0.9}
+    lookup.weighed(lookup.suffix, Mixture(drafted, guessed, before, before))
+    lookup.extend([right])
+    assert sign * lookup.bias > 0.3
+    bias = lookup.bias
+    lookup.extend([1, 2, 3])  # nothing was mixed
+    assert lookup.bias == bias
+
+
+def test_the_evidence_of_a_token_is_the_gradient_of_its_log_probability():
+    drafted, guessed, odds = {1: 0.6, 2: 0.1}, {2: 0.7, 3: 0.2}, 0.3
+
+    def log_p(token, odds):
+        b = 1 / (1 + exp(-odds))
+        return log((1 - b) * drafted.get(token, 0.0) + b * guessed.get(token, 0.0))
+
+    b = 1 / (1 + exp(-odds))
+    for token in (1, 2, 3):
+        slope = (log_p(token, odds + 1e-5) - log_p(token, odds - 1e-5)) / 2e-5
+        assert Mixture(drafted, guessed, b, b).evidence(token) == pytest.approx(slope, abs=1e-8)
+    assert Mixture(drafted, guessed, b, b).evidence(9) == -b  # the drafter's, most likely
