@@ -67,10 +67,13 @@ class StateReader(BlockSampler):
         batch.networks["drafter"] = self.cached_drafter(batch)
         if not self.hidden_layers:
             return
-        missing = batch.lengths - 1
+        ends = batch.lengths - 1
         if states:
-            found = _right_aligned(torch.cat(states, -1), missing, missing)
-        else:  # no prompt has two tokens
+            ends = ends - int(ends.max()) + states[0].shape[1]  # without what was known before
+            missing = ends.clamp_min(0)
+            found = _right_aligned(torch.cat(states, -1), ends, missing)
+        else:  # nothing was read
+            missing = torch.zeros_like(ends)
             width = len(self.hidden_layers) * self.target.config.get_text_config().hidden_size
             found = torch.zeros(len(missing), 0, width, device=missing.device)
         batch.state = UnreadStates(found, missing)

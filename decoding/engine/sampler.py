@@ -256,7 +256,8 @@ class Sampler(ABC):
 
         With a `batch.chunk` each pass takes so many tokens of a row; `batch.between` follows each.
         Returns the outputs [B, n - 1, H] of `hidden_layers`, n the longest prompt, undefined at
-        padding; none where no layer is asked for, or no prompt has two tokens.
+        padding, and without the tokens of an earlier prompt that are not read again; none where no
+        layer is asked for, or nothing is read.
         """
         batch.networks[name], network.cache.expected = network, batch.expected
         width = int(batch.lengths.max()) - 1
@@ -288,7 +289,7 @@ class Sampler(ABC):
     def keeps(self, network: Any) -> bool:
         """Return whether a network's keys and values may be those of an earlier prompt's tokens."""
         plain = isinstance(network, CachedNetwork) and isinstance(network.cache, RaggedCache)
-        return self.reads_prefixes and plain and not self.hidden_layers
+        return self.reads_prefixes and plain
 
     def fresh(self) -> Self:
         """Return a sampler of the same models that has learnt nothing from earlier requests."""
@@ -296,7 +297,7 @@ class Sampler(ABC):
 
     def known_tokens(self, prompt: Any) -> int:
         """Return how many of an encoded prompt's first tokens the target need not read again."""
-        if self.prefixes is None or not self.reads_prefixes or self.hidden_layers:
+        if self.prefixes is None or not self.reads_prefixes:
             return 0
         return self.prefixes.common(self.target, prompt[:-1])
 

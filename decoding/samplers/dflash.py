@@ -163,6 +163,7 @@ class DFlashSampler(StateReader):
         check_known(target.config.get_text_config().vocab_size, mask_id=mask_id)
         self.drafter, self.mask_id = drafter.eval(), mask_id
         self.hidden_layers = () if drafter.shared else drafter.target_layer_ids
+        self.reads_prefixes = drafter.shared  # states are not kept
         if drafter.shared:
             check_layers(target, drafter.originals)
             if is_spread(target):

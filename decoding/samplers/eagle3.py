@@ -119,6 +119,7 @@ class Eagle3Sampler(StateReader):
             check_known(known, pard_token=drafter.config.pard_token)
         self.drafter, self.tail = drafter.eval(), not drafter.parallel
         self.hidden_layers = drafter.target_layer_ids
+        self.reads_prefixes = False  # its states are not kept
 
     def cached_drafter(self, batch: Batch) -> CachedDrafter:
         return CachedDrafter(self.drafter, self.target, batch.tokens.shape[1])

@@ -8,6 +8,7 @@ import torch
 from decoding.engine.params import KEYED, SamplingParams
 from decoding.engine.prefixes import Prefixes
 from decoding.samplers.plain import PlainSampler
+from decoding.samplers.redrafter import RedrafterSampler
 from tests.support import texts, tiny
 from tests.support.results import ids
 from tests.support.samplers import dflash
@@ -24,6 +25,9 @@ def makes():
         "plain": PlainSampler(model, tiny.tokenizer(V)),
         "deer": texts.deer(model, texts.random_drafter(), 4),
         "shared context": dflash(model, 4, context="shared", layers=[1]),
+        "the last state": RedrafterSampler(
+            model, tiny.tokenizer(V), tiny.redrafter(model), block_size=4
+        ),
         "its own states": dflash(model, 4),  # which are not kept: all is read
     }
 
