@@ -84,6 +84,11 @@ class BlockDrafter(Sampler):
         """
         raise NotImplementedError
 
+    def own_logits(self, batch: Batch, k: int, *drafted: Tensor) -> Tensor:
+        """Return the logits of `draft_logits`, or of `extend` with `drafted`, over `draft_ids`."""
+        logits = self.extend(batch, *drafted) if drafted else self.draft_logits(batch, k)
+        return logits if self.draft_ids is None else logits[..., self.draft_ids]
+
     def children(self, batch: Batch, noise: Tensor | None) -> list[Children] | None:
         """Return the ranking of each sequence's drafts, if they are ranked without a network.
 

@@ -8,6 +8,7 @@ T of them different,
 n from N down to 1. Suffix decoding drafts from earlier answers too (arXiv 2411.04975).
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from heapq import nlargest
 from operator import itemgetter
@@ -75,21 +76,19 @@ class Ngrams:
 
     def _after(self, suffix: tuple[int, ...]) -> dict[int, float]:
         found: dict[int, float] = {}
-        rest = 1.0
+        rest, V = 1.0, self._vocabulary
         for n in range(len(suffix), 0, -1):
-            width = self._vocabulary ** (N - n)
-            first = sum(
-                v * self._vocabulary ** (N - i) for i, v in enumerate(suffix[: -n - 1 : -1], 1)
-            )
-            start, stop = np.searchsorted(self._contexts, (first, first + width))
+            first = sum(v * V ** (N - i) for i, v in enumerate(suffix[: -n - 1 : -1], 1))
+            start, stop = map(self._contexts.searchsorted, (first, first + V ** (N - n)))
             if start == stop:
                 continue
-            tokens = self._tokens[max(start, stop - MOST) : stop]
-            different, counts = np.unique(tokens, return_counts=True)
-            part = rest / (len(tokens) + len(different))
-            for token, count in zip(different.tolist(), counts.tolist()):
+            counts = Counter(self._tokens[max(start, stop - MOST) : stop].tolist())
+            part = rest / (counts.total() + len(counts))
+            for token, count in counts.items():
                 found[token] = found.get(token, 0.0) + part * count
-            rest = part * len(different)
+            rest = part * len(counts)
             if rest < NEGLIGIBLE:
                 break
+        if len(found) <= CANDIDATES:
+            return found
         return dict(nlargest(CANDIDATES, found.items(), itemgetter(1)))

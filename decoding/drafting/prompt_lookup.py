@@ -14,6 +14,7 @@ tree is ours.
 """
 
 from collections import Counter
+from math import exp
 from typing import NamedTuple
 
 ORDER = 6
@@ -28,13 +29,13 @@ class Mixture(NamedTuple):
     """What a drafter and a lookup have said of one token.
 
     Attributes:
-        drafted: q(v) of a drafter's likeliest tokens.
+        drafted: A drafter's likeliest tokens v, and log q(v) of each.
         guessed: r(v) of the tokens that a lookup guesses.
         weight: b of (1 - b) q(v) + b r(v).
         prior: b before the noise of the token was known; the same without noise.
     """
 
-    drafted: dict[int, float]
+    drafted: tuple[list[int], list[float]]
     guessed: dict[int, float]
     weight: float
     prior: float
@@ -44,7 +45,8 @@ class Mixture(NamedTuple):
 
         Of a token that neither has, the drafter's probability is the larger.
         """
-        q = (1 - self.weight) * self.drafted.get(token, 0.0)
+        tokens, scores = self.drafted
+        q = (1 - self.weight) * exp(scores[tokens.index(token)]) if token in tokens else 0.0
         r = self.weight * self.guessed.get(token, 0.0)
         return (r / (q + r) if r else 0.0) - self.prior
 

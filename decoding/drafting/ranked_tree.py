@@ -150,14 +150,15 @@ class RankedTree:
     ) -> Trees:
         """Return the best trees under a drafter's tail, which is run for each depth."""
         ids = sampler.draft_ids
+        penalties = params.presence_penalty or params.frequency_penalty or params.logit_bias
+        by_token = penalties or params.repetition_penalty != 1
 
         def expand(depth: int, tokens: Tensor | None, parent: Tensor | None) -> Tensor:
-            if tokens is None:
-                logits = sampler.draft_logits(batch, k)
-            else:
-                logits = sampler.extend(batch, tokens, torch.full_like(tokens, depth), parent)
-            logits = sampler.warped_draft(logits, batch, params)
-            return logits if ids is None else logits[..., ids]
+            drafted = () if tokens is None else (tokens, torch.full_like(tokens, depth), parent)
+            logits = sampler.own_logits(batch, k, *drafted)
+            if ids is None or not by_token:
+                return sampler.warped_draft(logits, batch, params)
+            return sampler.warped_draft(sampler.fitted(logits, []), batch, params)[..., ids]
 
         nodes, sharpness, bigrams, lookups, least = self._settings(batch, params)
         gain = for_requests(self.least_gain, len(batch.requests))

@@ -415,8 +415,7 @@ class Growing:
         if weight and self._noise is not None:
             guesses, weight = self._chosen(len(path), guesses, weight, total)
         if lookup and weight and ranked[0]:
-            drafted = {token: exp(score) for token, score in zip(*ranked)}
-            lookup.weighed(suffix, Mixture(drafted, guesses, weight, prior))
+            lookup.weighed(suffix, Mixture(ranked, guesses, weight, prior))
         return mixed(ranked, len(path), suffix, self._bigrams, guesses, weight)
 
     def _chosen(

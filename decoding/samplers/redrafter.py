@@ -158,13 +158,19 @@ class RedrafterSampler(AnswerReader, StateReader):
     def lookup_of(self, tokens: list[int]) -> MixedLookup:
         return MixedLookup(tokens, self.ngrams)
 
+    def own_logits(self, batch: Batch, k: int, *drafted: Tensor) -> Tensor:
+        drafter = batch.networks["drafter"]
+        if drafted:
+            tokens, _, parent = drafted
+            return drafter.extend(tokens, parent)
+        return drafter(*batch.state.take(), batch.tokens.gather(1, batch.lengths[:, None] - 1))
+
     def draft_logits(self, batch: Batch, k: int) -> Tensor:
         """Read the last committed token: logits [B, 1, V]."""
-        last = batch.tokens.gather(1, batch.lengths[:, None] - 1)
-        return self.fitted(batch.networks["drafter"](*batch.state.take(), last), [])
+        return self.fitted(self.own_logits(batch, k), [])
 
     def extend(self, batch: Batch, tokens: Tensor, depth: Tensor, parent: Tensor) -> Tensor:
-        return self.fitted(batch.networks["drafter"].extend(tokens, parent), [])
+        return self.fitted(self.own_logits(batch, 0, tokens, depth, parent), [])
 
 
 METHOD = BlockMethod(

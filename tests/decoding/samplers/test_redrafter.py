@@ -5,6 +5,7 @@ from math import exp, log
 import pytest
 import torch
 
+from decoding.drafting.block_drafter import BlockDrafter
 from decoding.drafting.ngrams import Ngrams
 from decoding.drafting.prompt_lookup import Mixture
 from decoding.engine import verify
@@ -18,7 +19,6 @@ from tests.support.results import ids
 from tests.support.samplers import (
     forgets_last,
     keeps_rejected,
-    recording,
     verifies_marginals,
 )
 from tests.support.texts import PROMPTS, SEEDS, WARPS, V, plain_texts, target
@@ -80,7 +80,15 @@ def test_earlier_answers_are_drafted(temperature):
     assert passes(with_.fresh(), params) == first
 
 
-Recording = recording(RedrafterSampler)
+class Recording(RedrafterSampler):
+    """Keeps the logits after committed tokens, in `drafts`, with the prefix that they are after."""
+
+    def own_logits(self, batch, k, *drafted):
+        logits = super().own_logits(batch, k, *drafted)
+        if not drafted:
+            for tokens, n, row in zip(batch.tokens.tolist(), batch.lengths.tolist(), logits):
+                self.drafts.append((tokens[:n], row))
+        return logits
 
 
 @torch.no_grad()
@@ -88,7 +96,7 @@ def anew(sampler, prefix):
     """The first token's logits after a prefix, without anything kept."""
     batch = Batch([prefix], len(prefix) + 12, KeyedRandomness([0]), "cpu")
     sampler.begin(batch, SamplingParams(1))
-    return RedrafterSampler.draft_logits(sampler, batch, 4)[0]
+    return RedrafterSampler.own_logits(sampler, batch, 4)[0]
 
 
 def worst(cls, rule, temperature):
@@ -98,6 +106,7 @@ def worst(cls, rule, temperature):
     params = SamplingParams(24, temperature, verify=rule)
     sampler.generate(PROMPTS, params, seeds=SEEDS)
     found = 0.0
+    assert sampler.drafts
     for prefix, logits in sampler.drafts:
         if len(prefix) > 1:  # a prompt of one token has no state yet
             found = max(found, (logits - anew(sampler, prefix)).abs().max().item())
@@ -140,7 +149,7 @@ def test_a_text_teaches_the_weight(right, sign):
     """It grows where the n-grams are right and the drafter is not, and shrinks where they fail."""
     lookup = MixedLookup([7, 1, 2, 3], ngrams_of(*[[1, 2, 3, 4]] * 9, *[[1, 2, 3, 9]] * 9))
     guessed, before = lookup.guesses(lookup.suffix)
-    drafted = {right: 0.01, 50: 0.9} if right == 4 else {right: 0.9}
+    drafted = [right, 50], [log(0.01), log(0.9)] if right == 4 else [log(0.9), log(0.01)]
     lookup.weighed(lookup.suffix, Mixture(drafted, guessed, before, before))
     lookup.extend([right])
     assert sign * lookup.bias > 0.3
@@ -150,14 +159,43 @@ def test_a_text_teaches_the_weight(right, sign):
 
 
 def test_the_evidence_of_a_token_is_the_gradient_of_its_log_probability():
-    drafted, guessed, odds = {1: 0.6, 2: 0.1}, {2: 0.7, 3: 0.2}, 0.3
+    drafted, guessed, odds = ([1, 2], [log(0.6), log(0.1)]), {2: 0.7, 3: 0.2}, 0.3
+    q = {1: 0.6, 2: 0.1}
 
     def log_p(token, odds):
         b = 1 / (1 + exp(-odds))
-        return log((1 - b) * drafted.get(token, 0.0) + b * guessed.get(token, 0.0))
+        return log((1 - b) * q.get(token, 0.0) + b * guessed.get(token, 0.0))
 
     b = 1 / (1 + exp(-odds))
     for token in (1, 2, 3):
         slope = (log_p(token, odds + 1e-5) - log_p(token, odds - 1e-5)) / 2e-5
         assert Mixture(drafted, guessed, b, b).evidence(token) == pytest.approx(slope, abs=1e-8)
     assert Mixture(drafted, guessed, b, b).evidence(9) == -b  # the drafter's, most likely
+
+
+class Whole(RedrafterSampler):
+    """Its tokens' logits are taken from those of all tokens."""
+
+    own_logits = BlockDrafter.own_logits
+    asked = 0
+
+    def draft_logits(self, batch, k):
+        self.asked += 1
+        return self.fitted(RedrafterSampler.own_logits(self, batch, k), [])
+
+    def extend(self, batch, tokens, depth, parent):
+        return self.fitted(RedrafterSampler.own_logits(self, batch, 0, tokens, depth, parent), [])
+
+
+@pytest.mark.parametrize("warp", WARPS)
+def test_trees_of_its_own_tokens_are_those_of_all_tokens(warp):
+    model = target(layers=3)
+    params = SamplingParams(20, 1.0, verify="tree", **WARPS[warp])
+    few = tiny.redrafter(model, draft_ids=torch.arange(0, V, 2))
+    found = []
+    for cls in (RedrafterSampler, Whole):
+        sampler = cls(model, tiny.tokenizer(V), few, block_size=4, nodes=7)
+        results = sampler.generate(PROMPTS, params, seeds=SEEDS)
+        found.append((ids(results), [r.stats.target_passes for r in results]))
+    assert sampler.asked
+    assert found[0] == found[1]
