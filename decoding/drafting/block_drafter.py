@@ -44,7 +44,6 @@ class BlockDrafter(Sampler):
     drafter: PreTrainedModel
     block_size: int  # tokens drafted a cycle unless a request asks for others
     tail = False  # whether the drafter runs again for each drafted token (`extend`)
-    looks_up_drawn = False  # whether lookups rank trees of a tail where the target draws, too
 
     def __init__(
         self,

@@ -32,13 +32,11 @@ class Mixture(NamedTuple):
         drafted: A drafter's likeliest tokens v, and log q(v) of each.
         guessed: r(v) of the tokens that a lookup guesses.
         weight: b of (1 - b) q(v) + b r(v).
-        prior: b before the noise of the token was known; the same without noise.
     """
 
     drafted: tuple[list[int], list[float]]
     guessed: dict[int, float]
     weight: float
-    prior: float
 
     def evidence(self, token: int) -> float:
         """Return the derivative of log p(token) by the log-odds of b.
@@ -48,7 +46,7 @@ class Mixture(NamedTuple):
         tokens, scores = self.drafted
         q = (1 - self.weight) * exp(scores[tokens.index(token)]) if token in tokens else 0.0
         r = self.weight * self.guessed.get(token, 0.0)
-        return (r / (q + r) if r else 0.0) - self.prior
+        return (r / (q + r) if r else 0.0) - self.weight
 
 
 class Lookup:

@@ -90,9 +90,9 @@ class RankedTree:
         return max(self.nodes.values())
 
     def begin(self, sampler: BlockDrafter, batch: Batch, params: SamplingParams) -> None:
-        """Make a batch's prompt lookups; with noise those of a block make trees worse."""
+        """Make a batch's prompt lookups, at temperature 0; with noise they make trees worse."""
         batch.drafts = Lookups()
-        if self.lookup and (params.temperature == 0 or sampler.looks_up_drawn):
+        if self.lookup and params.temperature == 0:
             batch.drafts.lookups = lookups_of(batch, sampler.lookup_of)
 
     def cycle(
@@ -156,14 +156,20 @@ class RankedTree:
         def expand(depth: int, tokens: Tensor | None, parent: Tensor | None) -> Tensor:
             drafted = () if tokens is None else (tokens, torch.full_like(tokens, depth), parent)
             logits = sampler.own_logits(batch, k, *drafted)
-            if ids is None or not by_token:
-                return sampler.warped_draft(logits, batch, params)
-            return sampler.warped_draft(sampler.fitted(logits, []), batch, params)[..., ids]
+            if ids is not None and by_token:
+                whole = sampler.fitted(logits, [])
+                logits = sampler.warped_draft(whole, batch, params)[..., ids]
+            else:
+                logits = sampler.warped_draft(logits, batch, params)
+            if noise is not None and self.rank_noise:
+                g = noise[:, depth, None]
+                logits = logits + (g if ids is None else g[..., ids])
+            return logits
 
         nodes, sharpness, bigrams, lookups, least = self._settings(batch, params)
         gain = for_requests(self.least_gain, len(batch.requests))
         given = nodes, sharpness, bigrams, lookups, ids, least, gain
-        others = sampler.constraints(batch), _ragged(batch), noise if self.rank_noise else None
+        others = sampler.constraints(batch), _ragged(batch)
         return grow_trees(expand, min(k, nodes), *given, *others)
 
     def _settings(self, batch: Batch, params: SamplingParams) -> tuple:

@@ -10,7 +10,6 @@ from heapq import heappop, heappush
 from math import exp, expm1, log, log1p
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -298,7 +297,6 @@ def grow_trees(
     least_gain: float = 0.0,
     constraints: Sequence[Constraint | None] | None = None,
     ragged: bool = False,
-    noise: Tensor | None = None,
 ) -> Trees:
     """Draft best-first trees of conditional drafts, all nodes of a depth in one run of the drafter.
 
@@ -306,36 +304,28 @@ def grow_trees(
     are never more probable than their parent, few others will be among them later.
 
     Args:
-        expand: Returns the drafter's logits [B, M, n] after M nodes of a depth:
-            `expand(depth, tokens, parent)`, [B, M] each as in `BlockDrafter.extend`; those after
-            the root, M = 1, for depth 0 and None.
+        expand: Returns the drafter's logits [B, M, n] after M nodes of a depth, with the noise
+            added if there is any: `expand(depth, tokens, parent)`, [B, M] each as in
+            `BlockDrafter.extend`; those after the root, M = 1, for depth 0 and None.
         k: The most tokens of a path that the drafter drafts.
         nodes, sharpness, bigrams, lookups, ids, least, constraints, ragged: See `draft_trees`.
         least_gain: Tokens that a further run is expected to bring a tree of the batch, at the
             least (`expected_gain`); 0: trees grow wherever they have nodes.
-        noise: Keyed noise of the next positions, [B, k + 1, V], where it ranks too.
     """
     logits = expand(0, None, None)
     device = logits.device
     texts: Sequence[Lookup | None] = lookups or [None] * len(logits)
     count = min(nodes if bigrams is None and lookups is None else CANDIDATES, logits.shape[-1])
     limits = constraints or [None] * len(logits)
-    drawn = [None] * len(logits) if noise is None else noise
-    rows = [Growing(bigrams, *of, k) for of in zip(texts, limits, drawn)]
+    rows = [Growing(bigrams, *of, k) for of in zip(texts, limits)]
     growing: list[list[Path]] = [[()] for _ in rows]
     given = 0
     for depth in range(k):
-        total = logits.new_zeros(logits.shape[:2])
-        if noise is not None:
-            g = noise[:, depth, None]
-            noisy = logits + (g if ids is None else g[..., ids])
-            logits, total = noisy, noisy.logsumexp(-1) - logits.logsumexp(-1)
         sharp = sharpness[depth] if isinstance(sharpness, Tensor) else sharpness
         scores, chosen = (sharp * logits).log_softmax(-1).topk(count)
         tokens = (chosen if ids is None else ids[chosen]).tolist()
-        ranked = tokens, scores.tolist(), total.tolist()
-        for row, paths, *of in zip(rows, growing, *ranked):
-            for path, *children in zip(paths, *of):
+        for row, paths, *ranked in zip(rows, growing, tokens, scores.tolist()):
+            for path, *children in zip(paths, *ranked):
                 row.add(path, *children)
         if depth + 1 == k:
             break
@@ -380,7 +370,6 @@ class Growing:
 
     Args:
         bigrams, lookup, constraint: See `draft_trees`.
-        noise: Of the next positions, [k + 1, V]; None: it does not rank.
         depth: See `constrained`.
     """
 
@@ -389,59 +378,29 @@ class Growing:
         bigrams: BigramScores | None,
         lookup: Lookup | None,
         constraint: Constraint | None,
-        noise: Tensor | None,
         depth: int,
     ):
-        self._bigrams, self._lookup, self._noise = bigrams, lookup, noise
+        self._bigrams, self._lookup = bigrams, lookup
         self.children = constrained(self._children, constraint, depth)
         self._ranked: dict[Path, Ranked] = {}
         self._number: dict[Path, int] = {(): ROOT}
-        self._at = cache(self._noise_at)
 
-    def add(self, path: Path, tokens: list[int], scores: list[float], total: float) -> None:
-        """Add the drafter's tokens after a path, best first; `total` is log sum q e^g."""
-        self._ranked[path] = self._mixed(path, (tokens, scores), total)
+    def add(self, path: Path, tokens: list[int], scores: list[float]) -> None:
+        """Add the drafter's tokens after a path, best first."""
+        self._ranked[path] = self._mixed(path, (tokens, scores))
 
     def _children(self, path: Path) -> Ranked:
         """Return the tokens after a path; where it is not expanded the lookup's guesses alone."""
         if path not in self._ranked:
-            self._ranked[path] = self._mixed(path, ([], []), None)
+            self._ranked[path] = self._mixed(path, ([], []))
         return self._ranked[path]
 
-    def _mixed(self, path: Path, ranked: Ranked, total: float | None) -> Ranked:
+    def _mixed(self, path: Path, ranked: Ranked) -> Ranked:
         lookup, suffix = self._lookup, suffix_of(self._lookup, path)
-        guesses, prior = lookup.guesses(suffix, not ranked[0]) if lookup else NOTHING
-        weight = prior
-        if weight and self._noise is not None:
-            guesses, weight = self._chosen(len(path), guesses, weight, total)
+        guesses, weight = lookup.guesses(suffix, not ranked[0]) if lookup else NOTHING
         if lookup and weight and ranked[0]:
-            lookup.weighed(suffix, Mixture(ranked, guesses, weight, prior))
+            lookup.weighed(suffix, Mixture(ranked, guesses, weight))
         return mixed(ranked, len(path), suffix, self._bigrams, guesses, weight)
-
-    def _chosen(
-        self, depth: int, guesses: dict[int, float], weight: float, total: float | None
-    ) -> tuple[dict[int, float], float]:
-        """Return a lookup's guesses and their weight, where the target chooses with the noise g.
-
-        With r and q e^g become r e^g / R and q e^g / Q, of the sums R and Q, and their mixture's
-        weight b becomes b R / (b R + (1 - b) Q). Tokens without a guess share the rest of r; where
-        the drafter was not run, q too is uniform.
-        """
-        assert self._noise is not None
-        if depth + 1 == len(self._noise):
-            return {}, 0.0
-        g, usual = self._at(depth)
-        found = {token: p * exp(g[token]) for token, p in guesses.items()}
-        R = sum(found.values()) + max(0.0, 1 - sum(guesses.values())) * exp(usual)
-        Q = exp(usual if total is None else total)
-        found = {token: x / R for token, x in found.items()}
-        return found, weight * R / (weight * R + (1 - weight) * Q)
-
-    def _noise_at(self, depth: int) -> tuple[np.ndarray, float]:
-        """Return a position's noise, and the log of the mean of e^g."""
-        assert self._noise is not None
-        g = self._noise[depth]
-        return g.cpu().numpy(), (g.logsumexp(-1) - log(len(g))).item()
 
     def best(self, nodes: int, least: float) -> dict[Path, float]:
         """Return the paths of the best tree so far, best first, and their probabilities."""

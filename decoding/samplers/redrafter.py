@@ -3,7 +3,7 @@
 Sources: ReDrafter (arXiv 2403.09919), Hydra (arXiv 2402.05109); the mixture is ours. The drafter
 (`models.redrafter`) runs once for each depth of a tree, for all its nodes together. It attends to
 nothing, so it cannot copy; n-grams can, of the request's own text and of earlier answers, r(v), and
-they are sure where they are right. A tree is ranked by
+they are sure where they are right. At temperature 0 a tree is ranked by
 
     p(v | text, path) = (1 - b) q(v) + b r(v),    log b / (1 - b) = log m / (1 - m) + d,
 
@@ -34,7 +34,7 @@ SURE = 4.0  # the largest log-odds of a weight, and of what a text adds to them
 # By requests: the most nodes, and what a token more and a run of the drafter cost on two CPU cores,
 # in tokens of the time that they take (docs/results/redrafter.md).
 NODES = {1: 16, 4: 8}
-LEAST = {1: 0.08, 4: 0.3, 16: 0.5}
+LEAST = {1: 0.08, 4: 0.3, 16: 0.65}
 LEAST_GAIN = 0.15
 
 
@@ -130,7 +130,7 @@ class RedrafterSampler(AnswerReader, StateReader):
         drafter: The network (`models.redrafter`); its config names the layers that it reads.
     """
 
-    tail = looks_up_drawn = True
+    tail = True
 
     def __init__(
         self,

@@ -197,51 +197,6 @@ def test_a_tree_grows_deeper_only_where_that_pays(cost):
     assert grown[1] == max(grown)  # Negative controls: the gain of cheaper and of dearer runs.
 
 
-class Fixed(Lookup):
-    """A lookup that guesses the same tokens after everything."""
-
-    guessed = {1: 0.7, 4: 0.3}
-
-    def guesses(self, suffix, alone=False):
-        return self.guessed, 0.4
-
-
-@pytest.mark.parametrize("ids", [None, torch.tensor([0, 1, 2, 3])])
-def test_guesses_are_weighed_with_the_noise(ids):
-    """A node's probability is that of argmax(log p + g), as near as Gumbel noise is known: the
-    softmax of log p + g, of the mixture p of all tokens."""
-    draw = torch.Generator().manual_seed(3)
-    tokens, k = 6, 3
-    n = tokens if ids is None else len(ids)
-    z = torch.randn(k, n, generator=draw, dtype=torch.float64)
-    noise = -torch.rand(1, k + 1, tokens, generator=draw, dtype=torch.float64).log().neg().log()
-
-    def expand(depth, tokens, parents):
-        return z[None, depth, None].expand(1, 1 if tokens is None else tokens.shape[1], n)
-
-    def grown(noise):
-        return tree.grow_trees(expand, k, 12, lookups=[Fixed([0])], ids=ids, noise=noise).rows[0]
-
-    def p_of(depth, noise):
-        p = 0.6 * torch.zeros(tokens, dtype=z.dtype).index_put((slots,), z[depth].softmax(-1))
-        for token, r in Fixed.guessed.items():
-            p[token] += 0.4 * r
-        return p if noise is None else (p.log() + noise[0, depth]).softmax(-1)
-
-    slots = torch.arange(tokens) if ids is None else ids
-    for g in (noise, None):
-        found = grown(g)
-        known = {tree.ROOT: 1.0}
-        for (parent, token), node in found.child.items():
-            known[node] = known[parent] * p_of(found.depth[node] - 1, g)[token].item()
-        expanded = [i for i, depth in enumerate(found.depth) if depth == 1]
-        assert len(expanded) > 1
-        for node in expanded:
-            assert math.exp(found.score[node]) == pytest.approx(known[node])
-    assert grown(noise) != grown(noise.roll(1, -1))  # negative control
-    assert max(grown(noise).depth) <= k
-
-
 def test_grown_trees_of_a_batch_are_those_alone():
     """Rows expand different nodes, so that some are padding; bigrams and a lookup rank too."""
     z = torch.tensor([[[4.0, 1, 0], [3.0, 2, 0], [0, 1, 2]], [[0.3, 0.2, 0.1]] * 3])
