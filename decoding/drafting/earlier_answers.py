@@ -20,6 +20,7 @@ from decoding.engine.batch import Batch
 from decoding.method import Text
 
 KEPT_TOKENS = 2**19
+FEW_REQUESTS = {1: {0: "tree"}, 4: {0: "tree"}, 16: {0: "plain"}}  # drafts for these alone
 Kept = Annotated[int, Field(ge=0, le=2**24)]
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decoding.drafting.earlier_answers import KEPT_TOKENS, AnswerReader, Kept, seen
+from decoding.drafting.earlier_answers import FEW_REQUESTS, KEPT_TOKENS, AnswerReader, Kept, seen
 from decoding.drafting.prompt_lookup import TRUST, Lookup
 from decoding.drafting.ranked_tree import catch_up, lookups_of
 from decoding.drafting.tree import Children, Path, Ranked, constrained, sort, suffix_of
@@ -35,8 +35,6 @@ from models.fused_layers import is_fused
 # plain decoding makes one (docs/results/ngram.md).
 NODES: ByNumber[Count] = {1: 16, 4: 8}
 LEAST: ByNumber[Amount] = {1: 0.06, 4: 0.3, 16: 0.5}
-# Where the trees of a batch have one size, drafts for sixteen requests cost more than they bring.
-FASTEST = {1: {0: "tree"}, 4: {0: "tree"}, 16: {0: "plain"}}
 UNSEEN = 1e-3  # probability of all tokens that were never seen, at the least
 FILLER = log(1e-9)  # score of a draft that nothing speaks for
 
@@ -109,7 +107,8 @@ class NgramSampler(AnswerReader):
             nodes=nodes,
             least=least,
             lookup=False,
-            fastest="tree" if is_fused(target) else FASTEST,
+            # Where a batch's trees have one size, many requests' drafts cost more than they bring.
+            fastest="tree" if is_fused(target) else FEW_REQUESTS,
             kept_tokens=kept_tokens,
             answers=answers,
         )

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.drafting import bigrams
 from decoding.drafting.block_sampler import KNOBS, BlockMethod
-from decoding.drafting.earlier_answers import AnswerReader, seen
+from decoding.drafting.earlier_answers import FEW_REQUESTS, AnswerReader, seen
 from decoding.drafting.ngrams import Ngrams
 from decoding.drafting.prompt_lookup import Lookup, Mixture, Suffix, append
 from decoding.drafting.state_reader import StateReader
@@ -140,7 +140,7 @@ class RedrafterSampler(AnswerReader, StateReader):
         **given: Any,
     ):
         knobs: dict[str, Any] = {
-            "fastest": "tree",
+            "fastest": FEW_REQUESTS,
             "sharpness": 1.0,
             "nodes": NODES,
             "least": LEAST,

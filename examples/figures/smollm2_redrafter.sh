@@ -27,7 +27,7 @@ compare() {
 }
 compare source=humaneval 'temperatures=[0]' "sampler=[$ANSWERS]" out="$RUNS/redrafter/answers"
 compare source=humaneval 'temperatures=[1]' out="$RUNS/redrafter/humaneval_1"
-compare source=humaneval 'temperatures=[0]' 'batch_sizes=[16]' out="$RUNS/redrafter/humaneval_16"
+compare source=humaneval 'temperatures=[0]' 'batch_sizes=[16]' 'sampler=[fastest=tree]' out="$RUNS/redrafter/humaneval_16"
 for source in humaneval gsm8k.jsonl mt_bench.jsonl; do
     compare source="$source" 'temperatures=[0]' out="$RUNS/redrafter/$source"
 done
