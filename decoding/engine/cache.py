@@ -503,9 +503,9 @@ class CachedNetwork(CountedNetwork):
             return mask[:, 0][real][None, None]
 
         own = joined(mask) if isinstance(mask, Tensor) else {t: joined(m) for t, m in mask.items()}
-        count, rows = int(real.sum()), torch.zeros_like(tokens)
-        rows[real] = torch.arange(count)
-        given = tokens[real][None], positions[real][None], slots, own, count
+        every, rows = torch.arange(int(real.sum())), torch.zeros_like(tokens)
+        rows[real] = every
+        given = tokens[real][None], positions[real][None], slots, own, every
         logits, states = self.run(*given, flat=real)
         return TargetOutput(logits[0][rows], tuple(state[0][rows] for state in states))
 
