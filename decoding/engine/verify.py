@@ -76,7 +76,9 @@ def choose(logits: Tensor, noise: Tensor | None) -> Tensor:
     at temperature 0.
     """
     scores = logits if noise is None else logits + noise[:, : logits.shape[1]]
-    return scores.max(-1).indices  # on the CPU argmax takes three times as long
+    if scores.device.type == "cpu":  # numpy takes a seventh of torch's time
+        return torch.from_numpy(scores.numpy().argmax(-1))
+    return scores.argmax(-1)
 
 
 def acceptance_probability(draft: Tensor, q: Tensor, p: Tensor) -> Tensor:

@@ -106,7 +106,7 @@ def worst(cls, rule, temperature):
     sampler.generate(PROMPTS, params, seeds=SEEDS)
     found = 0.0
     assert sampler.drafts
-    for prefix, logits in list(sampler.drafts):  # what is made anew is recorded, too
+    for prefix, logits in sampler.drafts:
         if len(prefix) > 1:  # a prompt of one token has no state yet
             found = max(found, (logits - anew(sampler, prefix)).abs().max().item())
     return found
