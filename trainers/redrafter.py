@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from decoding.drafting.block_sampler import BlockSampler
-from decoding.samplers.redrafter import RedrafterSampler
 from models.redrafter import draft_states
 from trainers.rollout import RolloutModule
 
@@ -17,7 +16,6 @@ class Redrafter(RolloutModule):
         return draft_states(self.network, self.target, batch, states)
 
     def sampler(self) -> BlockSampler | None:
+        """Return what drafts chains without n-grams, however many prompts a validation has."""
         sampler = super().sampler()
-        if isinstance(sampler, RedrafterSampler):
-            sampler.kept_tokens = 0  # or each validation would know the answers of the one before
-        return sampler
+        return None if sampler is None else sampler.always_drafting()

@@ -1,10 +1,8 @@
 """`python -m decoding.bench model=runs/deer_stage2/export`: samplers side by side, one run."""
 
 from collections.abc import Sequence
-from copy import copy
 from itertools import product
 from pathlib import Path
-from typing import TypeVar
 
 from data.text.chat import start_ids
 from data.text.prompts import heldout_prompts
@@ -39,8 +37,6 @@ from models import causal
 from recipes.command import main
 from recipes.options import check_batch_sizes
 from terminal.progress import track
-
-S = TypeVar("S", bound=Sampler)
 
 
 def run(argv: list[str]) -> None:
@@ -153,25 +149,18 @@ def _rows(
             ngrams = NgramSampler(sampler.target, sampler.tokenizer)
             rule = "tree" if "tree" in ngrams.rules else "coupled"
             add(f"ngram, {rule}", ngrams, plain[target], rule=rule)
+        drafts = sampler.always_drafting() if isinstance(sampler, BlockSampler) else sampler
         rules = () if isinstance(sampler, PlainSampler) else sampler.rules  # it has its row
         for rule in rules:
             # At temperature 0 the others are `coupled`.
             if rule in bench.verify and (temperature or rule in KEYED):
                 label = f"{name}, {rule}" if temperature or rule == "tree" else name
-                add(label, _chains(sampler), plain[target], exact=rule in KEYED, rule=rule)
-        if temperature and isinstance(sampler, BlockSampler):
+                add(label, drafts, plain[target], exact=rule in KEYED, rule=rule)
+        if temperature and isinstance(drafts, BlockSampler):
             for rule in bench.drawn:
-                drawn = drawing(_chains(sampler), rule)
+                drawn = drawing(drafts, rule)
                 add(f"{name}, {rule}", drawn, plain[target], exact=False, rule="rejection")
     return rows
-
-
-def _chains(sampler: S) -> S:
-    """Return a sampler that drafts, chains or trees for `verify=tree`, even where that is slow."""
-    if isinstance(sampler, BlockSampler):
-        sampler = copy(sampler)
-        sampler.fastest = {1: {0.0: "chain"}}
-    return sampler
 
 
 if __name__ == "__main__":

@@ -6,11 +6,12 @@ head each is conditioned on the drafted token before it, with a drafter's tail o
 """
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -128,6 +129,12 @@ class BlockSampler(BlockDrafter):
         way = nearest(known, params.temperature)
         trees = params.keyed and "tree" in self.rules
         return "chain" if way == "tree" and not trees else way
+
+    def always_drafting(self) -> Self:
+        """Return a copy that drafts chains, or trees for `verify=tree`, even where that is slow."""
+        new = copy(self)
+        new.fastest = {1: {0.0: "chain"}}
+        return new
 
     def drafting(self, params: SamplingParams) -> Chain | RankedTree:
         """Return what a batch begins with: a tree, if any number of requests has one."""

@@ -51,10 +51,11 @@ def test_it_learns_what_the_target_says():
     assert losses[-1] < 0.3 * losses[0]
 
 
-def test_a_validation_knows_no_earlier_answers():
+def test_a_validation_drafts_for_many_prompts():
     sampler = module_of(tiny.causal_lm(V)).sampler()
-    sampler.generate([[1, 2, 3, 4]], SamplingParams(8, 0.0, verify="tree"))
-    assert len(sampler.ngrams) == 0
+    results = sampler.generate([[1, 2, 3, 4]] * 16, SamplingParams(8, 0.0))
+    assert all(result.stats.drafted for result in results)
+    assert results[0].stats.emitted == results[1].stats.emitted  # none learns from another
 
 
 @pytest.fixture(scope="module")
