@@ -56,6 +56,7 @@ class BlockSampler(BlockDrafter):
         least: The least probability of a tree's nodes, a number or one by requests as `nodes`.
         least_gain: For drafters with a tail: tokens that a further run of it is expected to bring,
             at the least (`grow_trees`), a number or one by requests as `nodes`.
+        fewest: For them too: the first nodes of a tree, which need no least probability.
         fastest: What is fastest, of WAYS: in general or by {requests: {temperature: way}}. It is
             what a request gets that asks for no `block_size` and no `verify=tree`, where that does
             not change its text: a chain in place of a tree where the noise is not keyed.
@@ -88,6 +89,7 @@ class BlockSampler(BlockDrafter):
         lookup: bool = True,
         least: Amount | ByNumber[Amount] = 0.0,
         least_gain: Amount | ByNumber[Amount] = 0.0,
+        fewest: Count | ByNumber[Count] = 1,
         fastest: Literal[*WAYS] | ByNumber[ByNumber[Literal[*WAYS]]] = "chain",
         draft_ids: Tensor | None = None,
         markov: MarkovHead | None = None,
@@ -108,6 +110,7 @@ class BlockSampler(BlockDrafter):
             bigram_weights,
             _by_requests(least),
             _by_requests(least_gain),
+            _by_requests(fewest),
             self.device,
         )
 

@@ -55,6 +55,7 @@ class RankedTree:
         least, least_gain: The least probability of a node (`draft_trees`), and what a run of a
             drafter's tail must be expected to bring (`grow_trees`), by how many requests are
             decoded together.
+        fewest: Nodes of such a drafter's trees that need no least probability, by requests too.
     """
 
     predicate = staticmethod(masks.tree)
@@ -69,12 +70,13 @@ class RankedTree:
         bigram_weights: ByNumber[list[float]] | None,
         least: dict[int, float],
         least_gain: dict[int, float],
+        fewest: dict[int, int],
         device: torch.device,
     ):
         for number in nodes.values():
             check_tree(number, sharpness)
         self.nodes, self.rank_noise, self.lookup = nodes, rank_noise, lookup
-        self.least, self.least_gain = least, least_gain
+        self.least, self.least_gain, self.fewest = least, least_gain, fewest
         if isinstance(sharpness, dict):
             by_depth = _by_depth(sharpness)
             self.sharpness = {t: torch.tensor(s, device=device) for t, s in by_depth.items()}
@@ -167,8 +169,9 @@ class RankedTree:
             return logits
 
         nodes, sharpness, bigrams, lookups, least = self._settings(batch, params)
-        gain = for_requests(self.least_gain, len(batch.requests))
-        given = nodes, sharpness, bigrams, lookups, ids, least, gain
+        number = len(batch.requests)
+        limits = for_requests(self.least_gain, number), for_requests(self.fewest, number)
+        given = nodes, sharpness, bigrams, lookups, ids, least, *limits
         others = sampler.constraints(batch), _ragged(batch)
         return grow_trees(expand, min(k, nodes), *given, *others)
 

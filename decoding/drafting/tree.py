@@ -77,11 +77,12 @@ class Tree(NamedTuple):
         return Tree(token, depth, path, child, self.score[:nodes])
 
 
-def best_first(children: Children, nodes: int, least: float = 0.0) -> Tree:
+def best_first(children: Children, nodes: int, least: float = 0.0, fewest: int = 1) -> Tree:
     """Make the tree of the `nodes` most probable prefixes; fewer where there are no more.
 
     A prefix is never more probable than a shorter prefix of itself, so nodes taken in the order of
-    their probability form a tree. All but the first have a probability of at least `least`.
+    their probability form a tree. After the first `fewest` all have a probability of at least
+    `least`.
 
     >>> depths = [([5, 6], [-0.1, -2.0]), ([7, 8], [-0.5, -0.9]), ([], [])]
     >>> best_first(lambda path: depths[len(path)], 3).token
@@ -93,7 +94,7 @@ def best_first(children: Children, nodes: int, least: float = 0.0) -> Tree:
     heap: list[tuple] = [(-scores[0], 0, 0, ROOT, 0.0, root, tokens, scores)]
     while heap and len(tree.token) < nodes:
         cost, depth, rank, parent, before, path, tokens, scores = heappop(heap)
-        if tree.token and exp(-cost) < least:
+        if len(tree.token) >= fewest and exp(-cost) < least:
             break
         node, token = len(tree.token), tokens[rank]
         tree.token.append(token)
@@ -275,7 +276,7 @@ def trees_of(
     sizes of their own.
     """
     alone = least if ragged or len(rankings) == 1 else 0.0
-    rows = [best_first(children, nodes, alone) for children in rankings]
+    rows = [best_first(children, nodes, alone, fewest) for children in rankings]
     if ragged:
         return batched([row.first(max(fewest, row.count(least))) for row in rows], device)
     size = min(len(row.token) for row in rows)
@@ -295,6 +296,7 @@ def grow_trees(
     ids: Tensor | None = None,
     least: float = 0.0,
     least_gain: float = 0.0,
+    fewest: int = 1,
     constraints: Sequence[Constraint | None] | None = None,
     ragged: bool = False,
 ) -> Trees:
@@ -311,6 +313,7 @@ def grow_trees(
         nodes, sharpness, bigrams, lookups, ids, least, constraints, ragged: See `draft_trees`.
         least_gain: Tokens that a further run is expected to bring a tree of the batch, at the
             least (`expected_gain`); 0: trees grow wherever they have nodes.
+        fewest: Nodes of a tree that need no least probability; see `trees_of`.
     """
     logits = expand(0, None, None)
     device = logits.device
@@ -329,7 +332,7 @@ def grow_trees(
                 row.add(path, *children)
         if depth + 1 == k:
             break
-        best = [row.best(nodes, least) for row in rows]
+        best = [row.best(nodes, least, fewest) for row in rows]
         leaves = [row.growing(found, depth + 1) for row, found in zip(rows, best)]
         growing = [paths[: MAX_NODES - given] for paths in leaves]
         if not (M := max(map(len, growing))):
@@ -341,7 +344,7 @@ def grow_trees(
         parents = [row.number(paths, M, given) for row, paths in zip(rows, growing)]
         given += M
         logits = expand(depth + 1, *torch.tensor([last, parents], device=device))
-    return trees_of([row.children for row in rows], nodes, least, device, ragged=ragged)
+    return trees_of([row.children for row in rows], nodes, least, device, fewest, ragged)
 
 
 def expected_gain(paths: dict[Path, float], depth: int, nodes: int, least: float) -> float:
@@ -402,11 +405,11 @@ class Growing:
             lookup.weighed(suffix, Mixture(ranked, guesses, weight))
         return mixed(ranked, len(path), suffix, self._bigrams, guesses, weight)
 
-    def best(self, nodes: int, least: float) -> dict[Path, float]:
+    def best(self, nodes: int, least: float, fewest: int) -> dict[Path, float]:
         """Return the paths of the best tree so far, best first, and their probabilities."""
         paths: list[Path] = []
         found: dict[Path, float] = {(): 1.0}
-        tree = best_first(self.children, nodes, least)
+        tree = best_first(self.children, nodes, least, fewest)
         for (before, token), score in zip(tree.child, tree.score):
             parent = paths[before] if before != ROOT else ()
             paths.append((*parent, token))

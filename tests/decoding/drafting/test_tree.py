@@ -135,6 +135,20 @@ def test_a_tree_has_only_nodes_of_the_least_probability(least):
     assert [row[:4] for row in grown.rows] == [every[1].first(counts[1])[:4]]
 
 
+@pytest.mark.parametrize("ragged", [True, False])
+def test_the_first_nodes_need_no_probability(ragged):
+    z = torch.randn(3, 4, 9, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    z *= torch.tensor([1.0, 3.0, 6.0])[:, None, None]
+    every = tree.draft_trees(z, 30).rows
+
+    def grown(least):
+        given = {"least": least, "fewest": 7, "ragged": ragged}
+        return tree.grow_trees(lambda i, *_: z[:, i, None].expand(3, 30, 9), 4, 30, **given).rows
+
+    assert [row[:4] for row in grown(0.9)] == [row.first(7)[:4] for row in every]
+    assert max(len(row.token) for row in grown(0.05)) > 7
+
+
 def test_ragged_trees_are_those_of_each_sequence_alone():
     z = torch.randn(3, 4, 9, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     z *= torch.tensor([1.0, 3.0, 6.0])[:, None, None]
