@@ -87,7 +87,8 @@ class StateReader(BlockSampler):
     def read_waiting(self, batch: Batch) -> None:
         """Let the drafter read the states that wait; each row's last is read again by its draft."""
         last, missing = batch.state.states[:, -1:], batch.state.missing.clamp_max(1)
-        self.draft_logits(batch, 1)
+        if batch.networks["drafter"].cache is not None:  # else the last is all that a draft reads
+            self.draft_logits(batch, 1)
         batch.state.states, batch.state.missing = last, missing
 
     def follow(

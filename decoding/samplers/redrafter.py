@@ -157,11 +157,6 @@ class RedrafterSampler(AnswerReader, StateReader):
     def cached_drafter(self, batch: Batch) -> RunDrafter:
         return RunDrafter(self.drafter, self.target)
 
-    def read_waiting(self, batch: Batch) -> None:
-        """Drop all states but each row's last, which is all that a draft reads."""
-        state = batch.state
-        state.states, state.missing = state.states[:, -1:], state.missing.clamp_max(1)
-
     def lookup_of(self, tokens: list[int]) -> MixedLookup:
         return MixedLookup(tokens, self.ngrams)
 
