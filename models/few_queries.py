@@ -30,6 +30,16 @@ def loops() -> ModuleType | None:
     return None if found.numba is None else found
 
 
+@cache
+def bfloat16_loops() -> ModuleType | None:
+    """Return `models.bfloat16_loops`; None without numba, or where the CPU has no use for them."""
+    if loops() is None:
+        return None
+    from models import bfloat16_loops as found
+
+    return found if found.runs() else None
+
+
 def few(batch: int, queries: int, heads: int, mask: Tensor) -> bool:
     """Return whether the loops take so many queries of so many heads of keys with this mask."""
     return (

@@ -17,7 +17,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from models.attention import GROUPED, Span, grouped
 from models.few_queries import bits, few, loops, rotated
 from models.norms import FusedNorm
-from models.packed import FEWEST, GATE_UP, QUERY_KEY_VALUE, Product, product_of
+from models.packed import GATE_UP, QUERY_KEY_VALUE, Product, product_of
 
 
 class FusedForward:
@@ -44,7 +44,8 @@ class FusedForward:
         if others or not self._takes(hidden_states, **given):
             return self.forward(hidden_states, *others, **given)
         rows = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
-        count, padding = len(rows), max(0, FEWEST - len(rows))
+        count = len(rows)
+        padding = max(0, self._qkv.fewest - count)
         normed, total = rows.new_empty(count + padding, rows.shape[1]), torch.empty_like(rows)
         normed[count:] = 0
         (first, second), compiled, out = self._norms, loops(), bits(normed)
