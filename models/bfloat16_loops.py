@@ -10,12 +10,14 @@ numba has neither the type nor the instruction, so `multiply_group` is written f
 
 import llvmlite.binding as llvm
 import numba
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from models.loops import compiled
+from models.loops import add_and_norm, compiled, number, rms_norm, rotated_attention
+from models.loops import bits as rounded
 
 LANES = 16  # sums of a register
 GROUP = 2 * LANES  # outputs whose weights are stored together, a register of both after the other
@@ -128,8 +130,10 @@ def _multiply(builder, count, rows, row_size, weight, pairs, bias, out, out_size
     for r, row in enumerate(added):
         line = builder.add(out, builder.mul(out_size, _ADDRESS(r)))
         for i, (s, b) in enumerate(zip(row, biases)):
-            rounded = builder.bitcast(builder.fptrunc(builder.fadd(s, b), _ROUNDED), _BITS)
-            builder.store(rounded, at(line, _ADDRESS(2 * LANES * i), _BITS), align=2)
+            sum = builder.fptrunc(builder.fadd(s, b), _ROUNDED)
+            builder.store(
+                builder.bitcast(sum, _BITS), at(line, _ADDRESS(2 * LANES * i), _BITS), align=2
+            )
 
 
 @compiled(parallel=True)
@@ -161,3 +165,44 @@ def product(rows, weight, bias, out, threads):
                         out.ctypes.data + 2 * (start * outputs + g * GROUP),
                         2 * outputs,
                     )
+
+
+@compiled()
+def attend_and_gate(
+    rows, norm, qkv, cos, sin, starts, slots, keys, values, mask, scale, output, second, gate_up,
+    total, gates, threads,
+):  # fmt: skip
+    """Compute a decoder layer up to its activation: `total` = rows + attention(norm(rows)) [n, H].
+
+    All tensors are bits.
+
+    Args:
+        rows: [n, H], of the tokens of all rows of a batch.
+        norm, second: Weight [H] and epsilon of the norms before attention and before the MLP.
+        qkv, output, gate_up: Weights and biases of products (`product`).
+        cos, sin, starts, slots, keys, values, mask, scale: See `loops.rotated_attention`.
+        gates: [n, 2 I], gate and up of the MLP.
+        threads: How many compute.
+    """
+    count, size = len(rows), cos.shape[2]
+    normed, added = np.empty_like(rows), np.empty_like(rows)
+    rms_norm(rows, norm[0], norm[1], normed)
+    states = np.empty((count, len(qkv[1])), np.uint16)
+    product(normed, qkv[0], qkv[1], states, threads)
+    heads = len(qkv[1]) // size
+    found = np.empty((count, heads - 2 * keys.shape[1], size), np.uint16)
+    given = cos, sin, starts, slots, keys, values, mask, scale, found
+    rotated_attention(states.reshape(count, heads, size), *given)
+    product(found.reshape(count, -1), output[0], output[1], added, threads)
+    add_and_norm(rows, added, second[0], second[1], total, normed)
+    product(normed, gate_up[0], gate_up[1], gates, threads)
+
+
+@compiled()
+def add_product(rows, weight, bias, total, threads):
+    """Add a product to `total` [n, O]; see `product`."""
+    added = np.empty_like(total)
+    product(rows, weight, bias, added, threads)
+    for r in range(total.shape[0]):
+        for o in range(total.shape[1]):
+            total[r, o] = rounded(number(total[r, o]) + number(added[r, o]))

@@ -102,15 +102,25 @@ def rotated(
         slots: Where a token's key and value go, n of them.
         mask: Additive, of n tokens over the first K slots [K].
     """
-    keys, values = memory
-    found = states.new_zeros(len(states), states.shape[1] - 2 * keys.shape[1], states.shape[2])
-    cos, sin = (bits(x.reshape(-1, 1, x.shape[-1]).contiguous()) for x in angles)
-    given = starts, slots.flatten().numpy(), bits(keys), bits(values), _masks(mask)
-    compiled = loops()
+    others = states.shape[1] - 2 * memory[0].shape[1]
+    found = states.new_zeros(len(states), others, states.shape[2])
+    given, compiled = for_loops(angles, starts, slots, memory, mask), loops()
     assert compiled is not None  # as the caller has made sure
     with pool(compiled):
-        compiled.rotated_attention(bits(states), cos, sin, *given, scale, bits(found))
+        compiled.rotated_attention(bits(states), *given, scale, bits(found))
     return found
+
+
+def for_loops(
+    angles: tuple[Tensor, Tensor],
+    starts: np.ndarray,
+    slots: Tensor,
+    memory: tuple[Tensor, Tensor],
+    mask: Tensor,
+) -> tuple[np.ndarray, ...]:
+    """Return these arguments of `rotated` as the loops take them: bits but for starts and slots."""
+    cos, sin = (bits(x.reshape(-1, 1, x.shape[-1]).contiguous()) for x in angles)
+    return cos, sin, starts, slots.flatten().numpy(), *map(bits, memory), _masks(mask)
 
 
 @contextmanager

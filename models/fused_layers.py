@@ -10,14 +10,18 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from models.attention import GROUPED, Span, grouped
-from models.few_queries import bits, few, loops, rotated
+from models.few_queries import bfloat16_loops, bits, few, for_loops, loops, pool, rotated
 from models.norms import FusedNorm
 from models.packed import GATE_UP, QUERY_KEY_VALUE, Product, product_of
+
+# The first token of each row, the slots of a pass, and the keys and values of a layer.
+Memory = tuple[np.ndarray, Tensor, tuple[Tensor, Tensor]]
 
 
 class FusedForward:
@@ -34,26 +38,33 @@ class FusedForward:
     def __init__(self, layer: nn.Module, products: list[Product]):
         own, self.forward = layer.self_attn, layer.forward
         self._qkv, self._out, self._gate_up, self._down = products
-        self._norms = layer.input_layernorm, layer.post_attention_layernorm
+        norms = layer.input_layernorm, layer.post_attention_layernorm
+        self._norms = [(bits(norm.weight), norm.variance_epsilon) for norm in norms]
         self._own, self._act, self._size = own, layer.mlp.act_fn, own.head_dim
         self._heads = [x.out_features // own.head_dim for x in (own.q_proj, own.k_proj)]
         self._head_norms = [getattr(own, f"{x}_norm", None) for x in "qkv"]
+        weights = [product.weights for product in products if product.weights is not None]
+        self._at_once = len(weights) == len(products) and not any(self._head_norms)
+        self._weights = weights
 
     def __call__(self, hidden_states: Tensor, *others: Any, **given: Any) -> Any:
         """Return the layer's output [B, Q, H]; the arguments are the layer's own."""
         if others or not self._takes(hidden_states, **given):
             return self.forward(hidden_states, *others, **given)
         rows = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
+        memory = self._memory(rows, **given)
+        if memory is not None and self._at_once:
+            return self._in_two_calls(rows, memory, **given).view(hidden_states.shape)
         count = len(rows)
         padding = max(0, self._qkv.fewest - count)
         normed, total = rows.new_empty(count + padding, rows.shape[1]), torch.empty_like(rows)
         normed[count:] = 0
         (first, second), compiled, out = self._norms, loops(), bits(normed)
         assert compiled is not None  # `fuse` has asked
-        compiled.rms_norm(bits(rows), bits(first.weight), first.variance_epsilon, out)
-        added = bits(self._out.multiply(self._attend(self._qkv.multiply(normed), **given)))
-        norm = bits(second.weight), second.variance_epsilon
-        compiled.add_and_norm(bits(rows), added, *norm, bits(total), out)
+        compiled.rms_norm(bits(rows), *first, out)
+        found = self._attend(self._qkv.multiply(normed), memory, **given)
+        added = bits(self._out.multiply(found))
+        compiled.add_and_norm(bits(rows), added, *second, bits(total), out)
         gate, up = self._gate_up.multiply(normed).chunk(2, -1)
         total += self._down.multiply(self._act(gate) * up)[:count]
         return total.view(hidden_states.shape)
@@ -80,9 +91,55 @@ class FusedForward:
             and not torch.is_grad_enabled()
         )
 
+    def _memory(
+        self,
+        rows: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor,
+        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
+        **others: Any,
+    ) -> Memory | None:
+        """Return where the loops write keys and values; None where they do not attend."""
+        (batch, length, size), (asked, held) = position_embeddings[0].shape, self._heads
+        written: Any = cache if past_key_values is None else past_key_values
+        if not hasattr(written, "memory"):
+            return None
+        if not written.places.flat and not few(batch, asked * length, held, attention_mask):
+            return None
+        memory = written.memory(self._own.layer_idx, held, size, rows)
+        return None if memory is None else (written.places.starts, written.places.slots, memory)
+
+    def _in_two_calls(
+        self,
+        rows: Tensor,
+        memory: Memory,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor,
+        **others: Any,
+    ) -> Tensor:
+        """Return the layer's output [n, H] of rows [n, H], but for the activation in two calls."""
+        compiled, here = loops(), bfloat16_loops()
+        assert compiled is not None  # as `fuse` has asked
+        assert here is not None  # as the products are of it
+        (first, second), (qkv, output, gate_up, down) = self._norms, self._weights
+        total, gates = torch.empty_like(rows), rows.new_empty(len(rows), len(gate_up[1]))
+        given = for_loops(position_embeddings, *memory, attention_mask)
+        scale, found = self._own.scaling, (bits(total), bits(gates))
+        with pool(compiled) as threads:
+            here.attend_and_gate(
+                bits(rows), first, qkv, *given, scale, output, second, gate_up, *found, threads
+            )
+        gate, up = gates.chunk(2, -1)
+        active = self._act(gate) * up
+        with pool(compiled) as threads:
+            here.add_product(bits(active), *down, bits(total), threads)
+        return total
+
     def _attend(
         self,
         states: Tensor,
+        memory: Memory | None,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor,
         past_key_values: Cache | None = None,
@@ -99,16 +156,11 @@ class FusedForward:
         if any(self._head_norms):
             parts = zip(self._head_norms, heads.split((asked, held, held), 1))
             heads = torch.cat([x if norm is None else norm(x) for norm, x in parts], 1)
+        if memory is not None:
+            placed = position_embeddings, *memory, attention_mask
+            return rotated(heads, *placed, scaling).flatten(1)
         written = cache if past_key_values is None else past_key_values
         assert written is not None
-        if (
-            hasattr(written, "memory")
-            and (written.places.flat or few(batch, asked * length, held, attention_mask))
-            and (memory := written.memory(self._own.layer_idx, held, size, states))
-        ):
-            starts, slots, _ = written.places
-            given = position_embeddings, starts, slots, memory, attention_mask
-            return rotated(heads, *given, scaling).flatten(1)
         heads, angles = heads[: batch * length], [bits(x.contiguous()) for x in position_embeddings]
         compiled, turned = loops(), []
         assert compiled is not None
@@ -116,8 +168,9 @@ class FusedForward:
             turned.append(heads.new_empty(batch, count, length, size))
             compiled.rotate(bits(heads), first, *angles, bits(turned[-1]))
         value = heads[:, asked + held :].unflatten(0, (batch, length)).transpose(1, 2)
-        given = *written.update(turned[1], value, self._own.layer_idx), attention_mask, scaling
-        return grouped(self._own, turned[0], *given, spans=spans)[0].flatten(0, 1).flatten(1)
+        key, value = written.update(turned[1], value, self._own.layer_idx)
+        read = turned[0], key, value, attention_mask, scaling
+        return grouped(self._own, *read, spans=spans)[0].flatten(0, 1).flatten(1)
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ the same input are one product. What it is depends on the CPU:
 
 - With products in bfloat16 (AVX-512) a compiled loop (numba, where it is installed) takes 7 ms for
   the 120 products of SmolLM2's layers and 1 to 8 tokens, 8 for 12, on two threads.
-- Without numba, or with AMX, oneDNN reads weights faster in its own blocked layout: 9, 10 and 12 ms.
+- Without numba, or with AMX, oneDNN reads weights faster in its own layout: 9, 10 and 12 ms.
 - Without (AVX2) a product in bfloat16 takes several times one in float32 from 8 tokens on. Weights
   keep their 16 bits and are converted as they are read: for few tokens in a compiled loop (numba,
   where it is installed), which halves the time of a token, for more in blocks that fit into the
@@ -41,9 +41,11 @@ class Product(ABC):
 
     Attributes:
         fewest: Rows that `multiply` computes at the least: it pads fewer ones, if they are not.
+        weights: Weights and biases as `models.bfloat16_loops` takes them; None: it does not.
     """
 
     fewest = 1
+    weights: tuple[np.ndarray, np.ndarray] | None = None
 
     def __init__(self, layers: list[nn.Linear]):
         self._bias = None
@@ -110,6 +112,8 @@ class GroupedProduct(Product):
         if self._bias is not None:
             added[:outputs] = self._bias.float().numpy()
         self._added = added
+        if not self._odd and len(added) == outputs:  # without padding
+            self.weights = self._weight, self._added
         _into_huge_pages(self._weight.ctypes.data, self._weight.nbytes)
 
     def multiply(self, rows: Tensor) -> Tensor:

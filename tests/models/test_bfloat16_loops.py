@@ -1,0 +1,85 @@
+"""Products in bfloat16 as compiled loops: exact where numbers are, and a row's bits its own."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from models import few_queries
+from models.few_queries import bits
+from models.packed import GroupedProduct
+
+loops = few_queries.bfloat16_loops()
+pytestmark = pytest.mark.skipif(loops is None, reason="needs numba, and bfloat16 without AMX")
+
+
+def linear(inputs, outputs, bias, draw):
+    """A layer of small integers, whose sums are exact in float32."""
+    layer = nn.Linear(inputs, outputs, bias=bias).bfloat16()
+    for parameter in layer.parameters():
+        parameter.data.copy_(torch.randint(-3, 4, parameter.shape, generator=draw))
+    return layer
+
+
+def expected(layer, rows):
+    bias = 0 if layer.bias is None else layer.bias.float()
+    return (rows.float() @ layer.weight.float().T + bias).bfloat16()
+
+
+@torch.inference_mode()
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 40) | st.integers(250, 260),
+    inputs=st.integers(1, 90),
+    outputs=st.integers(1, 100) | st.sampled_from([32, 64, 96]),
+    bias=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_integers_are_exact(rows, inputs, outputs, bias, seed):
+    draw = torch.Generator().manual_seed(seed)
+    layer = linear(inputs, outputs, bias, draw)
+    x = torch.randint(-3, 4, (rows, inputs), generator=draw).bfloat16()
+    found = GroupedProduct([layer]).multiply(x)
+    assert found.is_contiguous()
+    assert torch.equal(found, expected(layer, x))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+def test_threads_share_the_groups(threads):
+    draw = torch.Generator().manual_seed(0)
+    layer = linear(64, 160, True, draw)
+    x = torch.randint(-3, 4, (33, 64), generator=draw).bfloat16()
+    found = torch.full((33, 160), torch.nan).bfloat16()
+    loops.product(bits(x), *GroupedProduct([layer]).weights, bits(found), threads)
+    assert torch.equal(found, expected(layer, x))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("count", range(1, 18))
+def test_a_rows_bits_do_not_depend_on_the_others(count):
+    torch.manual_seed(count)
+    layer = nn.Linear(576, 96).bfloat16()
+    product, x = GroupedProduct([layer]), torch.randn(300, 576).bfloat16()
+    found = product.multiply(x)
+    assert torch.equal(product.multiply(x[:count]), found[:count])
+    exact = x.double() @ layer.weight.double().T + layer.bias.double()
+    assert ((found - exact).abs() <= 2**-8 * exact.abs() + 1e-4).all()  # rounded once
+
+
+def test_another_order_of_weights_is_seen():
+    """Negative control: pairs of inputs in the wrong order."""
+    draw = torch.Generator().manual_seed(0)
+    layer = linear(64, 32, False, draw)
+    x = torch.randint(-3, 4, (5, 64), generator=draw).bfloat16()
+    weight, bias = GroupedProduct([layer]).weights
+    found = torch.empty(5, 32).bfloat16()
+    loops.product(bits(x), np.ascontiguousarray(weight[..., ::-1]), bias, bits(found), 2)
+    assert not torch.equal(found, expected(layer, x))
+
+
+def test_padded_weights_are_not_for_other_loops():
+    for inputs, outputs, whole in ((64, 64, True), (63, 64, False), (64, 63, False)):
+        layer = nn.Linear(inputs, outputs).bfloat16()
+        assert (GroupedProduct([layer]).weights is not None) == whole
