@@ -1,12 +1,15 @@
-"""CPU products of few rows in bfloat16, of AVX-512's own instruction, which numba compiles.
+"""CPU loops for few rows in bfloat16, of AVX-512's own instructions, which numba compiles.
 
 A pass of decoding reads all weights for a few rows. oneDNN's products take the memory's time, then
 that of the arithmetic. Here the next weights come while these are multiplied, so up to `MOST` rows
 take hardly longer than one (docs/lab_notes/small.md). A row's sums run in the order of its inputs,
 two at a time: its bits do not depend on the rows beside it.
 
-numba has neither the type nor the instruction, so `multiply_group` is written for LLVM.
+numba has neither the type nor the instruction, and keeps no sums in registers. So `multiply`,
+`score` and `add_values` are written for LLVM.
 """
+
+from collections.abc import Callable
 
 import llvmlite.binding as llvm
 import numba
@@ -16,14 +19,16 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from models.loops import add_and_norm, compiled, number, rms_norm, rotated_attention
+from models import loops
+from models.loops import add_and_norm, compiled, exponentiate, number, placed, readable, rms_norm
 from models.loops import bits as rounded
 
 LANES = 16  # sums of a register
-GROUP = 2 * LANES  # outputs whose weights are stored together, a register of both after the other
+GROUP = 2 * LANES  # outputs that are computed together: two registers of a row
 MOST = 14  # rows whose sums fit into the 32 registers, with the weights
 CHUNK = 18 * MOST  # rows that stay in a core's cache while all weights pass
 AHEAD = 2048  # bytes between the weights that are multiplied and those that are fetched
+_REGISTER = 64  # bytes
 
 
 class BFloat16(ir.types.Type):
@@ -37,7 +42,6 @@ _WORD, _ADDRESS, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _SUMS, _WORDS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_WORD, LANES)
 _PAIRS, _ROUNDED = ir.VectorType(BFloat16(), 2 * LANES), ir.VectorType(BFloat16(), LANES)
 _BITS = ir.VectorType(ir.IntType(16), LANES)
-_REGISTER = 64  # bytes
 
 
 def runs() -> bool:
@@ -47,93 +51,194 @@ def runs() -> bool:
 
 
 @intrinsic
-def multiply_group(typing, count, rows, row_size, weight, pairs, bias, out, out_size):
-    """Compute the outputs of a group of weights for 1 to MOST rows; addresses and sizes in bytes.
+def multiply(typing, count, rows, row_size, weight, pairs, bias, out, out_size):
+    """Compute sum_k rows[r, k] weight[o, k] + bias[o], of 1 to MOST rows and a group's outputs o.
+
+    All are addresses, and sizes in bytes.
 
     Args:
         count: Rows.
-        rows, row_size: The first row, and how far the next one is.
-        weight, pairs: The group's weights, and pairs of inputs that each output has.
-        bias: Of the group's outputs, in float32.
-        out, out_size: The first row's outputs, and how far the next one's are.
+        rows, row_size: The first row, in bfloat16, and how far the next one is.
+        weight, pairs: Weights [pairs, GROUP, 2] in bfloat16: each output's for two inputs.
+        bias: [GROUP] in float32.
+        out, out_size: The first row's outputs, in bfloat16, and how far the next one's are.
     """
-    return types.void(*[types.intp] * 8), _by_count
+
+    def write(builder, count, rows, row_size, weight, pairs, bias, out, out_size):
+        sums = _products(builder, count, rows, row_size, weight, pairs, AHEAD)
+        biases = [_read(builder, bias, _REGISTER * i, _SUMS) for i in range(2)]
+        for r, row in enumerate(sums):
+            line = builder.add(out, builder.mul(out_size, _ADDRESS(r)))
+            for i, (s, b) in enumerate(zip(row, biases)):
+                found = builder.fptrunc(builder.fadd(s, b), _ROUNDED)
+                there = _at(builder, line, 2 * LANES * i, _BITS)
+                builder.store(builder.bitcast(found, _BITS), there, align=2)
+
+    return types.void(*[types.intp] * 8), _by_count(write)
 
 
-def _by_count(context, builder, signature, given):
-    """Write the code of each number of rows, which keeps all sums in registers."""
-    end = builder.append_basic_block("end")
-    cases = builder.switch(given[0], end)
-    for count in range(1, MOST + 1):
-        block = builder.append_basic_block(f"rows_{count}")
-        cases.add_case(_ADDRESS(count), block)
-        builder.position_at_end(block)
-        _multiply(builder, count, *given[1:])
-        builder.branch(end)
-    builder.position_at_end(end)
-    return context.get_dummy_value()
+@intrinsic
+def score(typing, count, rows, row_size, keys, pairs, out, out_size):
+    """Compute sum_k rows[r, k] keys[o, k] in float32; see `multiply`."""
+
+    def write(builder, count, rows, row_size, keys, pairs, out, out_size):
+        sums = _products(builder, count, rows, row_size, keys, pairs)
+        _store(builder, sums, out, out_size)
+
+    return types.void(*[types.intp] * 7), _by_count(write)
 
 
-def _multiply(builder, count, rows, row_size, weight, pairs, bias, out, out_size):
-    """Write sum_k rows[r, k] weight[o, k] + bias[o] of so many rows and a group's outputs o."""
-    add = cgutils.get_or_insert_function(
-        builder.module,
-        ir.FunctionType(_SUMS, [_SUMS, _PAIRS, _PAIRS]),
-        "llvm.x86.avx512bf16.dpbf16ps.512",  # sums + the products of two inputs each
-    )
-    fetch = cgutils.get_or_insert_function(
-        builder.module,
-        ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, _WORD, _WORD, _WORD]),
-        "llvm.prefetch.p0",
-    )
+@intrinsic
+def add_values(typing, count, weights, row_size, values, value_size, keys, out, out_size):
+    """Compute sum_k weights[r, k] values[k, d], key by key, of 1 to MOST rows and GROUP numbers d.
 
-    def at(address, offset, kind):
-        return builder.inttoptr(builder.add(address, offset), kind.as_pointer())
+    All are addresses, and sizes in bytes.
 
-    registers = [_ADDRESS(_REGISTER * i) for i in range(GROUP // LANES)]
-    lines = [builder.mul(row_size, _ADDRESS(r)) for r in range(count)]
-    before, loop = builder.block, builder.append_basic_block("inputs")
+    Args:
+        count: Rows.
+        weights, row_size: The first row's, in float32, and how far the next one's are.
+        values, value_size: The first key's, in bfloat16, and how far the next one's are.
+        keys: How many.
+        out, out_size: The first row's sums, in float32, and how far the next one's are.
+    """
+
+    def write(builder, count, weights, row_size, values, value_size, keys, out, out_size):
+        multiply_add = _function(builder, "llvm.fma.v16f32", _SUMS, [_SUMS] * 3)
+
+        def step(key, sums):
+            line, found = builder.add(values, builder.mul(key, value_size)), []
+            for i in range(2):
+                bits = builder.zext(_read(builder, line, 2 * LANES * i, _BITS), _WORDS)
+                shifted = builder.shl(bits, _WORDS([16] * LANES))
+                found.append(builder.bitcast(shifted, _SUMS))
+            first = builder.add(weights, builder.mul(key, _ADDRESS(4)))
+            for r, row in enumerate(sums):
+                weight = _spread(builder, builder.add(first, builder.mul(row_size, _ADDRESS(r))))
+                weight = builder.bitcast(weight, _SUMS)
+                yield [builder.call(multiply_add, [weight, v, s]) for v, s in zip(found, row)]
+
+        _store(builder, _loop(builder, count, keys, step), out, out_size)
+
+    return types.void(*[types.intp] * 8), _by_count(write)
+
+
+@intrinsic
+def turn(typing, keys, key_size, turned):
+    """Write the words [GROUP, LANES] of a group of keys as [LANES, GROUP].
+
+    All are addresses, and `key_size` is how far the next key is, in bytes.
+    """
+
+    def code(context, builder, signature, given):
+        keys, key_size, turned = given
+        for half in range(2):
+            lines = []
+            for k in range(LANES):
+                far = builder.mul(key_size, _ADDRESS(half * LANES + k))
+                lines.append(_read(builder, builder.add(keys, far), 0, _WORDS, align=4))
+            for far in (1, 2, 4, 8):  # exchanges the squares of so many words beside the diagonal
+                kept = [i if not i & far else LANES + i - far for i in range(LANES)]
+                given_up = [i + far if not i & far else LANES + i for i in range(LANES)]
+                for i in range(LANES):
+                    if not i & far:
+                        pair = lines[i], lines[i + far]
+                        lines[i] = builder.shuffle_vector(*pair, _WORDS(kept))
+                        lines[i + far] = builder.shuffle_vector(*pair, _WORDS(given_up))
+            for pair, line in enumerate(lines):
+                there = _at(builder, turned, _REGISTER * (2 * pair + half), _WORDS)
+                builder.store(line, there, align=4)
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 3), code
+
+
+def _by_count(write: Callable) -> Callable:
+    """Return what writes the code of each number of rows, whose sums are all in registers."""
+
+    def code(context, builder, signature, given):
+        end = builder.append_basic_block("end")
+        cases = builder.switch(given[0], end)
+        for count in range(1, MOST + 1):
+            block = builder.append_basic_block(f"rows_{count}")
+            cases.add_case(_ADDRESS(count), block)
+            builder.position_at_end(block)
+            write(builder, count, *given[1:])
+            builder.branch(end)
+        builder.position_at_end(end)
+        return context.get_dummy_value()
+
+    return code
+
+
+def _products(builder, count, rows, row_size, weight, pairs, ahead=0):
+    """Write the sums of rows times a group's weights, which are fetched so many bytes ahead."""
+    add = _function(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _SUMS, [_SUMS, _PAIRS, _PAIRS])
+    hints = [cgutils.voidptr_t, _WORD, _WORD, _WORD]
+    fetch = _function(builder, "llvm.prefetch.p0", ir.VoidType(), hints)
+
+    def step(pair, sums):
+        here, weights = builder.add(weight, builder.mul(pair, _ADDRESS(2 * _REGISTER))), []
+        for i in range(2):
+            read = _read(builder, here, _REGISTER * i, _WORDS, align=_REGISTER if ahead else 4)
+            weights.append(builder.bitcast(read, _PAIRS))
+            if ahead:  # to read, into all caches, data
+                later = _at(builder, here, _REGISTER * i + ahead, ir.IntType(8))
+                builder.call(fetch, [later, _WORD(0), _WORD(3), _WORD(1)])
+        first = builder.add(rows, builder.mul(pair, _ADDRESS(4)))
+        for r, row in enumerate(sums):
+            two = _spread(builder, builder.add(first, builder.mul(row_size, _ADDRESS(r))))
+            two = builder.bitcast(two, _PAIRS)
+            yield [builder.call(add, [s, two, w]) for s, w in zip(row, weights)]
+
+    return _loop(builder, count, pairs, step)
+
+
+def _loop(builder, count, steps, step):
+    """Write `steps` steps from sums of 0, which are two registers for each row; return the sums."""
+    before, loop = builder.block, builder.append_basic_block("step")
     after = builder.append_basic_block("sums")
     builder.branch(loop)
-
     builder.position_at_end(loop)
-    pair = builder.phi(_ADDRESS)
-    sums = [[builder.phi(_SUMS) for _ in registers] for _ in lines]
-    here = builder.add(weight, builder.mul(pair, _ADDRESS(_REGISTER * len(registers))))
-    weights = []
-    for register in registers:
-        read = builder.load(at(here, register, _WORDS), align=_REGISTER)
-        weights.append(builder.bitcast(read, _PAIRS))
-        later = builder.inttoptr(
-            builder.add(here, builder.add(register, _ADDRESS(AHEAD))), cgutils.voidptr_t
-        )
-        builder.call(fetch, [later, _WORD(0), _WORD(3), _WORD(1)])  # to read, for all caches, data
-    inputs = builder.add(rows, builder.mul(pair, _ADDRESS(4)))
-    added = []
-    for line, row in zip(lines, sums):
-        two = builder.load(at(inputs, line, _WORD), align=4)
-        one = builder.insert_element(_WORDS(ir.Undefined), two, _WORD(0))
-        all = builder.shuffle_vector(one, _WORDS(ir.Undefined), _WORDS([0] * LANES))
-        both = builder.bitcast(all, _PAIRS)
-        added.append([builder.call(add, [s, both, w]) for s, w in zip(row, weights)])
-    following = builder.add(pair, _ADDRESS(1))
-    pair.add_incoming(_ADDRESS(0), before)
-    pair.add_incoming(following, loop)
-    for row, new in zip(sums, added):
+    number = builder.phi(_ADDRESS)
+    sums = [[builder.phi(_SUMS) for _ in range(2)] for _ in range(count)]
+    found = [*step(number, sums)]
+    following = builder.add(number, _ADDRESS(1))
+    number.add_incoming(_ADDRESS(0), before)
+    number.add_incoming(following, loop)
+    for row, new in zip(sums, found):
         for s, n in zip(row, new):
             s.add_incoming(_SUMS([0.0] * LANES), before)
             s.add_incoming(n, loop)
-    builder.cbranch(builder.icmp_signed("<", following, pairs), loop, after)
-
+    builder.cbranch(builder.icmp_signed("<", following, steps), loop, after)
     builder.position_at_end(after)
-    biases = [builder.load(at(bias, register, _SUMS), align=4) for register in registers]
-    for r, row in enumerate(added):
+    return found
+
+
+def _store(builder, sums, out, out_size):
+    for r, row in enumerate(sums):
         line = builder.add(out, builder.mul(out_size, _ADDRESS(r)))
-        for i, (s, b) in enumerate(zip(row, biases)):
-            sum = builder.fptrunc(builder.fadd(s, b), _ROUNDED)
-            builder.store(
-                builder.bitcast(sum, _BITS), at(line, _ADDRESS(2 * LANES * i), _BITS), align=2
-            )
+        for i, s in enumerate(row):
+            builder.store(s, _at(builder, line, _REGISTER * i, _SUMS), align=4)
+
+
+def _function(builder, name, result, given):
+    kind = ir.FunctionType(result, given)
+    return cgutils.get_or_insert_function(builder.module, kind, name)
+
+
+def _at(builder, address, offset, kind):
+    return builder.inttoptr(builder.add(address, _ADDRESS(offset)), kind.as_pointer())
+
+
+def _read(builder, address, offset, kind, align=2):
+    return builder.load(_at(builder, address, offset, kind), align=align)
+
+
+def _spread(builder, address):
+    """Return a register with the word at an address in all of its lanes."""
+    one = _read(builder, address, 0, _WORD)
+    first = builder.insert_element(_WORDS(ir.Undefined), one, _WORD(0))
+    return builder.shuffle_vector(first, _WORDS(ir.Undefined), _WORDS([0] * LANES))
 
 
 @compiled(parallel=True)
@@ -155,7 +260,7 @@ def product(rows, weight, bias, out, threads):
                 for part in range(parts):
                     start = first + part * (last - first) // parts
                     stop = first + (part + 1) * (last - first) // parts
-                    multiply_group(
+                    multiply(
                         stop - start,
                         rows.ctypes.data + 2 * start * size,
                         2 * size,
@@ -165,6 +270,89 @@ def product(rows, weight, bias, out, threads):
                         out.ctypes.data + 2 * (start * outputs + g * GROUP),
                         2 * outputs,
                     )
+
+
+@compiled()
+def weigh(query, keys, weights):
+    """Write a few queries' scores [n, K] of `keys` [K, D / 2], as words, to `weights`."""
+    pairs = keys.shape[1]
+    turned, rest = np.empty((pairs, GROUP), np.uint32), np.zeros((GROUP, pairs), np.uint32)
+    for first in range(0, len(keys), GROUP):
+        here = keys[first : first + GROUP]
+        if len(here) < GROUP:
+            rest[: len(here)] = here
+            here = rest
+        for pair in range(0, pairs, LANES):
+            turn(here.ctypes.data + 4 * pair, 4 * pairs, turned[pair:].ctypes.data)
+        score(
+            len(query),
+            query.ctypes.data,
+            4 * pairs,
+            turned.ctypes.data,
+            pairs,
+            weights.ctypes.data + 4 * first,
+            4 * weights.shape[1],
+        )
+
+
+@compiled(parallel=True)
+def wide_attention(query, starts, keys, values, lines, mask, scale, out):
+    """Compute `attention` of heads of a multiple of GROUP numbers."""
+    rows, (_, asked, size) = len(starts) - 1, query.shape
+    group, words = asked // lines[0], keys.view(np.uint32)
+    ends, parts = np.empty(rows, np.int64), np.zeros(rows + 1, np.int64)
+    for b in range(rows):
+        tokens = starts[b + 1] - starts[b]
+        ends[b] = readable(mask[starts[b] : starts[b + 1]])
+        parts[b + 1] = parts[b] + lines[0] * ((tokens * group + MOST - 1) // MOST)
+    for i in numba.prange(parts[rows]):
+        b = np.searchsorted(parts, i, side="right") - 1
+        start, queries, of = starts[b], (starts[b + 1] - starts[b]) * group, parts[b + 1] - parts[b]
+        of //= lines[0]  # parts of the queries of a head of keys
+        h, part, read = (i - parts[b]) // of, (i - parts[b]) % of, ends[b]
+        first, last = part * queries // of, (part + 1) * queries // of
+        tokens, count, room = queries // group, last - first, (read + GROUP - 1) // GROUP * GROUP
+        some, found = np.empty((count, size), np.uint16), np.zeros((count, size), np.float32)
+        weights, totals = np.empty((count, room), np.float32), np.empty(count, np.float32)
+        for n in range(count):
+            head, token = h * group + (first + n) // tokens, start + (first + n) % tokens
+            some[n] = query[token, head]
+        key, value = b * lines[1] + h * lines[2], b * lines[3] + h * lines[4]
+        weigh(some, words[key : key + read], weights)
+        for n in range(count):
+            hidden = mask[start + (first + n) % tokens]
+            totals[n] = exponentiate(weights[n, :read], hidden, scale)
+        for d in range(0, size if read else 0, GROUP):
+            add_values(
+                count,
+                weights.ctypes.data,
+                4 * room,
+                values.ctypes.data + 2 * (value * size + d),
+                2 * size,
+                read,
+                found.ctypes.data + 4 * d,
+                4 * size,
+            )
+        for n in range(count):
+            head, token = h * group + (first + n) // tokens, start + (first + n) % tokens
+            total = totals[n] if totals[n] > 0 else np.float32(1)
+            for d in range(size):
+                out[token, head, d] = rounded(found[n, d] / total)
+
+
+@compiled()
+def attention(query, starts, keys, values, lines, mask, scale, out):
+    """Compute `loops.attention`, whose arguments these are."""
+    if query.shape[2] % GROUP:
+        loops.attention(query, starts, keys, values, lines, mask, scale, out)
+    else:
+        wide_attention(query, starts, keys, values, lines, mask, scale, out)
+
+
+@compiled()
+def rotated_attention(states, cos, sin, starts, slots, keys, values, mask, scale, out):
+    """Compute `loops.rotated_attention`, whose arguments these are."""
+    attention(*placed(states, cos, sin, starts, slots, keys, values), mask, scale, out)
 
 
 @compiled()
@@ -180,7 +368,7 @@ def attend_and_gate(
         rows: [n, H], of the tokens of all rows of a batch.
         norm, second: Weight [H] and epsilon of the norms before attention and before the MLP.
         qkv, output, gate_up: Weights and biases of products (`product`).
-        cos, sin, starts, slots, keys, values, mask, scale: See `loops.rotated_attention`.
+        cos, sin, starts, slots, keys, values, mask, scale: See `rotated_attention`.
         gates: [n, 2 I], gate and up of the MLP.
         threads: How many compute.
     """

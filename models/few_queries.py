@@ -77,7 +77,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
     compiled, starts = loops(), np.arange(batch + 1) * length
     assert compiled is not None  # as `attends` has made sure
     with pool(compiled):
-        compiled.attention(bits(asked), starts, keys, values, lines, hidden, scale, bits(found))
+        (bfloat16_loops() or compiled).attention(
+            bits(asked), starts, keys, values, lines, hidden, scale, bits(found)
+        )
     return found.view(batch, length, -1, size).transpose(1, 2)
 
 
@@ -107,7 +109,7 @@ def rotated(
     given, compiled = for_loops(angles, starts, slots, memory, mask), loops()
     assert compiled is not None  # as the caller has made sure
     with pool(compiled):
-        compiled.rotated_attention(bits(states), *given, scale, bits(found))
+        (bfloat16_loops() or compiled).rotated_attention(bits(states), *given, scale, bits(found))
     return found
 
 

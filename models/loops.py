@@ -74,12 +74,30 @@ def readable(mask):
 
 
 @compiled(fastmath=ANY_ORDER)
+def exponentiate(row, hidden, scale):
+    """Turn a query's scores into exp(scaled and masked score - the largest); return their sum."""
+    scale, largest = f32(scale), f32(-np.inf)
+    for k in range(row.shape[0]):
+        row[k] = row[k] * scale + number(hidden[k])
+        largest = max(largest, row[k])
+    if not largest > -np.inf:
+        row[:] = f32(0)
+        return f32(0)
+    total = np.int64(0)  # of integers, so that the order does not matter
+    for k in range(row.shape[0]):
+        weight = exp(row[k] - largest)
+        row[k] = number(bits(weight))
+        total += np.int64(weight * FIXED)
+    return f32(total) / FIXED
+
+
+@compiled(fastmath=ANY_ORDER)
 def weigh(query, keys, mask, first, scale, weights, totals):
     """Write weights [4, keys], exp(score - the largest), and their sums, `totals` [4].
 
     The queries [4, D] are number `first` and those after it: their masks come in turn.
     """
-    scale, (q0, q1, q2, q3) = f32(scale), (query[0], query[1], query[2], query[3])
+    q0, q1, q2, q3 = query[0], query[1], query[2], query[3]
     for k in range(keys.shape[0]):
         key = keys[k]
         s0 = s1 = s2 = s3 = f32(0)
@@ -91,19 +109,7 @@ def weigh(query, keys, mask, first, scale, weights, totals):
             s3 += q3[d] * x
         weights[0, k], weights[1, k], weights[2, k], weights[3, k] = s0, s1, s2, s3
     for q in range(totals.shape[0]):
-        hidden, row, largest = mask[(first + q) % mask.shape[0]], weights[q], f32(-np.inf)
-        for k in range(keys.shape[0]):
-            row[k] = row[k] * scale + number(hidden[k])
-            largest = max(largest, row[k])
-        total = np.int64(0)  # of integers, so that the order does not matter
-        if largest > -np.inf:
-            for k in range(keys.shape[0]):
-                weight = exp(row[k] - largest)
-                row[k] = number(bits(weight))
-                total += np.int64(weight * FIXED)
-        else:
-            row[:] = f32(0)
-        totals[q] = f32(total) / FIXED
+        totals[q] = exponentiate(weights[q], mask[(first + q) % mask.shape[0]], scale)
 
 
 @compiled(fastmath=IN_ORDER)
@@ -184,20 +190,20 @@ def attention(query, starts, keys, values, lines, mask, scale, out):
 
 
 @compiled()
-def rotated_attention(states, cos, sin, starts, slots, keys, values, mask, scale, out):
-    """Rotate queries and keys, keep keys and values, and compute `attention` into `out`.
+def placed(states, cos, sin, starts, slots, keys, values):
+    """Rotate queries and keys, keep keys and values; return `attention`'s arguments up to `lines`.
 
-    All arguments but `starts`, `slots` and `scale` are bits.
+    All arguments but `starts` and `slots` are bits.
 
     Args:
         states: Queries, keys and values [n, asked + 2 heads, D] of the tokens of all rows.
         cos, sin: Their angles [n, 1, D] (`rotate`).
-        starts, mask: See `attention`.
+        starts: See `attention`.
         slots: Where a token's key and value go, [n].
         keys, values: A cache's [B or more, heads, slots, D].
-        out: [n, asked, D].
     """
-    (tokens, _, size), (_, heads, room, _), asked = cos.shape, keys.shape, out.shape[1]
+    (tokens, _, size), (_, heads, room, _) = cos.shape, keys.shape
+    asked = states.shape[1] - 2 * heads
     query, key = np.empty((tokens, asked, 1, size), u16), np.empty((tokens, heads, 1, size), u16)
     rotate(states, 0, cos, sin, query)
     rotate(states, asked, cos, sin, key)
@@ -207,8 +213,14 @@ def rotated_attention(states, cos, sin, starts, slots, keys, values, mask, scale
                 keys[b, h, slots[n]] = key[n, h, 0]
                 values[b, h, slots[n]] = states[n, asked + heads + h]
     lines = heads, heads * room, room, heads * room, room
-    given = keys.reshape(-1, size), values.reshape(-1, size), lines, mask, scale, out
-    attention(query.reshape(tokens, asked, size), starts, *given)
+    flat = keys.reshape(-1, size), values.reshape(-1, size)
+    return query.reshape(tokens, asked, size), starts, flat[0], flat[1], lines
+
+
+@compiled()
+def rotated_attention(states, cos, sin, starts, slots, keys, values, mask, scale, out):
+    """Compute `attention` of what is `placed` into `out` [n, asked, D]."""
+    attention(*placed(states, cos, sin, starts, slots, keys, values), mask, scale, out)
 
 
 @compiled(fastmath=ANY_ORDER)
