@@ -20,7 +20,16 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from models import loops
-from models.loops import add_and_norm, compiled, exponentiate, number, placed, readable, rms_norm
+from models.loops import (
+    add_and_norm,
+    compiled,
+    exponentiate,
+    gate,
+    number,
+    placed,
+    readable,
+    rms_norm,
+)
 from models.loops import bits as rounded
 
 LANES = 16  # sums of a register
@@ -356,20 +365,18 @@ def rotated_attention(states, cos, sin, starts, slots, keys, values, mask, scale
 
 
 @compiled()
-def attend_and_gate(
+def layer(
     rows, norm, qkv, cos, sin, starts, slots, keys, values, mask, scale, output, second, gate_up,
-    total, gates, threads,
+    activation, down, out, threads,
 ):  # fmt: skip
-    """Compute a decoder layer up to its activation: `total` = rows + attention(norm(rows)) [n, H].
-
-    All tensors are bits.
+    """Compute a decoder layer of Llama's form into `out` [n, H]; all tensors are bits.
 
     Args:
         rows: [n, H], of the tokens of all rows of a batch.
         norm, second: Weight [H] and epsilon of the norms before attention and before the MLP.
-        qkv, output, gate_up: Weights and biases of products (`product`).
+        qkv, output, gate_up, down: Weights and biases of products (`product`).
         cos, sin, starts, slots, keys, values, mask, scale: See `rotated_attention`.
-        gates: [n, 2 I], gate and up of the MLP.
+        activation: See `loops.gate`.
         threads: How many compute.
     """
     count, size = len(rows), cos.shape[2]
@@ -382,15 +389,12 @@ def attend_and_gate(
     given = cos, sin, starts, slots, keys, values, mask, scale, found
     rotated_attention(states.reshape(count, heads, size), *given)
     product(found.reshape(count, -1), output[0], output[1], added, threads)
-    add_and_norm(rows, added, second[0], second[1], total, normed)
+    add_and_norm(rows, added, second[0], second[1], out, normed)
+    gates = np.empty((count, len(gate_up[1])), np.uint16)
     product(normed, gate_up[0], gate_up[1], gates, threads)
-
-
-@compiled()
-def add_product(rows, weight, bias, total, threads):
-    """Add a product to `total` [n, O]; see `product`."""
-    added = np.empty_like(total)
-    product(rows, weight, bias, added, threads)
-    for r in range(total.shape[0]):
-        for o in range(total.shape[1]):
-            total[r, o] = rounded(number(total[r, o]) + number(added[r, o]))
+    active = np.empty((count, len(gate_up[1]) // 2), np.uint16)
+    gate(gates, activation, active)
+    product(active, down[0], down[1], added, threads)
+    for r in range(count):
+        for d in range(rows.shape[1]):
+            out[r, d] = rounded(number(out[r, d]) + number(added[r, d]))

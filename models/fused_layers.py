@@ -22,6 +22,7 @@ from models.packed import GATE_UP, QUERY_KEY_VALUE, Product, product_of
 
 # The first token of each row, the slots of a pass, and the keys and values of a layer.
 Memory = tuple[np.ndarray, Tensor, tuple[Tensor, Tensor]]
+_ACTIVATIONS: dict[bytes, np.ndarray] = {}
 
 
 class FusedForward:
@@ -40,7 +41,8 @@ class FusedForward:
         self._qkv, self._out, self._gate_up, self._down = products
         norms = layer.input_layernorm, layer.post_attention_layernorm
         self._norms = [(bits(norm.weight), norm.variance_epsilon) for norm in norms]
-        self._own, self._act, self._size = own, layer.mlp.act_fn, own.head_dim
+        self._own, self._size = own, own.head_dim
+        self._activation = _values(layer.mlp.act_fn)
         self._heads = [x.out_features // own.head_dim for x in (own.q_proj, own.k_proj)]
         self._head_norms = [getattr(own, f"{x}_norm", None) for x in "qkv"]
         weights = [product.weights for product in products if product.weights is not None]
@@ -54,7 +56,7 @@ class FusedForward:
         rows = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
         memory = self._memory(rows, **given)
         if memory is not None and self._at_once:
-            return self._in_two_calls(rows, memory, **given).view(hidden_states.shape)
+            return self._in_one_call(rows, memory, **given).view(hidden_states.shape)
         count = len(rows)
         padding = max(0, self._qkv.fewest - count)
         normed, total = rows.new_empty(count + padding, rows.shape[1]), torch.empty_like(rows)
@@ -65,8 +67,11 @@ class FusedForward:
         found = self._attend(self._qkv.multiply(normed), memory, **given)
         added = bits(self._out.multiply(found))
         compiled.add_and_norm(bits(rows), added, *second, bits(total), out)
-        gate, up = self._gate_up.multiply(normed).chunk(2, -1)
-        total += self._down.multiply(self._act(gate) * up)[:count]
+        gates = self._gate_up.multiply(normed)
+        active = gates.new_empty(len(gates), gates.shape[1] // 2)
+        with pool(compiled):
+            compiled.gate(bits(gates), self._activation, bits(active))
+        total += self._down.multiply(active)[:count]
         return total.view(hidden_states.shape)
 
     def _takes(
@@ -110,7 +115,7 @@ class FusedForward:
         memory = written.memory(self._own.layer_idx, held, size, rows)
         return None if memory is None else (written.places.starts, written.places.slots, memory)
 
-    def _in_two_calls(
+    def _in_one_call(
         self,
         rows: Tensor,
         memory: Memory,
@@ -118,23 +123,17 @@ class FusedForward:
         attention_mask: Tensor,
         **others: Any,
     ) -> Tensor:
-        """Return the layer's output [n, H] of rows [n, H], but for the activation in two calls."""
-        compiled, here = loops(), bfloat16_loops()
+        """Return the layer's output [n, H] of rows [n, H]."""
+        compiled, here, found = loops(), bfloat16_loops(), torch.empty_like(rows)
         assert compiled is not None  # as `fuse` has asked
         assert here is not None  # as the products are of it
         (first, second), (qkv, output, gate_up, down) = self._norms, self._weights
-        total, gates = torch.empty_like(rows), rows.new_empty(len(rows), len(gate_up[1]))
         given = for_loops(position_embeddings, *memory, attention_mask)
-        scale, found = self._own.scaling, (bits(total), bits(gates))
+        attention = first, qkv, *given, self._own.scaling, output
+        mlp = second, gate_up, self._activation, down
         with pool(compiled) as threads:
-            here.attend_and_gate(
-                bits(rows), first, qkv, *given, scale, output, second, gate_up, *found, threads
-            )
-        gate, up = gates.chunk(2, -1)
-        active = self._act(gate) * up
-        with pool(compiled) as threads:
-            here.add_product(bits(active), *down, bits(total), threads)
-        return total
+            here.layer(bits(rows), *attention, *mlp, bits(found), threads)
+        return found
 
     def _attend(
         self,
@@ -211,6 +210,13 @@ def _fused(layer: nn.Module) -> FusedForward | None:
     if len(products) < len(found) or not all(hasattr(*pair) for pair in needed):
         return None
     return FusedForward(layer, products)
+
+
+def _values(act: Callable[[Tensor], Tensor]) -> np.ndarray:
+    """Return the bits of act(x) for the bits of every bfloat16 x, shared by layers of one act."""
+    every = torch.arange(2**16).to(torch.uint16).view(torch.bfloat16)
+    found = bits(act(every))
+    return _ACTIVATIONS.setdefault(found.tobytes(), found)
 
 
 @torch.inference_mode()

@@ -283,6 +283,21 @@ def add_and_norm(rows, added, weight, epsilon, total, out):
     rms_norm(total, weight, epsilon, out)
 
 
+@compiled(parallel=True)
+def gate(gates, activation, out):
+    """Write act(gate) * up to `out` [n, I], of gates [n, 2 I].
+
+    `activation` [2^16] are the bits of act(x) for the bits of every x: its own, whatever act is.
+    """
+    size = out.shape[1]
+    for r in numba.prange(len(out)):
+        row, found = gates[r], out[r]
+        for i in range(size):
+            found[i] = activation[row[i]]
+        for i in range(size):  # by itself, as it is vectorized
+            found[i] = bits(number(found[i]) * number(row[size + i]))
+
+
 @compiled(inline="always")
 def turned(x, cos, y, sin):
     """Return x cos + y sin, of bits of both, rounded after each operation."""
