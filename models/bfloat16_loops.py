@@ -366,8 +366,8 @@ def rotated_attention(states, cos, sin, starts, slots, keys, values, mask, scale
 
 @compiled()
 def layer(
-    rows, norm, qkv, cos, sin, starts, slots, keys, values, mask, scale, output, second, gate_up,
-    activation, down, out, threads,
+    rows, norm, qkv, head_norms, cos, sin, starts, slots, keys, values, mask, scale, output, second,
+    gate_up, activation, down, out, threads,
 ):  # fmt: skip
     """Compute a decoder layer of Llama's form into `out` [n, H]; all tensors are bits.
 
@@ -375,6 +375,7 @@ def layer(
         rows: [n, H], of the tokens of all rows of a batch.
         norm, second: Weight [H] and epsilon of the norms before attention and before the MLP.
         qkv, output, gate_up, down: Weights and biases of products (`product`).
+        head_norms: Of queries and of keys, as `norm`; a weight without numbers: none.
         cos, sin, starts, slots, keys, values, mask, scale: See `rotated_attention`.
         activation: See `loops.gate`.
         threads: How many compute.
@@ -384,10 +385,15 @@ def layer(
     rms_norm(rows, norm[0], norm[1], normed)
     states = np.empty((count, len(qkv[1])), np.uint16)
     product(normed, qkv[0], qkv[1], states, threads)
-    heads = len(qkv[1]) // size
-    found = np.empty((count, heads - 2 * keys.shape[1], size), np.uint16)
-    given = cos, sin, starts, slots, keys, values, mask, scale, found
-    rotated_attention(states.reshape(count, heads, size), *given)
+    asked, held = len(qkv[1]) // size - 2 * keys.shape[1], keys.shape[1]
+    heads = states.reshape(-1, size)
+    for start in range(0, len(heads), asked + 2 * held):
+        first, last = heads[start : start + asked], heads[start + asked : start + asked + held]
+        for part, (weight, epsilon) in zip((first, last), head_norms):
+            if len(weight):
+                rms_norm(part, weight, epsilon, part)
+    found, heads = np.empty((count, asked, size), np.uint16), heads.reshape(count, -1, size)
+    rotated_attention(heads, cos, sin, starts, slots, keys, values, mask, scale, found)
     product(found.reshape(count, -1), output[0], output[1], added, threads)
     add_and_norm(rows, added, second[0], second[1], out, normed)
     gates = np.empty((count, len(gate_up[1])), np.uint16)

@@ -1,9 +1,10 @@
 """Decoder layers on the CPU in fewer calls (numba, where it is installed), for inference only.
 
-A decoding pass has few tokens, and a small model's layers are called in less time than it takes to
-call them: of the 23 ms of a token of SmolLM2, on two threads, 12 were products. A layer of Llama's
-form is four products, attention, and a few loops over the tokens, here without modules between.
-Its numbers are the layer's own to the bit, or it is left as it is.
+A decoding pass has few tokens, and a small model's layers are computed in less time than it takes
+to call their modules: of the 23 ms of a token of SmolLM2, on two threads, 12 were products. A layer
+of Llama's form is four products, attention, and a few loops over the tokens: here one call, where
+`models.bfloat16_loops` has all of them, else a call for each. Its numbers are the layer's own to
+the bit, or it is left as it is.
 """
 
 import inspect
@@ -40,14 +41,17 @@ class FusedForward:
         own, self.forward = layer.self_attn, layer.forward
         self._qkv, self._out, self._gate_up, self._down = products
         norms = layer.input_layernorm, layer.post_attention_layernorm
-        self._norms = [(bits(norm.weight), norm.variance_epsilon) for norm in norms]
+        self._norms = [_parts(norm) for norm in norms]
         self._own, self._size = own, own.head_dim
         self._activation = _values(layer.mlp.act_fn)
         self._heads = [x.out_features // own.head_dim for x in (own.q_proj, own.k_proj)]
         self._head_norms = [getattr(own, f"{x}_norm", None) for x in "qkv"]
-        weights = [product.weights for product in products if product.weights is not None]
-        self._at_once = len(weights) == len(products) and not any(self._head_norms)
-        self._weights = weights
+        # What `models.bfloat16_loops.layer` takes.
+        self._weights = [product.weights for product in products if product.weights is not None]
+        *asked, value = self._head_norms
+        whole = len(self._weights) == len(products) and value is None
+        self._at_once = whole and all(norm is None or _is_of_heads(norm, own) for norm in asked)
+        self._head_parts = tuple(_parts(norm) for norm in asked) if self._at_once else ()
 
     def __call__(self, hidden_states: Tensor, *others: Any, **given: Any) -> Any:
         """Return the layer's output [B, Q, H]; the arguments are the layer's own."""
@@ -129,7 +133,7 @@ class FusedForward:
         assert here is not None  # as the products are of it
         (first, second), (qkv, output, gate_up, down) = self._norms, self._weights
         given = for_loops(position_embeddings, *memory, attention_mask)
-        attention = first, qkv, *given, self._own.scaling, output
+        attention = first, qkv, self._head_parts, *given, self._own.scaling, output
         mlp = second, gate_up, self._activation, down
         with pool(compiled) as threads:
             here.layer(bits(rows), *attention, *mlp, bits(found), threads)
@@ -210,6 +214,18 @@ def _fused(layer: nn.Module) -> FusedForward | None:
     if len(products) < len(found) or not all(hasattr(*pair) for pair in needed):
         return None
     return FusedForward(layer, products)
+
+
+def _is_of_heads(norm: nn.Module, attention: nn.Module) -> bool:
+    """Return whether a norm is a loop over the numbers of each head."""
+    return isinstance(norm, FusedNorm) and norm.weight.numel() == attention.head_dim
+
+
+def _parts(norm: nn.Module | None) -> tuple[np.ndarray, float]:
+    """Return a norm's weight, as bits, and its epsilon; without a norm no weight."""
+    if norm is None:
+        return np.empty(0, np.uint16), 0.0
+    return bits(norm.weight), float(norm.variance_epsilon)
 
 
 def _values(act: Callable[[Tensor], Tensor]) -> np.ndarray:

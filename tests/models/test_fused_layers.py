@@ -49,6 +49,12 @@ def network(kind="llama", fused=True, **config):
     return found
 
 
+def in_parts(model):
+    """Let the layers take a call for each part, as with padded weights."""
+    for layer in model.model.layers:
+        layer.forward._at_once = False
+
+
 def replaced(model):
     return sum(isinstance(module.forward, FusedForward) for module in model.modules())
 
@@ -66,7 +72,7 @@ def passes(model, rows):
     return [*found, *cached.cache._memory.values()]
 
 
-@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize("way", ["one call", "a call for each part", "a long prompt"])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize(
     ("kind", "config"),
@@ -78,11 +84,13 @@ def passes(model, rows):
         ("qwen3", {}),
     ],
 )
-def test_it_has_the_layers_own_bits(kind, config, rows, few, monkeypatch):
-    if not few:  # as a long prompt
+def test_it_has_the_layers_own_bits(kind, config, rows, way, monkeypatch):
+    if way == "a long prompt":
         monkeypatch.setattr(few_queries, "MAX_QUERIES", 0)
     ours, stock = network(kind, **config), network(kind, fused=False, **config)
     assert (replaced(ours), replaced(stock)) == (2, 0)
+    if way == "a call for each part":
+        in_parts(ours)
     for found, expected in zip(passes(ours, rows), passes(stock, rows), strict=True):
         assert torch.equal(found, expected)
 
@@ -94,10 +102,12 @@ AT_ONCE = pytest.mark.skipif(few_queries.bfloat16_loops() is None, reason="no lo
     ("wrong", "kind"),
     [
         ("rotate", "llama"),
-        ("add_and_norm", "qwen3"),
-        ("rms_norm", "qwen3"),
-        ("rotated_attention", "qwen3"),  # whose heads have norms: it takes a call for each part
+        ("add_and_norm", "llama"),
+        ("rms_norm", "llama"),
+        ("gate", "llama"),
+        ("rotated_attention", "llama"),
         pytest.param("layer", "llama", marks=AT_ONCE),
+        pytest.param("layer", "qwen3", marks=AT_ONCE),
     ],
 )
 def test_a_loop_that_errs_is_seen(wrong, kind, monkeypatch):
@@ -105,6 +115,8 @@ def test_a_loop_that_errs_is_seen(wrong, kind, monkeypatch):
     ours, stock = network(kind), network(kind, fused=False)
     if wrong == "rotate":  # of long prompts
         monkeypatch.setattr(few_queries, "MAX_QUERIES", 0)
+    if wrong != "layer":
+        in_parts(ours)
     expected = passes(stock, 1)
     last = -2 if wrong == "layer" else -1  # its output
     here = few_queries.bfloat16_loops() and (last < -1 or wrong == "rotated_attention")
