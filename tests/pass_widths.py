@@ -1,8 +1,9 @@
 """Milliseconds of a forward by its number of tokens, for each way to multiply 16-bit weights.
 
 `python -m tests.pass_widths model=HuggingFaceTB/SmolLM2-135M-Instruct`: the ways take turns, and
-the shortest of `repeats` counts. *modules called*: without `models.fused_layers`. torch's own
-products of bfloat16 are emulated on a CPU without.
+the shortest of `repeats` counts. *modules called*: without `models.fused_layers`. *oneDNN*: without
+the products of `models.bfloat16_loops`. torch's own products of bfloat16 are emulated on a CPU
+without.
 """
 
 from dataclasses import dataclass
@@ -40,6 +41,8 @@ def run(argv: list[str]) -> None:
     ways = {"float32": loaded(p.model, "float32"), "as loaded": loaded(p.model, "auto")}
     with patch.object(fused_layers, "fuse"):
         ways["modules called"] = loaded(p.model, "auto")
+    with patch.object(packed, "bfloat16_loops", lambda: None):
+        ways["oneDNN"] = loaded(p.model, "auto")
     with patch.object(packed, "products", dict):
         ways["torch's own"] = loaded(p.model, "auto")
     print("tokens", *(f"{name} ({packed.precision(n)})" for name, n in ways.items()), sep=" | ")

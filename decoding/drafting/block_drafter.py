@@ -229,6 +229,12 @@ def for_requests(known: dict[int, Any], requests: int) -> Any:
     return known[min(known, key=lambda n: (abs(math.log(max(n, 1) / max(requests, 1))), -n))]
 
 
+def setting(known: dict[int, Any], requests: int, temperature: float) -> Any:
+    """Return the value for so many requests, {requests: value or {temperature: value}}."""
+    found = for_requests(known, requests)
+    return nearest(found, temperature) if isinstance(found, dict) else found
+
+
 def nearest(known: dict, x: float) -> Any:
     """Return the value of the key that is nearest to x."""
     return known[min(known, key=lambda other: abs(other - x))]

@@ -53,10 +53,12 @@ class BlockSampler(BlockDrafter):
         bigram_weights: The weight of these scores at each depth, {temperature: [...]}.
         lookup: Whether trees use prompt lookup at temperature 0
             (`decoding.drafting.prompt_lookup`).
-        least: The least probability of a tree's nodes, a number or one by requests as `nodes`.
+        least: The least probability of a tree's nodes, a number or one by requests as `nodes`, or
+            {requests: {temperature: number}}.
         least_gain: For drafters with a tail: tokens that a further run of it is expected to bring,
             at the least (`grow_trees`), a number or one by requests as `nodes`.
-        fewest: For them too: the first nodes of a tree, which need no least probability.
+        fewest: For them too: the first nodes of a tree, which need no least probability; given as
+            `least` is.
         fastest: What is fastest, of WAYS: in general or by {requests: {temperature: way}}. It is
             what a request gets that asks for no `block_size` and no `verify=tree`, where that does
             not change its text: a chain in place of a tree where the noise is not keyed.
@@ -87,9 +89,9 @@ class BlockSampler(BlockDrafter):
         bigrams: Bigrams | None = None,
         bigram_weights: ByNumber[list[float]] | None = None,
         lookup: bool = True,
-        least: Amount | ByNumber[Amount] = 0.0,
+        least: Amount | ByNumber[Amount | ByNumber[Amount]] = 0.0,
         least_gain: Amount | ByNumber[Amount] = 0.0,
-        fewest: Count | ByNumber[Count] = 1,
+        fewest: Count | ByNumber[Count | ByNumber[Count]] = 1,
         fastest: Literal[*WAYS] | ByNumber[ByNumber[Literal[*WAYS]]] = "chain",
         draft_ids: Tensor | None = None,
         markov: MarkovHead | None = None,
@@ -188,8 +190,16 @@ class BlockSampler(BlockDrafter):
 
 
 def _by_requests(knob: Any) -> dict[int, Any]:
-    """Return a knob by how many requests are decoded together; a number is for one."""
-    return {int(n): x for n, x in knob.items()} if isinstance(knob, dict) else {1: knob}
+    """Return a knob by how many requests are decoded together; a number is for one.
+
+    Where it is by temperature too, these are numbers, as they are text in JSON.
+    """
+    if not isinstance(knob, dict):
+        return {1: knob}
+    inner = (
+        {float(t): y for t, y in x.items()} if isinstance(x, dict) else x for x in knob.values()
+    )
+    return {int(n): x for n, x in zip(knob, inner)}
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from decoding.drafting.block_drafter import BlockDrafter, for_requests, nearest
+from decoding.drafting.block_drafter import BlockDrafter, for_requests, nearest, setting
 from decoding.drafting.prompt_lookup import Lookup
 from decoding.drafting.tree import (
     Accepted,
@@ -54,8 +54,8 @@ class RankedTree:
         bigram_weights: The weight of these scores at each depth, {temperature: [...]}.
         least, least_gain: The least probability of a node (`draft_trees`), and what a run of a
             drafter's tail must be expected to bring (`grow_trees`), by how many requests are
-            decoded together.
-        fewest: Nodes of such a drafter's trees that need no least probability, by requests too.
+            decoded together; `least` by their temperature too, if it depends on it.
+        fewest: Nodes of such a drafter's trees that need no least probability, as `least`.
     """
 
     predicate = staticmethod(masks.tree)
@@ -68,9 +68,9 @@ class RankedTree:
         lookup: bool,
         after: Callable[[int], Mapping[int, float]] | None,
         bigram_weights: ByNumber[list[float]] | None,
-        least: dict[int, float],
+        least: dict[int, float | dict[float, float]],
         least_gain: dict[int, float],
-        fewest: dict[int, int],
+        fewest: dict[int, int | dict[float, int]],
         device: torch.device,
     ):
         for number in nodes.values():
@@ -170,7 +170,8 @@ class RankedTree:
 
         nodes, sharpness, bigrams, lookups, least = self._settings(batch, params)
         number = len(batch.requests)
-        limits = for_requests(self.least_gain, number), for_requests(self.fewest, number)
+        fewest = setting(self.fewest, number, params.temperature)
+        limits = for_requests(self.least_gain, number), fewest
         given = nodes, sharpness, bigrams, lookups, ids, least, *limits
         others = sampler.constraints(batch), _ragged(batch)
         return grow_trees(expand, min(k, nodes), *given, *others)
@@ -179,7 +180,8 @@ class RankedTree:
         """Return nodes, sharpness, bigram scores, lookups, least probability of a batch's trees."""
         sharpness = nearest(self.sharpness, params.temperature)
         bigrams = nearest(self.scores, params.temperature) if self.scores else None
-        nodes, least = (for_requests(x, len(batch.requests)) for x in (self.nodes, self.least))
+        nodes = for_requests(self.nodes, len(batch.requests))
+        least = setting(self.least, len(batch.requests), params.temperature)
         return nodes, sharpness, bigrams, batch.drafts.lookups, least
 
 

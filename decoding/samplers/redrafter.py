@@ -31,11 +31,12 @@ from models.redrafter import Redrafter
 
 SURE = 4.0  # the largest log-odds of a weight, and of what a text adds to them
 
-# By requests: the most nodes, and what a token more and a run of the drafter cost on two CPU cores,
-# in tokens of the time that they take (docs/results/redrafter.md).
+# By requests, and by temperature where it matters, what is fastest on two CPU cores: the most nodes,
+# the least probability of a node, how many need none, and the least gain of a run of the drafter
+# (docs/results/redrafter.md).
 NODES = {1: 16, 4: 8}
-LEAST = {1: 0.1, 4: 0.3, 16: 0.65}
-FEWEST = {1: 5, 4: 1}  # nodes that a pass of one request reads in the time of one token
+LEAST = {1: {0: 0.16, 1: 0.05}, 4: 0.3, 16: 0.65}
+FEWEST = {1: {0: 5, 1: 1}, 4: 1}
 LEAST_GAIN = 0.15
 
 
