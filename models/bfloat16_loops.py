@@ -6,7 +6,7 @@ take hardly longer than one (docs/lab_notes/small.md). A row's sums run in the o
 two at a time: its bits do not depend on the rows beside it.
 
 numba has neither the type nor the instruction, and keeps no sums in registers. So `multiply`,
-`score` and `add_values` are written for LLVM.
+`score`, `add_values` and `turn` are written for LLVM.
 """
 
 from collections.abc import Callable
@@ -55,6 +55,8 @@ _BITS = ir.VectorType(ir.IntType(16), LANES)
 
 def runs() -> bool:
     """Return whether this CPU has the instruction, and no better one (AMX, left to oneDNN)."""
+    if numba.config.CPU_NAME or numba.config.CPU_FEATURES:  # it compiles for another one
+        return False
     known = llvm.get_host_cpu_features()
     return bool(known.get("avx512bf16")) and not known.get("amx-bf16")
 
@@ -145,14 +147,14 @@ def turn(typing, keys, key_size, turned):
             for k in range(LANES):
                 far = builder.mul(key_size, _ADDRESS(half * LANES + k))
                 lines.append(_read(builder, builder.add(keys, far), 0, _WORDS, align=4))
-            for far in (1, 2, 4, 8):  # exchanges the squares of so many words beside the diagonal
-                kept = [i if not i & far else LANES + i - far for i in range(LANES)]
-                given_up = [i + far if not i & far else LANES + i for i in range(LANES)]
+            for far in (1, 2, 4, 8):  # squares of so many words beside the diagonal change places
+                upper = _WORDS([LANES + i - far if i & far else i for i in range(LANES)])
+                lower = _WORDS([LANES + i if i & far else i + far for i in range(LANES)])
                 for i in range(LANES):
                     if not i & far:
-                        pair = lines[i], lines[i + far]
-                        lines[i] = builder.shuffle_vector(*pair, _WORDS(kept))
-                        lines[i + far] = builder.shuffle_vector(*pair, _WORDS(given_up))
+                        both = lines[i], lines[i + far]
+                        lines[i] = builder.shuffle_vector(*both, upper)
+                        lines[i + far] = builder.shuffle_vector(*both, lower)
             for pair, line in enumerate(lines):
                 there = _at(builder, turned, _REGISTER * (2 * pair + half), _WORDS)
                 builder.store(line, there, align=4)
@@ -224,6 +226,7 @@ def _loop(builder, count, steps, step):
 
 
 def _store(builder, sums, out, out_size):
+    """Write sums in float32."""
     for r, row in enumerate(sums):
         line = builder.add(out, builder.mul(out_size, _ADDRESS(r)))
         for i, s in enumerate(row):

@@ -29,12 +29,11 @@ from decoding.drafting.tree_limits import MAX_NODES
 from decoding.engine.batch import Batch, State
 from decoding.engine.params import KEYED, SamplingParams
 from decoding.method import Amount, ByNumber, Count, Method, Text
-from models.fused_layers import is_fused
 
 # By requests: the most nodes, and what a token more costs on two CPU cores, of the time in which
 # plain decoding makes one (docs/results/ngram.md).
 NODES: ByNumber[Count] = {1: 16, 4: 8}
-LEAST: ByNumber[Amount] = {1: 0.06, 4: 0.3, 16: 0.5}
+LEAST: ByNumber[Amount | ByNumber[Amount]] = {1: {0: 0.15, 1: 0.06}, 4: 0.3, 16: 0.5}
 UNSEEN = 1e-3  # probability of all tokens that were never seen, at the least
 FILLER = log(1e-9)  # score of a draft that nothing speaks for
 
@@ -96,7 +95,7 @@ class NgramSampler(AnswerReader):
         *,
         block_size: Count = 5,
         nodes: Count | ByNumber[Count] = NODES,
-        least: Amount | ByNumber[Amount] = LEAST,
+        least: Amount | ByNumber[Amount | ByNumber[Amount]] = LEAST,
         kept_tokens: Kept = KEPT_TOKENS,
         answers: Text | None = None,
     ):
@@ -107,8 +106,7 @@ class NgramSampler(AnswerReader):
             nodes=nodes,
             least=least,
             lookup=False,
-            # Where a batch's trees have one size, many requests' drafts cost more than they bring.
-            fastest="tree" if is_fused(target) else FEW_REQUESTS,
+            fastest=FEW_REQUESTS,
             kept_tokens=kept_tokens,
             answers=answers,
         )
