@@ -55,8 +55,8 @@ _BITS = ir.VectorType(ir.IntType(16), LANES)
 
 def runs() -> bool:
     """Return whether this CPU has the instruction, and no better one (AMX, left to oneDNN)."""
-    if numba.config.CPU_NAME or numba.config.CPU_FEATURES:  # it compiles for another one
-        return False
+    if any(getattr(numba.config, name, None) for name in ("CPU_NAME", "CPU_FEATURES")):
+        return False  # it compiles for another one
     known = llvm.get_host_cpu_features()
     return bool(known.get("avx512bf16")) and not known.get("amx-bf16")
 
