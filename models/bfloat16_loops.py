@@ -146,7 +146,7 @@ def turn(typing, keys, key_size, turned):
             lines = []
             for k in range(LANES):
                 far = builder.mul(key_size, _ADDRESS(half * LANES + k))
-                lines.append(_read(builder, builder.add(keys, far), 0, _WORDS, align=4))
+                lines.append(_read(builder, builder.add(keys, far), 0, _WORDS))
             for far in (1, 2, 4, 8):  # squares of so many words beside the diagonal change places
                 upper = _WORDS([LANES + i - far if i & far else i for i in range(LANES)])
                 lower = _WORDS([LANES + i if i & far else i + far for i in range(LANES)])
@@ -190,8 +190,7 @@ def _products(builder, count, rows, row_size, weight, pairs, ahead=0):
     def step(pair, sums):
         here, weights = builder.add(weight, builder.mul(pair, _ADDRESS(2 * _REGISTER))), []
         for i in range(2):
-            read = _read(builder, here, _REGISTER * i, _WORDS, align=_REGISTER if ahead else 4)
-            weights.append(builder.bitcast(read, _PAIRS))
+            weights.append(builder.bitcast(_read(builder, here, _REGISTER * i, _WORDS), _PAIRS))
             if ahead:  # to read, into all caches, data
                 later = _at(builder, here, _REGISTER * i + ahead, ir.IntType(8))
                 builder.call(fetch, [later, _WORD(0), _WORD(3), _WORD(1)])
@@ -242,8 +241,8 @@ def _at(builder, address, offset, kind):
     return builder.inttoptr(builder.add(address, _ADDRESS(offset)), kind.as_pointer())
 
 
-def _read(builder, address, offset, kind, align=2):
-    return builder.load(_at(builder, address, offset, kind), align=align)
+def _read(builder, address, offset, kind):
+    return builder.load(_at(builder, address, offset, kind), align=2)  # it may be anywhere
 
 
 def _spread(builder, address):
@@ -259,7 +258,7 @@ def product(rows, weight, bias, out, threads):
 
     Args:
         rows, out: Bits of bfloat16 numbers. O is a multiple of GROUP, D is even.
-        weight: Bits [O / GROUP, D / 2, GROUP, 2], in memory from a multiple of 64 bytes on.
+        weight: Bits [O / GROUP, D / 2, GROUP, 2].
         bias: [O].
         threads: How many compute.
     """

@@ -35,8 +35,10 @@ def bfloat16_loops() -> ModuleType | None:
     """Return `models.bfloat16_loops`; None without numba, or where the CPU has no use for them."""
     if loops() is None:
         return None
-    from models import bfloat16_loops as found
-
+    try:
+        from models import bfloat16_loops as found
+    except ImportError:  # as above
+        return None
     return found if found.runs() else None
 
 

@@ -120,7 +120,7 @@ class GroupedProduct(Product):
         rows = F.pad(rows, (0, 1)) if self._odd else rows.detach().contiguous()
         found = rows.new_empty(len(rows), len(self._added))
         compiled = loops()
-        assert compiled is not None
+        assert compiled is not None  # as `products` has made sure
         with pool(compiled) as threads:
             self._product(bits(rows), self._weight, self._added, bits(found), threads)
         return found if found.shape[1] == self.outputs else found[:, : self.outputs].contiguous()
