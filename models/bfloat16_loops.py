@@ -19,7 +19,6 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from models import loops
 from models.loops import (
     add_and_norm,
     compiled,
@@ -307,8 +306,8 @@ def weigh(query, keys, weights):
 
 
 @compiled(parallel=True)
-def wide_attention(query, starts, keys, values, lines, mask, scale, out):
-    """Compute `attention` of heads of a multiple of GROUP numbers."""
+def attention(query, starts, keys, values, lines, mask, scale, out):
+    """Compute `loops.attention`, whose arguments these are, of heads of a multiple of GROUP."""
     rows, (_, asked, size) = len(starts) - 1, query.shape
     group, words = asked // lines[0], keys.view(np.uint32)
     ends, parts = np.empty(rows, np.int64), np.zeros(rows + 1, np.int64)
@@ -349,15 +348,6 @@ def wide_attention(query, starts, keys, values, lines, mask, scale, out):
             total = totals[n] if totals[n] > 0 else np.float32(1)
             for d in range(size):
                 out[token, head, d] = rounded(found[n, d] / total)
-
-
-@compiled()
-def attention(query, starts, keys, values, lines, mask, scale, out):
-    """Compute `loops.attention`, whose arguments these are."""
-    if query.shape[2] % GROUP:
-        loops.attention(query, starts, keys, values, lines, mask, scale, out)
-    else:
-        wide_attention(query, starts, keys, values, lines, mask, scale, out)
 
 
 @compiled()

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,7 +80,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
     compiled, starts = loops(), np.arange(batch + 1) * length
     assert compiled is not None  # as `attends` has made sure
     with pool(compiled):
-        (bfloat16_loops() or compiled).attention(
+        _attending(size).attention(
             bits(asked), starts, keys, values, lines, hidden, scale, bits(found)
         )
     return found.view(batch, length, -1, size).transpose(1, 2)
@@ -111,7 +112,7 @@ def rotated(
     given, compiled = for_loops(angles, starts, slots, memory, mask), loops()
     assert compiled is not None  # as the caller has made sure
     with pool(compiled):
-        (bfloat16_loops() or compiled).rotated_attention(bits(states), *given, scale, bits(found))
+        _attending(states.shape[2]).rotated_attention(bits(states), *given, scale, bits(found))
     return found
 
 
@@ -137,6 +138,12 @@ def pool(compiled: ModuleType) -> Iterator[int]:
         # numba's pool is OpenMP's, which it sets as it begins.
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
+
+
+def _attending(size: int) -> Any:
+    """Return the loops that attend with heads of so many numbers."""
+    here = bfloat16_loops()
+    return loops() if here is None or size % here.GROUP else here
 
 
 def bits(x: Tensor) -> np.ndarray:

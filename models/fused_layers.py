@@ -49,7 +49,8 @@ class FusedForward:
         # What `models.bfloat16_loops.layer` takes.
         self._weights = [product.weights for product in products if product.weights is not None]
         *asked, value = self._head_norms
-        whole = len(self._weights) == len(products) and value is None
+        here, whole = bfloat16_loops(), len(self._weights) == len(products) and value is None
+        whole = whole and here is not None and own.head_dim % here.GROUP == 0
         self._at_once = whole and all(norm is None or _is_of_heads(norm, own) for norm in asked)
         self._head_parts = tuple(_parts(norm) for norm in asked) if self._at_once else ()
 

@@ -89,6 +89,8 @@ def test_it_has_the_layers_own_bits(kind, config, rows, way, monkeypatch):
         monkeypatch.setattr(few_queries, "MAX_QUERIES", 0)
     ours, stock = network(kind, **config), network(kind, fused=False, **config)
     assert (replaced(ours), replaced(stock)) == (2, 0)
+    if few_queries.bfloat16_loops():
+        assert all(layer.forward._at_once for layer in ours.model.layers)
     if way == "a call for each part":
         in_parts(ours)
     for found, expected in zip(passes(ours, rows), passes(stock, rows), strict=True):
