@@ -196,10 +196,10 @@ def _by_requests(knob: Any) -> dict[int, Any]:
     """
     if not isinstance(knob, dict):
         return {1: knob}
-    inner = (
-        {float(t): y for t, y in x.items()} if isinstance(x, dict) else x for x in knob.values()
-    )
-    return {int(n): x for n, x in zip(knob, inner)}
+    return {
+        int(n): {float(t): y for t, y in x.items()} if isinstance(x, dict) else x
+        for n, x in knob.items()
+    }
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,7 @@ from decoding.engine.params import VERIFY, SamplingParams
 from decoding.engine.randomness import KeyedRandomness
 from decoding.samplers.dflash import DFlashSampler
 from decoding.samplers.eagle3 import Eagle3Sampler
+from decoding.samplers.ngram import NgramSampler
 from decoding.samplers.plain import PlainSampler
 from tests.support import tiny
 from tests.support.exact import CASES, distance
@@ -137,3 +138,24 @@ def test_settings_are_those_of_the_nearest_number_of_requests_by_ratio(requests,
     assert for_requests({1: 1, 16: 16}, requests) == number
     assert for_requests({16: 16, 1: 1}, requests) == number
     assert for_requests({0: "a stranger's"}, requests)
+
+
+@pytest.mark.parametrize(
+    ("least", "large"),
+    [
+        (0.99, []),
+        (0.0, [0.0, 1.0]),
+        ({"1": {"0": 0.99, "1": 0.0}}, [1.0]),  # text, as in an export's config.json
+        ({"1": {"0": 0.0, "1": 0.99}, "16": 0.5}, [0.0]),
+    ],
+)
+def test_the_least_probability_may_depend_on_the_temperature(least, large):
+    """Trees are `large` where it is 0."""
+    sampler = NgramSampler(tiny.causal_lm(3).float(), tiny.tokenizer(3), nodes=5, least=least)
+    found = []
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(12, temperature, verify="tree", seed=0, ignore_eos=True)
+        (result,) = sampler.fresh().generate(["abcabc"], params)
+        if result.stats.drafted > result.stats.target_passes:
+            found.append(temperature)
+    assert found == large
