@@ -11,13 +11,17 @@ numba has neither the type nor the instruction, and keeps no sums in registers. 
 
 from collections.abc import Callable
 
-import llvmlite.binding as llvm
-import numba
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
+
+try:  # transformers refuses to copy a file whose needs are missing and not in a `try`
+    import llvmlite.binding as llvm
+    import numba
+    from llvmlite import ir
+    from numba import types
+    from numba.core import cgutils
+    from numba.extending import intrinsic
+except ImportError:
+    raise
 
 from models.loops import (
     add_and_norm,

@@ -25,10 +25,12 @@ GENERATE = '''\
 Written by parade (trainers/publishing/bundle.py) with copies of its modules.
 """
 
+from typing import TYPE_CHECKING
+
 from .{entry} import generate as _generate
 from .{sampler} import METHOD as _method
 
-# transformers copies only the files that a line of this form names.
+if TYPE_CHECKING:  # transformers copies only the files that a line of this form names
 {modules}
 
 
@@ -48,7 +50,7 @@ def write_bundle(folder: Path, method: str) -> None:
         made = "made by trainers/publishing/bundle.py"
         source = f"# A copy of parade's {module}, {made}.\n{flattened(module)}"
         (bundle / f"{flat(module)}.py").write_text(source, encoding="utf-8")
-    named = "\n".join(f"from .{flat(module)} import __name__ as _" for module in modules)
+    named = "\n".join(f"    from .{flat(module)} import __name__ as _" for module in modules)
     text = GENERATE.format(entry=flat(ENTRY), sampler=flat(sampler), modules=named)
     (bundle / "generate.py").write_text(text, encoding="utf-8")
     (bundle / "requirements.txt").write_text(REQUIREMENTS, encoding="utf-8")
