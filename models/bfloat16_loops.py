@@ -261,11 +261,11 @@ def product(rows, weight, bias, out, threads):
 
     Args:
         rows, out: Bits of bfloat16 numbers. O is a multiple of GROUP, D is even.
-        weight: Bits [O / GROUP, D / 2, GROUP, 2].
+        weight: The address of bits [O / GROUP, D / 2, GROUP, 2].
         bias: [O].
         threads: How many compute.
     """
-    (count, size), outputs, groups = rows.shape, out.shape[1], len(weight)
+    (count, size), outputs, groups = rows.shape, out.shape[1], out.shape[1] // GROUP
     for thread in numba.prange(threads):
         for first in range(0, count, CHUNK):
             last = min(count, first + CHUNK)
@@ -278,7 +278,7 @@ def product(rows, weight, bias, out, threads):
                         stop - start,
                         rows.ctypes.data + 2 * start * size,
                         2 * size,
-                        weight.ctypes.data + 2 * g * GROUP * size,
+                        weight + 2 * g * GROUP * size,
                         size // 2,
                         bias.ctypes.data + 4 * g * GROUP,
                         out.ctypes.data + 2 * (start * outputs + g * GROUP),
@@ -370,7 +370,7 @@ def layer(
     Args:
         rows: [n, H], of the tokens of all rows of a batch.
         norm, second: Weight [H] and epsilon of the norms before attention and before the MLP.
-        qkv, output, gate_up, down: Weights and biases of products (`product`).
+        qkv, output, gate_up, down: Weights (addresses) and biases of products (`product`).
         head_norms: Of queries and of keys, as `norm`; a weight without numbers: none.
         cos, sin, starts, slots, keys, values, mask, scale: See `rotated_attention`.
         activation: See `loops.gate`.
@@ -400,3 +400,39 @@ def layer(
     for r in range(count):
         for d in range(rows.shape[1]):
             out[r, d] = rounded(number(out[r, d]) + number(added[r, d]))
+
+
+@compiled()
+def layers(
+    rows, norm, qkv, head_norms, cos, sin, starts, slots, keys, values, mask, scale, output, second,
+    gate_up, activation, down, out, threads,
+):  # fmt: skip
+    """Compute `layer`s one after the other into `out` [L, n, H], with L of all that is theirs.
+
+    These are weights, biases, and `keys` and `values` [L, B or more, heads, slots, D]; epsilons are
+    one for all.
+    """
+    (queries, first), (heads, last) = head_norms
+    for i in range(len(out)):
+        layer(
+            rows,
+            (norm[0][i], norm[1]),
+            (qkv[0][i], qkv[1][i]),
+            ((queries[i], first), (heads[i], last)),
+            cos,
+            sin,
+            starts,
+            slots,
+            keys[i],
+            values[i],
+            mask,
+            scale,
+            (output[0][i], output[1][i]),
+            (second[0][i], second[1]),
+            (gate_up[0][i], gate_up[1][i]),
+            activation,
+            (down[0][i], down[1][i]),
+            out[i],
+            threads,
+        )
+        rows = out[i]

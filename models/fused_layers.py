@@ -2,9 +2,9 @@
 
 A decoding pass has few tokens, and a small model's layers are computed in less time than it takes
 to call their modules: of the 23 ms of a token of SmolLM2, on two threads, 12 were products. A layer
-of Llama's form is four products, attention, and a few loops over the tokens: here one call, where
-`models.bfloat16_loops` has all of them, else a call for each. Its numbers are the layer's own to
-the bit, or it is left as it is.
+of Llama's form is four products, attention, and a few loops over the tokens: here a call for each,
+or, where `models.bfloat16_loops` has all of them, one call for many layers. The numbers are the
+layer's own to the bit, or it is left as it is.
 """
 
 import inspect
@@ -21,8 +21,9 @@ from models.few_queries import bfloat16_loops, bits, few, for_loops, loops, pool
 from models.norms import FusedNorm
 from models.packed import GATE_UP, QUERY_KEY_VALUE, Product, product_of
 
-# The first token of each row, the slots of a pass, and the keys and values of a layer.
+# The first token of each row, the slots of a pass, and the keys and values of some layers.
 Memory = tuple[np.ndarray, Tensor, tuple[Tensor, Tensor]]
+FEW = 64  # rows whose outputs of all layers are kept for the length of a pass
 _ACTIVATIONS: dict[bytes, np.ndarray] = {}
 
 
@@ -35,38 +36,56 @@ class FusedForward:
         layer: The layer, whose linear layers are packed and whose norms are fused.
         products: Those of its queries, keys and values; of attention's output; of gate and up; and
             of the MLP's output.
+
+    Attributes:
+        stack, place: The layers that run in one call with it, and which of them it is.
     """
 
     def __init__(self, layer: nn.Module, products: list[Product]):
         own, self.forward = layer.self_attn, layer.forward
         self._qkv, self._out, self._gate_up, self._down = products
         norms = layer.input_layernorm, layer.post_attention_layernorm
-        self._norms = [_parts(norm) for norm in norms]
-        self._own, self._size = own, own.head_dim
-        self._activation = _values(layer.mlp.act_fn)
+        self.norms = [_parts(norm) for norm in norms]
+        self.own, self._size = own, own.head_dim
+        self.activation = _values(layer.mlp.act_fn)
         self._heads = [x.out_features // own.head_dim for x in (own.q_proj, own.k_proj)]
         self._head_norms = [getattr(own, f"{x}_norm", None) for x in "qkv"]
-        # What `models.bfloat16_loops.layer` takes.
-        self._weights = [product.weights for product in products if product.weights is not None]
-        *asked, value = self._head_norms
-        here, whole = bfloat16_loops(), len(self._weights) == len(products) and value is None
-        whole = whole and here is not None and own.head_dim % here.GROUP == 0
-        self._at_once = whole and all(norm is None or _is_of_heads(norm, own) for norm in asked)
-        self._head_parts = tuple(_parts(norm) for norm in asked) if self._at_once else ()
+        self.products = [product.weights for product in products if product.weights is not None]
+        self.stack: Stack | None = None
+        self.place = 0
+
+    def form(self) -> tuple | None:
+        """Return what layers that run in one call share; None where it must be a call for each."""
+        here, (*asked, value) = bfloat16_loops(), self._head_norms
+        if here is None or len(self.products) < 4 or value is not None or self._size % here.GROUP:
+            return None
+        if not all(norm is None or _is_of_heads(norm, self.own) for norm in asked):
+            return None
+        self.head_norms = [_parts(norm) for norm in asked]
+        norms = [(len(weight), epsilon) for weight, epsilon in self.norms + self.head_norms]
+        sizes = [len(bias) for _, bias in self.products], self._heads, self._size, self.own.scaling
+        window = getattr(self.own, "sliding_window", None)
+        return norms, sizes, id(self.activation), window
 
     def __call__(self, hidden_states: Tensor, *others: Any, **given: Any) -> Any:
         """Return the layer's output [B, Q, H]; the arguments are the layer's own."""
+        if self.stack is not None and not others:
+            found = self.stack.known(self.place, hidden_states, **given)
+            if found is not None:
+                return found
         if others or not self._takes(hidden_states, **given):
             return self.forward(hidden_states, *others, **given)
+        if self.stack is not None:
+            found = self.stack.run(self.place, hidden_states, **given)
+            if found is not None:
+                return found
         rows = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
-        memory = self._memory(rows, **given)
-        if memory is not None and self._at_once:
-            return self._in_one_call(rows, memory, **given).view(hidden_states.shape)
+        memory = self.memory([self.own.layer_idx], rows, **given)
         count = len(rows)
         padding = max(0, self._qkv.fewest - count)
         normed, total = rows.new_empty(count + padding, rows.shape[1]), torch.empty_like(rows)
         normed[count:] = 0
-        (first, second), compiled, out = self._norms, loops(), bits(normed)
+        (first, second), compiled, out = self.norms, loops(), bits(normed)
         assert compiled is not None  # `fuse` has asked
         compiled.rms_norm(bits(rows), *first, out)
         found = self._attend(self._qkv.multiply(normed), memory, **given)
@@ -75,7 +94,7 @@ class FusedForward:
         gates = self._gate_up.multiply(normed)
         active = gates.new_empty(len(gates), gates.shape[1] // 2)
         with pool(compiled):
-            compiled.gate(bits(gates), self._activation, bits(active))
+            compiled.gate(bits(gates), self.activation, bits(active))
         total += self._down.multiply(active)[:count]
         return total.view(hidden_states.shape)
 
@@ -101,8 +120,9 @@ class FusedForward:
             and not torch.is_grad_enabled()
         )
 
-    def _memory(
+    def memory(
         self,
+        layers: list[int],
         rows: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor,
@@ -110,35 +130,15 @@ class FusedForward:
         cache: Cache | None = None,
         **others: Any,
     ) -> Memory | None:
-        """Return where the loops write keys and values; None where they do not attend."""
+        """Return where the loops write keys and values of layers; None where they cannot."""
         (batch, length, size), (asked, held) = position_embeddings[0].shape, self._heads
         written: Any = cache if past_key_values is None else past_key_values
         if not hasattr(written, "memory"):
             return None
         if not written.places.flat and not few(batch, asked * length, held, attention_mask):
             return None
-        memory = written.memory(self._own.layer_idx, held, size, rows)
+        memory = written.memory(layers, held, size, rows)
         return None if memory is None else (written.places.starts, written.places.slots, memory)
-
-    def _in_one_call(
-        self,
-        rows: Tensor,
-        memory: Memory,
-        position_embeddings: tuple[Tensor, Tensor],
-        attention_mask: Tensor,
-        **others: Any,
-    ) -> Tensor:
-        """Return the layer's output [n, H] of rows [n, H]."""
-        compiled, here, found = loops(), bfloat16_loops(), torch.empty_like(rows)
-        assert compiled is not None  # as `fuse` has asked
-        assert here is not None  # as the products are of it
-        (first, second), (qkv, output, gate_up, down) = self._norms, self._weights
-        given = for_loops(position_embeddings, *memory, attention_mask)
-        attention = first, qkv, self._head_parts, *given, self._own.scaling, output
-        mlp = second, gate_up, self._activation, down
-        with pool(compiled) as threads:
-            here.layer(bits(rows), *attention, *mlp, bits(found), threads)
-        return found
 
     def _attend(
         self,
@@ -156,12 +156,13 @@ class FusedForward:
         Both may have more rows, of padding.
         """
         (batch, length, size), (asked, held) = position_embeddings[0].shape, self._heads
-        heads, scaling = states.unflatten(-1, (-1, size)), self._own.scaling
+        heads, scaling = states.unflatten(-1, (-1, size)), self.own.scaling
         if any(self._head_norms):
             parts = zip(self._head_norms, heads.split((asked, held, held), 1))
             heads = torch.cat([x if norm is None else norm(x) for norm, x in parts], 1)
         if memory is not None:
-            placed = position_embeddings, *memory, attention_mask
+            starts, slots, (keys, values) = memory
+            placed = position_embeddings, starts, slots, (keys[0], values[0]), attention_mask
             return rotated(heads, *placed, scaling).flatten(1)
         written = cache if past_key_values is None else past_key_values
         assert written is not None
@@ -172,9 +173,96 @@ class FusedForward:
             turned.append(heads.new_empty(batch, count, length, size))
             compiled.rotate(bits(heads), first, *angles, bits(turned[-1]))
         value = heads[:, asked + held :].unflatten(0, (batch, length)).transpose(1, 2)
-        key, value = written.update(turned[1], value, self._own.layer_idx)
+        key, value = written.update(turned[1], value, self.own.layer_idx)
         read = turned[0], key, value, attention_mask, scaling
-        return grouped(self._own, *read, spans=spans)[0].flatten(0, 1).flatten(1)
+        return grouped(self.own, *read, spans=spans)[0].flatten(0, 1).flatten(1)
+
+
+class Stack:
+    """Layers of one form that run in one call, each on the output of the one before.
+
+    The call is the first one's. The others give the outputs that it computed, where they are given
+    what it computed them from: the very tensor, with the same angles, mask and cache. A call ends
+    at a layer with hooks, which may change what the next one reads.
+
+    Args:
+        layers: One after the other, each with its fused forward.
+    """
+
+    def __init__(self, layers: list[nn.Module]):
+        forwards: list[Any] = [layer.forward for layer in layers]
+        self._layers, self._first = layers, forwards[0]
+        self._numbers = [forward.own.layer_idx for forward in forwards]
+        norms = zip(*(forward.norms + forward.head_norms for forward in forwards))
+        self._norms = [_stacked(of) for of in norms]
+        products = zip(*(forward.products for forward in forwards))
+        self._products = [
+            (np.array(weights), np.stack(biases))
+            for weights, biases in (zip(*of) for of in products)
+        ]
+        # What the last call computed, by layer, and from what; nothing once all layers gave it.
+        self._known: tuple[dict[int, Tensor], tuple] = {}, ()
+
+    def known(self, place: int, states: Tensor, **given: Any) -> Tensor | None:
+        """Return the output of a layer that the last call computed from these states, if it did."""
+        outputs, of = self._known
+        if place not in outputs or states is not outputs.get(place - 1):
+            return None
+        if any(x is not y for x, y in zip(of, _read(**given))):
+            return None
+        if place + 1 == len(self._layers):
+            self._known = {}, ()
+        return outputs[place]
+
+    def run(self, place: int, states: Tensor, **given: Any) -> Tensor | None:
+        """Return a layer's output [B, Q, H] of states, and keep those of the layers after it.
+
+        None where the loops do not write to the cache.
+        """
+        compiled, here = loops(), bfloat16_loops()
+        assert compiled is not None  # as `fuse` has asked
+        assert here is not None  # as the products are of it
+        rows = states.reshape(-1, states.shape[-1]).contiguous()
+        end = self._end(place) if len(rows) <= FEW else place + 1
+        memory = self._first.memory(self._numbers[place:end], rows, **given)
+        if memory is None and end > place + 1:  # of layers that are not side by side in a cache
+            end = place + 1
+            memory = self._first.memory(self._numbers[place:end], rows, **given)
+        if memory is None:
+            return None
+        found, these = rows.new_empty(end - place, *rows.shape), slice(place, end)
+        first, second, *head_norms = ((weight[these], eps) for weight, eps in self._norms)
+        qkv, output, gate_up, down = ((w[these], bias[these]) for w, bias in self._products)
+        (angles, mask, _), (starts, slots, kept) = (read := _read(**given)), memory
+        attention = first, qkv, tuple(head_norms), *for_loops(angles, starts, slots, kept, mask)
+        mlp = output, second, gate_up, self._first.activation, down
+        with pool(compiled) as threads:
+            here.layers(bits(rows), *attention, self._first.own.scaling, *mlp, bits(found), threads)
+        outputs = found.view(-1, *states.shape).unbind()
+        self._known = ({}, ()) if len(outputs) == 1 else (dict(enumerate(outputs, place)), read)
+        return outputs[0]
+
+    def _end(self, place: int) -> int:
+        """Return the layer before which a call from a layer on ends."""
+        for i in range(place, len(self._layers) - 1):
+            if self._layers[i]._forward_hooks or self._layers[i + 1]._forward_pre_hooks:
+                return i + 1
+        return len(self._layers)
+
+
+def _read(
+    position_embeddings: Any = None,
+    attention_mask: Any = None,
+    past_key_values: Any = None,
+    cache: Any = None,
+    **others: Any,
+) -> tuple[Any, Any, Any]:
+    """Return what a layer reads beside its states: angles, mask and cache."""
+    return (
+        position_embeddings,
+        attention_mask,
+        cache if past_key_values is None else past_key_values,
+    )
 
 
 @torch.no_grad()
@@ -190,6 +278,27 @@ def fuse(network: PreTrainedModel) -> None:
         fused = _fused(layer)
         if fused is not None and _same(layer, fused):
             layer.forward = fused  # type: ignore[assignment]
+    _stack(network)
+
+
+def _stack(network: PreTrainedModel) -> None:
+    """Let neighbours among a network's fused layers run in one call, where they can."""
+    stacks: list[list[nn.Module]] = []
+    before: tuple | None = None
+    for layer in network.modules():
+        if isinstance(forward := layer.forward, FusedForward):
+            form = forward.form()
+            if form is not None:
+                at = form, forward.own.layer_idx
+                if (form, forward.own.layer_idx - 1) != before:
+                    stacks.append([])
+                forward.place = len(stacks[-1])
+                stacks[-1].append(layer)
+                before = at
+    for layers in stacks:
+        stack = Stack(layers)
+        for layer in layers:
+            layer.forward.stack = stack  # type: ignore[attr-defined]
 
 
 def is_fused(network: PreTrainedModel) -> bool:
@@ -227,6 +336,12 @@ def _parts(norm: nn.Module | None) -> tuple[np.ndarray, float]:
     if norm is None:
         return np.empty(0, np.uint16), 0.0
     return bits(norm.weight), float(norm.variance_epsilon)
+
+
+def _stacked(norms: Sequence[tuple[np.ndarray, float]]) -> tuple[np.ndarray, float]:
+    """Return the weights [L, D] of norms, which have one epsilon."""
+    weights, epsilons = zip(*norms)
+    return np.stack(weights), epsilons[0]
 
 
 def _values(act: Callable[[Tensor], Tensor]) -> np.ndarray:

@@ -41,11 +41,12 @@ class Product(ABC):
 
     Attributes:
         fewest: Rows that `multiply` computes at the least: it pads fewer ones, if they are not.
-        weights: Weights and biases as `models.bfloat16_loops` takes them; None: it does not.
+        weights: Weights, by their address, and biases as `models.bfloat16_loops` takes them; None:
+            it does not.
     """
 
     fewest = 1
-    weights: tuple[np.ndarray, np.ndarray] | None = None
+    weights: tuple[int, np.ndarray] | None = None
 
     def __init__(self, layers: list[nn.Linear]):
         self._bias = None
@@ -111,18 +112,18 @@ class GroupedProduct(Product):
         self._weight, added = bits(groups.contiguous()), np.zeros(len(weight), np.float32)
         if self._bias is not None:
             added[:outputs] = self._bias.float().numpy()
-        self._added = added
+        self._given = self._weight.ctypes.data, added
         if not self._odd and len(added) == outputs:  # without padding
-            self.weights = self._weight, self._added
+            self.weights = self._given
         _into_huge_pages(self._weight.ctypes.data, self._weight.nbytes)
 
     def multiply(self, rows: Tensor) -> Tensor:
         rows = F.pad(rows, (0, 1)) if self._odd else rows.detach().contiguous()
-        found = rows.new_empty(len(rows), len(self._added))
+        found = rows.new_empty(len(rows), len(self._given[1]))
         compiled = loops()
         assert compiled is not None  # as `products` has made sure
         with pool(compiled) as threads:
-            self._product(bits(rows), self._weight, self._added, bits(found), threads)
+            self._product(bits(rows), *self._given, bits(found), threads)
         return found if found.shape[1] == self.outputs else found[:, : self.outputs].contiguous()
 
 

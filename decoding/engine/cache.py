@@ -129,13 +129,23 @@ class RaggedCache(Cache):
             stored[rows, :, slots] = states.transpose(1, 2)
         return stored[:, :, : self.visible]
 
-    def memory(self, layer: int, heads: int, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a layer's keys and values [rows, heads, room, size], to be written at `places`.
+    def memory(
+        self, layers: Sequence[int], heads: int, size: int, like: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return keys and values [layers, rows or more, heads, room, size], to write at `places`.
 
-        They are of the type of `like`, and on its device.
+        They are of the type of `like`, and on its device; None where they are not side by side.
         """
-        of = layer, len(self.places.starts) - 1, heads, size, like
-        return self._stored("keys", *of), self._stored("values", *of)
+        found = []
+        for kind in ("keys", "values"):
+            for layer in layers:
+                self._stored(kind, layer, len(self.places.starts) - 1, heads, size, like)
+            of = kind, heads, size, like.dtype, like.device
+            first = self._numbers[of][layers[0]]
+            if any(self._numbers[of][layer] != n for n, layer in enumerate(layers, first)):
+                return None
+            found.append(self._memory[of][first : first + len(layers)])
+        return found[0], found[1]
 
     def _stored(
         self, kind: str, layer: int, rows: int, heads: int, size: int, like: Tensor
@@ -267,12 +277,12 @@ class SharedLayers:
         return self.cache.places
 
     def memory(
-        self, layer: int, heads: int, size: int, like: Tensor
+        self, layers: Sequence[int], heads: int, size: int, like: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        """Return `RaggedCache.memory`; None where the drafter has another type."""
+        """Return `RaggedCache.memory`; None also where the drafter has another type."""
         if like.dtype != self._dtype:
             return None
-        return self.cache.memory(self._layers[layer], heads, size, like)
+        return self.cache.memory([self._layers[layer] for layer in layers], heads, size, like)
 
 
 class Rows(Protocol):

@@ -1,6 +1,5 @@
 """Products in bfloat16 as compiled loops: exact where numbers are, and a row's bits its own."""
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -52,7 +51,8 @@ def test_threads_share_the_groups(threads):
     layer = linear(64, 160, True, draw)
     x = torch.randint(-3, 4, (33, 64), generator=draw).bfloat16()
     found = torch.full((33, 160), torch.nan).bfloat16()
-    loops.product(bits(x), *GroupedProduct([layer]).weights, bits(found), threads)
+    product = GroupedProduct([layer])  # has the weights
+    loops.product(bits(x), *product.weights, bits(found), threads)
     assert torch.equal(found, expected(layer, x))
 
 
@@ -73,10 +73,12 @@ def test_another_order_of_weights_is_seen():
     draw = torch.Generator().manual_seed(0)
     layer = linear(64, 32, False, draw)
     x = torch.randint(-3, 4, (5, 64), generator=draw).bfloat16()
-    weight, bias = GroupedProduct([layer]).weights
+    product = GroupedProduct([layer])
     found = torch.empty(5, 32).bfloat16()
-    loops.product(bits(x), np.ascontiguousarray(weight[..., ::-1]), bias, bits(found), 2)
-    assert not torch.equal(found, expected(layer, x))
+    for right in (True, False):
+        loops.product(bits(x), *product.weights, bits(found), 2)
+        assert torch.equal(found, expected(layer, x)) == right
+        product._weight[:] = product._weight[..., ::-1].copy()
 
 
 def test_padded_weights_are_not_for_other_loops():

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, apply_rotary_pos_emb
 
 from decoding.drafting import tree
-from decoding.engine.cache import CachedNetwork
+from decoding.engine.cache import CachedNetwork, RaggedCache
 from decoding.loading import for_inference
 from decoding.samplers.dflash import CachedDrafter
 from models import few_queries, fused_layers, loops, masks, packed
@@ -52,7 +52,7 @@ def network(kind="llama", fused=True, **config):
 def in_parts(model):
     """Let the layers take a call for each part, as with padded weights."""
     for layer in model.model.layers:
-        layer.forward._at_once = False
+        layer.forward.stack = None
 
 
 def replaced(model):
@@ -72,7 +72,9 @@ def passes(model, rows):
     return [*found, *cached.cache._memory.values()]
 
 
-@pytest.mark.parametrize("way", ["one call", "a call for each part", "a long prompt"])
+@pytest.mark.parametrize(
+    "way", ["one call", "a call each", "a call for each part", "a long prompt"]
+)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize(
     ("kind", "config"),
@@ -90,7 +92,9 @@ def test_it_has_the_layers_own_bits(kind, config, rows, way, monkeypatch):
     ours, stock = network(kind, **config), network(kind, fused=False, **config)
     assert (replaced(ours), replaced(stock)) == (2, 0)
     if few_queries.bfloat16_loops():
-        assert all(layer.forward._at_once for layer in ours.model.layers)
+        assert len({layer.forward.stack for layer in ours.model.layers} - {None}) == 1
+    if way == "a call each":
+        monkeypatch.setattr(fused_layers, "FEW", 0)
     if way == "a call for each part":
         in_parts(ours)
     for found, expected in zip(passes(ours, rows), passes(stock, rows), strict=True):
@@ -108,8 +112,8 @@ AT_ONCE = pytest.mark.skipif(few_queries.bfloat16_loops() is None, reason="no lo
         ("rms_norm", "llama"),
         ("gate", "llama"),
         ("rotated_attention", "llama"),
-        pytest.param("layer", "llama", marks=AT_ONCE),
-        pytest.param("layer", "qwen3", marks=AT_ONCE),
+        pytest.param("layers", "llama", marks=AT_ONCE),
+        pytest.param("layers", "qwen3", marks=AT_ONCE),
     ],
 )
 def test_a_loop_that_errs_is_seen(wrong, kind, monkeypatch):
@@ -117,10 +121,10 @@ def test_a_loop_that_errs_is_seen(wrong, kind, monkeypatch):
     ours, stock = network(kind), network(kind, fused=False)
     if wrong == "rotate":  # of long prompts
         monkeypatch.setattr(few_queries, "MAX_QUERIES", 0)
-    if wrong != "layer":
+    if wrong != "layers":
         in_parts(ours)
     expected = passes(stock, 1)
-    last = -2 if wrong == "layer" else -1  # its output
+    last = -2 if wrong == "layers" else -1  # its output
     here = few_queries.bfloat16_loops() and (last < -1 or wrong == "rotated_attention")
     own = "bfloat16_loops" if here else "loops"
     kept = getattr(few_queries, own)()
@@ -135,6 +139,67 @@ def test_a_loop_that_errs_is_seen(wrong, kind, monkeypatch):
     assert not all(torch.equal(*pair) for pair in zip(passes(ours, 1), expected))
     if last == -1 and wrong != "rotated_attention":  # else of caches that the comparison lacks
         assert replaced(network(kind)) == 0
+
+
+def doubled(module, given, output):
+    return 2 * output
+
+
+def doubled_in_place(module, given, output):
+    output *= 2
+
+
+def doubled_before(module, given):
+    return (2 * given[0], *given[1:])
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("hook", [doubled, doubled_in_place, doubled_before])
+def test_a_hook_changes_what_the_next_layer_reads(hook):
+    ours, stock = network(layers=4), network(layers=4, fused=False)
+    unchanged = passes(stock, 2)
+    for model in (ours, stock):
+        layers = model.model.layers
+        if hook is doubled_before:
+            layers[2].register_forward_pre_hook(hook)
+        else:
+            layers[1].register_forward_hook(hook)
+    for found, expected in zip(passes(ours, 2), passes(stock, 2), strict=True):
+        assert torch.equal(found, expected)
+    assert not torch.equal(passes(ours, 2)[0], unchanged[0])  # negative control
+
+
+@AT_ONCE
+@torch.inference_mode()
+@pytest.mark.parametrize("other", ["angles", "mask", "cache", "states", None])
+def test_a_layer_gives_what_was_computed_from_what_it_is_given(other):
+    ours, stock = network(), network(fused=False)
+    draw = torch.Generator().manual_seed(0)
+    size = ours.config.head_dim
+    angles = [torch.randn(2, 1, 5, size, generator=draw).bfloat16().unbind() for _ in range(2)]
+    hidden = torch.zeros(2, 1, 1, 5, 5).bfloat16()
+    hidden[1, ..., 0] = -torch.inf
+    states = torch.randn(1, 5, 64, generator=draw).bfloat16()
+
+    def run(model):
+        caches = [RaggedCache(9, 2) for _ in range(2)]
+        for cache in caches:
+            cache.place(torch.arange(5)[None], 5)
+
+        def given(**which):
+            return {
+                "position_embeddings": angles[which.get("angles", 0)],
+                "attention_mask": hidden[which.get("mask", 0)],
+                "past_key_values": caches[which.get("cache", 0)],
+            }
+
+        first, second = model.model.layers
+        found = first(states, **given())
+        return second(found.clone() if other == "states" else found, **given(**{other or "": 1}))
+
+    assert torch.equal(run(ours), run(stock))
+    if other is None:  # nothing is kept
+        assert ours.model.layers[0].forward.stack._known == ({}, ())
 
 
 TREE = tree.Tree([5, 6, 7, 8, 9], [1, 2, 1, 2, 3], [1, 3, 4, 12, 28], {})  # two branches
