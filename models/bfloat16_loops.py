@@ -436,3 +436,51 @@ def layers(
             threads,
         )
         rows = out[i]
+
+
+@compiled()
+def norms_in_turn(parts, weights, epsilon, out):
+    """Write the `rms_norm` of rows [n, H] to `out`, with each of the weights [L, H] in turn."""
+    for i in range(len(parts)):
+        rms_norm(parts[i : i + 1], weights[i % len(weights)], epsilon, out[i : i + 1])
+
+
+@compiled()
+def combine(states, weights, epsilon, fc, out, threads):
+    """Compute fc(norms of states) into `out` [n, H] (`models.redrafter.Redrafter.combined`).
+
+    Args:
+        states: Bits [n, L, H].
+        weights, epsilon: Those of L norms, [L, H].
+        fc: Weight (address) and bias of a product.
+        threads: How many compute.
+    """
+    normed, hidden = np.empty_like(states), states.shape[2]
+    norms_in_turn(states.reshape(-1, hidden), weights, epsilon, normed.reshape(-1, hidden))
+    product(normed.reshape(len(states), -1), fc[0], fc[1], out, threads)
+
+
+@compiled()
+def run(embedded, state, weights, epsilon, gate_up, activation, down, head, logits, out, threads):
+    """Compute a run of `models.redrafter.Redrafter`: logits [n, V] and the states after it.
+
+    Args:
+        embedded, state: Bits [n, H].
+        weights, epsilon: Those of the norms of a state, an embedding and the last state, [3, H].
+        gate_up, down, head: Weights (addresses) and biases of products.
+        activation: See `loops.gate`.
+        out: Of the states, [n, H].
+        threads: How many compute.
+    """
+    count, hidden = state.shape
+    read, normed = np.empty((2 * count, hidden), np.uint16), np.empty_like(state)
+    for r in range(count):
+        read[2 * r], read[2 * r + 1] = state[r], embedded[r]
+    norms_in_turn(read, weights[:2], epsilon, read)
+    gates = np.empty((count, len(gate_up[1])), np.uint16)
+    product(read.reshape(count, -1), gate_up[0], gate_up[1], gates, threads)
+    active = np.empty((count, len(gate_up[1]) // 2), np.uint16)
+    gate(gates, activation, active)
+    product(active, down[0], down[1], normed, threads)
+    add_and_norm(state, normed, weights[2], epsilon, out, normed)
+    product(normed, head[0], head[1], logits, threads)

@@ -47,7 +47,7 @@ class FusedForward:
         norms = layer.input_layernorm, layer.post_attention_layernorm
         self.norms = [_parts(norm) for norm in norms]
         self.own, self._size = own, own.head_dim
-        self.activation = _values(layer.mlp.act_fn)
+        self.activation = activations(layer.mlp.act_fn)
         self._heads = [x.out_features // own.head_dim for x in (own.q_proj, own.k_proj)]
         self._head_norms = [getattr(own, f"{x}_norm", None) for x in "qkv"]
         self.products = [product.weights for product in products if product.weights is not None]
@@ -344,7 +344,7 @@ def _stacked(norms: Sequence[tuple[np.ndarray, float]]) -> tuple[np.ndarray, flo
     return np.stack(weights), epsilons[0]
 
 
-def _values(act: Callable[[Tensor], Tensor]) -> np.ndarray:
+def activations(act: Callable[[Tensor], Tensor]) -> np.ndarray:
     """Return the bits of act(x) for the bits of every bfloat16 x, shared by layers of one act."""
     every = torch.arange(2**16).to(torch.uint16).view(torch.bfloat16)
     found = bits(act(every))

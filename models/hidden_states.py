@@ -31,7 +31,7 @@ def capture(network: PreTrainedModel, layers: Sequence[int]) -> Iterator[list[Te
         forward and replaced by each. Without layers nothing is hooked.
     """
     states: list[Tensor] = []
-    modules = [decoder_layer(network, 0 if i == EMBEDDINGS else i) for i in layers]
+    modules = decoder_layers(network, [0 if i == EMBEDDINGS else i for i in layers])
 
     def keep(position: int, state: Tensor) -> None:
         if len(states) < len(modules):
@@ -59,16 +59,18 @@ def capture(network: PreTrainedModel, layers: Sequence[int]) -> Iterator[list[Te
 
 def check_layers(network: PreTrainedModel, layers: Sequence[int]) -> None:
     """Raise ValueError for a state, by its number, that a causal LM does not have."""
-    for i in layers:
-        if i != EMBEDDINGS:
-            decoder_layer(network, i)
+    decoder_layers(network, [i for i in layers if i != EMBEDDINGS])
 
 
-def decoder_layer(network: PreTrainedModel, i: int) -> nn.Module:
-    """Return decoder layer i of a causal LM, 0-based; raise ValueError if it has none."""
+def decoder_layers(network: PreTrainedModel, layers: Sequence[int]) -> list[nn.Module]:
+    """Return these decoder layers of a causal LM, 0-based; raise ValueError if it has not all."""
+    if not layers:
+        return []
     blocks = getattr(network.get_decoder(), "layers", None)
     if not isinstance(blocks, nn.ModuleList):
         raise ValueError(f"{type(network).__name__} has no list of decoder layers to read")
-    if not 0 <= i < len(blocks):
-        raise ValueError(f"layer {i} is not there: the network has layers 0 to {len(blocks) - 1}")
-    return blocks[i]
+    for i in layers:
+        if not 0 <= i < len(blocks):
+            there = f"the network has layers 0 to {len(blocks) - 1}"
+            raise ValueError(f"layer {i} is not there: {there}")
+    return [blocks[i] for i in layers]

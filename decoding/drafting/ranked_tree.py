@@ -198,7 +198,7 @@ def tree_pass(
         padding=trees.padding(),
         branch=pad(trees.path, (1, 0), value=-1),
     )
-    logits = sampler.warped(output.logits, batch, trees.token, params, trees.before())
+    logits = sampler.warped(output.logits, batch, trees.token, params, trees.before)
     return output._replace(logits=logits)
 
 

@@ -136,15 +136,15 @@ class RaggedCache(Cache):
 
         They are of the type of `like`, and on its device; None where they are not side by side.
         """
-        found = []
+        found, rows = [], len(self.places.starts) - 1
         for kind in ("keys", "values"):
-            for layer in layers:
-                self._stored(kind, layer, len(self.places.starts) - 1, heads, size, like)
             of = kind, heads, size, like.dtype, like.device
-            first = self._numbers[of][layers[0]]
-            if any(self._numbers[of][layer] != n for n, layer in enumerate(layers, first)):
+            for layer in layers if len(self._layers[of]) < self.depth else layers[:1]:
+                self._stored(kind, layer, rows, heads, size, like)
+            numbers = [self._numbers[of][layer] for layer in layers]
+            if numbers != [*range(numbers[0], numbers[0] + len(layers))]:
                 return None
-            found.append(self._memory[of][first : first + len(layers)])
+            found.append(self._memory[of][numbers[0] : numbers[-1] + 1])
         return found[0], found[1]
 
     def _stored(

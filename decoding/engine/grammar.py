@@ -10,7 +10,7 @@ The library llguidance reads the grammars, and says which tokens may follow.
 import functools
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import exp, inf, log
 from typing import Any
 
@@ -202,12 +202,12 @@ def exclude(
     logits: Tensor,
     constraints: list[Constraint | None],
     draft: Tensor,
-    before: Tensor | None = None,
+    before: Callable[[], Tensor] | None = None,
 ) -> Tensor:
     """Set the logits [B, n, V] of tokens that constraints exclude to -inf.
 
-    Position i follows a draft's tokens [B, k] for which `before` [B, n, k] is not 0; None: the last
-    n of a chain's k + 1 positions.
+    Position i follows a draft's tokens [B, k] for which `before()` [B, n, k] is not 0; None: the
+    last n of a chain's k + 1 positions.
     """
     if all(c is None for c in constraints):
         return logits
@@ -216,7 +216,7 @@ def exclude(
     if before is None:
         orders = [[list(range(i)) for i in range(k + 1 - n, k + 1)]] * len(drafts)
     else:
-        orders = [[[j for j in range(k) if row[j]] for row in of] for of in before.tolist()]
+        orders = [[[j for j in range(k) if row[j]] for row in of] for of in before().tolist()]
     excluded = np.zeros(logits.shape, bool)
     for b, constraint in enumerate(constraints):
         if constraint is None:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
@@ -337,7 +337,7 @@ class Sampler(ABC):
         batch: Batch,
         draft: Tensor,
         params: SamplingParams,
-        before: Tensor | None = None,
+        before: Callable[[], Tensor] | None = None,
     ) -> Tensor:
         """Warp target logits [B, k+1, V] at and after draft [B, k]; `before`: see `preceding`."""
         committed = batch.tokens, batch.starts, batch.lengths

@@ -5,7 +5,7 @@ Penalties of an answer's own tokens, which transformers has not, follow the repe
 Target and drafter use the same function, so a draft is verified with the q that it was drawn from.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -114,7 +114,7 @@ def preceding(
     lengths: Tensor,
     draft: Tensor,
     vocabulary: int,
-    before: Tensor | None = None,
+    before: Callable[[], Tensor] | None = None,
 ) -> Preceding:
     """Return the tokens before each drafted position and the next one that penalties apply to.
 
@@ -122,15 +122,16 @@ def preceding(
         tokens, lengths: int64 [B, L], of which the first `lengths` [B] are committed.
         starts: Tokens of each prompt, [B].
         draft: Drafted tokens, int64 [B, k].
-        before: Which drafted tokens precede each position, 0 or 1, [B, k + 1, k]; None: a chain.
+        before: Returns which drafted tokens precede each position, 0 or 1, [B, k + 1, k]; None: a
+            chain.
     """
     of_text = params.repetition_penalty != 1
     of_answer = bool(params.presence_penalty or params.frequency_penalty)
     if not of_text and not of_answer:
         return Preceding()
-    if before is None:
-        before = draft.new_ones(draft.shape[1] + 1, draft.shape[1]).tril(-1)
-    drafted = before.float() @ torch.nn.functional.one_hot(draft, vocabulary).float()
+    chain = draft.new_ones(draft.shape[1] + 1, draft.shape[1]).tril(-1)
+    preceding = chain if before is None else before()
+    drafted = preceding.float() @ torch.nn.functional.one_hot(draft, vocabulary).float()
 
     def counts(first: Tensor) -> Tensor:
         at = torch.arange(tokens.shape[1], device=tokens.device)

@@ -272,7 +272,7 @@ class AsarmSampler(Infiller):
             branches,
         )
         logits = fit_vocabulary(logits, self.vocabulary, (self.mask_id,))
-        before = None if trees is None else trees.before()
+        before = None if trees is None else trees.before
         committed = batch.tokens, batch.starts, batch.lengths
         known = preceding(params, *committed, draft[:, : A - 1], self.vocabulary, before)
         if (text := known.text) is not None:

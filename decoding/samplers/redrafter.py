@@ -23,10 +23,11 @@ from decoding.drafting.block_sampler import KNOBS, BlockMethod
 from decoding.drafting.earlier_answers import FEW_REQUESTS, AnswerReader, seen
 from decoding.drafting.ngrams import Ngrams
 from decoding.drafting.prompt_lookup import Lookup, Mixture, Suffix, append
-from decoding.drafting.state_reader import StateReader
+from decoding.drafting.state_reader import StateReader, UnreadStates
 from decoding.engine.batch import Batch
 from decoding.engine.cache import CountedNetwork
-from models import redrafter
+from models import fused_run, redrafter
+from models.fused_run import FusedRun
 from models.redrafter import Redrafter
 
 SURE = 4.0  # the largest log-odds of a weight, and of what a text adds to them
@@ -93,9 +94,10 @@ def _bounded(odds: float) -> float:
 class RunDrafter(CountedNetwork):
     """A recurrent drafter, and its states at the nodes of a batch's drafts."""
 
-    def __init__(self, network: Redrafter, target: PreTrainedModel):
+    def __init__(self, network: Redrafter, target: PreTrainedModel, fused: FusedRun | None):
         super().__init__(network)
         self.target, self._table = target, target.get_input_embeddings()
+        self._fused, self._combined = fused, (fused or network).combined
 
     def __call__(self, states: Tensor, missing: Tensor, last: Tensor) -> Tensor:
         """Read the last committed token [B, 1] after its position's state: logits [B, 1, Vd].
@@ -107,7 +109,7 @@ class RunDrafter(CountedNetwork):
             states = states.new_zeros(len(states), 1, states.shape[2])
         read = states[:, -1:].masked_fill((missing == 0)[:, None, None], 0)
         with self.counted():
-            state = self.network.combined(read.to(self.network.dtype))
+            state = self._combined(read.to(self.network.dtype))
             logits, self.states = self._run(last, state)
         return logits
 
@@ -120,7 +122,10 @@ class RunDrafter(CountedNetwork):
         return logits
 
     def _run(self, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        last, state = self.network(self._table(tokens).to(self.network.dtype), state)
+        embedded = self._table(tokens).to(self.network.dtype)
+        if self._fused is not None:
+            return self._fused(embedded, state)
+        last, state = self.network(embedded, state)
         return self.network.logits(last, self.target), state
 
 
@@ -154,9 +159,19 @@ class RedrafterSampler(AnswerReader, StateReader):
         super().__init__(target, tokenizer, **knobs)
         drafter.check_fits(target)
         self.drafter, self.hidden_layers = drafter.eval(), drafter.target_layer_ids
+        self._fused = fused_run.fused(drafter)
 
     def cached_drafter(self, batch: Batch) -> RunDrafter:
-        return RunDrafter(self.drafter, self.target)
+        return RunDrafter(self.drafter, self.target, self._fused)
+
+    def follow(
+        self, batch: Batch, states: tuple[Tensor, ...], path: Tensor, counts: Tensor
+    ) -> None:
+        """Keep the state of each row's last token: no other is read."""
+        rows = torch.arange(len(path), device=path.device)
+        last = path[rows, counts - 1]
+        found = torch.cat([state[rows, last] for state in states], -1)
+        batch.state = UnreadStates(found[:, None], torch.ones_like(counts))
 
     def lookup_of(self, tokens: list[int]) -> MixedLookup:
         return MixedLookup(tokens, self.ngrams)
