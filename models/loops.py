@@ -10,11 +10,15 @@ try:
 except ImportError:
     numba = None  # type: ignore[assignment]  # a module elsewhere
 
-f32, u16, u32 = np.float32, np.uint16, np.uint32
+f32, u16, u32, u64 = np.float32, np.uint16, np.uint32, np.uint64
 ANY_ORDER = {"reassoc", "contract", "nsz", "nnan"}  # of a sum, but the same one each time
 IN_ORDER = {"contract"}
 LOG2_E, LOG_2, LOG_2_REST = f32(1.44269504), f32(0.693359375), f32(-2.12194440e-4)
 ONE, HALF, FIXED = f32(1), f32(0.5), f32(2**32)
+SQRT_HALF = u32(0x3F3504F3)  # its bits
+STRIDE, MIX = u64(0x9E3779B97F4A7C15), (u64(0xBF58476D1CE4E5B9), u64(0x94D049BB133111EB))
+UNIT, BELOW_ONE = f32(2.0**-53), f32(1 - 2**-24)
+PART = 8192  # numbers of noise that a thread makes at once
 
 
 def compiled(**options):
@@ -59,6 +63,24 @@ def exp(x):
     y = y * r * r + r + ONE
     power = u32(u32(np.int32(max(whole, f32(-126))) + np.int32(127)) << u32(23)).view(f32)
     return y * power if x > f32(-87) else f32(0)
+
+
+@compiled(inline="always")
+def log(x):
+    """Return ln x of a normal x > 0, to 1e-7, vectorized, in the order that is written."""
+    whole = np.int32(f32(x).view(u32) - SQRT_HALF) >> np.int32(23)
+    r = u32(f32(x).view(u32) - u32(whole << np.int32(23))).view(f32) - ONE
+    y = f32(7.0376836292e-2)
+    y = y * r - f32(1.1514610310e-1)
+    y = y * r + f32(1.1676998740e-1)
+    y = y * r - f32(1.2420140846e-1)
+    y = y * r + f32(1.4249322787e-1)
+    y = y * r - f32(1.6668057665e-1)
+    y = y * r + f32(2.0000714765e-1)
+    y = y * r - f32(2.4999993993e-1)
+    y = y * r + f32(3.3333331174e-1)
+    y = y * r * (r * r) + f32(whole) * LOG_2_REST - HALF * (r * r)
+    return r + y + f32(whole) * LOG_2
 
 
 @compiled()
@@ -323,3 +345,32 @@ def rotate(states, first, cos, sin, out):
                     x, y, e = number(state[d]), number(state[half + d]), half + d
                     found[d] = turned(x, c[d], -y, s[d])
                     found[e] = turned(y, c[e], x, s[e])
+
+
+@compiled()
+def noise(key, first, out):
+    """Write Gumbel noise of tokens from number `first` on, in their order, to `out`.
+
+    It is -ln(-ln(1 - v)), where v in (0, 1) is splitmix64 of the key and the token; see `gumbel`.
+    """
+    for i in range(len(out)):
+        x = u64(key + u64(first + i + 1) * STRIDE)
+        x = (x ^ (x >> u64(30))) * MIX[0]
+        x = (x ^ (x >> u64(27))) * MIX[1]
+        x = (x ^ (x >> u64(31))) >> u64(11) | u64(1)
+        v = min(f32(np.int64(x)) * UNIT, BELOW_ONE)
+        rest = ONE - v  # rounded, which the first term makes up for
+        out[i] = -log((v - (ONE - rest)) / rest - log(rest))
+
+
+@compiled(parallel=True)
+def gumbel(keys, out):
+    """Write Gumbel noise [n, V] in float32, of keys [n] (int64), to `out`.
+
+    It is that of `decoding.engine.randomness`, up to the rounding of its logarithms.
+    """
+    count, size = out.shape
+    parts = (size + PART - 1) // PART
+    for i in numba.prange(count * parts):
+        row, first = i // parts, i % parts * PART
+        noise(u64(keys[row]), first, out[row, first : first + PART])

@@ -12,6 +12,8 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
+from models.few_queries import loops, pool
+
 
 class Randomness(Protocol):
     """The random draws of a sampler. Tests implement it by enumerating every outcome."""
@@ -110,10 +112,15 @@ class KeyedRandomness(ContinuousRandomness):
 
     def _gumbel(self, positions: Tensor, vocabulary: int) -> Tensor:
         key = _mix(self.keys[:, :1] + positions * _STRIDE)
-        if len(self._tokens) != vocabulary:
-            self._tokens = torch.arange(1, vocabulary + 1, device=positions.device) * _STRIDE
         keys = key.flatten()
         made = torch.empty(len(keys), vocabulary, dtype=torch.float32, device=key.device)
+        compiled = loops() if key.device.type == "cpu" else None
+        if compiled is not None:
+            with pool(compiled):
+                compiled.gumbel(keys.numpy(), made.numpy())
+            return made.view(*key.shape, vocabulary)
+        if len(self._tokens) != vocabulary:
+            self._tokens = torch.arange(1, vocabulary + 1, device=positions.device) * _STRIDE
         # A CPU makes few positions at a time: then what lies between stays in the core's cache.
         few = max(1, _CACHED // vocabulary) if key.device.type == "cpu" else len(keys)
         for part, out in zip(keys.split(few), made.split(few)):

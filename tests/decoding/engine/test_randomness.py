@@ -2,15 +2,18 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from decoding.engine import randomness
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import _CACHED, KeyedRandomness
 from decoding.samplers.plain import PlainSampler
+from models import few_queries, loops
 from tests.support import tiny
 
 HUGE = [2**200 + 5, -1, -(2**62), 2**62 + 1, 0]
@@ -124,6 +127,35 @@ def test_noise_made_in_parts_is_that_of_each_position(vocabulary):
         for i, position in enumerate([[5, 6, 7, 8], [1, 2, 3, 4]][row]):
             alone = KeyedRandomness([seed]).gumbel(torch.tensor([[position]]), vocabulary)
             assert torch.equal(made[row, i], alone[0, 0])
+
+
+def without_loops(monkeypatch):
+    monkeypatch.setattr(randomness, "loops", lambda: None)
+
+
+@pytest.mark.skipif(few_queries.loops() is None, reason="needs numba")
+@pytest.mark.parametrize("vocabulary", [1, 7, 100, 2 * loops.PART + 3])
+def test_compiled_noise_is_the_formula_s(vocabulary, monkeypatch):
+    """Up to the rounding of logarithms, and a token has its number beside any others."""
+    seeds, positions = [3, 4], torch.tensor([[5, 6, 2**40], [1, 2, 3]])
+    found = KeyedRandomness(seeds).gumbel(positions, vocabulary)
+    more = KeyedRandomness(seeds).gumbel(positions, 3 * loops.PART + 1)
+    assert torch.equal(found, more[..., :vocabulary])
+    without_loops(monkeypatch)
+    formula = KeyedRandomness(seeds).gumbel(positions, vocabulary)
+    assert (found - formula).abs().max() < 2e-6
+    other = KeyedRandomness(seeds).gumbel(positions + 1, vocabulary)  # negative control
+    assert (found - other).abs().max() > 1e-3
+
+
+@pytest.mark.skipif(few_queries.loops() is None, reason="needs numba")
+def test_noise_is_exact_at_both_ends():
+    """Of the largest and smallest v that 53 bits give, and between."""
+    v = np.float32([2.0**-53, 2.0**-30, 1e-7, 1e-3, 0.25, 0.5, 0.75, 1 - 2**-20, 1 - 2**-24])
+    rest = np.float32(1) - v
+    found = [-loops.log(np.float32((a - (1 - b)) / b) - loops.log(b)) for a, b in zip(v, rest)]
+    exact = -np.log(-np.log1p(-v.astype(np.float64)))
+    assert np.abs(np.array(found) - exact).max() < 2e-6
 
 
 def differs(randomness, calls):
