@@ -202,6 +202,7 @@ class Stack:
         ]
         # What the last call computed, by layer, and from what; nothing once all layers gave it.
         self._known: tuple[dict[int, Tensor], tuple] = {}, ()
+        self._alone = False  # each layer computes itself, as they read different things
 
     def known(self, place: int, states: Tensor, **given: Any) -> Tensor | None:
         """Return the output of a layer that the last call computed from these states, if it did."""
@@ -209,6 +210,7 @@ class Stack:
         if place not in outputs or states is not outputs.get(place - 1):
             return None
         if any(x is not y for x, y in zip(of, _read(**given))):
+            self._alone = True
             return None
         if place + 1 == len(self._layers):
             self._known = {}, ()
@@ -223,7 +225,7 @@ class Stack:
         assert compiled is not None  # as `fuse` has asked
         assert here is not None  # as the products are of it
         rows = states.reshape(-1, states.shape[-1]).contiguous()
-        end = self._end(place) if len(rows) <= FEW else place + 1
+        end = place + 1 if self._alone or len(rows) > FEW else self._end(place)
         memory = self._first.memory(self._numbers[place:end], rows, **given)
         if memory is None and end > place + 1:  # of layers that are not side by side in a cache
             end = place + 1
@@ -233,7 +235,7 @@ class Stack:
         found, these = rows.new_empty(end - place, *rows.shape), slice(place, end)
         first, second, *head_norms = ((weight[these], eps) for weight, eps in self._norms)
         qkv, output, gate_up, down = ((w[these], bias[these]) for w, bias in self._products)
-        (angles, mask, _), (starts, slots, kept) = (read := _read(**given)), memory
+        (angles, mask, *_), (starts, slots, kept) = (read := _read(**given)), memory
         attention = first, qkv, tuple(head_norms), *for_loops(angles, starts, slots, kept, mask)
         mlp = output, second, gate_up, self._first.activation, down
         with pool(compiled) as threads:
@@ -255,14 +257,12 @@ def _read(
     attention_mask: Any = None,
     past_key_values: Any = None,
     cache: Any = None,
+    context: Tensor | None = None,
     **others: Any,
-) -> tuple[Any, Any, Any]:
-    """Return what a layer reads beside its states: angles, mask and cache."""
-    return (
-        position_embeddings,
-        attention_mask,
-        cache if past_key_values is None else past_key_values,
-    )
+) -> tuple[Any, Any, Any, bool]:
+    """Return what a layer reads beside its states: angles, mask, cache; and if there is context."""
+    written = cache if past_key_values is None else past_key_values
+    return position_embeddings, attention_mask, written, context is not None and context.numel() > 0
 
 
 @torch.no_grad()
