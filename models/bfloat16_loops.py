@@ -10,6 +10,7 @@ numba has neither the type nor the instruction, and keeps no sums in registers. 
 """
 
 from collections.abc import Callable
+from math import factorial, log
 
 import numpy as np
 
@@ -24,9 +25,10 @@ except ImportError:
     raise
 
 from models.loops import (
+    ANY_ORDER,
+    LOG2_E,
     add_and_norm,
     compiled,
-    exponentiate,
     gate,
     number,
     placed,
@@ -41,6 +43,8 @@ MOST = 14  # rows whose sums fit into the 32 registers, with the weights
 CHUNK = 18 * MOST  # rows that stay in a core's cache while all weights pass
 AHEAD = 2048  # bytes between the weights that are multiplied and those that are fetched
 _REGISTER = 64  # bytes
+NOTHING = -1000.0  # a power of 2 that float32 has not
+POWERS = [log(2) ** n / factorial(n) for n in range(5, -1, -1)]  # of 2^x, to 2e-6 up to 1 / 2
 
 
 class BFloat16(ir.types.Type):
@@ -81,7 +85,7 @@ def multiply(typing, count, rows, row_size, weight, pairs, bias, out, out_size):
     def write(builder, count, rows, row_size, weight, pairs, bias, out, out_size):
         sums = _products(builder, count, rows, row_size, weight, pairs, AHEAD)
         biases = [_read(builder, bias, _REGISTER * i, _SUMS) for i in range(2)]
-        for r, row in enumerate(sums):
+        for r, row in enumerate(_rows(sums)):
             line = builder.add(out, builder.mul(out_size, _ADDRESS(r)))
             for i, (s, b) in enumerate(zip(row, biases)):
                 found = builder.fptrunc(builder.fadd(s, b), _ROUNDED)
@@ -103,35 +107,94 @@ def score(typing, count, rows, row_size, keys, pairs, out, out_size):
 
 
 @intrinsic
-def add_values(typing, count, weights, row_size, values, value_size, keys, out, out_size):
-    """Compute sum_k weights[r, k] values[k, d], key by key, of 1 to MOST rows and GROUP numbers d.
+def exponentiate(typing, scores, parts, weights):
+    """Write 2^(score - the largest), in bfloat16, and return their sum, in float32.
+
+    A score of -inf has the weight 0, and adds nothing to the sum.
+
+    Args:
+        scores, weights: Addresses of LANES times `parts` numbers, of float32 and of bfloat16.
+    """
+
+    def code(context, builder, signature, given):
+        scores, parts, weights = given
+        largest_of = _function(builder, "llvm.maxnum.v16f32", _SUMS, [_SUMS] * 2)
+        reduced = _function(builder, "llvm.vector.reduce.fmax.v16f32", _FLOAT, [_SUMS])
+        rounded = _function(builder, "llvm.rint.v16f32", _SUMS, [_SUMS])
+        add_product = _function(builder, "llvm.fma.v16f32", _SUMS, [_SUMS] * 3)
+        bits, mode = ir.IntType(16), _WORD
+        name = "llvm.x86.avx512.mask.scalef.ps.512"
+        scaled = _function(builder, name, _SUMS, [_SUMS] * 3 + [bits, mode])
+
+        def read(part):
+            return _read(builder, builder.add(scores, builder.mul(part, _ADDRESS(64))), 0, _SUMS)
+
+        def largest(part, found):
+            return [builder.call(largest_of, [found[0], read(part)])]
+
+        (most,) = _loop(builder, parts, [_all(-np.inf)], largest)
+        most = builder.call(reduced, [most])
+        none = builder.fcmp_ordered("==", most, _FLOAT(-np.inf))
+        most = _lanes(builder, builder.select(none, _FLOAT(0.0), most))
+
+        def step(part, sums):
+            x = builder.call(largest_of, [builder.fsub(read(part), most), _all(NOTHING)])
+            whole = builder.call(rounded, [x])
+            rest, y = builder.fsub(x, whole), _all(POWERS[0])
+            for c in POWERS[1:]:
+                y = builder.call(add_product, [y, rest, _all(c)])
+            y = builder.call(scaled, [y, whole, y, bits(-1), mode(4)])
+            there = builder.add(weights, builder.mul(part, _ADDRESS(2 * LANES)))
+            number = builder.bitcast(builder.fptrunc(y, _ROUNDED), _BITS)
+            builder.store(number, _at(builder, there, 0, _BITS), align=2)
+            return [builder.fadd(sums[0], y)]
+
+        (total,) = _loop(builder, parts, [_all(0.0)], step)
+        for far in (8, 4, 2, 1):  # in an order that no number of keys changes
+            other = _WORDS([i ^ far for i in range(LANES)])
+            total = builder.fadd(total, builder.shuffle_vector(total, total, other))
+        return builder.extract_element(total, _WORD(0))
+
+    return types.float32(*[types.intp] * 3), code
+
+
+@intrinsic
+def add_values(typing, count, weights, row_size, values, value_size, pairs, out, out_size):
+    """Add sum_k weights[r, k] values[k, d] to `out`, of 1 to MOST rows and GROUP numbers d.
 
     All are addresses, and sizes in bytes.
 
     Args:
         count: Rows.
-        weights, row_size: The first row's, in float32, and how far the next one's are.
+        weights, row_size: The first row's, in bfloat16, and how far the next one's are.
         values, value_size: The first key's, in bfloat16, and how far the next one's are.
-        keys: How many.
+        pairs: Of keys, one after the other.
         out, out_size: The first row's sums, in float32, and how far the next one's are.
     """
 
-    def write(builder, count, weights, row_size, values, value_size, keys, out, out_size):
-        multiply_add = _function(builder, "llvm.fma.v16f32", _SUMS, [_SUMS] * 3)
+    def write(builder, count, weights, row_size, values, value_size, pairs, out, out_size):
+        add = _add_products(builder)
+        kind, halves = ir.VectorType(ir.IntType(16), 2 * LANES), []
+        for half in range(2):  # number i of one key and of the next side by side
+            numbers = [[half * LANES + i, 2 * LANES + half * LANES + i] for i in range(LANES)]
+            halves.append(ir.VectorType(_WORD, 2 * LANES)([n for two in numbers for n in two]))
 
-        def step(key, sums):
-            line, found = builder.add(values, builder.mul(key, value_size)), []
-            for i in range(2):
-                bits = builder.zext(_read(builder, line, 2 * LANES * i, _BITS), _WORDS)
-                shifted = builder.shl(bits, _WORDS([16] * LANES))
-                found.append(builder.bitcast(shifted, _SUMS))
-            first = builder.add(weights, builder.mul(key, _ADDRESS(4)))
-            for r, row in enumerate(sums):
-                weight = _spread(builder, builder.add(first, builder.mul(row_size, _ADDRESS(r))))
-                weight = builder.bitcast(weight, _SUMS)
-                yield [builder.call(multiply_add, [weight, v, s]) for v, s in zip(found, row)]
+        def step(pair, sums):
+            line = builder.add(values, builder.mul(builder.mul(pair, _ADDRESS(2)), value_size))
+            lines = [_read(builder, x, 0, kind) for x in (line, builder.add(line, value_size))]
+            both = [builder.shuffle_vector(*lines, half) for half in halves]
+            both = [builder.bitcast(x, _PAIRS) for x in both]
+            first = builder.add(weights, builder.mul(pair, _ADDRESS(4)))
+            for r, row in enumerate(_rows(sums)):
+                two = _spread(builder, builder.add(first, builder.mul(row_size, _ADDRESS(r))))
+                two = builder.bitcast(two, _PAIRS)
+                yield from (builder.call(add, [s, two, v]) for s, v in zip(row, both))
 
-        _store(builder, _loop(builder, count, keys, step), out, out_size)
+        before = []
+        for r in range(count):
+            line = builder.add(out, builder.mul(out_size, _ADDRESS(r)))
+            before += [_read(builder, line, _REGISTER * i, _SUMS) for i in range(2)]
+        _store(builder, _loop(builder, pairs, before, step), out, out_size)
 
     return types.void(*[types.intp] * 8), _by_count(write)
 
@@ -186,8 +249,7 @@ def _by_count(write: Callable) -> Callable:
 
 def _products(builder, count, rows, row_size, weight, pairs, ahead=0):
     """Write the sums of rows times a group's weights, which are fetched so many bytes ahead."""
-    add = _function(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _SUMS, [_SUMS, _PAIRS, _PAIRS])
-    hints = [cgutils.voidptr_t, _WORD, _WORD, _WORD]
+    add, hints = _add_products(builder), [cgutils.voidptr_t, _WORD, _WORD, _WORD]
     fetch = _function(builder, "llvm.prefetch.p0", ir.VoidType(), hints)
 
     def step(pair, sums):
@@ -198,30 +260,40 @@ def _products(builder, count, rows, row_size, weight, pairs, ahead=0):
                 later = _at(builder, here, _REGISTER * i + ahead, ir.IntType(8))
                 builder.call(fetch, [later, _WORD(0), _WORD(3), _WORD(1)])
         first = builder.add(rows, builder.mul(pair, _ADDRESS(4)))
-        for r, row in enumerate(sums):
+        for r, row in enumerate(_rows(sums)):
             two = _spread(builder, builder.add(first, builder.mul(row_size, _ADDRESS(r))))
             two = builder.bitcast(two, _PAIRS)
-            yield [builder.call(add, [s, two, w]) for s, w in zip(row, weights)]
+            yield from (builder.call(add, [s, two, w]) for s, w in zip(row, weights))
 
-    return _loop(builder, count, pairs, step)
+    return _loop(builder, pairs, [_all(0.0)] * (2 * count), step)
 
 
-def _loop(builder, count, steps, step):
-    """Write `steps` steps from sums of 0, which are two registers for each row; return the sums."""
+def _add_products(builder):
+    """Return the instruction: sums + the products of two pairs of numbers in each lane."""
+    name = "llvm.x86.avx512bf16.dpbf16ps.512"
+    return _function(builder, name, _SUMS, [_SUMS, _PAIRS, _PAIRS])
+
+
+def _rows(sums):
+    """Return the two registers of each row."""
+    return list(zip(sums[::2], sums[1::2]))
+
+
+def _loop(builder, steps, sums, step):
+    """Write steps from some sums (registers), `step(number, sums)`; return the last ones."""
     before, loop = builder.block, builder.append_basic_block("step")
     after = builder.append_basic_block("sums")
     builder.branch(loop)
     builder.position_at_end(loop)
     number = builder.phi(_ADDRESS)
-    sums = [[builder.phi(_SUMS) for _ in range(2)] for _ in range(count)]
+    first, sums = sums, [builder.phi(_SUMS) for _ in sums]
     found = [*step(number, sums)]
     following = builder.add(number, _ADDRESS(1))
     number.add_incoming(_ADDRESS(0), before)
     number.add_incoming(following, loop)
-    for row, new in zip(sums, found):
-        for s, n in zip(row, new):
-            s.add_incoming(_SUMS([0.0] * LANES), before)
-            s.add_incoming(n, loop)
+    for s, start, new in zip(sums, first, found):
+        s.add_incoming(start, before)
+        s.add_incoming(new, loop)
     builder.cbranch(builder.icmp_signed("<", following, steps), loop, after)
     builder.position_at_end(after)
     return found
@@ -229,10 +301,21 @@ def _loop(builder, count, steps, step):
 
 def _store(builder, sums, out, out_size):
     """Write sums in float32."""
-    for r, row in enumerate(sums):
+    for r, row in enumerate(_rows(sums)):
         line = builder.add(out, builder.mul(out_size, _ADDRESS(r)))
         for i, s in enumerate(row):
             builder.store(s, _at(builder, line, _REGISTER * i, _SUMS), align=4)
+
+
+def _all(number):
+    """Return a register of one number."""
+    return _SUMS([number] * LANES)
+
+
+def _lanes(builder, number):
+    """Return a register with a number that is computed in all of its lanes."""
+    first = builder.insert_element(_SUMS(ir.Undefined), number, _WORD(0))
+    return builder.shuffle_vector(first, _SUMS(ir.Undefined), _WORDS([0] * LANES))
 
 
 def _function(builder, name, result, given):
@@ -309,6 +392,31 @@ def weigh(query, keys, weights):
         )
 
 
+@compiled()
+def add_all(weights, values, out):
+    """Add a few queries' weights [n, K or more] times `values` [K, D] to `out` [n, D]."""
+    (count, room), (keys, size) = weights.shape, values.shape
+    last = np.zeros((2, size), np.uint16)  # the last key's, and zeros
+    if keys % 2:
+        last[0] = values[keys - 1]
+    for d in range(0, size, GROUP):
+        here, there, pairs = weights.ctypes.data, out.ctypes.data + 4 * d, keys // 2
+        if pairs:
+            from_ = values.ctypes.data + 2 * d
+            add_values(count, here, 2 * room, from_, 2 * size, pairs, there, 4 * size)
+        if keys % 2:
+            here, from_ = here + 4 * pairs, last.ctypes.data + 2 * d
+            add_values(count, here, 2 * room, from_, 2 * size, 1, there, 4 * size)
+
+
+@compiled(fastmath=ANY_ORDER)
+def scale_and_mask(scores, hidden, keys, scale):
+    """Scale a query's scores, add its mask, and turn both to powers of 2; those after are -inf."""
+    for k in range(keys):
+        scores[k] = (scores[k] * np.float32(scale) + number(hidden[k])) * LOG2_E
+    scores[keys:] = -np.inf
+
+
 @compiled(parallel=True)
 def attention(query, starts, keys, values, lines, mask, scale, out):
     """Compute `loops.attention`, whose arguments these are, of heads of a multiple of GROUP."""
@@ -327,26 +435,18 @@ def attention(query, starts, keys, values, lines, mask, scale, out):
         first, last = part * queries // of, (part + 1) * queries // of
         tokens, count, room = queries // group, last - first, (read + GROUP - 1) // GROUP * GROUP
         some, found = np.empty((count, size), np.uint16), np.zeros((count, size), np.float32)
-        weights, totals = np.empty((count, room), np.float32), np.empty(count, np.float32)
+        scores, weights = np.empty((count, room), np.float32), np.empty((count, room), np.uint16)
+        totals = np.empty(count, np.float32)
         for n in range(count):
             head, token = h * group + (first + n) // tokens, start + (first + n) % tokens
             some[n] = query[token, head]
         key, value = b * lines[1] + h * lines[2], b * lines[3] + h * lines[4]
-        weigh(some, words[key : key + read], weights)
+        weigh(some, words[key : key + read], scores)
         for n in range(count):
-            hidden = mask[start + (first + n) % tokens]
-            totals[n] = exponentiate(weights[n, :read], hidden, scale)
-        for d in range(0, size if read else 0, GROUP):
-            add_values(
-                count,
-                weights.ctypes.data,
-                4 * room,
-                values.ctypes.data + 2 * (value * size + d),
-                2 * size,
-                read,
-                found.ctypes.data + 4 * d,
-                4 * size,
-            )
+            scale_and_mask(scores[n], mask[start + (first + n) % tokens], read, scale)
+            line = scores[n].ctypes.data, room // LANES, weights[n].ctypes.data
+            totals[n] = exponentiate(*line)
+        add_all(weights, values[value : value + read], found)
         for n in range(count):
             head, token = h * group + (first + n) // tokens, start + (first + n) % tokens
             total = totals[n] if totals[n] > 0 else np.float32(1)
