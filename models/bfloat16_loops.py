@@ -5,8 +5,8 @@ that of the arithmetic. Here the next weights come while these are multiplied, s
 take hardly longer than one (docs/lab_notes/small.md). A row's sums run in the order of its inputs,
 two at a time: its bits do not depend on the rows beside it.
 
-numba has neither the type nor the instruction, and keeps no sums in registers. So `multiply`,
-`score`, `add_values` and `turn` are written for LLVM.
+numba has neither the type nor its instructions, and keeps no sums in registers. So `multiply`,
+`score`, `exponentiate`, `add_values` and `turn` are written for LLVM.
 """
 
 from collections.abc import Callable
@@ -24,6 +24,7 @@ try:  # transformers refuses to copy a file whose needs are missing and not in a
 except ImportError:
     raise
 
+# numba keeps what it compiled of this file until this file changes, whatever `models.loops` does.
 from models.loops import (
     ANY_ORDER,
     LOG2_E,
@@ -43,7 +44,7 @@ MOST = 14  # rows whose sums fit into the 32 registers, with the weights
 CHUNK = 18 * MOST  # rows that stay in a core's cache while all weights pass
 AHEAD = 2048  # bytes between the weights that are multiplied and those that are fetched
 _REGISTER = 64  # bytes
-NOTHING = -1000.0  # a power of 2 that float32 has not
+NOTHING = -1000.0  # 2 to this power is 0 in float32
 POWERS = [log(2) ** n / factorial(n) for n in range(5, -1, -1)]  # of 2^x, to 2e-6 up to 1 / 2
 
 
@@ -127,7 +128,8 @@ def exponentiate(typing, scores, parts, weights):
         scaled = _function(builder, name, _SUMS, [_SUMS] * 3 + [bits, mode])
 
         def read(part):
-            return _read(builder, builder.add(scores, builder.mul(part, _ADDRESS(64))), 0, _SUMS)
+            far = builder.mul(part, _ADDRESS(_REGISTER))
+            return _read(builder, builder.add(scores, far), 0, _SUMS)
 
         def largest(part, found):
             return [builder.call(largest_of, [found[0], read(part)])]

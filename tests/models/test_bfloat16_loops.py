@@ -1,5 +1,6 @@
 """Products in bfloat16 as compiled loops: exact where numbers are, and a row's bits its own."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,6 +9,7 @@ from torch import nn
 
 from models import few_queries
 from models.few_queries import bits
+from models.loops import compiled
 from models.packed import GroupedProduct
 
 loops = few_queries.bfloat16_loops()
@@ -79,6 +81,38 @@ def test_another_order_of_weights_is_seen():
         loops.product(bits(x), *product.weights, bits(found), 2)
         assert torch.equal(found, expected(layer, x)) == right
         product._weight[:] = product._weight[..., ::-1].copy()
+
+
+@compiled()
+def powers(scores, weights):
+    """Call the code that is compiled into other loops."""
+    return loops.exponentiate(scores.ctypes.data, len(scores) // loops.LANES, weights.ctypes.data)
+
+
+@pytest.mark.parametrize("spread", [0.1, 3, 60, 3000])
+def test_weights_are_powers_of_two(spread):
+    """To half a bfloat16's last bit, and their sum to that of float32; hidden ones are 0."""
+    scores = (spread * np.random.default_rng(0).standard_normal(96)).astype(np.float32)
+    scores[[0, 7, 90]] = -np.inf
+    found = torch.empty(96).bfloat16()
+    total = powers(scores, bits(found))
+    exact = np.exp2(scores.astype(np.float64) - scores.max())
+    assert np.allclose(found.double(), exact, rtol=2**-8, atol=1e-30)
+    assert abs(total - exact.sum()) <= 3e-6 * exact.sum()
+    assert not found[[0, 7, 90]].any()
+    exact = np.exp(scores.astype(np.float64) - scores.max())  # negative control
+    assert spread == 3000 or not np.allclose(found.double(), exact, rtol=2**-8, atol=1e-30)
+
+
+def test_a_sum_of_weights_is_that_of_the_keys_that_are_seen():
+    scores = np.random.default_rng(1).standard_normal(32).astype(np.float32)
+    longer = np.full(128, -np.inf, np.float32)
+    longer[:32] = scores
+    found, more = torch.empty(32).bfloat16(), torch.empty(128).bfloat16()
+    assert powers(scores, bits(found)) == powers(longer, bits(more))
+    assert torch.equal(more[:32], found)
+    assert powers(longer[32:], bits(more)) == 0  # none is seen
+    assert not more[:96].any()
 
 
 def test_padded_weights_are_not_for_other_loops():
