@@ -54,6 +54,11 @@ class FusedForward:
         self.stack: Stack | None = None
         self.place = 0
 
+    @property
+    def head_norms(self) -> list[tuple[np.ndarray, float]]:
+        """Return the weights and epsilons of the norms of queries' and keys' heads."""
+        return [_parts(norm) for norm in self._head_norms[:2]]
+
     def form(self) -> tuple | None:
         """Return what layers that run in one call share; None where it must be a call for each."""
         here, (*asked, value) = bfloat16_loops(), self._head_norms
@@ -61,7 +66,6 @@ class FusedForward:
             return None
         if not all(norm is None or _is_of_heads(norm, self.own) for norm in asked):
             return None
-        self.head_norms = [_parts(norm) for norm in asked]
         norms = [(len(weight), epsilon) for weight, epsilon in self.norms + self.head_norms]
         sizes = [len(bias) for _, bias in self.products], self._heads, self._size, self.own.scaling
         window = getattr(self.own, "sliding_window", None)
@@ -286,15 +290,13 @@ def _stack(network: PreTrainedModel) -> None:
     stacks: list[list[nn.Module]] = []
     before: tuple | None = None
     for layer in network.modules():
-        if isinstance(forward := layer.forward, FusedForward):
-            form = forward.form()
-            if form is not None:
-                at = form, forward.own.layer_idx
-                if (form, forward.own.layer_idx - 1) != before:
-                    stacks.append([])
-                forward.place = len(stacks[-1])
-                stacks[-1].append(layer)
-                before = at
+        forward = layer.forward
+        if not isinstance(forward, FusedForward) or (form := forward.form()) is None:
+            continue
+        if before != (form, forward.own.layer_idx - 1):
+            stacks.append([])
+        forward.place, before = len(stacks[-1]), (form, forward.own.layer_idx)
+        stacks[-1].append(layer)
     for layers in stacks:
         stack = Stack(layers)
         for layer in layers:
