@@ -27,6 +27,7 @@ except ImportError:
 # numba keeps what it compiled of this file until this file changes, whatever `models.loops` does.
 from models.loops import (
     ANY_ORDER,
+    FIXED,
     LOG2_E,
     add_and_norm,
     compiled,
@@ -58,7 +59,7 @@ class BFloat16(ir.types.Type):
 _WORD, _ADDRESS, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _SUMS, _WORDS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_WORD, LANES)
 _PAIRS, _ROUNDED = ir.VectorType(BFloat16(), 2 * LANES), ir.VectorType(BFloat16(), LANES)
-_BITS = ir.VectorType(ir.IntType(16), LANES)
+_BITS, _LONGS = ir.VectorType(ir.IntType(16), LANES), ir.VectorType(_ADDRESS, LANES)
 
 
 def runs() -> bool:
@@ -108,95 +109,85 @@ def score(typing, count, rows, row_size, keys, pairs, out, out_size):
 
 
 @intrinsic
-def exponentiate(typing, scores, parts, weights):
-    """Write 2^(score - the largest), in bfloat16, and return their sum, in float32.
+def exponentiate(typing, scores, parts):
+    """Replace scores by 2^(score - the largest), rounded to bfloat16; return the sum of all.
 
-    A score of -inf has the weight 0, and adds nothing to the sum.
+    A score of -inf becomes 0 and adds nothing, and the sum, of integers, has no order: so it does
+    not matter where hidden keys are.
 
     Args:
-        scores, weights: Addresses of LANES times `parts` numbers, of float32 and of bfloat16.
+        scores: The address of LANES times `parts` numbers in float32.
     """
 
     def code(context, builder, signature, given):
-        scores, parts, weights = given
+        scores, parts = given
         largest_of = _function(builder, "llvm.maxnum.v16f32", _SUMS, [_SUMS] * 2)
         reduced = _function(builder, "llvm.vector.reduce.fmax.v16f32", _FLOAT, [_SUMS])
-        rounded = _function(builder, "llvm.rint.v16f32", _SUMS, [_SUMS])
-        add_product = _function(builder, "llvm.fma.v16f32", _SUMS, [_SUMS] * 3)
-        bits, mode = ir.IntType(16), _WORD
-        name = "llvm.x86.avx512.mask.scalef.ps.512"
-        scaled = _function(builder, name, _SUMS, [_SUMS] * 3 + [bits, mode])
+        nearest = _function(builder, "llvm.rint.v16f32", _SUMS, [_SUMS])
+        name, bits = "llvm.x86.avx512.mask.scalef.ps.512", ir.IntType(16)
+        scaled = _function(builder, name, _SUMS, [_SUMS] * 3 + [bits, _WORD])
+        summed = _function(builder, "llvm.vector.reduce.add.v16i64", _ADDRESS, [_LONGS])
+        add_product = _add_product(builder)
 
-        def read(part):
-            far = builder.mul(part, _ADDRESS(_REGISTER))
-            return _read(builder, builder.add(scores, far), 0, _SUMS)
+        def at(part):
+            return builder.add(scores, builder.mul(part, _ADDRESS(_REGISTER)))
 
         def largest(part, found):
-            return [builder.call(largest_of, [found[0], read(part)])]
+            return [builder.call(largest_of, [found[0], _read(builder, at(part), 0, _SUMS)])]
 
         (most,) = _loop(builder, parts, [_all(-np.inf)], largest)
         most = builder.call(reduced, [most])
         none = builder.fcmp_ordered("==", most, _FLOAT(-np.inf))
         most = _lanes(builder, builder.select(none, _FLOAT(0.0), most))
 
-        def step(part, sums):
-            x = builder.call(largest_of, [builder.fsub(read(part), most), _all(NOTHING)])
-            whole = builder.call(rounded, [x])
+        def step(part, total):
+            x = builder.fsub(_read(builder, at(part), 0, _SUMS), most)
+            x = builder.call(largest_of, [x, _all(NOTHING)])
+            whole = builder.call(nearest, [x])
             rest, y = builder.fsub(x, whole), _all(POWERS[0])
             for c in POWERS[1:]:
                 y = builder.call(add_product, [y, rest, _all(c)])
-            y = builder.call(scaled, [y, whole, y, bits(-1), mode(4)])
-            there = builder.add(weights, builder.mul(part, _ADDRESS(2 * LANES)))
-            number = builder.bitcast(builder.fptrunc(y, _ROUNDED), _BITS)
-            builder.store(number, _at(builder, there, 0, _BITS), align=2)
-            return [builder.fadd(sums[0], y)]
+            y = builder.call(scaled, [y, whole, y, bits(-1), _WORD(4)])
+            rounded = builder.bitcast(builder.fptrunc(y, _ROUNDED), _BITS)
+            builder.store(_number(builder, rounded), _at(builder, at(part), 0, _SUMS), align=4)
+            fixed = builder.fptosi(builder.fmul(y, _all(float(FIXED))), _LONGS)
+            return [builder.add(total[0], fixed)]
 
-        (total,) = _loop(builder, parts, [_all(0.0)], step)
-        for far in (8, 4, 2, 1):  # in an order that no number of keys changes
-            other = _WORDS([i ^ far for i in range(LANES)])
-            total = builder.fadd(total, builder.shuffle_vector(total, total, other))
-        return builder.extract_element(total, _WORD(0))
+        (total,) = _loop(builder, parts, [_LONGS([0] * LANES)], step)
+        total = builder.sitofp(builder.call(summed, [total]), _FLOAT)
+        return builder.fdiv(total, _FLOAT(float(FIXED)))
 
-    return types.float32(*[types.intp] * 3), code
+    return types.float32(*[types.intp] * 2), code
 
 
 @intrinsic
-def add_values(typing, count, weights, row_size, values, value_size, pairs, out, out_size):
-    """Add sum_k weights[r, k] values[k, d] to `out`, of 1 to MOST rows and GROUP numbers d.
+def add_values(typing, count, weights, row_size, values, value_size, keys, out, out_size):
+    """Compute sum_k weights[r, k] values[k, d], key by key, of 1 to MOST rows and GROUP numbers d.
 
     All are addresses, and sizes in bytes.
 
     Args:
         count: Rows.
-        weights, row_size: The first row's, in bfloat16, and how far the next one's are.
+        weights, row_size: The first row's, in float32, and how far the next one's are.
         values, value_size: The first key's, in bfloat16, and how far the next one's are.
-        pairs: Of keys, one after the other.
+        keys: How many.
         out, out_size: The first row's sums, in float32, and how far the next one's are.
     """
 
-    def write(builder, count, weights, row_size, values, value_size, pairs, out, out_size):
-        add = _add_products(builder)
-        kind, halves = ir.VectorType(ir.IntType(16), 2 * LANES), []
-        for half in range(2):  # number i of one key and of the next side by side
-            numbers = [[half * LANES + i, 2 * LANES + half * LANES + i] for i in range(LANES)]
-            halves.append(ir.VectorType(_WORD, 2 * LANES)([n for two in numbers for n in two]))
+    def write(builder, count, weights, row_size, values, value_size, keys, out, out_size):
+        add_product = _add_product(builder)
 
-        def step(pair, sums):
-            line = builder.add(values, builder.mul(builder.mul(pair, _ADDRESS(2)), value_size))
-            lines = [_read(builder, x, 0, kind) for x in (line, builder.add(line, value_size))]
-            both = [builder.shuffle_vector(*lines, half) for half in halves]
-            both = [builder.bitcast(x, _PAIRS) for x in both]
-            first = builder.add(weights, builder.mul(pair, _ADDRESS(4)))
+        def step(key, sums):
+            line = builder.add(values, builder.mul(key, value_size))
+            found = [_number(builder, _read(builder, line, 2 * LANES * i, _BITS)) for i in range(2)]
+            first = builder.add(weights, builder.mul(key, _ADDRESS(4)))
             for r, row in enumerate(_rows(sums)):
-                two = _spread(builder, builder.add(first, builder.mul(row_size, _ADDRESS(r))))
-                two = builder.bitcast(two, _PAIRS)
-                yield from (builder.call(add, [s, two, v]) for s, v in zip(row, both))
+                weight = _spread(builder, builder.add(first, builder.mul(row_size, _ADDRESS(r))))
+                weight = builder.bitcast(weight, _SUMS)
+                yield from (builder.call(add_product, [weight, v, s]) for v, s in zip(found, row))
 
-        before = []
-        for r in range(count):
-            line = builder.add(out, builder.mul(out_size, _ADDRESS(r)))
-            before += [_read(builder, line, _REGISTER * i, _SUMS) for i in range(2)]
-        _store(builder, _loop(builder, pairs, before, step), out, out_size)
+        sums = _loop(builder, keys, [_all(0.0)] * (2 * count), step)
+        _store(builder, sums, out, out_size)
 
     return types.void(*[types.intp] * 8), _by_count(write)
 
@@ -288,7 +279,7 @@ def _loop(builder, steps, sums, step):
     builder.branch(loop)
     builder.position_at_end(loop)
     number = builder.phi(_ADDRESS)
-    first, sums = sums, [builder.phi(_SUMS) for _ in sums]
+    first, sums = sums, [builder.phi(start.type) for start in sums]
     found = [*step(number, sums)]
     following = builder.add(number, _ADDRESS(1))
     number.add_incoming(_ADDRESS(0), before)
@@ -307,6 +298,17 @@ def _store(builder, sums, out, out_size):
         line = builder.add(out, builder.mul(out_size, _ADDRESS(r)))
         for i, s in enumerate(row):
             builder.store(s, _at(builder, line, _REGISTER * i, _SUMS), align=4)
+
+
+def _add_product(builder):
+    """Return the instruction: a product of float32 numbers in each lane, added to another."""
+    return _function(builder, "llvm.fma.v16f32", _SUMS, [_SUMS] * 3)
+
+
+def _number(builder, bits):
+    """Return a register of the numbers that the bits of bfloat16 encode."""
+    words = builder.zext(bits, _WORDS)
+    return builder.bitcast(builder.shl(words, _WORDS([16] * LANES)), _SUMS)
 
 
 def _all(number):
@@ -394,23 +396,6 @@ def weigh(query, keys, weights):
         )
 
 
-@compiled()
-def add_all(weights, values, out):
-    """Add a few queries' weights [n, K or more] times `values` [K, D] to `out` [n, D]."""
-    (count, room), (keys, size) = weights.shape, values.shape
-    last = np.zeros((2, size), np.uint16)  # the last key's, and zeros
-    if keys % 2:
-        last[0] = values[keys - 1]
-    for d in range(0, size, GROUP):
-        here, there, pairs = weights.ctypes.data, out.ctypes.data + 4 * d, keys // 2
-        if pairs:
-            from_ = values.ctypes.data + 2 * d
-            add_values(count, here, 2 * room, from_, 2 * size, pairs, there, 4 * size)
-        if keys % 2:
-            here, from_ = here + 4 * pairs, last.ctypes.data + 2 * d
-            add_values(count, here, 2 * room, from_, 2 * size, 1, there, 4 * size)
-
-
 @compiled(fastmath=ANY_ORDER)
 def scale_and_mask(scores, hidden, keys, scale):
     """Scale a query's scores, add its mask, and turn both to powers of 2; those after are -inf."""
@@ -437,18 +422,26 @@ def attention(query, starts, keys, values, lines, mask, scale, out):
         first, last = part * queries // of, (part + 1) * queries // of
         tokens, count, room = queries // group, last - first, (read + GROUP - 1) // GROUP * GROUP
         some, found = np.empty((count, size), np.uint16), np.zeros((count, size), np.float32)
-        scores, weights = np.empty((count, room), np.float32), np.empty((count, room), np.uint16)
-        totals = np.empty(count, np.float32)
+        weights, totals = np.empty((count, room), np.float32), np.empty(count, np.float32)
         for n in range(count):
             head, token = h * group + (first + n) // tokens, start + (first + n) % tokens
             some[n] = query[token, head]
         key, value = b * lines[1] + h * lines[2], b * lines[3] + h * lines[4]
-        weigh(some, words[key : key + read], scores)
+        weigh(some, words[key : key + read], weights)
         for n in range(count):
-            scale_and_mask(scores[n], mask[start + (first + n) % tokens], read, scale)
-            line = scores[n].ctypes.data, room // LANES, weights[n].ctypes.data
-            totals[n] = exponentiate(*line)
-        add_all(weights, values[value : value + read], found)
+            scale_and_mask(weights[n], mask[start + (first + n) % tokens], read, scale)
+            totals[n] = exponentiate(weights[n].ctypes.data, room // LANES)
+        for d in range(0, size if read else 0, GROUP):
+            add_values(
+                count,
+                weights.ctypes.data,
+                4 * room,
+                values.ctypes.data + 2 * (value * size + d),
+                2 * size,
+                read,
+                found.ctypes.data + 4 * d,
+                4 * size,
+            )
         for n in range(count):
             head, token = h * group + (first + n) // tokens, start + (first + n) % tokens
             total = totals[n] if totals[n] > 0 else np.float32(1)

@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+from itertools import product
 
 import pytest
 import torch
@@ -103,20 +104,20 @@ def test_a_query_that_may_read_nothing_has_zeros():
 
 
 @torch.no_grad()
-@settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 99), batch=st.integers(1, 4), data=st.data())
-def test_a_query_has_the_same_bits_alone(seed, batch, data):
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 99), batch=st.integers(1, 4), keys=st.sampled_from([30, 500]))
+def test_a_query_has_the_same_bits_alone(seed, batch, keys):
     """Alone in a pass, and with no key that the mask hides from it, not even between others."""
-    of = tensors(seed, batch, 2, 3, 5, 30, 64)
+    of = tensors(seed, batch, 2, 3, 5, keys, 64)
     together = few_queries.attend(*of, scale=0.125)
-    b, q = data.draw(st.integers(0, batch - 1)), data.draw(st.integers(0, 4))
-    query, key, value, mask = (x[b : b + 1] for x in of)
-    read = mask[0, 0, q] == 0
-    key, value = (x[:, :, read].contiguous() for x in (key, value))
-    alone = few_queries.attend(
-        query[:, :, q : q + 1], key, value, mask[:, :, q : q + 1, read], scale=0.125
-    )
-    assert torch.equal(alone[0, :, 0], together[b, :, q])
+    for b, q in product(range(batch), range(5)):
+        query, key, value, mask = (x[b : b + 1] for x in of)
+        read = mask[0, 0, q] == 0
+        key, value = (x[:, :, read].contiguous() for x in (key, value))
+        alone = few_queries.attend(
+            query[:, :, q : q + 1], key, value, mask[:, :, q : q + 1, read], scale=0.125
+        )
+        assert torch.equal(alone[0, :, 0], together[b, :, q])
 
 
 @torch.no_grad()
