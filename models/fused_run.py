@@ -21,6 +21,7 @@ class FusedRun:
     """The loops that compute a recurrent drafter."""
 
     def __init__(self, network: Redrafter, weights: list[tuple[int, np.ndarray]]):
+        self._network = network  # has the weights, of which these are the addresses
         self._fc, self._gate_up, self._down, self._head = weights
         self._state_norms = _weights(network.state_norms)
         norms = network.hidden_norm, network.embedding_norm, network.norm

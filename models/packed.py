@@ -42,7 +42,7 @@ class Product(ABC):
     Attributes:
         fewest: Rows that `multiply` computes at the least: it pads fewer ones, if they are not.
         weights: Weights, by their address, and biases as `models.bfloat16_loops` takes them; None:
-            it does not.
+            it does not. They are there as long as the product is.
     """
 
     fewest = 1
