@@ -456,81 +456,52 @@ def rotated_attention(states, cos, sin, starts, slots, keys, values, mask, scale
 
 
 @compiled()
-def layer(
-    rows, norm, qkv, head_norms, cos, sin, starts, slots, keys, values, mask, scale, output, second,
-    gate_up, activation, down, out, threads,
-):  # fmt: skip
-    """Compute a decoder layer of Llama's form into `out` [n, H]; all tensors are bits.
-
-    Args:
-        rows: [n, H], of the tokens of all rows of a batch.
-        norm, second: Weight [H] and epsilon of the norms before attention and before the MLP.
-        qkv, output, gate_up, down: Weights (addresses) and biases of products (`product`).
-        head_norms: Of queries and of keys, as `norm`; a weight without numbers: none.
-        cos, sin, starts, slots, keys, values, mask, scale: See `rotated_attention`.
-        activation: See `loops.gate`.
-        threads: How many compute.
-    """
-    count, size = len(rows), cos.shape[2]
-    normed, added = np.empty_like(rows), np.empty_like(rows)
-    rms_norm(rows, norm[0], norm[1], normed)
-    states = np.empty((count, len(qkv[1])), np.uint16)
-    product(normed, qkv[0], qkv[1], states, threads)
-    asked, held = len(qkv[1]) // size - 2 * keys.shape[1], keys.shape[1]
-    heads = states.reshape(-1, size)
-    for start in range(0, len(heads), asked + 2 * held):
-        first, last = heads[start : start + asked], heads[start + asked : start + asked + held]
-        for part, (weight, epsilon) in zip((first, last), head_norms):
-            if len(weight):
-                rms_norm(part, weight, epsilon, part)
-    found, heads = np.empty((count, asked, size), np.uint16), heads.reshape(count, -1, size)
-    rotated_attention(heads, cos, sin, starts, slots, keys, values, mask, scale, found)
-    product(found.reshape(count, -1), output[0], output[1], added, threads)
-    add_and_norm(rows, added, second[0], second[1], out, normed)
-    gates = np.empty((count, len(gate_up[1])), np.uint16)
-    product(normed, gate_up[0], gate_up[1], gates, threads)
-    active = np.empty((count, len(gate_up[1]) // 2), np.uint16)
-    gate(gates, activation, active)
-    product(active, down[0], down[1], added, threads)
-    for r in range(count):
-        for d in range(rows.shape[1]):
-            out[r, d] = rounded(number(out[r, d]) + number(added[r, d]))
-
-
-@compiled()
 def layers(
     rows, norm, qkv, head_norms, cos, sin, starts, slots, keys, values, mask, scale, output, second,
     gate_up, activation, down, out, threads,
 ):  # fmt: skip
-    """Compute `layer`s one after the other into `out` [L, n, H], with L of all that is theirs.
+    """Compute L decoder layers of Llama's form, each on the one before, into `out` [L, n, H].
 
-    These are weights, biases, and `keys` and `values` [L, B or more, heads, slots, D]; epsilons are
-    one for all.
+    All tensors are bits.
+
+    Args:
+        rows: [n, H], of the tokens of all rows of a batch.
+        norm, second: Weights [L, H] and epsilon of the norms before attention and before the MLP.
+        qkv, output, gate_up, down: Weights (addresses [L]) and biases [L, O] of products
+            (`product`).
+        head_norms: Of queries and of keys, as `norm`; weights without numbers: none.
+        keys, values: A cache's [L, B or more, heads, slots, D].
+        cos, sin, starts, slots, mask, scale: See `rotated_attention`.
+        activation: See `loops.gate`.
+        threads: How many compute.
     """
-    (queries, first), (heads, last) = head_norms
+    count, size, held = len(rows), cos.shape[2], keys.shape[2]
+    asked = qkv[1].shape[1] // size - 2 * held
+    normed, added = np.empty_like(rows), np.empty_like(rows)
+    states = np.empty((count, qkv[1].shape[1]), np.uint16)
+    heads, found = states.reshape(-1, size), np.empty((count, asked, size), np.uint16)
+    gates = np.empty((count, gate_up[1].shape[1]), np.uint16)
+    active = np.empty((count, gate_up[1].shape[1] // 2), np.uint16)
     for i in range(len(out)):
-        layer(
-            rows,
-            (norm[0][i], norm[1]),
-            (qkv[0][i], qkv[1][i]),
-            ((queries[i], first), (heads[i], last)),
-            cos,
-            sin,
-            starts,
-            slots,
-            keys[i],
-            values[i],
-            mask,
-            scale,
-            (output[0][i], output[1][i]),
-            (second[0][i], second[1]),
-            (gate_up[0][i], gate_up[1][i]),
-            activation,
-            (down[0][i], down[1][i]),
-            out[i],
-            threads,
-        )
-        rows = out[i]
+        after = out[i]
+        rms_norm(rows, norm[0][i], norm[1], normed)
+        product(normed, qkv[0][i], qkv[1][i], states, threads)
+        for start in range(0, len(heads), asked + 2 * held):
+            first, last = heads[start : start + asked], heads[start + asked : start + asked + held]
+            for part, (weights, epsilon) in zip((first, last), head_norms):
+                if weights.shape[1]:
+                    rms_norm(part, weights[i], epsilon, part)
+        memory, all_heads = (keys[i], values[i]), heads.reshape(count, -1, size)
+        rotated_attention(all_heads, cos, sin, starts, slots, *memory, mask, scale, found)
+        product(found.reshape(count, -1), output[0][i], output[1][i], added, threads)
+        add_and_norm(rows, added, second[0][i], second[1], after, normed)
+        product(normed, gate_up[0][i], gate_up[1][i], gates, threads)
+        gate(gates, activation, active)
+        product(active, down[0][i], down[1][i], added, threads)
+        for r in range(count):
+            for d in range(rows.shape[1]):
+                after[r, d] = rounded(number(after[r, d]) + number(added[r, d]))
+        rows = after
 
 
 @compiled()

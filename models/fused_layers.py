@@ -225,8 +225,7 @@ class Stack:
 
         None where the loops do not write to the cache.
         """
-        compiled, here = loops(), bfloat16_loops()
-        assert compiled is not None  # as `fuse` has asked
+        here = bfloat16_loops()
         assert here is not None  # as the products are of it
         rows = states.reshape(-1, states.shape[-1]).contiguous()
         end = place + 1 if self._alone or len(rows) > FEW else self._end(place)
@@ -242,7 +241,7 @@ class Stack:
         (angles, mask, *_), (starts, slots, kept) = (read := _read(**given)), memory
         attention = first, qkv, tuple(head_norms), *for_loops(angles, starts, slots, kept, mask)
         mlp = output, second, gate_up, self._first.activation, down
-        with pool(compiled) as threads:
+        with pool(here) as threads:
             here.layers(bits(rows), *attention, self._first.own.scaling, *mlp, bits(found), threads)
         outputs = found.view(-1, *states.shape).unbind()
         self._known = ({}, ()) if len(outputs) == 1 else (dict(enumerate(outputs, place)), read)

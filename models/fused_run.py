@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from models.few_queries import bfloat16_loops, bits, loops, pool
+from models.few_queries import bfloat16_loops, bits, pool
 from models.fused_layers import activations
 from models.norms import FusedNorm
 from models.packed import GATE_UP, product_of
@@ -33,24 +33,22 @@ class FusedRun:
         count, hidden = self._state_norms.shape
         read = states.reshape(-1, count, hidden).contiguous()
         found = read.new_empty(len(read), hidden)
-        here, compiled = bfloat16_loops(), loops()
+        here = bfloat16_loops()
         assert here is not None  # as `fused` has asked
-        assert compiled is not None
-        with pool(compiled) as threads:
+        with pool(here) as threads:
             norms = self._state_norms, self._epsilon
             here.combine(bits(read), *norms, self._fc, bits(found), threads)
         return found.view(*states.shape[:-1], hidden)
 
     def __call__(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """Read tokens: logits [..., Vd], and h_j [..., H], of embeddings and h_{j-1} [..., H]."""
-        here, compiled, hidden = bfloat16_loops(), loops(), state.shape[-1]
+        here, hidden = bfloat16_loops(), state.shape[-1]
         assert here is not None  # as `fused` has asked
-        assert compiled is not None
         read = [x.reshape(-1, hidden).contiguous() for x in (embedded, state)]
         found = read[1].new_empty(read[1].shape)
         logits = found.new_empty(len(found), len(self._head[1]))
         norms, mlp = (self._norms, self._epsilon), (self._gate_up, self._activation, self._down)
-        with pool(compiled) as threads:
+        with pool(here) as threads:
             here.run(*map(bits, read), *norms, *mlp, self._head, bits(logits), bits(found), threads)
         return logits.view(*state.shape[:-1], -1), found.view(state.shape)
 

@@ -71,6 +71,7 @@ def decoder_layers(network: PreTrainedModel, layers: Sequence[int]) -> list[nn.M
         raise ValueError(f"{type(network).__name__} has no list of decoder layers to read")
     for i in layers:
         if not 0 <= i < len(blocks):
-            there = f"the network has layers 0 to {len(blocks) - 1}"
-            raise ValueError(f"layer {i} is not there: {there}")
+            raise ValueError(
+                f"layer {i} is not there: the network has layers 0 to {len(blocks) - 1}"
+            )
     return [blocks[i] for i in layers]

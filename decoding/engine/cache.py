@@ -139,6 +139,7 @@ class RaggedCache(Cache):
         found, rows = [], len(self.places.starts) - 1
         for kind in ("keys", "values"):
             of = kind, heads, size, like.dtype, like.device
+            # All are known after the first pass, and then one tells whether there are rows.
             for layer in layers if len(self._layers[of]) < self.depth else layers[:1]:
                 self._stored(kind, layer, rows, heads, size, like)
             numbers = [self._numbers[of][layer] for layer in layers]

@@ -194,10 +194,12 @@ def test_a_layer_gives_what_was_computed_from_what_it_is_given(other):
             }
 
         first, second = model.model.layers
-        found = first(states, **given())
-        return second(found.clone() if other == "states" else found, **given(**{other or "": 1}))
+        found, of = first(states, **given()), given(**{other or "": 1})
+        found = second(found.clone() if other == "states" else found, **of)
+        return [found, *of["past_key_values"].memory([1], 1, size, states)]
 
-    assert torch.equal(run(ours), run(stock))
+    for found, expected in zip(run(ours), run(stock), strict=True):
+        assert torch.equal(found, expected)
     if other is None:  # nothing is kept
         assert ours.model.layers[0].forward.stack._known == ({}, ())
 

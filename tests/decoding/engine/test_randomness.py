@@ -150,7 +150,7 @@ def test_compiled_noise_is_the_formula_s(vocabulary, monkeypatch):
 
 @pytest.mark.skipif(few_queries.loops() is None, reason="needs numba")
 def test_noise_is_exact_at_both_ends():
-    """Of the largest and smallest v that 53 bits give, and between."""
+    """The loop's logarithms are right for the smallest and the largest v, and between them."""
     v = np.float32([2.0**-53, 2.0**-30, 1e-7, 1e-3, 0.25, 0.5, 0.75, 1 - 2**-20, 1 - 2**-24])
     rest = np.float32(1) - v
     found = [-loops.log(np.float32((a - (1 - b)) / b) - loops.log(b)) for a, b in zip(v, rest)]
