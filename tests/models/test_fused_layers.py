@@ -179,6 +179,7 @@ def test_a_layer_gives_what_was_computed_from_what_it_is_given(other):
     angles = [torch.randn(2, 1, 5, size, generator=draw).bfloat16().unbind() for _ in range(2)]
     hidden = torch.zeros(2, 1, 1, 5, 5).bfloat16()
     hidden[1, ..., 0] = -torch.inf
+    hidden = hidden.unbind()  # an index would make another tensor each time
     states = torch.randn(1, 5, 64, generator=draw).bfloat16()
 
     def run(model):
