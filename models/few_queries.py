@@ -31,6 +31,11 @@ def loops() -> ModuleType | None:
     return None if found.numba is None else found
 
 
+def loops_on(device: torch.device) -> ModuleType | None:
+    """Return `loops` for a device; None where they do not run."""
+    return loops() if device.type == "cpu" else None
+
+
 @cache
 def bfloat16_loops() -> ModuleType | None:
     """Return `models.bfloat16_loops`; None without numba, or where the CPU has no use for them."""

@@ -18,6 +18,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from models.attention import GROUPED, Span, grouped
 from models.few_queries import bfloat16_loops, bits, few, for_loops, loops, pool, rotated
+from models.hidden_states import READS_ONLY
 from models.norms import FusedNorm
 from models.packed import GATE_UP, QUERY_KEY_VALUE, Product, product_of
 
@@ -187,7 +188,7 @@ class Stack:
 
     The call is the first one's. The others give the outputs that it computed, where they are given
     what it computed them from: the very tensor, with the same angles, mask and cache. A call ends
-    at a layer with hooks, which may change what the next one reads.
+    at a layer with hooks that may change what the next one reads.
 
     Args:
         layers: One after the other, each with its fused forward.
@@ -250,7 +251,8 @@ class Stack:
     def _end(self, place: int) -> int:
         """Return the layer before which a call from a layer on ends."""
         for i in range(place, len(self._layers) - 1):
-            if self._layers[i]._forward_hooks or self._layers[i + 1]._forward_pre_hooks:
+            hooks = self._layers[i]._forward_hooks, self._layers[i + 1]._forward_pre_hooks
+            if not all(hasattr(hook, READS_ONLY) for of in hooks for hook in of.values()):
                 return i + 1
         return len(self._layers)
 

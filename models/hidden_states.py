@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 EMBEDDINGS = -1
+READS_ONLY = "reads_only"  # of a hook that changes nothing, so layers on both sides run in one call
 
 
 @contextmanager
@@ -45,6 +46,8 @@ def capture(network: PreTrainedModel, layers: Sequence[int]) -> Iterator[list[Te
         def before(module: nn.Module, arguments: tuple, named: dict) -> None:
             keep(position, arguments[0] if arguments else named["hidden_states"])
 
+        for function in (before, after):
+            setattr(function, READS_ONLY, True)
         if layers[position] == EMBEDDINGS:
             return modules[position].register_forward_pre_hook(before, with_kwargs=True)
         return modules[position].register_forward_hook(after)

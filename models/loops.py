@@ -14,11 +14,13 @@ f32, u16, u32, u64 = np.float32, np.uint16, np.uint32, np.uint64
 ANY_ORDER = {"reassoc", "contract", "nsz", "nnan"}  # of a sum, but the same one each time
 IN_ORDER = {"contract"}
 LOG2_E, LOG_2, LOG_2_REST = f32(1.44269504), f32(0.693359375), f32(-2.12194440e-4)
+i32, LARGEST, LEAST = np.int32, np.int32(2**31 - 1), np.int32(-(2**31))
 ONE, HALF, FIXED = f32(1), f32(0.5), f32(2**32)
 SQRT_HALF = u32(0x3F3504F3)  # its bits
 STRIDE, MIX = u64(0x9E3779B97F4A7C15), (u64(0xBF58476D1CE4E5B9), u64(0x94D049BB133111EB))
 UNIT, BELOW_ONE = f32(2.0**-53), f32(1 - 2**-24)
 PART = 8192  # numbers of noise that a thread makes at once
+PIECE = 1024  # scores whose largest is found before its place is
 
 
 def compiled(**options):
@@ -348,29 +350,94 @@ def rotate(states, first, cos, sin, out):
 
 
 @compiled()
+def widen(row, out):
+    """Write bfloat16 numbers [n] in float32 to `out`; return whether one is not a number (NaN)."""
+    largest = u16(0)
+    for i in range(len(row)):
+        out[i] = number(row[i])
+        largest = max(largest, u16(row[i] & u16(0x7FFF)))
+    return largest > u16(0x7F80)
+
+
+@compiled(parallel=True)
+def widened(rows, out):
+    """Write bfloat16 numbers [n, V] in float32 to `out`; return whether one is not a number."""
+    lost = np.zeros(len(rows), np.bool_)
+    for r in numba.prange(len(rows)):
+        lost[r] = widen(rows[r], out[r])
+    return lost.any()
+
+
+@compiled(inline="always")
+def order(x):
+    """Return an int32 for a float32: of larger numbers larger ones, of both zeros the same."""
+    its_bits = f32(x + f32(0)).view(i32)
+    return i32(its_bits ^ (i32(its_bits >> i32(31)) & LARGEST))
+
+
+@compiled()
+def largest_sum(x, y):
+    """Return the `order` of the largest x + y of two rows; of floats no maximum is vectorized."""
+    largest = LEAST
+    for i in range(len(x)):
+        largest = max(largest, order(x[i] + y[i]))
+    return largest
+
+
+@compiled(parallel=True)
+def choose(scores, noise, of, out):
+    """Write the first index of the largest score + noise to `out` [B, n].
+
+    Args:
+        scores: [B, n, V].
+        noise: [B, m, V].
+        of: [B, n], whose noise each row of scores has.
+    """
+    count, size = scores.shape[1:]
+    for i in numba.prange(len(scores) * count):
+        b, r = i // count, i % count
+        x, y = scores[b, r], noise[b, of[b, r]]
+        best, where = LEAST, 0
+        for first in range(0, size, PIECE):
+            largest = largest_sum(x[first : first + PIECE], y[first : first + PIECE])
+            if largest > best:
+                best, where = largest, first
+        while order(x[where] + y[where]) < best:
+            where += 1
+        out[b, r] = where
+
+
+@compiled(inline="always")
+def mixed(x):
+    """Apply the finaliser of splitmix64."""
+    x = (x ^ (x >> u64(30))) * MIX[0]
+    x = (x ^ (x >> u64(27))) * MIX[1]
+    return x ^ (x >> u64(31))
+
+
+@compiled()
 def noise(key, first, out):
     """Write Gumbel noise of tokens from number `first` on, in their order, to `out`.
 
     It is -ln(-ln(1 - v)), where v in (0, 1) is splitmix64 of the key and the token; see `gumbel`.
     """
     for i in range(len(out)):
-        x = u64(key + u64(first + i + 1) * STRIDE)
-        x = (x ^ (x >> u64(30))) * MIX[0]
-        x = (x ^ (x >> u64(27))) * MIX[1]
-        x = (x ^ (x >> u64(31))) >> u64(11) | u64(1)
+        x = mixed(u64(key + u64(first + i + 1) * STRIDE)) >> u64(11) | u64(1)
         v = min(f32(np.int64(x)) * UNIT, BELOW_ONE)
         rest = ONE - v  # rounded, which the first term makes up for
         out[i] = -log((v - (ONE - rest)) / rest - log(rest))
 
 
 @compiled(parallel=True)
-def gumbel(keys, out):
-    """Write Gumbel noise [n, V] in float32, of keys [n] (int64), to `out`.
+def gumbel(keys, positions, out):
+    """Write Gumbel noise [B, n, V] in float32, of keys [B] and positions [B, n] (int64), to `out`.
 
     It is that of `decoding.engine.randomness`, up to the rounding of its logarithms.
     """
-    count, size = out.shape
+    batch, count, size = out.shape
     parts = (size + PART - 1) // PART
-    for i in numba.prange(count * parts):
+    for i in numba.prange(batch * count * parts):
         row, first = i // parts, i % parts * PART
-        noise(u64(keys[row]), first, out[row, first : first + PART])
+        b, n = row // count, row % count
+        key = mixed(u64(keys[b]) + u64(positions[b, n]) * STRIDE)
+        noise(key, first, out[b, n, first : first + PART])

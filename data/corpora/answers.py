@@ -4,7 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache
-from itertools import compress, islice
+from itertools import chain, compress, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.arguments import Count, Tokens
+from data.arguments import Count, Several, Tokens
 from data.corpora.conditions import conditions, keeps
 from data.corpora.identity import distinct_id, text_key
 from data.corpora.stdlib import check_split, is_held_out
@@ -262,15 +262,16 @@ def chosen_rows(
         yield table.filter(chosen), [*compress(rows, chosen)]
 
 
-def frequent_tokens(source: str, count: Count) -> Tensor:
+def frequent_tokens(source: str | Several[str], count: Count) -> Tensor:
     """Return the ids [at most count], sorted, of the tokens that training answers use most.
 
     They are a drafter's vocabulary. Tokens that only prompts use come next, by their frequency
-    there; tokens that occur in neither are left out.
+    there; tokens that occur in neither are left out. `source` is a collection, or several.
     """
     answers: Counter[int] = Counter()
     prompts: Counter[int] = Counter()
-    for ids, trained, *_ in read_answers(source, "train"):
+    sources = [source] if isinstance(source, str | Path) else source
+    for ids, trained, *_ in chain.from_iterable(read_answers(s, "train") for s in sources):
         start = len(ids) - sum(trained)
         prompts.update(ids[:start])
         answers.update(ids[start:])

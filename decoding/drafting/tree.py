@@ -196,10 +196,7 @@ def verify_trees(trees: Trees, logits: Tensor, noise: Tensor | None) -> Accepted
         logits: The target's warped logits after the root and after each node, [B, N + 1, V].
         noise: Keyed noise of the next positions, [B, k + 1, V]; None at temperature 0.
     """
-    if noise is not None:
-        row = torch.arange(len(logits), device=logits.device)[:, None]
-        noise = noise[row, pad(trees.depth, (1, 0))]
-    choice = choose(logits, noise)
+    choice = choose(logits, noise, pad(trees.depth, (1, 0)))
     node, count = accepted_paths(trees, choice)
     along = pad(node + 1, (1, 0))
     return Accepted(choice.gather(1, along), count, node, along)

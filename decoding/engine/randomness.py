@@ -12,7 +12,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from models.few_queries import loops, pool
+from models.few_queries import loops_on, pool
 
 
 class Randomness(Protocol):
@@ -111,24 +111,25 @@ class KeyedRandomness(ContinuousRandomness):
         return made
 
     def _gumbel(self, positions: Tensor, vocabulary: int) -> Tensor:
-        key = _mix(self.keys[:, :1] + positions * _STRIDE)
-        keys = key.flatten()
-        made = torch.empty(len(keys), vocabulary, dtype=torch.float32, device=key.device)
-        compiled = loops() if key.device.type == "cpu" else None
-        if compiled is not None:
+        shape, device = (*positions.shape, vocabulary), positions.device
+        made = torch.empty(shape, dtype=torch.float32, device=device)
+        if (compiled := loops_on(device)) is not None:
+            given = self.keys[:, 0].contiguous(), positions.contiguous(), made
             with pool(compiled):
-                compiled.gumbel(keys.numpy(), made.numpy())
-            return made.view(*key.shape, vocabulary)
+                compiled.gumbel(*(x.numpy() for x in given))
+            return made
+        key = _mix(self.keys[:, :1] + positions * _STRIDE)
+        keys, made = key.flatten(), made.flatten(0, 1)
         if len(self._tokens) != vocabulary:
             self._tokens = torch.arange(1, vocabulary + 1, device=positions.device) * _STRIDE
         # A CPU makes few positions at a time: then what lies between stays in the core's cache.
-        few = max(1, _CACHED // vocabulary) if key.device.type == "cpu" else len(keys)
+        few = max(1, _CACHED // vocabulary) if device.type == "cpu" else len(keys)
         for part, out in zip(keys.split(few), made.split(few)):
             bits = _shift(_mix(part[:, None] + self._tokens), 11).bitwise_or_(1)  # odd: never 0
             v = out.copy_(bits).mul_(2.0**-53).clamp_max_(1 - 2**-24)
             # Exponential noise first: log1p keeps full precision where it matters, at large g.
             v.neg_().log1p_().neg_().log_().neg_()
-        return made.view(*key.shape, vocabulary)
+        return made.view(shape)
 
     def normal(self, shape: tuple[int, ...]) -> Tensor:
         # Inverse of the cumulative distribution, in float64.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from decoding.engine.randomness import Randomness
+from models.few_queries import loops_on, pool
 
 
 def rejection(
@@ -69,13 +70,26 @@ def coupled(draft: Tensor, choice: Tensor) -> tuple[Tensor, Tensor]:
     return accepted, choice.gather(1, accepted[:, None]).squeeze(1)
 
 
-def choose(logits: Tensor, noise: Tensor | None) -> Tensor:
+def choose(logits: Tensor, noise: Tensor | None, of: Tensor | None = None) -> Tensor:
     """Make the keyed choice argmax(log p + g), Gumbel-max sampling: tokens [B, n].
 
-    `logits` [B, n, V] are warped; `noise` [B, n or more, V] is that of the first n positions, None
-    at temperature 0.
+    Args:
+        logits: [B, n, V], warped.
+        noise: [B, m, V], of the next m positions; None at temperature 0.
+        of: [B, n], the position of each row of logits, from 0 on; None: 0, 1, ..., n - 1.
     """
-    scores = logits if noise is None else logits + noise[:, : logits.shape[1]]
+    (B, n, _), device = logits.shape, logits.device
+    if of is None:
+        of = torch.arange(n, device=device).expand(B, n)
+    if noise is None:
+        scores = logits
+    elif logits.dtype == noise.dtype == torch.float32 and (compiled := loops_on(device)):
+        found = torch.empty(B, n, dtype=torch.int64)
+        with pool(compiled):
+            compiled.choose(*(x.contiguous().numpy() for x in (logits, noise, of)), found.numpy())
+        return found
+    else:
+        scores = logits + noise[torch.arange(B, device=device)[:, None], of]
     if scores.device.type == "cpu":  # numpy takes a seventh of torch's time
         return torch.from_numpy(scores.numpy().argmax(-1))
     return scores.argmax(-1)

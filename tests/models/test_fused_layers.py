@@ -171,6 +171,30 @@ def test_a_hook_changes_what_the_next_layer_reads(hook):
 
 @AT_ONCE
 @torch.inference_mode()
+@pytest.mark.parametrize("also", [None, doubled])
+def test_states_are_read_without_ending_a_call(also, monkeypatch):
+    here, calls = few_queries.bfloat16_loops(), []
+
+    def counted(*given):
+        calls.append(len(given[-2]))
+        here.layers(*given)
+
+    found = type("Loops", (), {**vars(here), "layers": staticmethod(counted)})
+    monkeypatch.setattr(fused_layers, "bfloat16_loops", lambda: found)
+    states, tokens = [], torch.arange(5)[None]
+    for fused in (True, False):
+        model = network(layers=4, fused=fused)
+        if also is not None:  # negative control: it changes what the next layer reads
+            model.model.layers[1].register_forward_hook(also)
+        cached = CachedNetwork(model, masks.causal, 9, hidden_layers=(-1, 1, 3))
+        states.append(cached(tokens, tokens, keep=5).hidden_states)
+    assert calls == ([4] if also is None else [2, 2])
+    for ours, theirs in zip(*states, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@AT_ONCE
+@torch.inference_mode()
 @pytest.mark.parametrize("other", ["angles", "mask", "cache", "states", None])
 def test_a_layer_gives_what_was_computed_from_what_it_is_given(other):
     ours, stock = network(), network(fused=False)

@@ -66,9 +66,9 @@ def test_they_are_computed_once_and_what_is_missing_again(prepared, both, monkey
     counted = []
     computed = stored_states.computed
 
-    def counting(module, rows, which):
+    def counting(target, rows, which):
         counted.append(len(which))
-        return computed(module, rows, which)
+        return computed(target, rows, which)
 
     monkeypatch.setattr(stored_states, "computed", counting)
     again = fit(prepared, "again", STORED)

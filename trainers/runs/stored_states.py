@@ -1,5 +1,6 @@
 """Hidden states of a target, computed once before training instead of in every step."""
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -7,15 +8,19 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
+from transformers import PreTrainedModel
 
 from data.corpora.fingerprints import model_fingerprint
 from data.rows.packing import PackedRows
 from data.rows.states import DTYPE, RowsWithStates
 from decoding.external.vllm_engine import ON_CPU
 from decoding.external.vllm_states import VllmStates
+from decoding.loading import for_inference
 from models import causal
+from models.placement import input_device
 from terminal.progress import track
 from trainers.base import DISTRIBUTIONS, HIDDEN_STATES, BaseModule
+from trainers.target_states import target_states
 
 ROWS = 8  # rows per forward of the target
 # Relative difference of stored and computed states of the same target: bfloat16's rounding is
@@ -76,7 +81,7 @@ def _source(module: BaseModule, rows: RowsWithStates) -> Iterator[Callable[[rang
     options = dict(module.states_engine or {})
     assert module.target is not None
     if not options.pop("engine", None):
-        yield partial(computed, module, rows)
+        yield partial(computed, _for_inference(module.target), rows)
         return
     defaults = {
         "dtype": str(module.target.dtype).removeprefix("torch."),
@@ -86,7 +91,7 @@ def _source(module: BaseModule, rows: RowsWithStates) -> Iterator[Callable[[rang
     target = causal.local_path(rows.made_by["target"])
     with VllmStates(target, rows.made_by["layers"], **{**defaults, **options}) as engine:
         known = PackedRows(rows.folder)[0]["document"] >= 0
-        first, ours = _of_engine(engine, rows, range(1)), computed(module, rows, range(1))
+        first, ours = _of_engine(engine, rows, range(1)), computed(module.target, rows, range(1))
         if (apart := _distance(first[0, known], ours[0, known])) > TOLERANCE:
             raise ValueError(
                 f"vLLM {engine.version} gives other hidden states than the target has here (the "
@@ -109,26 +114,35 @@ def _of_engine(engine: VllmStates, rows: RowsWithStates, which: range) -> Tensor
     return found
 
 
-def computed(module: BaseModule, rows: RowsWithStates, which: range) -> Tensor:
+def _for_inference(target: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy of a target on the CPU that is faster; elsewhere the target itself."""
+    if input_device(target).type != "cpu":
+        return target
+    copied = copy.deepcopy(target)  # the module's own goes on to train
+    for_inference(copied)
+    return copied
+
+
+def computed(target: PreTrainedModel, rows: RowsWithStates, which: range) -> Tensor:
     """Compute the states [rows, length, width] of some rows, by a forward of the target."""
     plain = PackedRows(rows.folder)
-    found = [plain[i] for i in which]
-    columns = {c: torch.stack([row[c] for row in found]).to(module.device) for c in found[0]}
-    batch = {  # clean tokens alone: no draft block follows them
+    texts, device = [plain[i] for i in which], input_device(target)
+    columns = {c: torch.stack([text[c] for text in texts]).to(device) for c in texts[0]}
+    batch = {
         "input_ids": columns["input_ids"],
         "position_ids": columns["position"],
         "document": columns["document"],
-        "block": torch.full_like(columns["document"], -1),
-        "target": columns["input_ids"].new_zeros(len(found), 0, 1),
+        "block": torch.full_like(columns["document"], -1),  # no draft block follows the text
     }
-    states = module.target_states(batch, module.target_layers, logits=False).hidden_states
-    return torch.cat(states, -1).to("cpu", DTYPE)
+    found = target_states(target, batch, rows.shape[1], rows.made_by["layers"], logits=False)
+    return torch.cat(found.hidden_states, -1).to("cpu", DTYPE)
 
 
 def _check_first(module: BaseModule, rows: RowsWithStates) -> None:
     """Raise ValueError unless the first row's states are those of this target."""
     known = rows[0]["document"] >= 0
-    ours, theirs = computed(module, rows, range(1))[0, known], rows.states(0)[known]
+    assert module.target is not None
+    ours, theirs = computed(module.target, rows, range(1))[0, known], rows.states(0)[known]
     if _distance(theirs, ours) > TOLERANCE:
         raise ValueError(
             f"{rows.states_folder} has hidden states of another target than "

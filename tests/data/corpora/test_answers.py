@@ -49,6 +49,10 @@ def test_frequent_tokens_are_those_of_the_answers_then_of_the_prompts(tmp_path, 
     assert frequent_tokens(tmp_path, 2).tolist() == [3, 5]
     assert frequent_tokens(tmp_path, 4).tolist() == [2, 3, 5, 9]
     assert frequent_tokens(tmp_path, 100).tolist() == [2, 3, 4, 5, 9]
+    other = tmp_path / "other"
+    write(other, [row([9], [7, 7, 2, 2, 2])])
+    assert frequent_tokens(other, 2).tolist() == [2, 7]
+    assert frequent_tokens((tmp_path, other), 2).tolist() == [2, 5]  # of both together
 
 
 def test_sequences_are_prompts_with_their_answers_cut(tmp_path, split):

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from decoding.engine import randomness
 from decoding.engine.params import SamplingParams
 from decoding.engine.randomness import _CACHED, KeyedRandomness
 from decoding.samplers.plain import PlainSampler
@@ -130,7 +129,7 @@ def test_noise_made_in_parts_is_that_of_each_position(vocabulary):
 
 
 def without_loops(monkeypatch):
-    monkeypatch.setattr(randomness, "loops", lambda: None)
+    monkeypatch.setattr(few_queries, "loops", lambda: None)
 
 
 @pytest.mark.skipif(few_queries.loops() is None, reason="needs numba")
