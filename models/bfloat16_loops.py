@@ -36,6 +36,7 @@ from models.loops import (
     placed,
     readable,
     rms_norm,
+    unread,
 )
 from models.loops import bits as rounded
 
@@ -406,30 +407,40 @@ def scale_and_mask(scores, hidden, keys, scale):
 
 @compiled(parallel=True)
 def attention(query, starts, keys, values, lines, mask, scale, out):
-    """Compute `loops.attention`, whose arguments these are, of heads of a multiple of GROUP."""
+    """Compute `loops.attention`, whose arguments these are, of heads of a multiple of GROUP.
+
+    A part of a head's queries reads the keys from the first to the last that any of them may.
+    """
     rows, (_, asked, size) = len(starts) - 1, query.shape
     group, words = asked // lines[0], keys.view(np.uint32)
-    ends, parts = np.empty(rows, np.int64), np.zeros(rows + 1, np.int64)
+    parts = np.zeros(rows + 1, np.int64)
     for b in range(rows):
         tokens = starts[b + 1] - starts[b]
-        ends[b] = readable(mask[starts[b] : starts[b + 1]])
         parts[b + 1] = parts[b] + lines[0] * ((tokens * group + MOST - 1) // MOST)
     for i in numba.prange(parts[rows]):
         b = np.searchsorted(parts, i, side="right") - 1
         start, queries, of = starts[b], (starts[b + 1] - starts[b]) * group, parts[b + 1] - parts[b]
         of //= lines[0]  # parts of the queries of a head of keys
-        h, part, read = (i - parts[b]) // of, (i - parts[b]) % of, ends[b]
+        h, part, tokens = (i - parts[b]) // of, (i - parts[b]) % of, queries // group
         first, last = part * queries // of, (part + 1) * queries // of
-        tokens, count, room = queries // group, last - first, (read + GROUP - 1) // GROUP * GROUP
+        count, end = last - first, 0
+        for n in range(count):
+            token = start + (first + n) % tokens
+            end = readable(mask[token : token + 1], end)
+        begin = end
+        for n in range(count):
+            begin = unread(mask[start + (first + n) % tokens], begin)
+        read = end - begin
+        room = (read + GROUP - 1) // GROUP * GROUP
         some, found = np.empty((count, size), np.uint16), np.zeros((count, size), np.float32)
         weights, totals = np.empty((count, room), np.float32), np.empty(count, np.float32)
         for n in range(count):
             head, token = h * group + (first + n) // tokens, start + (first + n) % tokens
             some[n] = query[token, head]
-        key, value = b * lines[1] + h * lines[2], b * lines[3] + h * lines[4]
+        key, value = b * lines[1] + h * lines[2] + begin, b * lines[3] + h * lines[4] + begin
         weigh(some, words[key : key + read], weights)
         for n in range(count):
-            scale_and_mask(weights[n], mask[start + (first + n) % tokens], read, scale)
+            scale_and_mask(weights[n], mask[start + (first + n) % tokens, begin:], read, scale)
             totals[n] = exponentiate(weights[n].ctypes.data, room // LANES)
         for d in range(0, size if read else 0, GROUP):
             add_values(

@@ -3,7 +3,7 @@
 The fused kernel's rounding depends on the number of queries and on the longest row. Here a query
 has the same bits in any batch: sums run over its keys in their order, and hidden keys add nothing.
 So in bfloat16 verification chooses the same tokens as plain decoding, and a batch the same as each
-of its requests alone.
+of its requests alone. With `models.bfloat16_loops` prompts are attended to by loops too.
 """
 
 import threading
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-MAX_QUERIES = 256  # queries a head of keys
+MAX_QUERIES = 256  # queries a head of keys, without loops of products
 _LOCK = threading.Lock()  # some of numba's thread pools must not be entered twice at a time
 
 
@@ -48,10 +48,10 @@ def bfloat16_loops() -> ModuleType | None:
     return found if found.runs() else None
 
 
-def few(batch: int, queries: int, heads: int, mask: Tensor) -> bool:
-    """Return whether the loops take so many queries of so many heads of keys with this mask."""
+def taken(batch: int, queries: int, heads: int, size: int, mask: Tensor) -> bool:
+    """Return whether the loops take so many queries of so many heads [size] with this mask."""
     return (
-        queries <= MAX_QUERIES * heads
+        (queries <= MAX_QUERIES * heads or _multiplied(size) is not None)
         and mask.dtype == torch.bfloat16
         and mask.shape[:2] == (batch, 1)
         and not torch.is_grad_enabled()
@@ -66,7 +66,7 @@ def attends(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
         and key.shape == value.shape
         and query.dtype == key.dtype == value.dtype == torch.bfloat16
         and key.stride()[2:] == value.stride()[2:] == (key.shape[3], 1)
-        and few(len(query), query.shape[1] * query.shape[2], key.shape[1], mask)
+        and taken(len(query), query.shape[1] * query.shape[2], *key.shape[1::2], mask)
     )
 
 
@@ -147,8 +147,16 @@ def pool(compiled: ModuleType) -> Iterator[int]:
 
 def _attending(size: int) -> Any:
     """Return the loops that attend with heads of so many numbers."""
+    return _multiplied(size) or loops()
+
+
+def _multiplied(size: int) -> ModuleType | None:
+    """Return the loops of products for heads of so many numbers, which take any number of queries.
+
+    None where there are none.
+    """
     here = bfloat16_loops()
-    return loops() if here is None or size % here.GROUP else here
+    return None if here is None or size % here.GROUP else here
 
 
 def bits(x: Tensor) -> np.ndarray:

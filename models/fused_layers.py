@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from models.attention import GROUPED, Span, grouped
-from models.few_queries import bfloat16_loops, bits, few, for_loops, loops, pool, rotated
+from models.few_queries import bfloat16_loops, bits, for_loops, loops, pool, rotated, taken
 from models.hidden_states import READS_ONLY
 from models.norms import FusedNorm
 from models.packed import GATE_UP, QUERY_KEY_VALUE, Product, product_of
@@ -140,7 +140,7 @@ class FusedForward:
         written: Any = cache if past_key_values is None else past_key_values
         if not hasattr(written, "memory"):
             return None
-        if not written.places.flat and not few(batch, asked * length, held, attention_mask):
+        if not written.places.flat and not taken(batch, asked * length, held, size, attention_mask):
             return None
         memory = written.memory(layers, held, size, rows)
         return None if memory is None else (written.places.starts, written.places.slots, memory)
@@ -251,9 +251,11 @@ class Stack:
     def _end(self, place: int) -> int:
         """Return the layer before which a call from a layer on ends."""
         for i in range(place, len(self._layers) - 1):
-            hooks = self._layers[i]._forward_hooks, self._layers[i + 1]._forward_pre_hooks
-            if not all(hasattr(hook, READS_ONLY) for of in hooks for hook in of.values()):
-                return i + 1
+            after, before = self._layers[i]._forward_hooks, self._layers[i + 1]._forward_pre_hooks
+            if after or before:
+                hooks = *after.values(), *before.values()
+                if not all(hasattr(hook, READS_ONLY) for hook in hooks):
+                    return i + 1
         return len(self._layers)
 
 

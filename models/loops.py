@@ -86,15 +86,23 @@ def log(x):
 
 
 @compiled()
-def readable(mask):
-    """Return how many keys to read: up to the last one that any query may attend to."""
-    end = 0
+def readable(mask, end=0):
+    """Return how many keys to read: `end`, or up to the last one that any query may attend to."""
     for q in range(mask.shape[0]):
         for k in range(mask.shape[1] - 1, end - 1, -1):
             if number(mask[q, k]) > -np.inf:
                 end = k + 1
                 break
     return end
+
+
+@compiled()
+def unread(hidden, most):
+    """Return how many keys, `most` or less, come before the first that a query may attend to."""
+    for k in range(most):
+        if number(hidden[k]) > -np.inf:
+            return k
+    return most
 
 
 @compiled(fastmath=ANY_ORDER)

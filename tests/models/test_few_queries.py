@@ -120,6 +120,26 @@ def test_a_query_has_the_same_bits_alone(seed, batch, keys):
         assert torch.equal(alone[0, :, 0], together[b, :, q])
 
 
+@pytest.mark.skipif(few_queries.bfloat16_loops() is None, reason="no loops of products")
+@torch.no_grad()
+@pytest.mark.parametrize("window", [1, 70, 400])
+def test_a_prompt_s_tokens_have_the_bits_of_each_alone(window):
+    """Each reads keys from another one on, and a part of them from the first to the last of all."""
+    query, key, value, _ = tensors(1, 2, 2, 3, 300, 350, 64)
+    assert query.shape[1] * 300 > few_queries.MAX_QUERIES * 2
+    far = torch.arange(300)[:, None] + 50 - torch.arange(350)
+    mask = torch.zeros(300, 350).masked_fill((far < 0) | (far >= window), -math.inf)
+    mask = mask.bfloat16().expand(2, 1, -1, -1)
+    assert few_queries.attends(query, key, value, mask)
+    found = few_queries.attend(query, key, value, mask, 0.125)
+    assert (found - expected(query, key, value, mask, 0.125)).abs().max() < 0.03
+    for q in range(0, 300, 23):
+        here = slice(max(0, q + 51 - window), q + 51)
+        of = key[:1, :, here].contiguous(), value[:1, :, here].contiguous()
+        alone = few_queries.attend(query[:1, :, [q]], *of, mask[:1, :, [q], here], 0.125)
+        assert torch.equal(alone[0, :, 0], found[0, :, q])
+
+
 @torch.no_grad()
 def test_sums_in_another_order_are_seen():
     """Negative control."""
