@@ -66,12 +66,12 @@ def attends(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
         and key.shape == value.shape
         and query.dtype == key.dtype == value.dtype == torch.bfloat16
         and key.stride()[2:] == value.stride()[2:] == (key.shape[3], 1)
-        and taken(len(query), query.shape[1] * query.shape[2], *key.shape[1::2], mask)
+        and taken(len(query), query.shape[1] * query.shape[2], key.shape[1], key.shape[3], mask)
     )
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Compute softmax(scale q k^T + mask) v [B, G * heads, Q, D] for few bfloat16 queries.
+    """Compute softmax(scale q k^T + mask) v [B, G * heads, Q, D] of bfloat16 queries.
 
     `query` is [B, G * heads, Q, D]; head g reads the keys of head g / G. `key` and `value` are [B,
     heads, K, D], slices of a longer cache; `mask` is additive, [B, 1, Q, K]. The result is 0 where
