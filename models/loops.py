@@ -357,25 +357,6 @@ def rotate(states, first, cos, sin, out):
                     found[e] = turned(y, c[e], x, s[e])
 
 
-@compiled()
-def widen(row, out):
-    """Write bfloat16 numbers [n] in float32 to `out`; return whether one is not a number (NaN)."""
-    largest = u16(0)
-    for i in range(len(row)):
-        out[i] = number(row[i])
-        largest = max(largest, u16(row[i] & u16(0x7FFF)))
-    return largest > u16(0x7F80)
-
-
-@compiled(parallel=True)
-def widened(rows, out):
-    """Write bfloat16 numbers [n, V] in float32 to `out`; return whether one is not a number."""
-    lost = np.zeros(len(rows), np.bool_)
-    for r in numba.prange(len(rows)):
-        lost[r] = widen(rows[r], out[r])
-    return lost.any()
-
-
 @compiled(inline="always")
 def order(x):
     """Return an int32 for a float32: of larger numbers larger ones, of both zeros the same."""

@@ -79,17 +79,17 @@ def choose(logits: Tensor, noise: Tensor | None, of: Tensor | None = None) -> Te
         of: [B, n], the position of each row of logits, from 0 on; None: 0, 1, ..., n - 1.
     """
     (B, n, _), device = logits.shape, logits.device
-    if of is None:
-        of = torch.arange(n, device=device).expand(B, n)
     if noise is None:
         scores = logits
     elif logits.dtype == noise.dtype == torch.float32 and (compiled := loops_on(device)):
         found = torch.empty(B, n, dtype=torch.int64)
+        of = torch.arange(n).expand(B, n) if of is None else of
         with pool(compiled):
             compiled.choose(*(x.contiguous().numpy() for x in (logits, noise, of)), found.numpy())
         return found
     else:
-        scores = logits + noise[torch.arange(B, device=device)[:, None], of]
+        row = torch.arange(B, device=device)[:, None]
+        scores = logits + (noise[:, :n] if of is None else noise[row, of])
     if scores.device.type == "cpu":  # numpy takes a seventh of torch's time
         return torch.from_numpy(scores.numpy().argmax(-1))
     return scores.argmax(-1)

@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from decoding.engine.params import SamplingParams
-from models.few_queries import bits, loops_on, pool
 
 COLD = 1e-6  # temperatures below may make a quotient that float32 does not hold
 
@@ -43,9 +42,8 @@ def warp(logits: Tensor, params: SamplingParams, preceding: Preceding = NOTHING)
     Returns:
         Warped logits [B, n, V], at least float32, -inf for excluded tokens; ValueError for NaN.
     """
-    given = logits.dtype
-    logits, lost = _widened(logits)
-    if lost:
+    given, logits = logits.dtype, logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if logits.amax(-1).isnan().any():
         raise ValueError(
             "the model gives logits that are not numbers (NaN): its weights are damaged, or its "
             f"values overflow in {given}. Load other weights, or give dtype=float32"
@@ -86,19 +84,6 @@ def warp(logits: Tensor, params: SamplingParams, preceding: Preceding = NOTHING)
     for warper in warpers:
         flat = warper(None, flat)
     return flat.view_as(logits)
-
-
-def _widened(logits: Tensor) -> tuple[Tensor, bool]:
-    """Return logits in float32 or wider, and whether one of them is not a number (NaN)."""
-    compiled = loops_on(logits.device)
-    if compiled is not None and logits.dtype == torch.bfloat16 and not logits.requires_grad:
-        rows = logits.reshape(-1, logits.shape[-1]).contiguous()
-        found = torch.empty(rows.shape, dtype=torch.float32)
-        with pool(compiled):
-            lost = compiled.widened(bits(rows), found.numpy())
-        return found.view(logits.shape), lost
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return logits, bool(logits.amax(-1).isnan().any())
 
 
 def fit_vocabulary(
@@ -144,9 +129,9 @@ def preceding(
     of_answer = bool(params.presence_penalty or params.frequency_penalty)
     if not of_text and not of_answer:
         return Preceding()
-    k = draft.shape[1]
-    which = draft.new_ones(k + 1, k).tril(-1) if before is None else before()
-    drafted = which.float() @ torch.nn.functional.one_hot(draft, vocabulary).float()
+    chain = draft.new_ones(draft.shape[1] + 1, draft.shape[1]).tril(-1)
+    preceding = chain if before is None else before()
+    drafted = preceding.float() @ torch.nn.functional.one_hot(draft, vocabulary).float()
 
     def counts(first: Tensor) -> Tensor:
         at = torch.arange(tokens.shape[1], device=tokens.device)
