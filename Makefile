@@ -32,7 +32,8 @@ test-all: .venv/installed  ## every test, as CI runs them
 	$(TEST) $(PYTEST)
 
 test-avx2: .venv/installed  ## the tests of `make test`, on a CPU as if it had AVX2 only, as most laptops
-	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(TEST) -m "not slow and not processes" $(PYTEST)
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx2,+fma \
+		$(TEST) -m "not slow and not processes" $(PYTEST)
 
 lint: .venv/installed  ## ruff and mypy, as CI runs them
 	$(PY) -m ruff check .

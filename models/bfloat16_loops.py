@@ -1,12 +1,13 @@
-"""CPU loops for few rows in bfloat16, of AVX-512's own instructions, which numba compiles.
+"""CPU loops for few rows in bfloat16, of the CPU's vectors, which numba compiles.
 
 A pass of decoding reads all weights for a few rows. oneDNN's products take the memory's time, then
 that of the arithmetic. Here the next weights come while these are multiplied, so up to `MOST` rows
-take hardly longer than one (docs/lab_notes/small.md). A row's sums run in the order of its inputs,
-two at a time: its bits do not depend on the rows beside it.
+take hardly longer than one (docs/lab_notes/small.md). A row's sums run in the order of its inputs:
+its bits do not depend on the rows beside it. A CPU without products of pairs of bfloat16 numbers
+(AVX2, most AVX-512) multiplies the same numbers in float32.
 
-numba has neither the type nor its instructions, and keeps no sums in registers. So `multiply`,
-`score`, `exponentiate`, `add_values` and `turn` are written for LLVM.
+numba has not the type, and keeps no sums in registers. So `multiply`, `score`, `exponentiate`,
+`add_values` and `turn` are written for LLVM.
 """
 
 from collections.abc import Callable
@@ -15,11 +16,11 @@ from math import factorial, log
 import numpy as np
 
 try:  # transformers refuses to copy a file whose needs are missing and not in a `try`
-    import llvmlite.binding as llvm
     import numba
     from llvmlite import ir
     from numba import types
     from numba.core import cgutils
+    from numba.core.codegen import get_host_cpu_features
     from numba.extending import intrinsic
 except ImportError:
     raise
@@ -27,7 +28,6 @@ except ImportError:
 # numba keeps what it compiled of this file until this file changes, whatever `models.loops` does.
 from models.loops import (
     ANY_ORDER,
-    FIXED,
     LOG2_E,
     add_and_norm,
     compiled,
@@ -40,14 +40,27 @@ from models.loops import (
 )
 from models.loops import bits as rounded
 
-LANES = 16  # sums of a register
+
+def _features() -> set[str]:
+    """Return the sets of instructions that numba compiles for."""
+    known = numba.config.CPU_FEATURES  # of another CPU, if someone says so
+    known = get_host_cpu_features() if known is None else known
+    return {name[1:] for name in known.split(",") if name[:1] == "+"}
+
+
+FEATURES = _features()
+IN_PAIRS = "avx512bf16" in FEATURES  # two products of bfloat16 numbers are one instruction
+LANES = 16 if "avx512f" in FEATURES else 8  # sums of a register
 GROUP = 2 * LANES  # outputs that are computed together: two registers of a row
-MOST = 14  # rows whose sums fit into the 32 registers, with the weights
-CHUNK = 18 * MOST  # rows that stay in a core's cache while all weights pass
+# Rows whose sums fit into the registers (32; AVX2 has 16), with weights and a number of a row.
+MOST = 14 if IN_PAIRS else 12 if LANES == 16 else 5
+CHUNK = 252 // MOST * MOST  # rows that stay in a core's cache while all weights pass
 AHEAD = 2048  # bytes between the weights that are multiplied and those that are fetched
-_REGISTER = 64  # bytes
-NOTHING = -1000.0  # 2 to this power is 0 in float32
+_REGISTER, _LINE = 4 * LANES, 64  # bytes of a register, and of what memory gives at once
+_FAR = [n for n in (1, 2, 4, 8) if n < LANES]
+NOTHING = -127.0  # 2 to this power is 0, as its exponent's bits are
 POWERS = [log(2) ** n / factorial(n) for n in range(5, -1, -1)]  # of 2^x, to 2e-6 up to 1 / 2
+UNITS = 2.0**30  # in which weights are added up, as integers
 
 
 class BFloat16(ir.types.Type):
@@ -64,38 +77,35 @@ _BITS, _LONGS = ir.VectorType(ir.IntType(16), LANES), ir.VectorType(_ADDRESS, LA
 
 
 def runs() -> bool:
-    """Return whether this CPU has the instruction, and no better one (AMX, left to oneDNN)."""
-    if any(getattr(numba.config, name, None) for name in ("CPU_NAME", "CPU_FEATURES")):
-        return False  # it compiles for another one
-    known = llvm.get_host_cpu_features()
-    return bool(known.get("avx512bf16")) and not known.get("amx-bf16")
+    """Return whether this CPU has such vectors, and nothing better (AMX, left to oneDNN)."""
+    return {"avx2", "fma"} <= FEATURES and "amx-bf16" not in FEATURES
 
 
 @intrinsic
-def multiply(typing, count, rows, row_size, weight, pairs, bias, out, out_size):
+def multiply(typing, count, rows, row_size, weight, pairs, later, pace, bias, out, out_size):
     """Compute sum_k rows[r, k] weight[o, k] + bias[o], of 1 to MOST rows and a group's outputs o.
 
     All are addresses, and sizes in bytes.
 
     Args:
         count: Rows.
-        rows, row_size: The first row, in bfloat16, and how far the next one is.
+        rows, row_size: The first row, as `prepared`, and how far the next one is.
         weight, pairs: Weights [pairs, GROUP, 2] in bfloat16: each output's for two inputs.
+        later, pace: Which weights to fetch meanwhile, and how far on for each pair.
         bias: [GROUP] in float32.
         out, out_size: The first row's outputs, in bfloat16, and how far the next one's are.
     """
 
-    def write(builder, count, rows, row_size, weight, pairs, bias, out, out_size):
-        sums = _products(builder, count, rows, row_size, weight, pairs, AHEAD)
+    def write(builder, count, rows, row_size, weight, pairs, later, pace, bias, out, out_size):
+        sums = _products(builder, count, rows, row_size, weight, pairs, (later, pace))
         biases = [_read(builder, bias, _REGISTER * i, _SUMS) for i in range(2)]
         for r, row in enumerate(_rows(sums)):
             line = builder.add(out, builder.mul(out_size, _ADDRESS(r)))
             for i, (s, b) in enumerate(zip(row, biases)):
-                found = builder.fptrunc(builder.fadd(s, b), _ROUNDED)
-                there = _at(builder, line, 2 * LANES * i, _BITS)
-                builder.store(builder.bitcast(found, _BITS), there, align=2)
+                found = _rounded(builder, builder.fadd(s, b))
+                builder.store(found, _at(builder, line, 2 * LANES * i, _BITS), align=2)
 
-    return types.void(*[types.intp] * 8), _by_count(write)
+    return types.void(*[types.intp] * 10), _by_count(write)
 
 
 @intrinsic
@@ -122,12 +132,10 @@ def exponentiate(typing, scores, parts):
 
     def code(context, builder, signature, given):
         scores, parts = given
-        largest_of = _function(builder, "llvm.maxnum.v16f32", _SUMS, [_SUMS] * 2)
-        reduced = _function(builder, "llvm.vector.reduce.fmax.v16f32", _FLOAT, [_SUMS])
-        nearest = _function(builder, "llvm.rint.v16f32", _SUMS, [_SUMS])
-        name, bits = "llvm.x86.avx512.mask.scalef.ps.512", ir.IntType(16)
-        scaled = _function(builder, name, _SUMS, [_SUMS] * 3 + [bits, _WORD])
-        summed = _function(builder, "llvm.vector.reduce.add.v16i64", _ADDRESS, [_LONGS])
+        largest_of = _function(builder, f"llvm.maxnum.v{LANES}f32", _SUMS, [_SUMS] * 2)
+        reduced = _function(builder, f"llvm.vector.reduce.fmax.v{LANES}f32", _FLOAT, [_SUMS])
+        nearest = _function(builder, f"llvm.rint.v{LANES}f32", _SUMS, [_SUMS])
+        summed = _function(builder, f"llvm.vector.reduce.add.v{LANES}i64", _ADDRESS, [_LONGS])
         add_product = _add_product(builder)
 
         def at(part):
@@ -148,15 +156,17 @@ def exponentiate(typing, scores, parts):
             rest, y = builder.fsub(x, whole), _all(POWERS[0])
             for c in POWERS[1:]:
                 y = builder.call(add_product, [y, rest, _all(c)])
-            y = builder.call(scaled, [y, whole, y, bits(-1), _WORD(4)])
-            rounded = builder.bitcast(builder.fptrunc(y, _ROUNDED), _BITS)
-            builder.store(_number(builder, rounded), _at(builder, at(part), 0, _SUMS), align=4)
-            fixed = builder.fptosi(builder.fmul(y, _all(float(FIXED))), _LONGS)
-            return [builder.add(total[0], fixed)]
+            power = builder.add(builder.fptosi(whole, _WORDS), _WORDS([127] * LANES))
+            power = builder.bitcast(builder.shl(power, _WORDS([23] * LANES)), _SUMS)
+            y = builder.fmul(y, power)
+            found = _number(builder, _rounded(builder, y))
+            builder.store(found, _at(builder, at(part), 0, _SUMS), align=4)
+            units = builder.fptosi(builder.fmul(y, _all(UNITS)), _WORDS)
+            return [builder.add(total[0], builder.sext(units, _LONGS))]
 
         (total,) = _loop(builder, parts, [_LONGS([0] * LANES)], step)
         total = builder.sitofp(builder.call(summed, [total]), _FLOAT)
-        return builder.fdiv(total, _FLOAT(float(FIXED)))
+        return builder.fdiv(total, _FLOAT(UNITS))
 
     return types.float32(*[types.intp] * 2), code
 
@@ -207,7 +217,7 @@ def turn(typing, keys, key_size, turned):
             for k in range(LANES):
                 far = builder.mul(key_size, _ADDRESS(half * LANES + k))
                 lines.append(_read(builder, builder.add(keys, far), 0, _WORDS))
-            for far in (1, 2, 4, 8):  # squares of so many words beside the diagonal change places
+            for far in _FAR:  # squares of so many words beside the diagonal change places
                 upper = _WORDS([LANES + i - far if i & far else i for i in range(LANES)])
                 lower = _WORDS([LANES + i if i & far else i + far for i in range(LANES)])
                 for i in range(LANES):
@@ -241,28 +251,42 @@ def _by_count(write: Callable) -> Callable:
     return code
 
 
-def _products(builder, count, rows, row_size, weight, pairs, ahead=0):
-    """Write the sums of rows times a group's weights, which are fetched so many bytes ahead."""
-    add, hints = _add_products(builder), [cgutils.voidptr_t, _WORD, _WORD, _WORD]
+def _products(builder, count, rows, row_size, weight, pairs, fetched=None):
+    """Write the sums of rows times a group's weights; others are fetched (`multiply`)."""
+    hints = [cgutils.voidptr_t, _WORD, _WORD, _WORD]
     fetch = _function(builder, "llvm.prefetch.p0", ir.VoidType(), hints)
+    add, size = (_add_pairs(builder), 4) if IN_PAIRS else (_add_product(builder), 8)
 
     def step(pair, sums):
         here, weights = builder.add(weight, builder.mul(pair, _ADDRESS(2 * _REGISTER))), []
         for i in range(2):
-            weights.append(builder.bitcast(_read(builder, here, _REGISTER * i, _WORDS), _PAIRS))
-            if ahead:  # to read, into all caches, data
-                later = _at(builder, here, _REGISTER * i + ahead, ir.IntType(8))
-                builder.call(fetch, [later, _WORD(0), _WORD(3), _WORD(1)])
-        first = builder.add(rows, builder.mul(pair, _ADDRESS(4)))
-        for r, row in enumerate(_rows(sums)):
-            two = _spread(builder, builder.add(first, builder.mul(row_size, _ADDRESS(r))))
-            two = builder.bitcast(two, _PAIRS)
-            yield from (builder.call(add, [s, two, w]) for s, w in zip(row, weights))
+            weights.append(_read(builder, here, _REGISTER * i, _WORDS))
+            if fetched is not None and _REGISTER * i % _LINE == 0:  # to read, into all caches, data
+                line = builder.add(fetched[0], builder.mul(pair, fetched[1]))
+                line = _at(builder, line, _REGISTER * i, ir.IntType(8))
+                builder.call(fetch, [line, _WORD(0), _WORD(3), _WORD(1)])
+        first = builder.add(rows, builder.mul(pair, _ADDRESS(size)))
+        lines = [builder.add(first, builder.mul(row_size, _ADDRESS(r))) for r in range(count)]
+        kind = _PAIRS if IN_PAIRS else _SUMS
+        for n, bits in enumerate([weights] if IN_PAIRS else _halves(builder, weights)):
+            both, found = [builder.bitcast(w, kind) for w in bits], []
+            for line, row in zip(lines, _rows(sums)):
+                of = builder.bitcast(_spread(builder, builder.add(line, _ADDRESS(4 * n))), kind)
+                for s, w in zip(row, both):
+                    found.append(builder.call(add, [s, of, w] if IN_PAIRS else [of, w, s]))
+            sums = found
+        return sums
 
     return _loop(builder, pairs, [_all(0.0)] * (2 * count), step)
 
 
-def _add_products(builder):
+def _halves(builder, weights):
+    """Return the bits of the first numbers of pairs as float32, and of the second ones."""
+    half, mask = _WORDS([16] * LANES), _WORDS([0xFFFF0000] * LANES)
+    return [builder.shl(w, half) for w in weights], [builder.and_(w, mask) for w in weights]
+
+
+def _add_pairs(builder):
     """Return the instruction: sums + the products of two pairs of numbers in each lane."""
     name = "llvm.x86.avx512bf16.dpbf16ps.512"
     return _function(builder, name, _SUMS, [_SUMS, _PAIRS, _PAIRS])
@@ -303,7 +327,17 @@ def _store(builder, sums, out, out_size):
 
 def _add_product(builder):
     """Return the instruction: a product of float32 numbers in each lane, added to another."""
-    return _function(builder, "llvm.fma.v16f32", _SUMS, [_SUMS] * 3)
+    return _function(builder, f"llvm.fma.v{LANES}f32", _SUMS, [_SUMS] * 3)
+
+
+def _rounded(builder, numbers):
+    """Return the bits of a register's numbers, each rounded to a bfloat16, ties to even."""
+    if IN_PAIRS:
+        return builder.bitcast(builder.fptrunc(numbers, _ROUNDED), _BITS)
+    words, half = builder.bitcast(numbers, _WORDS), _WORDS([16] * LANES)
+    odd = builder.and_(builder.lshr(words, half), _WORDS([1] * LANES))
+    words = builder.add(builder.add(words, _WORDS([0x7FFF] * LANES)), odd)
+    return builder.trunc(builder.lshr(words, half), _BITS)
 
 
 def _number(builder, bits):
@@ -343,6 +377,26 @@ def _spread(builder, address):
     return builder.shuffle_vector(first, _WORDS(ir.Undefined), _WORDS([0] * LANES))
 
 
+if IN_PAIRS:  # products read bits
+
+    @compiled()
+    def prepared(rows):
+        """Return rows as products read them."""
+        return rows
+
+else:  # products read float32
+
+    @compiled()
+    def prepared(rows):
+        """Return rows as products read them."""
+        count, size = rows.shape
+        found = np.empty((count, size), np.float32)
+        for r in range(count):
+            for d in range(size):
+                found[r, d] = number(rows[r, d])
+        return found
+
+
 @compiled(parallel=True)
 def product(rows, weight, bias, out, threads):
     """Compute rows [n, D] times weights, plus a bias in float32 [O], into `out` [n, O].
@@ -354,20 +408,27 @@ def product(rows, weight, bias, out, threads):
         threads: How many compute.
     """
     (count, size), outputs, groups = rows.shape, out.shape[1], out.shape[1] // GROUP
+    group, read = 2 * GROUP * size, prepared(rows)
     for thread in numba.prange(threads):
         for first in range(0, count, CHUNK):
             last = min(count, first + CHUNK)
             parts = (last - first + MOST - 1) // MOST
             for g in range(thread * groups // threads, (thread + 1) * groups // threads):
+                here = weight + g * group
                 for part in range(parts):
                     start = first + part * (last - first) // parts
                     stop = first + (part + 1) * (last - first) // parts
+                    later, pace = here + AHEAD, 2 * _REGISTER
+                    if parts > 1:
+                        later, pace = here + group + part * group // parts, 2 * _REGISTER // parts
                     multiply(
                         stop - start,
-                        rows.ctypes.data + 2 * start * size,
-                        2 * size,
-                        weight + 2 * g * GROUP * size,
+                        read.ctypes.data + read.itemsize * start * size,
+                        read.itemsize * size,
+                        here,
                         size // 2,
+                        later,
+                        pace,
                         bias.ctypes.data + 4 * g * GROUP,
                         out.ctypes.data + 2 * (start * outputs + g * GROUP),
                         2 * outputs,
@@ -377,7 +438,7 @@ def product(rows, weight, bias, out, threads):
 @compiled()
 def weigh(query, keys, weights):
     """Write a few queries' scores [n, K] of `keys` [K, D / 2], as words, to `weights`."""
-    pairs = keys.shape[1]
+    pairs, read = keys.shape[1], prepared(query)
     turned, rest = np.empty((pairs, GROUP), np.uint32), np.zeros((GROUP, pairs), np.uint32)
     for first in range(0, len(keys), GROUP):
         here = keys[first : first + GROUP]
@@ -387,9 +448,9 @@ def weigh(query, keys, weights):
         for pair in range(0, pairs, LANES):
             turn(here.ctypes.data + 4 * pair, 4 * pairs, turned[pair:].ctypes.data)
         score(
-            len(query),
-            query.ctypes.data,
-            4 * pairs,
+            len(read),
+            read.ctypes.data,
+            read.itemsize * 2 * pairs,
             turned.ctypes.data,
             pairs,
             weights.ctypes.data + 4 * first,

@@ -3,13 +3,13 @@
 A decoding pass has few tokens, so it waits for memory: it reads every weight once. Layers that read
 the same input are one product. What it is depends on the CPU:
 
-- With products in bfloat16 (AVX-512) a compiled loop (numba, where it is installed) takes 7 ms for
-  the 120 products of SmolLM2's layers and 1 to 8 tokens, 8 for 12, on two threads.
+- A compiled loop (numba, where it is installed) takes 7 ms for the 120 products of SmolLM2's layers
+  and 1 to 8 tokens, 8 for 12, on two threads; with AVX2 alone 8 for 1 to 5 tokens, 11 for 8.
 - Without numba, or with AMX, oneDNN reads weights faster in its own layout: 9, 10 and 12 ms.
-- Without (AVX2) a product in bfloat16 takes several times one in float32 from 8 tokens on. Weights
-  keep their 16 bits and are converted as they are read: for few tokens in a compiled loop (numba,
-  where it is installed), which halves the time of a token, for more in blocks that fit into the
-  cache. The numbers are those of float32, at half of its memory.
+- Without numba and AVX-512 a product in bfloat16 takes several times one in float32 from 8 tokens
+  on, and so does what a network multiplies beside its linear layers. Then weights keep their 16
+  bits and are converted as they are read: for few tokens in a compiled loop (numba), for more in
+  blocks that fit into the cache. The numbers are those of float32, at half of its memory.
 """
 
 import ctypes
@@ -209,16 +209,25 @@ def packs() -> bool:
     return multiplies_bfloat16() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-def products() -> dict[torch.dtype, type[Product]]:
+def products(network: nn.Module) -> dict[torch.dtype, type[Product]]:
     """Return the products, by the type of their weights, that are faster here than torch's."""
     found: dict[torch.dtype, type[Product]] = {}
-    if packs():
-        found[torch.bfloat16] = PackedProduct if bfloat16_loops() is None else GroupedProduct
+    if bfloat16_loops() is not None and (multiplies_bfloat16() or _is_linear(network)):
+        found[torch.bfloat16] = GroupedProduct
+    elif packs():
+        found[torch.bfloat16] = PackedProduct
     elif not multiplies_bfloat16():
         found[torch.bfloat16] = ConvertedProduct
     if not torch.ops.mkldnn._is_mkldnn_fp16_supported():
         found[torch.float16] = ConvertedProduct
     return found
+
+
+def _is_linear(network: nn.Module) -> bool:
+    """Return whether all matrices of a network are those of linear layers and embeddings."""
+    of = [m for m in network.modules() if isinstance(m, (nn.Linear, nn.Embedding, MarkovHead))]
+    known = {id(weight) for module in of for weight in module.parameters()}
+    return all(weight.dim() < 2 or id(weight) in known for weight in network.parameters())
 
 
 def pack(network: PreTrainedModel) -> None:
@@ -232,7 +241,7 @@ def pack(network: PreTrainedModel) -> None:
     devices = {parameter.device.type for parameter in network.parameters()}
     if devices != {"cpu"} or is_spread(network):
         return
-    kinds, converts = products(), False
+    kinds, converts = products(network), False
     head = network.get_output_embeddings()
     for parent in [*network.modules()]:
         if isinstance(parent, MarkovHead):

@@ -1,5 +1,9 @@
 """Products in bfloat16 as compiled loops: exact where numbers are, and a row's bits its own."""
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +17,7 @@ from models.loops import compiled
 from models.packed import GroupedProduct
 
 loops = few_queries.bfloat16_loops()
-pytestmark = pytest.mark.skipif(loops is None, reason="needs numba, and bfloat16 without AMX")
+pytestmark = pytest.mark.skipif(loops is None, reason="needs numba, and vectors without AMX")
 
 
 def linear(inputs, outputs, bias, draw):
@@ -129,3 +133,24 @@ def test_padded_weights_are_not_for_other_loops():
     for inputs, outputs, whole in ((64, 64, True), (63, 64, False), (64, 63, False)):
         layer = nn.Linear(inputs, outputs).bfloat16()
         assert (GroupedProduct([layer]).weights is not None) == whole
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("name", "features"),
+    [("haswell", "avx2 fma"), ("skylake-avx512", "avx2 fma avx512f avx512bw avx512dq avx512vl")],
+)
+def test_other_vectors_compute_the_same(name, features):
+    """The tests of this file, as on CPUs with other vectors than this one's."""
+    asked = {*features.split()}
+    if not asked <= loops.FEATURES:
+        pytest.skip(f"this CPU has not {features}")
+    of = {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": ",".join(f"+{x}" for x in asked)}
+    code = "from models import bfloat16_loops as b; print(b.IN_PAIRS, b.LANES)"
+    known = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | of, capture_output=True, text=True
+    )
+    assert known.stdout.split() == ["False", "16" if "avx512f" in asked else "8"]
+    tests = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", __file__]
+    subprocess.run(tests, env=os.environ | of, check=True)

@@ -158,7 +158,8 @@ def test_what_is_left_to_the_fused_kernel(monkeypatch):
     with torch.no_grad():
         assert few_queries.attends(*of)
         assert not few_queries.attends(*(x.float() for x in of))
-        assert not few_queries.attends(*tensors(0, 2, 1, 2, few_queries.MAX_QUERIES, 8, 16))
+        # Of heads that the loops of products do not take either, with any vectors.
+        assert not few_queries.attends(*tensors(0, 2, 1, 2, few_queries.MAX_QUERIES, 8, 24))
         transposed = of[1].transpose(-1, -2).contiguous().transpose(-1, -2)
         assert not few_queries.attends(of[0], transposed, *of[2:])
         monkeypatch.setattr(few_queries, "loops", lambda: None)

@@ -8,7 +8,7 @@ from models import few_queries, fused_run, redrafter
 from tests.support import tiny
 
 pytestmark = pytest.mark.skipif(
-    few_queries.bfloat16_loops() is None, reason="needs numba, and bfloat16 without AMX"
+    few_queries.bfloat16_loops() is None, reason="needs numba, and vectors without AMX"
 )
 
 

@@ -41,7 +41,7 @@ KINDS = [
 def kind(request, monkeypatch):
     """The product of 16-bit weights, as on a CPU with bfloat16 products or without."""
     found = dict.fromkeys((torch.bfloat16, torch.float16), request.param)
-    monkeypatch.setattr(packed, "products", lambda: found)
+    monkeypatch.setattr(packed, "products", lambda network: found)
     monkeypatch.setattr(packed, "_BLOCK", 1000)  # several, and one that is not full
     return request.param
 
