@@ -43,7 +43,7 @@ from models.loops import bits as rounded
 
 def _features() -> set[str]:
     """Return the sets of instructions that numba compiles for."""
-    known = numba.config.CPU_FEATURES  # of another CPU, if someone says so
+    known = getattr(numba.config, "CPU_FEATURES", None)  # of another CPU, if someone says so
     known = get_host_cpu_features() if known is None else known
     return {name[1:] for name in known.split(",") if name[:1] == "+"}
 

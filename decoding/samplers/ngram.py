@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.drafting.earlier_answers import FEW_REQUESTS, KEPT_TOKENS, AnswerReader, Kept, seen
+from decoding.drafting.pass_cost import is_dear
 from decoding.drafting.prompt_lookup import TRUST, Lookup
 from decoding.drafting.ranked_tree import catch_up, lookups_of
 from decoding.drafting.tree import Children, Path, Ranked, constrained, sort, suffix_of
@@ -31,9 +32,13 @@ from decoding.engine.params import KEYED, SamplingParams
 from decoding.method import Amount, ByNumber, Count, Method, Text
 
 # By requests: the most nodes, and what a token more costs on two CPU cores, of the time in which
-# plain decoding makes one (docs/results/ngram.md).
+# plain decoding makes one; the second where a wider pass is dear (docs/results/ngram.md).
 NODES: ByNumber[Count] = {1: 16, 4: 8}
-LEAST: ByNumber[Amount | ByNumber[Amount]] = {1: {0: 0.15, 1: 0.06}, 4: 0.3, 16: 0.5}
+Least = ByNumber[Amount | ByNumber[Amount]]
+LEAST: tuple[Least, Least] = (
+    {1: {0: 0.15, 1: 0.06}, 4: 0.3, 16: 0.5},
+    {1: {0: 0.3, 1: 0.12}, 4: 0.3, 16: 0.5},
+)
 UNSEEN = 1e-3  # probability of all tokens that were never seen, at the least
 FILLER = log(1e-9)  # score of a draft that nothing speaks for
 
@@ -81,7 +86,7 @@ class NgramSampler(AnswerReader):
     Args:
         target, tokenizer: Any causal LM and its tokenizer.
         block_size: k, tokens of a chain, and of a tree's longest path where the target draws.
-        nodes, least: See `BlockSampler`.
+        nodes, least: See `BlockSampler`; `least` None: what suits this machine.
         kept_tokens, answers: See `AnswerReader`.
     """
 
@@ -95,7 +100,7 @@ class NgramSampler(AnswerReader):
         *,
         block_size: Count = 5,
         nodes: Count | ByNumber[Count] = NODES,
-        least: Amount | ByNumber[Amount | ByNumber[Amount]] = LEAST,
+        least: Amount | Least | None = None,
         kept_tokens: Kept = KEPT_TOKENS,
         answers: Text | None = None,
     ):
@@ -104,7 +109,7 @@ class NgramSampler(AnswerReader):
             tokenizer,
             block_size=block_size,
             nodes=nodes,
-            least=least,
+            least=LEAST[is_dear(target)] if least is None else least,
             lookup=False,
             fastest=FEW_REQUESTS,
             kept_tokens=kept_tokens,

@@ -22,6 +22,7 @@ from decoding.drafting import bigrams
 from decoding.drafting.block_sampler import KNOBS, BlockMethod
 from decoding.drafting.earlier_answers import FEW_REQUESTS, AnswerReader, seen
 from decoding.drafting.ngrams import Ngrams
+from decoding.drafting.pass_cost import is_dear
 from decoding.drafting.prompt_lookup import Lookup, Mixture, Suffix, append
 from decoding.drafting.state_reader import StateReader, UnreadStates
 from decoding.engine.batch import Batch
@@ -33,11 +34,11 @@ from models.redrafter import Redrafter
 SURE = 4.0  # the largest log-odds of a weight, and of what a text adds to them
 
 # By requests, and by temperature where it matters, what is fastest on two cores: the most nodes,
-# the least probability of a node, how many need none, and the least gain of a run of the drafter
-# (docs/results/redrafter.md).
+# the least probability of a node, how many need none (of both, the second where a wider pass is
+# dear), and the least gain of a run of the drafter (docs/results/redrafter.md).
 NODES = {1: 16, 4: 8}
-LEAST = {1: {0: 0.16, 1: 0.07}, 4: 0.3, 16: 0.65}
-FEWEST = {1: {0: 5, 1: 1}, 4: 1}
+LEAST = {1: {0: 0.16, 1: 0.07}, 4: 0.3, 16: 0.65}, {1: {0: 0.3, 1: 0.15}, 4: 0.3, 16: 0.65}
+FEWEST = {1: {0: 5, 1: 1}, 4: 1}, {1: {0: 3, 1: 1}, 4: 1}
 LEAST_GAIN = 0.2
 
 
@@ -146,13 +147,14 @@ class RedrafterSampler(AnswerReader, StateReader):
         drafter: Redrafter,
         **given: Any,
     ):
+        dear = not {"least", "fewest"} <= {*given} and is_dear(target)
         knobs: dict[str, Any] = {
             "fastest": FEW_REQUESTS,
             "sharpness": 1.0,
             "nodes": NODES,
-            "least": LEAST,
+            "least": LEAST[dear],
             "least_gain": LEAST_GAIN,
-            "fewest": FEWEST,
+            "fewest": FEWEST[dear],
             **given,
         }
         knobs.setdefault("draft_ids", drafter.draft_ids)
