@@ -4,6 +4,7 @@ FIT := $(PY) -m trainers.fit
 RUNS ?= runs/quickstart
 KILLS ?= 10
 INPUTS ?= 1000
+AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx2,+fma
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs
 # A worker that is done takes over half of the other's tests: a module's tests, and so its fixtures,
 # stay together.
@@ -32,8 +33,7 @@ test-all: .venv/installed  ## every test, as CI runs them
 	$(TEST) $(PYTEST)
 
 test-avx2: .venv/installed  ## the tests of `make test`, on a CPU as if it had AVX2 only, as most laptops
-	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx2,+fma \
-		$(TEST) -m "not slow and not processes" $(PYTEST)
+	$(AVX2) $(TEST) -m "not slow and not processes" $(PYTEST)
 
 lint: .venv/installed  ## ruff and mypy, as CI runs them
 	$(PY) -m ruff check .

@@ -4,7 +4,7 @@ A decoding pass has few tokens, so it waits for memory: it reads every weight on
 the same input are one product. What it is depends on the CPU:
 
 - A compiled loop (numba, where it is installed) takes 7 ms for the 120 products of SmolLM2's layers
-  and 1 to 8 tokens, 8 for 12, on two threads; with AVX2 alone 8 for 1 to 5 tokens, 11 for 8.
+  and 1 to 8 tokens, 8 for 12, on two threads; with AVX2 alone 8 for 1 token, 9 for 5 and 11 for 8.
 - Without numba, or with AMX, oneDNN reads weights faster in its own layout: 9, 10 and 12 ms.
 - Without numba and AVX-512 a product in bfloat16 takes several times one in float32 from 8 tokens
   on, and so does what a network multiplies beside its linear layers. Then weights keep their 16
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from models.attention import GROUPED
 from models.few_queries import bfloat16_loops, bits, loops, pool
 from models.markov import MarkovHead
 from models.placement import is_spread
@@ -209,10 +210,10 @@ def packs() -> bool:
     return multiplies_bfloat16() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-def products(network: nn.Module) -> dict[torch.dtype, type[Product]]:
+def products(network: PreTrainedModel) -> dict[torch.dtype, type[Product]]:
     """Return the products, by the type of their weights, that are faster here than torch's."""
     found: dict[torch.dtype, type[Product]] = {}
-    if bfloat16_loops() is not None and (multiplies_bfloat16() or _is_linear(network)):
+    if bfloat16_loops() is not None and (multiplies_bfloat16() or _by_loops(network)):
         found[torch.bfloat16] = GroupedProduct
     elif packs():
         found[torch.bfloat16] = PackedProduct
@@ -223,8 +224,10 @@ def products(network: nn.Module) -> dict[torch.dtype, type[Product]]:
     return found
 
 
-def _is_linear(network: nn.Module) -> bool:
-    """Return whether all matrices of a network are those of linear layers and embeddings."""
+def _by_loops(network: PreTrainedModel) -> bool:
+    """Return whether a network multiplies in linear layers and grouped attention alone."""
+    if network.config._attn_implementation != GROUPED:
+        return False
     of = [m for m in network.modules() if isinstance(m, (nn.Linear, nn.Embedding, MarkovHead))]
     known = {id(weight) for module in of for weight in module.parameters()}
     return all(weight.dim() < 2 or id(weight) in known for weight in network.parameters())

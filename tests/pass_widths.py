@@ -1,9 +1,9 @@
 """Milliseconds of a forward by its number of tokens, for each way to multiply 16-bit weights.
 
 `python -m tests.pass_widths model=HuggingFaceTB/SmolLM2-135M-Instruct`: the ways take turns, and
-the shortest of `repeats` counts. *modules called*: without `models.fused_layers`. *oneDNN*: without
-the products of `models.bfloat16_loops`. torch's own products of bfloat16 are emulated on a CPU
-without.
+the shortest of `repeats` counts. *modules called*: without `models.fused_layers`. *other products*:
+without those of `models.bfloat16_loops`: oneDNN's, or float32's of converted weights. torch's own
+products of bfloat16 are emulated on a CPU without.
 """
 
 from dataclasses import dataclass
@@ -42,8 +42,8 @@ def run(argv: list[str]) -> None:
     with patch.object(fused_layers, "fuse"):
         ways["modules called"] = loaded(p.model, "auto")
     with patch.object(packed, "bfloat16_loops", lambda: None):
-        ways["oneDNN"] = loaded(p.model, "auto")
-    with patch.object(packed, "products", dict):
+        ways["other products"] = loaded(p.model, "auto")
+    with patch.object(packed, "products", lambda network: {}):
         ways["torch's own"] = loaded(p.model, "auto")
     print("tokens", *(f"{name} ({packed.precision(n)})" for name, n in ways.items()), sep=" | ")
     for width in p.widths:

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from models import few_queries, packed
+from models.attention import GROUPED, switch_attention
 from models.head import ReducedHead
 from models.markov import MarkovHead
 from models.packed import (
@@ -194,6 +195,20 @@ def test_other_weights_stay(kind):
     assert precision(model) == "float32"
 
 
+@pytest.mark.skipif(few_queries.bfloat16_loops() is None, reason="no loops of products here")
+def test_without_fast_products_loops_take_networks_that_multiply_nowhere_else(monkeypatch):
+    for name in ("multiplies_bfloat16", "packs"):
+        monkeypatch.setattr(packed, name, lambda: False)
+    model = network()
+    assert packed.products(model)[torch.bfloat16] is ConvertedProduct  # attention is torch's
+    switch_attention(model, GROUPED)
+    assert packed.products(model)[torch.bfloat16] is GroupedProduct
+    model.model.experts = nn.Parameter(torch.zeros(2, 3, 4))
+    assert packed.products(model)[torch.bfloat16] is ConvertedProduct
+    pack(model)
+    assert model.dtype == torch.float32
+
+
 def test_weights_that_are_converted_stay_in_16_bits():
     layers = [nn.Linear(64, 32).half(), nn.Linear(64, 96).half()]
     product = ConvertedProduct(layers)
@@ -227,14 +242,18 @@ def test_converted_weights_serve_several_threads_and_modes(monkeypatch):
 
 
 @pytest.mark.processes
-def test_two_variables_make_a_laptops_cpu_of_any():
+def test_variables_make_a_laptops_cpu_of_any():
     """`make test-avx2` depends on them."""
     code = (
-        "from models.packed import multiplies_bfloat16 as b; import torch; "
-        "print(b(), torch.backends.cpu.get_cpu_capability())"
+        "from models import few_queries, packed; import torch; "
+        "here = few_queries.bfloat16_loops(); "
+        "print(packed.multiplies_bfloat16(), torch.backends.cpu.get_cpu_capability()); "
+        "print(here and here.LANES)"
     )
     only = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    only |= {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma"}
     found = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | only, capture_output=True, text=True
     )
-    assert found.stdout.split() == ["False", "AVX2"]
+    here = "None" if few_queries.loops() is None else "8"
+    assert found.stdout.split() == ["False", "AVX2", here]
