@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -13,6 +14,8 @@ from models.options import looks_local
 from recipes.command import call
 from recipes.compose import build as builder
 from recipes.compose import compose, names, run_folder
+
+READ_ANSWERS = ("data.rows.documents.answers", "data.corpora.answers.frequent_tokens")
 
 
 def check_first(name: str, command: str) -> None:
@@ -60,6 +63,19 @@ def prepare_inputs(needs: Sequence[DictConfig], build: bool) -> None:
             raise ValueError(f"could not build {need.path} with: {command}{share * shared}")
 
 
+def check_collections(config: DictConfig) -> None:
+    """Raise ValueError for a collection of answers that is neither there nor made by `needs`.
+
+    The inputs that are built first may take hours.
+    """
+    from data.corpora.answers import read_manifest  # which imports torch
+
+    made = {Path(need.path).parent for need in config.needs}
+    for source in _collections(OmegaConf.to_container(config, resolve=True)):
+        if Path(source) not in made and not Path(source, "manifest.json").is_file():
+            read_manifest(source)  # which says why not
+
+
 def follow_up(then: Sequence[DictConfig], folder: Path) -> None:
     """Run the commands of `then` (path and command) on a run's export, those not done yet.
 
@@ -99,6 +115,16 @@ def named_commands(needs: Sequence[DictConfig]) -> Iterator[None]:
         raise ValueError(
             f"{error}, with: {shlex.join(words)}, and give {_made_by(words)} in place of it"
         ) from None
+
+
+def _collections(node: Any) -> Iterator[str]:
+    """Return the folders of answers that parts of a config read."""
+    if isinstance(node, dict) and node.get("_target_") in READ_ANSWERS and node.get("source"):
+        sources = node["source"]
+        yield from sources if isinstance(sources, list) else [sources]
+    elif isinstance(node, dict | list):
+        for part in node.values() if isinstance(node, dict) else node:
+            yield from _collections(part)
 
 
 def _words(need: DictConfig) -> list[str]:

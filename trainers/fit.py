@@ -18,7 +18,13 @@ from data.files import atomic_write, delete
 from recipes.command import main
 from recipes.compose import build, compose, run_folder, scales_of
 from recipes.folders import claimed
-from recipes.inputs import check_first, follow_up, named_commands, prepare_inputs
+from recipes.inputs import (
+    check_collections,
+    check_first,
+    follow_up,
+    named_commands,
+    prepare_inputs,
+)
 from recipes.settings import Acceptance, Data, Optimization, Trainer
 
 check_first(__name__, "fit")
@@ -114,6 +120,7 @@ def fit(config: DictConfig) -> Path:
 def _fit(config: DictConfig, folder: Path, checkpoint: Path | None, first: int) -> None:
     """Train and export a recipe in a run's folder, from a checkpoint or a step on."""
     began = time.perf_counter()
+    check_collections(config)
     prepare_inputs(config.needs, config.build_inputs)
     layers = None if checkpoint is None else chosen_layers(checkpoint.parent.parent)
     if _to_be_measured(config):

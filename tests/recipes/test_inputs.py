@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from data.corpora.answers import UnfitCollection
 from models.causal import looks_local
 from recipes.compose import BROUGHT, MODULES, _file, compose, names, scales_of
-from recipes.inputs import follow_up, named_commands, prepare_inputs
+from recipes.inputs import check_collections, follow_up, named_commands, prepare_inputs
 from tests.support.refused import refused
 
 
@@ -260,3 +260,17 @@ def test_what_a_run_could_not_train_with_is_refused_before_an_input_is_built(tmp
         with pytest.raises(ValueError, match="such a drafter for a 'gpt2' model"):
             prepare_inputs(config.needs, build=True)
     assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize(
+    "key", ["data.train.source", "data.validation.source", "network.draft_ids.source"]
+)
+def test_a_collection_that_nothing_makes_is_missed_before_an_input_is_built(key, tmp_path):
+    words = ["recipe=redrafter", "scale=small", f"runs={tmp_path}"]
+    check_collections(compose(words, "fit"))  # that of all keys is built first
+    both = f"{key}=[{tmp_path}/deer_answers,{tmp_path}/lost]"
+    with pytest.raises(ValueError, match=f"no collection at {tmp_path}/lost: "):
+        check_collections(compose([*words, both], "fit"))
+    (tmp_path / "lost").mkdir()
+    (tmp_path / "lost" / "manifest.json").write_text("{}")
+    check_collections(compose([*words, both], "fit"))
