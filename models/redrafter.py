@@ -124,6 +124,10 @@ def from_target(
     theirs = source.config.get_text_config()
     depth, H = theirs.num_hidden_layers, theirs.hidden_size
     if isinstance(states, int):
+        if not 1 <= states <= depth:
+            raise ValueError(
+                f"states={states} is not allowed: the model has {depth} layers; give 1 to {depth}"
+            )
         states = [depth * (i + 1) // states - 1 for i in range(states)]
     check_layers(source, states)
     if draft_ids is None:

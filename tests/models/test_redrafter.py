@@ -169,3 +169,11 @@ def test_another_target_is_refused():
         drafter.check_fits(tiny.causal_lm(9, layers=4))
     with pytest.raises(ValueError, match="layer 3 is not there"):
         drafter.check_fits(tiny.causal_lm(V, layers=3))
+
+
+@pytest.mark.parametrize("states", [0, 5, 99])
+def test_as_many_states_as_the_target_has_layers(states):
+    model, tokenizer = target(), tiny.tokenizer(V)
+    assert redrafter.from_target(model, tokenizer, 4).target_layer_ids == (0, 1, 2, 3)
+    with pytest.raises(ValueError, match=f"states={states} is not allowed: the model has 4 layers"):
+        redrafter.from_target(model, tokenizer, states)
