@@ -6,7 +6,7 @@ take hardly longer than one (docs/lab_notes/small.md). A row's sums run in the o
 its bits do not depend on the rows beside it. A CPU without products of pairs of bfloat16 numbers
 (AVX2, most AVX-512) multiplies the same numbers in float32.
 
-numba has not the type, and keeps no sums in registers. So `multiply`, `score`, `exponentiate`,
+numba lacks the type, and keeps no sums in registers. So `multiply`, `score`, `exponentiate`,
 `add_values` and `turn` are written for LLVM.
 """
 

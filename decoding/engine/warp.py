@@ -129,9 +129,9 @@ def preceding(
     of_answer = bool(params.presence_penalty or params.frequency_penalty)
     if not of_text and not of_answer:
         return Preceding()
-    chain = draft.new_ones(draft.shape[1] + 1, draft.shape[1]).tril(-1)
-    preceding = chain if before is None else before()
-    drafted = preceding.float() @ torch.nn.functional.one_hot(draft, vocabulary).float()
+    k = draft.shape[1]
+    which = draft.new_ones(k + 1, k).tril(-1) if before is None else before()
+    drafted = which.float() @ torch.nn.functional.one_hot(draft, vocabulary).float()
 
     def counts(first: Tensor) -> Tensor:
         at = torch.arange(tokens.shape[1], device=tokens.device)

@@ -1,7 +1,6 @@
-"""What a wider pass costs, by a clock that products move."""
+"""A wide pass takes what its products take, by a clock that these products move."""
 
 import pytest
-import torch
 from torch import nn
 
 from decoding.drafting import pass_cost
@@ -30,7 +29,7 @@ class Timed(Product):
 def network(monkeypatch, a, b, layers=2, least=1000):
     clock = [0.0]
     monkeypatch.setattr(pass_cost, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(pass_cost, "LEAST", least)
+    monkeypatch.setattr(pass_cost, "FEWEST_BYTES", least)
     found = nn.Sequential()
     for _ in range(layers):
         layer = nn.Linear(32, 16)
@@ -40,19 +39,19 @@ def network(monkeypatch, a, b, layers=2, least=1000):
 
 @pytest.mark.parametrize(("a", "b", "times"), [(1, 0, 1), (1, 1, 4.5), (0, 1, 8)])
 def test_it_is_what_products_take(monkeypatch, a, b, times):
-    found = pass_cost.wide_pass(network(monkeypatch, a, b), torch.float32)
+    found = pass_cost.wide_pass(network(monkeypatch, a, b))
     assert found == pytest.approx(times)
 
 
 def test_weights_that_stay_in_caches_say_nothing(monkeypatch):
-    assert pass_cost.wide_pass(network(monkeypatch, 0, 1, least=10000), torch.float32) == 1
+    assert pass_cost.wide_pass(network(monkeypatch, 0, 1, least=10000)) == 1
 
 
 def test_large_networks_are_measured_in_part(monkeypatch):
-    monkeypatch.setattr(pass_cost, "SAMPLE", 3000)
+    monkeypatch.setattr(pass_cost, "MOST_BYTES", 3000)
     layers = network(monkeypatch, 0, 1, layers=9)
     layers[-1].product.times = 1e9, 0
-    assert pass_cost.wide_pass(layers, torch.float32) == pytest.approx(8)
+    assert pass_cost.wide_pass(layers) == pytest.approx(8)
 
 
 def test_settings_are_those_of_the_machine(monkeypatch):
