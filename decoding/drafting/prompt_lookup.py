@@ -14,8 +14,6 @@ tree is ours.
 """
 
 from collections import Counter
-from math import exp
-from typing import NamedTuple
 
 ORDER = 6
 # The shares a_n in SmolLM2's answers to prompts of functions (docs/lab_notes/small.md).
@@ -23,30 +21,8 @@ USUAL = (0.0, 0.2, 0.45, 0.65, 0.7, 0.8, 0.9)
 TRUST = 4
 
 Suffix = tuple[int, ...]  # the last tokens of a text, at most ORDER
-
-
-class Mixture(NamedTuple):
-    """What a drafter and a lookup have said of one token.
-
-    Attributes:
-        drafted: A drafter's likeliest tokens v, and log q(v) of each.
-        guessed: r(v) of the tokens that a lookup guesses.
-        weight: b of (1 - b) q(v) + b r(v).
-    """
-
-    drafted: tuple[list[int], list[float]]
-    guessed: dict[int, float]
-    weight: float
-
-    def evidence(self, token: int) -> float:
-        """Return the derivative of log p(token) by the log-odds of b.
-
-        Of a token that neither has, the drafter's probability is the larger.
-        """
-        tokens, scores = self.drafted
-        q = (1 - self.weight) * exp(scores[tokens.index(token)]) if token in tokens else 0.0
-        r = self.weight * self.guessed.get(token, 0.0)
-        return (r / (q + r) if r else 0.0) - self.weight
+Ranked = tuple[list[int], list[float]]  # tokens, best first, and their log-probabilities
+NOTHING: Ranked = [], []
 
 
 class Lookup:
@@ -73,20 +49,17 @@ class Lookup:
             self.suffix = append(self.suffix, token)
         self.length += len(tokens)
 
-    def guesses(self, suffix: Suffix, alone: bool = False) -> tuple[dict[int, float], float]:
+    def guesses(self, suffix: Suffix, drafted: Ranked = NOTHING) -> tuple[dict[int, float], float]:
         """Return the tokens that followed a suffix, {v: c_n(v) / sum c_n}, and their weight a_n.
 
-        Both are empty, {} and 0, where the suffix's last token has not occurred before. `alone` is
-        true where no drafter's tokens are known beside them.
+        Both are empty, {} and 0, where the suffix's last token has not occurred before. `drafted`
+        are a drafter's likeliest tokens, if it was run.
         """
         n, counts = self._find(suffix)
         if not n:
             return {}, 0.0
         weight = (self._right[n] + TRUST * USUAL[n]) / (self._guesses[n] + TRUST)
         return {token: count / counts.total() for token, count in counts.items()}, weight
-
-    def weighed(self, suffix: Suffix, mixture: Mixture) -> None:
-        """Be told how the guesses after a suffix were mixed with a drafter's tokens."""
 
     def _find(self, suffix: Suffix) -> tuple[int, Counter[int]]:
         """Find the longest suffix that occurred before: its length n, and the tokens after it."""

@@ -14,16 +14,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from decoding.drafting.prompt_lookup import ORDER, Lookup, Mixture, Suffix
+from decoding.drafting.prompt_lookup import ORDER, Lookup, Ranked, Suffix
 from decoding.drafting.tree_limits import MAX_NODES
 from decoding.engine.grammar import Constraint
 from decoding.engine.verify import choose
 
 ROOT = -1
-NOTHING: tuple[dict[int, float], float] = {}, 0.0  # what no lookup guesses
+UNSEEN: tuple[dict[int, float], float] = {}, 0.0  # what no lookup guesses
 CANDIDATES = 20  # tokens of a depth whose scores may depend on the text or on bigrams
 
-Ranked = tuple[list[int], list[float]]  # tokens, best first, and their log-probabilities
 Path = tuple[int, ...]  # tokens from the root's child to a node
 Children = Callable[[Path], Ranked]  # the ranked tokens after a path; none where it ends
 
@@ -397,10 +396,8 @@ class Growing:
 
     def _mixed(self, path: Path, ranked: Ranked) -> Ranked:
         lookup, suffix = self._lookup, suffix_of(self._lookup, path)
-        guesses, weight = lookup.guesses(suffix, not ranked[0]) if lookup else NOTHING
-        if lookup and weight and ranked[0]:
-            lookup.weighed(suffix, Mixture(ranked, guesses, weight))
-        return mixed(ranked, len(path), suffix, self._bigrams, guesses, weight)
+        guessed = lookup.guesses(suffix, ranked) if lookup else UNSEEN
+        return mixed(ranked, len(path), suffix, self._bigrams, *guessed)
 
     def best(self, nodes: int, least: float, fewest: int) -> dict[Path, float]:
         """Return the paths of the best tree so far, best first, and their probabilities."""
@@ -485,7 +482,7 @@ def child_ranking(
         if conditionals and 0 < depth < len(depths):
             parent = indices[depth - 1].get(suffix[-1])  # a lookup's guess may be no candidate
             at = sort(at[0], at[1] if parent is None else conditionals[depth - 1][parent])
-        return mixed(at, depth, suffix, bigrams, *(lookup.guesses(suffix) if lookup else NOTHING))
+        return mixed(at, depth, suffix, bigrams, *(lookup.guesses(suffix) if lookup else UNSEEN))
 
     return lambda path: ranked(len(path), suffix_of(lookup, path))
 

@@ -2,16 +2,19 @@
 
 Sources: ReDrafter (arXiv 2403.09919), Hydra (arXiv 2402.05109); the mixture is ours. The drafter
 (`models.redrafter`) runs once for each depth of a tree, for all its nodes together. It attends to
-nothing, so it cannot copy; n-grams can, of the request's own text and of earlier answers, r(v), and
-they are sure where they are right. At temperature 0 a tree is ranked by
+nothing, so it cannot copy; n-grams can, of the request's own text and of earlier answers, and they
+are sure where they are right. At temperature 0 a tree is ranked by what these three sources say,
 
-    p(v | text, path) = (1 - b) q(v) + b r(v),    log b / (1 - b) = log m / (1 - m) + d,
+    p(v | text, path) = sum_i b_i p_i(v),    b_i ~ e^(d_i) (m_i / (1 - m_i))^POWER.
 
-with m = max_v r(v). How often either was right in this text is what d learns: a token x that was
-drafted adds b r(x) / p(x) - b, the gradient of log p(x). Verification is exact for any ranking.
+m_i is how sure a source is: its largest probability, of the text's n-grams their weight
+(`drafting.prompt_lookup`). How often each was right in this text is what d learns: of a token x
+that was drafted d_i gains a part of b_i p_i(x) / p(x) - b_i, the gradient of log p(x). Where the
+drafter was not run, the text's n-grams have the weight m, and the others the rest. Verification is
+exact for any ranking.
 """
 
-from math import exp, log, log1p
+from math import exp
 from typing import Any
 
 import torch
@@ -23,7 +26,7 @@ from decoding.drafting.block_sampler import KNOBS, BlockMethod
 from decoding.drafting.earlier_answers import FEW_REQUESTS, AnswerReader, seen
 from decoding.drafting.ngrams import Ngrams
 from decoding.drafting.pass_cost import is_dear
-from decoding.drafting.prompt_lookup import Lookup, Mixture, Suffix, append
+from decoding.drafting.prompt_lookup import NOTHING, Lookup, Ranked, Suffix, append
 from decoding.drafting.state_reader import StateReader, UnreadStates
 from decoding.engine.batch import Batch
 from decoding.engine.cache import CountedNetwork
@@ -31,7 +34,13 @@ from models import fused_run, redrafter
 from models.fused_run import FusedRun
 from models.redrafter import Redrafter
 
-SURE = 4.0  # the largest log-odds of a weight, and of what a text adds to them
+# Of SmolLM2's answers to prompts of functions and of MBPP (docs/results/redrafter.md):
+POWER = 0.7
+START = 0.0, -0.5, -2.0  # d of the drafter, the text's n-grams, those of earlier answers
+RATE = 0.3  # of what a token teaches
+MOST = 4.0  # the largest d
+SURE = 0.999  # the largest m
+UNSEEN = 1e-4  # a drafter's probability of a token, at the least
 
 # By requests, and by temperature where it matters, what is fastest on two cores: the most nodes,
 # the least probability of a node, how many need none (of both, the second where a wider pass is
@@ -43,53 +52,65 @@ LEAST_GAIN = 0.2
 
 
 class MixedLookup(Lookup):
-    """The n-grams of a request's text and of earlier answers, with a weight that the text teaches.
+    """The n-grams of a request's text and of earlier answers, with weights that the text teaches.
 
     Args:
         tokens: The text so far.
         ngrams: Those of earlier answers.
 
     Attributes:
-        bias: d, which is added to the log-odds of the weight.
+        biases: d, of the drafter, the text's n-grams and those of earlier answers.
     """
 
     def __init__(self, tokens: list[int], ngrams: Ngrams):
-        self._ngrams, self.bias = ngrams, 0.0
-        # Until the text goes on, by the last tokens before a guess:
-        self._known: dict[Suffix, tuple[dict[int, float], float]] = {}
-        self._mixtures: dict[Suffix, Mixture] = {}
+        self._ngrams, self.biases = ngrams, [*START]
+        # Until the text goes on, what was said after a suffix, and what a drafter said there:
+        self._known: dict[Suffix, tuple[dict[int, float], float, dict[int, float]]] = {}
+        self._drafted: dict[Suffix, Ranked] = {}
         super().__init__(tokens)
 
-    def guesses(self, suffix: Suffix, alone: bool = False) -> tuple[dict[int, float], float]:
-        """Return r(v) of the tokens that were seen after a suffix, and its weight b, alone 1."""
-        if suffix not in self._known:
-            found = seen(*super().guesses(suffix), self._ngrams.after(suffix))
-            weight = _weight(max(found.values()), self.bias) if found else 0.0
-            self._known[suffix] = found, weight
-        found, weight = self._known[suffix]
-        return found, 1.0 if alone and found else weight
+    def guesses(self, suffix: Suffix, drafted: Ranked = NOTHING) -> tuple[dict[int, float], float]:
+        """Return p(v) of what was seen after a suffix, as its sources' mixture, and its weight."""
+        own, share, earlier = self._seen(suffix)
+        if not drafted[0]:
+            return seen(own, share, earlier), 1.0
+        self._drafted[suffix] = drafted
+        _, text, others = self.weights(suffix, drafted)
+        weight = text + others
+        return seen(own, text / (weight or 1.0), earlier), weight
 
-    def weighed(self, suffix: Suffix, mixture: Mixture) -> None:
-        self._mixtures[suffix] = mixture
+    def weights(self, suffix: Suffix, drafted: Ranked) -> list[float]:
+        """Return b of the drafter, the text's n-grams and those of earlier answers."""
+        own, share, earlier = self._seen(suffix)
+        sure = exp(drafted[1][0]), share if own else 0.0, max(earlier.values(), default=0.0)
+        odds = [exp(d) * (m / (1 - min(m, SURE))) ** POWER for d, m in zip(self.biases, sure)]
+        return [x / sum(odds) for x in odds]
 
     def extend(self, tokens: list[int]) -> None:
         suffix = self.suffix
-        for token in tokens if self._mixtures else ():
-            if suffix in self._mixtures:
-                self.bias = _bounded(self.bias + self._mixtures[suffix].evidence(token))
+        for token in tokens if self._drafted else ():
+            if suffix in self._drafted:
+                self._learn(suffix, token)
             suffix = append(suffix, token)
-        self._known, self._mixtures = {}, {}
+        self._known, self._drafted = {}, {}
         super().extend(tokens)
 
+    def _learn(self, suffix: Suffix, token: int) -> None:
+        """Learn from the token that came after a suffix where the drafter was run."""
+        own, _, earlier = self._seen(suffix)
+        tokens, scores = drafted = self._drafted[suffix]
+        q = exp(scores[tokens.index(token)]) if token in tokens else 0.0
+        said = max(q, UNSEEN), own.get(token, 0.0), earlier.get(token, 0.0)
+        weights = self.weights(suffix, drafted)
+        total = sum(b * p for b, p in zip(weights, said))
+        moved = (d + RATE * (b * p / total - b) for d, b, p in zip(self.biases, weights, said))
+        self.biases = [min(MOST, max(-MOST, d)) for d in moved]
 
-def _weight(best: float, bias: float) -> float:
-    """Return b of n-grams whose largest probability is `best`."""
-    return 1 / (1 + exp(-_bounded(log(best) - log1p(-min(best, 0.999)) + bias)))
-
-
-def _bounded(odds: float) -> float:
-    """Bound log-odds by SURE."""
-    return min(SURE, max(-SURE, odds))
+    def _seen(self, suffix: Suffix) -> tuple[dict[int, float], float, dict[int, float]]:
+        """Return what a text's n-grams guess after a suffix, their weight, and what others do."""
+        if suffix not in self._known:
+            self._known[suffix] = *super().guesses(suffix), self._ngrams.after(suffix)
+        return self._known[suffix]
 
 
 class RunDrafter(CountedNetwork):

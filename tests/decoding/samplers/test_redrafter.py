@@ -1,18 +1,27 @@
 """Recurrent drafters decode losslessly, whatever n-grams they are mixed with."""
 
-from math import exp, log
+from math import exp, inf, log
 
 import pytest
 import torch
 
 from decoding.drafting.block_drafter import BlockDrafter
+from decoding.drafting.earlier_answers import seen
 from decoding.drafting.ngrams import Ngrams
-from decoding.drafting.prompt_lookup import Mixture
+from decoding.drafting.prompt_lookup import Lookup
 from decoding.engine import verify
 from decoding.engine.batch import Batch
 from decoding.engine.params import KEYED, VERIFY, SamplingParams
 from decoding.engine.randomness import KeyedRandomness
-from decoding.samplers.redrafter import SURE, MixedLookup, RedrafterSampler
+from decoding.samplers.redrafter import (
+    MOST,
+    POWER,
+    RATE,
+    START,
+    UNSEEN,
+    MixedLookup,
+    RedrafterSampler,
+)
 from tests.support import tiny
 from tests.support.exact import CASES, always_take_the_target, distance
 from tests.support.results import ids
@@ -130,46 +139,89 @@ def ngrams_of(*texts):
     return ngrams
 
 
-def test_the_weight_of_n_grams():
-    """It is their largest probability, within bounds; 1 alone, 0 for what was never seen."""
-    lookup = MixedLookup([1, 2, 3], ngrams_of(*[[1, 2, 3, 4, 5]] * 50, *[[1, 2, 3, 9, 5]] * 50))
-    found, weight = lookup.guesses((1, 2, 3))
-    assert weight == pytest.approx(max(found.values()))
-    assert found[4] == pytest.approx(found[9]) == pytest.approx(0.5, abs=0.02)
-    sure, weight = lookup.guesses((2, 3, 4))
-    assert max(sure, key=sure.get) == 5
-    assert 0.97 < weight <= 1 / (1 + exp(-SURE))
-    assert lookup.guesses((2, 3, 4), alone=True) == (sure, 1.0)
-    assert lookup.guesses((50,), alone=True) == lookup.guesses((50,)) == ({}, 0.0)
+def mixed(*texts, prompt=(7, 1, 2, 3)):
+    return MixedLookup([*prompt], ngrams_of(*texts))
 
 
-@pytest.mark.parametrize(("right", "sign"), [(4, 1), (8, -1)])
-def test_a_text_teaches_the_weight(right, sign):
-    """It grows where the n-grams are right and the drafter is not, and shrinks where they fail."""
-    lookup = MixedLookup([7, 1, 2, 3], ngrams_of(*[[1, 2, 3, 4]] * 9, *[[1, 2, 3, 9]] * 9))
-    guessed, before = lookup.guesses(lookup.suffix)
-    drafted = [right, 50], [log(0.01), log(0.9)] if right == 4 else [log(0.9), log(0.01)]
-    lookup.weighed(lookup.suffix, Mixture(drafted, guessed, before))
-    lookup.extend([right])
-    assert sign * lookup.bias > 0.3
-    bias = lookup.bias
-    lookup.extend([1, 2, 3])  # nothing was mixed
-    assert lookup.bias == bias
+DRAFTED = [4, 6], [log(0.6), log(0.1)]
+TEXTS = [[1, 2, 3, 4]] * 6 + [[1, 2, 3, 9]] * 3
 
 
-def test_the_evidence_of_a_token_is_the_gradient_of_its_log_probability():
-    drafted, guessed, odds = ([1, 2], [log(0.6), log(0.1)]), {2: 0.7, 3: 0.2}, 0.3
-    q = {1: 0.6, 2: 0.1}
+def test_the_weights_of_the_sources():
+    """They are powers of odds, and those of n-grams make one distribution."""
+    lookup = mixed(*TEXTS, prompt=(1, 2, 3, 8, 1, 2, 3))
+    suffix = lookup.suffix
+    earlier = lookup._ngrams.after(suffix)
+    own, share = Lookup.guesses(lookup, suffix)
+    assert own == {8: 1.0}
+    odds = [m / (1 - m) for m in (0.6, share, max(earlier.values()))]
+    parts = [exp(d) * x**POWER for d, x in zip(START, odds)]
+    drafter, text, others = (part / sum(parts) for part in parts)
+    assert lookup.weights(suffix, DRAFTED) == pytest.approx([drafter, text, others])
+    found, weight = lookup.guesses(suffix, DRAFTED)
+    assert weight == pytest.approx(text + others)
+    assert weight * found[8] == pytest.approx(text)
+    assert weight * found[4] == pytest.approx(others * earlier[4])
 
-    def log_p(token, odds):
-        b = 1 / (1 + exp(-odds))
-        return log((1 - b) * q.get(token, 0.0) + b * guessed.get(token, 0.0))
 
-    b = 1 / (1 + exp(-odds))
-    for token in (1, 2, 3):
-        slope = (log_p(token, odds + 1e-5) - log_p(token, odds - 1e-5)) / 2e-5
-        assert Mixture(drafted, guessed, b).evidence(token) == pytest.approx(slope, abs=1e-8)
-    assert Mixture(drafted, guessed, b).evidence(9) == -b  # the drafter's, most likely
+def test_without_the_drafter_a_text_has_its_own_weight():
+    lookup = mixed(*TEXTS, prompt=(1, 2, 3, 8, 1, 2, 3))
+    own, share = Lookup.guesses(lookup, lookup.suffix)
+    seen_before = seen(own, share, lookup._ngrams.after(lookup.suffix))
+    assert lookup.guesses(lookup.suffix) == (seen_before, 1.0)
+
+
+def test_what_was_never_seen_has_no_weight():
+    lookup = mixed(*TEXTS)
+    assert lookup.guesses((50,), DRAFTED) == ({}, 0.0)
+    assert lookup.guesses((50,))[0] == {}
+    assert lookup.weights((50,), DRAFTED) == [1.0, 0.0, 0.0]
+
+
+def log_p(lookup, token):
+    """log p(token) of the mixture after a text, with UNSEEN for what the drafter does not have."""
+    guessed, weight = lookup.guesses(lookup.suffix, DRAFTED)
+    q = dict(zip(DRAFTED[0], map(exp, DRAFTED[1]))).get(token, UNSEEN)
+    return log((1 - weight) * q + weight * guessed.get(token, 0.0))
+
+
+@pytest.mark.parametrize("token", [4, 6, 8, 9, 50])
+def test_a_text_teaches_by_the_gradient(token):
+    """A step along the gradient of log p(token), which both sides of it agree on."""
+
+    def moved(i, by):
+        lookup = mixed(*TEXTS, prompt=(1, 2, 3, 8, 1, 2, 3))
+        lookup.biases[i] += by
+        return log_p(lookup, token)
+
+    lookup = mixed(*TEXTS, prompt=(1, 2, 3, 8, 1, 2, 3))
+    lookup.guesses(lookup.suffix, DRAFTED)
+    lookup.extend([token])
+    for i, (before, after) in enumerate(zip(START, lookup.biases)):
+        slope = (moved(i, 1e-5) - moved(i, -1e-5)) / 2e-5
+        assert after - before == pytest.approx(RATE * slope, abs=1e-8)
+    taught = [*lookup.biases]
+    lookup.extend([1, 2, 3])  # nothing was drafted
+    assert lookup.biases == taught
+
+
+@pytest.mark.parametrize(("right", "source"), [(6, 0), (8, 1), (9, 2)])
+def test_who_is_right_gains_weight(right, source):
+    """In the course of a text, up to a bound."""
+    lookup = mixed(*TEXTS, prompt=(1, 2, 3, 8, 1, 2, 3))
+    for _ in range(200):
+        lookup._drafted[lookup.suffix] = DRAFTED
+        lookup._learn(lookup.suffix, right)
+    assert lookup.biases[source] == max(lookup.biases) > START[source] + 1
+    assert max(map(abs, lookup.biases)) <= MOST
+
+
+def test_a_token_that_the_drafter_excludes():
+    """With top_k=1 all other tokens that it drafts have probability 0."""
+    lookup = mixed()
+    lookup.guesses(lookup.suffix, ([4, 6], [0.0, -inf]))
+    lookup.extend([6])
+    assert lookup.biases == [*START]
 
 
 class Whole(RedrafterSampler):
