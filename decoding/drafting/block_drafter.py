@@ -44,6 +44,7 @@ class BlockDrafter(Sampler):
     drafter: PreTrainedModel
     block_size: int  # tokens drafted a cycle unless a request asks for others
     tail = False  # whether the drafter runs again for each drafted token (`extend`)
+    lookup_with_noise = False  # whether prompt lookup ranks trees where the target draws, too
 
     def __init__(
         self,

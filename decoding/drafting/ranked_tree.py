@@ -49,7 +49,7 @@ class RankedTree:
         sharpness: Inverse temperature of the drafter in the ranking (`draft_trees`): a number, or
             {temperature: one for each depth}, of which the nearest temperature is taken.
         rank_noise: Whether the target's keyed noise ranks too; False is for comparison.
-        lookup: Whether prompt lookup ranks too, at temperature 0.
+        lookup: Whether prompt lookup ranks too (with noise: `BlockDrafter.lookup_with_noise`).
         after: Maps a token to its bigram scores (`decoding.drafting.bigrams`), if there are any.
         bigram_weights: The weight of these scores at each depth, {temperature: [...]}.
         least, least_gain: The least probability of a node (`draft_trees`), and what a run of a
@@ -92,9 +92,9 @@ class RankedTree:
         return max(self.nodes.values())
 
     def begin(self, sampler: BlockDrafter, batch: Batch, params: SamplingParams) -> None:
-        """Make a batch's prompt lookups, at temperature 0; with noise they make trees worse."""
+        """Make a batch's prompt lookups, at temperature 0 or if they pay with noise too."""
         batch.drafts = Lookups()
-        if self.lookup and params.temperature == 0:
+        if self.lookup and (params.temperature == 0 or sampler.lookup_with_noise):
             batch.drafts.lookups = lookups_of(batch, sampler.lookup_of)
 
     def cycle(
@@ -160,20 +160,15 @@ class RankedTree:
             logits = sampler.own_logits(batch, k, *drafted)
             if ids is not None and by_token:
                 whole = sampler.fitted(logits, [])
-                logits = sampler.warped_draft(whole, batch, params)[..., ids]
-            else:
-                logits = sampler.warped_draft(logits, batch, params)
-            if noise is not None and self.rank_noise:
-                g = noise[:, depth, None]
-                logits = logits + (g if ids is None else g[..., ids])
-            return logits
+                return sampler.warped_draft(whole, batch, params)[..., ids]
+            return sampler.warped_draft(logits, batch, params)
 
         nodes, sharpness, bigrams, lookups, least = self._settings(batch, params)
         number = len(batch.requests)
         fewest = setting(self.fewest, number, params.temperature)
         limits = for_requests(self.least_gain, number), fewest
         given = nodes, sharpness, bigrams, lookups, ids, least, *limits
-        others = sampler.constraints(batch), _ragged(batch)
+        others = sampler.constraints(batch), _ragged(batch), noise if self.rank_noise else None
         return grow_trees(expand, min(k, nodes), *given, *others)
 
     def _settings(self, batch: Batch, params: SamplingParams) -> tuple:

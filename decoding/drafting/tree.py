@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from decoding.drafting.next_noise import NextNoise
 from decoding.drafting.prompt_lookup import ORDER, Lookup, Ranked, Suffix
 from decoding.drafting.tree_limits import MAX_NODES
 from decoding.engine.grammar import Constraint
@@ -295,6 +296,7 @@ def grow_trees(
     fewest: int = 1,
     constraints: Sequence[Constraint | None] | None = None,
     ragged: bool = False,
+    noise: Tensor | None = None,
 ) -> Trees:
     """Draft best-first trees of conditional drafts, all nodes of a depth in one run of the drafter.
 
@@ -302,30 +304,33 @@ def grow_trees(
     are never more probable than their parent, few others will be among them later.
 
     Args:
-        expand: Returns the drafter's logits [B, M, n] after M nodes of a depth, with the noise
-            added if there is any: `expand(depth, tokens, parent)`, [B, M] each as in
-            `BlockDrafter.extend`; those after the root, M = 1, for depth 0 and None.
+        expand: Returns the drafter's logits [B, M, n] after M nodes of a depth: `expand(depth,
+            tokens, parent)`, [B, M] each as in `BlockDrafter.extend`; those after the root, M = 1,
+            for depth 0 and None.
         k: The most tokens of a path that the drafter drafts.
         nodes, sharpness, bigrams, lookups, ids, least, constraints, ragged: See `draft_trees`.
         least_gain: Tokens that a further run is expected to bring a tree of the batch, at the
             least (`expected_gain`); 0: trees grow wherever they have nodes.
         fewest: Nodes of a tree that need no least probability; see `trees_of`.
+        noise: The target's keyed noise at the next positions, [B, k + 1, V], if it ranks too.
     """
     logits = expand(0, None, None)
     device = logits.device
     texts: Sequence[Lookup | None] = lookups or [None] * len(logits)
     count = min(nodes if bigrams is None and lookups is None else CANDIDATES, logits.shape[-1])
     limits = constraints or [None] * len(logits)
-    rows = [Growing(bigrams, *of, k) for of in zip(texts, limits)]
+    drawn = [None] * len(logits) if noise is None else map(NextNoise, noise)
+    rows = [Growing(bigrams, *of, k) for of in zip(texts, limits, drawn)]
     growing: list[list[Path]] = [[()] for _ in rows]
     given = 0
     for depth in range(k):
         sharp = sharpness[depth] if isinstance(sharpness, Tensor) else sharpness
-        scores, chosen = (sharp * logits).log_softmax(-1).topk(count)
-        tokens = (chosen if ids is None else ids[chosen]).tolist()
-        for row, paths, *ranked in zip(rows, growing, tokens, scores.tolist()):
-            for path, *children in zip(paths, *ranked):
-                row.add(path, *children)
+        g = None if noise is None else noise[:, depth, None]
+        if g is not None:
+            g = sharp * (g if ids is None else g[..., ids])
+        for row, paths, found in zip(rows, growing, likeliest(sharp * logits, g, ids, count)):
+            for path, drafted in zip(paths, found):
+                row.add(path, drafted)
         if depth + 1 == k:
             break
         best = [row.best(nodes, least, fewest) for row in rows]
@@ -341,6 +346,43 @@ def grow_trees(
         given += M
         logits = expand(depth + 1, *torch.tensor([last, parents], device=device))
     return trees_of([row.children for row in rows], nodes, least, device, fewest, ragged)
+
+
+class Drafted(NamedTuple):
+    """A drafter's likeliest tokens after a path.
+
+    Attributes:
+        tokens, scores: Best first, with the scores that rank them (`Ranked`).
+        own: log q of each.
+        total: log of the sum of q e^g, if the noise g ranks too.
+    """
+
+    tokens: list[int]
+    scores: list[float]
+    own: list[float]
+    total: float | None = None
+
+
+def likeliest(
+    logits: Tensor, noise: Tensor | None, ids: Tensor | None, count: int
+) -> list[list[Drafted]]:
+    """Return the likeliest tokens of logits [B, M, n], with noise [B, 1, n] if it ranks too.
+
+    `ids` [n] are their tokens; None: token i.
+    """
+    scores = own = logits.log_softmax(-1)
+    total = None
+    if noise is not None:
+        scores = (own + noise).log_softmax(-1)  # faster than logsumexp
+        total = (own + noise - scores)[..., 0]
+    best, chosen = scores.topk(count)
+    columns = [(chosen if ids is None else ids[chosen]), best]
+    if total is not None:
+        columns += own.gather(-1, chosen), total
+    rows = zip(*(column.tolist() for column in columns))
+    if total is None:
+        return [[Drafted(*of, of[1]) for of in zip(*row)] for row in rows]
+    return [[Drafted(*of) for of in zip(*row)] for row in rows]
 
 
 def expected_gain(paths: dict[Path, float], depth: int, nodes: int, least: float) -> float:
@@ -369,6 +411,7 @@ class Growing:
 
     Args:
         bigrams, lookup, constraint: See `draft_trees`.
+        noise: That of the next positions, if it ranks too.
         depth: See `constrained`.
     """
 
@@ -377,27 +420,33 @@ class Growing:
         bigrams: BigramScores | None,
         lookup: Lookup | None,
         constraint: Constraint | None,
+        noise: NextNoise | None,
         depth: int,
     ):
-        self._bigrams, self._lookup = bigrams, lookup
+        self._bigrams, self._lookup, self._noise = bigrams, lookup, noise
         self.children = constrained(self._children, constraint, depth)
         self._ranked: dict[Path, Ranked] = {}
         self._number: dict[Path, int] = {(): ROOT}
 
-    def add(self, path: Path, tokens: list[int], scores: list[float]) -> None:
-        """Add the drafter's tokens after a path, best first."""
-        self._ranked[path] = self._mixed(path, (tokens, scores))
+    def add(self, path: Path, drafted: Drafted) -> None:
+        """Add the drafter's tokens after a path."""
+        self._ranked[path] = self._mixed(path, drafted)
 
     def _children(self, path: Path) -> Ranked:
         """Return the tokens after a path; where it is not expanded the lookup's guesses alone."""
         if path not in self._ranked:
-            self._ranked[path] = self._mixed(path, ([], []))
+            self._ranked[path] = self._mixed(path, Drafted([], [], []))
         return self._ranked[path]
 
-    def _mixed(self, path: Path, ranked: Ranked) -> Ranked:
+    def _mixed(self, path: Path, drafted: Drafted) -> Ranked:
+        ranked, depth = (drafted.tokens, drafted.scores), len(path)
         lookup, suffix = self._lookup, suffix_of(self._lookup, path)
-        guessed = lookup.guesses(suffix, ranked) if lookup else UNSEEN
-        return mixed(ranked, len(path), suffix, self._bigrams, *guessed)
+        if lookup is None or (self._noise and depth >= self._noise.most):
+            return mixed(ranked, depth, suffix, self._bigrams, *UNSEEN)
+        guesses, weight = lookup.guesses(suffix, (drafted.tokens, drafted.own))
+        if self._noise and guesses:
+            guesses, weight = self._noise.weighed(depth, guesses, weight, drafted.total)
+        return mixed(ranked, depth, suffix, self._bigrams, guesses, weight)
 
     def best(self, nodes: int, least: float, fewest: int) -> dict[Path, float]:
         """Return the paths of the best tree so far, best first, and their probabilities."""

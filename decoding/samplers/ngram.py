@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.drafting.earlier_answers import FEW_REQUESTS, KEPT_TOKENS, AnswerReader, Kept, seen
+from decoding.drafting.next_noise import NextNoise
 from decoding.drafting.pass_cost import is_dear
 from decoding.drafting.prompt_lookup import TRUST, Lookup
 from decoding.drafting.ranked_tree import catch_up, lookups_of
@@ -137,7 +138,7 @@ class NgramSampler(AnswerReader):
         texts: list[CheckedLookup] = batch.state.texts
         catch_up(texts, batch)
         depth = MAX_NODES if noise is None else noise.shape[1] - 1
-        drawn = [None] * len(texts) if noise is None else noise
+        drawn = [None] * len(texts) if noise is None else map(NextNoise, noise)
         found = [self._ranking(*of) for of in zip(texts, drawn)]
         allowed = [constrained(*of, depth) for of in zip(found, self.constraints(batch))]
         for text, children in zip(texts, allowed):
@@ -162,26 +163,18 @@ class NgramSampler(AnswerReader):
 
         return weighed
 
-    def _ranking(self, text: CheckedLookup, noise: Tensor | None) -> Children:
-        """Make the function of a sequence's ranked tokens after a path.
-
-        `noise` [k + 1, V] is that of its next positions; paths then have k tokens at the most.
-        """
-
-        @cache
-        def drawn(depth: int) -> tuple[np.ndarray, float]:
-            assert noise is not None
-            return noise[depth].cpu().numpy(), noise[depth].logsumexp(-1).item()
+    def _ranking(self, text: CheckedLookup, noise: NextNoise | None) -> Children:
+        """Make the function of a sequence's ranked tokens after a path."""
 
         @cache
         def children(path: Path) -> Ranked:
-            if noise is not None and len(path) >= len(noise) - 1:
+            depth = len(path)
+            if noise is not None and depth >= noise.most:
                 return [], []
             tokens, scores = self._seen(text, path)
             if noise is not None and tokens:
-                g, total = drawn(len(path))
-                chosen = np.array(scores) + g[tokens]
-                others = log(_rest(scores) / self.vocabulary) + total
+                chosen = np.array(scores) + noise.of(depth, tokens)
+                others = log(_rest(scores) * noise.mean(depth))
                 chosen -= np.logaddexp(np.logaddexp.reduce(chosen), others)
                 scores = chosen.tolist()
             return sort(tokens, scores)

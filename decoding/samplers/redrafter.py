@@ -82,7 +82,7 @@ class MixedLookup(Lookup):
     def weights(self, suffix: Suffix, drafted: Ranked) -> list[float]:
         """Return b of the drafter, the text's n-grams and those of earlier answers."""
         own, share, earlier = self._seen(suffix)
-        sure = exp(drafted[1][0]), share if own else 0.0, max(earlier.values(), default=0.0)
+        sure = exp(max(drafted[1])), share if own else 0.0, max(earlier.values(), default=0.0)
         odds = [exp(d) * (m / (1 - min(m, SURE))) ** POWER for d, m in zip(self.biases, sure)]
         return [x / sum(odds) for x in odds]
 
@@ -159,7 +159,7 @@ class RedrafterSampler(AnswerReader, StateReader):
         drafter: The network (`models.redrafter`); its config names the layers that it reads.
     """
 
-    tail = True
+    tail = lookup_with_noise = True
 
     def __init__(
         self,

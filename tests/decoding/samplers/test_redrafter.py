@@ -77,9 +77,10 @@ def passes(sampler, params):
     return sum(r.stats.target_passes for r in sampler.generate(PROMPTS[:1], params, seeds=[0]))
 
 
-def test_earlier_answers_are_drafted():
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_earlier_answers_are_drafted(temperature):
     """Answers that were given before take fewer passes, unless none are kept."""
-    params = SamplingParams(24, 0.0, verify="tree")
+    params = SamplingParams(24, temperature, verify="tree")
     model = target(layers=3)
     with_, without = (redrafter(model, 4, nodes=16, kept_tokens=n) for n in (1000, 0))
     first = passes(with_, params)
