@@ -370,18 +370,14 @@ def likeliest(
 
     `ids` [n] are their tokens; None: token i.
     """
-    scores = own = logits.log_softmax(-1)
-    total = None
-    if noise is not None:
-        scores = (own + noise).log_softmax(-1)  # faster than logsumexp
-        total = (own + noise - scores)[..., 0]
+    own = logits.log_softmax(-1)
+    scores = own if noise is None else (own + noise).log_softmax(-1)
     best, chosen = scores.topk(count)
-    columns = [(chosen if ids is None else ids[chosen]), best]
-    if total is not None:
-        columns += own.gather(-1, chosen), total
+    columns = [chosen if ids is None else ids[chosen], best, own.gather(-1, chosen)]
+    if noise is not None:  # of the first, which has a probability (logsumexp takes longer)
+        first = noise.expand_as(own).gather(-1, chosen[..., :1])
+        columns.append((columns[2][..., :1] + first - best[..., :1])[..., 0])
     rows = zip(*(column.tolist() for column in columns))
-    if total is None:
-        return [[Drafted(*of, of[1]) for of in zip(*row)] for row in rows]
     return [[Drafted(*of) for of in zip(*row)] for row in rows]
 
 

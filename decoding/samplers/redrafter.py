@@ -3,15 +3,15 @@
 Sources: ReDrafter (arXiv 2403.09919), Hydra (arXiv 2402.05109); the mixture is ours. The drafter
 (`models.redrafter`) runs once for each depth of a tree, for all its nodes together. It attends to
 nothing, so it cannot copy; n-grams can, of the request's own text and of earlier answers, and they
-are sure where they are right. At temperature 0 a tree is ranked by what these three sources say,
+are sure where they are right. A tree is ranked by what these three sources say,
 
     p(v | text, path) = sum_i b_i p_i(v),    b_i ~ e^(d_i) (m_i / (1 - m_i))^POWER.
 
 m_i is how sure a source is: its largest probability, of the text's n-grams their weight
 (`drafting.prompt_lookup`). How often each was right in this text is what d learns: of a token x
 that was drafted d_i gains a part of b_i p_i(x) / p(x) - b_i, the gradient of log p(x). Where the
-drafter was not run, the text's n-grams have the weight m, and the others the rest. Verification is
-exact for any ranking.
+drafter was not run, the text's n-grams have the weight m, and the others the rest. The noise by
+which the target draws ranks too (`drafting.next_noise`). Verification is exact for any ranking.
 """
 
 from math import exp
@@ -81,8 +81,8 @@ class MixedLookup(Lookup):
 
     def weights(self, suffix: Suffix, drafted: Ranked) -> list[float]:
         """Return b of the drafter, the text's n-grams and those of earlier answers."""
-        own, share, earlier = self._seen(suffix)
-        sure = exp(max(drafted[1])), share if own else 0.0, max(earlier.values(), default=0.0)
+        _, share, earlier = self._seen(suffix)
+        sure = exp(max(drafted[1])), share, max(earlier.values(), default=0.0)
         odds = [exp(d) * (m / (1 - min(m, SURE))) ** POWER for d, m in zip(self.biases, sure)]
         return [x / sum(odds) for x in odds]
 

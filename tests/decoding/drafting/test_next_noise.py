@@ -88,3 +88,18 @@ def test_a_grown_tree_ranks_by_it(seed):
         assert max(map(len, paths)) <= K  # there is no noise for more
     without = tree.grow_trees(expand, K, 12, lookups=[lookup]).rows[0]
     assert without.token != found.token  # Negative control.
+
+
+@pytest.mark.parametrize("excluded", [None, 0])
+def test_a_drafters_sum_over_its_tokens(excluded):
+    """Also where warping excludes tokens, which have no logarithm."""
+    logits, g = Q[:2].log()[None], noise_of(4)[None, :1]
+    if excluded is not None:
+        logits = logits.clone()
+        logits[..., excluded] = -torch.inf
+    q = logits[0].softmax(-1)
+    (found,) = tree.likeliest(logits, g, None, 3)
+    for of, p in zip(found, q):
+        assert exp(of.total) == pytest.approx((p * g[0, 0].exp()).sum().item())
+        assert [exp(x) for x in of.own] == pytest.approx(p[of.tokens].tolist())
+        assert [exp(x) for x in of.scores] == pytest.approx(chosen(p, g[0, 0])[of.tokens].tolist())
