@@ -43,11 +43,12 @@ SURE = 0.999  # the largest m
 UNSEEN = 1e-4  # a drafter's probability of a token, at the least
 
 # By requests, and by temperature where it matters, what is fastest on two cores: the most nodes,
-# the least probability of a node, how many need none (of both, the second where a wider pass is
-# dear), and the least gain of a run of the drafter (docs/results/redrafter.md).
+# the least probability of a node, how many need none, and whether to draft (of these three the
+# second where a wider pass is dear), and the least gain of a run (docs/results/redrafter.md).
 NODES = {1: 16, 4: 8}
 LEAST = {1: {0: 0.16, 1: 0.07}, 4: 0.3, 16: 0.65}, {1: {0: 0.3, 1: 0.15}, 4: 0.3, 16: 0.65}
 FEWEST = {1: {0: 5, 1: 1}, 4: 1}, {1: {0: 3, 1: 1}, 4: 1}
+FASTEST = FEW_REQUESTS, {2: {0: "tree"}, 4: {0: "plain"}}
 LEAST_GAIN = 0.2
 
 
@@ -170,7 +171,7 @@ class RedrafterSampler(AnswerReader, StateReader):
     ):
         dear = not {"least", "fewest"} <= {*given} and is_dear(target)
         knobs: dict[str, Any] = {
-            "fastest": FEW_REQUESTS,
+            "fastest": FASTEST[dear],
             "sharpness": 1.0,
             "nodes": NODES,
             "least": LEAST[dear],

@@ -4,6 +4,7 @@ import pytest
 from torch import nn
 
 from decoding.drafting import pass_cost
+from decoding.engine.params import SamplingParams
 from decoding.samplers import ngram, redrafter
 from decoding.samplers.ngram import NgramSampler
 from decoding.samplers.redrafter import RedrafterSampler
@@ -62,8 +63,11 @@ def test_settings_are_those_of_the_machine(monkeypatch):
         for module in (ngram, redrafter):
             monkeypatch.setattr(module, "is_dear", lambda target, dear=dear: dear)
         one = NgramSampler(target, tokenizer).tree
-        two = RedrafterSampler(target, tokenizer, drafter, block_size=3).tree
+        sampler = RedrafterSampler(target, tokenizer, drafter, block_size=3)
+        two = sampler.tree
         found.append((one.least[1][0], two.least[1][0], two.fewest[1][0]))
+        ways = [sampler.way(n, SamplingParams(1, 0.0)) for n in (1, 2, 4, 16)]
+        assert ways == ["tree", "tree", "plain" if dear else "tree", "plain"]
         assert NgramSampler(target, tokenizer, least=0.5).tree.least[1] == 0.5
     (a, b, c), (x, y, z) = found
     assert (a < x, b < y, c > z) == (True, True, True)
