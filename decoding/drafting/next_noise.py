@@ -46,7 +46,8 @@ class NextNoise:
     ) -> tuple[dict[int, float], float]:
         """Return what some guesses r(v) and their weight b become where the noise is known.
 
-        `others` is log Z of the other source; None: of all tokens, as nobody speaks for any.
+        `others` is log Z of the other source, which has what the guesses leave; None: nobody speaks
+        for these tokens, so all are alike.
         """
         noise = self.of(depth, [*guesses])
         chances = {v: r * exp(g) for (v, r), g in zip(guesses.items(), noise)}

@@ -14,6 +14,7 @@ tree is ours.
 """
 
 from collections import Counter
+from collections.abc import Mapping
 
 ORDER = 6
 # The shares a_n in SmolLM2's answers to prompts of functions (docs/lab_notes/small.md).
@@ -21,8 +22,6 @@ USUAL = (0.0, 0.2, 0.45, 0.65, 0.7, 0.8, 0.9)
 TRUST = 4
 
 Suffix = tuple[int, ...]  # the last tokens of a text, at most ORDER
-Ranked = tuple[list[int], list[float]]  # tokens, best first, and their log-probabilities
-NOTHING: Ranked = [], []
 
 
 class Lookup:
@@ -49,11 +48,13 @@ class Lookup:
             self.suffix = append(self.suffix, token)
         self.length += len(tokens)
 
-    def guesses(self, suffix: Suffix, drafted: Ranked = NOTHING) -> tuple[dict[int, float], float]:
+    def guesses(
+        self, suffix: Suffix, drafted: Mapping[int, float] | None = None
+    ) -> tuple[dict[int, float], float]:
         """Return the tokens that followed a suffix, {v: c_n(v) / sum c_n}, and their weight a_n.
 
         Both are empty, {} and 0, where the suffix's last token has not occurred before. `drafted`
-        are a drafter's likeliest tokens, if it was run.
+        has log q of a drafter's likeliest tokens, if it was run.
         """
         n, counts = self._find(suffix)
         if not n:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from decoding.drafting.next_noise import NextNoise
-from decoding.drafting.prompt_lookup import ORDER, Lookup, Ranked, Suffix
+from decoding.drafting.prompt_lookup import ORDER, Lookup, Suffix
 from decoding.drafting.tree_limits import MAX_NODES
 from decoding.engine.grammar import Constraint
 from decoding.engine.verify import choose
@@ -24,6 +24,7 @@ ROOT = -1
 UNSEEN: tuple[dict[int, float], float] = {}, 0.0  # what no lookup guesses
 CANDIDATES = 20  # tokens of a depth whose scores may depend on the text or on bigrams
 
+Ranked = tuple[list[int], list[float]]  # tokens, best first, and their log-probabilities
 Path = tuple[int, ...]  # tokens from the root's child to a node
 Children = Callable[[Path], Ranked]  # the ranked tokens after a path; none where it ends
 
@@ -352,15 +353,14 @@ class Drafted(NamedTuple):
     """A drafter's likeliest tokens after a path.
 
     Attributes:
-        tokens, scores: Best first, with the scores that rank them (`Ranked`).
+        ranked: With the scores that rank them.
         own: log q of each.
-        total: log of the sum of q e^g, if the noise g ranks too.
+        total: log of the sum of q e^g, with the noise g where it ranks too.
     """
 
-    tokens: list[int]
-    scores: list[float]
-    own: list[float]
-    total: float | None = None
+    ranked: Ranked
+    own: dict[int, float]
+    total: float
 
 
 def likeliest(
@@ -371,14 +371,15 @@ def likeliest(
     `ids` [n] are their tokens; None: token i.
     """
     own = logits.log_softmax(-1)
-    scores = own if noise is None else (own + noise).log_softmax(-1)
-    best, chosen = scores.topk(count)
-    columns = [chosen if ids is None else ids[chosen], best, own.gather(-1, chosen)]
-    if noise is not None:  # of the first, which has a probability (logsumexp takes longer)
-        first = noise.expand_as(own).gather(-1, chosen[..., :1])
-        columns.append((columns[2][..., :1] + first - best[..., :1])[..., 0])
+    drawn, total = own, own.new_zeros(own.shape[:-1])
+    if noise is not None:
+        drawn = own + noise
+        total = drawn.logsumexp(-1)
+    best, chosen = drawn.topk(count)
+    tokens = chosen if ids is None else ids[chosen]
+    columns = tokens, best - total[..., None], own.gather(-1, chosen), total
     rows = zip(*(column.tolist() for column in columns))
-    return [[Drafted(*of) for of in zip(*row)] for row in rows]
+    return [[Drafted((v, s), dict(zip(v, q)), z) for v, s, q, z in zip(*row)] for row in rows]
 
 
 def expected_gain(paths: dict[Path, float], depth: int, nodes: int, least: float) -> float:
@@ -431,17 +432,17 @@ class Growing:
     def _children(self, path: Path) -> Ranked:
         """Return the tokens after a path; where it is not expanded the lookup's guesses alone."""
         if path not in self._ranked:
-            self._ranked[path] = self._mixed(path, Drafted([], [], []))
+            self._ranked[path] = self._mixed(path, None)
         return self._ranked[path]
 
-    def _mixed(self, path: Path, drafted: Drafted) -> Ranked:
-        ranked, depth = (drafted.tokens, drafted.scores), len(path)
-        lookup, suffix = self._lookup, suffix_of(self._lookup, path)
+    def _mixed(self, path: Path, drafted: Drafted | None) -> Ranked:
+        ranked, own, total = drafted or (([], []), None, None)
+        lookup, depth, suffix = self._lookup, len(path), suffix_of(self._lookup, path)
         if lookup is None or (self._noise and depth >= self._noise.most):
             return mixed(ranked, depth, suffix, self._bigrams, *UNSEEN)
-        guesses, weight = lookup.guesses(suffix, (drafted.tokens, drafted.own))
+        guesses, weight = lookup.guesses(suffix, own)
         if self._noise and guesses:
-            guesses, weight = self._noise.weighed(depth, guesses, weight, drafted.total)
+            guesses, weight = self._noise.weighed(depth, guesses, weight, total)
         return mixed(ranked, depth, suffix, self._bigrams, guesses, weight)
 
     def best(self, nodes: int, least: float, fewest: int) -> dict[Path, float]:

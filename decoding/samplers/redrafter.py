@@ -14,7 +14,8 @@ drafter was not run, the text's n-grams have the weight m, and the others the re
 which the target draws ranks too (`drafting.next_noise`). Verification is exact for any ranking.
 """
 
-from math import exp
+from collections.abc import Mapping
+from math import exp, inf
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from decoding.drafting.block_sampler import KNOBS, BlockMethod
 from decoding.drafting.earlier_answers import FEW_REQUESTS, AnswerReader, seen
 from decoding.drafting.ngrams import Ngrams
 from decoding.drafting.pass_cost import is_dear
-from decoding.drafting.prompt_lookup import NOTHING, Lookup, Ranked, Suffix, append
+from decoding.drafting.prompt_lookup import Lookup, Suffix, append
 from decoding.drafting.state_reader import StateReader, UnreadStates
 from decoding.engine.batch import Batch
 from decoding.engine.cache import CountedNetwork
@@ -34,7 +35,7 @@ from models import fused_run, redrafter
 from models.fused_run import FusedRun
 from models.redrafter import Redrafter
 
-# Of SmolLM2's answers to prompts of functions and of MBPP (docs/results/redrafter.md):
+# These are fitted to SmolLM2's answers to prompts of functions and MBPP (docs/lab_notes/small.md).
 POWER = 0.7
 START = 0.0, -0.5, -2.0  # d of the drafter, the text's n-grams, those of earlier answers
 RATE = 0.3  # of what a token teaches
@@ -67,23 +68,25 @@ class MixedLookup(Lookup):
         self._ngrams, self.biases = ngrams, [*START]
         # Until the text goes on, what was said after a suffix, and what a drafter said there:
         self._known: dict[Suffix, tuple[dict[int, float], float, dict[int, float]]] = {}
-        self._drafted: dict[Suffix, Ranked] = {}
+        self._drafted: dict[Suffix, Mapping[int, float]] = {}
         super().__init__(tokens)
 
-    def guesses(self, suffix: Suffix, drafted: Ranked = NOTHING) -> tuple[dict[int, float], float]:
+    def guesses(
+        self, suffix: Suffix, drafted: Mapping[int, float] | None = None
+    ) -> tuple[dict[int, float], float]:
         """Return p(v) of what was seen after a suffix, as its sources' mixture, and its weight."""
         own, share, earlier = self._seen(suffix)
-        if not drafted[0]:
+        if drafted is None:
             return seen(own, share, earlier), 1.0
         self._drafted[suffix] = drafted
         _, text, others = self.weights(suffix, drafted)
         weight = text + others
         return seen(own, text / (weight or 1.0), earlier), weight
 
-    def weights(self, suffix: Suffix, drafted: Ranked) -> list[float]:
+    def weights(self, suffix: Suffix, drafted: Mapping[int, float]) -> list[float]:
         """Return b of the drafter, the text's n-grams and those of earlier answers."""
         _, share, earlier = self._seen(suffix)
-        sure = exp(max(drafted[1])), share, max(earlier.values(), default=0.0)
+        sure = exp(max(drafted.values())), share, max(earlier.values(), default=0.0)
         odds = [exp(d) * (m / (1 - min(m, SURE))) ** POWER for d, m in zip(self.biases, sure)]
         return [x / sum(odds) for x in odds]
 
@@ -99,8 +102,8 @@ class MixedLookup(Lookup):
     def _learn(self, suffix: Suffix, token: int) -> None:
         """Learn from the token that came after a suffix where the drafter was run."""
         own, _, earlier = self._seen(suffix)
-        tokens, scores = drafted = self._drafted[suffix]
-        q = exp(scores[tokens.index(token)]) if token in tokens else 0.0
+        drafted = self._drafted[suffix]
+        q = exp(drafted.get(token, -inf))
         said = max(q, UNSEEN), own.get(token, 0.0), earlier.get(token, 0.0)
         weights = self.weights(suffix, drafted)
         total = sum(b * p for b, p in zip(weights, said))

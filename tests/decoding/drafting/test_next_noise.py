@@ -20,7 +20,7 @@ def noise_of(seed, positions=K + 1):
 
 
 def chosen(p, g):
-    """Of tokens with probabilities p, those of the target's choice: p e^g, normalised."""
+    """Return how probable each token is as the target's choice: p e^g, normalised."""
     drawn = p * g.exp()
     return drawn / drawn.sum()
 
@@ -100,6 +100,9 @@ def test_a_drafters_sum_over_its_tokens(excluded):
     q = logits[0].softmax(-1)
     (found,) = tree.likeliest(logits, g, None, 3)
     for of, p in zip(found, q):
+        tokens, scores = of.ranked
         assert exp(of.total) == pytest.approx((p * g[0, 0].exp()).sum().item())
-        assert [exp(x) for x in of.own] == pytest.approx(p[of.tokens].tolist())
-        assert [exp(x) for x in of.scores] == pytest.approx(chosen(p, g[0, 0])[of.tokens].tolist())
+        assert {v: exp(x) for v, x in of.own.items()} == pytest.approx(
+            {v: p[v].item() for v in tokens}
+        )
+        assert [exp(x) for x in scores] == pytest.approx(chosen(p, g[0, 0])[tokens].tolist())

@@ -144,7 +144,7 @@ def mixed(*texts, prompt=(7, 1, 2, 3)):
     return MixedLookup([*prompt], ngrams_of(*texts))
 
 
-DRAFTED = [4, 6], [log(0.6), log(0.1)]
+DRAFTED = {4: log(0.6), 6: log(0.1)}
 TEXTS = [[1, 2, 3, 4]] * 6 + [[1, 2, 3, 9]] * 3
 
 
@@ -182,7 +182,7 @@ def test_what_was_never_seen_has_no_weight():
 def log_p(lookup, token):
     """log p(token) of the mixture after a text, with UNSEEN for what the drafter does not have."""
     guessed, weight = lookup.guesses(lookup.suffix, DRAFTED)
-    q = dict(zip(DRAFTED[0], map(exp, DRAFTED[1]))).get(token, UNSEEN)
+    q = exp(DRAFTED.get(token, log(UNSEEN)))
     return log((1 - weight) * q + weight * guessed.get(token, 0.0))
 
 
@@ -220,7 +220,7 @@ def test_who_is_right_gains_weight(right, source):
 def test_a_token_that_the_drafter_excludes():
     """With top_k=1 all other tokens that it drafts have probability 0."""
     lookup = mixed()
-    lookup.guesses(lookup.suffix, ([4, 6], [0.0, -inf]))
+    lookup.guesses(lookup.suffix, {4: 0.0, 6: -inf})
     lookup.extend([6])
     assert lookup.biases == [*START]
 
